@@ -23,7 +23,6 @@ import torch
 from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.common.clock import Clock, SystemClock
 from workers.messages import BatchEntry, StepPlan
-from workers.model.attention_batch import AttentionBatch, SequenceSpan
 from workers.model.host_kv import MODES, HostKv
 from workers.rank.model_runner import ModelRunner, read_dtype
 
@@ -81,12 +80,11 @@ class Bench:
     def copy_s(self, tables: list[tuple[int, ...]]) -> float:
         """Copying all that the step sees of host memory, layer by layer, and nothing else."""
         self._host.use("stream")
-        spans = [SequenceSpan(len(table) * self._block_tokens - 1, 1, table) for table in tables]
-        reader = self._host.reader
-        batch = AttentionBatch.build(spans, self._block_tokens, self._runner.kv.device, reader)
+        reader, num_layers = self._host.reader, self._host.kv.shape[1]
+        in_host = sorted({block for table in tables for block in table if block >= self._host.first_id})
         started_at = self._clock.now()
-        reader.begin(batch)
-        for layer in range(self._host.kv.shape[1]):
+        reader.begin([in_host] * num_layers)
+        for layer in range(num_layers):
             reader.layer(layer)
             reader.done(layer)
         return self._clock.now() - started_at

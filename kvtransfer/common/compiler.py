@@ -1,4 +1,4 @@
-"""Compile C++ with the machine's compiler, once per source, flags and CPU, into a private folder.
+"""Compile C++ with the machine's compiler, once per sources, flags and CPU, into a private folder.
 
 Used by `kvtransfer.blocks.runs` and `workers.model.native`, which bind the libraries.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -16,17 +17,18 @@ from pathlib import Path
 from kvtransfer.common.host import cpu_flags, private_folder
 
 _COMPILE_TIMEOUT_S = 120
+_INCLUDE = re.compile(r'^#include "([^"]+)"', re.M)
 
 
 def compile_library(source: Path, flags: Sequence[str]) -> Path | None:
-    """Return the shared library of `source`, compiled now unless this machine has compiled it before; None
-    without a compiler. Raises `OSError` or `subprocess.SubprocessError` if the build fails or the library
+    """Return the shared library of `source`, compiled now unless this machine has compiled it and the files
+    that it includes by "name" before; None without a compiler. Raises `OSError` or `subprocess.SubprocessError` if the build fails or the library
     must not be loaded."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if platform.system() != "Linux" or compiler is None:
         return None
     cpu = hashlib.sha256("".join(sorted(cpu_flags())).encode()).hexdigest()
-    key = hashlib.sha256(f"{tuple(flags)}{cpu}{source.read_text()}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{tuple(flags)}{cpu}{_text(source)}".encode()).hexdigest()[:16]
     folder = private_folder("tandem-kernels")
     path = folder / f"{key}.so"
     if not path.exists():
@@ -37,6 +39,18 @@ def compile_library(source: Path, flags: Sequence[str]) -> Path | None:
             _run([compiler, "-shared", "-o", str(shared), str(built)])
             shared.replace(path)
     return path
+
+
+def _text(source: Path) -> str:
+    """Return the text of the file and of all that it includes by "name", each once."""
+    texts: dict[Path, str] = {}
+    pending = [source]
+    while pending:
+        path = pending.pop()
+        if path not in texts:
+            texts[path] = path.read_text()
+            pending += [path.parent / name for name in _INCLUDE.findall(texts[path])]
+    return "".join(texts.values())
 
 
 def _run(command: list[str]) -> None:

@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from workers.model.attention_batch import AttentionBatch, SequenceSpan
+from workers.model.attention.choice import choose_attention
+from workers.model.attention.interface import SequenceSpan, StepInput
 from workers.model.decoder import load_decoder
 from workers.model.model_config import read_model_config
 from workers.model.parallel import parallelize
@@ -69,6 +70,7 @@ def run_case(case: ParallelCase, groups: RankGroups) -> dict[str, Tensor]:
     heads = len(kv_heads(config.num_kv_heads, groups.tp_rank, case.tp))
     num_blocks = sum(len(table) for table in case.tables)
     kv = torch.zeros(num_blocks, end - first, 2, heads, BLOCK_TOKENS, config.head_dim)
+    attention = choose_attention(decoder.attention_shape, kv)
     positions = [0] * len(case.prompts)
     chosen: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
     logits: list[Tensor] = []
@@ -78,13 +80,13 @@ def run_case(case: ParallelCase, groups: RankGroups) -> dict[str, Tensor]:
             groups.expect_tokens(step, len(case.prompts))
         counts = [chunks[step] if step < len(chunks) else 1 for chunks in case.chunks]
         spans = [SequenceSpan(*span) for span in zip(positions, counts, case.tables, strict=True)]
-        batch = AttentionBatch.build(spans, BLOCK_TOKENS, CPU)
+        plan = attention.plan(StepInput.of(spans, BLOCK_TOKENS))
         if groups.is_first_stage:
             hidden = decoder.embed(_inputs(case, positions, counts, chosen))
         else:
             hidden = torch.empty(sum(counts), config.hidden_size)
             groups.receive_hidden(hidden)
-        hidden = decoder.run_layers(hidden, batch, kv)
+        hidden = decoder.run_layers(hidden, plan)
         if not groups.is_last_stage:
             groups.send_hidden(hidden)
         else:

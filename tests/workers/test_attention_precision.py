@@ -1,17 +1,17 @@
-"""Attention in bfloat16 against float64, with flat and sharply peaked scores, with and without kernels."""
+"""Attention in bfloat16 against float64, with flat and sharply peaked scores."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from attention_steps import attend, attend_once, unrotated
 from torch import Tensor
 
 from workers.messages import BlockCopy
-from workers.model.attention import paged_attention, split_in_halves
-from workers.model.attention_batch import AttentionBatch, SequenceSpan
+from workers.model.attention.interface import SequenceSpan
+from workers.model.attention.torch_backend import TorchAttention, split_in_halves
 from workers.model.host_kv import MODES, HostKv, OffloadMode
 
-CPU = torch.device("cpu")
 BLOCK, HEAD_DIM, NUM_BLOCKS, NUM_HOST = 16, 64, 110, 60
 # Decoding sequences in several groups, a chunk behind a prefix, and one at the start of its prompt.
 SPANS = (
@@ -31,29 +31,28 @@ MOST_ERROR = 3e-3
 @pytest.mark.parametrize("window", [0, 90])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(8, 2), (4, 4)])
 def test_scores_and_probabilities_are_float32(
-    backend: str, num_heads: int, num_kv_heads: int, window: int, spread: float
+    num_heads: int, num_kv_heads: int, window: int, spread: float
 ) -> None:
     kv, query = _draw(num_heads, num_kv_heads, spread)
-    actual = paged_attention(query, kv, 0, window, AttentionBatch.build(SPANS, BLOCK, CPU))
-    _check(actual, query, kv, window)
+    _check(attend_once(kv, SPANS, query, window), query, kv, window)
 
 
 @pytest.mark.parametrize("spread", [1.0, 16.0])
 @pytest.mark.parametrize("mode", MODES)
-def test_so_they_are_where_blocks_lie_in_host_memory(backend: str, mode: OffloadMode, spread: float) -> None:
+def test_so_they_are_where_blocks_lie_in_host_memory(mode: OffloadMode, spread: float) -> None:
     kv, query = _draw(8, 2, spread)
     everything = kv.clone()
     moved = {block: NUM_BLOCKS + number for number, block in enumerate([*range(3, 30), *range(72, 80), 95])}
-    host = HostKv(kv, NUM_HOST, (0,))
+    host = HostKv(kv, NUM_HOST)
     host.copy([BlockCopy(block, host_id) for block, host_id in moved.items()])
     kv[list(moved)] = float("nan")
     host.use(mode)
     spans = [span._replace(block_ids=[moved.get(block, block) for block in span.block_ids]) for span in SPANS]
     reader = host.reader_for([span.block_ids for span in spans])
     assert reader is not None
-    batch = AttentionBatch.build(spans, BLOCK, CPU, reader)
-    reader.begin(batch)
-    _check(paged_attention(query, kv, 0, 0, batch), query, everything, 0)
+    backend = TorchAttention(unrotated(8, HEAD_DIM), kv)
+    (actual,) = attend(backend, spans, [query], reader)
+    _check(actual, query, everything, 0)
     host.close()
 
 

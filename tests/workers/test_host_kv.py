@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from attention_steps import attend, unrotated
 from local_engine import BLOCK
 from torch import Tensor
 
 from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.common.clock import ManualClock
 from workers.messages import BlockCopy
-from workers.model.attention import paged_attention
-from workers.model.attention_batch import AttentionBatch, SequenceSpan
+from workers.model.attention.interface import HostReader, SequenceSpan, StepInput
+from workers.model.attention.torch_backend import TorchAttention
 from workers.model.host_kv import MODES, HostKv, OffloadMode
 from workers.rank.model_runner import ModelRunner
 
@@ -44,7 +45,7 @@ def _numbers(dtype: torch.dtype) -> Tensor:
 
 
 def _move(kv: Tensor, mode: OffloadMode) -> HostKv:
-    host = HostKv(kv, NUM_HOST, WINDOWS)
+    host = HostKv(kv, NUM_HOST)
     assert host.copy([BlockCopy(block, host_id) for block, host_id in MOVED.items()]) == []
     for block in MOVED:
         kv[block] = float("nan")
@@ -60,15 +61,13 @@ def _attend(kv: Tensor, query: Tensor, host: HostKv | None) -> list[Tensor]:
             for span in SPANS
         )
     reader = host.reader_for([span.block_ids for span in spans]) if host is not None else None
-    batch = AttentionBatch.build(spans, BLOCK, CPU, reader)
-    if reader is not None:
-        reader.begin(batch)
-    return [paged_attention(query, kv, layer, window, batch) for layer, window in enumerate(WINDOWS)]
+    backend = TorchAttention(unrotated(HEADS, HEAD_DIM, WINDOWS), kv)
+    return attend(backend, spans, [query] * LAYERS, reader)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mode", MODES)
-def test_it_equals_attention_on_the_device(backend: str, mode: OffloadMode, dtype: torch.dtype) -> None:
+def test_it_equals_attention_on_the_device(mode: OffloadMode, dtype: torch.dtype) -> None:
     """Several steps of one reader, over layers with and without a window."""
     kv = _numbers(dtype)
     generator = torch.Generator().manual_seed(2)
@@ -82,18 +81,28 @@ def test_it_equals_attention_on_the_device(backend: str, mode: OffloadMode, dtyp
 
 
 def test_a_window_brings_only_what_it_sees(device_kv: Tensor) -> None:
-    host = _move(device_kv, "stream")
+    class Reader(HostReader):
+        def begin(self, layer_to_ids: Sequence[Sequence[int]]) -> None:
+            self.layer_to_ids = layer_to_ids
+
+        def layer(self, layer: int) -> Tensor:
+            raise NotImplementedError
+
+        def done(self, layer: int) -> None:
+            raise NotImplementedError
+
+        def close(self) -> None:
+            raise NotImplementedError
+
+    reader = Reader(NUM_DEVICE)
     spans = [SequenceSpan(95, 1, (37, 31, 33, 3, 4, 5))]
-    batch = AttentionBatch.build(spans, BLOCK, CPU, host.reader)
-    host.reader.begin(batch)
-    seen = {window: plan.host_ids for (window, _, _), plan in batch._plans.items()}
-    assert seen == {0: (31, 33, 37), 20: ()}
-    host.close()
+    TorchAttention(unrotated(HEADS, HEAD_DIM, WINDOWS), device_kv).plan(StepInput.of(spans, BLOCK, reader))
+    assert list(reader.layer_to_ids) == [(31, 33, 37), (), (), (31, 33, 37), (31, 33, 37)]
 
 
 def test_copies_go_both_ways_and_those_on_the_device_are_left(device_kv: Tensor) -> None:
     before = device_kv.clone()
-    host = HostKv(device_kv, NUM_HOST, WINDOWS)
+    host = HostKv(device_kv, NUM_HOST)
     inside = BlockCopy(4, 5)
     assert host.copy([BlockCopy(3, 30), inside, BlockCopy(4, 41)]) == [inside]
     assert torch.equal(host.kv[[0, 11]], before[3:5])
@@ -105,7 +114,7 @@ def test_copies_go_both_ways_and_those_on_the_device_are_left(device_kv: Tensor)
 
 
 def test_a_step_on_the_device_has_no_reader(device_kv: Tensor) -> None:
-    host = HostKv(device_kv, NUM_HOST, WINDOWS)
+    host = HostKv(device_kv, NUM_HOST)
     assert host.reader_for([(0, 29), ()]) is None
     assert host.reader_for([(0, 29), (3, 30)]) is host.reader
     host.close()

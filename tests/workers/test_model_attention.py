@@ -6,15 +6,12 @@ import math
 
 import pytest
 import torch
-from optional_programs import uses_compiler
+from attention_steps import attend_once, unrotated, write
 from torch import Tensor
 
-from workers.model.attention import paged_attention, write_kv
-from workers.model.attention_batch import AttentionBatch, Marks, SequenceSpan
+from workers.model.attention.interface import Marks, SequenceSpan, StepInput
+from workers.model.attention.torch_backend import TorchAttention
 
-pytestmark = [pytest.mark.usefixtures("backend"), uses_compiler]
-
-CPU = torch.device("cpu")
 LAYERS, HEAD_DIM = 2, 8
 
 
@@ -43,47 +40,35 @@ def test_it_equals_a_loop_over_tokens(
     work = [(0, 1), (149, 1), (15, 1), (16, 1), (0, 33), (17, 20), (48, 2), (40, 1), (0, 1)]
     free = torch.randperm(80, generator=generator).tolist()
     kv = torch.full((80, LAYERS, 2, num_kv_heads, 16, HEAD_DIM), float("nan"), dtype=dtype)
-    pairs, spans, queries, expected = [], [], [], []
+    spans, queries, expected = [], [], []
     for start, count in work:
-        table = tuple(free.pop() for _ in range(-(-(start + count) // 16)))
-        kv[list(table)] = 0
+        table = [free.pop() for _ in range(-(-(start + count) // 16))]
         keys_values = torch.randn(start + count, 2 * num_kv_heads, HEAD_DIM, generator=generator).to(dtype)
         query = torch.randn(count, num_heads, HEAD_DIM, generator=generator).to(dtype)
-        pairs.append((SequenceSpan(0, start + count, table), keys_values))
+        kv[table] = 0
+        write(kv, 0, table, keys_values)
         spans.append(SequenceSpan(start, count, (*table, *free[:1])))
         queries.append(query)
         keys, values = keys_values.double().chunk(2, dim=1)
         expected.append(_reference(query.double(), keys, values, start, window))
-    written = AttentionBatch.build([span for span, _ in pairs], 16, CPU)
-    everything = torch.cat([keys_values for _, keys_values in pairs])
-    for layer in range(LAYERS):
-        write_kv(kv, layer, everything * (layer + 1), slice(None), written)
-    batch = AttentionBatch.build(spans, 16, CPU)
-    actual = paged_attention(torch.cat(queries), kv, 0, window, batch)
+    actual = attend_once(kv, spans, torch.cat(queries), window)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
     assert actual.dtype == dtype
     torch.testing.assert_close(actual.double(), torch.cat(expected), rtol=0, atol=tolerance)
 
 
-def test_long_and_short_decoding_sequences_share_no_padding(backend: str) -> None:
-    """A group's longest context is at most twice its shortest, in blocks. The kernels need no groups."""
+def test_long_and_short_decoding_sequences_share_no_padding() -> None:
+    """A group's longest context is at most twice its shortest, in blocks."""
     lengths = [5, 900, 40, 70, 33, 16, 500]
     tables = iter(range(1000))
     spans = [
         SequenceSpan(length - 1, 1, tuple(next(tables) for _ in range(-(-length // 16))))
         for length in lengths
     ]
-    batch = AttentionBatch.build(spans, 16, CPU)
-    kv = torch.zeros(200, 1, 2, 1, 16, HEAD_DIM)
-    query = torch.randn(len(lengths), 2, HEAD_DIM, generator=torch.Generator().manual_seed(0))
-    paged_attention(query, kv, 0, 0, batch)
-    (plan,) = batch._plans.values()
-    if backend == "kernels":
-        assert plan.paged is not None
-        assert plan.paged.ends.tolist() == lengths
-        return
-    assert sorted(row for group in plan.groups for row in group.rows.tolist()) == list(range(len(lengths)))
-    for group in plan.groups:
+    backend = TorchAttention(unrotated(2, HEAD_DIM), torch.zeros(200, 1, 2, 1, 16, HEAD_DIM))
+    groups = backend.plan(StepInput.of(spans, 16)).window_to_view[0].groups
+    assert sorted(row for group in groups for row in group.rows.tolist()) == list(range(len(lengths)))
+    for group in groups:
         blocks = [-(-lengths[row] // 16) for row in group.rows.tolist()]
         assert max(blocks) <= 2 * min(blocks)
         assert group.bias.shape[-1] == max(blocks) * 16
@@ -108,10 +93,8 @@ def test_a_chunk_behind_a_long_prefix_is_attended_in_pieces_with_the_same_result
     kv = torch.randn(20, LAYERS, 2, 2, 16, HEAD_DIM, generator=generator).to(dtype)
     query = torch.randn(40, 4, HEAD_DIM, generator=generator).to(dtype)
     marks = [CountedMarks(), CountedMarks()]
-    whole, pieces = (
-        AttentionBatch.build([SequenceSpan(200, 40, tuple(range(15)))], 16, CPU, marks=it) for it in marks
-    )
-    expected = paged_attention(query, kv, 1, 0, whole)
-    monkeypatch.setattr("workers.model.attention.ATTENTION_PIECE_FLOPS", flops)
-    assert torch.equal(paged_attention(query, kv, 1, 0, pieces), expected)
+    spans = [SequenceSpan(200, 40, tuple(range(15)))]
+    expected = attend_once(kv, spans, query, marks=marks[0])
+    monkeypatch.setattr("workers.model.attention.torch_backend.ATTENTION_PIECE_FLOPS", flops)
+    assert torch.equal(attend_once(kv, spans, query, marks=marks[1]), expected)
     assert [it.num_marks for it in marks] == [1, num_marks]

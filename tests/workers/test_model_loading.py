@@ -13,12 +13,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from workers.errors import CheckpointError
-from workers.model.attention_batch import AttentionBatch, SequenceSpan
+from workers.model.attention.choice import choose_attention
+from workers.model.attention.interface import SequenceSpan, StepInput
 from workers.model.decoder import load_decoder
 from workers.model.model_config import read_model_config
 from workers.model.weights import LayerWeights, ShardSpec, WeightReader
 
 CPU = torch.device("cpu")
+STEP = StepInput.of([SequenceSpan(0, 20, (1, 0))], 16)
 MakeCheckpoint = Callable[..., Path]
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 
@@ -105,8 +107,8 @@ def _logits(model_dir: Path) -> Tensor:
     decoder = load_decoder(model_dir, torch.float32, CPU)
     config = decoder.config
     kv = torch.zeros(2, config.num_layers, 2, config.num_kv_heads, 16, config.head_dim)
-    batch = AttentionBatch.build([SequenceSpan(0, 20, (1, 0))], 16, CPU)
-    return decoder.logits(decoder.forward(torch.arange(20), batch, kv))
+    attention = choose_attention(decoder.attention_shape, kv)
+    return decoder.logits(decoder.forward(torch.arange(20), STEP, attention))
 
 
 def test_a_tied_checkpoint_may_name_its_weights_in_any_way(
@@ -170,7 +172,10 @@ def test_stages_of_layers_make_the_whole_model(tied: bool, make_checkpoint: Make
     model_dir = make_checkpoint("qwen3", num_hidden_layers=3, tie_word_embeddings=tied)
     first = load_decoder(model_dir, torch.float32, CPU, ShardSpec(0, 1))
     last = load_decoder(model_dir, torch.float32, CPU, ShardSpec(1, 3))
-    batch = AttentionBatch.build([SequenceSpan(0, 20, (1, 0))], 16, CPU)
-    hidden = first.forward(torch.arange(20), batch, torch.zeros(2, 1, 2, 2, 16, 16))
-    hidden = last.run_layers(hidden, batch, torch.zeros(2, 2, 2, 2, 16, 16))
+    attention, later_attention = (
+        choose_attention(stage.attention_shape, torch.zeros(2, len(stage.layers), 2, 2, 16, 16))
+        for stage in (first, last)
+    )
+    hidden = first.forward(torch.arange(20), STEP, attention)
+    hidden = last.run_layers(hidden, later_attention.plan(STEP))
     assert torch.equal(last.logits(hidden), _logits(model_dir))

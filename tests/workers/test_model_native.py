@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from optional_programs import needs_compiler, uses_compiler
 
 from workers.model import native
-from workers.model.decoder import rotate
+from workers.model.attention.torch_backend import rotate
 
 
 @pytest.fixture
@@ -27,8 +27,10 @@ def kernels() -> native.Kernels:
 @pytest.fixture
 def forget_kernels() -> Iterator[None]:
     native.load.cache_clear()
+    native.compiled.cache_clear()
     yield
     native.load.cache_clear()
+    native.compiled.cache_clear()
 
 
 @needs_compiler
@@ -96,6 +98,7 @@ def test_code_from_a_folder_that_others_can_write_is_not_loaded(
 ) -> None:
     assert native.load() is not None
     native.load.cache_clear()
+    native.compiled.cache_clear()
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     (tmp_path / f"tandem-kernels-{os.getuid()}").mkdir()
     (tmp_path / f"tandem-kernels-{os.getuid()}").chmod(0o777)

@@ -15,7 +15,8 @@ import transformers
 from optional_programs import uses_compiler
 from torch import Tensor
 
-from workers.model.attention_batch import AttentionBatch, SequenceSpan
+from workers.model.attention.choice import choose_attention
+from workers.model.attention.interface import SequenceSpan, StepInput
 from workers.model.decoder import Decoder, load_decoder
 
 pytestmark = [pytest.mark.usefixtures("backend"), uses_compiler]
@@ -94,6 +95,7 @@ class PagedModel:
         self.decoder = decoder
         shape = (NUM_BLOCKS, config.num_layers, 2, config.num_kv_heads, BLOCK_TOKENS, config.head_dim)
         self.kv = torch.full(shape, float("nan"), dtype=dtype)
+        self.attention = choose_attention(decoder.attention_shape, self.kv)
         self.free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(7)).tolist()
         self.tables: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}
@@ -108,9 +110,9 @@ class PagedModel:
                 table.append(self.free.pop())
             spans.append(SequenceSpan(start, len(tokens), tuple(table)))
             self.lengths[sequence] = start + len(tokens)
-        batch = AttentionBatch.build(spans, BLOCK_TOKENS, CPU)
+        step = StepInput.of(spans, BLOCK_TOKENS)
         flat = torch.tensor([token for _, tokens in work for token in tokens])
-        logits = self.decoder.logits(self.decoder.forward(flat, batch, self.kv))
+        logits = self.decoder.logits(self.decoder.forward(flat, step, self.attention))
         return list(torch.split(logits, [len(tokens) for _, tokens in work]))
 
     def chunked(self, sequence: int, tokens: list[int], chunk_tokens: int) -> Tensor:
@@ -232,7 +234,7 @@ def test_rows_are_asked_for_logits_one_by_one(make_checkpoint: MakeCheckpoint) -
     model = PagedModel(decoder, torch.float32)
     span = SequenceSpan(0, 40, (5, 9, 2, 11))
     tokens = torch.tensor(_tokens(5, 40))
-    hidden = decoder.forward(tokens, AttentionBatch.build([span], BLOCK_TOKENS, CPU), model.kv)
+    hidden = decoder.forward(tokens, StepInput.of([span], BLOCK_TOKENS), model.attention)
     kept = hidden.clone()
     every = decoder.logits(hidden)
     assert every.shape == (40, 211)

@@ -142,7 +142,7 @@ class EngineCore:
 def start_alone(spec: RankSpec) -> subprocess.Popen[bytes]:
     """Start the rank as the product does, with its standard error in a pipe."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "workers.rank.process"],
+        [sys.executable, "-m", "workers.rank.start"],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},

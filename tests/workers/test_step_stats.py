@@ -170,10 +170,10 @@ def test_a_device_has_limits_and_memory() -> None:
     assert 0 < memory.used_bytes < memory.total_bytes
 
 
-def test_the_largest_piece_is_a_product_of_a_tile_the_head_or_a_part_of_the_attention() -> None:
+def test_the_largest_piece_is_a_product_the_head_or_a_part_of_the_attention() -> None:
     work = ModelWork(CONFIG, 4)
     widest = 2 * CONFIG.hidden_size * 2 * CONFIG.intermediate_size
     assert work.largest_piece_flops(100, 1, 1, 1) == 100 * widest
-    assert work.largest_piece_flops(5000, 1, 1, 2) == 256 * widest / 2
+    assert work.largest_piece_flops(5000, 1, 1, 2) == 5000 * widest / 2
     assert work.largest_piece_flops(1, 10**6, 1, 1) == 2 * 10**6 * CONFIG.vocab_size * CONFIG.hidden_size
     assert work.largest_piece_flops(5000, 1, 10**9, 1) == ATTENTION_PIECE_FLOPS

@@ -20,10 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.model import native
-from workers.model.attention import clear_partial_blocks, paged_attention, write_kv
-from workers.model.attention_batch import AttentionBatch
+from workers.model.attention.interface import (
+    AttentionBackend,
+    AttentionPlan,
+    AttentionShape,
+    LayerAttention,
+    StepInput,
+)
 from workers.model.model_config import ModelConfig, RopeConfig, read_model_config
-from workers.model.sizes import TILE_ROWS
+from workers.model.sizes import query_heads
 from workers.model.weights import LayerWeights, LinearWeights, ShardSpec, WeightReader
 
 _log = logging.getLogger("tandem.rank")
@@ -87,7 +92,6 @@ class Decoder:
             loaded = DecoderLayer(
                 reader.layer(layer),
                 layer - shard.layer_start,
-                config.head_dim,
                 config.rms_norm_eps,
                 config.sliding_windows[layer],
             )
@@ -97,14 +101,17 @@ class Decoder:
         if is_last:
             self._norm = reader.final_norm()
             self.head = Linear(LinearWeights(reader.head(table), None))
-        self._frequencies = rope_frequencies(config.rope, config.head_dim, reader.device)
+        self.attention_shape = AttentionShape(
+            len(query_heads(config.num_heads, config.num_kv_heads, shard.tp_rank, shard.tp_size)),
+            config.sliding_windows[shard.layer_start : shard.layer_end],
+            rope_frequencies(config.rope, config.head_dim, reader.device),
+        )
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, batch: AttentionBatch, kv: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, step: StepInput, attention: AttentionBackend) -> Tensor:
         """Map token ids [num_tokens] to the last layer's output [num_tokens, hidden_size], before the final
-        norm. Writes their keys and values to `kv`, contiguous [num_blocks, num_layers, 2, num_kv_heads,
-        block_tokens, head_dim] of the weights' dtype."""
-        return self.run_layers(self.embed(tokens), batch, kv)
+        norm. Their keys and values are written to the KV of `attention`."""
+        return self.run_layers(self.embed(tokens), attention.plan(step))
 
     @torch.inference_mode()
     def embed(self, tokens: Tensor) -> Tensor:
@@ -113,14 +120,12 @@ class Decoder:
         return self.embedding(tokens)
 
     @torch.inference_mode()
-    def run_layers(self, hidden: Tensor, batch: AttentionBatch, kv: Tensor) -> Tensor:
+    def run_layers(self, hidden: Tensor, plan: AttentionPlan) -> Tensor:
         """Run this stage's layers over `hidden` [num_tokens, hidden_size], which is overwritten and
         returned."""
-        clear_partial_blocks(kv, batch)
-        cos, sin = rope_table(batch.positions, self._frequencies, hidden.dtype)
         for layer in self.layers:
-            layer.forward(hidden, cos, sin, kv, batch)
-            batch.marks.mark_layer()
+            layer.forward(hidden, plan)
+            plan.marks.mark_layer()
         return hidden
 
     @torch.inference_mode()
@@ -187,79 +192,31 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> T
     return (1 - blend) * slowed + blend * frequencies
 
 
-def rope_table(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosines and signed sines for `rotate`, each [num_tokens, 1, head_dim]."""
-    angles = positions[:, None].float() * frequencies
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (d, d + head_dim / 2) of x [num_tokens, num_heads, head_dim] into a new tensor."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
-
-
 class DecoderLayer:
     """One layer over a flattened batch. Its KV is layer `index` of the rank's KV."""
 
-    def __init__(self, weights: LayerWeights, index: int, head_dim: int, eps: float, window: int) -> None:
-        self._index = index
-        self._head_dim = head_dim
+    def __init__(self, weights: LayerWeights, index: int, eps: float, window: int) -> None:
         self._eps = eps
-        self._window = window
-        self._num_heads = weights.output.weight.shape[1] // head_dim
-        self._num_kv_heads = (weights.qkv.weight.shape[0] // head_dim - self._num_heads) // 2
+        self._attention = LayerAttention(index, window, weights.q_norm, weights.k_norm, eps)
         self._input_norm, self._post_norm = weights.input_norm, weights.post_norm
-        self._qk_norm: Tensor | None = None
-        if weights.q_norm is not None and weights.k_norm is not None:
-            queries, keys = weights.q_norm[None], weights.k_norm[None]
-            self._qk_norm = torch.cat(
-                (queries.repeat(self._num_heads, 1), keys.repeat(self._num_kv_heads, 1))
-            )
         self._qkv, self._gate_up = Linear(weights.qkv), Linear(weights.gate_up)
         # With a part of the heads and of the intermediate columns, these compute a part of the sum.
         self.output: Product = Linear(weights.output)
         self.down: Product = Linear(weights.down)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: AttentionBatch) -> None:
+    def forward(self, hidden: Tensor, plan: AttentionPlan) -> None:
         """Add the layer's attention and feed-forward to `hidden` [num_tokens, hidden_size], in place."""
-        tiles = [slice(at, at + TILE_ROWS) for at in range(0, hidden.shape[0], TILE_ROWS)]
-        queries = [self._project(hidden[rows], cos[rows], sin[rows], rows, kv, batch) for rows in tiles]
-        query = queries[0] if len(queries) == 1 else torch.cat(queries)
-        mixed = paged_attention(query, kv, self._index, self._window, batch)
-        for rows in tiles:
-            self._feed_forward(hidden[rows], mixed[rows], batch)
-
-    def _project(
-        self, hidden: Tensor, cos: Tensor, sin: Tensor, rows: slice, kv: Tensor, batch: AttentionBatch
-    ) -> Tensor:
-        """Write the rows' keys and values to `kv`. Returns their queries [num_rows, num_heads, head_dim]."""
-        normed = rms_norm(hidden, self._input_norm, self._eps)
-        qkv = self._qkv(normed).view(hidden.shape[0], -1, self._head_dim)
-        batch.marks.mark()
-        num_rotated = self._num_heads + self._num_kv_heads
-        rotated = qkv[:, :num_rotated]
-        kernels = native.load() if native.serves(qkv.device, qkv.dtype) else None
-        if kernels is not None:
-            if self._qk_norm is not None:
-                kernels.rms_norm(rotated, self._qk_norm, self._eps, out=rotated)
-            blocks, offsets = batch.token_blocks[rows], batch.token_offsets[rows]
-            return kernels.rotate_and_write(qkv, cos, sin, blocks, offsets, kv, self._index)
-        if self._qk_norm is not None:
-            rotated = rms_norm(rotated, self._qk_norm, self._eps)
-        rotated = rotate(rotated, cos, sin)
-        qkv[:, self._num_heads : num_rotated] = rotated[:, self._num_heads :]
-        write_kv(kv, self._index, qkv[:, self._num_heads :], rows, batch)
-        return rotated[:, : self._num_heads]
-
-    def _feed_forward(self, hidden: Tensor, mixed: Tensor, batch: AttentionBatch) -> None:
+        qkv = self._qkv(rms_norm(hidden, self._input_norm, self._eps))
+        plan.marks.mark()
+        mixed = plan.run(self._attention, qkv)
+        plan.marks.mark()
         hidden.add_(self.output(mixed))
-        batch.marks.mark()
+        plan.marks.mark()
         normed = rms_norm(hidden, self._post_norm, self._eps)
         gate, up = self._gate_up(normed).chunk(2, dim=-1)
-        batch.marks.mark()
+        plan.marks.mark()
         hidden.add_(self.down(F.silu(gate).mul_(up)))
-        batch.marks.mark()
+        plan.marks.mark()
 
 
 # ------------------------------------------------------------------------------------- packed products

@@ -20,8 +20,7 @@ from torch import Tensor
 from kvtransfer.blocks.layout import Run
 from kvtransfer.blocks.runs import ByteRegion, RunTable, copy_runs
 from workers.messages import BlockCopy
-from workers.model.attention import kv_shape
-from workers.model.attention_batch import AttentionBatch, HostReader
+from workers.model.attention.interface import HostReader
 
 OffloadMode = Literal["stream", "in_place"]
 MODES: tuple[OffloadMode, ...] = ("stream", "in_place")
@@ -29,12 +28,11 @@ MODES: tuple[OffloadMode, ...] = ("stream", "in_place")
 
 class HostKv:
     """`kv` [num_blocks, num_layers, 2, num_kv_heads, block_tokens, head_dim] in host memory, with the block
-    ids from `first_id` on. `windows` are the layers' attention windows."""
+    ids from `first_id` on."""
 
-    def __init__(self, device_kv: Tensor, num_blocks: int, windows: Sequence[int]) -> None:
+    def __init__(self, device_kv: Tensor, num_blocks: int) -> None:
         self.first_id = device_kv.shape[0]
         self._device_kv = device_kv
-        self._windows = tuple(windows)
         self._block_bytes = device_kv[0].nbytes
         if device_kv.is_cuda:
             shape = (num_blocks, *device_kv.shape[1:])
@@ -52,10 +50,10 @@ class HostKv:
         if mode == "in_place":
             self.reader = _InPlace(self.first_id, self.kv, self._device_kv)
         elif self._device_kv.is_cuda:
-            self.reader = _StreamedToCuda(self.first_id, self.kv, self._device_kv, self._windows)
+            self.reader = _StreamedToCuda(self.first_id, self.kv, self._device_kv)
         else:
             region = ByteRegion(memoryview(self._memory))
-            self.reader = _StreamedOnCpu(self.first_id, region, self._device_kv, self._windows)
+            self.reader = _StreamedOnCpu(self.first_id, region, self._device_kv)
 
     def reader_for(self, tables: Sequence[Sequence[int]]) -> HostReader | None:
         """Return the reader for a step of these block tables, None if all blocks are on the device."""
@@ -88,7 +86,7 @@ class _InPlace(HostReader):
         super().__init__(first_id)
         self._kv = _on_the_bus(kv, device_kv.device) if device_kv.is_cuda else kv
 
-    def begin(self, batch: AttentionBatch) -> None:
+    def begin(self, layer_to_ids: Sequence[Sequence[int]]) -> None:
         pass
 
     def layer(self, layer: int) -> Tensor:
@@ -105,17 +103,13 @@ class _Streamed(HostReader):
     """Stages the layers that see blocks in host memory, in their order, into two alternating buffers: the
     copy for a layer begins when the attention of the layer that used the buffer before has read it."""
 
-    def __init__(self, first_id: int, device_kv: Tensor, windows: Sequence[int]) -> None:
+    def __init__(self, first_id: int) -> None:
         super().__init__(first_id)
-        self._windows = windows
-        self._shape = kv_shape(device_kv)
-        self._dtype = device_kv.dtype
-        self._work: list[tuple[int, tuple[int, ...]]] = []
+        self._work: list[tuple[int, Sequence[int]]] = []
         self._layer_to_turn: dict[int, int] = {}
 
-    def begin(self, batch: AttentionBatch) -> None:
-        plans = [batch.plan(window, self._shape, self._dtype) for window in self._windows]
-        self._work = [(layer, plan.host_ids) for layer, plan in enumerate(plans) if plan.host_ids]
+    def begin(self, layer_to_ids: Sequence[Sequence[int]]) -> None:
+        self._work = [(layer, ids) for layer, ids in enumerate(layer_to_ids) if ids]
         self._layer_to_turn = {layer: turn for turn, (layer, _) in enumerate(self._work)}
         self._begin()
         for turn in range(min(2, len(self._work))):
@@ -130,7 +124,7 @@ class _Streamed(HostReader):
         if turn + 2 < len(self._work):
             self._stage(turn + 2, *self._work[turn + 2])
 
-    def _places(self, host_ids: tuple[int, ...]) -> list[int]:
+    def _places(self, host_ids: Sequence[int]) -> list[int]:
         return [host_id - self.first_id for host_id in host_ids]
 
     @abstractmethod
@@ -138,7 +132,7 @@ class _Streamed(HostReader):
         """Begin a step; both buffers are free."""
 
     @abstractmethod
-    def _stage(self, turn: int, layer: int, host_ids: tuple[int, ...]) -> None:
+    def _stage(self, turn: int, layer: int, host_ids: Sequence[int]) -> None:
         """Begin to copy the blocks of a layer into the turn's buffer."""
 
     @abstractmethod
@@ -153,8 +147,8 @@ class _Streamed(HostReader):
 class _StreamedOnCpu(_Streamed):
     """Copies on a thread, without the GIL. The buffers' pages are taken as they are used."""
 
-    def __init__(self, first_id: int, host: ByteRegion, device_kv: Tensor, windows: Sequence[int]) -> None:
-        super().__init__(first_id, device_kv, windows)
+    def __init__(self, first_id: int, host: ByteRegion, device_kv: Tensor) -> None:
+        super().__init__(first_id)
         self._host = host
         self._block_bytes = device_kv[0].nbytes
         self._layer_bytes = device_kv[0, 0].nbytes
@@ -168,10 +162,10 @@ class _StreamedOnCpu(_Streamed):
     def _begin(self) -> None:
         self._copies = []
 
-    def _stage(self, turn: int, layer: int, host_ids: tuple[int, ...]) -> None:
+    def _stage(self, turn: int, layer: int, host_ids: Sequence[int]) -> None:
         self._copies.append(self._thread.submit(self._copy, turn, layer, host_ids))
 
-    def _copy(self, turn: int, layer: int, host_ids: tuple[int, ...]) -> None:
+    def _copy(self, turn: int, layer: int, host_ids: Sequence[int]) -> None:
         table = RunTable([Run(layer * self._layer_bytes, 0, self._layer_bytes)])
         sources = [place * self._block_bytes for place in self._places(host_ids)]
         targets = range(0, len(host_ids) * self._layer_bytes, self._layer_bytes)
@@ -192,8 +186,8 @@ class _StreamedOnCpu(_Streamed):
 class _StreamedToCuda(_Streamed):
     """Copies on a CUDA stream of its own, ordered by events with the stream that computes."""
 
-    def __init__(self, first_id: int, kv: Tensor, device_kv: Tensor, windows: Sequence[int]) -> None:
-        super().__init__(first_id, device_kv, windows)
+    def __init__(self, first_id: int, kv: Tensor, device_kv: Tensor) -> None:
+        super().__init__(first_id)
         self._kv = kv
         self._device = device_kv.device
         self._buffers = [device_kv.new_empty((len(kv), *device_kv.shape[2:])) for _ in range(2)]
@@ -203,7 +197,7 @@ class _StreamedToCuda(_Streamed):
     def _begin(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def _stage(self, turn: int, layer: int, host_ids: tuple[int, ...]) -> None:
+    def _stage(self, turn: int, layer: int, host_ids: Sequence[int]) -> None:
         buffer = self._buffers[turn % 2]
         with torch.cuda.stream(self._stream):
             for target, source in enumerate(self._places(host_ids)):

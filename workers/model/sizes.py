@@ -12,9 +12,6 @@ from typing import NamedTuple
 from workers.errors import CheckpointError
 from workers.model.model_config import ModelConfig
 
-# Everything in a layer but attention works on this many rows at a time, which keeps them in a core's cache:
-# on a CPU 512 rows take an eighth less time in two tiles than in one.
-TILE_ROWS = 256
 # On a CPU a chunk's attention is computed in pieces of about this many operations at most, half a second of
 # one core: smaller pieces read keys and values too often.
 ATTENTION_PIECE_FLOPS = 2e10
@@ -89,7 +86,7 @@ class ModelWork:
         """Return the most operations that one of `tp` ranks computes between two marks of progress, in steps
         of up to `num_rows` tokens of which `num_sampled` sample, in contexts of up to `num_context`
         tokens."""
-        layer = min(num_rows, TILE_ROWS) * self._widest_weights
+        layer = num_rows * self._widest_weights
         attention = min(float(self._attention_flops) * num_rows * num_context, ATTENTION_PIECE_FLOPS)
         return max(2.0 * layer / tp, 2.0 * num_sampled * self._head_weights / tp, attention)
 

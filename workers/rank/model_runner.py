@@ -30,6 +30,7 @@ from workers.messages import (
     StepPlan,
     StepReport,
 )
+from workers.model.attention.choice import choose_attention
 from workers.model.decoder import load_decoder
 from workers.model.fingerprint import FingerprintTask
 from workers.model.host_kv import MODES, HostKv, OffloadMode
@@ -96,12 +97,14 @@ class ModelRunner:
         clock: Clock,
         shard: ShardSpec | None = None,
         groups: RankGroups | None = None,
+        fingerprint: FingerprintTask | None = None,
         num_offload_tokens: int = 0,
         offload_mode: OffloadMode | Literal["auto"] = "auto",
         faults: Faults | None = None,
         progress: Callable[[str], None] = lambda phase: None,
     ) -> None:
-        """`shard` (default: the whole model) is the part of this rank in `groups` (default: the only rank).
+        """`shard` (default: the whole model) is the part of this rank in `groups` (default: the only rank);
+        `fingerprint` computes that of the checkpoint (default: begun here).
 
         Block ids after those of the device's `num_kv_tokens` denote `num_offload_tokens` in host memory; with
         the mode "auto" the warm-up measures which way to read them is faster. `progress` is called with the
@@ -114,9 +117,9 @@ class ModelRunner:
         self._block_tokens = block_tokens
         self._groups = groups or RankGroups(None, tp=1, pp=1, rank=0, device=device, host="")
         progress("loading weights")
-        with FingerprintTask(model_dir, clock) as fingerprint_task:
+        with fingerprint or FingerprintTask(model_dir, clock) as fingerprint_task:
             self._decoder = load_decoder(model_dir, dtype, device, shard, progress)
-            fingerprint = fingerprint_task.result(progress)
+            model_fingerprint = fingerprint_task.result(progress)
         self.config = config = self._decoder.config
         self.layout = _layout(config, self._decoder.shard, block_tokens, dtype)
         num_blocks = num_kv_tokens // block_tokens
@@ -126,8 +129,9 @@ class ModelRunner:
         self.kv, self.pool = _allocate(self.layout, num_blocks, dtype, device)
         self._offload_mode = offload_mode
         self.host = self._allocate_host(num_offload_tokens // block_tokens)
+        attention = choose_attention(self._decoder.attention_shape, self.kv)
         self._runner = StepRunner(
-            self._decoder, self.kv, self.host, self._groups, block_tokens, clock, faults or Faults()
+            self._decoder, attention, self.host, self._groups, block_tokens, clock, faults or Faults()
         )
         self.progress = self._runner.progress
         num_offload_blocks = len(self.host.kv) if self.host is not None else 0
@@ -140,7 +144,7 @@ class ModelRunner:
             eos_token_ids=config.eos_token_ids,
             compatibility=CompatibilityRecord(
                 protocol=PROTOCOL_VERSION,
-                model_fingerprint=fingerprint,
+                model_fingerprint=model_fingerprint,
                 dtype=str(dtype).removeprefix("torch."),
                 weight_dtype=str(dtype).removeprefix("torch."),
                 block_tokens=block_tokens,
@@ -188,9 +192,7 @@ class ModelRunner:
     def _allocate_host(self, num_blocks: int) -> HostKv | None:
         if not num_blocks:
             return None
-        shard = self._decoder.shard
-        windows = self.config.sliding_windows[shard.layer_start : shard.layer_end]
-        host = HostKv(self.kv, num_blocks, windows)
+        host = HostKv(self.kv, num_blocks)
         if self._offload_mode != "auto":
             host.use(self._offload_mode)
         return host

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kvtransfer.common.clock import Clock
 from workers.messages import StageCost
-from workers.model.attention_batch import AttentionBatch, SequenceSpan
+from workers.model.attention.choice import choose_attention
+from workers.model.attention.interface import AttentionShape, SequenceSpan, StepInput
 from workers.model.decoder import (
     DecoderLayer,
     Embedding,
@@ -26,7 +27,6 @@ from workers.model.decoder import (
     packed_product,
     rms_norm,
     rope_frequencies,
-    rope_table,
 )
 from workers.model.model_config import ModelConfig
 from workers.model.sizes import kv_heads, part, query_heads
@@ -109,17 +109,16 @@ class Probe:
     def _layer_s(self, num_rows: int, num_earlier: int) -> tuple[float, float]:
         """Time one layer over a sequence's first `num_rows` tokens, and over as many after `num_earlier`."""
         config = self._config
-        layer = DecoderLayer(self._layer_weights(), 0, config.head_dim, config.rms_norm_eps, 0)
+        layer = DecoderLayer(self._layer_weights(), 0, config.rms_norm_eps, 0)
         blocks = range(-(-(num_earlier + num_rows) // self._block_tokens))
         kv_shape = (len(blocks), 1, 2, self._num_kv_heads, self._block_tokens, config.head_dim)
         kv = torch.zeros(kv_shape, dtype=self._dtype, device=self._device)
         frequencies = rope_frequencies(config.rope, config.head_dim, self._device)
+        attention = choose_attention(AttentionShape(self._num_heads, (0,), frequencies), kv)
 
         def run(start: int) -> None:
-            span = SequenceSpan(start, num_rows, blocks)
-            batch = AttentionBatch.build([span], self._block_tokens, self._device)
-            cos, sin = rope_table(batch.positions, frequencies, self._dtype)
-            layer.forward(self._random(num_rows, config.hidden_size), cos, sin, kv, batch)
+            step = StepInput.of([SequenceSpan(start, num_rows, blocks)], self._block_tokens)
+            layer.forward(self._random(num_rows, config.hidden_size), attention.plan(step))
 
         return self._best_s(lambda: run(0)), self._best_s(lambda: run(num_earlier))
 

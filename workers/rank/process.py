@@ -5,7 +5,7 @@
     reader thread:  engine core --StepPlan--> queue      engine core --transfer order--> TransferAgent.handle
     agent's threads:                                     TransferReport--> engine core
 
-`python -m workers.rank.process` reads its `RankSpec` frame from standard input.
+`workers.rank.start` begins the process.
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import signal
 import socket
-import struct
 import sys
 import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import torch
 from msgspec.structs import replace
@@ -39,7 +37,6 @@ from kvtransfer.store.worker import StoreWorker
 from workers.errors import RankDiedError, WorkerError
 from workers.messages import (
     RANK_DOWN_CODEC,
-    RANK_SPEC_CODEC,
     RANK_UP_CODEC,
     FormGroup,
     RankFailed,
@@ -54,6 +51,7 @@ from workers.messages import (
     StepProgress,
     StepReport,
 )
+from workers.model.fingerprint import FingerprintTask
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.sizes import refuse_empty_parts
 from workers.model.weights import ShardSpec
@@ -63,14 +61,14 @@ from workers.rank.probe import AT_START, DeviceLimits, Probe, ProbeResult, devic
 from workers.rank.progress import Progress
 
 _CONNECT_TIMEOUT_S = 10.0
-_LENGTH = struct.Struct("<I")
 _MEMORY_S = 2.0
 # How often a rank looks whether a long step has progressed.
 PROGRESS_S = 0.25
 
 
-def run_rank(spec: RankSpec) -> None:
-    """Serve the engine core at `spec.engine_core_address` until it sends `Shutdown`.
+def run_rank(spec: RankSpec, fingerprint: FingerprintTask | None = None) -> None:
+    """Serve the engine core at `spec.engine_core_address` until it sends `Shutdown`. `fingerprint` is that of
+    the spec's checkpoint, if it is being computed already.
 
     The process ends with status 0 when the connection to the engine core ends, and with status 1, after a
     `RankFailed`, on any exception. Raises `TransferError` if the engine core cannot be reached at all.
@@ -78,7 +76,7 @@ def run_rank(spec: RankSpec) -> None:
     channel = _EngineCoreChannel(_connect(spec))
     _end_with_transfer_threads(channel, spec.rank)
     with _reporting_failure(channel, spec.rank):
-        _Rank(spec, channel, SystemClock()).serve()
+        _Rank(spec, channel, SystemClock(), fingerprint).serve()
 
 
 class _OrderHandlers(NamedTuple):
@@ -92,8 +90,11 @@ class _Rank:
     """One rank from start to end: join the others, load, warm up with them, announce, then run plans in
     order."""
 
-    def __init__(self, spec: RankSpec, channel: _EngineCoreChannel, clock: Clock) -> None:
+    def __init__(
+        self, spec: RankSpec, channel: _EngineCoreChannel, clock: Clock, fingerprint: FingerprintTask | None
+    ) -> None:
         self._spec = spec
+        self._fingerprint = fingerprint
         self._channel = channel
         self._clock = clock
         self._faults = Faults(spec.faults)
@@ -169,6 +170,7 @@ class _Rank:
             num_threads=spec.num_threads,
             clock=self._clock,
             shard=ShardSpec(first_layer, end_layer, spec.tp_rank, spec.tp),
+            fingerprint=self._fingerprint,
             groups=groups,
             faults=self._faults,
             progress=self._enter,
@@ -397,27 +399,3 @@ def _connect(spec: RankSpec) -> socket.socket:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     prove_as_client(sock, spec.secret, f"rank {spec.rank}")
     return sock
-
-
-def read_spec(stream: BinaryIO) -> RankSpec:
-    """Read the one frame on `stream`. Raises `TransferError` if it is cut short or no RankSpec."""
-    header = stream.read(_LENGTH.size)
-    if len(header) != _LENGTH.size:
-        raise PeerGoneError("standard input ended before the rank's specification")
-    (num_bytes,) = _LENGTH.unpack(header)
-    return RANK_SPEC_CODEC.decode(stream.read(num_bytes))
-
-
-def main() -> None:
-    """Run a rank by the `RankSpec` on standard input."""
-    # Control-C reaches the whole process group; the engine core decides when its ranks end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    run_rank(read_spec(sys.stdin.buffer))
-    # NIXL's libraries crash in the interpreter's own end; everything of value is closed by now.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,10 @@
 """Track the progress of a rank's steps: one thread runs them and marks pieces, another reads and reports.
 
-A mark means that one piece of a step is done: a product over a tile of rows, a part of a chunk's attention, a
-layer. On a CPU a piece is done when its call returns, so the step's thread counts it. On CUDA calls return
-when their kernels are queued: a mark is an event behind them on the stream, and counts once the device has
-passed it. A kernel that hangs therefore stops the progress although its launches succeeded, and a long step
-makes progress while its thread only waits for the device.
+A mark means that one piece of a step is done: a product, a part of a chunk's attention, a layer. On a CPU a
+piece is done when its call returns, so the step's thread counts it. On CUDA calls return when their kernels
+are queued: a mark is an event behind them on the stream, and counts once the device has passed it. A kernel
+that hangs therefore stops the progress although its launches succeeded, and a long step makes progress while
+its thread only waits for the device.
 
 Waiting for another rank makes no mark: ranks that wait for each other make no progress.
 """
@@ -19,7 +19,7 @@ import torch
 
 from kvtransfer.common.faults import Faults
 from workers.messages import BatchEntry
-from workers.model.attention_batch import Marks
+from workers.model.attention.interface import Marks
 
 
 class ProgressReading(NamedTuple):

@@ -19,7 +19,7 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from workers.errors import WorkerError
 from workers.messages import BatchEntry, BlockCopy, SampledToken, SlotStart, StepPlan, StepReport
-from workers.model.attention_batch import AttentionBatch, SequenceSpan
+from workers.model.attention.interface import AttentionBackend, AttentionPlan, SequenceSpan, StepInput
 from workers.model.decoder import Decoder
 from workers.model.host_kv import HostKv
 from workers.model.parallel import Unfinished, parallelize
@@ -60,13 +60,13 @@ class _Part(NamedTuple):
 
 class StepRunner:
     """Runs the plans of one rank in order. `decoder` is its part of the model, which is joined here with
-    those of the stage's other ranks; `kv` is its pool of blocks and `host` those in host memory (None: there
-    are none)."""
+    those of the stage's other ranks; `attention` computes over `kv`, its pool of blocks, and `host` are those
+    in host memory (None: there are none)."""
 
     def __init__(
         self,
         decoder: Decoder,
-        kv: Tensor,
+        attention: AttentionBackend,
         host: HostKv | None,
         groups: RankGroups,
         block_tokens: int,
@@ -74,7 +74,8 @@ class StepRunner:
         faults: Faults,
     ) -> None:
         self._decoder = decoder
-        self._kv = kv
+        self._attention = attention
+        self._kv = kv = attention.kv
         self._host = host
         self._groups = groups
         self._block_tokens = block_tokens
@@ -125,7 +126,7 @@ class StepRunner:
         the last positions of the entries that sample."""
         assert self._inputs is not None
         tokens = self._upload(self._inputs.tokens(entries))
-        hidden = self._decoder.forward(tokens, self._batch(entries), self._kv)
+        hidden = self._decoder.run_layers(self._decoder.embed(tokens), self._plan(entries))
         return self._logits(entries, hidden)
 
     @torch.inference_mode()
@@ -134,18 +135,15 @@ class StepRunner:
         shape = (1, self._decoder.config.hidden_size)
         self._unfinished.begin(1, 0)
         hidden = torch.zeros(shape, dtype=self._kv.dtype, device=self._device)
-        self._decoder.run_layers(hidden, self._batch([entry]), self._kv)
+        self._decoder.run_layers(hidden, self._plan([entry]))
         self._synchronize()
 
-    def _batch(self, entries: Sequence[BatchEntry]) -> AttentionBatch:
+    def _plan(self, entries: Sequence[BatchEntry]) -> AttentionPlan:
         spans = [SequenceSpan(entry.start, entry.num_tokens, entry.block_ids) for entry in entries]
-        if self._host is None:
-            return AttentionBatch.build(spans, self._block_tokens, self._device, marks=self._step_faults)
-        reader = self._host.reader_for([span.block_ids for span in spans])
-        batch = AttentionBatch.build(spans, self._block_tokens, self._device, reader, self._step_faults)
-        if reader is not None:
-            reader.begin(batch)
-        return batch
+        reader = None
+        if self._host is not None:
+            reader = self._host.reader_for([span.block_ids for span in spans])
+        return self._attention.plan(StepInput.of(spans, self._block_tokens, reader, self._step_faults))
 
     def _change_slots(self, plan: StepPlan) -> None:
         if self._sampler is None:
@@ -226,14 +224,14 @@ class StepRunner:
     def _compute(self, part: _Part) -> tuple[Tensor, Tensor | None]:
         """Return hidden states [num_tokens, hidden_size] after this stage's layers and, on the last stage,
         logits [num_rows, vocab_size]."""
-        batch = self._batch(part.entries)
+        attention = self._plan(part.entries)
         if self._groups.is_first_stage:
             self._step_faults.at("embedding")
             hidden = self._decoder.embed(part.rows.to(self._device, non_blocking=True))
             self.progress.mark_layer()
         else:
             hidden = part.rows.clone()  # the layers overwrite it, and it may be needed again
-        hidden = self._decoder.run_layers(hidden, batch, self._kv)
+        hidden = self._decoder.run_layers(hidden, attention)
         if not self._groups.is_last_stage:
             return hidden, None
         self._step_faults.at("head")

@@ -1,8 +1,9 @@
-"""Bind the CPU kernels of `kernels.cpp` to tensors; they are compiled at first use
+"""Bind the CPU kernels of `kernels.cpp` to tensors; they are compiled for this CPU at first use
 (`kvtransfer.common.compiler`).
 
-`workers.model.decoder` and `attention` call `load()`. Without a compiler, or on another device or dtype, the
-torch code beside each call runs instead: the same numbers up to rounding, with more memory traffic."""
+`load()` is called wherever there is a kernel for some work. Without a compiler, on a CPU without AVX2, or on
+another device or dtype, the torch code beside each call runs instead: the same numbers up to rounding, with
+more memory traffic."""
 
 from __future__ import annotations
 
@@ -16,13 +17,22 @@ import torch
 from torch import Tensor
 
 from kvtransfer.common.compiler import compile_library
+from workers.model.native.isa import Isa, chosen_isa
 
 _log = logging.getLogger("tandem.native")
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
-# Sums may be reordered (that is what makes them vectors); NaN and infinity keep their meaning.
-_FLOAT_FLAGS = ("-fassociative-math", "-fno-signed-zeros", "-fno-math-errno", "-fno-trapping-math")
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-exceptions", *_FLOAT_FLAGS)
+# Sums are computed in the order in which they are written, whatever is computed beside them.
+_FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "-fopenmp",
+    "-fno-exceptions",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wno-psabi",
+)
 _NO_ID = (1 << 63) - 1
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -31,8 +41,9 @@ class Kernels:
     """The compiled functions. Every tensor must be on the CPU, float32 or bfloat16, and contiguous in its
     last two dimensions."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+    def __init__(self, library: ctypes.CDLL, isa: Isa) -> None:
+        self.library = library
+        self.isa = isa
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
         """Normalize x [num_tokens, size] with weight [size], or x [num_tokens, num_heads, size] with weight
@@ -118,7 +129,7 @@ class Kernels:
         tokens = torch.empty(num_rows, dtype=torch.int64)
         best, second = torch.empty(2, num_rows).unbind(0)
         arguments = (logits, temperature.contiguous(), least.contiguous(), keys, tokens, best, second)
-        self._library.gumbel_argmax(
+        self.library.gumbel_argmax(
             *(ctypes.c_void_p(argument.data_ptr()) for argument in arguments),
             _size(num_rows),
             _size(vocab_size),
@@ -128,7 +139,7 @@ class Kernels:
     def _call(
         self, name: str, typed_by: Tensor, *arguments: Tensor | ctypes.c_int64 | ctypes.c_float
     ) -> None:
-        function = getattr(self._library, f"{name}_{_DTYPES[typed_by.dtype]}")
+        function = getattr(self.library, f"{name}_{_DTYPES[typed_by.dtype]}")
         function(*(ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else a for a in arguments))
 
 
@@ -139,16 +150,26 @@ def serves(device: torch.device, dtype: torch.dtype) -> bool:
 
 @functools.cache
 def load() -> Kernels | None:
-    """Return the kernels, compiled now unless this machine has compiled them before; None where it cannot."""
+    """Return the kernels for the best instruction set of this CPU (`workers.model.native.isa`), compiled now
+    unless this machine has compiled them before; None where it cannot."""
+    isa = chosen_isa()
+    return None if isa is None else compiled(isa)
+
+
+@functools.cache
+def compiled(isa: Isa, *defines: str) -> Kernels | None:
+    """Return the kernels for an instruction set that this CPU has, None where they cannot be compiled.
+    `defines` are macros for tests."""
     openmp = next(iter((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")), None)
+    flags = (*_FLAGS, *isa.compiler_flags, *(f"-D{name}" for name in defines))
     try:
-        path = compile_library(_SOURCE, _FLAGS) if openmp is not None else None
+        path = compile_library(_SOURCE, flags) if openmp is not None else None
         if path is None:
             _log.info("no C++ compiler or no libgomp beside torch: the torch code is used")
             return None
         # torch's own OpenMP threads serve the kernels too: a second pool would fight for the cores.
         ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)
-        return Kernels(ctypes.CDLL(str(path)))
+        return Kernels(ctypes.CDLL(str(path)), isa)
     except (OSError, subprocess.SubprocessError) as error:
         _log.warning("the kernels could not be built, the torch code is used: %s", error)
         return None

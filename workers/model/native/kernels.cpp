@@ -10,36 +10,9 @@
 #include <cstdint>
 #include <vector>
 
+#include "panel.h"
+
 namespace {
-
-struct Bf16 {
-  uint16_t bits;
-};
-
-inline float to_float(float value) { return value; }
-
-inline float to_float(Bf16 value) {
-  uint32_t bits = uint32_t(value.bits) << 16;
-  float result;
-  __builtin_memcpy(&result, &bits, 4);
-  return result;
-}
-
-inline void store(float value, float* to) { *to = value; }
-
-inline void store(float value, Bf16* to) {  // round to nearest even; NaN stays NaN
-  uint32_t bits;
-  __builtin_memcpy(&bits, &value, 4);
-  uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
-  to->bits = uint16_t((bits & 0x7FFFFFFF) > 0x7F800000 ? (bits >> 16) | 0x40 : rounded);
-}
-
-template <typename T>
-inline float rounded(float value) {
-  T stored;
-  store(value, &stored);
-  return to_float(stored);
-}
 
 // x: [rows, heads, size], rows `x_stride` elements apart; weight: [heads, size]; out: [rows, heads, size] with
 // rows `out_stride` apart, may be x.
@@ -53,6 +26,7 @@ void rms_norm(const T* x, int64_t x_stride, const T* weight, T* out, int64_t out
       const T* scale = weight + head * size;
       T* to = out + row * out_stride + head * size;
       float sum = 0;
+#pragma omp simd reduction(+ : sum)
       for (int64_t i = 0; i < size; i++) sum += to_float(from[i]) * to_float(from[i]);
       float factor = 1.0f / std::sqrt(sum / float(size) + eps);
       for (int64_t i = 0; i < size; i++)
@@ -117,6 +91,7 @@ void decode_attention(const T* query, const T* kv, int64_t block_stride, int64_t
         for (int64_t i = 0; i < D; i++) lane[i] = to_float(key[i]);
         for (int64_t g = 0; g < G; g++) {
           float dot = 0;
+#pragma omp simd reduction(+ : dot)
           for (int64_t i = 0; i < D; i++) dot += q[g * D + i] * lane[i];
           scores[g * length + j] = dot;
         }

@@ -1,0 +1,69 @@
+"""Steps of attention alone, for its tests: queries attend to KV that lies in blocks, without norms and
+rotation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from workers.model.attention.interface import NO_MARKS as NO_MARKS
+from workers.model.attention.interface import (
+    AttentionBackend,
+    AttentionShape,
+    HostReader,
+    LayerAttention,
+    Marks,
+    SequenceSpan,
+    StepInput,
+    kv_shape,
+)
+from workers.model.attention.torch_backend import TorchAttention
+
+
+def unrotated(num_heads: int, head_dim: int, windows: tuple[int, ...] = (0,)) -> AttentionShape:
+    """A shape whose rotary embedding changes nothing."""
+    return AttentionShape(num_heads, windows, torch.zeros(head_dim // 2))
+
+
+def write(kv: Tensor, layer: int, table: Sequence[int], keys_values: Tensor) -> None:
+    """Write the keys and values [T, 2K, D] of a sequence to its blocks."""
+    for position, heads in enumerate(keys_values):
+        block, offset = divmod(position, kv.shape[4])
+        kv[table[block], layer, :, :, offset] = heads.view(2, -1, kv.shape[5])
+
+
+def qkv_of(query: Tensor, kv: Tensor, layer: int, step: StepInput) -> Tensor:
+    """The products [T, (H + 2K) * D] whose keys and values are those that lie in the blocks already."""
+    positions = step.positions()
+    blocks = torch.from_numpy(step.token_blocks(positions)).long()
+    offsets = torch.from_numpy(positions % step.block_tokens)
+    keys_values = kv[blocks, layer].flatten(1, 2)[torch.arange(len(offsets)), :, offsets]
+    return torch.cat((query, keys_values), 1).flatten(1)
+
+
+def attend(
+    backend: AttentionBackend,
+    spans: Sequence[SequenceSpan],
+    queries: Sequence[Tensor] | Tensor,
+    host: HostReader | None = None,
+    marks: Marks = NO_MARKS,
+) -> list[Tensor]:
+    """Attend from a query [T, H, D] in each layer of one step; the results [T, H * D] of each layer."""
+    kv = backend.kv
+    step = StepInput.of(spans, kv_shape(kv).block_tokens, host, marks)
+    products = [qkv_of(query, kv, layer, step) for layer, query in enumerate(queries)]
+    plan = backend.plan(step)
+    return [
+        plan.run(LayerAttention(layer, backend.shape.windows[layer], None, None, 1e-6), qkv)
+        for layer, qkv in enumerate(products)
+    ]
+
+
+def attend_once(
+    kv: Tensor, spans: Sequence[SequenceSpan], query: Tensor, window: int = 0, marks: Marks = NO_MARKS
+) -> Tensor:
+    """Attend in layer 0, by plain torch."""
+    shape = unrotated(query.shape[1], query.shape[2], (window,) * kv.shape[1])
+    return attend(TorchAttention(shape, kv), spans, [query], marks=marks)[0]

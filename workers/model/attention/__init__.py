@@ -1,0 +1,1 @@
+"""Attention over paged KV: an interface, and the backends behind it."""

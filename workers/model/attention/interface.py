@@ -1,0 +1,195 @@
+"""The interface of attention: a step's sequences, and what a backend does with them.
+
+A backend plans once a step and runs once a layer. `run` contains everything between a layer's two products:
+QK norm, rotary embedding, the KV write and attention itself. In shapes, num_tokens counts the new tokens of
+all sequences of a step, one sequence after another."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class SequenceSpan(NamedTuple):
+    """`num_tokens` new tokens of one sequence from position `start`. Its block table `block_ids` covers at
+    least start + num_tokens tokens; further entries are ignored."""
+
+    start: int
+    num_tokens: int
+    block_ids: Sequence[int]
+
+
+class Marks:
+    """Takes the marks of a step's progress. This base ignores them."""
+
+    def mark(self) -> None:
+        """Mark a piece of a layer as done or, on CUDA, queued."""
+
+    def mark_layer(self) -> None:
+        """Mark a layer as done or, on CUDA, queued."""
+
+
+NO_MARKS = Marks()
+
+
+class HostReader(ABC):
+    """Reads the blocks that lie in host memory, for the attention of one step after another.
+
+    Block ids from `first_id` on denote blocks in host memory; smaller ids denote blocks of the device.
+    """
+
+    # Whether a layer's blocks are staged on the device, one layer after another; else they are read in place.
+    is_staged = True
+
+    def __init__(self, first_id: int) -> None:
+        self.first_id = first_id
+
+    @abstractmethod
+    def begin(self, layer_to_ids: Sequence[Sequence[int]]) -> None:
+        """Begin a step, before its first layer: each layer sees these blocks in host memory. The plan's
+        copies are done, or queued on the device's stream."""
+
+    @abstractmethod
+    def layer(self, layer: int) -> Tensor:
+        """Return a layer of the step's staged blocks, in the order given to `begin`, or of all blocks in host
+        memory, [num_blocks, 2, num_kv_heads, block_tokens, head_dim]."""
+
+    @abstractmethod
+    def done(self, layer: int) -> None:
+        """Release a layer's blocks: its attention has read them, or will have before later work of the
+        device."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what the reader holds."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepInput:
+    """One step's sequences. `tables` [num_slots, max_blocks] holds block tables, of which sequence i, in the
+    order of the step's rows, has row `slots[i]`; its `lengths[i]` new tokens, at least one, begin at position
+    `starts[i]`. Entries of a table after a sequence's last token are ignored.
+
+    `host` is set if tables name blocks in host memory. `marks` takes the progress of the work."""
+
+    tables: NDArray[np.int32]
+    slots: NDArray[np.int32]
+    starts: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+    block_tokens: int
+    marks: Marks = NO_MARKS
+    host: HostReader | None = None
+
+    @staticmethod
+    def of(
+        spans: Sequence[SequenceSpan],
+        block_tokens: int,
+        host: HostReader | None = None,
+        marks: Marks = NO_MARKS,
+    ) -> StepInput:
+        """Make the step of `spans`, with a table of its own."""
+        assert spans, "an empty step has no input"
+        tables = np.zeros((len(spans), max(len(span.block_ids) for span in spans)), dtype=np.int32)
+        for row, span in zip(tables, spans, strict=True):
+            assert span.num_tokens > 0, span
+            assert len(span.block_ids) * block_tokens >= span.start + span.num_tokens, span
+            row[: len(span.block_ids)] = span.block_ids
+        starts = np.array([span.start for span in spans], dtype=np.int32)
+        lengths = np.array([span.num_tokens for span in spans], dtype=np.int32)
+        slots = np.arange(len(spans), dtype=np.int32)
+        return StepInput(tables, slots, starts, lengths, block_tokens, marks, host)
+
+    def positions(self) -> NDArray[np.int64]:
+        """Return the positions of the new tokens in their sequences, [num_tokens]."""
+        ends = np.cumsum(self.lengths, dtype=np.int64)
+        offsets: NDArray[np.int64] = self.starts - (ends - self.lengths)
+        return np.arange(ends[-1]) + np.repeat(offsets, self.lengths)
+
+    def token_blocks(self, positions: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Return the blocks of the new tokens, which have these positions, [num_tokens]."""
+        blocks: NDArray[np.int32] = self.tables[
+            np.repeat(self.slots, self.lengths), positions // self.block_tokens
+        ]
+        return blocks
+
+
+class KvShape(NamedTuple):
+    """The shape of a rank's KV, [num_blocks, num_layers, 2, num_kv_heads, block_tokens, head_dim], without
+    `num_blocks`."""
+
+    num_layers: int
+    num_kv_heads: int
+    block_tokens: int
+    head_dim: int
+
+
+def kv_shape(kv: Tensor) -> KvShape:
+    """Return the shape of a rank's KV."""
+    _, num_layers, _, num_kv_heads, block_tokens, head_dim = kv.shape
+    return KvShape(num_layers, num_kv_heads, block_tokens, head_dim)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What a backend needs of a rank's part of the model: its query heads, the window of each of its layers
+    (0: none), and the rotation in radians a token, float32 [head_dim / 2]."""
+
+    num_heads: int
+    windows: tuple[int, ...]
+    frequencies: Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """The attention of one layer: its `index` in the rank's KV, its window (0: none) and, if the family has
+    them, the norms of queries and keys, each [head_dim]."""
+
+    index: int
+    window: int
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
+
+
+class AttentionPlan(ABC):
+    """The attention of one step, planned."""
+
+    def __init__(self, step: StepInput) -> None:
+        self.marks = step.marks
+
+    @abstractmethod
+    def run(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
+        """Normalize and rotate queries and keys of `qkv` [num_tokens, (num_heads + 2 * num_kv_heads) *
+        head_dim], which may be overwritten; write keys and values to their blocks; and attend causally.
+        Returns [num_tokens, num_heads * head_dim].
+
+        A token at position i sees the keys j with j <= i and, with a window, i - window < j."""
+
+
+class AttentionBackend(ABC):
+    """A way to compute attention over a rank's `kv`, contiguous [num_blocks, num_layers, 2, num_kv_heads,
+    block_tokens, head_dim] of the model's dtype. Made once for a rank."""
+
+    name: str
+    # Whether it can read blocks in host memory through staging buffers, and not only in place.
+    can_stage: bool
+
+    def __init__(self, shape: AttentionShape, kv: Tensor) -> None:
+        self.shape = shape
+        self.kv = kv
+
+    @abstractmethod
+    def plan(self, step: StepInput) -> AttentionPlan:
+        """Plan a step. Blocks in host memory may be staged from now on. The plan holds until the next one."""
+
+
+def to_device(values: NDArray[np.int64] | NDArray[np.int32], device: torch.device) -> Tensor:
+    """Copy an array to the device."""
+    return torch.from_numpy(values).to(device, non_blocking=True)
