@@ -39,7 +39,7 @@ from cluster.dtypes import auto_dtype
 from cluster.errors import BenchError, CallError
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.common.clock import Clock, SystemClock
-from workers.engine_bench.peers import parse_peers
+from workers.engine_bench.peer_process import parse_peers
 from workers.errors import PeerError
 
 cli = typer.Typer(no_args_is_help=True, help="Measure a running cluster, the engine or the store alone.")

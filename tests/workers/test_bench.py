@@ -15,8 +15,8 @@ from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.common.clock import SystemClock
 from workers.engine_bench import bench
 from workers.engine_bench.bench import BenchOptions, run_engine_bench
-from workers.engine_bench.limits import LayerProducts, Roofline
-from workers.engine_bench.peers import PeerSpec
+from workers.engine_bench.peer_process import PeerSpec
+from workers.engine_bench.roofline import LayerProducts, Roofline
 from workers.errors import CapacityError
 from workers.model.model_config import read_model_config
 from workers.rank.probe import DeviceLimits

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.common.clock import SystemClock
 from workers.engine_bench import peer_child
-from workers.engine_bench.peers import PeerProcess, PeerSpec, parse_peers
+from workers.engine_bench.peer_process import PeerProcess, PeerSpec, parse_peers
 from workers.engine_bench.rounds import Measure, OthersMeter, measure_s
 from workers.errors import PeerError
 

@@ -25,9 +25,9 @@ from torch import Tensor
 from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.common.host import cpu_flags, cpu_name
 from workers.engine_bench.driver import CHUNK_TOKENS, EngineDriver
-from workers.engine_bench.limits import LayerProducts, Roofline
 from workers.engine_bench.peer_child import Settings
-from workers.engine_bench.peers import INSTALL, PeerProcess, PeerSpec
+from workers.engine_bench.peer_process import INSTALL, PeerProcess, PeerSpec
+from workers.engine_bench.roofline import LayerProducts, Roofline
 from workers.engine_bench.rounds import (
     Measure,
     Meter,
@@ -40,6 +40,7 @@ from workers.engine_bench.rounds import (
 )
 from workers.errors import CapacityError, PeerError
 from workers.model.model_config import ModelConfig, read_model_config
+from workers.model.native.isa import chosen_isa
 from workers.rank.model_runner import ModelRunner, read_dtype
 from workers.rank.probe import MeasureSizes, measure_limits
 
@@ -244,12 +245,11 @@ def _peer_dtype(name: str, dtype: str) -> str:
 
 
 def _machine(runner: ModelRunner) -> dict[str, Any]:
-    flags = cpu_flags()
-    units = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "bf16", "asimd")
+    isa = chosen_isa()
     return {
         "what": "machine",
         "cpu": cpu_name(),
-        "isa": next((unit for unit in units if unit in flags), ""),
+        "isa": isa.value if isa is not None else "none that the kernels know",
         "threads": torch.get_num_threads(),
         "dtype": str(runner.kv.dtype).removeprefix("torch."),
     }
