@@ -101,6 +101,7 @@ def run_engine_bench(options: BenchOptions, emit: Emit, meter: Meter | None = No
         block_tokens=options.block_tokens,
         num_kv_tokens=_num_kv_tokens(config, measures, options.block_tokens),
         num_threads=options.threads,
+        max_sequences=max((each.batch for each in measures), default=1),
         clock=clock,
     )
     with contextlib.ExitStack() as stack:
@@ -297,14 +298,11 @@ def _check(driver: EngineDriver, model_dir: Path) -> dict[str, Any]:
         return {"what": "check", "skipped": f"transformers is not installed: {INSTALL['transformers']}"}
     tokens = driver.draw(_CHECK_TOKENS)
     num_chunked = _CHECK_TOKENS // 2
-    begins = [*range(0, num_chunked, _CHECK_CHUNK_TOKENS), *range(num_chunked, _CHECK_TOKENS)]
-    ends = [*begins[1:], _CHECK_TOKENS]
-    ours = torch.cat(
-        [
-            driver.runner.logits((driver.entry(0, begin, tokens[4 * begin : 4 * end], True, _CHECK_TOKENS),))
-            for begin, end in zip(begins, ends, strict=True)
-        ]
-    )
+    ends = [
+        *range(_CHECK_CHUNK_TOKENS, num_chunked, _CHECK_CHUNK_TOKENS),
+        *range(num_chunked, _CHECK_TOKENS + 1),
+    ]
+    ours = driver.logits(tokens, ends)
     dtype, device = driver.runner.kv.dtype, driver.runner.kv.device
     theirs = _transformers_logits(model_dir, dtype, device, tokens)[[end - 1 for end in ends]]
     return {

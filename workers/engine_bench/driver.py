@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from kvtransfer.common.clock import Clock
-from workers.messages import BatchEntry, SamplingParams, SlotSample, SlotStart, StepPlan
+from workers.messages import BatchEntry, SamplingParams, SlotSample, SlotStart, StepPlan, TableChange
 from workers.rank.model_runner import ModelRunner
 
 CHUNK_TOKENS = 512
 
 
 class EngineDriver:
-    """Drives a model runner with hand-made plans over random prompts that never repeat."""
+    """Drives a model runner with random prompts that never repeat. A plan's slots are 0, 1, ..."""
 
     def __init__(self, runner: ModelRunner, clock: Clock, block_tokens: int) -> None:
         self.runner = runner
@@ -27,24 +30,17 @@ class EngineDriver:
         ids = torch.randint(0, self.runner.config.vocab_size, (num_tokens,), generator=self._generator)
         return bytes(ids.numpy().astype("<u4").tobytes())
 
-    def entry(self, slot: int, start: int, tokens: bytes, samples: bool, num_total: int) -> BatchEntry:
-        """Make an entry of a sequence that may grow to `num_total` tokens. Sequences lie one after
-        another."""
-        num_blocks = -(-num_total // self._block_tokens)
-        blocks = tuple(range(slot * num_blocks, (slot + 1) * num_blocks))
-        return BatchEntry(slot, start, len(tokens) // 4 or 1, tokens, blocks, (slot,) if samples else ())
-
     def prefill_s(self, num_tokens: int) -> float:
         """Return the seconds for one prompt, in chunks, up to its first token."""
         prompt = self.draw(num_tokens)
-        self._start([prompt[-4:]])
+        self._start([prompt[-4:]], num_tokens)
+        begins = range(0, num_tokens, CHUNK_TOKENS)
+        entries = [_entry(0, begin, prompt, min(begin + CHUNK_TOKENS, num_tokens)) for begin in begins]
         started_at = self._clock.now()
-        for begin in range(0, num_tokens, CHUNK_TOKENS):
-            end = min(begin + CHUNK_TOKENS, num_tokens)
-            is_last = end == num_tokens
-            self._run([self.entry(0, begin, prompt[4 * begin : 4 * end], is_last, num_tokens)])
+        for entry in entries:
+            self._run(entries=(entry,))
         elapsed_s = self._clock.now() - started_at
-        self._run((), frees=(0,))
+        self._run(free_slots=(0,))
         return elapsed_s
 
     def decode_s(self, batch: int, context_tokens: int, num_steps: int) -> float:
@@ -52,34 +48,52 @@ class EngineDriver:
 
         The KV before the first step is what `fill_kv` wrote: what it holds does not change the work.
         """
-        num_total = context_tokens + num_steps + 1
-        last_tokens = [self.draw(1) for _ in range(batch)]
-        self._start(last_tokens)
+        tokens = [self.draw(1) for _ in range(batch)]
+        self._start(tokens, context_tokens + num_steps + 1)
         first = context_tokens - 1
-        self._run([self.entry(slot, first, last_tokens[slot], True, num_total) for slot in range(batch)])
+        entries = [BatchEntry(slot, first, 1, token, (slot,)) for slot, token in enumerate(tokens)]
+        self._run(entries=tuple(entries))
+        decodes = np.arange(batch, dtype="<u4").tobytes()
         started_at = self._clock.now()
-        for position in range(context_tokens, context_tokens + num_steps):
-            self._run([self.entry(slot, position, b"", True, num_total) for slot in range(batch)])
+        for _ in range(num_steps):
+            self._run(decodes=decodes)
         elapsed_s = self._clock.now() - started_at
-        self._run((), frees=tuple(range(batch)))
+        self._run(free_slots=tuple(range(batch)))
         return elapsed_s
+
+    def logits(self, tokens: bytes, ends: Sequence[int]) -> Tensor:
+        """Return float32 [len(ends), vocab_size]: the logits of the last position of each chunk of one
+        prompt. Chunks end before `ends`."""
+        self._start([tokens[-4:]], len(tokens) // 4)
+        begins = [0, *ends[:-1]]
+        entries = [_entry(0, begin, tokens, end, True) for begin, end in zip(begins, ends, strict=True)]
+        rows = [self.runner.logits(StepPlan(0, entries=(entry,))) for entry in entries]
+        self._run(free_slots=(0,))
+        return torch.cat(rows)
 
     def fill_kv(self) -> None:
         """Fill the KV pool with random numbers, so that sequences may begin in their middle."""
         kv = self.runner.kv
         kv.copy_(torch.randn(kv.shape[1:], generator=self._generator).to(kv.device, kv.dtype).expand_as(kv))
 
-    def _start(self, last_tokens: Sequence[bytes]) -> None:
+    def _start(self, last_tokens: Sequence[bytes], num_total: int) -> None:
+        """Start sequences that may grow to `num_total` tokens each, in blocks one after another."""
+        num_blocks = -(-num_total // self._block_tokens)
+        blocks = np.arange(len(last_tokens) * num_blocks, dtype="<u4").reshape(-1, num_blocks)
         samples = [
             SlotSample(slot, 0, int.from_bytes(token, "little")) for slot, token in enumerate(last_tokens)
         ]
-        self._run((), starts=[SlotStart(SamplingParams(), (sample,)) for sample in samples])
+        self._run(
+            starts=tuple(SlotStart(SamplingParams(), (sample,)) for sample in samples),
+            tables=tuple(TableChange(slot, 0, table.tobytes()) for slot, table in enumerate(blocks)),
+        )
 
-    def _run(
-        self,
-        entries: Sequence[BatchEntry],
-        *,
-        starts: Sequence[SlotStart] = (),
-        frees: tuple[int, ...] = (),
-    ) -> None:
-        self.runner.run(StepPlan(0, frees, tuple(starts), (), tuple(entries)))
+    def _run(self, **changes: Any) -> None:
+        """Run a plan with these fields."""
+        self.runner.run(StepPlan(0, **changes))
+
+
+def _entry(slot: int, begin: int, tokens: bytes, end: int, samples: bool = False) -> BatchEntry:
+    """Make the entry of the tokens [begin, end) of a prompt, which samples at its end, or if `samples`."""
+    is_last = samples or end == len(tokens) // 4
+    return BatchEntry(slot, begin, end - begin, tokens[4 * begin : 4 * end], (slot,) if is_last else ())

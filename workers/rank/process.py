@@ -1,7 +1,7 @@
 """A rank process: a model runner and a transfer agent, driven by the engine core over a framed connection.
 
     main thread:    --RankJoined--> engine core --FormGroup--> load, warm up --RankReady--> engine core
-                    queue --> ModelRunner.run --StepReport--> engine core
+                    queue --> ModelRunner.launch, collect --StepReport--> engine core
     reader thread:  engine core --StepPlan--> queue      engine core --transfer order--> TransferAgent.handle
     agent's threads:                                     TransferReport--> engine core
 
@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -59,9 +60,12 @@ from workers.rank.collectives import RankGroups, find_store, open_store
 from workers.rank.model_runner import ModelRunner, ReadyFields, read_dtype
 from workers.rank.probe import AT_START, DeviceLimits, Probe, ProbeResult, device_memory, measure_limits
 from workers.rank.progress import Progress
+from workers.rank.step_runner import Ticket
 
 _CONNECT_TIMEOUT_S = 10.0
 _MEMORY_S = 2.0
+# Steps that a rank whose device runs ahead has queued on it: the one that computes, and the next.
+_MOST_LAUNCHED = 2
 # How often a rank looks whether a long step has progressed.
 PROGRESS_S = 0.25
 
@@ -167,6 +171,7 @@ class _Rank:
             block_tokens=spec.block_tokens,
             num_kv_tokens=spec.num_kv_tokens,
             num_offload_tokens=spec.num_offload_tokens,
+            max_sequences=spec.max_sequences,
             num_threads=spec.num_threads,
             clock=self._clock,
             shard=ShardSpec(first_layer, end_layer, spec.tp_rank, spec.tp),
@@ -194,13 +199,30 @@ class _Rank:
         return _OrderHandlers(agent, store_worker)
 
     def _run_plans(self, runner: ModelRunner) -> None:
+        launched: deque[Ticket] = deque()
         try:
-            while (plan := self._plans.get()) is not None:
-                _pass_fault_points(self._faults, plan)
-                self._channel.send(self._with_memory(runner.run(plan)))
+            while (plan := self._next_plan(bool(launched))) is not None or launched:
+                if plan is not None:
+                    _pass_fault_points(self._faults, plan)
+                    launched.append(runner.launch(plan))
+                    if runner.runs_ahead and len(launched) < _MOST_LAUNCHED:
+                        continue
+                self._channel.send(self._with_memory(runner.collect(launched.popleft())))
         except RankDiedError:
             if not self._leaving:  # else the others leave too, and nobody waits for what was under way
                 raise
+
+    def _next_plan(self, has_launched: bool) -> StepPlan | None:
+        """Wait for the next plan, unless a launched one can be collected meanwhile. None at the end."""
+        if not has_launched:
+            return self._plans.get()
+        try:
+            plan = self._plans.get_nowait()
+        except queue.Empty:
+            return None
+        if plan is None:
+            self._plans.put(None)  # to be met again when all is collected
+        return plan
 
     def _report_progress(self, progress: Progress, ended: threading.Event) -> None:
         """Report, until the rank ends, that steps of more than `PROGRESS_S` progress; shorter steps cost no
@@ -310,14 +332,14 @@ def _ready(
 
 
 def _pass_fault_points(faults: Faults, plan: StepPlan) -> None:
-    if not plan.entries or not faults.armed:
+    if not plan.num_sequences or not faults.armed:
         return
     for sample in (sample for start in plan.starts for sample in start.samples):
         faults.at(f"rank.start.{sample.seed}")
     faults.at("rank.step")
     if any(entry.num_tokens > 1 for entry in plan.entries):
         faults.at("rank.step.prefill")
-    if any(entry.num_tokens == 1 for entry in plan.entries):
+    if plan.decodes or any(entry.num_tokens == 1 for entry in plan.entries):
         faults.at("rank.step.decode")
 
 
