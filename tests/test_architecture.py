@@ -136,6 +136,7 @@ def test_the_environment_is_read_at_the_command_line_only() -> None:
     readers = {"cluster/cli/main.py", "workers/replica/rank_group.py"}
     readers |= {"kvtransfer/transports/nccl.py", "kvtransfer/transports/nixl.py"}
     readers.add(PEER_CHILD.as_posix())
+    readers |= {"workers/model/native/isa.py"}  # for tests and benchmarks
     assert_none(
         {
             str(path): attributes(path) & {"os.environ", "os.getenv"}
