@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvtransfer.common.clock import Clock
-from workers.model.decoder import Linear
 from workers.model.model_config import ModelConfig
+from workers.model.products import make_linear
 from workers.model.sizes import ModelWork
-from workers.model.weights import LinearWeights
 from workers.rank.probe import DeviceLimits
 
 _PACK_ROWS = 512
@@ -103,7 +102,7 @@ class LayerProducts:
 
 def _candidates(num_outputs: int, size: int, dtype: torch.dtype) -> list[_Candidate]:
     weights = [torch.randn(num_outputs, size).to(dtype) * size**-0.5 for _ in range(_NUM_COPIES)]
-    ours = [Linear(LinearWeights(weight.clone(), None)) for weight in weights]
+    ours = [make_linear(weight.clone()) for weight in weights]
     found = [
         _Candidate("ours", lambda rows: _each(ours, lambda product: product(rows))),
         _Candidate("torch", lambda rows: _each(weights, lambda weight: F.linear(rows, weight))),
