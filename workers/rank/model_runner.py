@@ -107,7 +107,8 @@ class ModelRunner:
         progress: Callable[[str], None] = lambda phase: None,
     ) -> None:
         """`shard` (default: the whole model) is the part of this rank in `groups` (default: the only rank);
-        `fingerprint` computes that of the checkpoint (default: begun here). Plans use the slots below `max_sequences`.
+        `fingerprint` computes that of the checkpoint (default: begun here). Plans use the slots below
+        `max_sequences`.
 
         Block ids after those of the device's `num_kv_tokens` denote `num_offload_tokens` in host memory; with
         the mode "auto" the warm-up measures which way to read them is faster. `progress` is called with the
