@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "panel.h"
+#include "products.h"
 
 namespace {
 
