@@ -105,8 +105,8 @@ class ModelRunner:
         """`shard` (default: the whole model) is the part of this rank in `groups` (default: the only rank).
 
         Block ids after those of the device's `num_kv_tokens` denote `num_offload_tokens` in host memory; with
-        the mode "auto" the warm-up measures which way to read them is faster. `progress` is called with the
-        name of each phase that begins.
+        the mode "auto" the warm-up measures which way to read them is faster, if attention has both.
+        `progress` is called with the name of each phase that begins.
         """
         torch.set_num_threads(num_threads)
         self._clock = clock
@@ -127,9 +127,10 @@ class ModelRunner:
         self.kv, self.pool = _allocate(self.layout, num_blocks, dtype, device)
         self._offload_mode = offload_mode
         self.host = self._allocate_host(num_offload_tokens // block_tokens)
-        attention = choose_attention(self._decoder.attention_shape, self.kv)
+        is_staged = self.host is not None and offload_mode == "stream"
+        self.attention = choose_attention(self._decoder.attention_shape, self.kv, clock, is_staged=is_staged)
         self._runner = StepRunner(
-            self._decoder, attention, self.host, self._groups, block_tokens, clock, faults or Faults()
+            self._decoder, self.attention, self.host, self._groups, block_tokens, clock, faults or Faults()
         )
         self.progress = self._runner.progress
         num_offload_blocks = len(self.host.kv) if self.host is not None else 0
@@ -176,7 +177,7 @@ class ModelRunner:
             decode = BatchEntry(-1, num_tokens, 1, b"", blocks, (-1,))
             self.run(StepPlan(0, (), (), (), (decode,)))
         self.run(StepPlan(0, (-1,), (), (), ()))
-        if self.host is not None and self._offload_mode == "auto":
+        if self.host is not None and self._offload_mode == "auto" and self.attention.can_stage:
             self._choose_offload_mode(self.host)
 
     def close(self) -> None:
@@ -184,7 +185,7 @@ class ModelRunner:
         self._groups.close()
         if self.host is not None:
             self.host.close()
-        del self.kv, self._runner
+        del self.kv, self.attention, self._runner
         self.pool.close()
 
     def _allocate_host(self, num_blocks: int) -> HostKv | None:
