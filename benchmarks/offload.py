@@ -18,11 +18,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.common.clock import Clock, SystemClock
-from workers.messages import BatchEntry, StepPlan
+from workers.messages import BatchEntry, SamplingParams, SlotSample, SlotStart, StepPlan, TableChange
 from workers.model.host_kv import MODES, HostKv
 from workers.rank.model_runner import ModelRunner, read_dtype
 
@@ -67,14 +68,17 @@ class Bench:
     def step_s(self, tables: list[tuple[int, ...]], num_tokens: int) -> float:
         """One step of the last `num_tokens` tokens of each sequence, without sampling."""
         context_tokens = len(tables[0]) * self._block_tokens
-        tokens = b"\0\0\0\0" * num_tokens
-        entries = tuple(
-            BatchEntry(slot, context_tokens - num_tokens, num_tokens, tokens, table, ())
-            for slot, table in enumerate(tables)
-        )
+        tokens, slots = b"\0\0\0\0" * num_tokens, range(len(tables))
+        start = context_tokens - num_tokens
+        starts = [SlotStart(SamplingParams(), (SlotSample(slot, 0, 0),)) for slot in slots]
+        changes = [TableChange(slot, 0, np.array(tables[slot], "<u4").tobytes()) for slot in slots]
+        self._runner.run(StepPlan(1, starts=tuple(starts), tables=tuple(changes)))
+        entries = tuple(BatchEntry(slot, start, num_tokens, tokens, ()) for slot in slots)
         started_at = self._clock.now()
-        self._runner.run(StepPlan(1, (), (), (), entries))
-        return self._clock.now() - started_at
+        self._runner.run(StepPlan(1, entries=entries))
+        elapsed_s = self._clock.now() - started_at
+        self._runner.run(StepPlan(1, free_slots=tuple(slots)))
+        return elapsed_s
 
     @torch.inference_mode()
     def copy_s(self, tables: list[tuple[int, ...]]) -> float:

@@ -138,6 +138,7 @@ class BareRunner:
             block_tokens=BLOCK_TOKENS,
             num_kv_tokens=setting.engine.kv_tokens,
             num_threads=setting.threads,
+            max_sequences=setting.engine.max_sequences,
             clock=CLOCK,
         )
         self._runner.warm_up()
@@ -149,8 +150,9 @@ class BareRunner:
         for plan in plans:
             report = self._runner.run(plan)
             now = CLOCK.now()
-            for token in report.tokens:
-                arrivals.setdefault(token.slot, []).append((now, 1))
+            assert len(report.tokens) == 4 * len(plan.sample_slots)
+            for slot in plan.sample_slots:
+                arrivals.setdefault(slot, []).append((now, 1))
         self._free(plans)
         for of_slot in arrivals.values():
             times.add(started_at, of_slot)
@@ -183,7 +185,7 @@ class BareRunner:
         taken: set[int] = set()
         for plan in plans:
             taken = taken - set(plan.free_slots) | set(plan.started_slots)
-        self._runner.run(StepPlan(0, tuple(taken), (), (), ()))
+        self._runner.run(StepPlan(0, free_slots=tuple(taken)))
 
 
 class OverLink:

@@ -50,7 +50,7 @@ from benchmarks.delivery import (
 from benchmarks.random_checkpoint import write_random_checkpoint
 from benchmarks.replica import CLOCK, bare_replica
 from workers.config import EngineConfig, Parallel
-from workers.messages import RANK_DOWN_CODEC, BatchEntry, StepPlan
+from workers.messages import RANK_DOWN_CODEC, StepPlan
 from workers.rank.collectives import RankGroups
 
 NUM_RANKS = 2
@@ -205,19 +205,8 @@ def memory_gb_s() -> float:
 
 
 def decode_plan(step: int, batch: int) -> StepPlan:
-    num_blocks = CONTEXT_TOKENS // BLOCK_TOKENS
-    entries = tuple(
-        BatchEntry(
-            slot=slot,
-            start=CONTEXT_TOKENS - 1,
-            num_tokens=1,
-            tokens=bytes(4),
-            block_ids=tuple(range(slot * num_blocks, (slot + 1) * num_blocks)),
-            sample_slots=(slot,),
-        )
-        for slot in range(batch)
-    )
-    return StepPlan(step, (), (), (), entries)
+    """A plan in which every slot decodes."""
+    return StepPlan(step, decodes=np.arange(batch, dtype="<u4").tobytes())
 
 
 def deliver(sender: Sender, batch: int, repeat: int) -> list[float]:
@@ -299,7 +288,7 @@ async def step_times(
     async with bare_replica(model_dir, dtype, Parallel(tp=tp), engine) as replica:
         names = [replica.submit(8, num_tokens) for _ in range(batch)]
         await replica.until(lambda: replica.finished.issuperset(names))
-        whole = {step for step, plan in replica.plans.items() if len(plan.entries) == batch}
+        whole = {step for step, plan in replica.plans.items() if plan.num_sequences == batch}
         busy = [span.finished_at - span.started_at for span in replica.spans if span.step in whole]
         gaps = [after - before for name in names for before, after in pairwise(replica.token_times[name][4:])]
     return 1e6 * median(gaps), 1e6 * median(busy[len(busy) // 10 :])

@@ -46,7 +46,7 @@ class EngineConfig(BaseModel):
     stall_s: float = Field(default=5.0, ge=1)
 
     # The start of a replica fails when none of its ranks comes further for this long. Progress is a new
-    # phase, or another layer loaded; a KV pool in host memory is allocated in one, about a second a GB.
+    # phase, or another layer loaded.
     start_stall_s: float = Field(default=600.0, gt=0)
 
     # KV capacity in host memory beyond `kv_tokens`, where running sequences keep older blocks (0: none, a

@@ -458,20 +458,28 @@ class SlotStart(Part, frozen=True):
     prompt: bytes = b""
 
 
-class BatchEntry(Part, frozen=True):
-    """Compute `num_tokens` tokens of one sequence from position `start`.
+class TableChange(Part, frozen=True):
+    """Write `block_ids` (uint32) into the block table of slot `slot`, from index `first` on. A table grows at
+    its end, and blocks in it are replaced; it is forgotten when its slot is freed."""
 
-    `tokens` is empty when the input is the newest token that any earlier plan sampled for the slot (the
-    engine core may not know it yet). `block_ids` is the sequence's whole block table, enough for start +
-    num_tokens. `sample_slots` are the slots that sample from the last position's logits: none for a chunk
-    that is not the prompt's last, one normally, n when n samples fork from one prompt.
+    slot: int
+    first: int
+    block_ids: bytes
+
+
+class BatchEntry(Part, frozen=True):
+    """Compute `num_tokens` tokens of one sequence from position `start`: a chunk of a prompt, or the first
+    token that a slot computes after its start.
+
+    The slot's block table covers start + num_tokens tokens. `sample_slots` are the slots that sample from the
+    last position's logits: none for a chunk that is not the prompt's last, one normally, n when n samples
+    fork from one prompt. All slots that are named continue behind the last position.
     """
 
     slot: int
     start: int
     num_tokens: int
     tokens: bytes
-    block_ids: tuple[int, ...]
     sample_slots: tuple[int, ...]
 
 
@@ -483,29 +491,53 @@ class BlockCopy(Part, frozen=True):
 
 
 class StepPlan(Message, frozen=True):
-    """Engine core to rank: one step. Order of effects: frees, starts, copies, computation, sampling."""
+    """Engine core to rank: one step, as changes to what the rank knows by slot; its size does not depend on
+    how long contexts are. Order of effects: frees, starts, tables, copies, computation, sampling.
+
+    `decodes` are slots (uint32). Each computes its newest token, behind what it has computed so far, and
+    samples the next one. The newest token is that of the slot's start, or any that an earlier plan sampled:
+    the engine core may not know it yet.
+    """
 
     step: int
-    free_slots: tuple[int, ...]
-    starts: tuple[SlotStart, ...]
-    copies: tuple[BlockCopy, ...]
-    entries: tuple[BatchEntry, ...]
+    free_slots: tuple[int, ...] = ()
+    starts: tuple[SlotStart, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
+    entries: tuple[BatchEntry, ...] = ()
+    tables: tuple[TableChange, ...] = ()
+    decodes: bytes = b""
 
     @property
     def started_slots(self) -> list[int]:
         return [sample.slot for start in self.starts for sample in start.samples]
 
+    @property
+    def sample_slots(self) -> list[int]:
+        """The slots that sample, in the order of the report's rows."""
+        of_entries = (slot for entry in self.entries for slot in entry.sample_slots)
+        return [*of_entries, *memoryview(self.decodes).cast("I")]
 
-class SampledToken(Part, frozen=True):
-    """The token a slot sampled."""
+    @property
+    def num_sequences(self) -> int:
+        """Entries and decodes: what the step computes. 0: the plan is a canary."""
+        return len(self.entries) + len(self.decodes) // 4
 
-    slot: int
-    token: int
-    logprob: TokenLogprob | None
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return sum(entry.num_tokens for entry in self.entries) + len(self.decodes) // 4
+
+
+class RowLogprob(Part, frozen=True):
+    """The log-probabilities that go with the token of row `row` of a report."""
+
+    row: int
+    logprob: TokenLogprob
 
 
 class FailedEntry(Part, frozen=True):
-    """Entry `index` of the plan was not computed; "" where another rank knows why."""
+    """Sequence `index` of the plan, of its entries and then of its decodes, was not computed; "" where
+    another rank knows why."""
 
     index: int
     reason: str
@@ -513,11 +545,13 @@ class FailedEntry(Part, frozen=True):
 
 class StepReport(Message, frozen=True):
     """Rank to engine core: its part of the step is done and its KV is in the pool, except that of `failed`
-    entries. Only the sampling rank has `tokens`. Times are the rank's monotonic clock: when its input was
-    there, and when its part was done."""
+    entries. Only the sampling rank has `tokens`: uint32, a row for each slot that samples, in the order of
+    the plan (the entries' sample slots, then the decodes); 0 where it failed. `logprobs` are those of the
+    rows for which they were asked. Times are the rank's monotonic clock: when its input was there, and when
+    its part was done."""
 
     step: int
-    tokens: tuple[SampledToken, ...]
+    tokens: bytes
     started_at: float
     finished_at: float
     # Every few seconds.
@@ -525,6 +559,7 @@ class StepReport(Message, frozen=True):
     # Also those that a stage before this one failed to compute, and those of sequences that failed in an
     # earlier step which this plan had not known of.
     failed: tuple[FailedEntry, ...] = ()
+    logprobs: tuple[RowLogprob, ...] = ()
 
 
 class StepProgress(Message, frozen=True):

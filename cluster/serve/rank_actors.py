@@ -22,6 +22,7 @@ from cluster.metrics.config import LogConfig
 from cluster.metrics.logs import log_to_stderr
 from kvtransfer.common.clock import SystemClock
 from workers.messages import RANK_SPEC_CODEC, RankSpec
+from workers.rank.start import start_rank
 
 _KILL_AFTER_S = 0.3
 # How long a process on another node may take to be killed; Ray itself needs about as long.
@@ -49,14 +50,12 @@ class RankActor:
 
     def run(self, spec_frame: bytes, logs_json: str, pool: str) -> None:
         """Serve as the rank of the encoded `RankSpec`."""
-        from workers.rank.process import run_rank  # here: it imports torch, which no other actor needs
-
         spec = RANK_SPEC_CODEC.decode(spec_frame)
         who = f"{spec.replica.replica_id}/{spec.rank}"
         log_to_stderr(LogConfig.model_validate_json(logs_json), who, pool)
         # The ranks of a replica may be on several nodes: each listens at its own.
         transfer = replace(spec.transfer, data_host=node_host(spec.transfer.data_host))
-        run_rank(replace(spec, transfer=transfer))
+        start_rank(replace(spec, transfer=transfer))
 
 
 class RayRankLauncher:

@@ -7,11 +7,13 @@ last."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import functools
 import mmap
 import os
 import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,6 +27,10 @@ from kvtransfer.messages import Shard
 ALIGNMENT_BYTES = 2 << 20
 # Arguments of Linux's madvise that the mmap module does not name.
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
+# So much is populated at a time: meanwhile the process can neither map memory nor unmap any.
+_POPULATE_BYTES = 8 << 20
+# The least of priorities: populating a pool takes what cores have left.
+_LEAST_PRIORITY = 19
 # Size of the area after the pool, in the same mapping, to which peers write when they measure their path.
 SCRATCH_BYTES = 4 << 20
 
@@ -171,10 +177,12 @@ class KvMemory:
     is not offered.
 
     The mapping is the pool rounded up to 2 MiB, then the scratch area. Its pages are taken when first
-    written, or all by `populate`."""
+    written, or before by `populate`."""
 
     def __init__(self, mapping: mmap.mmap, fd: int, num_bytes: int) -> None:
         self.fd = fd
+        self._populating: threading.Thread | None = None
+        self._closed = threading.Event()
         self.num_bytes = num_bytes
         self._mapping: mmap.mmap | None = mapping
         # The pool, the padding and the scratch area.
@@ -194,14 +202,23 @@ class KvMemory:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         return cls(map_shared(fd, total_bytes), fd, num_bytes)
 
-    def populate(self) -> None:
-        """Take all pages of the pool now: the first write to a page costs many times a copy to it."""
+    def populate(self) -> threading.Thread:
+        """Take all pages of the pool, on a thread that is returned: the first write to a page costs many
+        times a copy to it. Nobody need wait for the thread; what is written before it comes is taken then."""
         assert self._mapping is not None
-        populate_write(self._mapping, 0, self.num_bytes)
+        arguments = self._mapping, self.num_bytes, self._closed
+        self._populating = threading.Thread(
+            target=_populate_all, args=arguments, name="kv-memory", daemon=True
+        )
+        self._populating.start()
+        return self._populating
 
     def close(self) -> None:
         """Release the memory. It is unmapped when the last view or tensor over it is dropped: a tensor holds
         the buffer without pinning it, so that unmapping here would remove its pages."""
+        self._closed.set()
+        if self._populating is not None:
+            self._populating.join()
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -235,6 +252,21 @@ def populate_write(mapping: mmap.mmap, offset: int, num_bytes: int) -> None:
 def populate_read(mapping: mmap.mmap, offset: int, num_bytes: int) -> None:
     """Map the pages of this range that exist already, all at once instead of at the first read of each."""
     _populate(mapping, _POPULATE_READ, offset, num_bytes)
+
+
+def _populate_all(mapping: mmap.mmap, num_bytes: int, stop: threading.Event) -> None:
+    """Like `populate_write` of all pages, but other threads run meanwhile, as they do not during
+    `mmap.madvise`."""
+    if sys.platform != "linux":
+        return
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)  # of this thread alone
+    first = ctypes.c_char.from_buffer(mapping)  # keeps it mapped
+    advise = ctypes.CDLL(None).madvise
+    for offset in range(0, num_bytes, _POPULATE_BYTES):
+        size = min(_POPULATE_BYTES, num_bytes - offset)
+        address = ctypes.addressof(first) + offset
+        if stop.is_set() or advise(ctypes.c_void_p(address), ctypes.c_size_t(size), _POPULATE_WRITE):
+            return
 
 
 def _populate(mapping: mmap.mmap, advice: int, offset: int, num_bytes: int) -> None:

@@ -50,7 +50,18 @@ def test_a_tensor_outlives_close() -> None:
 def test_populated_memory_has_all_its_pages() -> None:
     memory = KvMemory.allocate(3 << 20)
     assert os.fstat(memory.fd).st_blocks == 0
-    memory.populate()
+    memory.populate().join()
     assert os.fstat(memory.fd).st_blocks * 512 >= 3 << 20
     assert memory.buffer == bytes(3 << 20)
     memory.close()
+
+
+def test_memory_that_is_being_populated_may_be_written_and_closed() -> None:
+    memory = KvMemory.allocate(256 << 20)
+    populating = memory.populate()
+    memory.buffer[-1] = 7
+    tensor = torch.frombuffer(memory.buffer, dtype=torch.uint8)
+    memory.close()
+    assert not populating.is_alive()
+    assert int(tensor[-1]) == 7
+    assert int(tensor[0]) == 0

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.messages import SampledToken, SamplingParams, TokenLogprob
-from workers.rank.sampler import gumbel, row_keys, token_counters
+from workers.messages import SamplingParams, TokenLogprob
+from workers.rank.sampler import SampledToken, gumbel, row_keys, token_counters
 
 # Most nuclei are smaller: on the CPU the whole vocabulary is sorted only for the rows where this fails.
 _NUCLEUS_TOKENS = 256

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from msgspec.structs import replace
+from plan_reader import ExpectedSlots, Work
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.common.faults import Faults
@@ -24,6 +26,7 @@ from workers.messages import (
     StepPlan,
     StepReport,
     Submission,
+    TableChange,
 )
 from workers.model.host_kv import OffloadMode
 from workers.model.weights import ShardSpec
@@ -83,6 +86,7 @@ class LocalEngine:
                 groups=groups,
                 num_offload_tokens=num_offload_blocks * BLOCK,
                 offload_mode=mode,
+                max_sequences=config.max_sequences,
                 faults=faults[rank] if faults else None,
             )
             runner.warm_up()
@@ -133,8 +137,19 @@ class LocalEngine:
 
     def _send(self, plan: StepPlan) -> None:
         self.plans.append(plan)
+        expected = ExpectedSlots(self.scheduler)
+
+        def run(runner: ModelRunner) -> StepReport:
+            report, batch = runner.run(plan), runner.batch
+            slots = np.flatnonzero(batch.is_started).tolist()
+            expected.check(
+                {slot: batch.table(slot) for slot in slots},
+                {slot: int(batch.positions[slot]) for slot in slots},
+            )
+            return report
+
         ranks = zip(self._threads, self.runners, strict=True)
-        self._out.append([thread.submit(runner.run, plan) for thread, runner in ranks])
+        self._out.append([thread.submit(run, runner) for thread, runner in ranks])
 
     def close(self) -> None:
         for thread, runner in zip(self._threads, self.runners, strict=True):
@@ -166,19 +181,40 @@ def started(slot: int, prompt: Sequence[int], sampling: SamplingParams = GREEDY,
 
 def entry(
     slot: int, start: int, tokens: Sequence[int], blocks: Sequence[int], samples: Sequence[int] = ()
-) -> BatchEntry:
-    """Without `tokens`, one token that continues the slot."""
-    return BatchEntry(slot, start, len(tokens) or 1, packed(tokens), tuple(blocks), tuple(samples))
+) -> Work:
+    """Without `tokens`, a decode: the slot stands at `start` and continues with its newest token."""
+    return Work(slot, start, len(tokens) or 1, packed(tokens), tuple(blocks), tuple(samples))
 
 
 def step(
-    *entries: BatchEntry,
+    *works: Work,
     starts: Sequence[SlotStart] = (),
     copies: Sequence[BlockCopy] = (),
     frees: Sequence[int] = (),
     number: int = 1,
 ) -> StepPlan:
-    return StepPlan(number, tuple(frees), tuple(starts), tuple(copies), entries)
+    """A plan that sends the whole table of every sequence."""
+    decodes = [work.slot for work in works if not work.tokens]
+    assert all(work.sample_slots == (work.slot,) for work in works if not work.tokens)
+    return StepPlan(
+        number,
+        free_slots=tuple(frees),
+        starts=tuple(starts),
+        copies=tuple(copies),
+        entries=tuple(
+            BatchEntry(work.slot, work.start, work.num_tokens, work.tokens, work.sample_slots)
+            for work in works
+            if work.tokens
+        ),
+        tables=tuple(TableChange(work.slot, 0, packed(work.block_ids)) for work in works),
+        decodes=packed(decodes),
+    )
+
+
+def sampled(plan: StepPlan, report: StepReport) -> list[tuple[int, int]]:
+    """Slots and tokens of the report of a rank that samples; [] of one that does not."""
+    tokens = np.frombuffer(report.tokens, dtype="<u4").tolist()
+    return list(zip(plan.sample_slots, tokens, strict=True)) if tokens else []
 
 
 def mixed_plans() -> list[StepPlan]:
@@ -212,7 +248,7 @@ def mixed_plans() -> list[StepPlan]:
             copies=[BlockCopy(13, 15)],
             frees=[2, 6],
         ),
-        step(entry(6, 19, [], two, [6])),
+        step(entry(6, 19, second[19:], two, [6])),
     ]
     for turn in range(6):
         plans.append(
@@ -230,7 +266,4 @@ def mixed_plans() -> list[StepPlan]:
             )
         )
     plans += [step(frees=[1, 2, 3]), step(entry(5, 27, [], tables[5], [5])), step()]
-    return [
-        step(*plan.entries, starts=plan.starts, copies=plan.copies, frees=plan.free_slots, number=number)
-        for number, plan in enumerate(plans, start=1)
-    ]
+    return [replace(plan, step=number) for number, plan in enumerate(plans, start=1)]

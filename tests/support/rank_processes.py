@@ -179,7 +179,7 @@ def _tell(news: _Born | _Ended) -> None:
 
 
 def _live(spec: RankSpec) -> None:
-    """As `workers.rank.process.main`, in the fork; its standard output is ours no more."""
+    """As `workers.rank.start.main`, in the fork; its standard output is ours no more."""
     from workers.rank.process import run_rank
 
     status = 1

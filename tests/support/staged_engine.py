@@ -16,13 +16,13 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from plan_reader import ExpectedSlots, PlanReader, Work
+
 from kvtransfer.blocks.keys import block_keys
 from kvtransfer.messages import ReplicaIdentity
 from workers.config import EngineConfig
 from workers.messages import (
-    BatchEntry,
     HandOverTarget,
-    SampledToken,
     SampleState,
     SamplingParams,
     StepPlan,
@@ -36,13 +36,19 @@ from workers.scheduler.step import StepOutcome
 
 @dataclass
 class Step:
-    """A plan on its way through the stages; `rows` are, entry by entry, the tokens to compute and the whole
+    """A plan on its way through the stages; `rows` are, sequence by sequence, the tokens to compute and the whole
     context as the last stage to run it read it."""
 
     plan: StepPlan
+    works: list[Work]
     rows: list[tuple[list[int], list[int]]] = field(default_factory=list)
     num_stages_done: int = 0
     sampled: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def packed(self) -> bytes:
+        """The tokens as a report carries them."""
+        return pack([self.sampled[slot] for slot in self.plan.sample_slots])
 
 
 @dataclass
@@ -62,7 +68,7 @@ class Stage:
         }
         self.kv.update(copied)
 
-    def write(self, entry: BatchEntry, tokens: list[int], written: set[tuple[int, int]]) -> None:
+    def write(self, entry: Work, tokens: list[int], written: set[tuple[int, int]]) -> None:
         for position, token in enumerate(tokens, entry.start):
             place = entry.block_ids[position // BLOCK_TOKENS], position % BLOCK_TOKENS
             assert place not in written, "two entries of a plan write one place"
@@ -70,7 +76,7 @@ class Stage:
             written.add(place)
             self.kv[place] = token
 
-    def read(self, entry: BatchEntry) -> list[int]:
+    def read(self, entry: Work) -> list[int]:
         return [
             self.kv[entry.block_ids[position // BLOCK_TOKENS], position % BLOCK_TOKENS]
             for position in range(entry.start + entry.num_tokens)
@@ -113,6 +119,13 @@ class StagedEngine:
         # The last plan that samples for the slot, as plans are made and as the first stage runs them.
         self._slot_to_planned: dict[int, int] = {}
         self._slot_to_source: dict[int, int] = {}
+        self._slot_to_start: dict[int, int] = {}  # the last token that the slot was started with
+        self._reader = PlanReader()
+        self._step_to_works: dict[int, list[Work]] = {}
+
+    def works(self, plan: StepPlan) -> list[Work]:
+        """What a plan that was made here lets each sequence compute, its entries and then its decodes."""
+        return self._step_to_works[plan.step]
 
     @property
     def plans(self) -> list[StepPlan]:
@@ -125,15 +138,22 @@ class StagedEngine:
             return False
         assert plan.step == self.step + 1
         self.step = plan.step
-        assert sum(entry.num_tokens for entry in plan.entries) <= self.config.max_batch_tokens
-        assert len(plan.entries) <= self.config.max_sequences
+        assert plan.num_tokens <= self.config.max_batch_tokens
+        assert plan.num_sequences <= self.config.max_sequences
         assert all(entry.num_tokens <= self.config.chunk_tokens for entry in plan.entries)
-        for entry in plan.entries:
-            if not entry.tokens:
-                age = plan.step - self._slot_to_planned[entry.slot]
+        works = self._reader.read(plan)
+        ExpectedSlots(self.scheduler).check(self._reader.tables, self._reader.positions)
+        self._step_to_works[plan.step] = works
+        for slot in plan.started_slots:
+            self._slot_to_planned.pop(slot, None)
+        out = {step.plan.step for step in self.steps}
+        for work in works:
+            if not work.tokens and (sampled_in := self._slot_to_planned.get(work.slot)) in out:
+                assert sampled_in is not None
+                age = plan.step - sampled_in
                 assert age >= self.num_stages, "planned before its token can be at the first stage"
-            self._slot_to_planned.update(dict.fromkeys(entry.sample_slots, plan.step))
-        self.steps.append(Step(plan))
+            self._slot_to_planned.update(dict.fromkeys(work.sample_slots, plan.step))
+        self.steps.append(Step(plan, works))
         return True
 
     def settle(self, now: float) -> StepOutcome:
@@ -141,8 +161,7 @@ class StagedEngine:
         while step.num_stages_done < self.num_stages:
             assert self.advance(step.num_stages_done), "the oldest plan waits for nothing"
         self.steps.popleft()
-        tokens = tuple(SampledToken(slot, token, None) for slot, token in step.sampled.items())
-        return self.scheduler.settle(StepReport(step.plan.step, tokens, 0.0, 0.0), now)
+        return self.scheduler.settle(StepReport(step.plan.step, step.packed, 0.0, 0.0), now)
 
     def advance(self, number: int) -> bool:
         """Run the next plan at this stage; False when it has none, or waits for a token."""
@@ -150,7 +169,7 @@ class StagedEngine:
         if step is None:
             return False
         if number == 0:
-            rows = self._embed(step.plan)
+            rows = self._embed(step)
             if rows is None:
                 return False
             step.rows = rows
@@ -160,15 +179,21 @@ class StagedEngine:
             self._sample(step)
         return True
 
-    def _embed(self, plan: StepPlan) -> list[tuple[list[int], list[int]]] | None:
-        """The tokens of each entry, those that earlier plans sampled included; None when one is not here."""
-        source = dict(self._slot_to_source)
+    def _embed(self, step: Step) -> list[tuple[list[int], list[int]]] | None:
+        """The tokens of each sequence, those that earlier plans sampled included; None when one is not here."""
+        source, plan = dict(self._slot_to_source), step.plan
+        first = {
+            **self._slot_to_start,
+            **{it.slot: it.last_token for start in plan.starts for it in start.samples},
+        }
         for slot in (*plan.free_slots, *plan.started_slots):
             source.pop(slot, None)
         rows: list[tuple[list[int], list[int]]] = []
-        for entry in plan.entries:
+        for entry in step.works:
             tokens = unpack(entry.tokens)
-            if not tokens:
+            if not tokens and entry.slot not in source:
+                tokens = [first[entry.slot]]
+            elif not tokens:
                 sampled_in, token = self._slot_to_token.get(entry.slot, (0, 0))
                 if sampled_in != source[entry.slot]:
                     assert sampled_in < source[entry.slot]
@@ -177,15 +202,15 @@ class StagedEngine:
             assert len(tokens) == entry.num_tokens > 0
             rows.append((tokens, []))
             source.update(dict.fromkeys(entry.sample_slots, plan.step))
-        self._slot_to_source = source
+        self._slot_to_source, self._slot_to_start = source, first
         return rows
 
     def _compute(self, stage: Stage, step: Step, *, is_first: bool) -> None:
         stage.copy_blocks(step.plan)
         written: set[tuple[int, int]] = set()
-        for entry, (tokens, _) in zip(step.plan.entries, step.rows, strict=True):
+        for entry, (tokens, _) in zip(step.works, step.rows, strict=True):
             stage.write(entry, tokens, written)
-        contexts = [stage.read(entry) for entry in step.plan.entries]
+        contexts = [stage.read(entry) for entry in step.works]
         if not is_first:
             assert contexts == [context for _, context in step.rows], "the stages read different contexts"
         step.rows = [(tokens, context) for (tokens, _), context in zip(step.rows, contexts, strict=True)]
@@ -196,20 +221,20 @@ class StagedEngine:
         started = SlotState.started_by(step.plan)
         assert not started.keys() & self._slots.keys()
         self._slots.update(started)
-        for entry, (_, context) in zip(step.plan.entries, step.rows, strict=True):
+        for entry, (_, context) in zip(step.works, step.rows, strict=True):
             for slot in entry.sample_slots:
                 token = self._slots[slot].sample(context, step.plan.step)
                 step.sampled[slot] = token
                 self._slot_to_token[slot] = step.plan.step, token
 
     def check(self) -> None:
-        requests = {entry.sequence.request for plan in self.scheduler._issued for entry in plan.entries}
+        requests = {it.request for plan in self.scheduler._issued for it in plan.sequences}
         is_alone = len(requests) == 1
         assert is_alone or not any(it.submission.suspect for it in requests), "a suspect is not alone"
         self.scheduler.check(num_other_references=len(self.blocks_of_landings))
-        for plan in self.plans:
-            named = {block for entry in plan.entries for block in entry.block_ids}
-            named |= {copy.src_block for copy in plan.copies}
+        for step in self.steps:
+            named = {block for entry in step.works for block in entry.block_ids}
+            named |= {copy.src_block for copy in step.plan.copies}
             on_device = {block for block in named if block < self.num_blocks}
             assert all(self.pool.is_referenced(block) for block in on_device), "freed before it is reported"
 
@@ -375,6 +400,7 @@ class HashRank:
         self.kv: dict[tuple[int, int], int] = {}
         self.slots: dict[int, SlotState] = {}
         self.step = 0
+        self._reader = PlanReader()
 
     def run(self, plan: StepPlan) -> StepReport:
         assert plan.step == self.step + 1
@@ -391,26 +417,26 @@ class HashRank:
             if (copy.src_block, offset) in self.kv
         }
         self.kv.update(copied)
-        self._write(plan)
-        tokens = []
-        for entry in plan.entries:
+        works = self._reader.read(plan)
+        self._write(plan, works)
+        tokens: list[int] = []
+        for entry in works:
             for slot in entry.sample_slots:
                 context = [
                     self.kv[entry.block_ids[position // BLOCK_TOKENS], position % BLOCK_TOKENS]
                     for position in range(entry.start + entry.num_tokens)
                 ]
-                token = self.slots[slot].sample(context, plan.step)
-                tokens.append(SampledToken(slot=slot, token=token, logprob=None))
-        return StepReport(step=plan.step, tokens=tuple(tokens), started_at=0.0, finished_at=0.0)
+                tokens.append(self.slots[slot].sample(context, plan.step))
+        return StepReport(step=plan.step, tokens=pack(tokens), started_at=0.0, finished_at=0.0)
 
-    def _write(self, plan: StepPlan) -> None:
+    def _write(self, plan: StepPlan, works: list[Work]) -> None:
         written: set[tuple[int, int]] = set()
-        for entry in plan.entries:
+        for entry in works:
             assert entry.num_tokens > 0
             tokens = unpack(entry.tokens)
             if not tokens:
                 state = self.slots[entry.slot]
-                assert 0 < state.sampled_in_step < plan.step, "the slot has not sampled anything"
+                assert state.sampled_in_step < plan.step, "the slot has not sampled anything"
                 tokens = [state.last_token]
             assert len(tokens) == entry.num_tokens
             for position, token in enumerate(tokens, entry.start):

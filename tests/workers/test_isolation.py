@@ -15,7 +15,7 @@ from workers.scheduler.lifecycle import NUM_STEPS_TO_CLEAR
 def names(side: StagedEngine) -> list[set[str]]:
     """Of the requests in each plan that is out."""
     return [
-        {entry.sequence.request.submission.request_id for entry in issued.entries}
+        {sequence.request.submission.request_id for sequence in issued.sequences}
         for issued in side.scheduler._issued
     ]
 

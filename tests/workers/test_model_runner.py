@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from local_engine import BLOCK, GREEDY, draw, entry, mixed_plans, packed, started, step
+from local_engine import BLOCK, GREEDY, draw, entry, mixed_plans, packed, sampled, started, step
 from transformers import AutoModelForCausalLM
 
 from benchmarks.random_checkpoint import write_random_checkpoint
@@ -23,12 +23,12 @@ from workers.errors import CapacityError, CheckpointError, WorkerError
 from workers.messages import (
     BatchEntry,
     BlockCopy,
-    SampledToken,
     SamplingParams,
     SlotSample,
     SlotStart,
     StepPlan,
     StepReport,
+    TableChange,
 )
 from workers.model.fingerprint import DigestCache, model_fingerprint
 from workers.model.weights import ShardSpec
@@ -68,7 +68,13 @@ def runner(model_dir: Path) -> ModelRunner:
 
 
 def run(runner: ModelRunner, plan: StepPlan) -> dict[int, int]:
-    return {sampled.slot: sampled.token for sampled in runner.run(plan).tokens}
+    return dict(sampled(plan, runner.run(plan)))
+
+
+def token_of(report: StepReport) -> int:
+    """The one token of a report."""
+    assert len(report.tokens) == 4
+    return int.from_bytes(report.tokens, "little")
 
 
 def greedy_reference(model_dir: Path, prompt: Sequence[int], num_new: int) -> list[int]:
@@ -136,16 +142,16 @@ def test_a_resumed_sequence_continues_with_the_same_tokens(runner: ModelRunner) 
     prompt, sampling = draw(20), SamplingParams(temperature=1.2, repetition_penalty=1.2, num_logprobs=2)
     whole = [runner.run(step(entry(1, 0, prompt, (0, 1, 2), [1]), starts=[started(1, prompt, sampling, 7)]))]
     whole += [runner.run(step(entry(1, 20 + number, [], (0, 1, 2), [1]))) for number in range(10)]
-    sampled = [report.tokens[0] for report in whole]
-    known = [*prompt, *(token.token for token in sampled[:6])]
+    tokens = [token_of(report) for report in whole]
+    known = [*prompt, *tokens[:6]]
     start = SlotStart(sampling, (SlotSample(2, 7, known[-1], 6, packed(known[20:])),), packed(prompt))
     again = [runner.run(step(entry(2, 0, known, (3, 4, 5), [2]), starts=[start], frees=[1]))]
     again += [runner.run(step(entry(2, 26 + number, [], (3, 4, 5), [2]))) for number in range(4)]
-    for before, after in zip(sampled[6:], (report.tokens[0] for report in again), strict=True):
-        assert before.token == after.token
-        assert before.logprob is not None
-        assert after.logprob is not None
-        assert before.logprob.logprob == pytest.approx(after.logprob.logprob, abs=1e-5)
+    for before, after in zip(whole[6:], again, strict=True):
+        assert token_of(before) == token_of(after)
+        (of_before,), (of_after,) = before.logprobs, after.logprobs
+        assert (of_before.row, of_after.row) == (0, 0)
+        assert of_before.logprob.logprob == pytest.approx(of_after.logprob.logprob, abs=1e-5)
 
 
 def test_explicit_and_implied_input_tokens_are_the_same(runner: ModelRunner) -> None:
@@ -162,12 +168,31 @@ def test_explicit_and_implied_input_tokens_are_the_same(runner: ModelRunner) -> 
 
 
 def test_a_started_slot_implies_its_last_known_token(runner: ModelRunner) -> None:
-    """Hand-over: KV of all but the last token is here, and the plan may leave that token out."""
+    """A slot whose prompt is computed up to its last token decodes that one."""
     prompt = draw(18)
     token = run(runner, step(entry(1, 0, prompt, (0, 1), [1]), starts=[started(1, prompt)]))[1]
     expected = run(runner, step(entry(1, 18, [], (0, 1), [1])))[1]
     start = SlotStart(GREEDY, (SlotSample(2, 0, token, 1),))
-    assert run(runner, step(entry(2, 18, [], (0, 1), [2]), starts=[start])) == {2: expected}
+    assert run(runner, step(entry(2, 0, prompt, (2, 3)), starts=[start])) == {}
+    assert run(runner, step(entry(2, 18, [], (2, 3), [2]))) == {2: expected}
+
+
+def test_a_table_changes_in_place(model_dir: Path, runner: ModelRunner) -> None:
+    """What is not said again stays: growth, and a block that was copied elsewhere."""
+    prompt = draw(20)
+    first = step(entry(1, 0, prompt, (0, 1), [1]), starts=[started(1, prompt)])
+    tokens = [run(runner, first)[1]]
+    change = TableChange(1, 1, packed([9]))
+    plan = StepPlan(1, copies=(BlockCopy(1, 9),), tables=(change,), decodes=packed([1]))
+    tokens.append(run(runner, plan)[1])
+    for _ in range(11):
+        tokens.append(run(runner, StepPlan(1, decodes=packed([1])))[1])
+    tokens.append(run(runner, StepPlan(1, tables=(TableChange(1, 2, packed([5])),), decodes=packed([1])))[1])
+    assert runner.batch.table(1) == [0, 9, 5]
+    alone = make_runner(model_dir)
+    again = [run(alone, first)[1]]
+    again += [run(alone, step(entry(1, 20 + number, [], (0, 1, 2), [1])))[1] for number in range(13)]
+    assert tokens == again
 
 
 def test_the_pool_is_the_shared_memory(runner: ModelRunner) -> None:
@@ -187,18 +212,19 @@ def test_the_pool_is_the_shared_memory(runner: ModelRunner) -> None:
 def test_a_plan_that_samples_nothing_reports(runner: ModelRunner) -> None:
     prompt = draw(16)
     report = runner.run(step(entry(1, 0, prompt, (0,)), starts=[started(1, prompt)]))
-    assert (report.step, report.tokens, report.started_at, report.finished_at) == (1, (), 5.0, 5.0)
+    assert (report.step, report.tokens, report.started_at, report.finished_at) == (1, b"", 5.0, 5.0)
 
 
 def test_the_empty_plan_is_a_canary(runner: ModelRunner) -> None:
-    assert runner.run(step()).tokens == ()
+    assert runner.run(step()).tokens == b""
 
 
 def test_warm_up_leaves_no_slot(runner: ModelRunner) -> None:
     for _ in range(2):
         runner.warm_up()
-    with pytest.raises(AssertionError, match="slot -1 is freed but was never started"):
-        runner.run(step(frees=[-1]))
+    assert not runner.batch.is_started.any()
+    with pytest.raises(AssertionError, match="slot 64 is freed but was never started"):
+        runner.run(step(frees=[64]))
 
 
 @pytest.mark.parametrize("num_kv_tokens", [16, 48, 49])
@@ -226,10 +252,25 @@ def test_freed_slots_can_be_taken_again_in_the_same_plan(runner: ModelRunner) ->
     ("plan", "text"),
     [
         (step(frees=[3]), "slot 3 is freed but was never started"),
-        (step(entry(3, 0, [], (0,), [3])), "slot 3 continues but was never started"),
-        (step(entry(3, 0, [5, 6], (0,), [3])), "slot 3 samples but was never started"),
-        (step(BatchEntry(3, 0, 2, packed([5]), (0,), ())), "slot 3: 4 bytes"),
+        (step(frees=[-1]), "slot -1 is freed but was never started"),
+        (StepPlan(1, decodes=packed([3])), "slot 3 continues but was never started"),
+        (StepPlan(1, entries=(BatchEntry(3, 0, 1, packed([5]), (3,)),)), "slot 3 computes but was never"),
+        (step(entry(3, 0, [5, 6], (0,), [4]), starts=[started(3, [6])]), "slot 4 samples but was never"),
+        (step(entry(3, 0, [5, 6], (0,), [3])), "slot 3 has a table but was never started"),
+        (
+            StepPlan(1, starts=(started(3, [5]),), entries=(BatchEntry(3, 0, 2, packed([5]), ()),)),
+            "slot 3: 4 bytes",
+        ),
         (step(starts=[started(3, [5]), started(3, [5])]), "slot 3 is already in use"),
+        (step(starts=[started(65, [5])]), "slot 65 is not below 65"),
+        (
+            StepPlan(1, starts=(started(3, [5]),), tables=(TableChange(3, 1, packed([5])),)),
+            "slot 3: no block 0 in its table",
+        ),
+        (
+            step(entry(3, 0, draw(17), (0,), [3]), starts=[started(3, [5])]),
+            "slot 3 computes beyond its block table",
+        ),
     ],
 )
 def test_bad_plans_are_assertion_errors(runner: ModelRunner, plan: StepPlan, text: str) -> None:
@@ -241,7 +282,7 @@ def test_bfloat16_runs_and_is_reported(model_dir: Path) -> None:
     runner, prompt = make_runner(model_dir, dtype="bf16"), draw(20)
     report = runner.run(step(entry(1, 0, prompt, (0, 1), [1]), starts=[started(1, prompt)]))
     assert runner.ready_fields.compatibility.dtype == "bfloat16"
-    assert isinstance(report.tokens[0], SampledToken)
+    assert token_of(report) < 256
 
 
 def test_what_cannot_be_served_is_refused(model_dir: Path, tmp_path: Path) -> None:
@@ -315,21 +356,20 @@ SHAPES = {
 def test_ranks_together_give_the_tokens_of_one(model_dir: Path, runner: ModelRunner, shape: str) -> None:
     """All plans are there at once: the first stage runs ahead as far as the tokens that it needs let it."""
     plans = mixed_plans()
-    expected = [runner.run(plan).tokens for plan in plans]
+    expected = [sampled(plan, runner.run(plan)) for plan in plans]
     assert sum(len(tokens) for tokens in expected) > 40
     ranks = Ranks(model_dir, *SHAPES[shape])
     reports = ranks.run(plans)
     sampler = (ranks.pp - 1) * ranks.tp
     for rank, rank_reports in enumerate(reports):
         assert [report.step for report in rank_reports] == [plan.step for plan in plans]
-        found = [[(token.slot, token.token) for token in report.tokens] for report in rank_reports]
-        wanted = [[(token.slot, token.token) for token in tokens] for tokens in expected]
-        assert found == (wanted if rank == sampler else [[]] * len(plans))
+        found = [sampled(plan, report) for plan, report in zip(plans, rank_reports, strict=True)]
+        assert found == (expected if rank == sampler else [[]] * len(plans))
     ranks.close()
 
 
 def test_the_pools_of_all_ranks_are_the_pool_of_one(model_dir: Path, runner: ModelRunner) -> None:
-    plans = [plan for plan in mixed_plans() if plan.entries]
+    plans = [plan for plan in mixed_plans() if plan.num_sequences]
     for plan in plans:
         runner.run(plan)
     ranks = Ranks(model_dir, 2, [(0, 1), (1, 2)])

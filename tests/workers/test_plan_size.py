@@ -94,7 +94,7 @@ def test_long_prompts_with_penalties_are_spread_over_plans() -> None:
         plan = plan_of(side)
         assert len(RANK_DOWN_CODEC.encode(plan)) <= step.PLAN_BYTES
         started.append(sum(len(start.samples) for start in plan.starts))
-        side.settle(StepReport(plan.step, (), 0.0, 0.0), 0.0)
+        side.settle(StepReport(plan.step, b"", 0.0, 0.0), 0.0)
     assert started == [31, 9]
 
 

@@ -48,6 +48,7 @@ from workers.messages import (
     StepPlan,
     StepProgress,
     StepReport,
+    TableChange,
 )
 
 SECRET = b"s" * 32
@@ -142,7 +143,7 @@ class EngineCore:
 def start_alone(spec: RankSpec) -> subprocess.Popen[bytes]:
     """Start the rank as the product does, with its standard error in a pipe."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "workers.rank.process"],
+        [sys.executable, "-m", "workers.rank.start"],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
@@ -203,11 +204,13 @@ PROMPT = np.arange(20, dtype="<u4").tobytes()
 
 def prefill(step: int, slot: int = 0) -> StepPlan:
     start = SlotStart(SamplingParams(), (SlotSample(slot, seed=0, last_token=19),))
-    return StepPlan(step, (), (start,), (), (BatchEntry(slot, 0, 20, PROMPT, (0, 1), (slot,)),))
+    table = TableChange(slot, 0, bytes(4) + (1).to_bytes(4, "little"))
+    entry = BatchEntry(slot, 0, 20, PROMPT, (slot,))
+    return StepPlan(step, starts=(start,), entries=(entry,), tables=(table,))
 
 
-def decode(step: int, position: int) -> StepPlan:
-    return StepPlan(step, (), (), (), (BatchEntry(0, position, 1, b"", (0, 1), (0,)),))
+def decode(step: int) -> StepPlan:
+    return StepPlan(step, decodes=bytes(4))
 
 
 @pytest.mark.parametrize("is_forked", [True, False], ids=["forked", "alone"])
@@ -222,14 +225,14 @@ def test_a_rank_serves_and_shuts_down(core: EngineCore, model_dir: Path, is_fork
     assert [endpoint.transport for endpoint in ready.endpoints.endpoints] == ["tcp"]
     assert ready.load_s > 0
     assert ready.warm_up_s > 0
-    plans = [prefill(1), *(decode(step, 18 + step) for step in range(2, 6)), StepPlan(6, (0,), (), (), ())]
+    plans = [prefill(1), *map(decode, range(2, 6)), StepPlan(6, free_slots=(0,))]
     for plan in plans:
         core.send(plan)
     reports = [core.receive() for _ in plans]
     for plan, report in zip(plans, reports, strict=True):
         assert isinstance(report, StepReport)
         assert report.step == plan.step
-        assert len(report.tokens) == len(plan.entries)
+        assert len(report.tokens) == 4 * plan.num_sequences
         assert report.started_at <= report.finished_at
     landing_id = b"l" * 16
     core.send(OpenLanding(landing_id, ReplicaIdentity("writer", 1), (3, 4)))
@@ -281,7 +284,7 @@ def test_the_rank_ends_with_its_engine_core_while_loading(core: EngineCore, mode
 
 def test_a_failed_step_is_reported(core: EngineCore, model_dir: Path) -> None:
     core.ready(make_spec(core, model_dir))
-    core.send(StepPlan(1, (77,), (), (), ()))
+    core.send(StepPlan(1, free_slots=(77,)))
     message = core.receive()
     assert message == RankFailed(0, "AssertionError: slot 77 is freed but was never started")
     assert core.process is not None
@@ -293,7 +296,7 @@ def test_a_step_without_memory_is_reported_and_the_rank_serves_on(
 ) -> None:
     rule = FaultRule("rank.layers.decode.0.0", "raise", str(tmp_path / "marker"))
     core.ready(make_spec(core, model_dir, faults=(rule,)))
-    plans = [prefill(1), decode(2, 20), decode(3, 21), StepPlan(4, (0,), (), (), ()), prefill(5)]
+    plans = [prefill(1), decode(2), decode(3), StepPlan(4, free_slots=(0,)), prefill(5)]
     for plan in plans:
         core.send(plan)
     reports = [core.receive() for _ in plans]
@@ -301,7 +304,11 @@ def test_a_step_without_memory_is_reported_and_the_rank_serves_on(
     failed = [report.failed for report in reports if isinstance(report, StepReport)]
     reason = "MemoryError: a fault was injected at rank.layers.decode.0.0"
     assert failed == [(), (FailedEntry(0, reason),), (FailedEntry(0, ""),), (), ()]
-    assert [len(report.tokens) for report in reports if isinstance(report, StepReport)] == [1, 0, 0, 0, 1]
+    assert [report.tokens for report in reports if isinstance(report, StepReport)][1:4] == [
+        bytes(4),
+        bytes(4),
+        b"",
+    ]
 
 
 def test_a_bad_frame_is_reported(core: EngineCore, model_dir: Path) -> None:
@@ -343,7 +350,7 @@ def test_fault_points(
     """Empty plans pass no point; a prefill and a decode plan pass their own."""
     marker = tmp_path / "marker"
     core.ready(make_spec(core, model_dir, faults=(FaultRule(point, "kill", str(marker)),)))
-    for plan in (StepPlan(0, (), (), (), ()), prefill(1), decode(2, 20)):
+    for plan in (StepPlan(0), prefill(1), decode(2)):
         core.send(plan)
     reports = [core.receive() for _ in range(num_reports)]
     assert [report.step for report in reports if isinstance(report, StepReport)] == list(range(num_reports))
@@ -362,7 +369,8 @@ def test_a_long_step_progresses_and_a_stopped_rank_does_not(core: EngineCore, tm
     assert core.sock is not None
     prompt = np.tile(np.arange(256, dtype="<u4"), 14).tobytes()
     start = SlotStart(SamplingParams(), (SlotSample(0, seed=0, last_token=255),))
-    core.send(StepPlan(1, (), (start,), (), (BatchEntry(0, 0, 3584, prompt, tuple(range(224)), (0,)),)))
+    table = TableChange(0, 0, np.arange(224, dtype="<u4").tobytes())
+    core.send(StepPlan(1, starts=(start,), entries=(BatchEntry(0, 0, 3584, prompt, (0,)),), tables=(table,)))
     assert core.receive() == StepProgress(1)
     os.kill(core.process.pid, signal.SIGSTOP)
     while select.select([core.sock], [], [], 1.0)[0]:

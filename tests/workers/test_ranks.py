@@ -14,7 +14,7 @@ from typing import Protocol
 import pytest
 import torch
 from held_ranks import FORKS, NUM_LAYERS, PATIENCE_S, by_cost, holding, make_specs, starting_puppets
-from local_engine import BLOCK, mixed_plans
+from local_engine import BLOCK, mixed_plans, sampled
 from msgspec.structs import replace
 
 from kvtransfer.common.clock import SystemClock
@@ -60,7 +60,7 @@ async def test_ranks_in_processes_give_the_tokens_of_one_runner(
         clock=SystemClock(),
     )
     plans, pp = mixed_plans(), len(layers)
-    expected = [[(token.slot, token.token) for token in whole.run(plan).tokens] for plan in plans]
+    expected = [sampled(plan, whole.run(plan)) for plan in plans]
     async with holding(launcher) as core:
         stages = given_layers(NUM_LAYERS, layers)
         ready = await core.group.start(make_specs(model_dir, tp, pp), "127.0.0.1", lambda _: stages)
@@ -74,7 +74,7 @@ async def test_ranks_in_processes_give_the_tokens_of_one_runner(
         assert len({it.compatibility for it in ready}) == 1
         await core.run(plans, tp * pp, num_in_flight)
         for rank, reports in core.reports.items():
-            found = [[(token.slot, token.token) for token in report.tokens] for report in reports]
+            found = [sampled(plan, report) for plan, report in zip(plans, reports, strict=True)]
             assert found == (expected if rank == (pp - 1) * tp else [[]] * len(plans))
             assert all(report.started_at <= report.finished_at for report in reports)
         await core.group.stop()

@@ -18,8 +18,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from workers.messages import SampledToken, SamplingParams, SlotSample, SlotStart
-from workers.rank.sampler import Sampler
+from workers.messages import SamplingParams, SlotSample, SlotStart
+from workers.rank.sampler import SampledToken, Sampler
 
 VOCAB = 1000
 EOS = (7, 11)

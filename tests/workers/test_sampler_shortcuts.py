@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from local_engine import packed
 from torch import Tensor
 
-from workers.messages import SampledToken, SamplingParams, SlotSample, SlotStart
+from workers.messages import SamplingParams, SlotSample, SlotStart
 from workers.model import native
-from workers.rank.sampler import Sampler, gumbel, is_apart, largest, row_keys, token_counters
+from workers.rank.sampler import SampledToken, Sampler, gumbel, is_apart, largest, row_keys, token_counters
 
 CPU = torch.device("cpu")
 EOS = (7, 11)

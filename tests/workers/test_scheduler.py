@@ -32,9 +32,9 @@ def test_decodes_go_first_and_chunks_share_what_is_left() -> None:
     step(side)
     side.scheduler.submit(ask("b", list(range(1, 12))), 0.0)
     side.scheduler.submit(ask("c", list(range(21, 26))), 0.0)
-    entries = plan(side).entries
-    assert [(entry.start, entry.num_tokens) for entry in entries] == [(2, 1), (0, 6), (0, 1)]
-    assert [len(entry.sample_slots) for entry in entries] == [1, 0, 0]
+    works = side.works(plan(side))
+    assert [(work.start, work.num_tokens) for work in works] == [(0, 6), (0, 1), (2, 1)]
+    assert [len(work.sample_slots) for work in works] == [0, 0, 1]
 
 
 def test_priority_then_arrival() -> None:
@@ -60,10 +60,10 @@ def test_a_token_not_yet_reported_is_planned_without_its_id() -> None:
     side.scheduler.submit(submission, 0.0)
     first, second = plan(side), plan(side)
     assert first.entries[0].tokens == submission.prompt
-    assert (second.entries[0].tokens, second.entries[0].start) == (b"", len(PROMPT))
+    assert [(work.tokens, work.start) for work in side.works(second)] == [(b"", len(PROMPT))]
     side.settle(0.0)
     third = plan(side)
-    assert third.entries[0].tokens == b""
+    assert (third.entries, third.decodes) == ((), pack([0]))
     assert not side.plan(0.0), "max_tokens are planned: nothing is left"
     assert finish(side) == {("a", 0): right(submission)[1:]}
 
@@ -75,7 +75,7 @@ def test_the_last_token_of_a_stopped_sequence_is_dropped_and_its_blocks_wait() -
         replace(ask(prompt=prompt, max_tokens=9), sampling=SamplingParams(max_tokens=9)), 0.0
     )
     plan(side)
-    named = plan(side).entries[0].block_ids
+    named = side.works(plan(side))[0].block_ids
     (delta,) = side.settle(0.0).tokens
     assert (unpack(delta.tokens), delta.finish) == ([END], "stop")
     assert all(side.pool.is_referenced(block) for block in named)
@@ -97,7 +97,7 @@ def test_samples_share_the_prompt_and_copy_its_last_block() -> None:
     assert [len(entry.sample_slots) for entry in first.entries] == [3]
     second = plan(side)
     assert len(second.copies) == 2, "the last holder writes in place"
-    tables = [entry.block_ids for entry in second.entries]
+    tables = [work.block_ids for work in side.works(second)]
     assert len({table[0] for table in tables}) == 1
     assert len({table[1] for table in tables}) == 3
     assert finish(side) == {("a", index): right(submission, index) for index in range(3)}
@@ -136,7 +136,7 @@ def test_a_wholly_cached_prompt_computes_its_last_block_only() -> None:
     finish(side)
     side.scheduler.submit(ask("b", prompt, max_tokens=1), 0.0)
     assert side.scheduler.num_backlog_tokens == BLOCK_TOKENS
-    assert [(entry.start, entry.num_tokens) for entry in plan(side).entries] == [(8, 4)]
+    assert [(work.start, work.num_tokens) for work in side.works(plan(side))] == [(8, 4)]
     assert side.settle(0.0).prompts[0].num_cached_tokens == 8
 
 

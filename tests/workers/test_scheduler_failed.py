@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from staged_engine import BLOCK_TOKENS, StagedEngine, ask, engine, finish, plan, right, unpack
 
-from workers.messages import FailedEntry, RequestFailed, SampledToken, StepReport
+from workers.messages import FailedEntry, RequestFailed, StepReport
 from workers.scheduler.step import StepOutcome
 
 LONG = [number % 20 + 1 for number in range(24)]
@@ -18,10 +18,9 @@ def settle(side: StagedEngine, *failed: int) -> StepOutcome:
     while step.num_stages_done < side.num_stages:
         assert side.advance(step.num_stages_done)
     side.steps.popleft()
-    lost = {slot for index in failed for slot in step.plan.entries[index].sample_slots}
-    tokens = tuple(SampledToken(slot, it, None) for slot, it in step.sampled.items() if slot not in lost)
+    step.sampled |= {slot: 0 for index in failed for slot in step.works[index].sample_slots}
     entries = tuple(FailedEntry(index, "no memory") for index in failed)
-    report = StepReport(step.plan.step, tokens, 0.0, 0.0, failed=entries)
+    report = StepReport(step.plan.step, step.packed, 0.0, 0.0, failed=entries)
     outcome = side.scheduler.settle(report, 0.0)
     side.check()
     return outcome
@@ -74,7 +73,7 @@ def test_all_samples_of_the_request_end() -> None:
     side.scheduler.submit(ask("a", n=3), 0.0)
     plan(side)
     settle(side)
-    assert len(plan(side).entries) == 3
+    assert plan(side).num_sequences == 3
     outcome = settle(side, 1)
     assert [failure.request_id for failure in outcome.failures] == ["a"]
     assert len(outcome.tokens) <= 1, "those settled before it"

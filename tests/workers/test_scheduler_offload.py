@@ -45,7 +45,7 @@ def test_the_oldest_blocks_move_and_the_chunk_computes_into_their_place() -> Non
     step(side)
     before = list(sequence_of(side, "a"))
     third = plan(side)
-    (entry,) = third.entries
+    (entry,) = side.works(third)
     assert [copy.src_block for copy in moves(side, third)] == before[:2]
     assert entry.block_ids[:2] == tuple(copy.dst_block for copy in moves(side, third))
     assert entry.block_ids[2:4] == tuple(before[2:])
@@ -60,7 +60,7 @@ def test_a_chunk_that_does_not_fit_the_device_is_cut() -> None:
     side.scheduler.submit(ask(prompt=list(range(1, 21)), max_tokens=1), 0.0)
     sizes = []
     while side.plan(0.0):
-        sizes.append(side.plans[-1].entries[0].num_tokens)
+        sizes.append(side.plans[-1].num_tokens)
         side.settle(0.0)
     assert sizes == [8, 8, 4]
 
@@ -233,7 +233,7 @@ def test_the_place_of_a_block_that_comes_back_is_held_until_it_is_there() -> Non
     while not brought:
         made = plan(side)
         back = {copy.dst_block for copy in made.copies if copy.src_block >= side.num_blocks}
-        named = {block for entry in made.entries for block in entry.block_ids}
+        named = {block for work in side.works(made) for block in work.block_ids}
         for name in "ab":
             if not named.issuperset(sequence_of(side, name)) and back & set(sequence_of(side, name)):
                 brought[name] = back & set(sequence_of(side, name))

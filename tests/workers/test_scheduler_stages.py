@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from plan_reader import PlanReader, Work
 from staged_engine import (
     BLOCK_TOKENS,
     END,
@@ -27,10 +28,11 @@ from staged_engine import (
 
 from kvtransfer.blocks.keys import block_keys
 from workers.config import EngineConfig
-from workers.messages import SampledToken, SampleState, SamplingParams, StepPlan, StepReport, Submission
+from workers.messages import SampleState, SamplingParams, StepPlan, StepReport, Submission
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.planner import MicroBatches
 from workers.scheduler.scheduler import Scheduler
+from workers.scheduler.step import unpack_ids
 
 
 def decoding(side: StagedEngine, num_sequences: int, max_tokens: int = 9) -> StagedEngine:
@@ -45,7 +47,7 @@ def decoding(side: StagedEngine, num_sequences: int, max_tokens: int = 9) -> Sta
 
 
 def slots(plan: StepPlan) -> set[int]:
-    return {entry.slot for entry in plan.entries}
+    return {*(entry.slot for entry in plan.entries), *unpack_ids(plan.decodes)}
 
 
 @pytest.mark.parametrize(("num_stages", "num_sequences"), [(2, 4), (3, 3), (2, 2), (3, 6)])
@@ -57,16 +59,16 @@ def test_consecutive_plans_decode_different_sequences(num_stages: int, num_seque
         assert [len(turn) for turn in turns] == [num_sequences // num_stages] * num_stages
         assert len(set.union(*turns)) == num_sequences
     assert slots(out[-1]) == slots(out[0])
-    assert {entry.tokens for entry in out[-1].entries} == {b""}, "the last stage has not run the first plan"
+    assert {work.tokens for work in side.works(out[-1])} == {b""}, "the last stage has not run the first plan"
 
 
 @pytest.mark.parametrize(("num_stages", "num_sequences"), [(2, 3), (3, 4), (3, 5), (4, 6)])
 def test_an_uneven_number_is_spread_over_all_plans(num_stages: int, num_sequences: int) -> None:
     side = decoding(engine(num_stages=num_stages, max_sequences=8), num_sequences, max_tokens=12)
-    sizes = [len(plan(side).entries) for _ in range(num_stages)]
+    sizes = [plan(side).num_sequences for _ in range(num_stages)]
     for _ in range(2 * num_stages):  # as the engine core does: a plan for a report
         side.settle(0.0)
-        sizes.append(len(plan(side).entries))
+        sizes.append(plan(side).num_sequences)
     assert {sum(sizes[at : at + num_stages]) for at in range(len(sizes) - num_stages + 1)} == {num_sequences}
     assert max(sizes) - min(sizes) == 1
 
@@ -76,7 +78,7 @@ def test_a_sequence_alone_waits_for_its_token() -> None:
     plan(side)
     assert not side.plan(0.0), "the first stage would wait for the last, and a new prompt behind it"
     side.settle(0.0)
-    assert plan(side).entries[0].tokens != b""
+    assert plan(side).num_sequences == 1
     finish(side)
 
 
@@ -90,7 +92,7 @@ def test_sequences_that_have_no_slot_do_not_count() -> None:
                 stage.kv[table[position // BLOCK_TOKENS], position % BLOCK_TOKENS] = token
         samples = (replace(submission.samples[0], output=right(submission)[0].to_bytes(4, "little")),)
         side.scheduler.adopt(replace(submission, samples=samples), table, len(PROMPT), 0.0)
-    assert [len(plan(side).entries) for _ in range(2)] == [2, 2]
+    assert [plan(side).num_sequences for _ in range(2)] == [2, 2]
     outputs = finish(side)
     assert outputs == {(name, 0): right(ask(name, max_tokens=5))[1:] for name in "abcdef"}
 
@@ -126,16 +128,17 @@ def test_a_stop_is_seen_after_the_next_plan_and_its_blocks_wait_for_it() -> None
     side.scheduler.submit(ask("b", [2], max_tokens=9), 0.0)
     step(side)
     first, _, third = plan(side), plan(side), plan(side)
-    assert first.entries[0].slot == third.entries[0].slot
+    (named,) = side.works(third)
+    assert [work.slot for work in side.works(first)] == [named.slot]
     (delta,) = side.settle(0.0).tokens
     assert (unpack(delta.tokens), delta.finish) == ([END], "stop")
     side.settle(0.0)
-    assert all(side.pool.is_referenced(block) for block in third.entries[0].block_ids)
-    assert third.entries[0].slot not in plan(side).free_slots
+    assert all(side.pool.is_referenced(block) for block in named.block_ids)
+    assert named.slot not in plan(side).free_slots
     assert side.settle(0.0).tokens == []
-    assert not any(side.pool.is_referenced(block) for block in third.entries[0].block_ids)
+    assert not any(side.pool.is_referenced(block) for block in named.block_ids)
     side.settle(0.0)
-    assert plan(side).free_slots == (third.entries[0].slot,)
+    assert plan(side).free_slots == (named.slot,)
     finish(side)
 
 
@@ -147,7 +150,7 @@ def test_blocks_that_an_unreported_plan_copies_from_stay_referenced() -> None:
     plan(side)
     copying = plan(side)
     (copy,) = copying.copies
-    assert len(copying.entries) == 1, "whoever holds the block alone now is not named by the plan"
+    assert copying.num_sequences == 1, "whoever holds the block alone now is not named by the plan"
     side.settle(0.0)
     side.settle(0.0)
     side.scheduler.cancel("a", 1)
@@ -244,36 +247,36 @@ def scheduler(num_stages: int, ratio: float, *prompts: tuple[int, int]) -> Sched
 
 
 def timeline(
-    side: Scheduler, num_stages: int, cost: Callable[[StepPlan], float]
-) -> list[tuple[StepPlan, Spans]]:
+    side: Scheduler, num_stages: int, cost: Callable[[list[Work]], float]
+) -> list[tuple[list[Work], Spans]]:
     """When each stage computes each plan, until all is computed: each takes `cost`, and a report nothing. A
     plan that leaves tokens open begins when the last stage has sampled them."""
-    done: list[tuple[StepPlan, Spans]] = []
-    out: deque[tuple[StepPlan, Spans]] = deque()
+    done: list[tuple[list[Work], Spans]] = []
+    reader = PlanReader()
+    out: deque[tuple[StepPlan, list[Work], Spans]] = deque()
     free_at = [0.0] * num_stages
     slot_to_sampled_at: dict[int, float] = {}
     now = 0.0
     while True:
         while len(out) < num_stages + 1 and (plan := side.plan(now)) is not None:
-            at = max([now, *(slot_to_sampled_at[entry.slot] for entry in plan.entries if not entry.tokens)])
-            spans = []
+            at = max([now, *(slot_to_sampled_at[slot] for slot in unpack_ids(plan.decodes))])
+            works, spans = reader.read(plan), []
             for stage in range(num_stages):
                 begin = max(at, free_at[stage])
-                at = free_at[stage] = begin + cost(plan)
+                at = free_at[stage] = begin + cost(works)
                 spans.append((begin, at))
-            out.append((plan, spans))
-            slot_to_sampled_at |= {slot: at for entry in plan.entries for slot in entry.sample_slots}
+            out.append((plan, works, spans))
+            slot_to_sampled_at |= dict.fromkeys(plan.sample_slots, at)
         if not out:
             return done
-        plan, spans = out.popleft()
-        done.append((plan, spans))
+        plan, works, spans = out.popleft()
+        done.append((works, spans))
         now = spans[-1][1]
-        slots = [slot for entry in plan.entries for slot in entry.sample_slots]
-        tokens = tuple(SampledToken(slot, 5, None) for slot in slots)
+        tokens = pack([5] * len(plan.sample_slots))
         side.settle(StepReport(plan.step, tokens, 0.0, 0.0), now)
 
 
-def overlap(done: list[tuple[StepPlan, Spans]], start: float, end: float) -> float:
+def overlap(done: list[tuple[list[Work], Spans]], start: float, end: float) -> float:
     """Share of a window in which all stages are busy."""
     starts_or_ends = [
         (min(max(at, start), end), change)
@@ -289,15 +292,15 @@ def overlap(done: list[tuple[StepPlan, Spans]], start: float, end: float) -> flo
     return total / (end - start)
 
 
-def plan_cost(ratio: float) -> Callable[[StepPlan], float]:
-    return lambda plan: 8.0 + sum(cost(entry.start, entry.num_tokens, ratio) for entry in plan.entries)
+def plan_cost(ratio: float) -> Callable[[list[Work]], float]:
+    return lambda works: 8.0 + sum(cost(work.start, work.num_tokens, ratio) for work in works)
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_stages_of_equal_cost_work_at_once_while_all_decode(num_stages: int) -> None:
     side = scheduler(num_stages, 0.0, *[(8, 60)] * 6)
     done = timeline(side, num_stages, plan_cost(0.0))
-    first = next(spans for plan, spans in done if all(entry.num_tokens == 1 for entry in plan.entries))
+    first = next(spans for works, spans in done if all(work.num_tokens == 1 for work in works))
     last = done[-2 * num_stages][1]
     assert overlap(done, first[-1][1], last[0][0]) > 0.95
 
@@ -306,8 +309,8 @@ def test_stages_of_equal_cost_work_at_once_through_a_long_prompt() -> None:
     ratio = 0.002
     side = scheduler(2, ratio, *[(8, 150)] * 8, (4000, 1))
     done = timeline(side, 2, plan_cost(ratio))
-    chunks = [(plan, spans) for plan, spans in done if any(entry.start > 100 for entry in plan.entries)]
-    chunks = [(plan, spans) for plan, spans in chunks if any(entry.num_tokens > 1 for entry in plan.entries)]
+    chunks = [(works, spans) for works, spans in done if any(work.start > 100 for work in works)]
+    chunks = [(works, spans) for works, spans in chunks if any(work.num_tokens > 1 for work in works)]
     assert len(chunks) > 100
     assert overlap(done, chunks[0][1][0][0], chunks[-1][1][-1][1]) > 0.9
     costs = [spans[0][1] - spans[0][0] for _, spans in chunks[:-1]]

@@ -13,7 +13,6 @@ from workers.messages import (
     FailedEntry,
     HandOverTarget,
     RequestFailed,
-    SampledToken,
     SampleState,
     SamplingParams,
     StepPlan,
@@ -23,6 +22,7 @@ from workers.messages import (
 from workers.replica.step_loop import StepLoop
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
+from workers.scheduler.step import pack_ids
 
 NUM_TOKENS = 100
 
@@ -66,7 +66,7 @@ def steps(clock: ManualClock, sent: list[StepPlan]) -> StepLoop:
 
 
 def report(plan: StepPlan, seconds: float, at: float = 10.0, token: int = 5) -> StepReport:
-    tokens = tuple(SampledToken(slot, token, None) for entry in plan.entries for slot in entry.sample_slots)
+    tokens = pack_ids([token] * len(plan.sample_slots))
     return StepReport(plan.step, tokens, at, at + seconds)
 
 
@@ -143,7 +143,7 @@ def test_an_idle_rank_is_probed_and_its_silence_noticed(clock: ManualClock, sent
     idle = loop(clock, sent, num_prompts=0, pp=2)
     clock.advance(2.1)
     assert idle.probe(2.0)
-    assert not sent[-1].entries
+    assert not sent[-1].num_sequences
     clock.advance(5.1)
     assert idle.is_stalled(5.0)
     assert idle.settle(0, report(sent[-1], 0.0)) is None
@@ -196,7 +196,7 @@ def test_an_entry_that_any_rank_could_not_compute_has_failed(
     for rank in (0, 1, 3):
         given = (failed[rank],) if rank in failed else ()
         assert steps.settle(rank, replace(whole, failed=given)) is None
-    outcome = steps.settle(2, replace(whole, tokens=(), failed=(failed[2],)))
+    outcome = steps.settle(2, replace(whole, tokens=bytes(len(whole.tokens)), failed=(failed[2],)))
     assert outcome is not None
     assert outcome.failures == [
         RequestFailed("r0", 0, "internal", "a step failed: rank 3: no memory", suspect=True)
@@ -208,7 +208,7 @@ def test_an_entry_that_any_rank_could_not_compute_has_failed(
 def test_a_report_that_is_not_due_is_an_error(clock: ManualClock, sent: list[StepPlan]) -> None:
     steps = loop(clock, sent, num_prompts=2, pp=2)
     with pytest.raises(WorkerError, match="rank 0 reported step 1, but nothing was due"):
-        steps.settle(0, StepReport(1, (), 0.0, 0.0))
+        steps.settle(0, StepReport(1, b"", 0.0, 0.0))
     steps.feed()
     with pytest.raises(WorkerError, match="rank 1 reported step 2, but step 1 was due"):
         steps.settle(1, report(sent[1], 0.1))
@@ -231,7 +231,7 @@ def test_rates_are_of_the_slowest_stage_and_of_the_whole_way(
         plan = sent[-1]
         for rank, seconds in rank_to_seconds.items():  # each with a clock of its own
             steps.settle(rank, report(plan, seconds, at=1000.0 * rank))
-    assert [plan.entries[0].num_tokens for plan in sent] == [NUM_TOKENS, 1]
+    assert [plan.num_tokens for plan in sent] == [NUM_TOKENS, 1]
     assert steps.rates.prefill_tok_s == pytest.approx(NUM_TOKENS / 0.4)
     assert steps.rates.decode_step_s == pytest.approx(0.2 + 0.4)
 

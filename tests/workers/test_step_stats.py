@@ -61,24 +61,27 @@ def test_work_is_counted_pair_by_pair(
     work = ModelWork(config, item_bytes).of(spans, num_sampled)
     assert work.flops == pytest.approx(flops)
     assert work.read_bytes == pytest.approx(read)
+    chunks = [span for span in spans if span[1] > 1]
+    decodes = [start for start, num in spans if num == 1]
+    assert ModelWork(config, item_bytes).of(chunks, num_sampled, decodes) == pytest.approx(work)
 
 
 def entry(start: int, num_tokens: int, num_sampled: int = 1) -> BatchEntry:
-    return BatchEntry(0, start, num_tokens, b"", (), tuple(range(num_sampled)))
+    return BatchEntry(0, start, num_tokens, bytes(4 * num_tokens), tuple(range(num_sampled)))
 
 
 def plan(*entries: BatchEntry) -> StepPlan:
-    return StepPlan(1, (), (), (), entries)
+    return StepPlan(1, entries=entries)
 
 
 def test_shares_of_the_limits_are_of_the_time_that_steps_took() -> None:
     work = ModelWork(CONFIG, 4)
     stats = StepStats(Capability(work, flop_s=1e12, byte_s=1e10))
     assert (stats.mfu, stats.mbu) == (0.0, 0.0)
-    step = plan(entry(0, 64, 0), entry(10, 1))
+    step = StepPlan(1, entries=(entry(0, 64, 0), entry(10, 1)), decodes=bytes(8))
     for _ in range(3):
-        stats.add(step, [0.25])
-    expected = work.of([(0, 64), (10, 1)], 1)
+        stats.add(step, (7, 20), [0.25])
+    expected = work.of([(0, 64), (10, 1), (7, 1), (20, 1)], 3)
     assert stats.num_flops == pytest.approx(3 * expected.flops)
     assert stats.num_read_bytes == pytest.approx(3 * expected.read_bytes)
     assert stats.busy_s == pytest.approx(0.75)
@@ -88,7 +91,7 @@ def test_shares_of_the_limits_are_of_the_time_that_steps_took() -> None:
 
 def test_stages_that_work_side_by_side_are_busy_their_mean() -> None:
     stats = StepStats()
-    stats.add(plan(entry(0, 1)), [0.5, 0.25])
+    stats.add(plan(entry(0, 1)), (), [0.5, 0.25])
     assert stats.busy_s == pytest.approx(0.375)
     assert (stats.num_flops, stats.peak_flop_s, stats.mfu) == (0.0, 0.0, 0.0)
 
@@ -97,7 +100,7 @@ def test_steps_are_counted_by_their_sequences() -> None:
     stats = StepStats()
     sizes = [1, 2, 3, 4, 5, 512, 513, 1000]
     for size in sizes:
-        stats.add(plan(*(entry(0, 1) for _ in range(size))), [0.1])
+        stats.add(StepPlan(1, decodes=bytes(4 * size)), range(size), [0.1])
     up_to = [sum(size <= bound for size in sizes) for bound in BATCH_BOUNDS]
     counts = stats.num_steps_by_batch
     assert [sum(counts[: index + 1]) for index in range(len(BATCH_BOUNDS))] == up_to

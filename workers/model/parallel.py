@@ -51,6 +51,10 @@ class Unfinished:
         self._rows.reverse()
         self._num_sampled = num_sampled if self._decoder.head is not None else 0
 
+    def begin_head(self, num_sampled: int) -> None:
+        """Begin a computation of the head alone."""
+        self._rows, self._num_sampled = [], num_sampled if self.tp > 1 else 0
+
     def all_reduce(self, tensor: Tensor) -> None:
         """Add up as the stage does, and count it."""
         rows = self._rows.pop()

@@ -6,7 +6,7 @@ Plain arithmetic, without torch. Parts differ by one at most where a size cannot
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from workers.errors import CheckpointError
@@ -90,9 +90,11 @@ class ModelWork:
         attention = min(float(self._attention_flops) * num_rows * num_context, ATTENTION_PIECE_FLOPS)
         return max(2.0 * layer / tp, 2.0 * num_sampled * self._head_weights / tp, attention)
 
-    def of(self, spans: Iterable[tuple[float, int]], num_sampled: int) -> StepWork:
-        """Count a step over `spans` (tokens before, tokens computed) of sequences, `num_sampled` rows of
-        which go through the head."""
+    def of(
+        self, spans: Iterable[tuple[float, int]], num_sampled: int, decode_starts: Collection[int] = ()
+    ) -> StepWork:
+        """Count a step over `spans` (tokens before, tokens computed) of sequences, and over single tokens at
+        `decode_starts` of others. `num_sampled` rows go through the head."""
         flops = 2.0 * self._head_weights * num_sampled
         read_bytes = float(self.weight_bytes)
         for start, num_tokens in spans:
@@ -101,6 +103,13 @@ class ModelWork:
                 flops += self._attention_flops * num_layers * _num_attended(start, num_tokens, window)
                 num_read = start + num_tokens if window == 0 else min(start, window - 1) + num_tokens
                 read_bytes += self._kv_bytes * num_layers * num_read
+        flops += 2.0 * self._layer_weights * len(decode_starts)
+        for window, num_layers in self._window_to_num_layers.items() if decode_starts else ():
+            num_read = len(decode_starts) + (
+                sum(decode_starts) if window == 0 else sum(min(start, window - 1) for start in decode_starts)
+            )
+            flops += self._attention_flops * num_layers * num_read
+            read_bytes += self._kv_bytes * num_layers * num_read
         return StepWork(flops, read_bytes)
 
 

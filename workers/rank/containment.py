@@ -17,13 +17,16 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from workers.errors import RankDiedError, WorkerError
-from workers.messages import BatchEntry, FailedEntry, StepPlan
+from workers.messages import FailedEntry, StepPlan
+from workers.rank.input_batch import PlannedRows
 
 _SURVIVABLE = (MemoryError, RuntimeError, ValueError, LookupError, ArithmeticError, WorkerError)
 _MAX_REASON = 300
@@ -48,19 +51,22 @@ class Containment:
         self._index_to_reason = {}
         self._has_printed = False
 
-    def intact(self, plan: StepPlan, present: Sequence[int]) -> list[int]:
-        """Return the indices of the entries that can be computed: those `present`, except of lost sequences.
-        A sequence whose entry is left out is lost with all its samples."""
-        kept = set(present)
-        for index, entry in enumerate(plan.entries):
-            if index not in kept or entry.slot in self._lost_slots:
-                kept.discard(index)
-                self._lose(index, entry, "")
-        return sorted(kept)
+    def intact(self, rows: PlannedRows) -> NDArray[np.bool_]:
+        """Mark the sequences [num_sequences] that can be computed: all except lost ones. One that is left out
+        is lost with all its samples."""
+        kept: NDArray[np.bool_] = np.ones(rows.num_sequences, np.bool_)
+        if self._lost_slots:
+            kept = ~np.isin(rows.slots, list(self._lost_slots))
+            self._lose(rows.only(~kept), "")
+        return kept
 
-    def fail(self, index: int, entry: BatchEntry) -> None:
-        """Record an entry that failed alone, here or at another rank of the stage."""
-        self._lose(index, entry, self.reason)
+    def miss(self, rows: PlannedRows) -> None:
+        """Record sequences that the stage before could not compute."""
+        self._lose(rows, "")
+
+    def fail(self, rows: PlannedRows) -> None:
+        """Record a sequence that failed alone, here or at another rank of the stage."""
+        self._lose(rows, self.reason)
 
     @property
     def failed(self) -> tuple[FailedEntry, ...]:
@@ -84,9 +90,9 @@ class Containment:
             self.reason = _text(error)
         return None
 
-    def _lose(self, index: int, entry: BatchEntry, reason: str) -> None:
-        self._index_to_reason[index] = reason
-        self._lost_slots.update((entry.slot, *entry.sample_slots))
+    def _lose(self, rows: PlannedRows, reason: str) -> None:
+        self._index_to_reason |= dict.fromkeys(rows.indices.tolist(), reason)
+        self._lost_slots.update(rows.slots.tolist(), rows.sample_slots.tolist())
 
 
 def touch_device(device: torch.device) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvtransfer.common.clock import Clock, SystemClock
 from workers.errors import CapacityError
-from workers.messages import BatchEntry, SamplingParams, SlotSample, SlotStart, StepPlan
+from workers.messages import BatchEntry, SamplingParams, SlotSample, SlotStart, StepPlan, TableChange
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.sizes import ModelWork
 from workers.rank.model_runner import ModelRunner, read_dtype
@@ -65,6 +65,7 @@ def run_engine_bench(
         block_tokens=block_tokens,
         num_kv_tokens=_num_kv_tokens(config, prefill_tokens, decode_batches, context_tokens, block_tokens),
         num_threads=threads,
+        max_sequences=max(decode_batches, default=1),
         clock=clock,
     )
     with contextlib.closing(runner):
@@ -164,12 +165,21 @@ class _Engine:
         ids = torch.randint(0, self.runner.config.vocab_size, (num_tokens,), generator=self._generator)
         return bytes(ids.numpy().astype("<u4").tobytes())
 
-    def entry(self, slot: int, start: int, tokens: bytes, samples: bool, num_total: int) -> BatchEntry:
-        """Make an entry of a sequence that may grow to `num_total` tokens. Sequences lie one after
-        another."""
+    def starts(
+        self, last_tokens: Sequence[int], num_total: int
+    ) -> tuple[tuple[SlotStart, ...], tuple[TableChange, ...]]:
+        """Start sequences that may grow to `num_total` tokens each, in blocks one after another."""
         num_blocks = -(-num_total // self._block_tokens)
-        blocks = tuple(range(slot * num_blocks, (slot + 1) * num_blocks))
-        return BatchEntry(slot, start, len(tokens) // 4 or 1, tokens, blocks, (slot,) if samples else ())
+        blocks = np.arange(len(last_tokens) * num_blocks, dtype="<u4").reshape(-1, num_blocks)
+        samples = [SlotSample(slot, 0, token) for slot, token in enumerate(last_tokens)]
+        return (
+            tuple(SlotStart(SamplingParams(), (sample,)) for sample in samples),
+            tuple(TableChange(slot, 0, table.tobytes()) for slot, table in enumerate(blocks)),
+        )
+
+    def entry(self, slot: int, start: int, tokens: bytes, samples: bool) -> BatchEntry:
+        """Make an entry of a started sequence."""
+        return BatchEntry(slot, start, len(tokens) // 4, tokens, (slot,) if samples else ())
 
     def prefill_s(self, batch: int, num_tokens: int) -> float:
         """Return the seconds for one prompt, in chunks, up to its first token."""
@@ -177,7 +187,7 @@ class _Engine:
         started_at = self._clock.now()
         self._prefill(batch, num_tokens, num_tokens)
         elapsed_s = self._clock.now() - started_at
-        self._run((), frees=(0,))
+        self.run(free_slots=(0,))
         return elapsed_s
 
     def decode_s(self, batch: int, context_tokens: int) -> float:
@@ -186,35 +196,26 @@ class _Engine:
         num_total = context_tokens + _NUM_DECODE_STEPS + 1
         self._prefill(batch, context_tokens, num_total)
         started_at = self._clock.now()
-        for step in range(_NUM_DECODE_STEPS):
-            position = context_tokens + step
-            self._run([self.entry(slot, position, b"", True, num_total) for slot in range(batch)])
+        decodes = np.arange(batch, dtype="<u4").tobytes()
+        for _ in range(_NUM_DECODE_STEPS):
+            self.run(decodes=decodes)
         elapsed_s = self._clock.now() - started_at
-        self._run((), frees=tuple(range(batch)))
+        self.run(free_slots=tuple(range(batch)))
         return elapsed_s
 
     def _prefill(self, batch: int, num_tokens: int, num_total: int) -> None:
         prompts = [self.draw(num_tokens) for _ in range(batch)]
-        samples = [
-            SlotSample(slot, 0, int.from_bytes(prompt[-4:], "little")) for slot, prompt in enumerate(prompts)
-        ]
-        starts = [SlotStart(SamplingParams(), (sample,)) for sample in samples]
-        self._run((), starts=starts)
+        starts, tables = self.starts([int.from_bytes(it[-4:], "little") for it in prompts], num_total)
+        self.run(starts=starts, tables=tables)
         for slot, prompt in enumerate(prompts):
             for begin in range(0, num_tokens, _CHUNK_TOKENS):
                 end = min(begin + _CHUNK_TOKENS, num_tokens)
-                self._run(
-                    [self.entry(slot, begin, prompt[4 * begin : 4 * end], end == num_tokens, num_total)]
-                )
+                entry = self.entry(slot, begin, prompt[4 * begin : 4 * end], end == num_tokens)
+                self.run(entries=(entry,))
 
-    def _run(
-        self,
-        entries: Sequence[BatchEntry],
-        *,
-        starts: Sequence[SlotStart] = (),
-        frees: tuple[int, ...] = (),
-    ) -> None:
-        self.runner.run(StepPlan(0, frees, tuple(starts), (), tuple(entries)))
+    def run(self, **changes: Any) -> None:
+        """Run a plan with these fields."""
+        self.runner.run(StepPlan(0, **changes))
 
 
 class Roofline:
@@ -290,12 +291,14 @@ def _check(engine: _Engine, reference: _Peer | None) -> dict[str, Any]:
     num_chunked = _CHECK_TOKENS // 2
     begins = [*range(0, num_chunked, _CHECK_CHUNK_TOKENS), *range(num_chunked, _CHECK_TOKENS)]
     ends = [*begins[1:], _CHECK_TOKENS]
-    ours = torch.cat(
-        [
-            engine.runner.logits((engine.entry(0, begin, tokens[4 * begin : 4 * end], True, _CHECK_TOKENS),))
-            for begin, end in zip(begins, ends, strict=True)
-        ]
-    )
+    starts, tables = engine.starts([0], _CHECK_TOKENS)
+    engine.run(starts=starts, tables=tables)
+    entries = [
+        engine.entry(0, begin, tokens[4 * begin : 4 * end], True)
+        for begin, end in zip(begins, ends, strict=True)
+    ]
+    ours = torch.cat([engine.runner.logits(StepPlan(0, entries=(entry,))) for entry in entries])
+    engine.run(free_slots=(0,))
     theirs = reference.logits(tokens)[[end - 1 for end in ends]]
     return {
         "what": "check",

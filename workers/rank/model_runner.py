@@ -29,6 +29,7 @@ from workers.messages import (
     SlotStart,
     StepPlan,
     StepReport,
+    TableChange,
 )
 from workers.model.attention.choice import choose_attention
 from workers.model.decoder import load_decoder
@@ -38,7 +39,8 @@ from workers.model.model_config import ModelConfig
 from workers.model.sizes import kv_heads
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups
-from workers.rank.step_runner import StepRunner
+from workers.rank.input_batch import InputBatch
+from workers.rank.step_runner import StepRunner, Ticket
 
 _log = logging.getLogger("tandem.rank")
 
@@ -95,14 +97,18 @@ class ModelRunner:
         num_kv_tokens: int,
         num_threads: int,
         clock: Clock,
+        max_sequences: int = 64,
         shard: ShardSpec | None = None,
         groups: RankGroups | None = None,
+        fingerprint: FingerprintTask | None = None,
         num_offload_tokens: int = 0,
         offload_mode: OffloadMode | Literal["auto"] = "auto",
         faults: Faults | None = None,
         progress: Callable[[str], None] = lambda phase: None,
     ) -> None:
-        """`shard` (default: the whole model) is the part of this rank in `groups` (default: the only rank).
+        """`shard` (default: the whole model) is the part of this rank in `groups` (default: the only rank);
+        `fingerprint` computes that of the checkpoint (default: begun here). Plans use the slots below
+        `max_sequences`.
 
         Block ids after those of the device's `num_kv_tokens` denote `num_offload_tokens` in host memory; with
         the mode "auto" the warm-up measures which way to read them is faster, if attention has both.
@@ -115,9 +121,9 @@ class ModelRunner:
         self._block_tokens = block_tokens
         self._groups = groups or RankGroups(None, tp=1, pp=1, rank=0, device=device, host="")
         progress("loading weights")
-        with FingerprintTask(model_dir, clock) as fingerprint_task:
+        with fingerprint or FingerprintTask(model_dir, clock) as fingerprint_task:
             self._decoder = load_decoder(model_dir, dtype, device, shard, progress)
-            fingerprint = fingerprint_task.result(progress)
+            model_fingerprint = fingerprint_task.result(progress)
         self.config = config = self._decoder.config
         self.layout = _layout(config, self._decoder.shard, block_tokens, dtype)
         num_blocks = num_kv_tokens // block_tokens
@@ -129,21 +135,31 @@ class ModelRunner:
         self.host = self._allocate_host(num_offload_tokens // block_tokens)
         is_staged = self.host is not None and offload_mode == "stream"
         self.attention = choose_attention(self._decoder.attention_shape, self.kv, clock, is_staged=is_staged)
+        num_offload_blocks = len(self.host.kv) if self.host is not None else 0
+        num_kv_tokens = (num_blocks + num_offload_blocks) * block_tokens
+        max_context_tokens = min(config.max_context_tokens, num_kv_tokens)
+        self._own_slot = max_sequences
         self._runner = StepRunner(
-            self._decoder, self.attention, self.host, self._groups, block_tokens, clock, faults or Faults()
+            self._decoder,
+            self.attention,
+            self.host,
+            self._groups,
+            block_tokens,
+            clock,
+            faults or Faults(),
+            max_slots=max_sequences + 1,
+            max_context_tokens=max_context_tokens,
         )
         self.progress = self._runner.progress
-        num_offload_blocks = len(self.host.kv) if self.host is not None else 0
-        num_context_tokens = (num_blocks + num_offload_blocks) * block_tokens
         self.ready_fields = ReadyFields(
             num_blocks=num_blocks,
             num_offload_blocks=num_offload_blocks,
             vocab_size=config.vocab_size,
-            max_context_tokens=min(config.max_context_tokens, num_context_tokens),
+            max_context_tokens=max_context_tokens,
             eos_token_ids=config.eos_token_ids,
             compatibility=CompatibilityRecord(
                 protocol=PROTOCOL_VERSION,
-                model_fingerprint=fingerprint,
+                model_fingerprint=model_fingerprint,
                 dtype=str(dtype).removeprefix("torch."),
                 weight_dtype=str(dtype).removeprefix("torch."),
                 block_tokens=block_tokens,
@@ -153,13 +169,31 @@ class ModelRunner:
             ),
         )
 
-    def run(self, plan: StepPlan) -> StepReport:
-        """Execute this rank's part of one step, as `StepRunner.run` describes."""
-        return self._runner.run(plan)
+    @property
+    def batch(self) -> InputBatch:
+        """What the rank knows of every slot."""
+        return self._runner.batch
 
-    def logits(self, entries: tuple[BatchEntry, ...]) -> Tensor:
-        """Compute all entries of an unsharded model in one call, as `StepRunner.logits` describes."""
-        return self._runner.logits(entries)
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step is still under way when `launch` returns."""
+        return self._runner.runs_ahead
+
+    def launch(self, plan: StepPlan) -> Ticket:
+        """Execute this rank's part of one step, as `StepRunner.launch` describes."""
+        return self._runner.launch(plan)
+
+    def collect(self, ticket: Ticket) -> StepReport:
+        """Wait until a launched step is done. Returns its report."""
+        return self._runner.collect(ticket)
+
+    def run(self, plan: StepPlan) -> StepReport:
+        """Launch a step and collect it."""
+        return self.collect(self.launch(plan))
+
+    def logits(self, plan: StepPlan) -> Tensor:
+        """Compute all of a plan in one call, as `StepRunner.logits` describes."""
+        return self._runner.logits(plan)
 
     def warm_up(self) -> None:
         """Run a small prefill and a decode step, so that the first request does not pay for lazy set-up. The
@@ -168,15 +202,13 @@ class ModelRunner:
         most = min(self.config.max_context_tokens, fields.num_blocks * self._block_tokens)
         num_tokens = max(1, min(_WARM_UP_TOKENS, most - 1, fields.vocab_size))
         tokens = np.arange(num_tokens, dtype="<u4").tobytes()
-        blocks = tuple(range(-(-(num_tokens + 1) // self._block_tokens)))[: fields.num_blocks]
-        sample = SlotSample(slot=-1, seed=0, last_token=num_tokens - 1)
-        start = SlotStart(SamplingParams(temperature=1.0), (sample,))
-        prefill = BatchEntry(-1, 0, num_tokens, tokens, blocks, (-1,))
-        self.run(StepPlan(0, (), (start,), (), (prefill,)))
+        slot, num_blocks = self._own_slot, min(-(-(num_tokens + 1) // self._block_tokens), fields.num_blocks)
+        table = TableChange(slot, 0, np.arange(num_blocks, dtype="<u4").tobytes())
+        prefill = BatchEntry(slot, 0, num_tokens, tokens, (slot,))
+        self.run(StepPlan(0, starts=(self._start(num_tokens - 1),), tables=(table,), entries=(prefill,)))
         if num_tokens < most:
-            decode = BatchEntry(-1, num_tokens, 1, b"", blocks, (-1,))
-            self.run(StepPlan(0, (), (), (), (decode,)))
-        self.run(StepPlan(0, (-1,), (), (), ()))
+            self.run(StepPlan(0, decodes=slot.to_bytes(4, "little")))
+        self.run(StepPlan(0, free_slots=(slot,)))
         if self.host is not None and self._offload_mode == "auto" and self.attention.can_stage:
             self._choose_offload_mode(self.host)
 
@@ -196,22 +228,33 @@ class ModelRunner:
             host.use(self._offload_mode)
         return host
 
+    def _start(self, last_token: int) -> SlotStart:
+        """Start the slot that no plan of the engine core uses."""
+        return SlotStart(SamplingParams(temperature=1.0), (SlotSample(self._own_slot, 0, last_token),))
+
     def _choose_offload_mode(self, host: HostKv) -> None:
         """Choose the mode in which a decode step over a long context in host memory is faster. The ranks of a
         stage measure together, and may choose differently."""
-        num_blocks = min(len(host.kv), -(-_MEASURED_HOST_TOKENS // self._block_tokens))
+        num_blocks = min(
+            len(host.kv), -(-_MEASURED_HOST_TOKENS // self._block_tokens), self.batch.tables.shape[1] - 1
+        )
         host.kv[:num_blocks].zero_()  # memory that was never written is not read from memory
-        table = (*range(host.first_id, host.first_id + num_blocks), 0)
-        entry = BatchEntry(-1, num_blocks * self._block_tokens, 1, b"", table, ())
+        ids = np.arange(host.first_id, host.first_id + num_blocks + 1, dtype="<u4")
+        ids[-1] = 0  # where the token is written
+        slot, start = self._own_slot, num_blocks * self._block_tokens
+        table = TableChange(slot, 0, ids.tobytes())
+        self.run(StepPlan(0, starts=(self._start(0),), tables=(table,)))
+        step = StepPlan(0, entries=(BatchEntry(slot, start, 1, bytes(4), ()),))
         mode_to_s: dict[OffloadMode, float] = {}
         for mode in MODES:
             host.use(mode)
             times = []
             for _ in range(_NUM_MEASURED_STEPS):
                 started_at = self._clock.now()
-                self._runner.layers_only(entry)
+                self._runner.layers_only(step)
                 times.append(self._clock.now() - started_at)
             mode_to_s[mode] = min(times)
+        self.run(StepPlan(0, free_slots=(slot,)))
         host.use(min(reversed(MODES), key=mode_to_s.__getitem__))
         taken = ", ".join(f"{mode} {time_s * 1e3:.1f} ms" for mode, time_s in mode_to_s.items())
         _log.info("blocks in host memory are read %s; a step takes: %s", host.mode, taken)

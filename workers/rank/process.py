@@ -1,11 +1,11 @@
 """A rank process: a model runner and a transfer agent, driven by the engine core over a framed connection.
 
     main thread:    --RankJoined--> engine core --FormGroup--> load, warm up --RankReady--> engine core
-                    queue --> ModelRunner.run --StepReport--> engine core
+                    queue --> ModelRunner.launch, collect --StepReport--> engine core
     reader thread:  engine core --StepPlan--> queue      engine core --transfer order--> TransferAgent.handle
     agent's threads:                                     TransferReport--> engine core
 
-`python -m workers.rank.process` reads its `RankSpec` frame from standard input.
+`workers.rank.start` begins the process.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import signal
 import socket
-import struct
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import torch
 from msgspec.structs import replace
@@ -39,7 +38,6 @@ from kvtransfer.store.worker import StoreWorker
 from workers.errors import RankDiedError, WorkerError
 from workers.messages import (
     RANK_DOWN_CODEC,
-    RANK_SPEC_CODEC,
     RANK_UP_CODEC,
     FormGroup,
     RankFailed,
@@ -54,6 +52,7 @@ from workers.messages import (
     StepProgress,
     StepReport,
 )
+from workers.model.fingerprint import FingerprintTask
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.sizes import refuse_empty_parts
 from workers.model.weights import ShardSpec
@@ -61,16 +60,19 @@ from workers.rank.collectives import RankGroups, find_store, open_store
 from workers.rank.model_runner import ModelRunner, ReadyFields, read_dtype
 from workers.rank.probe import AT_START, DeviceLimits, Probe, ProbeResult, device_memory, measure_limits
 from workers.rank.progress import Progress
+from workers.rank.step_runner import Ticket
 
 _CONNECT_TIMEOUT_S = 10.0
-_LENGTH = struct.Struct("<I")
 _MEMORY_S = 2.0
+# Steps that a rank whose device runs ahead has queued on it: the one that computes, and the next.
+_MOST_LAUNCHED = 2
 # How often a rank looks whether a long step has progressed.
 PROGRESS_S = 0.25
 
 
-def run_rank(spec: RankSpec) -> None:
-    """Serve the engine core at `spec.engine_core_address` until it sends `Shutdown`.
+def run_rank(spec: RankSpec, fingerprint: FingerprintTask | None = None) -> None:
+    """Serve the engine core at `spec.engine_core_address` until it sends `Shutdown`. `fingerprint` is that of
+    the spec's checkpoint, if it is being computed already.
 
     The process ends with status 0 when the connection to the engine core ends, and with status 1, after a
     `RankFailed`, on any exception. Raises `TransferError` if the engine core cannot be reached at all.
@@ -78,7 +80,7 @@ def run_rank(spec: RankSpec) -> None:
     channel = _EngineCoreChannel(_connect(spec))
     _end_with_transfer_threads(channel, spec.rank)
     with _reporting_failure(channel, spec.rank):
-        _Rank(spec, channel, SystemClock()).serve()
+        _Rank(spec, channel, SystemClock(), fingerprint).serve()
 
 
 class _OrderHandlers(NamedTuple):
@@ -92,8 +94,11 @@ class _Rank:
     """One rank from start to end: join the others, load, warm up with them, announce, then run plans in
     order."""
 
-    def __init__(self, spec: RankSpec, channel: _EngineCoreChannel, clock: Clock) -> None:
+    def __init__(
+        self, spec: RankSpec, channel: _EngineCoreChannel, clock: Clock, fingerprint: FingerprintTask | None
+    ) -> None:
         self._spec = spec
+        self._fingerprint = fingerprint
         self._channel = channel
         self._clock = clock
         self._faults = Faults(spec.faults)
@@ -166,9 +171,11 @@ class _Rank:
             block_tokens=spec.block_tokens,
             num_kv_tokens=spec.num_kv_tokens,
             num_offload_tokens=spec.num_offload_tokens,
+            max_sequences=spec.max_sequences,
             num_threads=spec.num_threads,
             clock=self._clock,
             shard=ShardSpec(first_layer, end_layer, spec.tp_rank, spec.tp),
+            fingerprint=self._fingerprint,
             groups=groups,
             faults=self._faults,
             progress=self._enter,
@@ -192,13 +199,30 @@ class _Rank:
         return _OrderHandlers(agent, store_worker)
 
     def _run_plans(self, runner: ModelRunner) -> None:
+        launched: deque[Ticket] = deque()
         try:
-            while (plan := self._plans.get()) is not None:
-                _pass_fault_points(self._faults, plan)
-                self._channel.send(self._with_memory(runner.run(plan)))
+            while (plan := self._next_plan(bool(launched))) is not None or launched:
+                if plan is not None:
+                    _pass_fault_points(self._faults, plan)
+                    launched.append(runner.launch(plan))
+                    if runner.runs_ahead and len(launched) < _MOST_LAUNCHED:
+                        continue
+                self._channel.send(self._with_memory(runner.collect(launched.popleft())))
         except RankDiedError:
             if not self._leaving:  # else the others leave too, and nobody waits for what was under way
                 raise
+
+    def _next_plan(self, has_launched: bool) -> StepPlan | None:
+        """Wait for the next plan, unless a launched one can be collected meanwhile. None at the end."""
+        if not has_launched:
+            return self._plans.get()
+        try:
+            plan = self._plans.get_nowait()
+        except queue.Empty:
+            return None
+        if plan is None:
+            self._plans.put(None)  # to be met again when all is collected
+        return plan
 
     def _report_progress(self, progress: Progress, ended: threading.Event) -> None:
         """Report, until the rank ends, that steps of more than `PROGRESS_S` progress; shorter steps cost no
@@ -308,14 +332,14 @@ def _ready(
 
 
 def _pass_fault_points(faults: Faults, plan: StepPlan) -> None:
-    if not plan.entries or not faults.armed:
+    if not plan.num_sequences or not faults.armed:
         return
     for sample in (sample for start in plan.starts for sample in start.samples):
         faults.at(f"rank.start.{sample.seed}")
     faults.at("rank.step")
     if any(entry.num_tokens > 1 for entry in plan.entries):
         faults.at("rank.step.prefill")
-    if any(entry.num_tokens == 1 for entry in plan.entries):
+    if plan.decodes or any(entry.num_tokens == 1 for entry in plan.entries):
         faults.at("rank.step.decode")
 
 
@@ -397,27 +421,3 @@ def _connect(spec: RankSpec) -> socket.socket:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     prove_as_client(sock, spec.secret, f"rank {spec.rank}")
     return sock
-
-
-def read_spec(stream: BinaryIO) -> RankSpec:
-    """Read the one frame on `stream`. Raises `TransferError` if it is cut short or no RankSpec."""
-    header = stream.read(_LENGTH.size)
-    if len(header) != _LENGTH.size:
-        raise PeerGoneError("standard input ended before the rank's specification")
-    (num_bytes,) = _LENGTH.unpack(header)
-    return RANK_SPEC_CODEC.decode(stream.read(num_bytes))
-
-
-def main() -> None:
-    """Run a rank by the `RankSpec` on standard input."""
-    # Control-C reaches the whole process group; the engine core decides when its ranks end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    run_rank(read_spec(sys.stdin.buffer))
-    # NIXL's libraries crash in the interpreter's own end; everything of value is closed by now.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

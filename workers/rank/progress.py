@@ -12,14 +12,13 @@ Waiting for another rank makes no mark: ranks that wait for each other make no p
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from kvtransfer.common.faults import Faults
-from workers.messages import BatchEntry
 from workers.model.attention.interface import Marks
+from workers.rank.input_batch import PlannedRows
 
 
 class ProgressReading(NamedTuple):
@@ -70,30 +69,32 @@ class Progress(Marks):
 class StepFaults(Marks):
     """Passes marks on to `progress`, with fault points at which a test makes a rank fail inside a step.
 
-    For every entry of the current computation the points `rank.PHASE.KIND.RANK` and
+    For every sequence of the current computation the points `rank.PHASE.KIND.RANK` and
     `rank.PHASE.KIND.RANK.SLOT` are passed. Phases are "embedding", "layers" (at every mark), "head" and
-    "sampling" (of entries that sample), kinds "prefill" and "decode".
+    "sampling" (of those that sample), kinds "prefill" and "decode".
     """
 
     def __init__(self, progress: Progress, faults: Faults, rank: int) -> None:
         self._progress = progress
         self._faults = faults
         self._rank = rank
-        self._entries: Sequence[BatchEntry] = ()
+        self._rows: PlannedRows | None = None
 
-    def begin(self, entries: Sequence[BatchEntry]) -> None:
-        """Begin a computation: later points belong to these entries."""
-        self._entries = entries
+    def begin(self, rows: PlannedRows) -> None:
+        """Begin a computation: later points belong to these sequences."""
+        self._rows = rows
 
     def at(self, phase: str) -> None:
         """Pass the points of this phase."""
-        if not self._faults.armed:
+        if not self._faults.armed or self._rows is None:
             return
-        for entry in self._entries:
-            if phase != "sampling" or entry.sample_slots:
-                kind = "prefill" if entry.num_tokens > 1 else "decode"
+        rows = self._rows
+        sampling = set(rows.sample_sources.tolist())
+        for row, (slot, length) in enumerate(zip(rows.slots.tolist(), rows.lengths.tolist(), strict=True)):
+            if phase != "sampling" or row in sampling:
+                kind = "prefill" if length > 1 else "decode"
                 self._faults.at(f"rank.{phase}.{kind}.{self._rank}")
-                self._faults.at(f"rank.{phase}.{kind}.{self._rank}.{entry.slot}")
+                self._faults.at(f"rank.{phase}.{kind}.{self._rank}.{slot}")
 
     def mark(self) -> None:
         self.at("layers")

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.messages import SampledToken, SamplingParams, SlotSample, SlotStart, TokenLogprob
+from workers.messages import SamplingParams, SlotSample, SlotStart, TokenLogprob
 from workers.model import native
 from workers.rank.logits import PromptTokens, TokenPenalties, Warp, penalize_
 
@@ -60,6 +60,14 @@ class _Slot:
     @property
     def below_min_tokens(self) -> bool:
         return self.num_output < self.sampling.min_tokens
+
+
+class SampledToken(NamedTuple):
+    """The token a slot sampled."""
+
+    slot: int
+    token: int
+    logprob: TokenLogprob | None
 
 
 class Sampler:

@@ -95,7 +95,7 @@ class ProcessLauncher:
     async def launch(self, spec: RankSpec) -> RankHandle:
         environment = {**os.environ, "OMP_NUM_THREADS": str(spec.num_threads)}
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "workers.rank.process", stdin=asyncio.subprocess.PIPE, env=environment
+            sys.executable, "-m", "workers.rank.start", stdin=asyncio.subprocess.PIPE, env=environment
         )
         assert process.stdin is not None
         frame = RANK_SPEC_CODEC.encode(spec)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import operator
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ PIPELINE_DEPTH = 2
 # A piece of a step may take this many times what the rank's measured rate predicts before `stall_s` begins
 # to count: others may use the machine as well.
 _PATIENCE = 4.0
-_CANARY = StepPlan(0, (), (), (), ())
+_CANARY = StepPlan(0)
 
 
 @dataclass(slots=True)
@@ -109,7 +109,7 @@ class StepLoop:
 
     def _finish(self, plan: StepPlan, rank_to_report: dict[int, StepReport]) -> StepOutcome | None:
         self._last_settled_at = self._clock.now()
-        if not plan.entries:
+        if not plan.num_sequences:
             return None
         self.num_steps += 1
         rank_to_busy_s = {rank: it.finished_at - it.started_at for rank, it in rank_to_report.items()}
@@ -120,11 +120,11 @@ class StepLoop:
         failed = _merged(rank_to_report)
         if not failed:
             self.rates.add(plan, stage_to_busy_s)
-        self.stats.add(plan, stage_to_busy_s)
         sampled = rank_to_report[(self._pp - 1) * self._tp]
         started_at = sampled.finished_at - sum(stage_to_busy_s)
         whole = replace(sampled, started_at=started_at, failed=failed)
         outcome = self._scheduler.settle(whole, self._last_settled_at)
+        self.stats.add(plan, outcome.decode_starts, stage_to_busy_s)
         self.stats.settled(outcome)
         return outcome
 
@@ -205,19 +205,20 @@ class StepStats:
     busy_s: float = 0.0
     rank_to_memory: dict[int, DeviceMemory] = field(default_factory=dict)
 
-    def add(self, plan: StepPlan, stage_to_busy_s: list[float]) -> None:
-        """Count a step that is done; `stage_to_busy_s` is what each stage's slowest rank took."""
-        num_sequences = len(plan.entries)
+    def add(self, plan: StepPlan, decode_starts: Collection[int], stage_to_busy_s: Sequence[float]) -> None:
+        """Count a step that is done: its decodes computed the tokens at `decode_starts`, and each stage's
+        slowest rank took `stage_to_busy_s`."""
+        num_sequences = plan.num_sequences
         self.num_steps_by_batch[bisect.bisect_left(BATCH_BOUNDS, num_sequences)] += 1
         self.num_batched_sequences += num_sequences
-        self.num_computed_tokens += sum(entry.num_tokens for entry in plan.entries)
+        self.num_computed_tokens += plan.num_tokens
         busy_s = sum(stage_to_busy_s) / len(stage_to_busy_s)
         self.busy_s += busy_s
         if self.capability is None or busy_s <= 0:
             return
-        num_sampled = sum(len(entry.sample_slots) for entry in plan.entries)
-        spans = ((entry.start, entry.num_tokens) for entry in plan.entries)
-        work = self.capability.work.of(spans, num_sampled)
+        num_sampled = sum(len(entry.sample_slots) for entry in plan.entries) + len(decode_starts)
+        spans = [(entry.start, entry.num_tokens) for entry in plan.entries]
+        work = self.capability.work.of(spans, num_sampled, decode_starts)
         self.num_flops += work.flops
         self.num_read_bytes += work.read_bytes
         self._average_flop_s = moving_average(self._average_flop_s, work.flops / busy_s, _WEIGHT)

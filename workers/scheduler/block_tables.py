@@ -76,7 +76,7 @@ class BlockTables:
         for index in self._foreign(sequence, end):
             src_block = sequence.block_ids[index]
             (dst_block,) = self._allocate(1)
-            sequence.block_ids[index] = dst_block
+            sequence.replace_block(index, dst_block)
             if sequence.num_scheduled > index * self._block_tokens:
                 batch.copy(src_block, dst_block)
                 self._copy_src_to_step[src_block] = batch.step
@@ -134,7 +134,7 @@ class BlockTables:
         """
         block_id, host_id = sequence.block_ids[index], self.host.allocate()
         sequence.hold_at = 0  # what moves to another replica is read from the device
-        sequence.block_ids[index] = host_id
+        sequence.replace_block(index, host_id)
         sequence.num_offloaded += 1
         batch.copy(block_id, host_id)
         self.pool.forget(block_id)
@@ -149,7 +149,7 @@ class BlockTables:
         may be moved out later in this step: the place in host memory is free at once. The block of the device
         is not, whatever becomes of the sequence, until the plan is settled."""
         host_id, (block_id,) = sequence.block_ids[index], self.pool.allocate(1)
-        sequence.block_ids[index] = block_id
+        sequence.replace_block(index, block_id)
         sequence.num_offloaded -= 1
         sequence.last_step = batch.step
         batch.copy(host_id, block_id)

@@ -245,7 +245,7 @@ class Lifecycle:
         if sequence.slot >= 0:
             self._slots_to_free.append(sequence.slot)
             self._free_slots.append(sequence.slot)
-            sequence.slot = -1
+            sequence.forget_slot()
 
     # -------------------------------------------------------------------------------------------- check
 
@@ -492,9 +492,8 @@ class Isolation:
 
     def settled(self, issued: IssuedPlan) -> None:
         """A plan is reported: whom it names has survived it."""
-        request = issued.entries[0].sequence.request
-        is_here = request.key in self._life.suspects
-        if not (issued.is_isolated and is_here and any(entry.samplers for entry in issued.entries)):
+        request = issued.suspect
+        if request is None or request.key not in self._life.suspects or not issued.samples:
             return
         assert request.num_survived_steps is not None
         request.num_survived_steps += 1
@@ -505,7 +504,7 @@ class Isolation:
     def in_flight(self, plans: Seq[IssuedPlan]) -> set[RequestKey]:
         """Requests that a fault in one of these plans may be due to: those that they name, and those whose KV
         is being handed over meanwhile (a suspect only when no plan is to blame)."""
-        named = {entry.sequence.request.key for plan in plans for entry in plan.entries}
+        named = {sequence.request.key for plan in plans for sequence in plan.sequences}
         held = (request for request in self._life.requests.values() if request.is_held)
         return named.union(it.key for it in held if not (named and it.submission.suspect))
 

@@ -23,6 +23,7 @@ from workers.scheduler.step import (
     entry_bytes,
     sample_bytes,
     start_bytes,
+    table_bytes,
 )
 
 
@@ -53,7 +54,7 @@ class Planner:
                 self._fill_from(batch, self._isolation.sequences)
             else:
                 self._fill_with_others(batch, now)
-            if batch.planned:
+            if batch.num_planned:
                 batch.is_isolated = is_isolated
                 self._isolation.planned(is_isolated)
                 return
@@ -67,7 +68,7 @@ class Planner:
         self._fill_from(batch, running)
         self._admit(batch, now)
         self._life.num_reserved_slots = 0
-        if self._offloader is not None and batch.planned:
+        if self._offloader is not None and batch.num_planned:
             self._offloader.relieve(batch, self._life.running)
             if not (batch.has_copies or self._life.waiting):
                 self._offloader.bring_back(batch, self._life.running)
@@ -79,10 +80,8 @@ class Planner:
         chunks = [sequence for sequence in ready if sequence.num_remaining > 1]
         num_turns = self._micro.num_turns(len(decoding), batch.step)
         in_turn = self._micro.in_turn(decoding, batch.step, batch.budget_tokens)
-        if sum(entry_bytes(1, len(it.block_ids) + 1, 1) for it in in_turn) > batch.budget_bytes:
-            in_turn.sort(key=lambda sequence: sequence.last_step)  # their tables take several plans
         for sequence in in_turn:
-            if len(batch.planned) < num_turns:
+            if batch.num_planned < num_turns:
                 self._plan_sequence(batch, sequence)
         for sequence in chunks:
             self._plan_sequence(batch, sequence)
@@ -137,7 +136,7 @@ class Planner:
                 return shorter
             if self._will_free_blocks(sequence, min(end, self._block_end(sequence.num_scheduled))):
                 return 0
-            planned = {entry.sequence for entry in batch.planned}
+            planned = batch.planned
             for victim in reversed(self._life.running):
                 if victim is sequence or not (victim.request.decodes_remotely or victim in planned):
                     break
@@ -351,7 +350,8 @@ class EngineLimits:
             start_bytes(sampling, num_prompt_tokens)
             + sample_bytes(sampling, output_limit)
             + len(submission.samples) * sample_bytes(sampling, 0)
-            + entry_bytes(num_tokens, num_tokens // self.block_tokens + 1, len(submission.samples))
+            + entry_bytes(num_tokens, len(submission.samples))
+            + table_bytes(num_tokens // self.block_tokens + 1)
         )
         if num_bytes > PLAN_BYTES:
             raise CapacityError(

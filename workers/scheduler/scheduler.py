@@ -16,12 +16,12 @@ from workers.errors import QueueFullError
 from workers.messages import (
     RequestFailed,
     RequestKey,
-    SampledToken,
     StageTimes,
     StepPlan,
     StepReport,
     Submission,
     TokenDelta,
+    TokenLogprob,
 )
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.lifecycle import Isolation, Lifecycle, SequenceMigration
@@ -39,6 +39,7 @@ from workers.scheduler.step import (
     StepBatch,
     StepOutcome,
     delta_of,
+    unpack_ids,
 )
 
 
@@ -306,10 +307,10 @@ class Scheduler:
         batch = StepBatch(self._step + 1, self._config.max_batch_tokens)
         self._planner.fill(batch, now, [plan.suspect for plan in self._issued])
         self._life.handled = None
-        if not batch.planned:
+        if not batch.num_planned:
             return None
         self._step = batch.step
-        self._issued.append(IssuedPlan(batch.step, batch.planned, batch.is_isolated))
+        self._issued.append(batch.issued())
         return batch.plan(self._life.take_freed_slots())
 
     # ------------------------------------------------------------------------------------------ settle
@@ -318,18 +319,19 @@ class Scheduler:
         """Take the report of the oldest plan that is out; everything it changed is in the outcome."""
         issued = self._issued.popleft()
         assert issued.step == report.step, f"report of step {report.step}, expected {issued.step}"
-        outcome = StepOutcome(failures=self.take_failures())
-        slot_to_sampled = {sampled.slot: sampled for sampled in report.tokens}
+        outcome = StepOutcome(failures=self.take_failures(), decode_starts=issued.decode_starts)
+        rows = _Rows(report)
         index_to_reason = {failed.index: failed.reason for failed in report.failed}
-        for index, entry in enumerate(issued.entries):
+        for index, entry in enumerate(issued.planned):
             request = entry.sequence.request
+            sampled = rows.take(len(entry.samplers))
             if entry.sequence.phase is Phase.ENDED:
                 continue
             self._life.handled = request.key
             if index in index_to_reason:
                 outcome.failures.append(self._life.fail(request, index_to_reason[index]))
             else:
-                self._settle_entry(entry, slot_to_sampled, report, now, outcome)
+                self._settle_entry(entry, sampled, report, now, outcome)
         self.isolation.settled(issued)
         self._life.settle(report.step)
         return outcome
@@ -337,7 +339,7 @@ class Scheduler:
     def _settle_entry(
         self,
         entry: PlannedEntry,
-        slot_to_sampled: dict[int, SampledToken],
+        sampled: list[tuple[int, TokenLogprob | None]],
         report: StepReport,
         now: float,
         outcome: StepOutcome,
@@ -345,8 +347,8 @@ class Scheduler:
         sequence, request = entry.sequence, entry.sequence.request
         sequence.num_settled = entry.end
         self._life.tables.register(sequence)
-        for slot, sampler in entry.samplers:
-            outcome.tokens.append(self._take_token(sampler, slot_to_sampled[slot]))
+        for sampler, (token, logprob) in zip(entry.samplers, sampled, strict=True):
+            outcome.tokens.append(self._take_token(sampler, token, logprob))
         if request.decodes_remotely:
             outcome.chunks.append(self._chunk(entry, report))
         elif sequence.hold_at and not sequence.finish:
@@ -355,7 +357,7 @@ class Scheduler:
                 self._life.hold(sequence)
         if entry.samplers and not request.prompt_done:
             outcome.prompts.append(self._finish_prompt(sequence, entry.end, now))
-        for _, sampler in entry.samplers:
+        for sampler in entry.samplers:
             if sampler.finish and sampler.phase is not Phase.HELD:
                 self._life.end(sampler)
 
@@ -368,12 +370,12 @@ class Scheduler:
             finished_at=report.finished_at,
         )
 
-    def _take_token(self, sequence: Sequence, sampled: SampledToken) -> TokenDelta:
-        sequence.append(sampled.token)
+    def _take_token(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> TokenDelta:
+        sequence.append(token_id)
         sequence.num_pending -= 1
         sequence.finish = sequence.request.finish_of(sequence, self._end_token_ids)
         token = sequence.token_bytes(sequence.num_tokens - 1, sequence.num_tokens)
-        return delta_of(sequence, token, sampled)
+        return delta_of(sequence, token, logprob)
 
     def _finish_prompt(self, leader: Sequence, num_computed_tokens: int, now: float) -> PromptDone:
         """The prompt is done: a request that is handed over stops here, and its leader holds the blocks."""
@@ -401,3 +403,18 @@ class Scheduler:
                 else:
                     self._life.end(sequence)
         return done
+
+
+class _Rows:
+    """The tokens of a report, row by row."""
+
+    def __init__(self, report: StepReport) -> None:
+        self._tokens = unpack_ids(report.tokens)
+        self._row_to_logprob = {it.row: it.logprob for it in report.logprobs}
+        self._row = 0
+
+    def take(self, num_rows: int) -> list[tuple[int, TokenLogprob | None]]:
+        """The next rows: tokens with their log-probabilities."""
+        rows = range(self._row, self._row + num_rows)
+        self._row += num_rows
+        return [(self._tokens[row], self._row_to_logprob.get(row)) for row in rows]

@@ -142,12 +142,15 @@ class Sequence:
         "num_pending",
         "num_registered_blocks",
         "num_scheduled",
+        "num_sent_blocks",
         "num_settled",
         "phase",
         "preempted",
+        "replaced",
         "request",
         "seed",
         "slot",
+        "slot_position",
         "tokens",
     )
 
@@ -166,6 +169,11 @@ class Sequence:
         self.holds_others = False
         self.finish = ""
         self.slot = -1
+        # What the ranks know of it by slot: where it continues (-1: no plan has named it), and of its table
+        # so many blocks, except those at the indices that were `replaced` since.
+        self.slot_position = -1
+        self.num_sent_blocks = 0
+        self.replaced: set[int] = set()
         # The last plan that names this sequence.
         self.last_step = 0
         self.num_scheduled = 0
@@ -240,6 +248,18 @@ class Sequence:
     @property
     def output_bytes(self) -> bytes:
         return bytes(self.tokens[len(self.request.submission.prompt) :])
+
+    def replace_block(self, index: int, block_id: int) -> None:
+        """Put another block into the table; the next plan that names the sequence tells the ranks."""
+        self.block_ids[index] = block_id
+        if index < self.num_sent_blocks:
+            self.replaced.add(index)
+
+    def forget_slot(self) -> None:
+        """The slot is freed, and with it what the ranks know."""
+        self.slot = self.slot_position = -1
+        self.num_sent_blocks = 0
+        self.replaced.clear()
 
     def append(self, token: int) -> None:
         self.tokens += token.to_bytes(TOKEN_BYTES, "little")

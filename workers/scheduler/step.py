@@ -4,16 +4,17 @@ the outcome that the engine core turns into frames.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import struct
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.codec import MAX_FRAME_BYTES
 from kvtransfer.common.health import moving_average
 from workers.messages import (
     BatchEntry,
     BlockCopy,
     RequestFailed,
-    SampledToken,
     SampleState,
     SamplingParams,
     SlotSample,
@@ -21,12 +22,14 @@ from workers.messages import (
     StageTimes,
     StepPlan,
     Submission,
+    TableChange,
     TokenDelta,
+    TokenLogprob,
 )
 from workers.scheduler.sequence import Request, Sequence
 
-# What starts and entries of one plan may take. The other half is for what cannot wait: a freed slot takes 5
-# bytes and a block's copy 11.
+# What starts, entries and tables of one plan may take. The other half is for what cannot wait: a freed slot
+# takes 5 bytes, and a block that is moved 31, copy and place in a table.
 PLAN_BYTES = MAX_FRAME_BYTES // 2
 
 
@@ -113,11 +116,12 @@ class StepOutcome:
     # Sequences that move to another replica: how far they have come.
     migrating: list[ChunkDone] = field(default_factory=list)
     failures: list[RequestFailed] = field(default_factory=list)
+    # The position that each decode of the step computed.
+    decode_starts: Collection[int] = ()
 
 
-def delta_of(sequence: Sequence, token: bytes, sampled: SampledToken | None = None) -> TokenDelta:
+def delta_of(sequence: Sequence, token: bytes, logprob: TokenLogprob | None = None) -> TokenDelta:
     """News of one sequence; `token` is b"" or the sequence's last one."""
-    logprob = None if sampled is None else sampled.logprob
     return TokenDelta(
         *sequence.request.key,
         sample=sequence.index,
@@ -145,7 +149,7 @@ class StepRates:
             return
         if _has_prefill(plan):
             self.prefill_tok_s = moving_average(
-                self.prefill_tok_s, _num_tokens(plan) / max(stage_to_busy_s), 0.2
+                self.prefill_tok_s, plan.num_tokens / max(stage_to_busy_s), 0.2
             )
         else:
             self.decode_step_s = moving_average(self.decode_step_s, sum(stage_to_busy_s), 0.1)
@@ -153,49 +157,80 @@ class StepRates:
 
 @dataclass(frozen=True, slots=True)
 class PlannedEntry:
-    """The scheduler's memory of one `BatchEntry`: who computes up to where, and who samples in which slot."""
+    """The scheduler's memory of one `BatchEntry`: who computes up to where, and who samples."""
 
     sequence: Sequence
     start: int
     end: int
     tokens: bytes
-    samplers: tuple[tuple[int, Sequence], ...]
+    samplers: tuple[Sequence, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class IssuedPlan:
-    """The scheduler's memory of a plan that is out. An isolated one names a suspect and nobody else."""
+    """The scheduler's memory of a plan that is out. Of `decodes`, each computes the token at its place in
+    `decode_starts`. An isolated one names a suspect and nobody else."""
 
     step: int
     entries: list[PlannedEntry]
+    decodes: list[Sequence]
+    decode_starts: list[int]
     is_isolated: bool
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Whom it names, in its order."""
+        return [*(entry.sequence for entry in self.entries), *self.decodes]
+
+    @property
+    def planned(self) -> Iterator[PlannedEntry]:
+        """Entries, then decodes as entries."""
+        yield from self.entries
+        for sequence, start in zip(self.decodes, self.decode_starts, strict=True):
+            yield PlannedEntry(sequence, start, start + 1, b"", (sequence,))
+
+    @property
+    def samples(self) -> bool:
+        """Whether anybody samples."""
+        return bool(self.decodes) or any(entry.samplers for entry in self.entries)
 
     @property
     def suspect(self) -> Request | None:
         """Who is alone in it; None in a plan that is not isolated."""
-        return self.entries[0].sequence.request if self.is_isolated else None
+        return self.sequences[0].request if self.is_isolated else None
 
 
 class StepBatch:
     """A step under construction; `budget_tokens` and `budget_bytes`, of the message, are what may still be
-    added. Entries get their block tables when it is complete: until then blocks of any sequence may be moved
-    out of the device's memory."""
+    added. Changes of block tables are collected when it is complete: until then blocks of any sequence may be
+    moved out of the device's memory."""
 
     def __init__(self, step: int, budget_tokens: int) -> None:
         self.step = step
         self.budget_tokens = budget_tokens
         self.budget_bytes = PLAN_BYTES
-        self.planned: list[PlannedEntry] = []
+        self.entries: list[PlannedEntry] = []
+        self.decodes: list[Sequence] = []
+        self.decode_starts: list[int] = []
         self.is_isolated = False
         self._request_to_samples: dict[Request, list[SlotSample]] = {}
         self._copies: list[BlockCopy] = []
 
+    @property
+    def num_planned(self) -> int:
+        return len(self.entries) + len(self.decodes)
+
+    @property
+    def planned(self) -> set[Sequence]:
+        """Who is in it."""
+        return {*self.decodes, *(entry.sequence for entry in self.entries)}
+
     def fits(
         self, sequence: Sequence, num_tokens: int, num_blocks: int, starting: Iterable[Sequence]
     ) -> bool:
-        """Whether the message takes the sequence's next `num_tokens`, its table of `num_blocks`, and the
-        starts of `starting`."""
-        num_bytes = entry_bytes(num_tokens, num_blocks, len(sequence.samplers))
+        """Whether the message takes the sequence's next `num_tokens`, what is new in its table of
+        `num_blocks`, and the starts of `starting`."""
+        num_bytes = entry_bytes(num_tokens, len(sequence.samplers)) + _table_bytes(sequence, num_blocks)
         for number, sample in enumerate(starting):
             if number == 0 and sample.request not in self._request_to_samples:
                 num_bytes += _request_bytes(sample.request)
@@ -225,36 +260,55 @@ class StepBatch:
 
     def add(self, sequence: Sequence, num_tokens: int, samplers: tuple[Sequence, ...]) -> None:
         """Compute the sequence's next `num_tokens`; then `samplers` sample one token each."""
+        self.budget_tokens -= num_tokens
+        self.budget_bytes -= _table_bytes(sequence, len(sequence.block_ids))
         start = sequence.num_scheduled
         end = start + num_tokens
-        slots = tuple((sampler.slot, sampler) for sampler in samplers)
-        self.planned.append(PlannedEntry(sequence, start, end, sequence.token_bytes(start, end), slots))
-        self.budget_tokens -= num_tokens
-        self.budget_bytes -= entry_bytes(num_tokens, len(sequence.block_ids), len(samplers))
+        if sequence.slot_position == start == sequence.target - 1 and samplers == (sequence,):
+            self._add_decode(sequence)
+            return
+        tokens = sequence.token_bytes(start, end)
+        assert len(tokens) == TOKEN_BYTES * num_tokens, "a token is not known, and not the slot's newest one"
+        self.entries.append(PlannedEntry(sequence, start, end, tokens, samplers))
+        self.budget_bytes -= entry_bytes(num_tokens, len(samplers))
+        for named in {sequence, *samplers}:
+            named.slot_position, named.last_step = end, self.step
         sequence.num_scheduled = end
-        sequence.last_step = self.step
         for sampler in samplers:
             sampler.num_pending += 1
-            sampler.last_step = self.step
+
+    def _add_decode(self, sequence: Sequence) -> None:
+        self.budget_bytes -= DECODE_BYTES
+        self.decodes.append(sequence)
+        self.decode_starts.append(sequence.num_scheduled)
+        sequence.num_scheduled += 1
+        sequence.slot_position += 1
+        sequence.num_pending += 1
+        sequence.last_step = self.step
 
     @property
     def has_copies(self) -> bool:
         return bool(self._copies)
 
     def plan(self, free_slots: tuple[int, ...]) -> StepPlan:
-        """The message to the ranks."""
-        assert self.planned or not self._copies, "a plan that computes nothing moves blocks"
+        """The message to the ranks, which then know the tables of all sequences that it names."""
+        assert self.num_planned or not self._copies, "a plan that computes nothing moves blocks"
         assert self.budget_bytes >= 0, "more was planned than a frame holds"
+        tables: list[TableChange] = []
+        for entry in self.entries:
+            _send_table(entry.sequence, tables)
+        for sequence in self.decodes:
+            if sequence.replaced or sequence.num_sent_blocks < len(sequence.block_ids):
+                _send_table(sequence, tables)
         entries = tuple(
             BatchEntry(
                 slot=entry.sequence.slot,
                 start=entry.start,
                 num_tokens=entry.end - entry.start,
                 tokens=entry.tokens,
-                block_ids=tuple(entry.sequence.block_ids),
-                sample_slots=tuple(slot for slot, _ in entry.samplers),
+                sample_slots=tuple([sampler.slot for sampler in entry.samplers]),
             )
-            for entry in self.planned
+            for entry in self.entries
         )
         return StepPlan(
             step=self.step,
@@ -262,7 +316,39 @@ class StepBatch:
             starts=tuple(_slot_start(*started) for started in self._request_to_samples.items()),
             copies=tuple(self._copies),
             entries=entries,
+            tables=tuple(tables),
+            decodes=pack_ids([sequence.slot for sequence in self.decodes]),
         )
+
+    def issued(self) -> IssuedPlan:
+        """What is remembered of the plan until it is reported."""
+        return IssuedPlan(self.step, self.entries, self.decodes, self.decode_starts, self.is_isolated)
+
+
+def pack_ids(ids: Collection[int]) -> bytes:
+    """Pack ids of tokens, blocks or slots as uint32."""
+    return struct.pack(f"<{len(ids)}I", *ids)
+
+
+def unpack_ids(packed: bytes) -> tuple[int, ...]:
+    """Return what `pack_ids` packed."""
+    return struct.unpack(f"<{len(packed) // 4}I", packed)
+
+
+def _send_table(sequence: Sequence, into: list[TableChange]) -> None:
+    """Add what the ranks do not know yet of the sequence's table, as runs of indices."""
+    block_ids, num_sent = sequence.block_ids, sequence.num_sent_blocks
+    runs: list[list[int]] = []
+    for index in sorted(sequence.replaced):
+        if runs and runs[-1][1] == index:
+            runs[-1][1] += 1
+        else:
+            runs.append([index, index + 1])
+    if num_sent < len(block_ids):
+        runs.append([num_sent, len(block_ids)])
+    into += [TableChange(sequence.slot, first, pack_ids(block_ids[first:end])) for first, end in runs]
+    sequence.num_sent_blocks = len(block_ids)
+    sequence.replaced.clear()
 
 
 def _slot_start(request: Request, samples: list[SlotSample]) -> SlotStart:
@@ -273,10 +359,19 @@ def _slot_start(request: Request, samples: list[SlotSample]) -> SlotStart:
 
 # Upper bounds of what msgpack makes of a message: numbers take 9 bytes, ids and headers 5.
 
+# A slot of `StepPlan.decodes`.
+DECODE_BYTES = 4
+_TABLE_CHANGE_BYTES = 16
 
-def entry_bytes(num_tokens: int, num_blocks: int, num_samplers: int) -> int:
+
+def entry_bytes(num_tokens: int, num_samplers: int) -> int:
     """At most what a `BatchEntry` takes."""
-    return 64 + 4 * num_tokens + 5 * num_blocks + 9 * num_samplers
+    return 64 + 4 * num_tokens + 9 * num_samplers
+
+
+def table_bytes(num_blocks: int, num_changes: int = 1) -> int:
+    """At most what `num_changes` `TableChange`s of so many blocks together take."""
+    return _TABLE_CHANGE_BYTES * num_changes + 4 * num_blocks
 
 
 def start_bytes(sampling: SamplingParams, num_prompt_tokens: int) -> int:
@@ -298,8 +393,10 @@ def _sample_bytes(sequence: Sequence) -> int:
     return sample_bytes(sequence.request.submission.sampling, sequence.num_output_tokens)
 
 
-def _num_tokens(plan: StepPlan) -> int:
-    return sum(entry.num_tokens for entry in plan.entries)
+def _table_bytes(sequence: Sequence, num_blocks: int) -> int:
+    """At most what the ranks' table of the sequence takes until it has `num_blocks`."""
+    num_replaced = len(sequence.replaced)
+    return table_bytes(num_blocks - sequence.num_sent_blocks + num_replaced, num_replaced + 1)
 
 
 def _has_prefill(plan: StepPlan) -> bool:

@@ -1,0 +1,165 @@
+"""One rank process, started as a replica starts it and driven by this process in place of an engine core."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
+
+import psutil
+
+from kvtransfer.common.clock import SystemClock
+from kvtransfer.messages import ReplicaIdentity, TransferSettings
+from kvtransfer.rpc.handshake import prove_as_server, receive_frame, send_frame
+from workers.messages import (
+    RANK_DOWN_CODEC,
+    RANK_SPEC_CODEC,
+    RANK_UP_CODEC,
+    FormGroup,
+    RankFailed,
+    RankJoined,
+    RankProgress,
+    RankReady,
+    RankSpec,
+    RankUp,
+    Shutdown,
+    StepPlan,
+    StepReport,
+)
+from workers.model.model_config import read_model_config
+
+_Message = TypeVar("_Message", RankJoined, RankReady)
+
+_START_S = 300.0
+_CLOCK = SystemClock()
+
+
+class StartPhase(NamedTuple):
+    """A phase of a rank's start, and the seconds after the launch at which it began."""
+
+    name: str
+    began_s: float
+
+
+class RankProcess:
+    """A rank that holds a whole model. `phases` are those of its start, in order; the last one is "ready"."""
+
+    def __init__(
+        self, model_dir: Path, dtype: str, environment: Mapping[str, str] = {}, **changes: Any
+    ) -> None:
+        """Start the rank and wait until it is ready. `changes` are fields of its `RankSpec`. Raises
+        `RuntimeError` with the rank's reason if it fails."""
+        self.phases: list[StartPhase] = []
+        listener = socket.create_server(("127.0.0.1", 0))
+        listener.settimeout(_START_S)
+        fields: dict[str, Any] = {
+            "replica": ReplicaIdentity("replica", 1),
+            "rank": 0,
+            "tp": 1,
+            "pp": 1,
+            "engine_core_address": f"127.0.0.1:{listener.getsockname()[1]}",
+            "secret": secrets.token_bytes(32),
+            "model_dir": str(model_dir),
+            "dtype": dtype,
+            "device": "cpu",
+            "num_threads": os.cpu_count() or 1,
+            "block_tokens": 64,
+            "num_kv_tokens": 4096,
+            "max_batch_tokens": 512,
+            "max_sequences": 16,
+            "transfer": TransferSettings("127.0.0.1", ("tcp",)),
+        }
+        spec = RankSpec(**{**fields, **changes})
+        self._launched_at = _CLOCK.now()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "workers.rank.start"],
+            stdin=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": str(spec.num_threads), **environment},
+        )
+        try:
+            self._sock = self._connect(listener, spec)
+            self.joined = self._expect(RankJoined)
+            self._send(FormGroup("", ((0, read_model_config(model_dir).num_layers),)))
+            self.ready = self._expect(RankReady)
+            self._note("ready")
+        except BaseException:
+            self.process.kill()
+            self.process.wait()
+            raise
+        finally:
+            listener.close()
+
+    def __enter__(self) -> RankProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._send(Shutdown("the benchmark ends"))
+        else:
+            self.process.kill()
+        self.process.wait()
+        self._sock.close()
+
+    def run(self, plan: StepPlan) -> StepReport:
+        """Run one step."""
+        self._send(plan)
+        while not isinstance(message := self._receive(), StepReport):
+            pass
+        return message
+
+    def resident_bytes(self) -> int:
+        """Return the process's resident memory, shared memory included."""
+        return int(psutil.Process(self.process.pid).memory_info().rss)
+
+    def phase_s(self) -> dict[str, float]:
+        """Return how long each phase of the start took; those that share a first word are one."""
+        durations: dict[str, float] = {}
+        for phase, later in zip(self.phases, self.phases[1:], strict=False):
+            name = phase.name.partition(",")[0]
+            durations[name] = durations.get(name, 0.0) + later.began_s - phase.began_s
+        return durations
+
+    @property
+    def start_s(self) -> float:
+        """The seconds from the launch of the process until it was ready."""
+        return self.phases[-1].began_s
+
+    def _connect(self, listener: socket.socket, spec: RankSpec) -> socket.socket:
+        assert self.process.stdin is not None
+        frame = RANK_SPEC_CODEC.encode(spec)
+        self._note("importing")
+        with self.process.stdin as stream:
+            stream.write(struct.pack("<I", len(frame)) + frame)
+        sock, _ = listener.accept()
+        prove_as_server(sock, spec.secret)
+        sock.settimeout(_START_S)
+        self._note("joining")
+        return sock
+
+    def _expect(self, kind: type[_Message]) -> _Message:
+        while not isinstance(message := self._receive(), kind):
+            pass
+        return message
+
+    def _receive(self) -> RankUp:
+        message = RANK_UP_CODEC.decode(receive_frame(self._sock))
+        if isinstance(message, RankFailed):
+            raise RuntimeError(f"the rank failed: {message.reason}")
+        if isinstance(message, RankProgress):
+            self._note(message.phase)
+        return message
+
+    def _note(self, phase: str) -> None:
+        self.phases.append(StartPhase(phase, _CLOCK.now() - self._launched_at))
+
+    def _send(self, message: FormGroup | StepPlan | Shutdown) -> None:
+        send_frame(self._sock, RANK_DOWN_CODEC.encode(message))

@@ -1,0 +1,62 @@
+"""The entry of a rank process: what needs no torch begins while torch is being imported, on another core.
+
+`python -m workers.rank.start` reads its `RankSpec` frame from standard input."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import struct
+import sys
+from pathlib import Path
+from typing import BinaryIO
+
+from kvtransfer.common.clock import SystemClock
+from kvtransfer.errors import PeerGoneError
+from workers.errors import CheckpointError
+from workers.messages import RANK_SPEC_CODEC, RankSpec
+from workers.model.fingerprint import FingerprintTask
+
+_LENGTH = struct.Struct("<I")
+
+
+def start_rank(spec: RankSpec) -> None:
+    """Import torch and serve as this rank, as `workers.rank.process.run_rank` describes.
+
+    What the imports make stays out of garbage collection: to look through it again and again takes a fifth of
+    the imports' time, and later pauses of the serving rank."""
+    fingerprint = None
+    with contextlib.suppress(CheckpointError):  # found again, and reported, when the rank loads
+        fingerprint = FingerprintTask(Path(spec.model_dir), SystemClock())
+    gc.disable()
+    from workers.rank.process import run_rank  # here: it imports torch
+
+    gc.freeze()
+    gc.enable()
+    run_rank(spec, fingerprint)
+
+
+def read_spec(stream: BinaryIO) -> RankSpec:
+    """Read the one frame on `stream`. Raises `TransferError` if it is cut short or no RankSpec."""
+    header = stream.read(_LENGTH.size)
+    if len(header) != _LENGTH.size:
+        raise PeerGoneError("standard input ended before the rank's specification")
+    (num_bytes,) = _LENGTH.unpack(header)
+    return RANK_SPEC_CODEC.decode(stream.read(num_bytes))
+
+
+def main() -> None:
+    """Run a rank by the `RankSpec` on standard input."""
+    # Control-C reaches the whole process group; the engine core decides when its ranks end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    start_rank(read_spec(sys.stdin.buffer))
+    # NIXL's libraries crash in the interpreter's own end; everything of value is closed by now.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
