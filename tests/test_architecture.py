@@ -133,6 +133,7 @@ def test_the_environment_is_read_at_the_command_line_only() -> None:
     # The others hand it on to their children, or tell a library what it takes from nowhere else.
     readers = {"cluster/cli/main.py", "workers/replica/rank_group.py"}
     readers |= {"kvtransfer/transports/nccl.py", "kvtransfer/transports/nixl.py"}
+    readers |= {"workers/model/native/isa.py"}  # for tests and benchmarks
     assert_none(
         {
             str(path): attributes(path) & {"os.environ", "os.getenv"}

@@ -351,6 +351,9 @@ class RankSpec(Message, frozen=True):
     max_batch_tokens: int
     max_sequences: int
     transfer: TransferSettings
+    # Above 0: `num_kv_tokens` is the most. A rank on CUDA takes for KV what is left of this share of its
+    # device's memory beside weights and the largest step, and all ranks take what the one with the least can.
+    kv_share: float = 0.0
     # KV capacity in host memory for older blocks of running sequences, beside `num_kv_tokens`.
     num_offload_tokens: int = 0
     probe_rows: int = 0

@@ -169,6 +169,7 @@ class EngineCore:
             migration=self.migration,
             peers=self.peers,
             connector=self.connector,
+            ready=ready,
         )
         self._server = LinkServer(spec.secret, self._serve_gateway, self._serve_peer)
 

@@ -10,7 +10,7 @@ cancelled.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,7 @@ from workers.messages import (
     MoveEnded,
     News,
     PrefillReport,
+    RankReady,
     ReplicaHello,
     RequestFailed,
     RoleChanged,
@@ -187,7 +188,9 @@ class ReplicaReports:
         migration: MigrationManager,
         peers: Peers,
         connector: StoreConnector | None = None,
+        ready: Sequence[RankReady] = (),
     ) -> None:
+        """`ready` are the reports of all ranks that they have loaded."""
         self._identity = identity
         self._pool = pool
         self._scheduler = scheduler
@@ -197,6 +200,8 @@ class ReplicaReports:
         self._migration = migration
         self._peers = peers
         self._connector = connector
+        self._load_s = tuple(rank.load_s for rank in ready)
+        self._warm_up_s = tuple(rank.warm_up_s for rank in ready)
         self._kv_sequence = 0
         self._load_sequence = 0
         self._num_steps_checked = 0
@@ -252,6 +257,8 @@ class ReplicaReports:
             num_unfilled_tokens=scheduler.num_unfilled_tokens,
             num_transport_bytes=dict(pushes.num_bytes_by_transport),
             transport_s=dict(pushes.seconds_by_transport),
+            load_s=self._load_s,
+            warm_up_s=self._warm_up_s,
             **self._steps.stats.totals(),
             **self._of_the_store(),
         )

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "attention.h"
-#include "panel.h"
+#include "products.h"
 
 namespace {
 
