@@ -25,7 +25,7 @@ from kvtransfer.common.faults import FaultRule
 from kvtransfer.config import StoreConfig, TransferConfig
 from kvtransfer.transports import TRANSPORTS
 from router.config import RouterConfig
-from workers.config import EngineConfig
+from workers.config import EngineSettings
 from workers.model.model_config import ModelConfig
 
 Role = Literal["prefill", "decode", "both"]
@@ -86,7 +86,7 @@ class PoolConfig(_Settings):
     # A rolling update starts each new replica before the one it replaces leaves, which takes resources for
     # one more; false: the old one leaves first.
     surge: bool = True
-    engine: EngineConfig = EngineConfig()
+    engine: EngineSettings = EngineSettings()
 
     @property
     def num_ranks(self) -> int:
@@ -101,6 +101,13 @@ class PoolConfig(_Settings):
     @property
     def stage_devices(self) -> tuple[Device, ...]:
         return self.devices or (self.device,) * self.pp
+
+    @property
+    def device_kv_share(self) -> float:
+        """The share of a GPU's memory that a rank may use where it decides its KV by it; 0: it does not."""
+        if self.engine.kv_tokens != "auto" or "cuda" not in self.stage_devices:
+            return 0.0
+        return self.engine.memory_share * min(self.num_gpus_per_rank, 1.0)
 
     @model_validator(mode="after")
     def _fields_fit_together(self) -> Self:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Collection
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+)
 
 
 class Parallel(NamedTuple):
@@ -21,18 +30,54 @@ class Parallel(NamedTuple):
         return self.tp * self.pp
 
 
-class EngineConfig(BaseModel):
-    """One replica's engine: batching, KV blocks, numerics. Sizes are tokens unless named otherwise."""
+class StepSizes(NamedTuple):
+    """What `max_batch_tokens` and `chunk_tokens` are where they are `auto`."""
+
+    max_batch_tokens: int
+    chunk_tokens: int
+
+
+# A step should be long enough that its products take longer than reading the weights does, and short enough
+# that the sequences which decode in it do not wait. On a CPU 512 rows are many times what the first takes,
+# and last a second with a model of a billion parameters. A GPU computes hundreds of times as fast for ten
+# times the bandwidth.
+DEVICE_TO_STEP_SIZES = {"cpu": StepSizes(512, 512), "cuda": StepSizes(4096, 2048)}
+MIN_KV_TOKENS = 256
+
+
+def _number_or_auto(value: Any, handler: ValidatorFunctionWrapHandler) -> int | Literal["auto"]:
+    try:
+        number: int | Literal["auto"] = handler(value)
+    except ValidationError as error:
+        limits = [item["ctx"]["ge"] for item in error.errors() if "ge" in item.get("ctx", {})]
+        least = f" of at least {limits[0]}" if limits else ""
+        raise ValueError(f"{value!r} is neither a whole number{least} nor auto") from error
+    return number
+
+
+Tokens = Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], WrapValidator(_number_or_auto)]
+KvTokens = Annotated[
+    Annotated[int, Field(ge=MIN_KV_TOKENS)] | Literal["auto"], WrapValidator(_number_or_auto)
+]
+
+
+class EngineSettings(BaseModel):
+    """One replica's engine, as the cluster's file has it: batching, KV blocks, numerics. Sizes are tokens
+    unless named otherwise; those that are `auto` are decided at the replica's start."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     block_tokens: int = Field(default=64, ge=16, le=256)
-    # KV capacity of the replica, in tokens; rounded down to whole blocks.
-    kv_tokens: int = Field(default=16384, ge=256)
-    # Token budget of one step: decoding sequences first, the rest for prefill chunks.
-    max_batch_tokens: int = Field(default=512, ge=1)
-    # Longest prefill chunk of one sequence in one step.
-    chunk_tokens: int = Field(default=256, ge=1)
+    # KV capacity of the replica, in tokens; rounded down to whole blocks. `auto`: what the node's memory, or
+    # the GPU's, has left beside everything else (docs/operating.md).
+    kv_tokens: KvTokens = "auto"
+    # Share of that memory which may be used in all where `kv_tokens` is `auto`.
+    memory_share: float = Field(default=0.9, gt=0, le=1)
+    # Token budget of one step: decoding sequences first, the rest for prefill chunks. `auto`: 512 on CPUs,
+    # 4096 on GPUs.
+    max_batch_tokens: Tokens = "auto"
+    # Longest prefill chunk of one sequence in one step. `auto`: 512 on CPUs, 2048 on GPUs.
+    chunk_tokens: Tokens = "auto"
     # Sequences computed in one step.
     max_sequences: int = Field(default=64, ge=1)
     # Requests waiting in this replica before it refuses.
@@ -61,10 +106,19 @@ class EngineConfig(BaseModel):
     # Requests whose KV is being loaded from the store at a time; more wait their turn.
     max_loading: int = Field(default=4, ge=1)
 
-    @property
-    def longest_chunk_tokens(self) -> int:
-        """What a step can hold of one prompt, however long chunks may be."""
-        return min(self.chunk_tokens, self.max_batch_tokens)
+    def step_sizes(self, devices: Collection[str]) -> StepSizes:
+        """Return the sizes of steps on these devices, the smallest where they differ."""
+        autos = [DEVICE_TO_STEP_SIZES[device.partition(":")[0]] for device in devices]
+        sizes = min(autos, default=DEVICE_TO_STEP_SIZES["cpu"])
+        return StepSizes(
+            sizes.max_batch_tokens if self.max_batch_tokens == "auto" else self.max_batch_tokens,
+            sizes.chunk_tokens if self.chunk_tokens == "auto" else self.chunk_tokens,
+        )
+
+    def decided(self, kv_tokens: int, devices: Collection[str]) -> EngineConfig:
+        """Return the same settings with this capacity, and with the sizes of steps on these devices."""
+        sizes = self.step_sizes(devices)
+        return EngineConfig(**{**self.model_dump(), "kv_tokens": kv_tokens, **sizes._asdict()})
 
     @field_validator("block_tokens")
     @classmethod
@@ -72,3 +126,16 @@ class EngineConfig(BaseModel):
         if value & (value - 1):
             raise ValueError(f"block_tokens must be a power of two from 16 to 256, not {value}")
         return value
+
+
+class EngineConfig(EngineSettings):
+    """Settings of an engine whose sizes are all decided."""
+
+    kv_tokens: int = Field(default=16384, ge=1)
+    max_batch_tokens: int = Field(default=512, ge=1)
+    chunk_tokens: int = Field(default=512, ge=1)
+
+    @property
+    def longest_chunk_tokens(self) -> int:
+        """What a step can hold of one prompt, however long chunks may be."""
+        return min(self.chunk_tokens, self.max_batch_tokens)

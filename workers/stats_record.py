@@ -81,6 +81,9 @@ class ReplicaStats(Part, frozen=True):
     # Shares of the two peaks that recent steps achieved while they ran.
     mfu: float = 0.0
     mbu: float = 0.0
+    # By rank: how long it loaded, and then ran its first steps, before it was ready.
+    load_s: tuple[float, ...] = ()
+    warm_up_s: tuple[float, ...] = ()
     # By rank, a few seconds old; () until all ranks have reported.
     memory: tuple[DeviceMemory, ...] = ()
 

@@ -123,6 +123,7 @@ def status_view(
         f"context {model.max_context_tokens} tokens, blocks of {model.block_tokens}\n"
         f"requests: {status.num_running_requests} running, {status.num_finished_requests} finished, "
         f"{status.num_cancelled_requests} cancelled, {status.num_failed_requests} failed\n"
+        f"{_kv_capacity(status)}"
     )
     parts: list[RenderableType] = [head, *pool_parts(status), _replica_table(status.replicas)]
     by_replica = {replica.replica_id: replica.paths for replica in paths}
@@ -161,6 +162,21 @@ def explain_view(explained: pb.ExplainResponse) -> Group:
     for event in explained.timeline:
         timeline.add_row(f"{event.at_ms:.1f}", event.name, event.detail)
     return Group(*parts, timeline)
+
+
+def _kv_capacity(status: pb.StatusResponse) -> str:
+    """Return the KV tokens of a replica of each pool, which memory decides where `kv_tokens` is auto; empty
+    before any replica has reported."""
+    pool_to_tokens: dict[str, list[int]] = {}
+    for replica in status.replicas:
+        num_tokens = replica.load.num_total_blocks * status.model.block_tokens
+        if num_tokens:
+            pool_to_tokens.setdefault(replica.pool, []).append(num_tokens)
+    parts = [
+        f"{pool} {min(tokens)}" + (f" to {max(tokens)}" if max(tokens) > min(tokens) else "")
+        for pool, tokens in sorted(pool_to_tokens.items())
+    ]
+    return f"KV tokens of a replica: {', '.join(parts)}\n" if parts else ""
 
 
 def _replica_table(replicas: Sequence[pb.Replica]) -> Table:

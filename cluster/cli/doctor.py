@@ -152,12 +152,13 @@ def _read(file: Path | None, address: str, redis_url: str) -> tuple[ClusterConfi
 def _machine(
     config: ClusterConfig, environment: Mapping[str, str], ray_address: str, *, is_running: bool
 ) -> list[Finding]:
+    machine = Machine()
     try:
-        needs = needs_of(config)
+        needs = needs_of(config, machine, is_running=is_running)
     except CheckpointError:
         needs = None  # the checks of the model report it
     context = CheckContext(
-        machine=Machine(),
+        machine=machine,
         config=config,
         needs=needs,
         environment=environment,

@@ -9,6 +9,8 @@ from cluster.doctor.checks import Check, CheckContext, CheckResult, Figures, err
 from cluster.serve.machine import read
 from cluster.serve.memory import RAY_BYTES, Needs, gb, huge_pages_suffice
 from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES
+from workers.model.model_config import read_model_config
+from workers.model.rank_memory import least_kv_tokens
 
 GROUP = "limits and memory"
 # Ray raises the soft limit of open files as far as this and the hard limit allow.
@@ -106,6 +108,34 @@ def memory(context: CheckContext) -> Iterator[CheckResult]:
         yield ok(f"{seen} ({detail})", **figures)
 
 
+def kv_capacity(context: CheckContext) -> Iterator[CheckResult]:
+    """Report the KV of a replica where `kv_tokens` is `auto`, and why it is so much."""
+    if context.needs is None:
+        return
+    context_tokens = read_model_config(context.config.model).max_context_tokens
+    for pool, need in zip(context.config.pools, context.needs.pools, strict=True):
+        if pool.engine.kv_tokens != "auto":
+            continue
+        if not need.host_kv_token_bytes:
+            yield ok(f"pool {pool.name}: kv_tokens is {need.kv_reason}")
+            continue
+        kv_bytes = need.kv_tokens * need.host_kv_token_bytes
+        seen = f"pool {pool.name}: kv_tokens auto is {need.kv_tokens} a replica, {gb(kv_bytes)}"
+        figures: Figures = {"pool": pool.name, "kv_tokens": need.kv_tokens, "kv_bytes": kv_bytes}
+        least = least_kv_tokens(read_model_config(context.config.model), pool.engine.block_tokens)
+        remedy = "lower store.dram_gb, replicas or max_sequences, set surge: false, or use more machines"
+        if context.config.transfer.data_host not in LOOPBACK:
+            why = f"{need.kv_reason}: more where fewer of them are placed here"
+            yield note(seen, why, "", **figures)
+        elif need.kv_tokens < least:
+            yield error(f"{seen}; {least} are needed at least", need.kv_reason, remedy, **figures)
+        elif need.kv_tokens < context_tokens:
+            why = f"{need.kv_reason}; the model's context is {context_tokens}, and a request may be no longer"
+            yield note(seen, why, remedy, **figures)
+        else:
+            yield ok(f"{seen}: {need.kv_reason}", **figures)
+
+
 def huge_pages(context: CheckContext) -> Iterator[CheckResult]:
     """Check the reserved huge pages for the store, and the transparent ones that serve instead."""
     if not context.needs or not context.needs.store_bytes or not context.config.store.huge_pages:
@@ -154,8 +184,8 @@ def locked_memory(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def device_memory(context: CheckContext) -> Iterator[CheckResult]:
-    """Compare a rank's weights and KV with the memory of the smallest GPU. Activations, the CUDA context and
-    NCCL's buffers are not counted."""
+    """Compare a rank's weights, activations and KV with the memory of the smallest GPU. NCCL's buffers are
+    not counted."""
     pools = (
         []
         if context.needs is None
@@ -167,7 +197,7 @@ def device_memory(context: CheckContext) -> Iterator[CheckResult]:
         needed = max(rank.device_bytes for rank in pool.ranks if rank.device == "cuda")
         if sizes and needed > min(sizes):
             yield error(
-                f"pool {pool.name}: a rank takes {gb(needed)} for weights and KV; a GPU has {gb(min(sizes))}",
+                f"pool {pool.name}: a rank takes {gb(needed)}; a GPU has {gb(min(sizes))}",
                 "the rank cannot load",
                 "raise tp or pp, or lower kv_tokens of the pool",
                 needed_bytes=needed,
@@ -175,8 +205,8 @@ def device_memory(context: CheckContext) -> Iterator[CheckResult]:
             )
         elif sizes and needed > _DEVICE_SHARE * min(sizes):
             yield warning(
-                f"pool {pool.name}: a rank takes {gb(needed)} for weights and KV; a GPU has {gb(min(sizes))}",
-                "activations, the CUDA context and NCCL's buffers need memory too: the rank may fail to "
+                f"pool {pool.name}: a rank takes {gb(needed)}; a GPU has {gb(min(sizes))}",
+                "NCCL's buffers and what the allocator leaves unused need memory too: the rank may fail to "
                 "start, or run out of memory in long steps",
                 f"raise tp or pp, or lower kv_tokens of the pool: keep {1 - _DEVICE_SHARE:.0%} free",
                 needed_bytes=needed,
@@ -184,8 +214,8 @@ def device_memory(context: CheckContext) -> Iterator[CheckResult]:
             )
         elif sizes:
             yield ok(
-                f"pool {pool.name}: weights and KV of a rank take {gb(needed)} of a GPU's {gb(min(sizes))}; "
-                "activations, the CUDA context and NCCL's buffers come on top",
+                f"pool {pool.name}: weights, activations and KV of a rank take {gb(needed)} of a GPU's "
+                f"{gb(min(sizes))}; NCCL's buffers come on top",
                 needed_bytes=needed,
                 device_bytes=min(sizes),
             )
@@ -196,9 +226,17 @@ CHECKS = (
     Check("processes", GROUP, "Limit of processes and threads", processes),
     Check("shared-memory", GROUP, "Space in /dev/shm for Ray's object store", shared_memory),
     Check("memory", GROUP, "Free memory, or the container's limit, against all that is configured", memory),
+    Check(
+        "kv-capacity", GROUP, "How much KV a replica gets where `kv_tokens` is `auto`, and why", kv_capacity
+    ),
     Check("huge-pages", GROUP, "Huge pages for the store's host tier", huge_pages),
     Check("locked-memory", GROUP, "How much memory RDMA may register", locked_memory),
-    Check("device-memory", GROUP, "Weights and KV of a rank against 90 % of a GPU's memory", device_memory),
+    Check(
+        "device-memory",
+        GROUP,
+        "Weights, activations and KV of a rank against 90 % of a GPU's memory",
+        device_memory,
+    ),
 )
 
 

@@ -111,7 +111,7 @@ def _pool_results(pool: PoolConfig, model: ModelConfig) -> Iterator[CheckResult]
             f"pool {pool.name}: tp {pool.tp} is above the model's {model.num_kv_heads} KV heads",
             "several ranks hold a copy of each, so kv_tokens takes more memory than with fewer ranks",
         )
-    if pool.engine.kv_tokens < model.max_context_tokens:
+    if pool.engine.kv_tokens != "auto" and pool.engine.kv_tokens < model.max_context_tokens:
         yield note(
             f"pool {pool.name}: kv_tokens {pool.engine.kv_tokens} is below the model's context of "
             f"{model.max_context_tokens}",

@@ -321,6 +321,20 @@ ENGINES = (
         by="rank",
     ),
     _replica("device_memory_total_bytes", "", "bytes", "Memory of that GPU, or of the host.", by="rank"),
+    _replica(
+        "replica_load_seconds",
+        "",
+        "seconds",
+        "Time in which the rank formed groups, loaded its weights and allocated KV.",
+        by="rank",
+    ),
+    _replica(
+        "replica_warm_up_seconds",
+        "",
+        "seconds",
+        "Time in which the rank then warmed up, until it was ready.",
+        by="rank",
+    ),
     _replica("preemptions_total", "num_preemptions", "sequences", "Sequences that were preempted."),
     _replica(
         "replica_role",
@@ -340,6 +354,12 @@ ENGINES = (
 
 KV = (
     _replica("kv_blocks", "num_total_blocks", "blocks", "All KV blocks."),
+    _replica(
+        "kv_tokens",
+        "",
+        "tokens",
+        "KV capacity: `engine.kv_tokens`, or what was decided at the start where that is `auto`.",
+    ),
     _replica(
         "free_blocks", "num_free_blocks", "blocks", "Blocks that can be allocated, cached ones included."
     ),

@@ -113,6 +113,12 @@ class ReplicaMetrics:
         for rank, memory in enumerate(stats.memory):
             registry.set("device_memory_used_bytes", memory.used_bytes, rank=str(rank))
             registry.set("device_memory_total_bytes", memory.total_bytes, rank=str(rank))
+        for name, seconds in (
+            ("replica_load_seconds", stats.load_s),
+            ("replica_warm_up_seconds", stats.warm_up_s),
+        ):
+            for rank, value in enumerate(seconds):
+                registry.set(name, value, rank=str(rank))
         if stats.num_steps_by_batch:
             batches = cumulative(BATCH_SIZE, stats.num_steps_by_batch)
             registry.histogram("batch_size", batches, stats.num_batched_sequences)
@@ -125,6 +131,7 @@ class ReplicaMetrics:
         num_slots = (num_held + stats.num_offloaded_blocks) * self._block_tokens
         usage = num_held / stats.num_total_blocks if stats.num_total_blocks else 0.0
         fragmentation = min(1.0, stats.num_unfilled_tokens / num_slots) if num_slots else 0.0
+        self._registry.set("kv_tokens", stats.num_total_blocks * self._block_tokens)
         self._registry.set("kv_usage_ratio", usage)
         self._registry.set("kv_fragmentation_ratio", fragmentation)
 

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import ray
 from ray import serve
 
 from cluster.config import ClusterConfig
@@ -32,7 +33,7 @@ from cluster.scaling.serve_client import MARK_DEPLOYMENT, MARK_KEY, REPLICAS_KEY
 from cluster.serve.capacity import bundles, gateway_bundle, placement_strategy
 from cluster.serve.gateway_server import Gateway
 from cluster.serve.machine import Machine
-from cluster.serve.memory import check_container_memory
+from cluster.serve.memory import NodeResources, engine_config
 from cluster.serve.rank_actors import RayRankLauncher, node_host, only
 from cluster.serve.ray_private import with_version
 from cluster.serve.rollout import Deployed, gateway_version, pool_version, remember, with_replicas
@@ -95,7 +96,7 @@ def build_application(
             max_constructor_retry_count=2,
             max_surge_percent=_ONE_MORE if pool.surge else 0,
         )
-        .bind(config_json, pool.name, secret, life)
+        .bind(config_json, pool.name, secret, life, dict(cpus))
         for pool in config.pools
     ]
     return (
@@ -129,13 +130,13 @@ class ReplicaActor:
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config_json: str, pool_name: str, secret: bytes, life: str
+        self, config_json: str, pool_name: str, secret: bytes, life: str, cpus: dict[str, float]
     ) -> None:
         config = ClusterConfig.model_validate_json(config_json)
         unique_id = serve.get_replica_context().replica_id.unique_id
         log_to_stderr(config.logs, f"{pool_name}-{unique_id}", pool_name)
         self._pool = next(pool for pool in config.pools if pool.name == pool_name)
-        check_container_memory(config, pool_name, Machine())
+        engine = engine_config(config, pool_name, Machine(), _own_node(cpus))
         self._model_name = config.model_name
         self._clock = SystemClock()
         self._roster = open_roster(config.app)
@@ -150,7 +151,8 @@ class ReplicaActor:
             model_dir=str(config.model),
             dtype=resolve_dtype(config.pools, config.model),
             parallel=Parallel(self._pool.tp, self._pool.pp, self._pool.stage_devices, self._pool.layers),
-            engine=self._pool.engine,
+            engine=engine,
+            kv_share=self._pool.device_kv_share,
             transfer=config.transfer,
             secret=secret,
             host=host,
@@ -359,3 +361,10 @@ def deploy(config: ClusterConfig, deployed: Deployed, counts: Mapping[str, int] 
         external_scaler_enabled=True,
     )
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+
+
+def _own_node(cpus: Mapping[str, float]) -> NodeResources:
+    """Return what the node of this process has, with the CPUs per rank of each pool."""
+    node_id = ray.get_runtime_context().get_node_id()
+    nodes: dict[str, dict[str, float]] = {node["NodeID"]: node["Resources"] for node in ray.nodes()}
+    return NodeResources(nodes[node_id], cpus)

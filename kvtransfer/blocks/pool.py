@@ -202,11 +202,13 @@ class KvMemory:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         return cls(map_shared(fd, total_bytes), fd, num_bytes)
 
-    def populate(self) -> threading.Thread:
-        """Take all pages of the pool, on a thread that is returned: the first write to a page costs many
-        times a copy to it. Nobody need wait for the thread; what is written before it comes is taken then."""
+    def populate(self, most_bytes: int | None = None) -> threading.Thread:
+        """Take the pages of the pool, the first `most_bytes` or all, on a thread that is returned: the first
+        write to a page costs many times a copy to it. Nobody need wait for the thread; what is written before
+        it comes is taken then."""
         assert self._mapping is not None
-        arguments = self._mapping, self.num_bytes, self._closed
+        num_bytes = self.num_bytes if most_bytes is None else min(self.num_bytes, most_bytes)
+        arguments = self._mapping, num_bytes, self._closed
         self._populating = threading.Thread(
             target=_populate_all, args=arguments, name="kv-memory", daemon=True
         )

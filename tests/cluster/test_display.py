@@ -157,6 +157,18 @@ def test_a_missing_path_is_shown_with_its_reason() -> None:
     assert text[1].split("prefill-abcd1234")[1].split()[0] == "none"
 
 
+def test_status_has_the_kv_of_a_replica_of_each_pool() -> None:
+    def replica(pool: str, num_blocks: int) -> pb.Replica:
+        return pb.Replica(
+            replica_id=f"{pool}-{num_blocks}", pool=pool, load=pb.Load(num_total_blocks=num_blocks)
+        )
+
+    replicas = [replica("p", 10), replica("d", 40), replica("d", 30), replica("new", 0)]
+    message = pb.StatusResponse(model=pb.Model(block_tokens=64), replicas=replicas)
+    assert "KV tokens of a replica: d 1920 to 2560, p 640\n" in shown(status_view(message))
+    assert "KV tokens" not in shown(status_view(pb.StatusResponse(replicas=replicas[-1:])))
+
+
 def test_stores_are_shown_as_processes_and_as_tiers() -> None:
     member = pb.StoreMember(node_id="n0", host="node-a", address="10.0.0.1:5000", process_id=4711)
     node = pb.StoreNodeStat(member=member, tiers=[pb.StoreTier(tier="dram", num_records=77)])

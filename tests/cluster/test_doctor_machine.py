@@ -11,7 +11,8 @@ from doctor_harness import FakeMachine, config_of, context_of, only, said
 from cluster.doctor import hardware, limits
 from cluster.doctor.checks import Severity
 from cluster.serve.machine import Machine, numbers, run_command
-from cluster.serve.memory import ENGINE_CORE_BYTES, RANK_BYTES, RAY_BYTES, needs_of
+from cluster.serve.memory import ENGINE_CORE_BYTES, RAY_BYTES, needs_of
+from workers.model.rank_memory import PROCESS_BYTES
 
 OK, NOTE, WARNING, ERROR = Severity
 GIB = 1 << 30
@@ -93,9 +94,9 @@ def test_what_is_needed_is_counted_rank_by_rank() -> None:
         assert token * kv_tokens <= held <= token * kv_tokens + 2 * (8 << 20)
     assert sum(rank.offload_bytes for rank in decode.ranks) == 640 * token
     of_decode = (
-        ENGINE_CORE_BYTES + 2 * RANK_BYTES + sum(r.device_bytes + r.offload_bytes for r in decode.ranks)
+        ENGINE_CORE_BYTES + 2 * PROCESS_BYTES + sum(r.device_bytes + r.offload_bytes for r in decode.ranks)
     )
-    of_prefill = ENGINE_CORE_BYTES + 2 * RANK_BYTES + sum(r.device_bytes for r in prefill.ranks)
+    of_prefill = ENGINE_CORE_BYTES + 2 * PROCESS_BYTES + sum(r.device_bytes for r in prefill.ranks)
     assert needs.host_bytes == RAY_BYTES + 2_000_000_000 + ENGINE_CORE_BYTES + of_prefill + 3 * of_decode
     assert needs.num_threads == 2 + 3 * 2
 
@@ -325,4 +326,4 @@ def test_a_machine_that_reports_nothing_breaks_nothing(tmp_path: Path) -> None:
     context = context_of(Machine(root=tmp_path, run=lambda _: None, home=tmp_path))
     for check in (*limits.CHECKS, *hardware.CHECKS):
         for result in check.look(context):
-            assert check.name in ("shared-memory", "processes", "compiler"), result
+            assert check.name in ("shared-memory", "processes", "compiler", "kv-capacity"), result

@@ -64,6 +64,8 @@ LOAD = LoadReport(
     num_transport_bytes={"shm": 5},
     transport_s={"shm": 0.5},
     memory=(DeviceMemory(10, 20),),
+    load_s=(1.5,),
+    warm_up_s=(0.25,),
 )
 
 

@@ -19,6 +19,8 @@ from workers.stats_record import ReplicaStats
 COMPUTED = {
     "paths": "path_bytes_per_second",
     "memory": "device_memory_used_bytes",
+    "load_s": "replica_load_seconds",
+    "warm_up_s": "replica_warm_up_seconds",
     "num_steps_by_batch": "batch_size",
     "num_batched_sequences": "batch_size",
     "num_unfilled_tokens": "kv_fragmentation_ratio",

@@ -8,7 +8,8 @@ import helm_python
 import pytest
 from chart_harness import EXAMPLES, render, with_value
 
-from cluster.serve.memory import ENGINE_CORE_BYTES, RANK_BYTES
+from cluster.serve.memory import ENGINE_CORE_BYTES
+from workers.model.rank_memory import PROCESS_BYTES
 
 # Path: (value, part of the message).
 BY_THE_SCHEMA = {
@@ -128,7 +129,7 @@ def test_what_the_schema_cannot_see_is_refused_too(values: dict[str, Any], reaso
 def test_the_memory_of_a_pod_is_reckoned_as_the_doctor_does() -> None:
     """The same sizes of processes, down to the byte."""
     dram_bytes, num_ranks = 4_000_000_000, 2 * 2 * 3
-    enough = dram_bytes + num_ranks * RANK_BYTES + 3 * ENGINE_CORE_BYTES
+    enough = dram_bytes + num_ranks * PROCESS_BYTES + 3 * ENGINE_CORE_BYTES
     config = {"role": "decode", "tp": 2, "pp": 2}
     pool = {"config": config, "replicasPerPod": 3, "resources": {"memory": str(enough)}}
     render({"pools": {"decode": pool}})

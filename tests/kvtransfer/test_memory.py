@@ -54,6 +54,10 @@ def test_populated_memory_has_all_its_pages() -> None:
     assert os.fstat(memory.fd).st_blocks * 512 >= 3 << 20
     assert memory.buffer == bytes(3 << 20)
     memory.close()
+    part = KvMemory.allocate(16 << 20)
+    part.populate(2 << 20).join()
+    assert 2 << 20 <= os.fstat(part.fd).st_blocks * 512 <= 4 << 20, "rounded up to huge pages at most"
+    part.close()
 
 
 def test_memory_that_is_being_populated_may_be_written_and_closed() -> None:

@@ -50,6 +50,8 @@ from workers.messages import (
     StepReport,
     TableChange,
 )
+from workers.model.model_config import read_model_config
+from workers.model.rank_memory import RankShape, activation_bytes
 
 SECRET = b"s" * 32
 IDENTITY = ReplicaIdentity("replica", 1)
@@ -380,6 +382,51 @@ def test_a_long_step_progresses_and_a_stopped_rank_does_not(core: EngineCore, tm
         assert message == StepProgress(1)
     assert isinstance(message, StepReport)
     assert message.step == 1
+
+
+def test_the_largest_step_takes_no_more_memory_than_was_counted(core: EngineCore, tmp_path: Path) -> None:
+    """A full batch of rows of which as many sample as may, with the dearest sampling, after smaller steps."""
+    num_rows, num_sequences, vocab_size = 1024, 32, 50_000
+    sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1536, "head_dim": 64}
+    sizes |= {"num_attention_heads": 8, "vocab_size": vocab_size, "num_hidden_layers": 2}
+    write_random_checkpoint(tmp_path, "llama", seed=3, tie_word_embeddings=True, **sizes)
+    limits = {"num_kv_tokens": 2 * num_rows, "max_batch_tokens": num_rows, "max_sequences": num_sequences}
+    core.ready(replace(make_spec(core, tmp_path), **limits))
+    assert core.process is not None
+    core.send(prefill(1))
+    core.send(StepPlan(2, free_slots=(0,)))
+    for _ in range(2):
+        assert isinstance(core.receive(), StepReport)
+    status = Path(f"/proc/{core.process.pid}/status")
+    before = status_bytes(status, "VmRSS")
+    Path(f"/proc/{core.process.pid}/clear_refs").write_text("5")  # the peak begins anew
+    length, num_blocks = num_rows // num_sequences, num_rows // num_sequences // 16
+    sampling = SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.1, num_logprobs=2)
+    prompt = np.arange(length, dtype="<u4").tobytes()
+    starts = tuple(
+        SlotStart(sampling, (SlotSample(slot, seed=slot, last_token=7),), prompt)
+        for slot in range(num_sequences)
+    )
+    entries = tuple(BatchEntry(slot, 0, length, prompt, (slot,)) for slot in range(num_sequences))
+    tables = tuple(
+        TableChange(slot, 0, np.arange(slot * num_blocks, (slot + 1) * num_blocks, dtype="<u4").tobytes())
+        for slot in range(num_sequences)
+    )
+    core.send(StepPlan(3, starts=starts, entries=entries, tables=tables))
+    report = core.receive()
+    assert isinstance(report, StepReport)
+    assert len(report.tokens) == 4 * num_sequences
+    config = read_model_config(tmp_path)
+    shape = RankShape(config, 0, config.num_layers)
+    counted = activation_bytes(shape, 4, num_rows, num_sequences)
+    kv_bytes = num_rows * shape.kv_token_bytes(4)  # its pages may be taken now
+    taken = status_bytes(status, "VmHWM") - before
+    assert counted / 4 <= taken <= counted + kv_bytes, (counted, taken)
+
+
+def status_bytes(status: Path, name: str) -> int:
+    (line,) = (line for line in status.read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024
 
 
 def test_a_rank_does_not_serve_a_stranger(core: EngineCore, model_dir: Path) -> None:

@@ -3,17 +3,16 @@
 It contains no parallelism: a rank's decoder computes the layers and heads that it was loaded with, and
 `workers.model.parallel` joins the parts of several ranks.
 
-Arithmetic follows transformers: norms and rotary angles in float32, everything else in the weights' dtype. On
-a CPU, products use weights in oneDNN's packed order, by private functions of torch that are tried before use.
+Arithmetic follows transformers: norms and rotary angles in float32, everything else in the weights' dtype, but
+for logits, which are float32. Products are those of `workers.model.products`.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -28,21 +27,21 @@ from workers.model.attention.interface import (
     StepInput,
 )
 from workers.model.model_config import ModelConfig, RopeConfig, read_model_config
+from workers.model.products import Linear, Workspace, make_linear
 from workers.model.sizes import query_heads
 from workers.model.weights import LayerWeights, LinearWeights, ShardSpec, WeightReader
 
-_log = logging.getLogger("tandem.rank")
-
-# oneDNN packs a weight for an expected number of rows; this one serves one row and hundreds alike.
-# It also compiles and keeps code for every number of rows (some 0.4 MB each): larger numbers are padded to a
-# multiple of this one, so that a rank uses few.
-_PACK_ROWS = 16
-_OPS = torch.ops.mkldnn
-_TRIED_SHAPE = (24, 32)
-_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-
-# `workers.model.parallel` replaces products by ones that join the parts of several ranks.
+# Maps token ids to rows of the embedding, or hidden states to logits. `workers.model.parallel` replaces both by
+# ones that join the parts of several ranks.
 Product = Callable[[Tensor], Tensor]
+
+
+class AddedProduct(Protocol):
+    """A product whose result is added to the hidden states: of one rank, or joined by
+    `workers.model.parallel`."""
+
+    def add_to(self, hidden: Tensor, x: Tensor) -> None:
+        """Add the product of x [num_tokens, num_inputs] to `hidden` [num_tokens, hidden_size]."""
 
 
 def load_decoder(
@@ -81,12 +80,21 @@ class Decoder:
         self.shard = shard
         self.embedding: Product | None = None
         self.head: Product | None = None
+        self._workspace = Workspace()
         is_first, is_last = shard.layer_start == 0, shard.layer_end == config.num_layers
         table: Tensor | None = None
         if is_first or (is_last and config.tie_word_embeddings):
             table = reader.embedding()
-        if is_first and table is not None:
+        if is_last:
+            self._norm = reader.final_norm()
+            weight = reader.head(table)
+            head = make_linear(weight)
+            self.head = head.floats
+            if is_first and weight is table:
+                self.embedding = head.lookup
+        if is_first and table is not None and self.embedding is None:
             self.embedding = Embedding(table)
+        del table
         self.layers: list[DecoderLayer] = []
         for layer in range(shard.layer_start, shard.layer_end):
             loaded = DecoderLayer(
@@ -94,13 +102,11 @@ class Decoder:
                 layer - shard.layer_start,
                 config.rms_norm_eps,
                 config.sliding_windows[layer],
+                self._workspace,
             )
             self.layers.append(loaded)
             num_layers = shard.layer_end - shard.layer_start
             progress(f"loading weights, {len(self.layers)} of {num_layers} layers")
-        if is_last:
-            self._norm = reader.final_norm()
-            self.head = Linear(LinearWeights(reader.head(table), None))
         self.attention_shape = AttentionShape(
             len(query_heads(config.num_heads, config.num_kv_heads, shard.tp_rank, shard.tp_size)),
             config.sliding_windows[shard.layer_start : shard.layer_end],
@@ -133,7 +139,7 @@ class Decoder:
         """Apply final norm and head to rows [num_rows, hidden_size], on the last stage. Returns float32
         [num_rows, vocab_size]."""
         assert self.head is not None, "this stage has no head"
-        return self.head(rms_norm(hidden, self._norm, self.config.rms_norm_eps)).float()
+        return self.head(rms_norm(hidden, self._norm, self.config.rms_norm_eps))
 
 
 # -------------------------------------------------------------------------- parts of a decoder layer
@@ -149,31 +155,14 @@ class Embedding:
         return F.embedding(tokens, self._table)
 
 
-class Linear:
-    """Maps [num_tokens, num_inputs] to [num_tokens, num_outputs].
-
-    Where oneDNN serves the dtype well, the weight is kept only in oneDNN's own packed order. It is then read
-    up to 1.9 times as fast for few tokens, and (measured on AMX and AVX-512) a row's result does not depend
-    on the number of tokens, except for a single token in wide float32 products."""
-
-    def __init__(self, weights: LinearWeights) -> None:
-        self._bias = weights.bias
-        self._is_packed = can_pack(weights.weight.device, weights.weight.dtype)
-        self._weight = pack(weights.weight) if self._is_packed else weights.weight
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self._is_packed:
-            return packed_product(x, self._weight, self._bias)
-        return F.linear(x, self._weight, self._bias)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scale the last dimension to unit mean square in float32, round, then multiply by `weight`."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """Scale the last dimension to unit mean square in float32, round, then multiply by `weight`. The result
+    is written to `out` where it is given."""
     if native.serves(x.device, x.dtype) and x.stride(-1) == 1:
         kernels = native.load()
         assert kernels is not None
-        return kernels.rms_norm(x, weight, eps)
-    return F.rms_norm(x, (x.shape[-1],), None, eps).mul_(weight)
+        return kernels.rms_norm(x, weight, eps, out)
+    return torch.mul(F.rms_norm(x, (x.shape[-1],), None, eps), weight, out=out)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> Tensor:
@@ -193,96 +182,38 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> T
 
 
 class DecoderLayer:
-    """One layer over a flattened batch. Its KV is layer `index` of the rank's KV."""
+    """One layer over a flattened batch. Its KV is layer `index` of the rank's KV. The layers of a decoder
+    share a `workspace`."""
 
-    def __init__(self, weights: LayerWeights, index: int, eps: float, window: int) -> None:
+    def __init__(
+        self, weights: LayerWeights, index: int, eps: float, window: int, workspace: Workspace
+    ) -> None:
         self._eps = eps
+        self._workspace = workspace
         self._attention = LayerAttention(index, window, weights.q_norm, weights.k_norm, eps)
         self._input_norm, self._post_norm = weights.input_norm, weights.post_norm
-        self._qkv, self._gate_up = Linear(weights.qkv), Linear(weights.gate_up)
+        self._qkv = _linear(weights.qkv)
+        self._gate_up = make_linear(weights.gate_up.weight, weights.gate_up.bias, is_gated=True)
         # With a part of the heads and of the intermediate columns, these compute a part of the sum.
-        self.output: Product = Linear(weights.output)
-        self.down: Product = Linear(weights.down)
+        self.output: AddedProduct = _linear(weights.output)
+        self.down: AddedProduct = _linear(weights.down)
 
     def forward(self, hidden: Tensor, plan: AttentionPlan) -> None:
         """Add the layer's attention and feed-forward to `hidden` [num_tokens, hidden_size], in place."""
-        qkv = self._qkv(rms_norm(hidden, self._input_norm, self._eps))
+        take = self._workspace.take
+        normed = rms_norm(hidden, self._input_norm, self._eps, take("normed", hidden, hidden.shape[1]))
+        qkv = self._qkv(normed, take("qkv", hidden, self._qkv.num_outputs))
         plan.marks.mark()
         mixed = plan.run(self._attention, qkv)
         plan.marks.mark()
-        hidden.add_(self.output(mixed))
+        self.output.add_to(hidden, mixed)
         plan.marks.mark()
-        normed = rms_norm(hidden, self._post_norm, self._eps)
-        gate, up = self._gate_up(normed).chunk(2, dim=-1)
+        normed = rms_norm(hidden, self._post_norm, self._eps, normed)
+        gated = self._gate_up.gated(normed, take("gated", hidden, self._gate_up.num_outputs // 2))
         plan.marks.mark()
-        hidden.add_(self.down(F.silu(gate).mul_(up)))
+        self.down.add_to(hidden, gated)
         plan.marks.mark()
 
 
-# ------------------------------------------------------------------------------------- packed products
-
-
-def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products of this kind are faster with packed weights, and torch has them. float16 gained
-    nothing where it was measured."""
-    return (
-        device.type == "cpu"
-        and dtype in _TOLERANCES
-        and bool(torch.backends.mkldnn.enabled)
-        and _works(dtype)
-    )
-
-
-def pack(weight: Tensor) -> Tensor:
-    """Return the weight [num_outputs, num_inputs] in packed order."""
-    packed: Tensor = _OPS._reorder_linear_weight(weight, _PACK_ROWS)
-    return packed
-
-
-def packed_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply x [num_tokens, num_inputs] with a packed weight, to [num_tokens, num_outputs]."""
-    num_rows = x.shape[0]
-    if num_rows > _PACK_ROWS and num_rows % _PACK_ROWS:
-        x = F.pad(x, (0, 0, 0, -num_rows % _PACK_ROWS))
-    result: Tensor = _OPS._linear_pointwise(x, packed, bias, "none", [], "")
-    return result[:num_rows]
-
-
-@functools.cache
-def _works(dtype: torch.dtype) -> bool:
-    """Try packed products once: another version of torch may lack these functions or define them
-    differently."""
-    try:
-        if dtype == torch.bfloat16 and not _OPS._is_mkldnn_bf16_supported():
-            return False
-        problem = _try(dtype)
-    except (AttributeError, RuntimeError, TypeError) as error:
-        problem = str(error).partition("\n")[0]
-    if problem:
-        _log.warning(
-            "torch %s has no packed products of %s (%s): plain ones are used, which read weights more slowly",
-            torch.__version__,
-            dtype,
-            problem,
-        )
-    return not problem
-
-
-@torch.inference_mode()
-def _try(dtype: torch.dtype) -> str:
-    """Return what is wrong with a packed product, "" if it is right."""
-    num_outputs, num_inputs = _TRIED_SHAPE
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(num_outputs, num_inputs, generator=generator).to(dtype)
-    bias = torch.randn(num_outputs, generator=generator).to(dtype)
-    packed = pack(weight)
-    for num_rows in (1, _PACK_ROWS + 1):
-        x = torch.randn(num_rows, num_inputs, generator=generator).to(dtype)
-        expected = F.linear(x, weight, bias).float()
-        actual = packed_product(x, packed, bias).float()
-        if actual.shape != expected.shape:
-            return f"shape {list(actual.shape)} in place of {list(expected.shape)}"
-        error = float((actual - expected).abs().max() / expected.abs().max())
-        if not error <= _TOLERANCES[dtype]:
-            return f"results are off by {error:.1e}"
-    return ""
+def _linear(weights: LinearWeights) -> Linear:
+    return make_linear(weights.weight, weights.bias)

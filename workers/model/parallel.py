@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from workers.model.decoder import Decoder, Product
+from workers.model.decoder import AddedProduct, Decoder, Product
 from workers.model.sizes import part
 
 
@@ -73,7 +73,7 @@ class Unfinished:
         while self._rows:
             self._collectives.all_reduce(zeros[: self._rows.pop()].zero_())
         if self._num_sampled:
-            own = like.new_zeros((self._num_sampled, self._widths[self.tp_rank]))
+            own = like.new_zeros((self._num_sampled, self._widths[self.tp_rank]), dtype=torch.float32)
             self.gather_columns(own, self._widths)
 
 
@@ -97,14 +97,15 @@ def parallelize(decoder: Decoder, collectives: Collectives) -> None:
 class _Summed:
     """A product whose inputs are split over the ranks: the partial results are added up."""
 
-    def __init__(self, product: Product, collectives: Collectives) -> None:
+    def __init__(self, product: AddedProduct, collectives: Collectives) -> None:
         self._product = product
         self._all_reduce = collectives.all_reduce
 
-    def __call__(self, x: Tensor) -> Tensor:
-        partial = self._product(x)
+    def add_to(self, hidden: Tensor, x: Tensor) -> None:
+        partial = torch.zeros_like(hidden)
+        self._product.add_to(partial, x)
         self._all_reduce(partial)
-        return partial
+        hidden.add_(partial)
 
 
 class _SplitEmbedding:

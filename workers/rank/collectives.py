@@ -78,6 +78,7 @@ class RankGroups:
         self.is_first_stage = self.stage == 0
         self.is_last_stage = self.stage == pp - 1
         self.is_sampler = self.is_last_stage and self.tp_rank == 0
+        self._store = store
         self._nccl_groups: list[Any] = []
         self._layer_group: SharedSums | _LayerGroup | None = None
         self._previous: HiddenReceiver | _HiddenPair | None = None
@@ -136,6 +137,18 @@ class RankGroups:
             self._tokens = LocalTokens(board.connect("tokens", receivers).values())
         else:
             self._tokens = LocalTokens(board.connect("tokens", [sampler]).values())
+
+    def smallest(self, value: int) -> int:
+        """Return the least of what all ranks of the replica pass, which call this once, at the same point of
+        their start."""
+        if self.tp * self.pp == 1:
+            return value
+        assert self._store is not None
+        with _broken_connections("agreeing on a size"):
+            keys = [f"size {rank}" for rank in range(self.tp * self.pp)]
+            self._store.set(keys[self.rank], str(value))
+            self._store.wait(keys, _TIMEOUT)
+            return min(int(self._store.get(key)) for key in keys)
 
     # -------------------------------------------------------------------------------- inside a stage
 

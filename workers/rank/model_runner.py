@@ -6,10 +6,11 @@ and directly by the engine benchmark."""
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ from workers.model.decoder import load_decoder
 from workers.model.fingerprint import FingerprintTask
 from workers.model.host_kv import MODES, HostKv, OffloadMode
 from workers.model.model_config import ModelConfig
+from workers.model.rank_memory import CUDA_CONTEXT_BYTES, RankShape, activation_bytes, least_kv_tokens
 from workers.model.sizes import kv_heads
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups
@@ -53,6 +55,9 @@ _DTYPES = {
     "fp16": torch.float16,
 }
 _WARM_UP_TOKENS = 48
+# Of a KV pool in host memory, so much is taken from the start on. The rest, which a replica may never use, is
+# taken when it is first written, which adds a few percent to those steps.
+_POPULATED_BYTES = 1 << 30
 # The context length, in host memory, of the step that decides how blocks there are read.
 _MEASURED_HOST_TOKENS = 4096
 _NUM_MEASURED_STEPS = 4
@@ -68,6 +73,14 @@ class ReadyFields:
     max_context_tokens: int
     eos_token_ids: tuple[int, ...]
     compatibility: CompatibilityRecord
+
+
+class AutoKv(NamedTuple):
+    """How a rank on CUDA decides its KV capacity: what is left of `memory_share` of its device's memory
+    beside the weights and the largest step, of `max_batch_tokens` rows."""
+
+    memory_share: float
+    max_batch_tokens: int
 
 
 def read_dtype(name: str) -> torch.dtype:
@@ -102,16 +115,19 @@ class ModelRunner:
         groups: RankGroups | None = None,
         fingerprint: FingerprintTask | None = None,
         num_offload_tokens: int = 0,
+        auto_kv: AutoKv | None = None,
         offload_mode: OffloadMode | Literal["auto"] = "auto",
         faults: Faults | None = None,
         progress: Callable[[str], None] = lambda phase: None,
     ) -> None:
         """`shard` (default: the whole model) is the part of this rank in `groups` (default: the only rank);
-        `fingerprint` computes that of the checkpoint (default: begun here). Plans use the slots below `max_sequences`.
+        `fingerprint` computes that of the checkpoint (default: begun here). Plans use the slots below
+        `max_sequences`.
 
         Block ids after those of the device's `num_kv_tokens` denote `num_offload_tokens` in host memory; with
-        the mode "auto" the warm-up measures which way to read them is faster. `progress` is called with the
-        name of each phase that begins.
+        the mode "auto" the warm-up measures which way to read them is faster, if attention has both. With
+        `auto_kv` the device's are at most `num_kv_tokens`, and as many as all ranks have memory for.
+        `progress` is called with the name of each phase that begins.
         """
         torch.set_num_threads(num_threads)
         self._clock = clock
@@ -126,19 +142,23 @@ class ModelRunner:
         self.config = config = self._decoder.config
         self.layout = _layout(config, self._decoder.shard, block_tokens, dtype)
         num_blocks = num_kv_tokens // block_tokens
+        if auto_kv is not None:
+            num_blocks = self._groups.smallest(min(num_blocks, self._fitting_blocks(auto_kv, max_sequences)))
         if num_blocks < 1:
             raise CapacityError(f"kv_tokens {num_kv_tokens} is less than one block of {block_tokens} tokens")
         progress("allocating KV memory")
         self.kv, self.pool = _allocate(self.layout, num_blocks, dtype, device)
         self._offload_mode = offload_mode
         self.host = self._allocate_host(num_offload_tokens // block_tokens)
+        is_staged = self.host is not None and offload_mode == "stream"
+        self.attention = choose_attention(self._decoder.attention_shape, self.kv, clock, is_staged=is_staged)
         num_offload_blocks = len(self.host.kv) if self.host is not None else 0
         num_kv_tokens = (num_blocks + num_offload_blocks) * block_tokens
         max_context_tokens = min(config.max_context_tokens, num_kv_tokens)
         self._own_slot = max_sequences
         self._runner = StepRunner(
             self._decoder,
-            choose_attention(self._decoder.attention_shape, self.kv),
+            self.attention,
             self.host,
             self._groups,
             block_tokens,
@@ -206,7 +226,7 @@ class ModelRunner:
         if num_tokens < most:
             self.run(StepPlan(0, decodes=slot.to_bytes(4, "little")))
         self.run(StepPlan(0, free_slots=(slot,)))
-        if self.host is not None and self._offload_mode == "auto":
+        if self.host is not None and self._offload_mode == "auto" and self.attention.can_stage:
             self._choose_offload_mode(self.host)
 
     def close(self) -> None:
@@ -214,8 +234,29 @@ class ModelRunner:
         self._groups.close()
         if self.host is not None:
             self.host.close()
-        del self.kv, self._runner
+        del self.kv, self.attention, self._runner
         self.pool.close()
+
+    def _fitting_blocks(self, auto: AutoKv, max_sequences: int) -> int:
+        """Return how many blocks the device has memory for. Not yet validated on CUDA."""
+        if self._device.type != "cuda":
+            return sys.maxsize  # host memory was divided before the ranks started
+        torch.cuda.empty_cache()
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
+        own_bytes = torch.cuda.memory_reserved(self._device) + CUDA_CONTEXT_BYTES
+        shard = self._decoder.shard
+        shape = RankShape(self.config, shard.layer_start, shard.layer_end, shard.tp_rank, shard.tp_size)
+        largest = activation_bytes(shape, self._dtype.itemsize, auto.max_batch_tokens, max_sequences)
+        left = min(round(auto.memory_share * total_bytes) - own_bytes, free_bytes) - largest
+        num_blocks = max(left, 0) // self.layout.block_bytes
+        least = least_kv_tokens(self.config, self._block_tokens) // self._block_tokens
+        if num_blocks < least:
+            raise CapacityError(
+                f"kv_tokens: auto has room for {num_blocks} blocks of {self._block_tokens} tokens on "
+                f"{self._device}, which has {free_bytes} of {total_bytes} bytes free, and the replica needs "
+                f"{least}: raise tp or pp, raise engine.memory_share, or lower max_batch_tokens"
+            )
+        return num_blocks
 
     def _allocate_host(self, num_blocks: int) -> HostKv | None:
         if not num_blocks:
@@ -271,7 +312,7 @@ def _allocate(
     shape = (num_blocks, shard.num_layers, 2, shard.num_heads, layout.block_tokens, layout.head_dim)
     if device.type == "cpu":
         memory = KvMemory.allocate(num_blocks * layout.block_bytes)
-        memory.populate()
+        memory.populate(_POPULATED_BYTES)
         return torch.frombuffer(memory.buffer, dtype=dtype).view(shape), HostPool(layout, memory)
     kv = torch.zeros(shape, dtype=dtype, device=device)
     return kv, DevicePool(layout, kv.view(num_blocks, -1).view(torch.uint8))

@@ -16,19 +16,17 @@ from torch import Tensor
 
 from kvtransfer.common.clock import Clock
 from workers.messages import StageCost
+from workers.model import native
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import AttentionShape, SequenceSpan, StepInput
 from workers.model.decoder import (
     DecoderLayer,
     Embedding,
-    Linear,
-    can_pack,
-    pack,
-    packed_product,
     rms_norm,
     rope_frequencies,
 )
 from workers.model.model_config import ModelConfig
+from workers.model.products import Workspace, make_linear
 from workers.model.sizes import kv_heads, part, query_heads
 from workers.model.weights import LayerWeights, LinearWeights
 from workers.stats_record import DeviceMemory
@@ -109,7 +107,7 @@ class Probe:
     def _layer_s(self, num_rows: int, num_earlier: int) -> tuple[float, float]:
         """Time one layer over a sequence's first `num_rows` tokens, and over as many after `num_earlier`."""
         config = self._config
-        layer = DecoderLayer(self._layer_weights(), 0, config.rms_norm_eps, 0)
+        layer = DecoderLayer(self._layer_weights(), 0, config.rms_norm_eps, 0, Workspace())
         blocks = range(-(-(num_earlier + num_rows) // self._block_tokens))
         kv_shape = (len(blocks), 1, 2, self._num_kv_heads, self._block_tokens, config.head_dim)
         kv = torch.zeros(kv_shape, dtype=self._dtype, device=self._device)
@@ -131,9 +129,9 @@ class Probe:
     def _head_s(self, num_rows: int) -> float:
         size = self._config.hidden_size
         num_measured = min(self._vocab_size, _HEAD_ROWS)
-        head = Linear(LinearWeights(self._random(num_measured, size), None))
+        head = make_linear(self._random(num_measured, size))
         norm, hidden = self._random(size), self._random(num_rows, size)
-        measured_s = self._best_s(lambda: head(rms_norm(hidden, norm, self._config.rms_norm_eps)).float())
+        measured_s = self._best_s(lambda: head.floats(rms_norm(hidden, norm, self._config.rms_norm_eps)))
         return measured_s * self._vocab_size / num_measured
 
     def _layer_weights(self) -> LayerWeights:
@@ -210,14 +208,14 @@ def linear_flop_s(device: torch.device, dtype: torch.dtype, clock: Clock) -> flo
     """Measure the operations a second of a linear layer as the engine computes it, over a tile of a
     prompt."""
     size = _LINEAR_SIZE
-    linear = Linear(LinearWeights(torch.randn(size, size, device=device).to(dtype), None))
+    linear = make_linear(torch.randn(size, size, device=device).to(dtype))
     rows = torch.randn(_LINEAR_ROWS, size, device=device).to(dtype)
     best_s = _best_s(lambda: linear(rows), clock, device, _LINEAR_REPEAT)
     return 2 * _LINEAR_ROWS * size**2 / best_s
 
 
 class ProductKind(NamedTuple):
-    """A way to compute a product: in this dtype, with the weight in oneDNN's packed order or as it is."""
+    """A way to compute a product: in this dtype, with a packed weight or by torch."""
 
     dtype: torch.dtype
     is_packed: bool
@@ -228,7 +226,7 @@ def product_kinds(device: torch.device, dtype: torch.dtype) -> list[ProductKind]
     if device.type != "cpu":
         return [ProductKind(dtype, False)]
     dtypes = dict.fromkeys((torch.float32, dtype))
-    found = [ProductKind(each, True) for each in dtypes if can_pack(device, each)]
+    found = [ProductKind(each, True) for each in dtypes if native.serves(device, each)]
     return found + [ProductKind(each, False) for each in dtypes]
 
 
@@ -250,8 +248,8 @@ def _product(kind: ProductKind, size: int, device: torch.device) -> Callable[[],
     square = torch.randn(size, size, device=device).to(kind.dtype)
     if not kind.is_packed:
         return lambda: square @ square
-    packed = pack(square)
-    return lambda: packed_product(square, packed, None)
+    linear = make_linear(square)
+    return lambda: linear(square)
 
 
 def device_memory(device: torch.device) -> DeviceMemory:

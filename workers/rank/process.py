@@ -57,7 +57,7 @@ from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.sizes import refuse_empty_parts
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups, find_store, open_store
-from workers.rank.model_runner import ModelRunner, ReadyFields, read_dtype
+from workers.rank.model_runner import AutoKv, ModelRunner, ReadyFields, read_dtype
 from workers.rank.probe import AT_START, DeviceLimits, Probe, ProbeResult, device_memory, measure_limits
 from workers.rank.progress import Progress
 from workers.rank.step_runner import Ticket
@@ -164,6 +164,7 @@ class _Rank:
             secret=spec.secret,
         )
         first_layer, end_layer = form.stages[spec.stage]
+        auto = AutoKv(spec.kv_share, spec.max_batch_tokens) if spec.kv_share else None
         return ModelRunner(
             model_dir=Path(spec.model_dir),
             dtype=read_dtype(spec.dtype),
@@ -171,6 +172,7 @@ class _Rank:
             block_tokens=spec.block_tokens,
             num_kv_tokens=spec.num_kv_tokens,
             num_offload_tokens=spec.num_offload_tokens,
+            auto_kv=auto,
             max_sequences=spec.max_sequences,
             num_threads=spec.num_threads,
             clock=self._clock,

@@ -10,7 +10,7 @@ cancelled.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,7 @@ from workers.messages import (
     MoveEnded,
     News,
     PrefillReport,
+    RankReady,
     ReplicaHello,
     RequestFailed,
     RoleChanged,
@@ -157,14 +158,16 @@ class GatewayLinks:
 
 
 def _frame(news: list[News], load: LoadReport | None) -> StepFrame:
+    deltas = tuple([item for item in news if isinstance(item, TokenDelta)])
+    others = [item for item in news if not isinstance(item, TokenDelta)] if len(deltas) < len(news) else []
     return StepFrame(
-        deltas=tuple(item for item in news if isinstance(item, TokenDelta)),
-        prefills=tuple(item for item in news if isinstance(item, PrefillReport)),
-        hand_overs=tuple(item for item in news if isinstance(item, HandOverReport)),
-        failures=tuple(item for item in news if isinstance(item, RequestFailed)),
+        deltas=deltas,
+        prefills=tuple(item for item in others if isinstance(item, PrefillReport)),
+        hand_overs=tuple(item for item in others if isinstance(item, HandOverReport)),
+        failures=tuple(item for item in others if isinstance(item, RequestFailed)),
         load=load,
-        moves=tuple(item for item in news if isinstance(item, MoveEnded)),
-        isolations=tuple(item for item in news if isinstance(item, IsolationReport)),
+        moves=tuple(item for item in others if isinstance(item, MoveEnded)),
+        isolations=tuple(item for item in others if isinstance(item, IsolationReport)),
     )
 
 
@@ -187,7 +190,9 @@ class ReplicaReports:
         migration: MigrationManager,
         peers: Peers,
         connector: StoreConnector | None = None,
+        ready: Sequence[RankReady] = (),
     ) -> None:
+        """`ready` are the reports of all ranks that they have loaded."""
         self._identity = identity
         self._pool = pool
         self._scheduler = scheduler
@@ -197,6 +202,8 @@ class ReplicaReports:
         self._migration = migration
         self._peers = peers
         self._connector = connector
+        self._load_s = tuple(rank.load_s for rank in ready)
+        self._warm_up_s = tuple(rank.warm_up_s for rank in ready)
         self._kv_sequence = 0
         self._load_sequence = 0
         self._num_steps_checked = 0
@@ -252,6 +259,8 @@ class ReplicaReports:
             num_unfilled_tokens=scheduler.num_unfilled_tokens,
             num_transport_bytes=dict(pushes.num_bytes_by_transport),
             transport_s=dict(pushes.seconds_by_transport),
+            load_s=self._load_s,
+            warm_up_s=self._warm_up_s,
             **self._steps.stats.totals(),
             **self._of_the_store(),
         )

@@ -36,6 +36,9 @@ class ReplicaSpec:
     dtype: str
     parallel: Parallel
     engine: EngineConfig
+    # Above 0: `engine.kv_tokens` is the most, and ranks on CUDA take what is left of this share of their
+    # device's memory.
+    kv_share: float = 0.0
     transfer: TransferConfig
     secret: bytes
     # The address at which it listens for gateways, peers and its ranks.
@@ -74,6 +77,7 @@ class Shape:
                 num_threads=engine.num_threads,
                 block_tokens=engine.block_tokens,
                 num_kv_tokens=engine.kv_tokens,
+                kv_share=spec.kv_share,
                 num_offload_tokens=engine.offload_tokens,
                 max_batch_tokens=engine.max_batch_tokens,
                 max_sequences=engine.max_sequences,

@@ -12,6 +12,8 @@
 
 #pragma once
 
+#include <type_traits>
+
 #include "simd.h"
 
 #if defined(TANDEM_EMULATE_AMX)
@@ -184,22 +186,16 @@ INLINE void multiply_rows(const A* a, int64_t stride, const W* panel, int64_t pa
   }
 }
 
-// c[rows, 32] = (accumulate ? c : 0) + a[rows, k] x panel, with vectors.
-template <typename A, typename W>
-void multiply_by_vectors(const A* a, int64_t stride, int64_t rows, const W* panel, int64_t panel_stride, int64_t k,
-                         float* c, int64_t c_stride, bool accumulate, Ahead ahead) {
+// Calls compute(begin, M) for blocks of M <= MOST_ROWS rows, as equal as can be; M is a constant's type.
+template <typename Compute>
+INLINE void for_row_blocks(int64_t rows, const Compute& compute) {
   int64_t blocks = (rows + MOST_ROWS - 1) / MOST_ROWS, begin = 0;
-  Ahead part{ahead.at, blocks ? (ahead.step + blocks - 1) / blocks : 0};
   for (int64_t block = 0; block < blocks; block++) {
     int64_t end = rows * (block + 1) / blocks;
-    auto compute = [&](auto count) {
-      multiply_rows<count.value>(a + begin * stride, stride, panel, panel_stride, k, c + begin * c_stride, c_stride,
-                                 accumulate, part);
-    };
     switch (end - begin) {
-#define CASE(M)                                        \
-  case M:                                              \
-    compute(std::integral_constant<int, M>{});         \
+#define CASE(M)                                            \
+  case M:                                                  \
+    compute(begin, std::integral_constant<int, M>{});      \
     break;
       CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #if defined(__AVX512F__)
@@ -208,8 +204,29 @@ void multiply_by_vectors(const A* a, int64_t stride, int64_t rows, const W* pane
 #undef CASE
     }
     begin = end;
-    part.at += part.step * (k / (sizeof(W) == 2 ? 2 : 1));
   }
+}
+
+// c[rows, 32] = (accumulate ? c : 0) + a[rows, k] x panel, with vectors.
+template <typename A, typename W>
+void multiply_by_vectors(const A* a, int64_t stride, int64_t rows, const W* panel, int64_t k, float* c,
+                         int64_t c_stride, bool accumulate, Ahead ahead) {
+  int64_t blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
+  ahead.step = blocks ? (ahead.step + blocks - 1) / blocks : 0;
+  for_row_blocks(rows, [&](int64_t begin, auto count) {
+    multiply_rows<count.value>(a + begin * stride, stride, panel, PANEL, k, c + begin * c_stride, c_stride,
+                               accumulate, ahead);
+    ahead.at += ahead.step * (k / (sizeof(W) == 2 ? 2 : 1));
+  });
+}
+
+// c[rows, 16] = (accumulate ? c : 0) + a[rows, k] x half, half a float panel [k][16].
+inline void multiply_half_by_vectors(const float* a, int64_t stride, int64_t rows, const float* half, int64_t k,
+                                     float* c, int64_t c_stride, bool accumulate) {
+  for_row_blocks(rows, [&](int64_t begin, auto count) {
+    multiply_block<count.value, PANEL_VECS / 2>(a + begin * stride, stride, half, PANEL / 2, k,
+                                                c + begin * c_stride, c_stride, accumulate, Ahead{});
+  });
 }
 
 // -------------------------------------------------------------------------------------------- AMX tiles
@@ -319,7 +336,7 @@ void multiply(const A* a, int64_t stride, int64_t rows, const W* panel, int64_t 
     }
   }
 #endif
-  multiply_by_vectors(a, stride, rows, panel, PANEL, k, c, c_stride, accumulate, ahead);
+  multiply_by_vectors(a, stride, rows, panel, k, c, c_stride, accumulate, ahead);
 }
 
 // ------------------------------------------------------------------------------------------------ packing
@@ -372,16 +389,16 @@ INLINE void transpose(const uint32_t* const* from, uint32_t* to, int64_t to_stri
 #endif
 }
 
-// Packs rows [count <= 32, k], `stride` elements apart, as the outputs of a panel: output n of the panel is row
-// n. Missing rows are zero, and so is the second input of the last pair when k is odd. `panel` holds the same
-// type as the rows.
+// Packs rows [count <= width, k], `stride` elements apart, as the outputs of a panel: output n < width of the
+// panel is row n. Missing rows are zero, and so is the second input of the last pair when k is odd. `panel` holds
+// the same type as the rows.
 template <typename T>
-void pack_outputs(const T* rows, int64_t stride, int64_t count, int64_t k, T* panel) {
+void pack_outputs(const T* rows, int64_t stride, int64_t count, int64_t k, T* panel, int64_t width = PANEL) {
   constexpr int64_t pair = 4 / sizeof(T);
   alignas(64) static const uint32_t zeros[LANES] = {};
   uint32_t* to = reinterpret_cast<uint32_t*>(panel);
   int64_t items = k / pair, whole = items / LANES * LANES;
-  for (int64_t n = 0; n < PANEL; n += LANES) {
+  for (int64_t n = 0; n < width; n += LANES) {
     for (int64_t i = 0; i < whole; i += LANES) {
       const uint32_t* from[LANES];
       for (int64_t j = 0; j < LANES; j++)

@@ -1,0 +1,233 @@
+"""Products with packed weights, by every instruction set of this CPU, against float64; those of torch beside
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from optional_programs import needs_compiler
+from torch import Tensor
+
+from workers.model import native
+from workers.model.native.isa import Isa, available_isas
+from workers.model.products import Linear, PackedLinear, TorchLinear, Workspace, make_linear
+
+EMULATED = "TANDEM_EMULATE_AMX"
+DTYPES = [torch.float32, torch.bfloat16]
+MOST_ROWS = 70
+
+
+class Build(NamedTuple):
+    """An instruction set and the macros that the kernels are compiled with."""
+
+    isa: Isa
+    defines: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.isa.value} with emulated amx" if self.defines else self.isa.value
+
+    def kernels(self) -> native.Kernels:
+        kernels = native.compiled(self.isa, *self.defines)
+        assert kernels is not None, "there is a C++ compiler, but the kernels could not be built"
+        return kernels
+
+
+# AMX tiles are emulated beside the best and beside the least instruction set of this CPU.
+BUILDS = [Build(isa, ()) for isa in available_isas()]
+BUILDS += [
+    Build(isa, (EMULATED,)) for isa in sorted({*available_isas()[:1], *available_isas()[-1:]}, key=str)
+]
+builds = pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.name)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+pytestmark = needs_compiler
+
+
+@pytest.fixture(autouse=True)
+def _restore_threads() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
+
+
+class Problem(NamedTuple):
+    """A product and its result in float64; `scale` is the sum of the absolute values of its terms."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    exact: Tensor
+    scale: Tensor
+
+
+def problem(
+    num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype, *, has_bias: bool = False
+) -> Problem:
+    generator = torch.Generator().manual_seed(num_rows * 7 + num_outputs * 3 + num_inputs)
+    weight = torch.randn(num_outputs, num_inputs, generator=generator).to(dtype)
+    bias = torch.randn(num_outputs, generator=generator).to(dtype) if has_bias else None
+    x = torch.randn(num_rows, num_inputs, generator=generator).to(dtype)
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    scale = F.linear(x.double().abs(), weight.double().abs()) + 1
+    return Problem(x, weight, bias, exact, scale)
+
+
+def check(actual: Tensor, problem: Problem) -> None:
+    """Float32 sums of that many terms are off by some units of their last place."""
+    assert actual.dtype == torch.float32
+    error = ((actual - problem.exact).abs() / problem.scale).max().item()
+    assert error < 1e-6, error
+
+
+@builds
+@dtypes
+@settings(max_examples=25, deadline=None)
+@given(
+    num_rows=st.integers(1, MOST_ROWS),
+    num_outputs=st.integers(1, 150),
+    num_inputs=st.one_of(st.integers(1, 160), st.sampled_from([256, 544, 1030])),
+    has_bias=st.booleans(),
+)
+def test_every_shape_is_right(
+    build: Build, dtype: torch.dtype, num_rows: int, num_outputs: int, num_inputs: int, has_bias: bool
+) -> None:
+    given_problem = problem(num_rows, num_outputs, num_inputs, dtype, has_bias=has_bias)
+    x, weight, bias, _, _ = given_problem
+    linear = PackedLinear(build.kernels(), weight, bias)
+    sums = linear.floats(x)
+    check(sums, given_problem)
+    assert torch.equal(linear(x), sums.to(dtype)), "rounded once"
+    hidden = torch.linspace(-3, 3, num_rows * num_outputs).view(num_rows, -1).to(dtype)
+    expected = hidden + sums.to(dtype)
+    linear.add_to(hidden, x)
+    assert torch.equal(hidden, expected)
+    ids = torch.tensor([0, num_outputs - 1, num_outputs // 2])
+    assert torch.equal(linear.lookup(ids), weight[ids])
+
+
+@builds
+@dtypes
+@pytest.mark.parametrize("shape", [(96, 64), (33, 31), (160, 1056), (2048, 64)])
+def test_a_rows_result_depends_on_nothing_beside_it(
+    build: Build, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    """However many rows there are, wherever the row is, and however many threads share the work."""
+    x, weight, _, _, _ = problem(MOST_ROWS, *shape, dtype)
+    linear = PackedLinear(build.kernels(), weight)
+    torch.set_num_threads(1)
+    alone = torch.cat([linear.floats(row[None]) for row in x])
+    for num_threads in (1, 2, 5):
+        torch.set_num_threads(num_threads)
+        for num_rows in (*range(1, 27), 49, MOST_ROWS):
+            for first in (0, MOST_ROWS - num_rows):
+                rows = slice(first, first + num_rows)
+                assert torch.equal(linear.floats(x[rows]), alone[rows]), (num_threads, num_rows, first)
+    many = x.repeat(18, 1)  # more than are computed at a time
+    assert torch.equal(linear.floats(many), alone.repeat(18, 1))
+
+
+@builds
+@dtypes
+@pytest.mark.parametrize("size", [32, 48, 7, 33])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gate_and_up_become_one(build: Build, dtype: torch.dtype, size: int, has_bias: bool) -> None:
+    x, weight, bias, _, _ = problem(21, 2 * size, 64, dtype, has_bias=has_bias)
+    linear = PackedLinear(build.kernels(), weight, bias, is_gated=True)
+    gate, up = PackedLinear(build.kernels(), weight, bias)(x).chunk(2, dim=1)
+    actual, expected = linear.gated(x), F.silu(gate) * up
+    assert actual.shape == expected.shape
+    if dtype == torch.float32:
+        torch.testing.assert_close(actual, expected, rtol=2e-6, atol=1e-7)
+    else:
+        torch.testing.assert_close(actual, expected, rtol=2**-7, atol=1e-6)
+        assert (actual == expected).float().mean() > 0.99, "only ties of rounding may differ"
+
+
+@builds
+def test_silu_at_its_ends(build: Build) -> None:
+    gates = torch.tensor(
+        [0.0, -0.0, 1e-30, -30.0, -80.0, -120.0, -1e30, 90.0, 1e30, float("inf"), float("nan")]
+    )
+    linear = PackedLinear(build.kernels(), torch.cat((torch.eye(11), torch.zeros(11, 11))), is_gated=True)
+    ones = PackedLinear(
+        build.kernels(),
+        torch.cat((torch.eye(11), torch.zeros(11, 11))),
+        torch.cat((torch.zeros(11), torch.ones(11))),
+        is_gated=True,
+    )
+    finite = gates.clone()
+    finite[9:] = 1.0
+    assert torch.equal(linear.gated(finite[None]), torch.zeros(1, 11))
+    torch.testing.assert_close(ones.gated(finite[None]), F.silu(finite)[None], rtol=2e-6, atol=1e-35)
+    alone = PackedLinear(
+        build.kernels(), torch.tensor([[1.0], [0.0]]), torch.tensor([0.0, 1.0]), is_gated=True
+    )
+    assert bool(alone.gated(torch.tensor([[float("nan")]])).isnan().all())
+
+
+@builds
+@dtypes
+def test_rows_that_lie_apart_and_results_beside_others(build: Build, dtype: torch.dtype) -> None:
+    x, weight, _, _, _ = problem(9, 40, 64, dtype)
+    linear = PackedLinear(build.kernels(), weight)
+    wide = torch.full((9, 100), 5.0, dtype=dtype)
+    wide[:, 20:84] = x
+    out = torch.full((9, 50), 7.0, dtype=dtype)
+    linear(wide[:, 20:84], out[:, 3:43])
+    assert torch.equal(out[:, 3:43], linear(x))
+    assert bool((out[:, :3] == 7.0).all())
+    assert bool((out[:, 43:] == 7.0).all()), "nothing else was written"
+
+
+@builds
+@dtypes
+def test_a_nan_spoils_its_row_only(build: Build, dtype: torch.dtype) -> None:
+    x, weight, _, _, _ = problem(25, 64, 96, dtype)
+    linear = PackedLinear(build.kernels(), weight)
+    clean = linear(x)
+    x[7, 5] = float("nan")
+    spoilt = linear(x)
+    assert bool(spoilt[7].isnan().all())
+    spoilt[7] = clean[7]
+    assert torch.equal(spoilt, clean)
+
+
+@dtypes
+def test_the_torch_product_is_the_same_up_to_rounding(dtype: torch.dtype) -> None:
+    x, weight, bias, _, _ = problem(9, 48, 64, dtype, has_bias=True)
+    plain: Linear = TorchLinear(weight, bias)
+    packed = make_linear(weight, bias, is_gated=True)
+    assert isinstance(packed, PackedLinear)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-6}[dtype]
+    torch.testing.assert_close(plain.gated(x), packed.gated(x), rtol=tolerance, atol=tolerance)
+    packed = make_linear(weight, bias)
+    torch.testing.assert_close(plain(x), packed(x), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(plain.floats(x), packed.floats(x), rtol=tolerance, atol=10 * tolerance)
+    hidden = torch.ones(9, 48, dtype=dtype)
+    plain.add_to(hidden, x)
+    torch.testing.assert_close(hidden, plain(x) + 1, rtol=tolerance, atol=tolerance)
+    out = torch.empty(9, 48, dtype=dtype)
+    assert plain(x, out) is out
+    assert torch.equal(out, plain(x))
+    assert torch.equal(plain.lookup(torch.tensor([3])), packed.lookup(torch.tensor([3])))
+
+
+def test_other_dtypes_are_left_to_torch() -> None:
+    assert isinstance(make_linear(torch.zeros(4, 4, dtype=torch.float16)), TorchLinear)
+    assert isinstance(make_linear(torch.zeros(4, 4, device="meta")), TorchLinear)
+
+
+def test_the_scratch_of_a_step_is_kept() -> None:
+    workspace = Workspace()
+    rows = torch.zeros(6, 2)
+    first = workspace.take("a", rows, 5)
+    assert first.shape == (6, 5)
+    assert workspace.take("a", rows[:2], 5).data_ptr() == first.data_ptr()
+    assert workspace.take("b", rows, 5).data_ptr() != first.data_ptr()
+    assert workspace.take("a", rows.bfloat16(), 5).dtype == torch.bfloat16

@@ -1,0 +1,148 @@
+"""The arithmetic of a rank's memory, against what is loaded, and of its division among replicas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.random_checkpoint import write_random_checkpoint
+from workers.model.model_config import ModelConfig, read_model_config
+from workers.model.rank_memory import (
+    Checkpoint,
+    KvWish,
+    RankShape,
+    activation_bytes,
+    divide_kv,
+    least_kv_tokens,
+    most_useful_kv_tokens,
+    whole_blocks,
+)
+from workers.model.weights import LayerWeights, ShardSpec, WeightReader
+
+TINY = Path(__file__).resolve().parent.parent.parent / "models" / "tiny"
+
+
+def loaded_bytes(model_dir: Path, config: ModelConfig, shape: RankShape) -> int:
+    """What `WeightReader` reads for the rank, in float32."""
+    shard = ShardSpec(shape.first_layer, shape.end_layer, shape.tp_rank, shape.tp)
+    tensors: list[torch.Tensor] = []
+    with WeightReader(model_dir, config, shard, torch.float32, torch.device("cpu")) as reader:
+        table = None
+        if shape.is_first_stage or (shape.is_last_stage and config.tie_word_embeddings):
+            table = reader.embedding()
+            tensors.append(table)
+        for layer in range(shape.first_layer, shape.end_layer):
+            tensors += tensors_of(reader.layer(layer))
+        if shape.is_last_stage:
+            tensors.append(reader.final_norm())
+            head = reader.head(table)
+            if head is not table:
+                tensors.append(head)
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def tensors_of(layer: LayerWeights) -> list[torch.Tensor]:
+    products = (layer.qkv, layer.output, layer.gate_up, layer.down)
+    found = [layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm]
+    found += [part for product in products for part in (product.weight, product.bias)]
+    return [tensor for tensor in found if tensor is not None]
+
+
+@pytest.mark.parametrize(
+    ("family", "is_tied", "tp"), [("llama", False, 1), ("qwen3", True, 3), ("qwen2", False, 4)]
+)
+def test_the_weights_of_every_rank_are_those_that_it_reads(
+    tmp_path: Path, family: str, is_tied: bool, tp: int
+) -> None:
+    """Also with more ranks than KV heads, with biases, and with an embedding that is the head too."""
+    write_random_checkpoint(
+        tmp_path,
+        family,  # type: ignore[arg-type]
+        seed=1,
+        tie_word_embeddings=is_tied,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    config, checkpoint = read_model_config(tmp_path), Checkpoint.read(tmp_path)
+    for first, end in ((0, 5), (0, 2), (2, 4), (4, 5)):
+        for tp_rank in range(tp):
+            shape = RankShape(config, first, end, tp_rank, tp)
+            expected = loaded_bytes(tmp_path, config, shape)
+            # Only the first rank holds the biases of products that are split by inputs.
+            assert expected <= checkpoint.weight_bytes(shape, 4) <= expected * 1.01
+
+
+def test_the_bundled_model_is_as_large_as_its_file() -> None:
+    config = read_model_config(TINY)
+    counted = Checkpoint.read(TINY).weight_bytes(RankShape(config, 0, config.num_layers), 2)
+    assert counted == pytest.approx(sum(file.stat().st_size for file in TINY.glob("*.safetensors")), rel=0.02)
+
+
+def test_activations_grow_with_rows_and_samples_and_shrink_with_ranks() -> None:
+    config = read_model_config(TINY)
+    whole = RankShape(config, 0, config.num_layers)
+    base = activation_bytes(whole, 2, 512, 64)
+    assert activation_bytes(whole, 2, 1024, 64) > base
+    assert activation_bytes(whole, 2, 512, 65) - base >= config.vocab_size * 4
+    assert activation_bytes(whole, 2, 32, 64) == activation_bytes(whole, 2, 32, 32), "a row samples once"
+    assert activation_bytes(RankShape(config, 0, config.num_layers, 0, 2), 2, 512, 64) < base
+    assert activation_bytes(RankShape(config, 0, 3), 2, 512, 64) == activation_bytes(
+        RankShape(config, 0, 3), 2, 512, 1
+    ), "a stage without the head has no logits"
+
+
+def test_the_bounds_of_an_automatic_capacity() -> None:
+    config = read_model_config(TINY)
+    assert config.max_context_tokens == 2048
+    assert most_useful_kv_tokens(config, 64) == 64 * 2048
+    assert least_kv_tokens(config, 256) == 2048
+    assert least_kv_tokens(config, 16) == 2048
+    assert whole_blocks(100, 64) == 64
+
+
+wishes = st.lists(
+    st.builds(KvWish, st.integers(0, 9), st.integers(0, 10**12)),
+    min_size=1,
+    max_size=5,
+)
+
+
+def naive_level(free_bytes: int, wanted: list[KvWish]) -> int:
+    """The largest size that every replica which can use it may have, found by bisection."""
+    low, high = 0, max(wish.most_bytes for wish in wanted)
+    while low < high:
+        middle = (low + high + 1) // 2
+        taken = sum(wish.num_replicas * min(wish.most_bytes, middle) for wish in wanted)
+        low, high = (middle, high) if taken <= free_bytes else (low, middle - 1)
+    return low
+
+
+@given(st.integers(0, 10**13), wishes)
+def test_memory_is_divided_as_the_naive_search_divides_it(free_bytes: int, wanted: list[KvWish]) -> None:
+    shares = divide_kv(free_bytes, wanted)
+    num_replicas = sum(wish.num_replicas for wish in wanted)
+    assert sum(wish.num_replicas * share for wish, share in zip(wanted, shares, strict=True)) <= free_bytes
+    level = naive_level(free_bytes, wanted)
+    for wish, share in zip(wanted, shares, strict=True):
+        if wish.num_replicas:
+            # Rounding down leaves less than a byte for each replica, which nobody gets.
+            assert abs(share - min(wish.most_bytes, level)) <= num_replicas
+
+
+@given(st.integers(-(10**9), 10**13), wishes, st.integers(0, 4), st.integers(1, 5))
+def test_more_replicas_or_less_memory_never_raise_a_share(
+    free_bytes: int, wanted: list[KvWish], index: int, added: int
+) -> None:
+    index %= len(wanted)
+    before = divide_kv(free_bytes, wanted)
+    more = list(wanted)
+    more[index] = more[index]._replace(num_replicas=more[index].num_replicas + added)
+    rounding = sum(wish.num_replicas for wish in more)
+    for after in (divide_kv(free_bytes, more), divide_kv(free_bytes - added, wanted)):
+        for wish, earlier, later in zip(wanted, before, after, strict=True):
+            assert later <= earlier + rounding or not wish.num_replicas

@@ -1,0 +1,262 @@
+// Linear products with packed weights: out[rows, num_outputs] from x[rows, num_inputs].
+//
+// Weights are panels one after another (`panel.h`), [ceil(num_outputs / 32)] of them. A thread computes a range
+// of panels for all rows, so that it reads one contiguous part of the weights; with few panels a thread, rows
+// are split as well. What follows a product (`Epilogue`) is computed while its results are in cache.
+
+#pragma once
+
+#include <omp.h>
+
+#include <cstdlib>
+#include <memory>
+
+#include "panel.h"
+
+enum Epilogue : int64_t {
+  STORE = 0,      // out = T(sum)
+  ADD = 1,        // out = T(out + T(sum))
+  GATED = 2,      // out[rows, num_outputs / 2] = T(T(silu(T(gate))) * T(up)); a panel is 16 gates and 16 ups
+  STORE_FLOAT = 3 // out = sum, float
+};
+
+struct LinearWeights {
+  const void* panels;
+  const void* bias;  // [num_outputs] in the order of the panels' outputs, or null
+  int64_t num_outputs;
+  int64_t num_inputs;
+  int64_t is_bf16;
+};
+
+// Memory that grows to what was needed most, aligned to a cache line.
+class Scratch {
+ public:
+  float* floats(int64_t count) {
+    if (count > count_) {
+      free(memory_);
+      memory_ = static_cast<float*>(aligned_alloc(64, (count * sizeof(float) + 63) / 64 * 64));
+      count_ = count;
+    }
+    return memory_;
+  }
+  ~Scratch() { free(memory_); }
+
+ private:
+  float* memory_ = nullptr;
+  int64_t count_ = 0;
+};
+
+inline thread_local Scratch operand_scratch, sum_scratch, panel_scratch;
+
+// Rows whose sums are kept before the epilogue, and rows that are widened at a time.
+constexpr int64_t GROUP_ROWS = 5 * 48;
+constexpr int64_t CHUNK_ROWS = 1024;
+// Inputs of a panel that are widened at a time: in both halves they fit a first-level cache beside the rows.
+constexpr int64_t WIDENED_INPUTS = 256;
+
+// 0 below -87.3; NaN stays NaN.
+INLINE Vec silu(Vec x) {
+  Vec result = x / (broadcast(1.0f) + vexp(broadcast(0) - x));
+  return (Vec)(~(IntVec)(x < broadcast(-87.33f)) & (IntVec)result);
+}
+
+// Writes sums c[rows, 32] of panel `number` to the output.
+template <typename T>
+void finish_panel(const float* c, int64_t rows, const LinearWeights& weights, int64_t number, Epilogue epilogue,
+                  void* out, int64_t out_stride) {
+  int64_t first = number * PANEL, left = weights.num_outputs - first;
+  const T* bias = static_cast<const T*>(weights.bias);
+  auto value = [&](const float* row, int64_t v, int64_t width) {
+    Vec sum = load(row + v);
+    return bias ? sum + load(bias + first + v, width) : sum;
+  };
+  if (epilogue == GATED) {
+    constexpr int64_t half = PANEL / 2;
+    int64_t columns = weights.num_outputs / 2 - number * half;
+    for (int64_t m = 0; m < rows; m++, c += PANEL) {
+      T* to = static_cast<T*>(out) + m * out_stride + number * half;
+      for (int64_t v = 0; v < half && v < columns; v += LANES) {
+        Vec gate = rounded<T>(value(c, v, LANES)), up = rounded<T>(value(c, v + half, LANES));
+        Vec result = rounded<T>(silu(gate)) * up;
+        if (columns - v >= LANES)
+          store(result, to + v);
+        else
+          store(result, to + v, columns - v);
+      }
+    }
+    return;
+  }
+  for (int64_t m = 0; m < rows; m++, c += PANEL) {
+    for (int64_t v = 0; v < PANEL && v < left; v += LANES) {
+      int64_t width = left - v < LANES ? left - v : LANES, at = m * out_stride + first + v;
+      Vec result = value(c, v, width);
+      if (epilogue == STORE_FLOAT) {
+        store(result, static_cast<float*>(out) + at, width);
+        continue;
+      }
+      T* to = static_cast<T*>(out) + at;
+      if (epilogue == ADD) result = load(to, width) + rounded<T>(result);
+      if (width == LANES)
+        store(result, to);
+      else
+        store(result, to, width);
+    }
+  }
+}
+
+// c[rows, 32] = a[rows, k] x panel, as `multiply`; what many rows use is unpacked first.
+template <typename A, typename W>
+void multiply_group(const A* a, int64_t stride, int64_t rows, const W* panel, int64_t k, float* c, Ahead ahead) {
+  constexpr bool is_narrow = sizeof(A) > sizeof(W);
+  constexpr bool has_halves = LANES == 8 && sizeof(A) == 4;
+  if ((is_narrow || has_halves) && rows > 2 * MOST_ROWS) {
+    float* unpacked = panel_scratch.floats(2 * PANEL * WIDENED_INPUTS);
+    float* halves = unpacked + PANEL * WIDENED_INPUTS;
+    for (int64_t begin = 0; begin < k; begin += WIDENED_INPUTS) {
+      int64_t count = k - begin < WIDENED_INPUTS ? k - begin : WIDENED_INPUTS;
+      const float* block = unpacked;
+      if constexpr (is_narrow)
+        widen_panel(panel + begin * PANEL, count, unpacked);
+      else
+        block = reinterpret_cast<const float*>(panel) + begin * PANEL;
+      const float* from = reinterpret_cast<const float*>(a) + begin;
+      if constexpr (has_halves) {
+        constexpr int64_t half = PANEL / 2;
+        for (int64_t part = 0; part < PANEL; part += half) {
+          for (int64_t i = 0; i < count; i++)
+            for (int64_t v = 0; v < half; v += LANES) store(load(block + i * PANEL + part + v), halves + i * half + v);
+          multiply_half_by_vectors(from, stride, rows, halves, count, c + part, PANEL, begin > 0);
+        }
+      } else {
+        multiply(from, stride, rows, block, count, c, PANEL, begin > 0, ahead);
+        ahead = {};
+      }
+    }
+    return;
+  }
+  multiply(a, stride, rows, panel, k, c, PANEL, false, ahead);
+}
+
+// How many threads share the rows, and how many the panels: the split with the least work for a thread.
+struct Split {
+  int64_t rows = 1, panels = 1;
+  Split(int64_t num_rows, int64_t num_panels, int64_t num_threads) {
+    int64_t least = INT64_MAX;
+    for (int64_t parts = 1; parts <= num_threads; parts++) {
+      int64_t panel_parts = num_threads / parts < num_panels ? num_threads / parts : num_panels;
+      int64_t blocks = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
+      int64_t work = ((blocks + parts - 1) / parts) * ((num_panels + panel_parts - 1) / panel_parts);
+      if (work < least) least = work, rows = parts, panels = panel_parts;
+    }
+  }
+};
+
+template <typename T, typename A>
+void multiply_part(const LinearWeights& weights, const A* a, int64_t stride, int64_t rows, int64_t begin,
+                   int64_t end, Epilogue epilogue, T* out, int64_t out_stride) {
+  int64_t k = weights.num_inputs, panel_size = k * PANEL, pairs = sizeof(T) == 2 ? k / 2 : k;
+  const T* panels = static_cast<const T*>(weights.panels);
+  int64_t item = epilogue == STORE_FLOAT ? sizeof(float) : sizeof(T);
+  float* sums = sum_scratch.floats(GROUP_ROWS * PANEL);
+  TileScope tiles;
+  for (int64_t number = begin; number < end; number++) {
+    const T* panel = panels + number * panel_size;
+    for (int64_t row = 0; row < rows; row += GROUP_ROWS) {
+      int64_t count = rows - row < GROUP_ROWS ? rows - row : GROUP_ROWS;
+      Ahead ahead;
+      if (row == 0 && number + 1 < end)
+        ahead = {reinterpret_cast<const char*>(panel + panel_size), panel_size * int64_t(sizeof(T)) / pairs};
+      multiply_group(a + row * stride, stride, count, panel, k, sums, ahead);
+      finish_panel<T>(sums, count, weights, number, epilogue, reinterpret_cast<char*>(out) + row * out_stride * item,
+                      out_stride);
+    }
+  }
+}
+
+template <typename T>
+void linear(const LinearWeights& weights, const T* x, int64_t x_stride, int64_t num_rows, Epilogue epilogue, T* out,
+            int64_t out_stride) {
+  using A = Operand<T>;
+  constexpr bool widens = sizeof(A) != sizeof(T);
+  int64_t num_panels = (weights.num_outputs + PANEL - 1) / PANEL, k = weights.num_inputs;
+  int64_t item = epilogue == STORE_FLOAT ? sizeof(float) : sizeof(T);
+  for (int64_t chunk = 0; chunk < num_rows; chunk += CHUNK_ROWS) {
+    int64_t rows = num_rows - chunk < CHUNK_ROWS ? num_rows - chunk : CHUNK_ROWS;
+    const T* from = x + chunk * x_stride;
+    T* to = reinterpret_cast<T*>(reinterpret_cast<char*>(out) + chunk * out_stride * item);
+    float* widened = widens ? operand_scratch.floats(rows * k) : nullptr;
+#pragma omp parallel
+    {
+      int64_t num_threads = omp_get_num_threads(), thread = omp_get_thread_num();
+      if constexpr (widens) {
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; row++) widen_row(from + row * x_stride, k, widened + row * k);
+      }
+      Split split(rows, num_panels, num_threads);
+      if (thread < split.rows * split.panels) {
+        int64_t part = thread / split.panels, column = thread % split.panels;
+        int64_t blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
+        int64_t first = blocks * part / split.rows * MOST_ROWS, last = blocks * (part + 1) / split.rows * MOST_ROWS;
+        last = last < rows ? last : rows;
+        int64_t begin = num_panels * column / split.panels, end = num_panels * (column + 1) / split.panels;
+        T* rows_out = reinterpret_cast<T*>(reinterpret_cast<char*>(to) + first * out_stride * item);
+        if constexpr (widens)
+          multiply_part<T>(weights, widened + first * k, k, last - first, begin, end, epilogue, rows_out, out_stride);
+        else
+          multiply_part<T>(weights, from + first * x_stride, x_stride, last - first, begin, end, epilogue, rows_out,
+                           out_stride);
+      }
+    }
+  }
+}
+
+// Packs rows [count, num_inputs] as the outputs from `first` on, a multiple of 32 or, when `half` is 16, of 16:
+// then they become the first (`offset` 0) or second (`offset` 16) halves of the panels. T{} fills the rest.
+template <typename T>
+void pack_rows(const T* rows, int64_t row_stride, int64_t count, int64_t k, int64_t width, int64_t offset, T* panels) {
+  constexpr int64_t pair = 4 / sizeof(T);
+  int64_t padded = (k + pair - 1) / pair * pair, num_panels = (count + width - 1) / width;
+#pragma omp parallel for schedule(static)
+  for (int64_t number = 0; number < num_panels; number++) {
+    int64_t left = count - number * width < width ? count - number * width : width;
+    pack_outputs(rows + number * width * row_stride, row_stride, left, k, panels + number * padded * PANEL + offset * pair,
+                 width);
+  }
+}
+
+// out[i, num_inputs] = output ids[i] of the weights: an embedding that is tied to the head.
+template <typename T>
+void gather_outputs(const LinearWeights& weights, const int64_t* ids, int64_t count, T* out, int64_t out_stride) {
+  constexpr int64_t pair = 4 / sizeof(T);
+  const T* panels = static_cast<const T*>(weights.panels);
+#pragma omp parallel for schedule(static) if (count > 4)
+  for (int64_t i = 0; i < count; i++) {
+    const T* from = panels + ids[i] / PANEL * PANEL * weights.num_inputs + ids[i] % PANEL * pair;
+    for (int64_t k = 0; k < weights.num_inputs; k += pair)
+      memcpy(out + i * out_stride + k, from + k * PANEL, sizeof(uint32_t));
+  }
+}
+
+extern "C" void tandem_linear(const LinearWeights* weights, const void* x, int64_t x_stride, int64_t num_rows,
+                              int64_t epilogue, void* out, int64_t out_stride) {
+  if (weights->is_bf16)
+    linear<Bf16>(*weights, (const Bf16*)x, x_stride, num_rows, Epilogue(epilogue), (Bf16*)out, out_stride);
+  else
+    linear<float>(*weights, (const float*)x, x_stride, num_rows, Epilogue(epilogue), (float*)out, out_stride);
+}
+
+extern "C" void tandem_pack_rows(const void* rows, int64_t row_stride, int64_t count, int64_t num_inputs,
+                                 int64_t width, int64_t offset, int64_t is_bf16, void* panels) {
+  if (is_bf16)
+    pack_rows((const Bf16*)rows, row_stride, count, num_inputs, width, offset, (Bf16*)panels);
+  else
+    pack_rows((const float*)rows, row_stride, count, num_inputs, width, offset, (float*)panels);
+}
+
+extern "C" void tandem_gather_outputs(const LinearWeights* weights, const int64_t* ids, int64_t count, void* out,
+                                      int64_t out_stride) {
+  if (weights->is_bf16)
+    gather_outputs(*weights, ids, count, (Bf16*)out, out_stride);
+  else
+    gather_outputs(*weights, ids, count, (float*)out, out_stride);
+}

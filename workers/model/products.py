@@ -1,0 +1,233 @@
+"""Linear products of the decoder, with packed weights where there are kernels and by torch elsewhere.
+
+A packed weight is the only copy of it: panels of 32 outputs as `native/panel.h` describes. A row's result then
+depends neither on the other rows of the call nor on the number of threads. Products by torch round as well, but
+promise nothing of the kind."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import mmap
+from abc import ABC, abstractmethod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from workers.model import native
+
+_PANEL = 32
+_HUGE_PAGE = 2 << 20
+
+
+class Epilogue(enum.IntEnum):
+    """What becomes of the sums of a packed product: `Epilogue` of `native/products.h`."""
+
+    STORE = 0
+    ADD = 1
+    GATED = 2
+    STORE_FLOAT = 3
+
+
+class Workspace:
+    """Keeps the scratch tensors of a step, one for each name: they grow to the largest step and stay."""
+
+    def __init__(self) -> None:
+        self._name_to_memory: dict[str, Tensor] = {}
+
+    def take(self, name: str, like: Tensor, num_columns: int) -> Tensor:
+        """Return the tensor of this name, [len(like), num_columns] of undefined values, of the dtype and
+        device of `like`. It holds until the name is taken again."""
+        num_items = like.shape[0] * num_columns
+        memory = self._name_to_memory.get(name)
+        if memory is None or memory.numel() < num_items or memory.dtype != like.dtype:
+            memory = self._name_to_memory[name] = torch.empty(num_items, dtype=like.dtype, device=like.device)
+        return memory[:num_items].view(like.shape[0], num_columns)
+
+
+class Linear(ABC):
+    """Maps x [num_tokens, num_inputs] to [num_tokens, num_outputs]; the weights' dtype is that of x.
+
+    x and what the results are written to are contiguous in their last dimension. Results go to `out` where it
+    is given, to a new tensor otherwise."""
+
+    num_inputs: int
+    num_outputs: int
+
+    @abstractmethod
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Compute the product, rounded to the dtype of x."""
+
+    @abstractmethod
+    def add_to(self, hidden: Tensor, x: Tensor) -> None:
+        """Add the rounded product to `hidden` [num_tokens, num_outputs]."""
+
+    @abstractmethod
+    def gated(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Compute SiLU(gate) * up, [num_tokens, num_outputs / 2], of a weight whose first half of outputs is
+        gate and whose second half is up. It was made with `is_gated`."""
+
+    @abstractmethod
+    def floats(self, x: Tensor) -> Tensor:
+        """Compute the product in float32."""
+
+    @abstractmethod
+    def lookup(self, ids: Tensor) -> Tensor:
+        """Return the rows `ids` [num_ids] of the weight, [num_ids, num_inputs]."""
+
+
+def make_linear(weight: Tensor, bias: Tensor | None = None, *, is_gated: bool = False) -> Linear:
+    """Return the product with `weight` [num_outputs, num_inputs] and `bias` [num_outputs], packed if there
+    are kernels for it."""
+    if native.serves(weight.device, weight.dtype):
+        kernels = native.load()
+        assert kernels is not None
+        return PackedLinear(kernels, weight, bias, is_gated=is_gated)
+    return TorchLinear(weight, bias)
+
+
+class TorchLinear(Linear):
+    """A product by torch, on any device and of any dtype."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._weight, self._bias = weight, bias
+        self.num_outputs, self.num_inputs = weight.shape
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        product = F.linear(x, self._weight, self._bias)
+        return product if out is None else out.copy_(product)
+
+    def add_to(self, hidden: Tensor, x: Tensor) -> None:
+        hidden.add_(F.linear(x, self._weight, self._bias))
+
+    def gated(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        gate, up = F.linear(x, self._weight, self._bias).chunk(2, dim=-1)
+        product = F.silu(gate).mul_(up)
+        return product if out is None else out.copy_(product)
+
+    def floats(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight, self._bias).float()
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self._weight)
+
+
+class _Weights(ctypes.Structure):
+    """`LinearWeights` of `native/products.h`."""
+
+    _fields_ = [
+        ("panels", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("num_outputs", ctypes.c_int64),
+        ("num_inputs", ctypes.c_int64),
+        ("is_bf16", ctypes.c_int64),
+    ]
+
+
+class PackedLinear(Linear):
+    """A product with packed float32 or bfloat16 weights, on a CPU."""
+
+    def __init__(
+        self, kernels: native.Kernels, weight: Tensor, bias: Tensor | None = None, *, is_gated: bool = False
+    ) -> None:
+        self.num_outputs, self.num_inputs = weight.shape
+        self._is_gated = is_gated
+        self._dtype = weight.dtype
+        self._run, self._gather = kernels.library.tandem_linear, kernels.library.tandem_gather_outputs
+        # A pair of bfloat16 inputs lies side by side: the last one is padded with zero.
+        self._is_padded = weight.dtype == torch.bfloat16 and self.num_inputs % 2 == 1
+        num_inputs = self.num_inputs + self._is_padded
+        half = _PANEL // 2
+        if is_gated:
+            assert self.num_outputs % 2 == 0
+            num_panels = -(-self.num_outputs // 2 // half)
+            parts = [(part, half, number * half) for number, part in enumerate(weight.chunk(2))]
+        else:
+            num_panels = -(-self.num_outputs // _PANEL)
+            parts = [(weight, _PANEL, 0)]
+        self._panels = _allocate(num_panels * num_inputs * _PANEL, weight.dtype)
+        for rows, width, offset in parts:
+            assert rows.stride(1) == 1
+            kernels.library.tandem_pack_rows(
+                ctypes.c_void_p(rows.data_ptr()),
+                *(ctypes.c_int64(value) for value in (rows.stride(0), *rows.shape, width, offset)),
+                ctypes.c_int64(weight.dtype == torch.bfloat16),
+                ctypes.c_void_p(self._panels.data_ptr()),
+            )
+        # The bias lies in the order of the outputs in the panels, and covers whole panels of gates and ups.
+        self._bias = None if bias is None else bias.contiguous()
+        if is_gated and bias is not None:
+            padding = num_panels * half - self.num_outputs // 2
+            halves = F.pad(bias.view(2, -1), (0, padding)).view(2, num_panels, half)
+            self._bias = halves.transpose(0, 1).reshape(-1).contiguous()
+        self._weights = _Weights(
+            self._panels.data_ptr(),
+            None if self._bias is None else self._bias.data_ptr(),
+            self.num_outputs,
+            num_inputs,
+            weight.dtype == torch.bfloat16,
+        )
+        self._reference = ctypes.byref(self._weights)
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            out = torch.empty((x.shape[0], self.num_outputs), dtype=self._dtype)
+        return self._multiply(x, Epilogue.STORE, out)
+
+    def add_to(self, hidden: Tensor, x: Tensor) -> None:
+        self._multiply(x, Epilogue.ADD, hidden)
+
+    def gated(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        assert self._is_gated
+        if out is None:
+            out = torch.empty((x.shape[0], self.num_outputs // 2), dtype=self._dtype)
+        return self._multiply(x, Epilogue.GATED, out)
+
+    def floats(self, x: Tensor) -> Tensor:
+        out = torch.empty((x.shape[0], self.num_outputs), dtype=torch.float32)
+        return self._multiply(x, Epilogue.STORE_FLOAT, out)
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        assert not self._is_gated
+        ids = ids.contiguous()
+        out = torch.empty((len(ids), self.num_inputs + self._is_padded), dtype=self._dtype)
+        self._gather(
+            self._reference,
+            ctypes.c_void_p(ids.data_ptr()),
+            ctypes.c_int64(len(ids)),
+            ctypes.c_void_p(out.data_ptr()),
+            ctypes.c_int64(out.stride(0)),
+        )
+        return out[:, : self.num_inputs]
+
+    def _multiply(self, x: Tensor, epilogue: Epilogue, out: Tensor) -> Tensor:
+        assert x.dtype == self._dtype, x.dtype
+        assert x.shape[1] == self.num_inputs, x.shape
+        if self._is_padded:
+            x = F.pad(x, (0, 1))
+        elif x.stride(1) != 1:
+            x = x.contiguous()
+        self._run(
+            self._reference,
+            ctypes.c_void_p(x.data_ptr()),
+            ctypes.c_int64(x.stride(0)),
+            ctypes.c_int64(x.shape[0]),
+            ctypes.c_int64(epilogue),
+            ctypes.c_void_p(out.data_ptr()),
+            ctypes.c_int64(out.stride(0)),
+        )
+        return out
+
+
+def _allocate(num_items: int, dtype: torch.dtype) -> Tensor:
+    """Return zeros, in huge pages as far as whole ones fit: streams of weights then cross fewer pages."""
+    num_bytes = num_items * dtype.itemsize
+    if num_bytes < _HUGE_PAGE:
+        return torch.zeros(num_items, dtype=dtype)
+    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    first = -whole.data_ptr() % _HUGE_PAGE
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE, first, num_bytes // _HUGE_PAGE * _HUGE_PAGE)
+    return whole[first : first + num_bytes].view(dtype)

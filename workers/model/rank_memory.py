@@ -1,0 +1,174 @@
+"""The memory of a rank: weights, activations of the largest step, process, and KV for each token.
+
+Plain arithmetic over the shape of the model and the headers of the checkpoint, without torch. The replica's
+start, the preflight checks and the ranks themselves all use it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from workers.model.model_config import ModelConfig, read_header, weight_files
+from workers.model.sizes import kv_heads, part, query_heads
+
+# Of a rank's process beside what is counted below: the interpreter, torch, kernels and their threads.
+PROCESS_BYTES = 350_000_000
+# Of the context that CUDA makes in a process, with its kernels.
+CUDA_CONTEXT_BYTES = 600_000_000
+# Float32 copies of the sampled rows' logits that sampling may hold at a time: the logits themselves, their
+# log-probabilities, and what the filters of top-p and top-k sort.
+_LOGIT_COPIES = 4
+# Hidden states that a layer holds at a time: its input, the normed one, and a product's output; and one more
+# in float32, in which norms are computed.
+_HIDDEN_COPIES, _HIDDEN_FLOATS = 3, 1
+_FLOAT_BYTES = 4
+# `auto` gives no less than this to a replica, or what the model's context takes: with less there is no use
+# in starting.
+LEAST_KV_TOKENS = 2048
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class RankShape:
+    """The part of a model that one rank holds: layers [first_layer, end_layer), and the `tp_rank`-th of `tp`
+    parts of each, of the embedding and of the head."""
+
+    model: ModelConfig
+    first_layer: int
+    end_layer: int
+    tp_rank: int = 0
+    tp: int = 1
+
+    @property
+    def num_layers(self) -> int:
+        return self.end_layer - self.first_layer
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.first_layer == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.end_layer == self.model.num_layers
+
+    @property
+    def num_kv_heads(self) -> int:
+        return len(kv_heads(self.model.num_kv_heads, self.tp_rank, self.tp))
+
+    @property
+    def num_heads(self) -> int:
+        return len(query_heads(self.model.num_heads, self.model.num_kv_heads, self.tp_rank, self.tp))
+
+    def kv_token_bytes(self, item_bytes: int) -> int:
+        """Return the size of one token's keys and values."""
+        return 2 * self.num_layers * self.num_kv_heads * self.model.head_dim * item_bytes
+
+
+class Checkpoint(NamedTuple):
+    """The number of elements of each tensor of a checkpoint, from the headers of its files."""
+
+    name_to_size: dict[str, int]
+
+    @classmethod
+    def read(cls, model_dir: Path) -> Checkpoint:
+        """Read the headers. Raises `CheckpointError`, naming the file, for one that cannot be read."""
+        sizes: dict[str, int] = {}
+        for file in weight_files(model_dir):
+            _, header = read_header(file)
+            shapes = {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+            sizes |= {name: math.prod(shape) for name, shape in shapes.items()}
+        return cls(sizes)
+
+    def weight_bytes(self, rank: RankShape, item_bytes: int) -> int:
+        """Return the size of the weights that the rank keeps, each once: a tied embedding is the head too."""
+        return round(item_bytes * sum(size * self._share(name, rank) for name, size in self._kept(rank)))
+
+    def _kept(self, rank: RankShape) -> list[tuple[str, int]]:
+        kept = {
+            name: size
+            for name, size in self.name_to_size.items()
+            if (layer := _LAYER.match(name)) and rank.first_layer <= int(layer[1]) < rank.end_layer
+        }
+        embedding, head, norm = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+        if rank.model.tie_word_embeddings:
+            table = embedding if embedding in self.name_to_size else head
+            names = {table} if rank.is_first_stage or rank.is_last_stage else set()
+        else:
+            names = {embedding} if rank.is_first_stage else set()
+            names |= {head} if rank.is_last_stage else set()
+        if rank.is_last_stage:
+            names.add(norm)
+        return [*kept.items(), *((name, self.name_to_size.get(name, 0)) for name in names)]
+
+    @staticmethod
+    def _share(name: str, rank: RankShape) -> float:
+        model = rank.model
+        if ".k_proj." in name or ".v_proj." in name:
+            return rank.num_kv_heads / model.num_kv_heads
+        if ".q_proj." in name or ".o_proj." in name:
+            return rank.num_heads / model.num_heads
+        if ".mlp." in name:
+            return len(part(model.intermediate_size, rank.tp_rank, rank.tp)) / model.intermediate_size
+        if "embed_tokens" in name or "lm_head" in name:
+            return len(part(model.vocab_size, rank.tp_rank, rank.tp)) / model.vocab_size
+        return 1.0
+
+
+def activation_bytes(rank: RankShape, item_bytes: int, max_batch_tokens: int, max_sequences: int) -> int:
+    """Return the most that the activations of one step take: `max_batch_tokens` rows through a layer, and
+    `max_sequences` sampled rows through the head."""
+    model = rank.model
+    intermediate = len(part(model.intermediate_size, rank.tp_rank, rank.tp))
+    qkv = (rank.num_heads + 2 * rank.num_kv_heads) * model.head_dim
+    attention = 2 * rank.num_heads * model.head_dim  # queries with their rotation, and the result
+    row = item_bytes * (_HIDDEN_COPIES * model.hidden_size + qkv + attention + 3 * intermediate)
+    row += _FLOAT_BYTES * _HIDDEN_FLOATS * model.hidden_size
+    if not rank.is_last_stage:
+        return max_batch_tokens * row
+    num_sampled = min(max_sequences, max_batch_tokens)
+    logits = model.vocab_size * (item_bytes + _LOGIT_COPIES * _FLOAT_BYTES)
+    return max_batch_tokens * row + num_sampled * logits
+
+
+def most_useful_kv_tokens(model: ModelConfig, max_sequences: int) -> int:
+    """Return how much KV `max_sequences` sequences at the model's context hold: more is of no use."""
+    return max_sequences * model.max_context_tokens
+
+
+def least_kv_tokens(model: ModelConfig, block_tokens: int) -> int:
+    """Return the least capacity with which a replica starts where it is decided by memory."""
+    return whole_blocks(min(model.max_context_tokens, LEAST_KV_TOKENS) + block_tokens - 1, block_tokens)
+
+
+def whole_blocks(num_tokens: int, block_tokens: int) -> int:
+    """Return the tokens in so many whole blocks."""
+    return num_tokens // block_tokens * block_tokens
+
+
+# ------------------------------------------------------------------------------ KV of several replicas
+
+
+class KvWish(NamedTuple):
+    """`num_replicas` replicas on one node, each of which can use up to `most_bytes` for KV."""
+
+    num_replicas: int
+    most_bytes: int
+
+
+def divide_kv(free_bytes: int, wishes: Sequence[KvWish]) -> list[int]:
+    """Divide memory among replicas: the bytes for each replica of each wish. All get the same, and what some
+    cannot use goes to the others."""
+    left, num_left = max(free_bytes, 0), sum(wish.num_replicas for wish in wishes)
+    shares = [0] * len(wishes)
+    for index in sorted(range(len(wishes)), key=lambda index: wishes[index].most_bytes):
+        wish = wishes[index]
+        shares[index] = min(wish.most_bytes, left // max(num_left, 1))
+        left -= wish.num_replicas * shares[index]
+        num_left -= wish.num_replicas
+    return shares
