@@ -22,8 +22,10 @@ from workers.model.native.isa import Isa, chosen_isa
 _log = logging.getLogger("tandem.native")
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
-# Sums are computed in the order in which they are written, whatever is computed beside them.
+# Sums are computed in the order in which they are written, whatever is computed beside them. Libraries for
+# several instruction sets share no variables when one process loads them.
 _FLAGS = (
+    "-fno-gnu-unique",
     "-O3",
     "-std=c++17",
     "-fopenmp",

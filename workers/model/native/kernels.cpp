@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "attention.h"
 #include "products.h"
 
 namespace {
