@@ -76,10 +76,13 @@ def resolve_dtype(
     native products of it, and fp32 otherwise.
     """
     named = pools[0].dtype
-    if named != "auto":
-        return named
+    return named if named != "auto" else auto_dtype(model_dir, on_cpu=_on_cpu(pools), cpus=cpus)
+
+
+def auto_dtype(model_dir: Path, *, on_cpu: bool, cpus: Iterable[frozenset[str]] | None = None) -> DtypeName:
+    """Return what `auto` stands for, as `resolve_dtype` describes."""
     saved = _saved(model_dir)
-    if saved == "fp32" or not _on_cpu(pools):
+    if saved == "fp32" or not on_cpu:
         return saved
     return "bf16" if all(map(has_native_bf16, [cpu_flags()] if cpus is None else cpus)) else "fp32"
 

@@ -5,7 +5,8 @@ WorkerError
 ├── CapacityError         the request can never fit this replica: do not retry it here
 ├── QueueFullError        no capacity now: try another replica, or later
 ├── OutOfBlocksError      the block pool has fewer free blocks than asked: preempt or wait
-└── RankDiedError         a rank process ended or stopped answering: the replica must be replaced
+├── RankDiedError         a rank process ended or stopped answering: the replica must be replaced
+└── PeerError             an engine that is measured beside ours: misnamed, not loaded, dead or silent
 """
 
 from __future__ import annotations
@@ -33,3 +34,7 @@ class OutOfBlocksError(WorkerError):
 
 class RankDiedError(WorkerError):
     """A rank ended, hung or reported that it cannot continue."""
+
+
+class PeerError(WorkerError):
+    """A peer of the engine benchmark was named wrongly, did not load, died or did not answer in time."""

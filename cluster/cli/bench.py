@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,9 +35,12 @@ from cluster.cli.terminal import (
     out,
     run,
 )
+from cluster.dtypes import auto_dtype
 from cluster.errors import BenchError, CallError
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.common.clock import Clock, SystemClock
+from workers.engine_bench.peer_process import parse_peers
+from workers.errors import PeerError
 
 cli = typer.Typer(no_args_is_help=True, help="Measure a running cluster, the engine or the store alone.")
 
@@ -393,39 +396,113 @@ def bench_serve(
 @cli.command("engine")
 def bench_engine(
     model: Annotated[Path | None, typer.Option(help="Model folder; default: the bundled one.")] = None,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    dtype: Annotated[
+        str, typer.Option(help="auto (as the cluster resolves it), bf16, fp16 or fp32.")
+    ] = "auto",
     threads: Annotated[int, typer.Option(min=1)] = 2,
     prefill: Annotated[str, typer.Option(help="Prompt lengths.")] = "512,2048",
-    decode_batch: Annotated[str, typer.Option(help="Sequences a step.")] = "1,4,8,16",
-    context: Annotated[int, typer.Option(min=1, help="Prompt length of the decode figures.")] = 128,
-    repeat: Annotated[int, typer.Option(min=1)] = 3,
+    decode_batch: Annotated[
+        str, typer.Option(help="Sequences of a step, and their context if it is another: 1,4,16,16x2048.")
+    ] = "1,4,8,16",
+    context: Annotated[int, typer.Option(min=1, help="Tokens before the decode figures.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds in which others left the CPU alone.")] = 5,
     block_tokens: Annotated[int, typer.Option()] = 64,
     device: Annotated[str, typer.Option()] = "cpu",
-    peer: Annotated[str, typer.Option(help='"transformers": measured beside, in the same run.')] = "",
+    peer: Annotated[
+        str,
+        typer.Option(help="Measured beside, in turn: transformers,llama.cpp,vllm; NAME:fp32 for a dtype."),
+    ] = "",
+    peer_python: Annotated[
+        list[str] | None, typer.Option(help="NAME=PATH: the interpreter that has the peer; default: this.")
+    ] = None,
+    peer_cache: Annotated[
+        Path | None, typer.Option(help="Folder for the peers' converted and compiled files.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Prefill and decode rates of the engine alone, without Ray, beside the machine's limits."""
-    from workers.rank.engine_bench import run_engine_bench  # here: it imports torch
+    """Prefill and decode rates of the engine alone, without Ray, beside the machine's limits and other
+    engines."""
+    from workers.engine_bench.bench import BenchOptions, run_engine_bench  # here: it imports torch
 
-    def print_stats(stats: dict[str, Any]) -> None:
-        rest = "  ".join(f"{name} {value}" for name, value in stats.items() if name != "what")
-        print(json.dumps(stats) if as_json else f"{stats['what']:<8} {rest}", flush=True)
-
-    if peer not in ("", "transformers"):
-        raise typer.BadParameter("only transformers", param_hint="--peer")
-    run_engine_bench(
-        model or bundled_model(),
-        dtype,
-        threads,
-        [int(_positive(part)) for part in prefill.split(",")],
-        [int(_positive(part)) for part in decode_batch.split(",")],
-        context,
-        print_stats,
-        repeat,
-        peer=bool(peer),
+    try:
+        peers = parse_peers(peer, peer_python or [])
+    except PeerError as error:
+        raise typer.BadParameter(str(error)) from None
+    model_dir = model or bundled_model()
+    options = BenchOptions(
+        model_dir=model_dir,
+        dtype=auto_dtype(model_dir, on_cpu=device == "cpu") if dtype == "auto" else dtype,
+        threads=threads,
+        prefill=[int(_positive(part)) for part in filter(None, prefill.split(","))],
+        decode=[_decode_shape(part, context) for part in filter(None, decode_batch.split(","))],
+        num_rounds=rounds,
+        peers=peers,
+        peer_cache=peer_cache,
         block_tokens=block_tokens,
         device=device,
     )
+    lines: list[dict[str, Any]] = []
+
+    def show(stats: dict[str, Any]) -> None:
+        lines.append(stats)
+        if as_json:
+            print(json.dumps(stats), flush=True)
+        elif stats["what"] not in ENGINE_RESULTS:
+            rest = "  ".join(f"{name} {_shown(value)}" for name, value in stats.items() if name != "what")
+            print(f"{stats['what']}: {rest}", flush=True)
+
+    run_engine_bench(options, show)
+    if not as_json:
+        out.print(engine_table(lines))
+
+
+# The lines of the engine benchmark that its table holds.
+ENGINE_RESULTS = ("prefill", "decode", "peer")
+
+
+def engine_table(lines: Sequence[Mapping[str, Any]]) -> Table:
+    """Return one row for each measure: tokens a second of ours, then of each peer and limit with the median
+    of the rounds' ratios of ours to it."""
+    peers = list(dict.fromkeys(line["peer"] for line in lines if line["what"] == "peer"))
+    title = "engine benchmark, tok/s (ratio of tandem's, median of rounds)"
+    table = made_table(title, "measure", numbers=["tandem", *peers, "limit", "products", "void"])
+    for line in lines:
+        if line["what"] not in ("prefill", "decode"):
+            continue
+        is_prefill = line["what"] == "prefill"
+        name = f"prefill {line['tokens']}" if is_prefill else f"decode {line['batch']} at {line['context']}"
+        cells = [_shown(line["tok_s"])]
+        for peer in peers:
+            found = next((each for each in lines if _is_of(each, line) and each["peer"] == peer), {})
+            cells.append(_with_ratio(found.get("peer_tok_s"), found.get("ratio")))
+        for limit in ("limit", "products"):
+            cells.append(_with_ratio(line.get(f"{limit}_tok_s"), line.get(f"{limit}_ratio")))
+        table.add_row(name, *cells, f"{line['void']} of {line['rounds']}" if line["void"] else "")
+    return table
+
+
+def _with_ratio(tok_s: float | None, ratio: float | None) -> str:
+    return NONE if tok_s is None or ratio is None else f"{tok_s:.1f} ({ratio:.2f})"
+
+
+def _is_of(peer: Mapping[str, Any], line: Mapping[str, Any]) -> bool:
+    keys = ("tokens", "batch", "context")
+    is_peer = peer["what"] == "peer" and peer["of"] == line["what"]
+    return is_peer and all(peer[key] == line[key] for key in keys)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_shown(each)}" for name, each in value.items())
+    if isinstance(value, float):
+        return f"{value:.3g}" if value < 10 else f"{value:.1f}"
+    return NONE if value is None else str(value)
+
+
+def _decode_shape(text: str, context: int) -> tuple[int, int]:
+    """Read "16", or "16x2048" with a context of its own."""
+    batch, _, own_context = text.partition("x")
+    return int(_positive(batch)), int(_positive(own_context)) if own_context else context
 
 
 def _positive(text: str) -> float:

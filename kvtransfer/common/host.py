@@ -36,6 +36,17 @@ def cpu_flags(cpu_info: Path | None = None) -> frozenset[str]:
     return frozenset.intersection(*(frozenset(line.split()) for line in found)) if found else frozenset()
 
 
+def cpu_name(cpu_info: Path | None = None) -> str:
+    """Return the processors' model name, "unknown" where the kernel does not say. `cpu_info` None:
+    `CPU_INFO`."""
+    try:
+        text = (cpu_info or CPU_INFO).read_text(errors="replace")
+    except OSError:
+        return "unknown"
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.M)
+    return found[1].strip() if found else "unknown"
+
+
 def private_folder(name: str) -> Path:
     """Return the folder `<name>-<user id>` below the temporary folder, which no other user can have written
     to; create it if it is missing.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,27 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.random_checkpoint import write_random_checkpoint
+from kvtransfer.common.clock import SystemClock
+from workers.engine_bench import bench
+from workers.engine_bench.bench import BenchOptions, run_engine_bench
+from workers.engine_bench.peer_process import PeerSpec
+from workers.engine_bench.roofline import LayerProducts, Roofline
 from workers.errors import CapacityError
 from workers.model.model_config import read_model_config
-from workers.rank import engine_bench
-from workers.rank.engine_bench import Roofline, run_engine_bench
 from workers.rank.probe import DeviceLimits
+
+
+class QuietMachine:
+    """A meter for which others use the given shares of the CPU, and nothing from then on."""
+
+    def __init__(self, *shares: float) -> None:
+        self._shares = list(shares)
+
+    def start(self) -> None:
+        pass
+
+    def share(self) -> float:
+        return self._shares.pop(0) if self._shares else 0.0
 
 
 @pytest.fixture(scope="module")
@@ -27,46 +44,131 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _small_probes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(engine_bench, "_GEMM_SIZE", 128)
-    monkeypatch.setattr(engine_bench, "_READ_BYTES", 1 << 20)
+    monkeypatch.setattr(bench, "_GEMM_SIZE", 128)
+    monkeypatch.setattr(bench, "_READ_BYTES", 1 << 20)
+    monkeypatch.setattr(bench, "NUM_DECODE_STEPS", 4)
     num_threads = torch.get_num_threads()
     yield
     torch.set_num_threads(num_threads)
 
 
-def run(model_dir: Path, **options: Any) -> list[dict[str, Any]]:
+def run(model_dir: Path, *shares: float, **options: Any) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     defaults: dict[str, Any] = {
+        "model_dir": model_dir,
         "dtype": "fp32",
         "threads": 1,
-        "prefill_tokens": [40],
-        "decode_batches": [1, 3],
-        "context_tokens": 20,
-        "repeat": 1,
+        "prefill": [40],
+        "decode": [(1, 20), (3, 33)],
+        "num_rounds": 1,
         "block_tokens": 16,
     }
-    run_engine_bench(model_dir, emit=lines.append, **{**defaults, **options})
+    run_engine_bench(BenchOptions(**{**defaults, **options}), lines.append, QuietMachine(*shares))
     return lines
 
 
-def test_every_measurement_has_its_limit_and_its_peer(model_dir: Path) -> None:
-    check, limits, *measured = run(model_dir, peer=True)
+def test_every_measure_has_its_limit_and_its_peer(model_dir: Path) -> None:
+    """The peer is transformers in a process of its own."""
+    lines = run(model_dir, peers=[PeerSpec("transformers", "", sys.executable)])
+    check, machine, loaded = lines[:3]
     assert check["what"] == "check"
     assert check["max_error"] < 1e-5
     assert check["argmax_agreement"] == 1.0
-    assert limits["gemm_gflop_s"] > 0
-    assert limits["read_gb_s"] > 0
+    assert machine["cpu"]
+    assert machine["dtype"] == "float32"
+    assert (loaded["what"], loaded["peer"], loaded["dtype"]) == ("peer loaded", "transformers", "fp32")
+    rounds = {line["of"]: line["tok_s"] for line in lines if line["what"] == "round"}
+    assert list(rounds) == ["prefill 40", "decode 1 at 20", "decode 3 at 33"]
+    measured = lines[6:]
     assert [line["what"] for line in measured] == ["prefill", "peer", "decode", "peer", "decode", "peer"]
     for line, peer in zip(measured[::2], measured[1::2], strict=True):
-        assert line["tok_s"] > 0
-        assert line["ratio"] == pytest.approx(line["tok_s"] / line["limit_tok_s"], rel=0.02, abs=1e-4)
-        assert peer["of"] == line["what"]
-        assert peer["ratio"] == pytest.approx(line["tok_s"] / peer["peer_tok_s"], rel=0.01)
+        decode = f"decode {line['batch']} at {line['context']}"
+        rates = rounds["prefill 40" if line["what"] == "prefill" else decode]
+        assert line["tok_s"] == pytest.approx(rates["tandem"], abs=0.2)
+        assert line["limit_ratio"] == pytest.approx(line["tok_s"] / line["limit_tok_s"], rel=0.02, abs=1e-3)
+        assert (peer["of"], peer["peer"]) == (line["what"], "transformers")
+        assert peer["ratio"] == pytest.approx(rates["tandem"] / rates["transformers"], rel=0.02, abs=1e-3)
     assert [(line["tokens"], line["batch"], line["context"]) for line in measured[::2]] == [
         (40, 1, 0),
-        (16, 1, 20),
-        (48, 3, 20),
+        (4, 1, 20),
+        (12, 3, 33),
     ]
+
+
+def test_a_disturbed_round_is_void_and_repeated(model_dir: Path) -> None:
+    lines = run(model_dir, 0.05, decode=[])
+    assert [line["others"] for line in lines if line["what"] == "round"] == [0.05, 0.0]
+    assert (lines[-1]["rounds"], lines[-1]["void"], lines[-1]["others"]) == (1, 0, [0.0])
+
+
+def test_a_machine_that_never_rests_is_reported_as_such(model_dir: Path) -> None:
+    lines = run(model_dir, *[0.3] * 20, prefill=[], decode=[(1, 20)])
+    assert (lines[-1]["rounds"], lines[-1]["void"]) == (12, 12)
+    assert lines[-1]["others"] == [0.3] * 12
+    assert lines[-1]["tok_s"] > 0
+
+
+def test_a_peer_that_is_not_installed_is_skipped_with_the_remedy(model_dir: Path, tmp_path: Path) -> None:
+    # An interpreter without any packages.
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    lines = run(model_dir, peers=[PeerSpec("llama.cpp", "", str(bare))], decode=[])
+    skipped = next(line for line in lines if line["what"] == "peer skipped")
+    assert "not installed" in skipped["reason"]
+    assert "pip install llama-cpp-python" in skipped["reason"]
+    assert lines[-1]["what"] == "prefill"
+
+
+def test_a_peer_that_cannot_load_is_reported_and_the_others_are_measured(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho no such instruction >&2\nexit 3\n")
+    broken.chmod(0o755)
+    peers = [PeerSpec("vllm", "", str(broken)), PeerSpec("transformers", "", sys.executable)]
+    lines = run(model_dir, peers=peers, decode=[])
+    failed = next(line for line in lines if line["what"] == "peer failed")
+    assert failed["peer"] == "vllm"
+    assert "exit status 3" in failed["reason"]
+    assert "no such instruction" in failed["reason"]
+    assert [line["peer"] for line in lines if line["what"] == "peer"] == ["transformers"]
+
+
+def test_without_peers_there_are_no_peer_lines(model_dir: Path) -> None:
+    lines = run(model_dir, dtype="bf16", decode=[])
+    assert [line["what"] for line in lines] == ["check", "machine", "round", "prefill"]
+    assert lines[-1]["dtype"] == "bf16"
+
+
+def test_a_chunk_is_compared_with_its_products(model_dir: Path) -> None:
+    lines = run(model_dir, prefill=[512], decode=[])
+    assert lines[-1]["products_tok_s"] > lines[-1]["tok_s"] > 0
+    assert lines[-1]["products_ratio"] == pytest.approx(
+        lines[-1]["tok_s"] / lines[-1]["products_tok_s"], rel=0.02, abs=1e-3
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_timed_by_the_fastest_kind(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Each of the four products of both layers costs the least of its kinds' times."""
+    seen: list[str] = []
+
+    def scripted_s(self: LayerProducts, candidate: Any, rows: torch.Tensor, num_runs: int) -> float:
+        candidate.run(rows)  # every kind computes
+        seen.append(candidate.name)
+        return {"ours": 0.125, "torch": 0.15}.get(candidate.name, 0.5)
+
+    monkeypatch.setattr(LayerProducts, "_best_s", scripted_s)
+    config = read_model_config(model_dir)
+    products = LayerProducts(config, dtype, 16, SystemClock())
+    kinds = {"ours", "torch"} | ({"torch float32"} if dtype == torch.bfloat16 else set())
+    assert kinds <= set(seen)
+    seen.clear()
+    assert products.seconds() == config.num_layers * 4 * 0.125
+    assert set(seen) == {"ours", "torch"}  # those that are close to each other
 
 
 def test_limits_by_hand(model_dir: Path) -> None:
@@ -89,12 +191,6 @@ def test_limits_by_hand(model_dir: Path) -> None:
     )
 
 
-def test_without_peer_there_are_no_peer_lines(model_dir: Path) -> None:
-    lines = run(model_dir, dtype="bf16", decode_batches=[])
-    assert [line["what"] for line in lines] == ["check", "limits", "prefill"]
-    assert lines[-1]["dtype"] == "bf16"
-
-
 def test_lengths_beyond_the_model_are_refused(model_dir: Path) -> None:
     with pytest.raises(CapacityError, match="3000 tokens exceed the model's 2048 positions"):
-        run(model_dir, prefill_tokens=[3000])
+        run(model_dir, prefill=[3000])

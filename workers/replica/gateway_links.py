@@ -158,14 +158,16 @@ class GatewayLinks:
 
 
 def _frame(news: list[News], load: LoadReport | None) -> StepFrame:
+    deltas = tuple([item for item in news if isinstance(item, TokenDelta)])
+    others = [item for item in news if not isinstance(item, TokenDelta)] if len(deltas) < len(news) else []
     return StepFrame(
-        deltas=tuple(item for item in news if isinstance(item, TokenDelta)),
-        prefills=tuple(item for item in news if isinstance(item, PrefillReport)),
-        hand_overs=tuple(item for item in news if isinstance(item, HandOverReport)),
-        failures=tuple(item for item in news if isinstance(item, RequestFailed)),
+        deltas=deltas,
+        prefills=tuple(item for item in others if isinstance(item, PrefillReport)),
+        hand_overs=tuple(item for item in others if isinstance(item, HandOverReport)),
+        failures=tuple(item for item in others if isinstance(item, RequestFailed)),
         load=load,
-        moves=tuple(item for item in news if isinstance(item, MoveEnded)),
-        isolations=tuple(item for item in news if isinstance(item, IsolationReport)),
+        moves=tuple(item for item in others if isinstance(item, MoveEnded)),
+        isolations=tuple(item for item in others if isinstance(item, IsolationReport)),
     )
 
 

@@ -99,6 +99,7 @@ class BlockTables:
         self.pool.acquire(on_device)
         self.host.acquire(offloaded)
         fork.num_offloaded = len(offloaded)
+        leader.num_writable = fork.num_writable = 0
         fork.num_registered_blocks = min(leader.num_registered_blocks, num_tokens // self._block_tokens)
 
     def covering(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:
@@ -163,7 +164,7 @@ class BlockTables:
     def give_back(self, sequence: Sequence) -> None:
         """Empty the sequence's table: no unreported plan names the sequence."""
         on_device, offloaded = self.host.split(sequence.block_ids)
-        sequence.block_ids, sequence.num_offloaded = [], 0
+        sequence.block_ids, sequence.num_offloaded, sequence.num_writable = [], 0, 0
         self.host.release(offloaded)
         self._give_back(on_device)
 

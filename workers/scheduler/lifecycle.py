@@ -227,9 +227,10 @@ class Lifecycle:
 
     def with_slots(self, sequences: list[Sequence]) -> list[Sequence]:
         """Those that have a slot, and of the others as many, in order, as slots are free."""
-        num_free = self.num_free_slots
         starting = [sequence for sequence in sequences if sequence.slot < 0]
-        beyond = set(starting[num_free:])
+        if not starting:
+            return sequences
+        beyond = set(starting[self.num_free_slots :])
         return [sequence for sequence in sequences if sequence not in beyond]
 
     def take_slot(self, sequence: Sequence) -> None:

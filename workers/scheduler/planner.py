@@ -75,13 +75,13 @@ class Planner:
 
     def _fill_from(self, batch: StepBatch, running: Seq[Sequence]) -> None:
         """With decodes in turn, then with prompt chunks."""
-        ready = [sequence for sequence in running if sequence.is_plannable]
-        decoding = self._life.with_slots([sequence for sequence in ready if sequence.num_remaining == 1])
-        chunks = [sequence for sequence in ready if sequence.num_remaining > 1]
+        decoding, chunks = _ready(running)
+        decoding = self._life.with_slots(decoding)
         num_turns = self._micro.num_turns(len(decoding), batch.step)
-        in_turn = self._micro.in_turn(decoding, batch.step, batch.budget_tokens)
-        for sequence in in_turn:
-            if batch.num_planned < num_turns:
+        for sequence in self._micro.in_turn(decoding, batch.step, batch.budget_tokens):
+            if batch.num_planned >= num_turns:
+                break
+            if not batch.add_decode(sequence):
                 self._plan_sequence(batch, sequence)
         for sequence in chunks:
             self._plan_sequence(batch, sequence)
@@ -112,6 +112,7 @@ class Planner:
             if num_tokens <= 0 or sequence.phase is not Phase.RUNNING:
                 return
             self._life.tables.make_writable(batch, sequence, end)
+        sequence.num_writable = self._num_blocks(end) * self._pool.block_tokens
         for sample in starting:
             self._life.take_slot(sample)
             batch.start(sample)
@@ -229,6 +230,23 @@ class Planner:
             return False
         tables.fill(sequence, demand, num_new)
         return True
+
+
+def _ready(running: Seq[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+    """Those that another plan may name: who decodes, and who has more than one token to compute. Once a step
+    over all that run, so nothing here is looked up twice."""
+    decoding: list[Sequence] = []
+    chunks: list[Sequence] = []
+    for sequence in running:
+        target = sequence.num_tokens + sequence.num_pending
+        if target >= sequence.most_tokens or 0 < sequence.hold_at <= sequence.num_scheduled:
+            continue
+        num_remaining = sequence.num_remaining if sequence.forks else target - sequence.num_scheduled
+        if num_remaining == 1:
+            decoding.append(sequence)
+        elif num_remaining > 1:
+            chunks.append(sequence)
+    return decoding, chunks
 
 
 # ----------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 
 from msgspec.structs import replace
 
+from kvtransfer.blocks.keys import TOKEN_BYTES
 from workers.config import EngineConfig
 from workers.errors import QueueFullError
 from workers.messages import (
@@ -38,8 +39,7 @@ from workers.scheduler.step import (
     PromptDone,
     StepBatch,
     StepOutcome,
-    delta_of,
-    unpack_ids,
+    end_of,
 )
 
 
@@ -184,8 +184,9 @@ class Scheduler:
         request.prompt_done = True
         for sequence in request.sequences:
             assert sequence.num_output_tokens > 0, "a sample was handed over without its first token"
-            sequence.finish = request.finish_of(sequence, self._end_token_ids)
-        ends = [delta_of(sequence, b"") for sequence in request.sequences if sequence.finish]
+            newest = sequence.token_at(sequence.num_tokens - 1)
+            sequence.finish = request.finish_of(sequence, newest, self._end_token_ids)
+        ends = [end_of(sequence) for sequence in request.sequences if sequence.finish]
         leader, *forks = sorted(request.sequences, key=lambda sequence: bool(sequence.finish))
         leader.block_ids = list(block_ids)
         leader.forks = [fork for fork in forks if not fork.finish]
@@ -322,24 +323,53 @@ class Scheduler:
         outcome = StepOutcome(failures=self.take_failures(), decode_starts=issued.decode_starts)
         rows = _Rows(report)
         index_to_reason = {failed.index: failed.reason for failed in report.failed}
-        for index, entry in enumerate(issued.planned):
-            request = entry.sequence.request
+        for index, entry in enumerate(issued.entries):
             sampled = rows.take(len(entry.samplers))
-            if entry.sequence.phase is Phase.ENDED:
-                continue
-            self._life.handled = request.key
-            if index in index_to_reason:
-                outcome.failures.append(self._life.fail(request, index_to_reason[index]))
-            else:
+            if self._is_computed(entry.sequence, index_to_reason.get(index), outcome):
                 self._settle_entry(entry, sampled, report, now, outcome)
+        for index, sequence in enumerate(issued.decodes, len(issued.entries)):
+            token, logprob = rows.next()
+            if self._is_computed(sequence, index_to_reason.get(index), outcome):
+                self._settle_decode(sequence, token, logprob, report, now, outcome)
         self.isolation.settled(issued)
         self._life.settle(report.step)
         return outcome
 
+    def _is_computed(self, sequence: Sequence, reason: str | None, outcome: StepOutcome) -> bool:
+        """Whether what the plan says of the sequence counts: it is here, and did not fail for a `reason`."""
+        if sequence.phase is Phase.ENDED:
+            return False
+        self._life.handled = sequence.request.key
+        if reason is not None:
+            outcome.failures.append(self._life.fail(sequence.request, reason))
+        return reason is None
+
+    def _settle_decode(
+        self,
+        sequence: Sequence,
+        token: bytes,
+        logprob: TokenLogprob | None,
+        report: StepReport,
+        now: float,
+        outcome: StepOutcome,
+    ) -> None:
+        """As `_settle_entry`, for the many that have nothing to do but to continue."""
+        end, request = sequence.num_settled + 1, sequence.request
+        if sequence.hold_at or not request.prompt_done or request.decodes_remotely:
+            entry = PlannedEntry(sequence, end - 1, end, b"", (sequence,))
+            self._settle_entry(entry, [(token, logprob)], report, now, outcome)
+            return
+        sequence.num_settled = end
+        if end % self._pool.block_tokens == 0:
+            self._life.tables.register(sequence)
+        outcome.tokens.append(self._take_token(sequence, token, logprob))
+        if sequence.finish:
+            self._life.end(sequence)
+
     def _settle_entry(
         self,
         entry: PlannedEntry,
-        sampled: list[tuple[int, TokenLogprob | None]],
+        sampled: list[tuple[bytes, TokenLogprob | None]],
         report: StepReport,
         now: float,
         outcome: StepOutcome,
@@ -370,12 +400,15 @@ class Scheduler:
             finished_at=report.finished_at,
         )
 
-    def _take_token(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> TokenDelta:
-        sequence.append(token_id)
+    def _take_token(self, sequence: Sequence, token: bytes, logprob: TokenLogprob | None) -> TokenDelta:
+        request = sequence.request
+        sequence.append(token)
         sequence.num_pending -= 1
-        sequence.finish = sequence.request.finish_of(sequence, self._end_token_ids)
-        token = sequence.token_bytes(sequence.num_tokens - 1, sequence.num_tokens)
-        return delta_of(sequence, token, logprob)
+        token_id = int.from_bytes(token, "little")
+        sequence.finish = finish = request.finish_of(sequence, token_id, self._end_token_ids)
+        first_index = sequence.num_tokens - request.num_prompt_tokens - 1
+        logprobs = () if logprob is None else (logprob,)
+        return TokenDelta(*request.key, sequence.index, first_index, token, logprobs, finish)
 
     def _finish_prompt(self, leader: Sequence, num_computed_tokens: int, now: float) -> PromptDone:
         """The prompt is done: a request that is handed over stops here, and its leader holds the blocks."""
@@ -406,15 +439,21 @@ class Scheduler:
 
 
 class _Rows:
-    """The tokens of a report, row by row."""
+    """The tokens of a report, row by row, each with its log-probabilities."""
 
     def __init__(self, report: StepReport) -> None:
-        self._tokens = unpack_ids(report.tokens)
+        self._tokens = report.tokens
         self._row_to_logprob = {it.row: it.logprob for it in report.logprobs}
         self._row = 0
 
-    def take(self, num_rows: int) -> list[tuple[int, TokenLogprob | None]]:
-        """The next rows: tokens with their log-probabilities."""
-        rows = range(self._row, self._row + num_rows)
-        self._row += num_rows
-        return [(self._tokens[row], self._row_to_logprob.get(row)) for row in rows]
+    def next(self) -> tuple[bytes, TokenLogprob | None]:
+        """The next row."""
+        begin = TOKEN_BYTES * self._row
+        token = self._tokens[begin : begin + TOKEN_BYTES]
+        logprob = self._row_to_logprob.get(self._row) if self._row_to_logprob else None
+        self._row += 1
+        return token, logprob
+
+    def take(self, num_rows: int) -> list[tuple[bytes, TokenLogprob | None]]:
+        """The next rows."""
+        return [self.next() for _ in range(num_rows)]

@@ -44,6 +44,7 @@ class Request:
         "arrival",
         "arrived_at",
         "deadline",
+        "key",
         "landing",
         "landing_asked_at",
         "num_cached_tokens",
@@ -59,6 +60,7 @@ class Request:
 
     def __init__(self, submission: Submission, arrival: int, now: float, output_limit: int) -> None:
         self.submission = submission
+        self.key: RequestKey = submission.request_id, submission.attempt
         self.arrival = arrival
         self.arrived_at = now
         self.deadline = None if submission.deadline_s is None else now + submission.deadline_s
@@ -75,10 +77,6 @@ class Request:
         # Of a suspect: those with a token of its own, alone; None before its first plan.
         self.num_survived_steps: int | None = None
         self.sequences = [Sequence(self, sample) for sample in submission.samples]
-
-    @property
-    def key(self) -> RequestKey:
-        return self.submission.request_id, self.submission.attempt
 
     @property
     def decodes_remotely(self) -> bool:
@@ -106,11 +104,10 @@ class Request:
             return "before it was scheduled"
         return f"after {sum(sequence.num_output_tokens for sequence in self.sequences)} tokens of output"
 
-    def finish_of(self, sequence: Sequence, end_token_ids: frozenset[int]) -> str:
+    def finish_of(self, sequence: Sequence, token: int, end_token_ids: frozenset[int]) -> str:
         """What the sequence's last token means: "stop", "length", or "" (it continues)."""
         sampling = self.submission.sampling
         num_output_tokens = sequence.num_tokens - self.num_prompt_tokens
-        token = sequence.token_at(sequence.num_tokens - 1)
         ends = token in sampling.stop_token_ids or (not sampling.ignore_eos and token in end_token_ids)
         if ends and num_output_tokens > sampling.min_tokens:
             return "stop"
@@ -137,6 +134,7 @@ class Sequence:
         "keys",
         "last_step",
         "load",
+        "most_tokens",
         "num_expected_cached_tokens",
         "num_offloaded",
         "num_pending",
@@ -144,6 +142,8 @@ class Sequence:
         "num_scheduled",
         "num_sent_blocks",
         "num_settled",
+        "num_tokens",
+        "num_writable",
         "phase",
         "preempted",
         "replaced",
@@ -159,6 +159,11 @@ class Sequence:
         self.index = sample.index
         self.seed = sample.seed
         self.tokens = bytearray(request.submission.prompt + sample.output)
+        self.num_tokens = len(self.tokens) // TOKEN_BYTES
+        # With so many it has its last one here; that of a request that is handed over is its first new one.
+        self.most_tokens = request.num_prompt_tokens + request.output_limit
+        if request.decodes_remotely:
+            self.most_tokens = self.num_tokens + 1
         self.keys = list(request.submission.block_keys)
         self.block_ids: list[int] = []
         self.forks: list[Sequence] = []
@@ -179,6 +184,8 @@ class Sequence:
         self.num_scheduled = 0
         self.num_settled = 0
         self.num_pending = 0
+        # Up to here its blocks are its own, as far as it has them: nobody else uses or can find them.
+        self.num_writable = 0
         self.num_registered_blocks = 0
         self.num_expected_cached_tokens = 0
         # Of `block_ids`: those in the ranks' host memory.
@@ -195,10 +202,6 @@ class Sequence:
     def queue_rank(self) -> tuple[int, bool, Rank]:
         """Order of waiting: of one priority, those that were preempted come first."""
         return -self.request.submission.priority, not self.preempted, self.rank
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens) // TOKEN_BYTES
 
     @property
     def num_output_tokens(self) -> int:
@@ -222,9 +225,7 @@ class Sequence:
     @property
     def is_finishing(self) -> bool:
         """Its last token here is sampled by a plan that is not yet reported."""
-        if self.request.decodes_remotely:
-            return self.num_pending > 0
-        return self.num_output_tokens + self.num_pending >= self.request.output_limit
+        return self.num_tokens + self.num_pending >= self.most_tokens
 
     @property
     def samplers(self) -> tuple[Sequence, ...]:
@@ -261,8 +262,10 @@ class Sequence:
         self.num_sent_blocks = 0
         self.replaced.clear()
 
-    def append(self, token: int) -> None:
-        self.tokens += token.to_bytes(TOKEN_BYTES, "little")
+    def append(self, token: bytes) -> None:
+        """Add a token that was sampled."""
+        self.tokens += token
+        self.num_tokens += 1
 
     def block_keys(self, num_blocks: int, block_tokens: int, fingerprint: bytes) -> list[bytes]:
         """Keys of the first `num_blocks` blocks, generated tokens included; their tokens must be known."""

@@ -5,7 +5,7 @@ the outcome that the engine core turns into frames.
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from kvtransfer.blocks.keys import TOKEN_BYTES
@@ -24,9 +24,8 @@ from workers.messages import (
     Submission,
     TableChange,
     TokenDelta,
-    TokenLogprob,
 )
-from workers.scheduler.sequence import Request, Sequence
+from workers.scheduler.sequence import Phase, Request, Sequence
 
 # What starts, entries and tables of one plan may take. The other half is for what cannot wait: a freed slot
 # takes 5 bytes, and a block that is moved 31, copy and place in a table.
@@ -120,14 +119,14 @@ class StepOutcome:
     decode_starts: Collection[int] = ()
 
 
-def delta_of(sequence: Sequence, token: bytes, logprob: TokenLogprob | None = None) -> TokenDelta:
-    """News of one sequence; `token` is b"" or the sequence's last one."""
+def end_of(sequence: Sequence) -> TokenDelta:
+    """News of a sequence that has ended, without a token."""
     return TokenDelta(
         *sequence.request.key,
         sample=sequence.index,
-        first_index=sequence.num_output_tokens - (1 if token else 0),
-        tokens=token,
-        logprobs=() if logprob is None else (logprob,),
+        first_index=sequence.num_output_tokens,
+        tokens=b"",
+        logprobs=(),
         finish=sequence.finish,
     )
 
@@ -181,13 +180,6 @@ class IssuedPlan:
     def sequences(self) -> list[Sequence]:
         """Whom it names, in its order."""
         return [*(entry.sequence for entry in self.entries), *self.decodes]
-
-    @property
-    def planned(self) -> Iterator[PlannedEntry]:
-        """Entries, then decodes as entries."""
-        yield from self.entries
-        for sequence, start in zip(self.decodes, self.decode_starts, strict=True):
-            yield PlannedEntry(sequence, start, start + 1, b"", (sequence,))
 
     @property
     def samples(self) -> bool:
@@ -265,7 +257,7 @@ class StepBatch:
         start = sequence.num_scheduled
         end = start + num_tokens
         if sequence.slot_position == start == sequence.target - 1 and samplers == (sequence,):
-            self._add_decode(sequence)
+            self._decode(sequence)
             return
         tokens = sequence.token_bytes(start, end)
         assert len(tokens) == TOKEN_BYTES * num_tokens, "a token is not known, and not the slot's newest one"
@@ -277,7 +269,25 @@ class StepBatch:
         for sampler in samplers:
             sampler.num_pending += 1
 
-    def _add_decode(self, sequence: Sequence) -> None:
+    def add_decode(self, sequence: Sequence) -> bool:
+        """Compute and sample the sequence's next token, the only one that is left, if the ranks and its blocks
+        are ready for it. Return whether they were."""
+        start = sequence.num_scheduled
+        if (
+            sequence.slot_position != start
+            or start >= sequence.num_writable
+            or sequence.forks
+            or sequence.replaced
+            or sequence.phase is not Phase.RUNNING
+            or self.budget_tokens < 1
+            or self.budget_bytes < DECODE_BYTES
+        ):
+            return False
+        self.budget_tokens -= 1
+        self._decode(sequence)
+        return True
+
+    def _decode(self, sequence: Sequence) -> None:
         self.budget_bytes -= DECODE_BYTES
         self.decodes.append(sequence)
         self.decode_starts.append(sequence.num_scheduled)

@@ -14,7 +14,9 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtransfer.common.compiler import compile_library
@@ -96,6 +98,33 @@ class RotatedTokens(ctypes.Structure):
         return made
 
 
+class _SamplingStep(ctypes.Structure):
+    """`Step` of `sampling.h`."""
+
+    _fields_ = (
+        ("table", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
+        ("masks", ctypes.c_void_p),
+        ("tokens", ctypes.c_void_p),
+        ("is_sure", ctypes.c_void_p),
+        ("num_rows", ctypes.c_int64),
+        ("vocab_size", ctypes.c_int64),
+    )
+
+
+class SamplingArrays:
+    """What a call of `Kernels.sample_rows` reads and writes beside logits, made once for up to `max_rows`."""
+
+    def __init__(self, max_rows: int) -> None:
+        self.slots = np.zeros(max_rows, np.int32)
+        self.tokens = np.zeros(max_rows, np.int32)
+        self.is_sure = np.zeros(max_rows, np.bool_)
+        self.step = _SamplingStep(
+            slots=self.slots.ctypes.data, tokens=self.tokens.ctypes.data, is_sure=self.is_sure.ctypes.data
+        )
+
+
 class Kernels:
     """The compiled functions. Every tensor must be on the CPU, float32 or bfloat16, and contiguous in its
     last two dimensions."""
@@ -121,26 +150,67 @@ class Kernels:
             layer.reference, tokens.reference, _address(qkv), _size(qkv.stride(0))
         )
 
-    def gumbel_argmax(
-        self, logits: Tensor, temperature: Tensor, least: Tensor, keys: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Find in each row of float32 logits [num_rows, vocab_size] the token with the largest logit /
-        temperature + noise, among those whose logit / temperature is at least `least`. `temperature` and
-        `least` are float32 [num_rows, 1]; `keys` [num_rows] are those of `workers.rank.sampler`. Returns
-        tokens, best and second best scores, [num_rows]; the scores are exact up to the rounding of
-        logarithms."""
+    def sample_rows(
+        self,
+        arrays: SamplingArrays,
+        table_address: int,
+        logits: Tensor,
+        slots: NDArray[np.int32],
+        masks: NDArray[np.uint32] | None,
+    ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Change float32 logits [num_rows, vocab_size] in place as the `slots` [num_rows] of the table
+        (`workers.rank.logits.SLOT`) demand, and draw a token for each row. Returns tokens, and whether
+        rounding cannot have decided, [num_rows]; `masks` as in `workers.rank.sampler.Sampler.sample`."""
+        step = self._sampling_step(arrays, table_address, logits, slots, masks)
+        self.library.sample_rows(ctypes.byref(step))
+        num_rows = len(slots)
+        return arrays.tokens[:num_rows].copy(), arrays.is_sure[:num_rows].copy()
+
+    def change_rows(
+        self,
+        arrays: SamplingArrays,
+        table_address: int,
+        logits: Tensor,
+        slots: NDArray[np.int32],
+        masks: NDArray[np.uint32] | None,
+    ) -> None:
+        """Only change the logits."""
+        self.library.change_rows(
+            ctypes.byref(self._sampling_step(arrays, table_address, logits, slots, masks))
+        )
+
+    def count_tokens(self, table_address: int, slots: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
+        """Count a token as output of each of the slots that have penalties."""
+        slots, tokens = np.ascontiguousarray(slots, np.int32), np.ascontiguousarray(tokens, np.int32)
+        self.library.count_tokens(
+            ctypes.c_void_p(table_address),
+            ctypes.c_void_p(slots.ctypes.data),
+            ctypes.c_void_p(tokens.ctypes.data),
+            _size(len(slots)),
+        )
+
+    def _sampling_step(
+        self,
+        arrays: SamplingArrays,
+        table_address: int,
+        logits: Tensor,
+        slots: NDArray[np.int32],
+        masks: NDArray[np.uint32] | None,
+    ) -> _SamplingStep:
         num_rows, vocab_size = logits.shape
         assert logits.dtype == torch.float32
         assert logits.is_contiguous()
-        tokens = torch.empty(num_rows, dtype=torch.int64)
-        best, second = torch.empty(2, num_rows).unbind(0)
-        arguments = (logits, temperature.contiguous(), least.contiguous(), keys, tokens, best, second)
-        self.library.gumbel_argmax(
-            *(ctypes.c_void_p(argument.data_ptr()) for argument in arguments),
-            _size(num_rows),
-            _size(vocab_size),
-        )
-        return tokens, best, second
+        step = arrays.step
+        step.table, step.logits = table_address, logits.data_ptr()
+        step.num_rows, step.vocab_size = num_rows, vocab_size
+        arrays.slots[:num_rows] = slots
+        step.masks = None
+        if masks is not None:
+            assert masks.shape == (num_rows, -(-vocab_size // 32)), f"masks {masks.shape}"
+            assert masks.dtype == np.uint32
+            assert masks.flags.c_contiguous
+            step.masks = masks.ctypes.data
+        return step
 
 
 def serves(device: torch.device, dtype: torch.dtype) -> bool:

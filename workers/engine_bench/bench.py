@@ -1,0 +1,324 @@
+"""Benchmark the engine alone, beside the machine's limits and other engines, round by round.
+
+Called by `tandem bench engine` and by `benchmarks/engine.py`. Every result is a dictionary passed to `emit`:
+"check" (logits against transformers), "machine", "peer loaded", "peer skipped" or "peer failed", a "round" of
+each measure as it is done, and in the end one line a measure ("prefill" or "decode") and one for each peer of
+it ("peer").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import resource
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvtransfer.common.clock import Clock, SystemClock
+from kvtransfer.common.host import cpu_flags, cpu_name
+from workers.engine_bench.driver import CHUNK_TOKENS, EngineDriver
+from workers.engine_bench.peer_child import Settings
+from workers.engine_bench.peer_process import INSTALL, PeerProcess, PeerSpec
+from workers.engine_bench.roofline import LayerProducts, Roofline
+from workers.engine_bench.rounds import (
+    Measure,
+    Meter,
+    OthersMeter,
+    Round,
+    measure_s,
+    median_ratio,
+    median_tok_s,
+    run_rounds,
+)
+from workers.errors import CapacityError, PeerError
+from workers.model.model_config import ModelConfig, read_model_config
+from workers.model.native.isa import chosen_isa
+from workers.rank.model_runner import ModelRunner, read_dtype
+from workers.rank.probe import MeasureSizes, measure_limits
+
+Emit = Callable[[dict[str, Any]], None]
+
+OURS = "tandem"
+NUM_DECODE_STEPS = 24
+_LIMIT = "limit"
+_PRODUCTS = "products"
+_CHECK_TOKENS = 96
+_CHECK_CHUNK_TOKENS = 32
+_GEMM_SIZE = 2048
+_READ_BYTES = 512 << 20
+_NUM_LIMIT_RUNS = 2
+# Peers compute the context of a decode batch themselves; ours need not, so longer ones are ours alone.
+_MOST_PEER_DECODE_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """What is measured. `decode` are pairs of batch and context; `peer_cache` None: a folder that is removed
+    afterwards."""
+
+    model_dir: Path
+    dtype: str
+    threads: int = 2
+    prefill: Sequence[int] = (512, 2048)
+    decode: Sequence[tuple[int, int]] = ((1, 128), (4, 128), (8, 128), (16, 128))
+    num_rounds: int = 5
+    peers: Sequence[PeerSpec] = ()
+    peer_cache: Path | None = None
+    block_tokens: int = 64
+    device: str = "cpu"
+
+    def measures(self) -> list[Measure]:
+        """Return one measure for each prompt length and each decode batch."""
+        return [
+            *(Measure("prefill", num_tokens) for num_tokens in self.prefill),
+            *(
+                Measure("decode", batch * NUM_DECODE_STEPS, batch, context, NUM_DECODE_STEPS)
+                for batch, context in self.decode
+            ),
+        ]
+
+
+def run_engine_bench(options: BenchOptions, emit: Emit, meter: Meter | None = None) -> None:
+    """Check the logits, load the peers that are installed, then run the rounds and report their medians.
+
+    Raises `CapacityError` if a length exceeds the model's positions.
+    """
+    clock = SystemClock()
+    config = read_model_config(options.model_dir)
+    measures = options.measures()
+    runner = ModelRunner(
+        model_dir=options.model_dir,
+        dtype=read_dtype(options.dtype),
+        device=torch.device(options.device),
+        block_tokens=options.block_tokens,
+        num_kv_tokens=_num_kv_tokens(config, measures, options.block_tokens),
+        num_threads=options.threads,
+        max_sequences=max((each.batch for each in measures), default=1),
+        clock=clock,
+    )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.closing(runner))
+        runner.warm_up()
+        driver = EngineDriver(runner, clock, options.block_tokens)
+        emit(_check(driver, options.model_dir))
+        driver.fill_kv()
+        emit(_machine(runner))
+        cache_dir = options.peer_cache or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        turns = _Turns(driver, config, runner, clock, emit)
+        stack.callback(turns.close)
+        turns.load_peers(options, measures, cache_dir)
+        for measure in measures:
+            turns(measure, 0)  # first runs compile, and touch memory
+        rounds = run_rounds(
+            measures,
+            options.num_rounds,
+            turns,
+            meter or OthersMeter(turns.cpu_s, clock),
+            lambda measure, done: emit(_round_line(measure, done)),
+        )
+        for measure, done in rounds.items():
+            _report(measure, done, options.dtype, emit)
+
+
+def _num_kv_tokens(config: ModelConfig, measures: Sequence[Measure], block_tokens: int) -> int:
+    """Return the KV tokens of the largest measure. Every sequence begins a block of its own."""
+    lengths = {each: _sequence_tokens(each) for each in measures}
+    longest = max([*lengths.values(), _CHECK_TOKENS])
+    if longest > config.max_context_tokens:
+        raise CapacityError(f"{longest} tokens exceed the model's {config.max_context_tokens} positions")
+    blocks = [each.batch * -(-length // block_tokens) for each, length in lengths.items()]
+    return max([*blocks, -(-longest // block_tokens)]) * block_tokens
+
+
+def _sequence_tokens(measure: Measure) -> int:
+    return measure.num_tokens if measure.what == "prefill" else measure.context + measure.num_steps + 1
+
+
+class _Turns:
+    """Gives every engine its turn at a measure, ours and the loaded peers, in alternating order."""
+
+    def __init__(
+        self, driver: EngineDriver, config: ModelConfig, runner: ModelRunner, clock: Clock, emit: Emit
+    ) -> None:
+        self._driver = driver
+        self._config = config
+        self._device, self._dtype = runner.kv.device, runner.kv.dtype
+        self._clock = clock
+        self._emit = emit
+        self._peers: dict[str, PeerProcess] = {}
+        self._ended_cpu_s = 0.0
+        is_cpu = self._device.type == "cpu"
+        self._products = LayerProducts(config, self._dtype, CHUNK_TOKENS, clock) if is_cpu else None
+
+    def load_peers(self, options: BenchOptions, measures: Sequence[Measure], cache_dir: Path) -> None:
+        """Start the peers one after another, and report those that are missing or fail."""
+        asked = [each for each in measures if _suits_peers(each)]
+        decoded = [each for each in asked if each.what == "decode"]
+        for spec in options.peers:
+            settings = Settings(
+                peer=spec.name,
+                model_dir=str(options.model_dir.resolve()),
+                dtype=spec.dtype or _peer_dtype(spec.name, options.dtype),
+                threads=options.threads,
+                max_tokens=max(map(_sequence_tokens, asked), default=1) + 1,
+                max_batch=max((each.batch for each in decoded), default=1),
+                max_batch_tokens=max(map(_sequence_tokens, decoded), default=1),
+                cache_dir=str(cache_dir.resolve()),
+            )
+            self._load(spec, settings)
+
+    def _load(self, spec: PeerSpec, settings: Settings) -> None:
+        process = PeerProcess.start(spec, settings, self._clock)
+        try:
+            ready = process.wait_ready()
+        except PeerError as error:
+            process.close()
+            self._emit({"what": "peer failed", "peer": spec.name, "reason": str(error)})
+            return
+        if ready is None:
+            process.close()
+            remedy = f"not installed for {spec.python}: {INSTALL[spec.name]}"
+            self._emit({"what": "peer skipped", "peer": spec.name, "reason": remedy})
+            return
+        self._peers[spec.name] = process
+        fields = {"version": ready.version, "dtype": settings.dtype, "detail": ready.detail}
+        self._emit({"what": "peer loaded", "peer": spec.name, **fields})
+
+    def __call__(self, measure: Measure, number: int) -> Mapping[str, float]:
+        """Return tokens a second by engine, and by the limits of the machine at this moment."""
+        names = [OURS, *(self._peers if _suits_peers(measure) else ())]
+        rates: dict[str, float] = {}
+        for name in names if number % 2 == 0 else reversed(names):
+            engine = self._driver if name == OURS else self._peers[name]
+            try:
+                rates[name] = measure.num_tokens / measure_s(engine, measure)
+            except PeerError as error:
+                self._drop(name, str(error))
+        sizes = MeasureSizes(_GEMM_SIZE, _READ_BYTES, _NUM_LIMIT_RUNS)
+        machine = measure_limits(self._device, self._dtype, self._clock, sizes)
+        roofline = Roofline(self._config, self._dtype.itemsize, machine)
+        if measure.what == "prefill":
+            rates[_LIMIT] = roofline.prefill_tok_s(measure.num_tokens)
+            if self._products is not None and measure.num_tokens >= CHUNK_TOKENS:
+                rates[_PRODUCTS] = CHUNK_TOKENS / self._products.seconds()
+        else:
+            mean_context = measure.context + measure.num_steps / 2
+            rates[_LIMIT] = roofline.decode_tok_s(measure.batch, mean_context)
+        return rates
+
+    def cpu_s(self) -> float:
+        """Return the CPU seconds that this process and the peers have used."""
+        own = resource.getrusage(resource.RUSAGE_SELF)
+        running_s = sum(peer.cpu_s() for peer in self._peers.values())
+        return own.ru_utime + own.ru_stime + running_s + self._ended_cpu_s
+
+    def close(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
+
+    def _drop(self, name: str, reason: str) -> None:
+        peer = self._peers.pop(name)
+        self._ended_cpu_s += peer.cpu_s()
+        peer.close()
+        self._emit({"what": "peer failed", "peer": name, "reason": reason})
+
+
+def _suits_peers(measure: Measure) -> bool:
+    return measure.what == "prefill" or measure.batch * measure.context <= _MOST_PEER_DECODE_TOKENS
+
+
+def _peer_dtype(name: str, dtype: str) -> str:
+    """Return the dtype in which a peer is fastest at no less than our precision: torch emulates bf16 where
+    the CPU has no instructions for it, llama.cpp widens it."""
+    emulates = cpu_flags().isdisjoint(("amx_bf16", "avx512_bf16", "bf16"))
+    return "fp32" if dtype == "bf16" and emulates and name != "llama.cpp" else dtype
+
+
+# ------------------------------------------------------------------------------------------ the lines
+
+
+def _machine(runner: ModelRunner) -> dict[str, Any]:
+    isa = chosen_isa()
+    return {
+        "what": "machine",
+        "cpu": cpu_name(),
+        "isa": isa.value if isa is not None else "none that the kernels know",
+        "threads": torch.get_num_threads(),
+        "dtype": str(runner.kv.dtype).removeprefix("torch."),
+    }
+
+
+def _round_line(measure: Measure, done: Round) -> dict[str, Any]:
+    rates = {name: round(tok_s, 1) for name, tok_s in done.name_to_tok_s.items()}
+    return {"what": "round", "of": measure.label, "tok_s": rates, "others": round(done.others, 3)}
+
+
+def _report(measure: Measure, rounds: Sequence[Round], dtype: str, emit: Emit) -> None:
+    """Emit a measure's line and those of its peers: medians over `rounds`, and medians of ratios."""
+    shape = {"tokens": measure.num_tokens, "batch": measure.batch, "context": measure.context}
+    rounds_of = {
+        "rounds": len(rounds),
+        "void": sum(each.is_void for each in rounds),
+        "others": [round(each.others, 3) for each in rounds],
+    }
+    line = {"what": measure.what, **shape, "dtype": dtype, "tok_s": _rounded(median_tok_s(rounds, OURS), 1)}
+    for name in (_LIMIT, _PRODUCTS):
+        if (tok_s := median_tok_s(rounds, name)) is not None:
+            line[f"{name}_tok_s"] = round(tok_s, 1)
+            line[f"{name}_ratio"] = _rounded(median_ratio(rounds, OURS, name), 3)
+    emit({**line, **rounds_of})
+    peers = dict.fromkeys(name for each in rounds for name in each.name_to_tok_s)
+    for name in peers:
+        if name not in (OURS, _LIMIT, _PRODUCTS):
+            peer_tok_s = _rounded(median_tok_s(rounds, name), 1)
+            ratio = _rounded(median_ratio(rounds, OURS, name), 3)
+            rates = {"tok_s": line["tok_s"], "peer_tok_s": peer_tok_s, "ratio": ratio}
+            emit({"what": "peer", "of": measure.what, **shape, "peer": name, **rates})
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)
+
+
+# ------------------------------------------------------------------------------------------ the check
+
+
+def _check(driver: EngineDriver, model_dir: Path) -> dict[str, Any]:
+    """Compare the logits of a prompt, in chunks and then token by token, with those of transformers in
+    the same dtype."""
+    if importlib.util.find_spec("transformers") is None:
+        return {"what": "check", "skipped": f"transformers is not installed: {INSTALL['transformers']}"}
+    tokens = driver.draw(_CHECK_TOKENS)
+    num_chunked = _CHECK_TOKENS // 2
+    ends = [
+        *range(_CHECK_CHUNK_TOKENS, num_chunked, _CHECK_CHUNK_TOKENS),
+        *range(num_chunked, _CHECK_TOKENS + 1),
+    ]
+    ours = driver.logits(tokens, ends)
+    dtype, device = driver.runner.kv.dtype, driver.runner.kv.device
+    theirs = _transformers_logits(model_dir, dtype, device, tokens)[[end - 1 for end in ends]]
+    return {
+        "what": "check",
+        "against": "transformers",
+        "positions": len(ends),
+        "max_error": float((ours - theirs).abs().max() / theirs.abs().max()),
+        "argmax_agreement": float((ours.argmax(-1) == theirs.argmax(-1)).float().mean()),
+    }
+
+
+@torch.inference_mode()
+def _transformers_logits(model_dir: Path, dtype: torch.dtype, device: torch.device, tokens: bytes) -> Tensor:
+    """Return float32 [num_tokens, vocab_size], the logits of the same checkpoint at every position."""
+    transformers = importlib.import_module("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).to(device).eval()
+    ids = torch.from_numpy(np.frombuffer(tokens, dtype="<u4").astype(np.int64))[None]
+    output: Tensor = model(ids.to(device)).logits
+    return output[0].float()

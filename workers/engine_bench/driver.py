@@ -1,0 +1,99 @@
+"""Our engine in the engine benchmark: the model runner of one rank, driven with hand-made plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvtransfer.common.clock import Clock
+from workers.messages import BatchEntry, SamplingParams, SlotSample, SlotStart, StepPlan, TableChange
+from workers.rank.model_runner import ModelRunner
+
+CHUNK_TOKENS = 512
+
+
+class EngineDriver:
+    """Drives a model runner with random prompts that never repeat. A plan's slots are 0, 1, ..."""
+
+    def __init__(self, runner: ModelRunner, clock: Clock, block_tokens: int) -> None:
+        self.runner = runner
+        self._clock = clock
+        self._block_tokens = block_tokens
+        self._generator = torch.Generator().manual_seed(0)
+
+    def draw(self, num_tokens: int) -> bytes:
+        """Draw random token ids as uint32 bytes."""
+        ids = torch.randint(0, self.runner.config.vocab_size, (num_tokens,), generator=self._generator)
+        return bytes(ids.numpy().astype("<u4").tobytes())
+
+    def prefill_s(self, num_tokens: int) -> float:
+        """Return the seconds for one prompt, in chunks, up to its first token."""
+        prompt = self.draw(num_tokens)
+        self._start([prompt[-4:]], num_tokens)
+        begins = range(0, num_tokens, CHUNK_TOKENS)
+        entries = [_entry(0, begin, prompt, min(begin + CHUNK_TOKENS, num_tokens)) for begin in begins]
+        started_at = self._clock.now()
+        for entry in entries:
+            self._run(entries=(entry,))
+        elapsed_s = self._clock.now() - started_at
+        self._run(free_slots=(0,))
+        return elapsed_s
+
+    def decode_s(self, batch: int, context_tokens: int, num_steps: int) -> float:
+        """Return the seconds of `num_steps` steps of `batch` sequences that have `context_tokens` tokens.
+
+        The KV before the first step is what `fill_kv` wrote: what it holds does not change the work.
+        """
+        tokens = [self.draw(1) for _ in range(batch)]
+        self._start(tokens, context_tokens + num_steps + 1)
+        first = context_tokens - 1
+        entries = [BatchEntry(slot, first, 1, token, (slot,)) for slot, token in enumerate(tokens)]
+        self._run(entries=tuple(entries))
+        decodes = np.arange(batch, dtype="<u4").tobytes()
+        started_at = self._clock.now()
+        for _ in range(num_steps):
+            self._run(decodes=decodes)
+        elapsed_s = self._clock.now() - started_at
+        self._run(free_slots=tuple(range(batch)))
+        return elapsed_s
+
+    def logits(self, tokens: bytes, ends: Sequence[int]) -> Tensor:
+        """Return float32 [len(ends), vocab_size]: the logits of the last position of each chunk of one
+        prompt. Chunks end before `ends`."""
+        self._start([tokens[-4:]], len(tokens) // 4)
+        begins = [0, *ends[:-1]]
+        entries = [_entry(0, begin, tokens, end, True) for begin, end in zip(begins, ends, strict=True)]
+        rows = [self.runner.logits(StepPlan(0, entries=(entry,))) for entry in entries]
+        self._run(free_slots=(0,))
+        return torch.cat(rows)
+
+    def fill_kv(self) -> None:
+        """Fill the KV pool with random numbers, so that sequences may begin in their middle."""
+        kv = self.runner.kv
+        kv.copy_(torch.randn(kv.shape[1:], generator=self._generator).to(kv.device, kv.dtype).expand_as(kv))
+
+    def _start(self, last_tokens: Sequence[bytes], num_total: int) -> None:
+        """Start sequences that may grow to `num_total` tokens each, in blocks one after another."""
+        num_blocks = -(-num_total // self._block_tokens)
+        blocks = np.arange(len(last_tokens) * num_blocks, dtype="<u4").reshape(-1, num_blocks)
+        samples = [
+            SlotSample(slot, 0, int.from_bytes(token, "little")) for slot, token in enumerate(last_tokens)
+        ]
+        self._run(
+            starts=tuple(SlotStart(SamplingParams(), (sample,)) for sample in samples),
+            tables=tuple(TableChange(slot, 0, table.tobytes()) for slot, table in enumerate(blocks)),
+        )
+
+    def _run(self, **changes: Any) -> None:
+        """Run a plan with these fields."""
+        self.runner.run(StepPlan(0, **changes))
+
+
+def _entry(slot: int, begin: int, tokens: bytes, end: int, samples: bool = False) -> BatchEntry:
+    """Make the entry of the tokens [begin, end) of a prompt, which samples at its end, or if `samples`."""
+    is_last = samples or end == len(tokens) // 4
+    return BatchEntry(slot, begin, end - begin, tokens[4 * begin : 4 * end], (slot,) if is_last else ())

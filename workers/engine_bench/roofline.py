@@ -1,0 +1,132 @@
+"""What the machine allows: the roofline of a step, and the time of a chunk's products alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvtransfer.common.clock import Clock
+from workers.model.model_config import ModelConfig
+from workers.model.products import make_linear
+from workers.model.sizes import ModelWork
+from workers.rank.probe import DeviceLimits
+
+_PACK_ROWS = 512
+_TRIAL_ROWS = 16
+# A kind of product this many times slower than the best at few rows, or at many, is not timed again.
+_HOPELESS = 3.0
+_CLOSE = 1.3
+_NUM_RUNS = 3
+# Products are timed over weights that do not fit into a cache together.
+_NUM_COPIES = 2
+
+
+class Roofline:
+    """The roofline of a machine: the tokens a second that its arithmetic and memory allow. A model that fits
+    the caches may exceed the memory bound."""
+
+    def __init__(self, config: ModelConfig, item_bytes: int, machine: DeviceLimits) -> None:
+        self._work = ModelWork(config, item_bytes)
+        self._flop_s, self._byte_s = machine
+
+    def prefill_tok_s(self, num_tokens: int) -> float:
+        """Bound one prompt: linear layers and causal attention for every token, the head once, weights read
+        once."""
+        flops = self._work.of([(0, num_tokens)], 1).flops
+        return num_tokens / max(flops / self._flop_s, self._work.weight_bytes / self._byte_s)
+
+    def decode_tok_s(self, batch: int, mean_context: float) -> float:
+        """Bound one decode step by the lower of arithmetic and memory; weights and all KV are read once."""
+        work = self._work.of([(mean_context - 1, 1)] * batch, batch)
+        return batch / max(work.read_bytes / self._byte_s, work.flops / self._flop_s)
+
+
+class _Candidate(NamedTuple):
+    """One way to compute a product; `run` takes rows and returns after all copies of the weight."""
+
+    name: str
+    run: Callable[[Tensor], None]
+
+
+class LayerProducts:
+    """The four linear products of a layer with random weights, by the fastest of what torch offers on a CPU
+    (oneDNN and MKL, in the model's dtype or in float32) and of ours."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, num_rows: int, clock: Clock) -> None:
+        self._clock = clock
+        self._num_layers = config.num_layers
+        query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        hidden, intermediate = config.hidden_size, config.intermediate_size
+        shapes = {
+            "qkv": (query + 2 * kv, hidden),
+            "output": (hidden, query),
+            "gate_up": (2 * intermediate, hidden),
+            "down": (hidden, intermediate),
+        }
+        self._rows = {size: torch.randn(num_rows, size).to(dtype) for _, size in shapes.values()}
+        self._size_to_candidates = [
+            (size, self._chosen(_candidates(num_outputs, size, dtype), size))
+            for num_outputs, size in shapes.values()
+        ]
+
+    @torch.inference_mode()
+    def seconds(self) -> float:
+        """Return the seconds of all layers' products of one chunk, each by the kind that is fastest now."""
+        return self._num_layers * sum(
+            min(self._best_s(each, self._rows[size], _NUM_RUNS) for each in candidates)
+            for size, candidates in self._size_to_candidates
+        )
+
+    @torch.inference_mode()
+    def _chosen(self, candidates: list[_Candidate], size: int) -> list[_Candidate]:
+        rows = self._rows[size]
+        for part, most in ((rows[:_TRIAL_ROWS], _HOPELESS), (rows, _CLOSE)):
+            times = [self._best_s(each, part, 1) for each in candidates]
+            candidates = [
+                each for each, time_s in zip(candidates, times, strict=True) if time_s <= most * min(times)
+            ]
+        return candidates
+
+    def _best_s(self, candidate: _Candidate, rows: Tensor, num_runs: int) -> float:
+        times = []
+        for _ in range(num_runs + 1):
+            started_at = self._clock.now()
+            candidate.run(rows)
+            times.append(self._clock.now() - started_at)
+        return min(times[1:]) / _NUM_COPIES
+
+
+def _candidates(num_outputs: int, size: int, dtype: torch.dtype) -> list[_Candidate]:
+    weights = [torch.randn(num_outputs, size).to(dtype) * size**-0.5 for _ in range(_NUM_COPIES)]
+    ours = [make_linear(weight.clone()) for weight in weights]
+    found = [
+        _Candidate("ours", lambda rows: _each(ours, lambda product: product(rows))),
+        _Candidate("torch", lambda rows: _each(weights, lambda weight: F.linear(rows, weight))),
+    ]
+    if dtype != torch.float32:
+        wide = [weight.float() for weight in weights]
+        found.append(
+            _Candidate(
+                "torch float32",
+                lambda rows: _each(wide, lambda weight: F.linear(rows.float(), weight).to(dtype)),
+            )
+        )
+    if dtype == torch.bfloat16 and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        packed = [torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS) for weight in weights]
+        product = torch.ops.mkldnn._linear_pointwise
+        found.append(
+            _Candidate(
+                "oneDNN packed",
+                lambda rows: _each(packed, lambda weight: product(rows, weight, None, "none", [], "")),
+            )
+        )
+    return found
+
+
+def _each(weights: list[Any], work: Callable[[Any], Tensor]) -> None:
+    for weight in weights:
+        work(weight)
