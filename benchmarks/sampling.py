@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from unittest import mock
 
+import numpy as np
 import torch
 
 from workers.messages import SamplingParams, SlotSample, SlotStart
@@ -56,7 +57,7 @@ def measure(num_rows: int, vocab_size: int, num_rounds: int, has_kernels: bool) 
     works: dict[str, Callable[[], object]] = {"limit": lambda: fresh.argmax(-1)}
     for kind, sampling in KINDS.items():
         sampler = _sampler(num_rows, vocab_size, sampling)
-        works[kind] = partial(sampler.sample, fresh, range(num_rows))
+        works[kind] = partial(sampler.sample, fresh, np.arange(num_rows, dtype=np.int32))
     kind_to_ms: dict[str, float] = {}
     with mock.patch.object(native, "serves", native.serves if has_kernels else lambda device, dtype: False):
         for _ in range(num_rounds):
@@ -83,7 +84,7 @@ def measure(num_rows: int, vocab_size: int, num_rounds: int, has_kernels: bool) 
 
 def _sampler(num_rows: int, vocab_size: int, sampling: SamplingParams) -> Sampler:
     """With slots in the middle of an answer."""
-    sampler = Sampler(vocab_size, (0,), torch.device("cpu"))
+    sampler = Sampler(vocab_size, (0,), torch.device("cpu"), num_rows)
     tokens = torch.randint(0, vocab_size, (NUM_PROMPT_TOKENS + NUM_OUTPUT_TOKENS,), dtype=torch.int32)
     packed = tokens.numpy().tobytes()
     prompt, output = packed[: 4 * NUM_PROMPT_TOKENS], packed[4 * NUM_PROMPT_TOKENS :]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.messages import SamplingParams, TokenLogprob
-from workers.rank.sampler import SampledToken, gumbel, row_keys, token_counters
+from workers.rank.sampler import Sampled, gumbel, output_keys, seed_keys, token_counters
 
 # Most nuclei are smaller: on the CPU the whole vocabulary is sorted only for the rows where this fails.
 _NUCLEUS_TOKENS = 256
@@ -84,7 +84,9 @@ class DenseSampler:
         if state.penalty_row >= 0:
             self._penalties.remove(state.penalty_row)
 
-    def sample(self, logits: Tensor, slots: Sequence[int]) -> list[SampledToken]:
+    def sample(
+        self, logits: Tensor, slots: Sequence[int], masks: NDArray[np.uint32] | None = None
+    ) -> Sampled:
         """One token for each slot from `logits` [R, V] float32, which may be overwritten; synchronizes."""
         assert logits.shape == (len(slots), self._vocab_size), f"{tuple(logits.shape)} for {len(slots)} slots"
         for slot in slots:
@@ -92,7 +94,10 @@ class DenseSampler:
         states = [self._slots[slot] for slot in slots]
         worked = [row for row, state in enumerate(states) if not state.is_argmax]
         logprob_rows = [row for row, state in enumerate(states) if state.sampling.num_logprobs is not None]
-        raw = logits.clone() if logprob_rows and len(worked) == len(slots) else logits
+        raw = logits.clone() if logprob_rows and (masks is not None or len(worked) == len(slots)) else logits
+        if masks is not None:  # no processing brings a token back
+            bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")[:, : self._vocab_size]
+            logits = logits.masked_fill(torch.from_numpy(bits == 0), -torch.inf)
         if not worked:
             chosen = logits.argmax(dim=-1)
         elif len(worked) == len(slots):
@@ -189,12 +194,10 @@ class DenseSampler:
 
     def _read(
         self, slots: Sequence[int], states: list[_Slot], chosen: Tensor, raw: Tensor, logprob_rows: list[int]
-    ) -> list[SampledToken]:
+    ) -> Sampled:
         """Bring the results to the host in one transfer."""
         if not logprob_rows:
-            return [
-                SampledToken(slot, token, None) for slot, token in zip(slots, chosen.tolist(), strict=True)
-            ]
+            return Sampled(np.array(chosen.tolist(), np.uint32), {})
         num_top = [states[row].sampling.num_logprobs or 0 for row in logprob_rows]
         width = min(max(num_top), self._vocab_size)
         index = self._index(logprob_rows)
@@ -211,7 +214,7 @@ class DenseSampler:
             ids = flat[begin + 1 + width : begin + 1 + 2 * width]
             pairs = tuple((int(id_), value) for id_, value in zip(ids[:count], values[:count], strict=True))
             row_to_logprob[row] = TokenLogprob(flat[begin], pairs)
-        return [SampledToken(slot, int(flat[row]), row_to_logprob.get(row)) for row, slot in enumerate(slots)]
+        return Sampled(np.array(flat[: len(slots)]).astype(np.uint32), row_to_logprob)
 
     # --------------------------------------------------------------------------------- host to device
 
@@ -238,6 +241,11 @@ class DenseSampler:
         else:
             index = self._index(rows)
             logits[index] = change(logits[index])
+
+
+def row_keys(seeds: Sequence[int], output_indices: Sequence[int]) -> Tensor:
+    """The key of each (seed, output index)."""
+    return output_keys(seed_keys(seeds), np.array(output_indices, dtype=np.int32))
 
 
 class _PenaltyTable:

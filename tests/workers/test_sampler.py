@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import pytest
 import torch
 from local_engine import packed
@@ -19,9 +20,11 @@ from transformers.generation.logits_process import (
 )
 
 from workers.messages import SamplingParams, SlotSample, SlotStart
-from workers.rank.sampler import SampledToken, Sampler
+from workers.model import native
+from workers.rank.sampler import Sampler
 
 VOCAB = 1000
+NUM_SLOTS = 128
 EOS = (7, 11)
 PROMPT = (3, 5, 5, 800, 12)
 OUTPUT = (5, 40, 41, 41, 41)
@@ -30,18 +33,30 @@ Process = Callable[[Tensor, Tensor], Tensor]
 
 
 class ExposedSampler(Sampler):
-    """A sampler that also returns what it samples from."""
+    """A sampler that takes slots as any sequence, and also returns what it samples from."""
 
     def processed_logits(self, logits: Tensor, slots: Sequence[int]) -> Tensor:
         """Return the logits to which noise would be added; excluded tokens are -inf. `logits` may be
         overwritten."""
-        states = [self._slots[slot] for slot in slots]
-        self._process(logits, states)
-        rows = [row for row, state in enumerate(states) if not state.sampling.is_greedy]
-        if rows:
-            index = self._index(rows)
-            logits[index] = self._warp(states[row] for row in rows).dense(logits[index])
+        which = np.array(slots, np.int32)
+        if self._has_kernels:
+            kernels = native.load()
+            assert kernels is not None
+            kernels.change_rows(self._draws, self._table.address, logits, which, None)
+        else:
+            self._table.change_(logits, which, self._table.needs(which))
+        rows = np.flatnonzero(self._table.temperature[which])
+        if len(rows):
+            logits[rows] = self._warp(which[rows]).dense(logits[rows])
         return logits
+
+    def tokens(self, logits: Tensor, slots: Sequence[int]) -> list[int]:
+        """Sample a token for each slot."""
+        tokens: list[int] = self.sample(logits, np.array(slots, np.int32)).tokens.tolist()
+        return tokens
+
+
+pytestmark = pytest.mark.usefixtures("backend")
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +68,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def make_sampler(vocab_size: int = VOCAB) -> ExposedSampler:
-    return ExposedSampler(vocab_size, EOS, torch.device("cpu"))
+    return ExposedSampler(vocab_size, EOS, torch.device("cpu"), NUM_SLOTS)
 
 
 def start(
@@ -170,8 +185,7 @@ def test_tokens_do_not_depend_on_the_neighbours() -> None:
         cases = list(CASES.values())
         for slot in slots:
             sampler.start(start(slot, cases[slot], seed=slot * 7919))
-        sampled = sampler.sample(logits[list(slots)].clone(), slots)
-        return {token.slot: token.token for token in sampled}
+        return dict(zip(slots, sampler.tokens(logits[list(slots)].clone(), slots), strict=True))
 
     together = tokens(range(len(CASES)))
     for slot in range(len(CASES)):
@@ -185,25 +199,24 @@ def test_output_counts_follow_the_sampled_tokens() -> None:
     sampler.start(start(0, sampling, seed=5))
     output = list(OUTPUT)
     for step in range(6):
-        (sampled,) = sampler.sample(draw_logits(1, seed=step), [0])
-        output.append(sampled.token)
+        output += sampler.tokens(draw_logits(1, seed=step), [0])
     resumed = make_sampler()
     resumed.start(start(0, sampling, output=output, seed=5))
     logits = draw_logits(1, seed=99)
     assert torch.equal(
         sampler.processed_logits(logits.clone(), [0]), resumed.processed_logits(logits.clone(), [0])
     )
-    assert sampler.sample(logits.clone(), [0]) == resumed.sample(logits.clone(), [0])
+    assert sampler.tokens(logits.clone(), [0]) == resumed.tokens(logits.clone(), [0])
 
 
 def test_resumed_slots_sample_the_same_tokens() -> None:
     sampling = SamplingParams(temperature=1.0, top_p=0.95)
     sampler = make_sampler()
     sampler.start(start(0, sampling, output=(), seed=-3))
-    whole = [sampler.sample(draw_logits(1, seed=step), [0])[0].token for step in range(20)]
+    whole = [sampler.tokens(draw_logits(1, seed=step), [0])[0] for step in range(20)]
     resumed = make_sampler()
     resumed.start(start(0, sampling, output=whole[:8], seed=-3))
-    assert [resumed.sample(draw_logits(1, seed=step), [0])[0].token for step in range(8, 20)] == whole[8:]
+    assert [resumed.tokens(draw_logits(1, seed=step), [0])[0] for step in range(8, 20)] == whole[8:]
     assert len(set(whole)) > 5
 
 
@@ -224,8 +237,8 @@ def test_samples_follow_the_processed_distribution() -> None:
         for slot in slots:
             seed = int(counts.sum()) + slot
             sampler.start(start(slot, sampling, prompt=(1, 2), output=(), seed=seed))
-        for sampled in sampler.sample(logits.repeat(len(slots), 1), slots):
-            counts[sampled.token] += 1
+        for token in sampler.tokens(logits.repeat(len(slots), 1), slots):
+            counts[token] += 1
     kept = expected > 0
     assert counts[~kept].sum() == 0
     chi_square = ((counts - num_draws * expected)[kept] ** 2 / (num_draws * expected)[kept]).sum()
@@ -238,7 +251,7 @@ def test_greedy_ignores_seed_and_filters() -> None:
     for seed in (0, 1, -(2**63), 2**64 - 1):
         sampler = make_sampler()
         sampler.start(start(0, SamplingParams(top_k=3, top_p=0.5, min_p=0.5), seed=seed))
-        assert sampler.sample(logits.clone(), [0])[0].token == int(logits.argmax())
+        assert sampler.tokens(logits.clone(), [0]) == [int(logits.argmax())]
 
 
 def test_logprobs_are_of_the_raw_distribution() -> None:
@@ -248,13 +261,12 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
     sampler.start(start(2, SamplingParams(temperature=1.0)))
     sampler.start(start(3, SamplingParams(logit_bias={40: 100.0}, num_logprobs=2)))
     expected = logits.log_softmax(dim=-1)
-    sampled = sampler.sample(logits.clone(), range(4))
-    assert sampled[3].token == 40
-    assert sampled[2].logprob is None
+    tokens, row_to_logprob = sampler.sample(logits.clone(), np.arange(4, dtype=np.int32))
+    assert tokens[3] == 40
+    assert row_to_logprob.keys() == {0, 1, 3}
     for row, num_top in ((0, 3), (1, 0), (3, 2)):
-        logprob = sampled[row].logprob
-        assert logprob is not None
-        assert logprob.logprob == float(expected[row, sampled[row].token])
+        logprob = row_to_logprob[row]
+        assert logprob.logprob == float(expected[row, int(tokens[row])])
         values, ids = expected[row].topk(num_top)
         assert logprob.top == tuple(zip(ids.tolist(), values.tolist(), strict=True))
 
@@ -262,9 +274,8 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
 def test_logprobs_when_every_row_is_processed() -> None:
     sampler, logits = make_sampler(), draw_logits(1)
     sampler.start(start(0, SamplingParams(temperature=0.5, logit_bias={40: 100.0}, num_logprobs=0)))
-    (sampled,) = sampler.sample(logits.clone(), [0])
-    assert sampled.logprob is not None
-    assert sampled.logprob.logprob == float(logits.log_softmax(dim=-1)[0, 40])
+    sampled = sampler.sample(logits.clone(), np.array([0], np.int32))
+    assert sampled.row_to_logprob[0].logprob == float(logits.log_softmax(dim=-1)[0, 40])
 
 
 def test_tokens_outside_the_vocabulary_are_ignored() -> None:
@@ -299,14 +310,14 @@ def test_bad_plans_are_assertion_errors() -> None:
     with pytest.raises(AssertionError, match="slot 4 is not in use"):
         sampler.free(4)
     with pytest.raises(AssertionError, match="slot 4 samples but was never started"):
-        sampler.sample(draw_logits(1), [4])
+        sampler.tokens(draw_logits(1), [4])
 
 
 def test_one_row_per_slot_in_order() -> None:
     sampler, logits = make_sampler(), draw_logits(3)
     for slot in (9, 4, 6):
         sampler.start(start(slot, SamplingParams()))
-    tokens = logits.argmax(dim=-1).tolist()
-    assert sampler.sample(logits, [9, 4, 6]) == [
-        SampledToken(slot, token, None) for slot, token in zip((9, 4, 6), tokens, strict=True)
-    ]
+    expected = logits.argmax(dim=-1).tolist()
+    tokens, row_to_logprob = sampler.sample(logits, np.array([9, 4, 6], np.int32))
+    assert tokens.dtype == np.uint32
+    assert (tokens.tolist(), row_to_logprob) == (expected, {})

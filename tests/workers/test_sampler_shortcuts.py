@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
+import numpy as np
 import pytest
 import torch
-from dense_sampler import DenseSampler
+from dense_sampler import DenseSampler, row_keys
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from local_engine import packed
+from numpy.typing import NDArray
+from optional_programs import needs_compiler
 from torch import Tensor
 
-from workers.messages import SamplingParams, SlotSample, SlotStart
+from workers.messages import SamplingParams, SlotSample, SlotStart, TokenLogprob
 from workers.model import native
-from workers.rank.sampler import SampledToken, Sampler, gumbel, is_apart, largest, row_keys, token_counters
+from workers.model.native.isa import Isa, available_isas
+from workers.rank.sampler import Sampled, Sampler, gumbel, largest, token_counters
 
 CPU = torch.device("cpu")
 EOS = (7, 11)
 # Sampling, prompt, output, seed.
 Case = tuple[SamplingParams, list[int], list[int], int]
+Result = tuple[list[int], dict[int, TokenLogprob]]
+
+
+class Sample(Protocol):
+    def __call__(self, logits: Tensor, slots: range, masks: NDArray[np.uint32] | None = None) -> Result: ...
+
+
+BACKENDS = [*(pytest.param(isa.value, marks=needs_compiler) for isa in available_isas()), "torch"]
 
 SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
     "normal": lambda drawn: drawn * 3,
@@ -31,6 +44,27 @@ SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
     "far from zero": lambda drawn: drawn * 2 - 3000,
     "mostly excluded": lambda drawn: drawn.masked_fill(drawn < 1, -torch.inf),
 }
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kernels of each instruction set of this CPU, and the torch code."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "serves", lambda device, dtype: False)
+    else:
+        kernels = native.compiled(Isa(request.param))
+        assert kernels is not None, "there is a C++ compiler, but the kernels could not be built"
+        monkeypatch.setattr(native, "load", lambda: kernels)
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> Iterator[None]:
+    """So that rows are computed in parts too."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 def parameters(vocab_size: int) -> st.SearchStrategy[SamplingParams]:
@@ -51,9 +85,10 @@ def parameters(vocab_size: int) -> st.SearchStrategy[SamplingParams]:
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> tuple[int, str, int, list[Case]]:
-    """Vocabulary, shape of the logits, their seed, and what the rows sample."""
-    vocab_size = draw(st.sampled_from([1, 13, 257, 1000, 6000]))
+def batches(draw: st.DrawFn) -> tuple[int, str, int, list[Case], float | None]:
+    """Vocabulary, shape of the logits, their seed, what the rows sample, and the share of tokens that a mask
+    allows."""
+    vocab_size = draw(st.sampled_from([1, 13, 257, 1000, 6000, 20_000]))
     tokens = st.integers(0, vocab_size - 1)
     case = st.tuples(
         parameters(vocab_size),
@@ -66,21 +101,26 @@ def batches(draw: st.DrawFn) -> tuple[int, str, int, list[Case]]:
         draw(st.sampled_from(sorted(SHAPES))),
         draw(st.integers(0, 2**32)),
         draw(st.lists(case, min_size=1, max_size=6)),
+        draw(st.sampled_from([None, None, 0.0, 0.001, 0.5, 1.0])),
     )
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(batch=batches())
 def test_tokens_and_logprobs_are_those_of_the_whole_vocabulary(
-    backend: str, batch: tuple[int, str, int, list[Case]]
+    backend: str, batch: tuple[int, str, int, list[Case], float | None]
 ) -> None:
-    vocab_size, shape, seed, cases = batch
+    vocab_size, shape, seed, cases, share_allowed = batch
     short, dense = samplers(vocab_size, cases)
     generator = torch.Generator().manual_seed(seed)
     slots = range(len(cases))
     for _ in range(3):
         logits = SHAPES[shape](torch.randn(len(cases), vocab_size, generator=generator))
-        found, expected = short.sample(logits.clone(), slots), dense(logits.clone(), slots)
+        masks = None
+        if share_allowed is not None:
+            is_allowed = torch.rand(len(cases), vocab_size, generator=generator) < share_allowed
+            masks = packed_masks(is_allowed.numpy())
+        found, expected = short(logits.clone(), slots, masks), dense(logits.clone(), slots, masks)
         assert repr(found) == repr(expected), "as text, for the log-probability of nothing is not a number"
 
 
@@ -98,7 +138,7 @@ def test_rounding_decides_nothing(backend: str, top_k: int, top_p: float) -> Non
         scores = cancelled.clone()
         scores[:, 1000] += nudge
         short, dense = samplers(vocab_size, cases)
-        assert short.sample(scores.clone(), range(num_rows)) == dense(scores.clone(), range(num_rows))
+        assert short(scores.clone(), range(num_rows)) == dense(scores.clone(), range(num_rows))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -113,16 +153,15 @@ def test_broken_logits_break_no_neighbour(backend: str, value: float) -> None:
         short, dense = samplers(2000, [(sampling, [1], [], seed) for seed in range(3)])
         logits = torch.randn(3, 2000, generator=torch.Generator().manual_seed(1)) * 3
         logits[1, 700] = value
-        found, expected = short.sample(logits.clone(), range(3)), dense(logits.clone(), range(3))
-        assert (found[0], found[2]) == (expected[0], expected[2])
-        assert found == expected
+        found, expected = short(logits.clone(), range(3)), dense(logits.clone(), range(3))
+        assert found[0] == expected[0]
 
 
 def test_a_nucleus_beyond_the_candidates_is_drawn_from_whole(backend: str) -> None:
     sampling = SamplingParams(temperature=30.0, top_p=0.97)
     short, dense = samplers(6000, [(sampling, [1], [], seed) for seed in range(40)])
     logits = torch.randn(40, 6000, generator=torch.Generator().manual_seed(2))
-    assert short.sample(logits.clone(), range(40)) == dense(logits.clone(), range(40))
+    assert short(logits.clone(), range(40)) == dense(logits.clone(), range(40))
 
 
 @pytest.mark.parametrize("temperature", [1e-5 / 1.001, 1e-10, 1e-37, 1e-38, 1e-39, 5e-324])
@@ -136,7 +175,7 @@ def test_the_smallest_temperatures_are_greedy(
     tokens = []
     for sampling in (greedy, SamplingParams(temperature=temperature, **filters)):  # type: ignore[arg-type]
         short, _ = samplers(500, [(sampling, [1, 2], [3], seed) for seed in range(4)])
-        tokens.append(short.sample(logits.clone(), range(4)))
+        tokens.append(short(logits.clone(), range(4)))
     assert tokens[0] == tokens[1]
 
 
@@ -144,8 +183,7 @@ def test_the_least_temperature_overflows_nothing(backend: str) -> None:
     logits = torch.randn(4, 500, generator=torch.Generator().manual_seed(3)) * 20
     sampling = SamplingParams(temperature=1e-5)
     short, _ = samplers(500, [(sampling, [1], [], seed) for seed in range(4)])
-    tokens = [token.token for token in short.sample(logits.clone(), range(4))]
-    assert tokens == logits.argmax(-1).tolist()
+    assert short(logits.clone(), range(4)) == (logits.argmax(-1).tolist(), {})
 
 
 @pytest.mark.parametrize("vocab_size", [1, 5, 64, 1000, 4099])
@@ -160,35 +198,9 @@ def test_the_largest_are_found_in_a_few_blocks(vocab_size: int, count: int) -> N
         assert all(len(set(row)) == count for row in ids.tolist())
 
 
-def test_the_kernel_draws_the_best_of_all() -> None:
-    if not native.serves(CPU, torch.float32):
-        pytest.skip("this machine has no C++ compiler, so there are no kernels to test")
-    kernels = native.load()
-    assert kernels is not None
-    generator = torch.Generator().manual_seed(4)
-    keys = row_keys(range(50), range(50))
-    for vocab_size in (1, 63, 64, 65, 1111, 40_000):
-        logits = torch.randn(50, vocab_size, generator=generator) * 4
-        temperature = torch.linspace(0.1, 3, 50)[:, None]
-        least = torch.full((50, 1), -3.0)
-        tokens, best, second = kernels.gumbel_argmax(logits, temperature, least, keys)
-        scaled = logits / temperature
-        scores = scaled + gumbel(keys, token_counters(vocab_size, CPU))
-        scores.masked_fill_(scaled < least, -torch.inf)
-        expected = scores.topk(min(2, vocab_size))
-        some = expected.values[:, 0] > -torch.inf
-        sure = is_apart(best, second)
-        assert torch.equal(tokens[sure], expected.indices[sure, 0])
-        assert torch.equal(sure, some & sure)
-        assert float(sure[some].float().mean()) > 0.9
-        torch.testing.assert_close(best[some], expected.values[some, 0], rtol=1e-6, atol=1e-5)
-
-
-def samplers(
-    vocab_size: int, cases: list[Case]
-) -> tuple[Sampler, Callable[[Tensor, range], list[SampledToken]]]:
+def samplers(vocab_size: int, cases: list[Case]) -> tuple[Sample, Sample]:
     """The engine's sampler, and the dense one behind the same rule for the smallest temperatures."""
-    short, dense = Sampler(vocab_size, EOS, CPU), DenseSampler(vocab_size, EOS, CPU)
+    short, dense = Sampler(vocab_size, EOS, CPU, len(cases)), DenseSampler(vocab_size, EOS, CPU)
     for slot, (sampling, prompt, output, seed) in enumerate(cases):
         known = packed(output) if sampling.penalizes_output else b""
         sample = SlotSample(slot, seed, [*prompt, *output][-1], len(output), known)
@@ -203,4 +215,24 @@ def samplers(
                 }
             )
         dense.start(slot, sampling, prompt, output, seed)
-    return short, dense.sample
+
+    def sample_short(logits: Tensor, slots: range, masks: NDArray[np.uint32] | None = None) -> Result:
+        return listed(short.sample(logits, np.array(slots, np.int32), masks))
+
+    def sample_dense(logits: Tensor, slots: range, masks: NDArray[np.uint32] | None = None) -> Result:
+        return listed(dense.sample(logits, slots, masks))
+
+    return sample_short, sample_dense
+
+
+def packed_masks(is_allowed: NDArray[np.bool_]) -> NDArray[np.uint32]:
+    """The masks of the engine's sampler, made bit by bit."""
+    num_rows, vocab_size = is_allowed.shape
+    masks = np.zeros((num_rows, -(-vocab_size // 32)), np.uint32)
+    for row, token in zip(*np.nonzero(is_allowed), strict=True):
+        masks[row, token // 32] |= np.uint32(1 << (token % 32))
+    return masks
+
+
+def listed(sampled: Sampled) -> Result:
+    return sampled.tokens.tolist(), sampled.row_to_logprob

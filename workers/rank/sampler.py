@@ -11,8 +11,7 @@ candidates is not yet validated on CUDA."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,14 +19,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.messages import SamplingParams, SlotSample, SlotStart, TokenLogprob
+from workers.messages import SlotStart, TokenLogprob
 from workers.model import native
-from workers.rank.logits import PromptTokens, TokenPenalties, Warp, penalize_
+from workers.rank.logits import Needs, Slots, SlotTable, Warp, apply_masks_, distinct_tokens
 
 # The largest top-k for which candidates are taken first.
 MOST_COUNTED = 1024
 _NUCLEUS_TOKENS = 256
-_MOST_TRIES = 16
 # More than two ways to sum up to `MOST_COUNTED` probabilities in float32 differ by.
 _MASS_ERROR = 2e-5
 # More than two ways to compute a probability in float32 differ by, beside their sums.
@@ -45,245 +43,163 @@ _UNIFORM_BITS = 54
 _LARGEST_UNIFORM = 1.0 - 2.0**-24  # the largest float32 below 1
 
 
-@dataclass(slots=True)
-class _Slot:
-    """The state of one sequence's sampling: what its next token depends on besides the logits."""
+class Sampled(NamedTuple):
+    """A token for each row, and by row the log-probabilities where they are asked for."""
 
-    sampling: SamplingParams
-    seed: int
-    num_output: int
-    penalties: TokenPenalties | None
-    end_ids: NDArray[np.int64]
-    bias_ids: NDArray[np.int64]
-    bias_values: NDArray[np.float32]
-
-    @property
-    def below_min_tokens(self) -> bool:
-        return self.num_output < self.sampling.min_tokens
-
-
-class SampledToken(NamedTuple):
-    """The token a slot sampled."""
-
-    slot: int
-    token: int
-    logprob: TokenLogprob | None
+    tokens: NDArray[np.uint32]
+    row_to_logprob: dict[int, TokenLogprob]
 
 
 class Sampler:
-    """Draws tokens: `start` and `free` maintain slots, `sample` draws one token for each given slot."""
+    """Draws tokens: `start` and `free` maintain slots, `sample` draws one token for each given slot. Slots
+    are numbers below `max_slots`; each may be given once a call."""
 
-    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device, max_slots: int
+    ) -> None:
         self._vocab_size = vocab_size
-        self._eos_token_ids = tuple(eos_token_ids)
         self._device = device
-        self._slots: dict[int, _Slot] = {}
+        self._table = SlotTable(max_slots, vocab_size, eos_token_ids)
         self._counters = token_counters(vocab_size, device)
+        self._draws = native.SamplingArrays(max_slots)
 
     def start(self, start: SlotStart) -> None:
-        """Add slots. Their output so far counts for penalties, minimum length and  A call that fails
+        """Add slots. Their output so far counts for penalties, minimum length and noise. A call that fails
         adds none."""
-        prompt = None
-        if start.sampling.penalizes_prompt:
-            prompt = PromptTokens(start.prompt, self._vocab_size, self._device)
-        self._slots |= {it.slot: self._started(it, start.sampling, prompt) for it in start.samples}
+        sampling, samples = start.sampling, start.samples
+        prompt_ids = distinct_tokens(start.prompt if sampling.penalizes_prompt else b"", self._vocab_size)
+        self._table.start(samples, sampling, seed_keys([sample.seed for sample in samples]), prompt_ids)
 
     def free(self, slot: int) -> None:
         """Forget a slot."""
-        assert slot in self._slots, f"slot {slot} is not in use"
-        del self._slots[slot]
+        self._table.free(slot)
 
-    def sample(self, logits: Tensor, slots: Sequence[int]) -> list[SampledToken]:
+    def sample(self, logits: Tensor, slots: Slots, masks: NDArray[np.uint32] | None = None) -> Sampled:
         """Draw one token for each slot from float32 `logits` [num_slots, vocab_size], which may be
-        overwritten. Synchronizes with the device."""
+        overwritten. `masks` [num_slots, ceil(vocab_size / 32)] may allow only some tokens: bit i of word w is
+        that of token 32 w + i. Synchronizes with the device; a call that fails has changed nothing."""
         assert logits.shape == (len(slots), self._vocab_size), f"{tuple(logits.shape)} for {len(slots)} slots"
-        for slot in slots:
-            assert slot in self._slots, f"slot {slot} samples but was never started"
-        states = [self._slots[slot] for slot in slots]
-        logprobs = _Logprobs(logits, [state.sampling.num_logprobs for state in states])
-        self._process(logits, states)
-        draw = self._draw(logits, states)
-        while True:
-            tokens, unsure, row_to_logprob = logprobs.read(draw)
-            if not unsure:
-                break
-            index = self._index(unsure)
-            draw.tokens[index] = self._draw_exactly(logits[index], [states[row] for row in unsure])
-            draw.is_sure[index] = True
-        # Last: a call that fails has changed nothing.
-        for state, token in zip(states, tokens, strict=True):
-            state.num_output += 1
-            if state.penalties is not None:
-                state.penalties.count(token)
-        return [
-            SampledToken(slot, token, row_to_logprob.get(row))
-            for row, (slot, token) in enumerate(zip(slots, tokens, strict=True))
-        ]
-
-    def _started(self, sample: SlotSample, sampling: SamplingParams, prompt: PromptTokens | None) -> _Slot:
-        assert sample.slot not in self._slots, f"slot {sample.slot} is already in use"
-        bias = {id_: value for id_, value in sampling.logit_bias.items() if 0 <= id_ < self._vocab_size}
-        has_penalties = sampling.penalizes_output
-        return _Slot(
-            sampling=sampling,
-            seed=sample.seed,
-            num_output=sample.num_output_tokens,
-            penalties=TokenPenalties(sampling, prompt, sample.output) if has_penalties else None,
-            end_ids=self._end_ids(sampling),
-            bias_ids=np.fromiter(bias.keys(), np.int64, len(bias)),
-            bias_values=np.fromiter(bias.values(), np.float32, len(bias)),
+        needs = self._table.needs(slots)
+        some = int(np.bitwise_or.reduce(needs)) if len(slots) else 0
+        logprobs = (
+            _Logprobs(logits, needs, self._table.num_logprobs[slots]) if some & Needs.LOGPROBS else None
         )
-
-    # ------------------------------------------------------------------------------------ processing
-
-    def _process(self, logits: Tensor, states: list[_Slot]) -> None:
-        """Apply bias, penalties and minimum length, in place."""
-        rows = [row for row, state in enumerate(states) if len(state.bias_ids)]
-        if rows:
-            where = self._positions(rows, [states[row].bias_ids for row in rows])
-            values = torch.from_numpy(np.concatenate([states[row].bias_values for row in rows]))
-            logits.index_put_(where, values.to(self._device), accumulate=True)
-        row_to_penalties = {row: it.penalties for row, it in enumerate(states) if it.penalties is not None}
-        if row_to_penalties:
-            penalize_(logits, list(row_to_penalties), list(row_to_penalties.values()))
-        rows = [row for row, state in enumerate(states) if state.below_min_tokens and len(state.end_ids)]
-        if rows:
-            where = self._positions(rows, [states[row].end_ids for row in rows])
-            logits.index_put_(where, logits.new_tensor(-torch.inf))
-
-    # --------------------------------------------------------------------------------------- drawing
-
-    def _draw(self, logits: Tensor, states: list[_Slot]) -> Draw:
-        """Draw each row in the shortest way that its parameters allow."""
-        way_to_rows: dict[Callable[[Tensor, list[_Slot]], Draw], list[int]] = {}
-        for row, state in enumerate(states):
-            way_to_rows.setdefault(self._way(state.sampling), []).append(row)
-        if len(way_to_rows) == 1:
-            (way,) = way_to_rows
-            return way(logits, states)
-        tokens = torch.empty(len(states), dtype=torch.int64, device=self._device)
-        is_sure = torch.empty(len(states), dtype=torch.bool, device=self._device)
-        for way, rows in way_to_rows.items():
-            index = self._index(rows)
-            tokens[index], is_sure[index] = way(logits[index], [states[row] for row in rows])
-        return Draw(tokens, is_sure)
-
-    def _way(self, sampling: SamplingParams) -> Callable[[Tensor, list[_Slot]], Draw]:
-        if sampling.is_greedy:
-            return self._draw_likeliest
-        if 0 < sampling.top_k < self._vocab_size:
-            return self._draw_counted if sampling.top_k <= MOST_COUNTED else self._draw_filtered
-        if sampling.top_p < 1.0:
-            return self._draw_by_rejection if self._has_kernels else self._draw_from_nucleus
-        if self._has_kernels:
-            return self._draw_from_all
-        return self._draw_from_nucleus if sampling.min_p > 0.0 else self._draw_filtered
+        kernels = native.load() if self._has_kernels else None
+        if kernels is not None:
+            logits = logits.contiguous()
+            draw = kernels.sample_rows(self._draws, self._table.address, logits, slots, masks)
+        else:
+            draw = self._sample_rows(logits, slots, needs, masks)
+        tokens, is_sure = draw
+        if not is_sure.all():
+            rows = np.flatnonzero(~is_sure)
+            exact = self._draw_exactly(logits[torch.from_numpy(rows).to(self._device)], slots[rows])
+            tokens[rows] = exact.cpu().numpy()
+        found = Sampled(tokens.view(np.uint32), logprobs.of(tokens) if logprobs is not None else {})
+        if some & Needs.PENALTIES:
+            rows = np.flatnonzero(needs & Needs.PENALTIES)
+            self._table.make_room(slots[rows])
+            if kernels is not None:
+                kernels.count_tokens(self._table.address, slots[rows], tokens[rows])
+            else:
+                self._table.count(slots[rows], tokens[rows])
+        self._table.num_output[slots] += 1
+        return found
 
     @property
     def _has_kernels(self) -> bool:
         return native.serves(self._device, torch.float32)
 
-    def _draw_likeliest(self, logits: Tensor, states: list[_Slot]) -> Draw:
+    # --------------------------------------------------------------------------------- without kernels
+
+    def _sample_rows(
+        self, logits: Tensor, slots: Slots, needs: NDArray[np.uint32], masks: NDArray[np.uint32] | None
+    ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Draw as the kernel `sample_rows` does, and change the logits in place like it."""
+        self._table.change_(logits, slots, needs)
+        if masks is not None:
+            apply_masks_(logits, masks)
+        draw = self._draw(logits, slots)
+        both = torch.stack((draw.tokens, draw.is_sure.to(torch.int64))).cpu().numpy()
+        return both[0].astype(np.int32), both[1].astype(np.bool_)
+
+    def _draw(self, logits: Tensor, slots: Slots) -> Draw:
+        """Draw each row in the shortest way that its parameters allow."""
+        table = self._table
+        is_greedy = table.temperature[slots] == 0.0
+        top_k = table.top_k[slots]
+        is_filtered = (table.top_p[slots] < 1.0) | (table.min_p[slots] > 0.0)
+        is_counted = ~is_greedy & (top_k > 0) & (top_k <= MOST_COUNTED)
+        is_nucleus = ~is_greedy & (top_k == 0) & is_filtered
+        way_to_rows: dict[Callable[[Tensor, Slots], Draw], NDArray[np.bool_]] = {
+            self._draw_likeliest: is_greedy,
+            self._draw_counted: is_counted,
+            self._draw_from_nucleus: is_nucleus,
+            self._draw_filtered: ~(is_greedy | is_counted | is_nucleus),
+        }
+        tokens = torch.empty(len(slots), dtype=torch.int64, device=self._device)
+        is_sure = torch.empty(len(slots), dtype=torch.bool, device=self._device)
+        for way, are_there in way_to_rows.items():
+            if are_there.all():
+                return way(logits, slots)
+            if are_there.any():
+                index = torch.from_numpy(np.flatnonzero(are_there)).to(self._device, non_blocking=True)
+                tokens[index], is_sure[index] = way(logits[index], slots[are_there])
+        return Draw(tokens, is_sure)
+
+    def _draw_likeliest(self, logits: Tensor, slots: Slots) -> Draw:
         return _certainly(logits.argmax(dim=-1))
 
     # Two names, so that `_draw` keeps rows with a top-k apart from those without.
-    def _draw_counted(self, logits: Tensor, states: list[_Slot]) -> Draw:
-        return draw_from_candidates(logits, self._warp(states), self._keys(states), self._counters)
+    def _draw_counted(self, logits: Tensor, slots: Slots) -> Draw:
+        return draw_from_candidates(logits, self._warp(slots), self._keys(slots), self._counters)
 
-    def _draw_from_nucleus(self, logits: Tensor, states: list[_Slot]) -> Draw:
-        return draw_from_candidates(logits, self._warp(states), self._keys(states), self._counters)
+    def _draw_from_nucleus(self, logits: Tensor, slots: Slots) -> Draw:
+        return draw_from_candidates(logits, self._warp(slots), self._keys(slots), self._counters)
 
-    def _draw_from_all(self, logits: Tensor, states: list[_Slot]) -> Draw:
-        warp = self._warp(states)
-        return self._draw_by_kernel(logits, warp.temperature, warp.least(logits), self._keys(states))
+    def _draw_filtered(self, logits: Tensor, slots: Slots) -> Draw:
+        return _certainly(self._draw_exactly(logits, slots))
 
-    def _draw_by_rejection(self, logits: Tensor, states: list[_Slot]) -> Draw:
-        warp, keys = self._warp(states), self._keys(states)
-
-        def draw(rows: slice, least: Tensor) -> Draw:
-            return self._draw_by_kernel(logits[rows], warp.temperature[rows], least, keys[rows])
-
-        return draw_by_rejection(logits, warp, warp.least(logits), draw)
-
-    def _draw_filtered(self, logits: Tensor, states: list[_Slot]) -> Draw:
-        if not self._has_kernels:
-            return _certainly(self._draw_exactly(logits, states))
-        warped = self._warp(states).dense(logits)
-        one = torch.ones((len(states), 1))
-        return self._draw_by_kernel(warped, one, one * -torch.inf, self._keys(states))
-
-    def _draw_by_kernel(self, logits: Tensor, temperature: Tensor, least: Tensor, keys: Tensor) -> Draw:
-        kernels = native.load()
-        assert kernels is not None
-        tokens, best, second = kernels.gumbel_argmax(logits.contiguous(), temperature, least, keys)
-        return Draw(tokens, is_apart(best, second))
-
-    def _draw_exactly(self, logits: Tensor, states: list[_Slot]) -> Tensor:
+    def _draw_exactly(self, logits: Tensor, slots: Slots) -> Tensor:
         """Draw with noise for every token of the vocabulary."""
-        warped, keys = self._warp(states).dense(logits), self._keys(states)
+        warped, keys = self._warp(slots).dense(logits), self._keys(slots)
         # On a CPU one row's noise at a time, which stays in cache: all at once took twice as long.
-        num_rows = 1 if self._device.type == "cpu" else len(states)
-        for begin in range(0, len(states), num_rows):
+        num_rows = 1 if self._device.type == "cpu" else len(slots)
+        for begin in range(0, len(slots), num_rows):
             rows = slice(begin, begin + num_rows)
             warped[rows] += gumbel(keys[rows], self._counters)
         return warped.argmax(dim=-1)
 
-    def _warp(self, states: Iterable[_Slot]) -> Warp:
-        return Warp([state.sampling for state in states], self._vocab_size, self._device)
+    def _warp(self, slots: Slots) -> Warp:
+        return Warp(self._table, slots, self._device)
 
-    def _keys(self, states: list[_Slot]) -> Tensor:
-        keys = row_keys([state.seed for state in states], [state.num_output for state in states])
+    def _keys(self, slots: Slots) -> Tensor:
+        keys = output_keys(self._table.keys[slots], self._table.num_output[slots])
         return keys.to(self._device, non_blocking=True)
-
-    # --------------------------------------------------------------------------------- host to device
-
-    def _end_ids(self, sampling: SamplingParams) -> NDArray[np.int64]:
-        ids = sorted({*self._eos_token_ids, *sampling.stop_token_ids})
-        return np.array([id_ for id_ in ids if 0 <= id_ < self._vocab_size], dtype=np.int64)
-
-    def _index(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self._device, non_blocking=True)
-
-    def _positions(self, rows: list[int], ids: list[NDArray[np.int64]]) -> tuple[Tensor, Tensor]:
-        """Return (row, token id) of every element, in the form of `index_put_`."""
-        row_of_id = np.repeat(np.array(rows), [len(part) for part in ids])
-        both = torch.from_numpy(np.stack((row_of_id, np.concatenate(ids)))).to(self._device)
-        return both[0], both[1]
 
 
 class _Logprobs:
-    """Log-probabilities of the model's own distribution, for the rows whose `num_top` is not None. Must be
-    made before the logits are changed."""
+    """Log-probabilities of the model's own distribution, for the rows that need them. Must be made before the
+    logits are changed."""
 
-    def __init__(self, logits: Tensor, num_top: Sequence[int | None]) -> None:
-        self._row_to_num_top = {row: num for row, num in enumerate(num_top) if num is not None}
-        if self._row_to_num_top:
-            self._width = min(max(self._row_to_num_top.values()), logits.shape[1])
-            self._index = torch.tensor(list(self._row_to_num_top)).to(logits.device)
-            self._logprobs = torch.log_softmax(logits[self._index], dim=-1)
-            self._top = self._logprobs.topk(self._width, dim=-1)
+    def __init__(self, logits: Tensor, needs: NDArray[np.uint32], num_top: NDArray[np.int32]) -> None:
+        self._rows = np.flatnonzero(needs & Needs.LOGPROBS)
+        self._num_top = num_top[self._rows].tolist()
+        self._width = max(self._num_top)
+        self._logprobs = torch.log_softmax(logits[torch.from_numpy(self._rows).to(logits.device)], dim=-1)
+        self._top = self._logprobs.topk(self._width, dim=-1)
 
-    def read(self, draw: Draw) -> tuple[list[int], list[int], dict[int, TokenLogprob]]:
-        """Return the tokens, the rows that are not sure, and the log-probabilities by row, in one
-        transfer."""
-        num_rows = len(draw.tokens)
+    def of(self, tokens: NDArray[np.int32]) -> dict[int, TokenLogprob]:
+        """Return those that go with the tokens of all rows, by row, in one transfer."""
+        chosen = torch.from_numpy(tokens[self._rows].astype(np.int64)).to(self._logprobs.device)
         # float64 holds every token id and every float32 exactly, so all of it fits one tensor
-        parts = [draw.tokens.double(), draw.is_sure.double()]
-        if self._row_to_num_top:
-            of_chosen = self._logprobs.gather(1, draw.tokens[self._index][:, None])
-            top = (self._top.values.double(), self._top.indices.double())
-            parts.append(torch.cat((of_chosen.double(), *top), dim=1).flatten())
-        flat: list[float] = torch.cat(parts).tolist()
-        tokens = [int(token) for token in flat[:num_rows]]
-        unsure = [row for row, is_sure in enumerate(flat[num_rows : 2 * num_rows]) if not is_sure]
+        parts = (self._logprobs.gather(1, chosen[:, None]), self._top.values, self._top.indices)
+        table: list[list[float]] = torch.cat([part.double() for part in parts], dim=1).tolist()
         row_to_logprob: dict[int, TokenLogprob] = {}
-        for number, (row, num_top) in enumerate(self._row_to_num_top.items()):
-            begin = 2 * num_rows + number * (1 + 2 * self._width)
-            values = flat[begin + 1 : begin + 1 + self._width]
-            ids = flat[begin + 1 + self._width : begin + 1 + 2 * self._width]
-            pairs = zip(ids[:num_top], values[:num_top], strict=True)
-            row_to_logprob[row] = TokenLogprob(flat[begin], tuple((int(id_), value) for id_, value in pairs))
-        return tokens, unsure, row_to_logprob
+        for row, num_top, (value, *best) in zip(self._rows.tolist(), self._num_top, table, strict=True):
+            pairs = zip(best[self._width :][:num_top], best[:num_top], strict=True)
+            row_to_logprob[row] = TokenLogprob(value, tuple((int(id_), logprob) for id_, logprob in pairs))
+        return row_to_logprob
 
 
 def _certainly(tokens: Tensor) -> Draw:
@@ -307,7 +223,7 @@ def draw_from_candidates(logits: Tensor, warp: Warp, keys: Tensor, counters: Ten
     Either every row has a top-k of at most `MOST_COUNTED`, or none has one.
     """
     vocab_size, is_counted = logits.shape[1], bool(warp.top_k[0])
-    most = max(warp.top_k)
+    most = int(warp.top_k.max())
     width = min(vocab_size, most + most // 4 + 16 if is_counted else _NUCLEUS_TOKENS)
     best, ids = largest(logits, width)
     scaled = best / warp.temperature
@@ -319,7 +235,7 @@ def draw_from_candidates(logits: Tensor, warp: Warp, keys: Tensor, counters: Ten
         kth = scaled.gather(1, warp.index(warp.top_k)[:, None] - 1)
         is_dropped = scaled < kth
         is_covered |= last < kth
-    if min(warp.top_p) < 1.0:
+    if warp.top_p.min() < 1.0:
         if is_counted:
             probabilities = scaled.masked_fill(is_dropped, -torch.inf).softmax(-1)
         else:
@@ -329,8 +245,8 @@ def draw_from_candidates(logits: Tensor, warp: Warp, keys: Tensor, counters: Ten
         is_sure = nucleus.is_sure
         if not is_counted:
             is_covered |= nucleus.is_covered
-    if max(warp.min_p) > 0.0:
-        least = scaled[:, :1] + warp.column(warp.min_p).log()
+    if warp.min_p.max() > 0.0:
+        least = scaled[:, :1] + warp.log_min_p
         is_dropped |= scaled < least
         if not is_counted:
             is_covered |= last < least
@@ -340,34 +256,6 @@ def draw_from_candidates(logits: Tensor, warp: Warp, keys: Tensor, counters: Ten
     if width > 1:
         is_sure &= is_apart(top.values[:, 0], top.values[:, 1])
     return Draw(ids.gather(1, top.indices[:, :1])[:, 0], is_sure)
-
-
-def draw_by_rejection(
-    logits: Tensor, warp: Warp, least: Tensor, draw: Callable[[slice, Tensor], Draw]
-) -> Draw:
-    """Draw on a CPU from rows that all have a top-p and no top-k, without sorting any.
-
-    `draw(rows, least)` draws the best of all tokens of these rows whose scaled logit is at least `least`
-    [num_rows, 1]. The best of all tokens is the best of the nucleus if the nucleus contains it. Otherwise the
-    nucleus contains no token as unlikely, and the draw is repeated among likelier tokens.
-    """
-    tokens, is_sole = draw(slice(None), least)
-    is_sure = torch.zeros_like(is_sole)
-    scaled, probabilities = torch.empty(2, logits.shape[1]).unbind(0)  # for one row after another, in cache
-    for row, top_p in enumerate(warp.column(warp.top_p)[:, 0].tolist()):
-        torch.div(logits[row], warp.temperature[row], out=scaled)
-        torch.softmax(scaled, -1, out=probabilities)
-        for _ in range(_MOST_TRIES):
-            token = int(tokens[row])
-            above = float(torch.threshold(probabilities, float(probabilities[token]), 0.0).sum())
-            if not is_sole[row] or above == 0 or above < top_p - _MASS_ERROR:
-                is_sure[row] = is_sole[row]
-                break
-            if above < top_p + _MASS_ERROR:
-                break
-            only, likelier = slice(row, row + 1), scaled[token].nextafter(scaled.new_tensor(torch.inf))
-            tokens[only], is_sole[only] = draw(only, likelier.view(1, 1))
-    return Draw(tokens, is_sure)
 
 
 def is_apart(best: Tensor, second: Tensor) -> Tensor:
@@ -410,7 +298,7 @@ class _Nucleus(NamedTuple):
 def _nucleus(probabilities: Tensor, warp: Warp, is_exact: bool) -> _Nucleus:
     """Apply top-p as `Warp.dense` does, over candidates. With `is_exact`, their probabilities are those of
     the whole row bit for bit, and sums are taken in order."""
-    top_p = warp.column([top_p if top_p < 1.0 else 2.0 for top_p in warp.top_p])  # 2: never reached
+    top_p = warp.column(np.where(warp.top_p < 1.0, warp.top_p, np.float32(2.0)))  # 2: never reached
     ordered = probabilities.sort(dim=-1, descending=True).values
     before = ordered.cumsum(dim=-1) - ordered
     num_kept = (before < top_p).sum(dim=-1, keepdim=True).clamp_(min=1)
@@ -455,12 +343,19 @@ def token_counters(num_tokens: int, device: torch.device) -> Tensor:
     return ids.mul_(signed(_WEYL))
 
 
-def row_keys(seeds: Sequence[int], output_indices: Sequence[int]) -> Tensor:
-    """Return a key for each (seed, output index), int64 [num_rows] on the CPU. Seeds lie in [-(2^63),
+def seed_keys(seeds: Sequence[int]) -> NDArray[np.int64]:
+    """Return the part of each sample's key that does not change, [num_samples]. Seeds lie in [-(2^63),
     2^64)."""
-    keys = mix_(torch.tensor([signed(seed ^ _WEYL) for seed in seeds], dtype=torch.int64))
-    steps = torch.tensor(output_indices, dtype=torch.int64)
-    return mix_(keys.add_(steps.mul_(signed(_WEYL))))
+    keys: NDArray[np.int64] = mix_(
+        torch.tensor([signed(seed ^ _WEYL) for seed in seeds], dtype=torch.int64)
+    ).numpy()
+    return keys
+
+
+def output_keys(keys: NDArray[np.int64], output_indices: NDArray[np.int32]) -> Tensor:
+    """Return the key of each (sample, output index), int64 [num_rows] on the CPU, from `seed_keys`."""
+    steps = torch.from_numpy(output_indices.astype(np.int64))
+    return mix_(steps.mul_(signed(_WEYL)).add_(torch.from_numpy(keys)))
 
 
 def hashes(keys: Tensor, token_counters: Tensor) -> Tensor:

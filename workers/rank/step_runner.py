@@ -18,7 +18,7 @@ from torch import Tensor
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from workers.errors import WorkerError
-from workers.messages import BlockCopy, RowLogprob, SlotStart, StepPlan, StepReport, TokenLogprob
+from workers.messages import BlockCopy, RowLogprob, SlotStart, StepPlan, StepReport
 from workers.model.attention.interface import AttentionBackend, AttentionPlan, StepInput
 from workers.model.decoder import Decoder
 from workers.model.host_kv import HostKv
@@ -27,7 +27,7 @@ from workers.rank.collectives import RankGroups
 from workers.rank.containment import Containment, touch_device
 from workers.rank.input_batch import InputBatch, InputTokens, PlannedRows
 from workers.rank.progress import Progress, StepFaults
-from workers.rank.sampler import Sampler
+from workers.rank.sampler import Sampled, Sampler
 
 
 class _Part(NamedTuple):
@@ -64,13 +64,6 @@ class _Sampling(NamedTuple):
             _Sampling(self.rows.only(is_first), self.hidden[:middle], None),
             _Sampling(self.rows.only(~is_first), self.hidden[middle:], None),
         )
-
-
-class Samples(NamedTuple):
-    """A token for each slot that samples, and by row the log-probabilities where they are asked for."""
-
-    tokens: NDArray[np.int64]
-    logprobs: dict[int, TokenLogprob]
 
 
 class Executed(NamedTuple):
@@ -130,7 +123,7 @@ class StepRunner:
         self._slot_to_refusal: dict[int, str] = {}  # slots with which the sampler could not begin
         if groups.is_sampler:
             config = decoder.config
-            self._sampler = Sampler(config.vocab_size, config.eos_token_ids, kv.device)
+            self._sampler = Sampler(config.vocab_size, config.eos_token_ids, kv.device, max_slots)
 
     @property
     def runs_ahead(self) -> bool:
@@ -169,18 +162,21 @@ class StepRunner:
         return Executed(plan.step, rows, started_at + waited_s, sampling)
 
     @torch.inference_mode()
-    def sample(self, executed: Executed) -> Ticket:
-        """Sample for a step that is executed: the tokens feed the next one, and go into the report."""
+    def sample(self, executed: Executed, masks: NDArray[np.uint32] | None = None) -> Ticket:
+        """Sample for a step that is executed: the tokens feed the next one, and go into the report. `masks`
+        [num_samples, ceil(vocab_size / 32)] may allow only some tokens to each row of the report, as in
+        `Sampler.sample`."""
         tokens = np.zeros(len(executed.rows.sample_slots), np.int64)
         logprobs: list[RowLogprob] = []
         pending = executed.sampling[::-1]
         while pending:
             part = pending.pop()
-            samples = self._attempt_sampling(part)
-            if samples is not None:
-                tokens[part.rows.sample_rows] = samples.tokens
+            sampled = self._attempt_sampling(part, masks)
+            if sampled is not None:
+                tokens[part.rows.sample_rows] = sampled.tokens
                 logprobs += [
-                    RowLogprob(int(part.rows.sample_rows[row]), it) for row, it in samples.logprobs.items()
+                    RowLogprob(int(part.rows.sample_rows[row]), logprob)
+                    for row, logprob in sampled.row_to_logprob.items()
                 ]
             elif part.rows.num_sequences == 1:
                 self._containment.fail(part.rows)
@@ -339,7 +335,7 @@ class StepRunner:
         self.progress.mark_layer()
         return logits
 
-    def _attempt_sampling(self, part: _Sampling) -> Samples | None:
+    def _attempt_sampling(self, part: _Sampling, masks: NDArray[np.uint32] | None) -> Sampled | None:
         """Sample one token for each slot, at the sampler; the other ranks of its stage return nothing. The
         result is None if that failed here or at another rank."""
         self._step_faults.begin(part.rows)
@@ -352,15 +348,15 @@ class StepRunner:
             if not self._groups.agree(logits is not None) or logits is None:
                 return None
         whole = logits
-        samples = self._containment.attempt(lambda: self._draw(part.rows, whole))
-        if not self._groups.agree(samples is not None) or samples is None:
+        sampled = self._containment.attempt(lambda: self._draw(part.rows, whole, masks))
+        if not self._groups.agree(sampled is not None) or sampled is None:
             return None
         self.progress.mark_layer()
-        return samples
+        return sampled
 
-    def _draw(self, rows: PlannedRows, logits: Tensor) -> Samples:
+    def _draw(self, rows: PlannedRows, logits: Tensor, masks: NDArray[np.uint32] | None) -> Sampled:
         if self._sampler is None:
-            return Samples(np.zeros(len(rows.sample_slots), np.int64), {})
+            return Sampled(np.zeros(len(rows.sample_slots), np.uint32), {})
         self._step_faults.at("sampling")
         if self._slot_to_refusal:
             for slot in rows.sample_slots.tolist():
@@ -368,9 +364,8 @@ class StepRunner:
                     raise WorkerError(f"its sampling cannot begin: {self._slot_to_refusal[slot]}")
         if len(rows.sample_slots) > len(logits):  # several samples fork from one prompt
             logits = logits[self._upload(rows.sample_sources)]
-        drawn = self._sampler.sample(logits, rows.sample_slots.tolist())
-        logprobs = {row: it.logprob for row, it in enumerate(drawn) if it.logprob is not None}
-        return Samples(np.array([it.token for it in drawn], np.int64), logprobs)
+        masks = masks[rows.sample_rows] if masks is not None else None
+        return self._sampler.sample(logits, rows.sample_slots, masks)
 
     def _hand_out(self, executed: Executed, tokens: NDArray[np.int64]) -> None:
         """Pass the tokens to the first stage: one for every slot that should have sampled, 0 if it failed."""
