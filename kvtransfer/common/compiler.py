@@ -22,8 +22,8 @@ _INCLUDE = re.compile(r'^#include "([^"]+)"', re.M)
 
 def compile_library(source: Path, flags: Sequence[str]) -> Path | None:
     """Return the shared library of `source`, compiled now unless this machine has compiled it and the files
-    that it includes by "name" before; None without a compiler. Raises `OSError` or `subprocess.SubprocessError` if the build fails or the library
-    must not be loaded."""
+    that it includes by "name" before; None without a compiler. Raises `OSError` or
+    `subprocess.SubprocessError` if the build fails or the library must not be loaded."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if platform.system() != "Linux" or compiler is None:
         return None

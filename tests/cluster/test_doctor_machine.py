@@ -12,7 +12,7 @@ from cluster.doctor import hardware, limits
 from cluster.doctor.checks import Severity
 from cluster.serve.machine import Machine, numbers, run_command
 from cluster.serve.memory import ENGINE_CORE_BYTES, RAY_BYTES, needs_of
-from workers.model.memory import PROCESS_BYTES
+from workers.model.rank_memory import PROCESS_BYTES
 
 OK, NOTE, WARNING, ERROR = Severity
 GIB = 1 << 30
@@ -240,6 +240,8 @@ def test_processors_are_those_of_the_process_and_its_group(
         ("avx2 avx512_bf16", "fp32", OK),
         ("avx2", "fp32", OK),
         ("avx2", "auto", OK),
+        ("avx2 fma f16c bmi2", "bf16", OK),
+        ("avx2 fma f16c bmi2", "auto", OK),
         ("sse2", "bf16", WARNING),
     ],
 )

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 from torch import Tensor
 
+from workers.model import native
+from workers.model.attention.cpu_backend import CpuAttention
 from workers.model.attention.interface import NO_MARKS as NO_MARKS
 from workers.model.attention.interface import (
     AttentionBackend,
@@ -20,6 +23,7 @@ from workers.model.attention.interface import (
     kv_shape,
 )
 from workers.model.attention.torch_backend import TorchAttention
+from workers.model.native.isa import Isa, available_isas
 
 
 def unrotated(num_heads: int, head_dim: int, windows: tuple[int, ...] = (0,)) -> AttentionShape:
@@ -61,9 +65,32 @@ def attend(
     ]
 
 
+# Names for `make_backend`: plain torch, and the kernels of every instruction set.
+BACKENDS = ("torch", *(isa.value for isa in Isa))
+
+
+def make_backend(name: str, shape: AttentionShape, kv: Tensor) -> AttentionBackend:
+    """The backend of that name; the test is skipped where there is none for the KV."""
+    if name == "torch":
+        return TorchAttention(shape, kv)
+    if Isa(name) not in available_isas():
+        pytest.skip(f"this CPU lacks {name}")
+    kernels = native.compiled(Isa(name))
+    if kernels is None:
+        pytest.skip("there is no C++ compiler")
+    if not CpuAttention.serves(kv):
+        pytest.skip(f"the kernels do not serve {kv.dtype}")
+    return CpuAttention(shape, kv, kernels)
+
+
 def attend_once(
-    kv: Tensor, spans: Sequence[SequenceSpan], query: Tensor, window: int = 0, marks: Marks = NO_MARKS
+    name: str,
+    kv: Tensor,
+    spans: Sequence[SequenceSpan],
+    query: Tensor,
+    window: int = 0,
+    marks: Marks = NO_MARKS,
 ) -> Tensor:
-    """Attend in layer 0, by plain torch."""
+    """Attend in layer 0 by the backend of that name."""
     shape = unrotated(query.shape[1], query.shape[2], (window,) * kv.shape[1])
-    return attend(TorchAttention(shape, kv), spans, [query], marks=marks)[0]
+    return attend(make_backend(name, shape, kv), spans, [query], marks=marks)[0]

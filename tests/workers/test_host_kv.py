@@ -7,20 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from attention_steps import attend, unrotated
+from attention_steps import BACKENDS, attend, make_backend, unrotated
 from local_engine import BLOCK
 from torch import Tensor
 
 from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.common.clock import ManualClock
 from workers.messages import BlockCopy
+from workers.model import native
 from workers.model.attention.interface import HostReader, SequenceSpan, StepInput
 from workers.model.attention.torch_backend import TorchAttention
 from workers.model.host_kv import MODES, HostKv, OffloadMode
 from workers.rank.model_runner import ModelRunner
 
 CPU = torch.device("cpu")
-LAYERS, KV_HEADS, HEADS, HEAD_DIM = 5, 2, 4, 8
+LAYERS, KV_HEADS, HEADS, HEAD_DIM = 5, 2, 4, 16
 WINDOWS = (0, 20, 20, 0, 0)
 NUM_DEVICE, NUM_HOST = 30, 12
 # Decoding sequences and a chunk; the last shares two blocks with the first.
@@ -53,7 +54,7 @@ def _move(kv: Tensor, mode: OffloadMode) -> HostKv:
     return host
 
 
-def _attend(kv: Tensor, query: Tensor, host: HostKv | None) -> list[Tensor]:
+def _attend(name: str, kv: Tensor, query: Tensor, host: HostKv | None) -> list[Tensor]:
     spans = SPANS
     if host is not None:
         spans = tuple(
@@ -61,21 +62,23 @@ def _attend(kv: Tensor, query: Tensor, host: HostKv | None) -> list[Tensor]:
             for span in SPANS
         )
     reader = host.reader_for([span.block_ids for span in spans]) if host is not None else None
-    backend = TorchAttention(unrotated(HEADS, HEAD_DIM, WINDOWS), kv)
+    backend = make_backend(name, unrotated(HEADS, HEAD_DIM, WINDOWS), kv)
     return attend(backend, spans, [query] * LAYERS, reader)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("mode", MODES)
-def test_it_equals_attention_on_the_device(mode: OffloadMode, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "mode"), [*(("torch", mode) for mode in MODES), *((name, "in_place") for name in BACKENDS[1:])]
+)
+def test_it_equals_attention_on_the_device(name: str, mode: OffloadMode, dtype: torch.dtype) -> None:
     """Several steps of one reader, over layers with and without a window."""
     kv = _numbers(dtype)
     generator = torch.Generator().manual_seed(2)
     queries = torch.randn((3, 23, HEADS, HEAD_DIM), generator=generator).to(dtype)
-    expected = [_attend(kv, query, None) for query in queries]
+    expected = [_attend(name, kv, query, None) for query in queries]
     host = _move(kv, mode)
     for query, wanted in zip(queries, expected, strict=True):
-        found = _attend(kv, query, host)
+        found = _attend(name, kv, query, host)
         assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
     host.close()
 
@@ -86,6 +89,9 @@ def test_a_window_brings_only_what_it_sees(device_kv: Tensor) -> None:
             self.layer_to_ids = layer_to_ids
 
         def layer(self, layer: int) -> Tensor:
+            raise NotImplementedError
+
+        def in_place(self) -> Tensor:
             raise NotImplementedError
 
         def done(self, layer: int) -> None:
@@ -160,7 +166,11 @@ def _runner(model_dir: Path, clock: ManualClock, num_blocks: int, num_offload_to
 
 
 @pytest.mark.parametrize(("slow", "taken"), [("stream", "in_place"), ("in_place", "stream")])
-def test_the_warm_up_takes_the_faster_way(model_dir: Path, slow: OffloadMode, taken: str) -> None:
+def test_the_warm_up_takes_the_faster_way(
+    model_dir: Path, slow: OffloadMode, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of plain torch; the kernels read in place."""
+    monkeypatch.setattr(native, "serves", lambda device, dtype: False)
     clock = _Clock(slow)
     clock.runner = runner = _runner(model_dir, clock, 8, 10 * BLOCK)
     runner.warm_up()

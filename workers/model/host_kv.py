@@ -92,6 +92,9 @@ class _InPlace(HostReader):
     def layer(self, layer: int) -> Tensor:
         return self._kv[:, layer]
 
+    def in_place(self) -> Tensor:
+        return self._kv
+
     def done(self, layer: int) -> None:
         pass
 
@@ -117,6 +120,9 @@ class _Streamed(HostReader):
 
     def layer(self, layer: int) -> Tensor:
         return self._staged(self._layer_to_turn[layer])
+
+    def in_place(self) -> Tensor:
+        raise NotImplementedError("staged blocks are read layer by layer")
 
     def done(self, layer: int) -> None:
         turn = self._layer_to_turn[layer]

@@ -36,8 +36,8 @@ from workers.model.attention.choice import choose_attention
 from workers.model.decoder import load_decoder
 from workers.model.fingerprint import FingerprintTask
 from workers.model.host_kv import MODES, HostKv, OffloadMode
-from workers.model.memory import CUDA_CONTEXT_BYTES, RankShape, activation_bytes, least_kv_tokens
 from workers.model.model_config import ModelConfig
+from workers.model.rank_memory import CUDA_CONTEXT_BYTES, RankShape, activation_bytes, least_kv_tokens
 from workers.model.sizes import kv_heads
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups
@@ -125,9 +125,9 @@ class ModelRunner:
         `max_sequences`.
 
         Block ids after those of the device's `num_kv_tokens` denote `num_offload_tokens` in host memory; with
-        the mode "auto" the warm-up measures which way to read them is faster. With `auto_kv` the device's
-        are at most `num_kv_tokens`, and as many as all ranks have memory for. `progress` is called with the
-        name of each phase that begins.
+        the mode "auto" the warm-up measures which way to read them is faster, if attention has both. With
+        `auto_kv` the device's are at most `num_kv_tokens`, and as many as all ranks have memory for.
+        `progress` is called with the name of each phase that begins.
         """
         torch.set_num_threads(num_threads)
         self._clock = clock
@@ -150,13 +150,15 @@ class ModelRunner:
         self.kv, self.pool = _allocate(self.layout, num_blocks, dtype, device)
         self._offload_mode = offload_mode
         self.host = self._allocate_host(num_offload_tokens // block_tokens)
+        is_staged = self.host is not None and offload_mode == "stream"
+        self.attention = choose_attention(self._decoder.attention_shape, self.kv, clock, is_staged=is_staged)
         num_offload_blocks = len(self.host.kv) if self.host is not None else 0
         num_kv_tokens = (num_blocks + num_offload_blocks) * block_tokens
         max_context_tokens = min(config.max_context_tokens, num_kv_tokens)
         self._own_slot = max_sequences
         self._runner = StepRunner(
             self._decoder,
-            choose_attention(self._decoder.attention_shape, self.kv),
+            self.attention,
             self.host,
             self._groups,
             block_tokens,
@@ -224,7 +226,7 @@ class ModelRunner:
         if num_tokens < most:
             self.run(StepPlan(0, decodes=slot.to_bytes(4, "little")))
         self.run(StepPlan(0, free_slots=(slot,)))
-        if self.host is not None and self._offload_mode == "auto":
+        if self.host is not None and self._offload_mode == "auto" and self.attention.can_stage:
             self._choose_offload_mode(self.host)
 
     def close(self) -> None:
@@ -232,7 +234,7 @@ class ModelRunner:
         self._groups.close()
         if self.host is not None:
             self.host.close()
-        del self.kv, self._runner
+        del self.kv, self.attention, self._runner
         self.pool.close()
 
     def _fitting_blocks(self, auto: AutoKv, max_sequences: int) -> int:

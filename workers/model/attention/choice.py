@@ -1,13 +1,132 @@
-"""Choose the attention backend of a rank."""
+"""Choose the attention backend of a rank: the fastest for the model's shape, as measured at start."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
 from torch import Tensor
 
-from workers.model.attention.interface import AttentionBackend, AttentionShape
+from kvtransfer.common.clock import Clock
+from workers.errors import WorkerError
+from workers.model import native
+from workers.model.attention.cpu_backend import CpuAttention
+from workers.model.attention.interface import (
+    AttentionBackend,
+    AttentionShape,
+    LayerAttention,
+    SequenceSpan,
+    StepInput,
+    kv_shape,
+)
 from workers.model.attention.torch_backend import TorchAttention
 
+_log = logging.getLogger("tandem.rank")
 
-def choose_attention(shape: AttentionShape, kv: Tensor) -> AttentionBackend:
-    """Return the backend for a rank's KV."""
-    return TorchAttention(shape, kv)
+# A step of each kind is measured: sequences that decode after so many tokens, and a chunk of a prompt.
+_NUM_DECODES, _DECODE_CONTEXT, _CHUNK_TOKENS = 4, 1024, 128
+_NUM_RUNS = 3
+# A later candidate must be faster by this factor, so that equal machines choose alike.
+_CLEARLY = 1.25
+
+
+class AttentionTimes(NamedTuple):
+    """Seconds of one layer of the measured steps."""
+
+    decode_s: float
+    chunk_s: float
+
+
+def choose_attention(
+    shape: AttentionShape,
+    kv: Tensor,
+    clock: Clock | None = None,
+    *,
+    is_staged: bool = False,
+    is_deterministic: bool = False,
+) -> AttentionBackend:
+    """Return the backend for a rank's KV, which holds nothing yet and is overwritten: with a clock the
+    fastest, else the first of those that serve it. `is_staged`: blocks in host memory shall be staged.
+    `is_deterministic`: only those whose results for a sequence do not depend on the others of a step.
+
+    Raises WorkerError if there is none."""
+    candidates = [
+        backend
+        for backend in candidate_backends(shape, kv)
+        if (backend.can_stage or not is_staged) and (backend.is_deterministic or not is_deterministic)
+    ]
+    if not candidates:
+        raise WorkerError(
+            "deterministic attention needs the CPU kernels: a CPU with AVX2, a C++ compiler, float32 or "
+            "bfloat16, a head size that is a multiple of 16, and offload_mode not 'stream'"
+        )
+    if len(candidates) == 1 or clock is None:
+        return candidates[0]
+    chosen, best = candidates[0], _measure(candidates[0], clock)
+    figures = [f"{chosen.name} {_figures(best)}"]
+    for backend in candidates[1:]:
+        times = _measure(backend, clock)
+        figures.append(f"{backend.name} {_figures(times)}")
+        if times.decode_s * times.chunk_s * _CLEARLY**2 < best.decode_s * best.chunk_s:
+            chosen, best = backend, times
+    kv[: _num_blocks(kv)].zero_()
+    _log.info("attention backend: %s; a layer takes: %s", chosen.name, ", ".join(figures))
+    return chosen
+
+
+def candidate_backends(shape: AttentionShape, kv: Tensor) -> list[AttentionBackend]:
+    """Return the backends that serve this KV, the one that is expected to be fastest first."""
+    backends: list[AttentionBackend] = [TorchAttention(shape, kv)]
+    if CpuAttention.serves(kv):
+        kernels = native.load()
+        assert kernels is not None
+        backends.insert(0, CpuAttention(shape, kv, kernels))
+    return backends
+
+
+def _figures(times: AttentionTimes) -> str:
+    return f"decode {times.decode_s * 1e3:.2f} ms, chunk {times.chunk_s * 1e3:.2f} ms"
+
+
+def _num_blocks(kv: Tensor) -> int:
+    """Return how many blocks the measurement uses."""
+    return min(kv.shape[0], -(-max(_DECODE_CONTEXT, _CHUNK_TOKENS) // kv_shape(kv).block_tokens))
+
+
+@torch.inference_mode()
+def _measure(backend: AttentionBackend, clock: Clock) -> AttentionTimes:
+    """Measure a layer's attention. The sequences that decode share their blocks: fewer are needed."""
+    block_tokens = kv_shape(backend.kv).block_tokens
+    blocks = range(_num_blocks(backend.kv))
+    num_tokens = min(len(blocks) * block_tokens, _DECODE_CONTEXT)
+    decodes = [SequenceSpan(num_tokens - 1, 1, blocks)] * _NUM_DECODES
+    chunk = SequenceSpan(0, min(num_tokens, _CHUNK_TOKENS), blocks)
+    window = backend.shape.windows[0]
+    layer = LayerAttention(0, window, None, None, 1e-6)
+
+    def step(spans: list[SequenceSpan]) -> Callable[[], None]:
+        made = StepInput.of(spans, block_tokens)
+        num_rows = sum(span.num_tokens for span in spans)
+        num_heads = backend.shape.num_heads + 2 * kv_shape(backend.kv).num_kv_heads
+        qkv = torch.ones(num_rows, num_heads * kv_shape(backend.kv).head_dim).to(backend.kv)
+
+        def run() -> None:
+            backend.plan(made).run(layer, qkv)
+            if backend.kv.is_cuda:
+                torch.cuda.synchronize(backend.kv.device)
+
+        return run
+
+    return AttentionTimes(_best_s(step(decodes), clock), _best_s(step([chunk]), clock))
+
+
+def _best_s(work: Callable[[], None], clock: Clock) -> float:
+    times = []
+    for _ in range(_NUM_RUNS):
+        started_at = clock.now()
+        work()
+        times.append(clock.now() - started_at)
+    return float(np.min(times))

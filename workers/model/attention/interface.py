@@ -62,6 +62,10 @@ class HostReader(ABC):
         memory, [num_blocks, 2, num_kv_heads, block_tokens, head_dim]."""
 
     @abstractmethod
+    def in_place(self) -> Tensor:
+        """Return all blocks in host memory, shaped like the device's, where they are read in place."""
+
+    @abstractmethod
     def done(self, layer: int) -> None:
         """Release a layer's blocks: its attention has read them, or will have before later work of the
         device."""
@@ -180,6 +184,8 @@ class AttentionBackend(ABC):
     name: str
     # Whether it can read blocks in host memory through staging buffers, and not only in place.
     can_stage: bool
+    # Whether a sequence's results depend neither on the others of a step nor on its chunks.
+    is_deterministic: bool
 
     def __init__(self, shape: AttentionShape, kv: Tensor) -> None:
         self.shape = shape

@@ -44,6 +44,7 @@ class TorchAttention(AttentionBackend):
 
     name = "torch"
     can_stage = True
+    is_deterministic = False
 
     def __init__(self, shape: AttentionShape, kv: Tensor) -> None:
         super().__init__(shape, kv)

@@ -1,0 +1,155 @@
+"""Attention by compiled kernels on a CPU: paged blocks are read in place, on the device and in host memory.
+
+What is computed for a token, and in which order, depends on its position and its layer's window alone, so
+that its result does not depend on the other sequences of a step, the number of threads, or the chunks in
+which its sequence was computed (`workers/model/native/attention.h`)."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from workers.model import native
+from workers.model.attention.interface import (
+    AttentionBackend,
+    AttentionPlan,
+    AttentionShape,
+    LayerAttention,
+    StepInput,
+    kv_shape,
+)
+from workers.model.sizes import ATTENTION_PIECE_FLOPS
+
+_HEAD_DIM_MULTIPLE = 16
+_TASK = np.dtype([("cost", np.int64), ("place", np.int32, 4)])
+_TASK_ROWS = 128
+_NO_ID = (1 << 63) - 1
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class _Step(ctypes.Structure):
+    """`AttentionStep` of `attention.h`."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("tables", "slots", "starts", "lengths", "tasks", "kv", "host")
+        ),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "num_sequences", "table_stride", "num_tasks", "num_split", "window", "block_stride",
+                "layer_stride", "first_host", "num_heads", "num_kv_heads", "head_dim", "block_tokens",
+            )
+        ),
+        ("scale", ctypes.c_float),
+    )  # fmt: skip
+
+
+class CpuAttention(AttentionBackend):
+    """Attention by the kernels of one instruction set. Blocks in host memory are read in place."""
+
+    can_stage = False
+    is_deterministic = True
+
+    def __init__(self, shape: AttentionShape, kv: Tensor, kernels: native.Kernels) -> None:
+        assert self.serves(kv)
+        super().__init__(shape, kv)
+        self.name = f"cpu {kernels.isa.value}"
+        self.kernels = kernels
+        self._index_to_layer: dict[int, tuple[LayerAttention, native.RotatedLayer]] = {}
+        self.kv_shape = kv_shape(kv)
+        self.attend = getattr(kernels.library, f"attend_{_DTYPES[kv.dtype]}")
+        self.attend.argtypes = [
+            ctypes.POINTER(_Step), ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p,
+            ctypes.c_int64, ctypes.c_int64,
+        ]  # fmt: skip
+
+    @staticmethod
+    def serves(kv: Tensor) -> bool:
+        """Whether the kernels compute over this KV."""
+        _, _, _, _, block_tokens, head_dim = kv.shape
+        fits = head_dim % _HEAD_DIM_MULTIPLE == 0 and block_tokens % 16 == 0
+        return fits and native.serves(kv.device, kv.dtype)
+
+    def rotated(self, layer: LayerAttention) -> native.RotatedLayer:
+        """Return what the kernel takes of a layer."""
+        known, made = self._index_to_layer.get(layer.index, (None, None))
+        if made is None or known is not layer:
+            made = native.RotatedLayer.of(
+                self.kv, layer.index, self.shape.num_heads, layer.q_norm, layer.k_norm, layer.eps
+            )
+            self._index_to_layer[layer.index] = (layer, made)
+        return made
+
+    def plan(self, step: StepInput) -> CpuPlan:
+        return CpuPlan(self, step)
+
+
+class CpuPlan(AttentionPlan):
+    """The attention of one step by kernels."""
+
+    def __init__(self, backend: CpuAttention, step: StepInput) -> None:
+        super().__init__(step)
+        assert step.host is None or not step.host.is_staged
+        self._backend = backend
+        self._step = step  # keeps the arrays
+        positions = step.positions()
+        self._num_tokens = len(positions)
+        self._tokens = self._rotated_tokens(positions)
+        self._window_to_tasks = {
+            window: self._tasks(window) for window in dict.fromkeys(backend.shape.windows)
+        }
+
+    def run(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
+        backend = self._backend
+        shape = backend.kv_shape
+        backend.kernels.rotate_and_write(backend.rotated(layer), self._tokens, qkv)
+        out = torch.empty((self._num_tokens, backend.shape.num_heads * shape.head_dim), dtype=qkv.dtype)
+        step, _, bounds = self._window_to_tasks[layer.window]
+        for begin, end in bounds:
+            backend.attend(step, layer.index, qkv.data_ptr(), qkv.stride(0), out.data_ptr(), begin, end)
+            if end < bounds[-1][1]:
+                self.marks.mark()
+        return out
+
+    def _rotated_tokens(self, positions: NDArray[np.int64]) -> native.RotatedTokens:
+        dtype = self._backend.kv.dtype
+        angles = torch.from_numpy(positions)[:, None].float() * self._backend.shape.frequencies
+        # Rounded as transformers rounds them.
+        self._cos, self._sin = (table.to(dtype).float() for table in (angles.cos(), angles.sin()))
+        self._blocks = torch.from_numpy(self._step.token_blocks(positions))
+        self._offsets = torch.from_numpy((positions % self._step.block_tokens).astype(np.int32))
+        return native.RotatedTokens.of(self._cos, self._sin, self._blocks, self._offsets)
+
+    def _tasks(self, window: int) -> tuple[_Step, np.ndarray, list[tuple[int, int]]]:
+        """Plan layers with this window: the tasks, and those that are computed between marks of progress."""
+        backend, step = self._backend, self._step
+        shape, num_heads = backend.kv_shape, backend.shape.num_heads
+        kv, host = backend.kv, None
+        if step.host is not None:
+            host = step.host.in_place()
+        rows = max(1, _TASK_ROWS // (num_heads // shape.num_kv_heads))
+        tasks = np.empty(int(np.sum(-(-step.lengths // rows))), dtype=_TASK)
+        for array in (step.tables, step.slots, step.starts, step.lengths):
+            assert array.dtype == np.int32
+            assert array.flags.c_contiguous
+        made = _Step(
+            tables=step.tables.ctypes.data, slots=step.slots.ctypes.data, starts=step.starts.ctypes.data,
+            lengths=step.lengths.ctypes.data, tasks=tasks.ctypes.data, kv=kv.data_ptr(),
+            host=None if host is None else host.data_ptr(), num_sequences=len(step.slots),
+            table_stride=step.tables.shape[1], num_tasks=0, num_split=0, window=window,
+            block_stride=kv.stride(0), layer_stride=kv.stride(1),
+            first_host=_NO_ID if step.host is None else step.host.first_id, num_heads=num_heads,
+            num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, block_tokens=shape.block_tokens,
+            scale=shape.head_dim**-0.5,
+        )  # fmt: skip
+        backend.kernels.library.plan_attention(ctypes.byref(made))
+        largest = 4.0 * num_heads * shape.head_dim * float(tasks["cost"][0])
+        count = max(1, int(ATTENTION_PIECE_FLOPS / largest))
+        bounds = [(at, min(at + count, made.num_tasks)) for at in range(0, made.num_tasks, count)]
+        return made, tasks, bounds

@@ -1,0 +1,438 @@
+// Causal attention of new tokens over paged keys and values, read where they lie.
+//
+// A task is up to TASK_ROWS rows of one sequence and one key-value head: some consecutive tokens, each with the
+// query heads of that head. One kernel serves one row and a hundred. The keys of a row are cut at absolute
+// positions into pieces of PIECE keys. Within a piece all scores are computed first, as a product of rows with
+// panels of transposed keys; then probabilities relative to the piece's largest score; then their product with
+// panels of interleaved values. Pieces are combined in their order. What is computed for a row, and in which
+// order, depends on its position and window alone: neither on the rows beside it, nor on which thread computes
+// which piece. Of a panel of 32 keys a row takes part only if it sees one of them.
+//
+// Keys after a sequence's last token, and groups of keys that no row of a task sees, are zeros in the panels and
+// never read.
+
+#pragma once
+
+#include <omp.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "panel.h"
+
+constexpr int64_t PIECE = 512;     // keys
+constexpr int64_t TASK_ROWS = 128;
+constexpr int64_t VALUE_TILE = 128;  // keys whose values are packed at a time
+constexpr int64_t SPLIT_ROWS = 512;  // rows of pieces that wait to be combined, for each thread
+constexpr float LEAST = -1e30f;  // the largest exponent of a row that has seen no key
+constexpr int64_t SHARE = 4;  // a task of more than this part of a thread's share of the work is split
+
+struct AttentionTask {
+  int64_t cost;  // pairs of a token and a key
+  int32_t sequence, token, position, num_tokens;
+};
+
+// One step over layers with one window. `workers/model/native` has the same structure.
+struct AttentionStep {
+  const int32_t* tables;  // [slots, table_stride]
+  const int32_t *slots, *starts, *lengths;
+  AttentionTask* tasks;  // sorted: the largest first
+  void *kv, *host;       // blocks on the device, and those with ids from first_host on
+  int64_t num_sequences, table_stride, num_tasks, num_split, window, block_stride, layer_stride, first_host,
+      num_heads, num_kv_heads, head_dim, block_tokens;
+  float scale;
+};
+
+// Fills in the tasks of a step: at most one for each sequence and TASK_ROWS rows. The first `num_split` are
+// large beside a thread's share of the work: their pieces are computed in parallel.
+inline void plan_tasks(AttentionStep* step) {
+  int64_t group = step->num_heads / step->num_kv_heads, token = 0, num_tasks = 0, total = 0;
+  int32_t most = int32_t(std::max<int64_t>(1, TASK_ROWS / group));
+  for (int64_t sequence = 0; sequence < step->num_sequences; sequence++) {
+    int32_t start = step->starts[sequence], length = step->lengths[sequence];
+    int32_t num_parts = (length + most - 1) / most;
+    for (int32_t part = 0; part < num_parts; part++) {
+      int32_t begin = int32_t(int64_t(length) * part / num_parts), end = int32_t(int64_t(length) * (part + 1) / num_parts);
+      int64_t num_keys = start + end;
+      if (step->window) num_keys = std::min<int64_t>(num_keys, step->window + end - begin - 1);
+      AttentionTask task{num_keys * (end - begin), int32_t(sequence), int32_t(token + begin), start + begin, end - begin};
+      step->tasks[num_tasks++] = task;
+      total += task.cost * step->num_kv_heads;
+    }
+    token += length;
+  }
+  std::stable_sort(step->tasks, step->tasks + num_tasks,
+                   [](const AttentionTask& a, const AttentionTask& b) { return a.cost > b.cost; });
+  step->num_tasks = num_tasks;
+  step->num_split = 0;
+  int64_t num_threads = omp_get_max_threads();
+  while (num_threads > 1 && step->num_split < num_tasks) {
+    const AttentionTask& task = step->tasks[step->num_split];
+    if (task.cost * num_threads * SHARE <= total || task.position + task.num_tokens <= PIECE) break;
+    step->num_split++;
+  }
+}
+
+template <typename T>
+class Attention {
+  using A = Operand<T>;
+  static constexpr int64_t PAIR = 4 / sizeof(T);
+
+  const AttentionStep& step;
+  const int64_t group, dim, padded_dim, window, query_stride;
+  const T *kv, *host;
+
+ public:
+  Attention(const AttentionStep& step, int64_t layer, int64_t query_stride)
+      : step(step),
+        group(step.num_heads / step.num_kv_heads),
+        dim(step.head_dim),
+        padded_dim((step.head_dim + PANEL - 1) / PANEL * PANEL),
+        window(step.window),
+        query_stride(query_stride),
+        kv((const T*)step.kv + layer * step.layer_stride),
+        host((const T*)step.host + layer * step.layer_stride) {}
+
+  // queries: [tokens, num_heads * head_dim], rows `query_stride` apart, normed and rotated; out: [tokens, num_heads *
+  // head_dim]. Computes the tasks from `begin` to `end`.
+  void run(const T* queries, T* out, int64_t begin, int64_t end) {
+    int64_t num_heads = step.num_kv_heads;
+    int64_t whole = std::max(begin, step.num_split);
+    if (begin < step.num_split) run_split(queries, out, begin, std::min(end, step.num_split));
+    if (whole >= end) return;
+#pragma omp parallel
+    {
+      TileScope tiles;
+      Scratch& own = scratch();
+#pragma omp for schedule(dynamic)
+      for (int64_t unit = 0; unit < (end - whole) * num_heads; unit++) {
+        const AttentionTask& task = step.tasks[whole + unit / num_heads];
+        int64_t head = unit % num_heads, first = first_piece(task), last = last_piece(task);
+        copy_queries(task, head, queries, own.queries);
+        State total = own.total.from(0), state = own.state.from(0);
+        attend(task, head, first, own, total);
+        for (int64_t piece = first + 1; piece <= last; piece++) {
+          attend(task, head, piece, own, state);
+          combine(task, piece, state, total);
+        }
+        write(task, head, total, out);
+      }
+    }
+  }
+
+ private:
+  // Of some rows: the largest exponent of 2, the sum of powers relative to it, and the sum of the values weighted
+  // by these.
+  struct State {
+    float *largest, *sums, *mixed;
+  };
+
+  struct States {
+    std::vector<float> memory;
+    int64_t num_rows = 0, dim = 0;
+    void reserve(int64_t rows, int64_t padded_dim) {
+      if (rows <= num_rows && padded_dim == dim) return;
+      num_rows = rows, dim = padded_dim;
+      memory.resize(rows * (dim + 2) + 16);
+    }
+    State from(int64_t row) {
+      float* mixed = (float*)(((uintptr_t)memory.data() + 63) / 64 * 64);
+      return {mixed + num_rows * dim + row, mixed + num_rows * (dim + 1) + row, mixed + row * dim};
+    }
+  };
+
+  // Of one thread, sized at its first use.
+  struct Scratch {
+    std::vector<char> memory;
+    int64_t rows = 0, dim = 0;
+    A *queries, *probabilities;
+    float* scores;
+    T *keys, *values;
+    States state, total;
+  };
+
+  int64_t most_rows() const { return std::max(TASK_ROWS, group); }
+
+  Scratch& scratch() const {
+    static thread_local Scratch own;
+    int64_t rows = most_rows();
+    if (own.rows < rows || own.dim != dim) {
+      own.rows = rows, own.dim = dim;
+      int64_t sizes[] = {rows * dim * int64_t(sizeof(A)), rows * PIECE * 4,
+                         sizeof(A) == 2 ? rows * PIECE * 2 : 0, 2 * PANEL * padded_dim * int64_t(sizeof(T)),
+                         VALUE_TILE * padded_dim * int64_t(sizeof(T))};
+      int64_t total = 64;
+      for (int64_t& size : sizes) total += size = (size + 63) / 64 * 64;
+      own.memory.resize(total);
+      char* at = (char*)(((uintptr_t)own.memory.data() + 63) / 64 * 64);
+      own.queries = (A*)at;
+      own.scores = (float*)(at += sizes[0]);
+      own.probabilities = (A*)(sizeof(A) == 2 ? at + sizes[1] : at);
+      own.keys = (T*)(at += sizes[1] + sizes[2]);
+      own.values = (T*)(at + sizes[3]);
+      own.state.reserve(rows, padded_dim);
+      own.total.reserve(rows, padded_dim);
+    }
+    return own;
+  }
+
+  // ------------------------------------------------------------------------------------ what is seen
+
+  int64_t first_key(int64_t position) const { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
+  int64_t first_piece(const AttentionTask& task) const { return first_key(task.position) / PIECE; }
+  int64_t last_piece(const AttentionTask& task) const { return (task.position + task.num_tokens - 1) / PIECE; }
+
+  struct Range {
+    int64_t begin, end;
+  };
+
+  // The task's tokens that see a key of [begin, end).
+  Range tokens_that_see(const AttentionTask& task, int64_t begin, int64_t end) const {
+    int64_t from = std::max<int64_t>(0, begin - task.position), to = task.num_tokens;
+    if (window) to = std::min(to, end - 1 + window - task.position);
+    return {from, std::max(from, to)};
+  }
+
+  // The 16 keys from `key` on, a multiple of 16: they are in one block.
+  const T* keys_of(const AttentionTask& task, int64_t head, int64_t key) const {
+    int64_t block = step.tables[step.slots[task.sequence] * step.table_stride + key / step.block_tokens];
+    const T* layer = block < step.first_host ? kv + block * step.block_stride
+                                             : host + (block - step.first_host) * step.block_stride;
+    return layer + (head * step.block_tokens + key % step.block_tokens) * dim;
+  }
+  int64_t to_values() const { return step.num_kv_heads * step.block_tokens * dim; }
+
+  // ----------------------------------------------------------------------------------------- packing
+
+  void copy_queries(const AttentionTask& task, int64_t head, const T* queries, A* to) const {
+    for (int64_t token = 0; token < task.num_tokens; token++, to += group * dim) {
+      const T* from = queries + (task.token + token) * query_stride + head * group * dim;
+      if constexpr (sizeof(A) == sizeof(T))
+        memcpy(to, from, group * dim * sizeof(T));
+      else
+        for (int64_t i = 0; i < group * dim; i += LANES) store(load(from + i), to + i);
+    }
+  }
+
+  // Packs the 32 keys from `begin` on as outputs of a panel; those outside [first, end) as zeros.
+  void pack_keys(const AttentionTask& task, int64_t head, int64_t begin, int64_t first, int64_t end, T* panel) const {
+    alignas(64) static const uint32_t zeros[1024] = {};
+    uint32_t* to = (uint32_t*)panel;
+    int64_t items = dim / PAIR, whole = items / LANES * LANES;
+    for (int64_t n = 0; n < PANEL; n += LANES) {
+      int64_t key = begin + n, group_key = key / 16 * 16;
+      bool seen = group_key < end && group_key + 16 > first;
+      const T* rows = seen ? keys_of(task, head, group_key) + (key - group_key) * dim : nullptr;
+      const uint32_t* from[LANES];
+      for (int64_t j = 0; j < LANES; j++)
+        from[j] = seen && key + j < end ? (const uint32_t*)(rows + j * dim) : zeros;
+      for (int64_t i = 0; i < whole; i += LANES) {
+        transpose(from, to + i * PANEL + n, PANEL);
+        for (int64_t j = 0; j < LANES; j++) from[j] += LANES;
+      }
+      for (int64_t i = whole; i < items; i++)
+        for (int64_t j = 0; j < LANES; j++) to[i * PANEL + n + j] = from[j][i - whole];
+    }
+  }
+
+  // Packs the values of `count` keys from `begin` on, multiples of 16, as inputs of panels of VALUE_TILE inputs
+  // each; those outside [first, end) as zeros.
+  void pack_values(const AttentionTask& task, int64_t head, int64_t begin, int64_t count, int64_t first, int64_t end,
+                   T* panels) const {
+    for (int64_t at = 0; at < count; at += 16) {
+      int64_t key = begin + at;
+      bool seen = key < end && key + 16 > first;
+      const T* rows = seen ? keys_of(task, head, key) + to_values() : nullptr;
+      int64_t num_rows = seen ? std::min<int64_t>(16, end - key) : 0;
+      for (int64_t column = 0; column < dim; column += PANEL) {
+        T* panel = panels + column * VALUE_TILE + at * PANEL;
+        pack_inputs(rows + column, dim, num_rows, std::min(PANEL, dim - column), 16, panel);
+      }
+    }
+  }
+
+  // ----------------------------------------------------------------------------------------- a piece
+
+  void attend(const AttentionTask& task, int64_t head, int64_t piece, Scratch& own, State state) const {
+    int64_t first = std::max(piece * PIECE, first_key(task.position));
+    int64_t end = std::min<int64_t>((piece + 1) * PIECE, task.position + task.num_tokens);
+    int64_t begin = piece * PIECE;
+    for (int64_t key = first / PANEL * PANEL; key < end; key += PANEL) {
+      Range tokens = tokens_that_see(task, key, key + PANEL);
+      pack_keys(task, head, key, first, end, own.keys);
+      int64_t row = tokens.begin * group, rows = (tokens.end - tokens.begin) * group;
+      multiply(own.queries + row * dim, dim, rows, own.keys, dim, own.scores + row * PIECE + key - begin, PIECE,
+               false);
+    }
+    Range tokens = tokens_that_see(task, first, end);
+    for (int64_t token = 0; token < task.num_tokens; token++) {
+      bool sees = token >= tokens.begin && token < tokens.end;
+      int64_t position = task.position + token;
+      for (int64_t row = token * group; row < (token + 1) * group; row++) {
+        memset(state.mixed + row * padded_dim, 0, padded_dim * sizeof(float));
+        state.largest[row] = LEAST, state.sums[row] = 0;
+        if (sees)
+          normalize(own.scores + row * PIECE, own.probabilities + row * PIECE,
+                    std::max(first_key(position), begin) - begin, std::min(position + 1, end) - begin,
+                    state.largest + row, state.sums + row);
+      }
+    }
+    for (int64_t tile = first / VALUE_TILE * VALUE_TILE; tile < end; tile += VALUE_TILE) {
+      int64_t from = std::max(tile, first / PANEL * PANEL), to = std::min(tile + VALUE_TILE, (end + PANEL - 1) / PANEL * PANEL);
+      pack_values(task, head, from, to - from, first, end, own.values);
+      multiply_values(task, own, from, to, begin, state.mixed);
+    }
+  }
+
+  // Adds the values of the keys [from, to), which are packed, to each row that sees them.
+  void multiply_values(const AttentionTask& task, const Scratch& own, int64_t from, int64_t to, int64_t begin,
+                       float* mixed) const {
+    for (int64_t key = from, count; key < to; key += count) {
+      Range tokens = tokens_that_see(task, key, key + PANEL);
+      count = PANEL;  // as many panels as the same tokens see
+      while (key + count < to) {
+        Range next = tokens_that_see(task, key + count, key + count + PANEL);
+        if (next.begin != tokens.begin || next.end != tokens.end) break;
+        count += PANEL;
+      }
+      int64_t row = tokens.begin * group, rows = (tokens.end - tokens.begin) * group;
+      for (int64_t column = 0; column < dim; column += PANEL)
+        multiply(own.probabilities + row * PIECE + key - begin, PIECE, rows,
+                 own.values + column * VALUE_TILE + (key - from) * PANEL, count, mixed + row * padded_dim + column,
+                 padded_dim, true);
+    }
+  }
+
+  // Turns scores of the columns [first, end) into exponentials relative to the largest of them, and zeros up to
+  // whole panels.
+  void normalize(float* scores, A* probabilities, int64_t first, int64_t end, float* largest, float* sum) const {
+    int64_t from = first / PANEL * PANEL, to = (end + PANEL - 1) / PANEL * PANEL;
+    for (int64_t i = from; i < first; i++) scores[i] = -INFINITY;
+    for (int64_t i = end; i < to; i++) scores[i] = -INFINITY;
+    Vec top = load(scores + from);
+    for (int64_t i = from + LANES; i < to; i += LANES) top = vmax(top, load(scores + i));
+    float factor = step.scale * 1.44269504f, most = max_lanes(top) * factor;
+    Vec factors = broadcast(factor), offset = broadcast(-most), total = broadcast(0);
+    for (int64_t i = from; i < to; i += LANES) {
+      Vec p = vexp2(fma(load(scores + i), factors, offset));
+      total = total + p;
+      store(p, probabilities + i);
+    }
+    *largest = most;
+    *sum = sum_lanes(total);
+  }
+
+  // 2^x for x <= 0 within 2 units of the last place, 0 below -126.5; NaN stays NaN.
+  static INLINE Vec vexp2(Vec x) {
+    Vec clamped = vmax(broadcast(-127.0f), x);
+    Vec n = round_nearest(clamped), r = clamped - n;
+    Vec p = broadcast(1.535336188319500e-4f);
+    p = fma(p, r, broadcast(1.339887440266574e-3f));
+    p = fma(p, r, broadcast(9.618437357674640e-3f));
+    p = fma(p, r, broadcast(5.550332471162809e-2f));
+    p = fma(p, r, broadcast(2.402264791363012e-1f));
+    p = fma(p, r, broadcast(6.931472028550421e-1f));
+    p = fma(p, r, broadcast(1.0f));
+    return p * power_of_two(n);
+  }
+
+  // ----------------------------------------------------------------------------------- several pieces
+
+  // Adds a piece to those before it, of the rows that see it.
+  void combine(const AttentionTask& task, int64_t piece, State state, State total) const {
+    Range tokens = tokens_that_see(task, piece * PIECE, (piece + 1) * PIECE);
+    for (int64_t row = tokens.begin * group; row < tokens.end * group; row++) {
+      float largest = std::max(total.largest[row], state.largest[row]);
+      alignas(64) float shifts[LANES] = {total.largest[row] - largest, state.largest[row] - largest};
+      store(vexp2(load(shifts)), shifts);
+      total.largest[row] = largest;
+      total.sums[row] = total.sums[row] * shifts[0] + state.sums[row] * shifts[1];
+      Vec before = broadcast(shifts[0]), added = broadcast(shifts[1]);
+      for (int64_t i = row * padded_dim; i < (row + 1) * padded_dim; i += LANES)
+        store(load(total.mixed + i) * before + load(state.mixed + i) * added, total.mixed + i);
+    }
+  }
+
+  // A piece of one task and head: `row` is its place among the states of a wave, `total` that of its task.
+  struct Unit {
+    int64_t task, head, piece, row, total;
+  };
+
+  // Computes tasks in waves of as many pieces as their states fit in memory.
+  void run_split(const T* queries, T* out, int64_t begin, int64_t end) const {
+    static thread_local States states, totals;
+    static thread_local std::vector<Unit> units;
+    int64_t num_threads = omp_get_max_threads(), num_heads = step.num_kv_heads, num_pairs = (end - begin) * num_heads;
+    int64_t capacity = std::max(SPLIT_ROWS * num_threads, most_rows());
+    states.reserve(capacity, padded_dim);
+    totals.reserve(std::max(SHARE * num_threads, num_pairs) * most_rows(), padded_dim);
+    States &own_states = states, &own_totals = totals;
+    std::vector<Unit>& wave = units;
+    wave.reserve(capacity);
+    int64_t pair = 0, next_piece = -1;
+    while (pair < num_pairs) {
+      wave.clear();
+      for (int64_t row = 0; pair < num_pairs;) {
+        const AttentionTask& task = step.tasks[begin + pair / num_heads];
+        if (next_piece < 0) next_piece = first_piece(task);
+        if (row + task.num_tokens * group > capacity) break;
+        wave.push_back({begin + pair / num_heads, pair % num_heads, next_piece, row, pair * most_rows()});
+        row += task.num_tokens * group;
+        if (next_piece++ == last_piece(task)) pair++, next_piece = -1;
+      }
+#pragma omp parallel
+      {
+        TileScope tiles;
+        Scratch& own = scratch();
+#pragma omp for schedule(dynamic)
+        for (const Unit& unit : wave) {
+          copy_queries(step.tasks[unit.task], unit.head, queries, own.queries);
+          attend(step.tasks[unit.task], unit.head, unit.piece, own, own_states.from(unit.row));
+        }
+#pragma omp for schedule(dynamic)
+        for (const Unit& unit : wave) {
+          if (&unit != wave.data() && (&unit)[-1].total == unit.total) continue;
+          combine_units(&unit, wave.data() + wave.size(), own_states, own_totals, out);
+        }
+      }
+    }
+  }
+
+  // Combines the pieces of a wave that belong to one task and head.
+  void combine_units(const Unit* unit, const Unit* end, States& states, States& totals, T* out) const {
+    const AttentionTask& task = step.tasks[unit->task];
+    State total = totals.from(unit->total);
+    for (int64_t place = unit->total; unit < end && unit->total == place; unit++) {
+      State state = states.from(unit->row);
+      if (unit->piece == first_piece(task)) {
+        int64_t rows = task.num_tokens * group;
+        memcpy(total.largest, state.largest, rows * sizeof(float));
+        memcpy(total.sums, state.sums, rows * sizeof(float));
+        memcpy(total.mixed, state.mixed, rows * padded_dim * sizeof(float));
+      } else {
+        combine(task, unit->piece, state, total);
+      }
+      if (unit->piece == last_piece(task)) write(task, unit->head, total, out);
+    }
+  }
+
+  void write(const AttentionTask& task, int64_t head, State state, T* out) const {
+    int64_t stride = step.num_heads * dim;
+    for (int64_t row = 0; row < task.num_tokens * group; row++) {
+      T* to = out + (task.token + row / group) * stride + (head * group + row % group) * dim;
+      Vec factor = broadcast(1.0f / state.sums[row]);
+      for (int64_t i = 0; i < dim; i += LANES) store(load(state.mixed + row * padded_dim + i) * factor, to + i);
+    }
+  }
+};
+
+#define EXPORT_ATTENTION(NAME, TYPE)                                                                            \
+  extern "C" void attend_##NAME(const AttentionStep* step, int64_t layer, const TYPE* queries,                  \
+                                int64_t query_stride, TYPE* out, int64_t begin, int64_t end) {                  \
+    Attention<TYPE>(*step, layer, query_stride).run(queries, out, begin, end);                                  \
+  }
+
+EXPORT_ATTENTION(float32, float)
+EXPORT_ATTENTION(bfloat16, Bf16)
+
+extern "C" void plan_attention(AttentionStep* step) { plan_tasks(step); }
