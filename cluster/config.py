@@ -66,8 +66,8 @@ class PoolConfig(_Settings):
     device: Device = "cpu"
     # The device of each stage, where they differ; empty: `device` for all.
     devices: tuple[Device, ...] = ()
-    # Of activations and KV. `auto`: what the checkpoint was saved in, but on CPUs bf16 only where every node
-    # has native products of it, else fp32 (`cluster.dtypes`).
+    # Of activations and KV. `auto`: what the checkpoint was saved in, but on CPUs bf16 for 16 bits where all
+    # nodes compute it without emulation (x86 with AVX2, Arm with BF16), else fp32 (`cluster.dtypes`).
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     # The dtype of weights in products, which is part of the KV's identity. `auto`: `dtype`; no other is
     # supported yet.
