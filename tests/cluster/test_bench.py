@@ -7,6 +7,7 @@ import asyncio
 import io
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import numpy as np
@@ -169,7 +170,7 @@ def test_a_mistake_in_the_engine_s_options_is_named(options: list[str], reason: 
 
 def test_the_table_has_a_row_for_each_measure_and_a_column_for_each_peer() -> None:
     shape = {"tokens": 64, "batch": 4, "context": 128}
-    lines = [
+    lines: list[dict[str, Any]] = [
         {"what": "machine", "cpu": "any"},
         {"what": "prefill", "tokens": 512, "batch": 1, "context": 0, "tok_s": 400.0, "limit_tok_s": 500.0,
          "limit_ratio": 0.8, "products_tok_s": 450.0, "products_ratio": 0.89, "rounds": 5, "void": 0},
