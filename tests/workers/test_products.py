@@ -118,7 +118,7 @@ def test_parts_are_packed_one_after_another(build: Build, dtype: torch.dtype, si
     """Also parts that are columns of a wider matrix, as a rank's share of a row-split weight is."""
     x, weight, bias, _, _ = problem(3, sum(sizes), 70, dtype, has_bias=True)
     whole = PackedLinear(build.kernels(), weight, bias)
-    parts = [part.repeat(1, 2)[:, 70:] for part in torch.split(weight, sizes)]
+    parts = [part.repeat(1, 2)[:, 70:] for part in torch.split(weight, list(sizes))]
     assert torch.equal(PackedLinear(build.kernels(), parts, bias)(x), whole(x))
     gate, up = weight[: sum(sizes) // 2], weight[-(sum(sizes) // 2) :]
     gated = PackedLinear(build.kernels(), [gate, up], is_gated=True)
