@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from workers.errors import WorkerError
 from workers.model import native
+from workers.model.native.isa import chosen_isa
 
 _PANEL = 32
 _HUGE_PAGE = 2 << 20
@@ -92,6 +94,22 @@ def make_linear(weight: Weight, bias: Tensor | None = None, *, is_gated: bool = 
         assert kernels is not None
         return PackedLinear(kernels, weight, bias, is_gated=is_gated)
     return TorchLinear(weight if isinstance(weight, Tensor) else torch.cat(tuple(weight)), bias)
+
+
+def refuse_nondeterministic(device: torch.device, dtype: torch.dtype) -> None:
+    """Raise WorkerError, naming the remedy, where a row's product may depend on the rows beside it."""
+    name = str(dtype).removeprefix("torch.")
+    if device.type != "cpu":
+        problem = f"there are no such products on {device.type}; set device: cpu"
+    elif dtype not in native.DTYPES:
+        problem = f"there are no such products of {name}; set dtype: bf16 or fp32"
+    elif chosen_isa() is None:
+        problem = "there are no such products for this CPU, which has no AVX2"
+    elif native.load() is None:
+        problem = "the kernels could not be compiled; install a C++ compiler (Debian: g++)"
+    else:
+        return
+    raise WorkerError(f"deterministic: {problem}, or set deterministic: false")
 
 
 class TorchLinear(Linear):
