@@ -54,6 +54,7 @@ class Scripts:
         named = draw(st.lists(st.sampled_from(ready), unique=True)) if ready else []
         entries: list[BatchEntry] = []
         decodes: list[int] = []
+        others = [slot for slot in self._tables if slot not in named]
         for slot in named:
             room = BLOCK * self._tables[slot]
             position = self._positions.get(slot)
@@ -63,8 +64,8 @@ class Scripts:
                 continue
             start = draw(st.integers(0, room - 1))
             num_tokens = draw(st.integers(1, room - start))
-            others = [it for it in self._tables if it not in named]
             forks = draw(st.sampled_from([(), (slot,), (slot, *others[:2])]))
+            others = [it for it in others if it not in forks]  # nobody samples twice
             tokens = pack_ids([draw(st.integers(0, 2**32 - 1)) for _ in range(num_tokens)])
             entries.append(BatchEntry(slot, start, num_tokens, tokens, forks))
             self._positions |= dict.fromkeys((slot, *forks), start + num_tokens)
@@ -87,7 +88,7 @@ class Scripts:
 
 def works(rows: PlannedRows, plan: StepPlan, batch: InputBatch) -> list[Work]:
     """The rows as the plain reader has them."""
-    found = []
+    found: list[Work] = []
     for index, slot, start, length in zip(
         rows.indices.tolist(), rows.slots.tolist(), rows.starts.tolist(), rows.lengths.tolist(), strict=True
     ):
