@@ -38,6 +38,7 @@ from workers.model.decoder import load_decoder
 from workers.model.fingerprint import FingerprintTask
 from workers.model.host_kv import MODES, HostKv, OffloadMode
 from workers.model.model_config import ModelConfig
+from workers.model.products import refuse_nondeterministic
 from workers.model.rank_memory import CUDA_CONTEXT_BYTES, RankShape, activation_bytes, least_kv_tokens
 from workers.model.sizes import kv_heads
 from workers.model.weights import ShardSpec
@@ -118,6 +119,7 @@ class ModelRunner:
         num_offload_tokens: int = 0,
         auto_kv: AutoKv | None = None,
         offload_mode: OffloadMode | Literal["auto"] = "auto",
+        is_deterministic: bool = False,
         faults: Faults | None = None,
         progress: Callable[[str], None] = lambda phase: None,
     ) -> None:
@@ -128,9 +130,12 @@ class ModelRunner:
         Block ids after those of the device's `num_kv_tokens` denote `num_offload_tokens` in host memory; with
         the mode "auto" the warm-up measures which way to read them is faster, if attention has both. With
         `auto_kv` the device's are at most `num_kv_tokens`, and as many as all ranks have memory for.
-        `progress` is called with the name of each phase that begins.
+        `is_deterministic`: raise WorkerError unless products and attention of a sequence depend on nothing
+        else. `progress` is called with the name of each phase that begins.
         """
         torch.set_num_threads(num_threads)
+        if is_deterministic:
+            refuse_nondeterministic(device, dtype)
         self._clock = clock
         self._device = device
         self._dtype = dtype
@@ -152,7 +157,13 @@ class ModelRunner:
         self._offload_mode = offload_mode
         self.host = self._allocate_host(num_offload_tokens // block_tokens)
         is_staged = self.host is not None and offload_mode == "stream"
-        self.attention = choose_attention(self._decoder.attention_shape, self.kv, clock, is_staged=is_staged)
+        self.attention = choose_attention(
+            self._decoder.attention_shape,
+            self.kv,
+            clock,
+            is_staged=is_staged,
+            is_deterministic=is_deterministic,
+        )
         num_offload_blocks = len(self.host.kv) if self.host is not None else 0
         num_kv_tokens = (num_blocks + num_offload_blocks) * block_tokens
         max_context_tokens = min(config.max_context_tokens, num_kv_tokens)

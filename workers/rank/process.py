@@ -178,6 +178,7 @@ class _Rank:
             shard=ShardSpec(first_layer, end_layer, spec.tp_rank, spec.tp),
             fingerprint=self._fingerprint,
             groups=groups,
+            is_deterministic=spec.deterministic,
             faults=self._faults,
             progress=self._enter,
         )
