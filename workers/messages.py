@@ -357,6 +357,8 @@ class RankSpec(Message, frozen=True):
     num_offload_tokens: int = 0
     probe_rows: int = 0
     probe_sampled_rows: int = 0
+    # Only with products and attention whose results for a sequence depend on nothing else.
+    deterministic: bool = False
     faults: tuple[FaultRule, ...] = ()
 
     @property

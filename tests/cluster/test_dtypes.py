@@ -145,3 +145,17 @@ def test_weights_may_be_named_like_kv(weight_dtype: str) -> None:
 def test_weights_in_another_form_than_kv_are_refused(dtype: str) -> None:
     with pytest.raises(ConfigError, match=rf"pools\[0\]: weight_dtype bf16 with dtype {dtype}: .* leave"):
         make(dtype=dtype, weight_dtype="bf16")
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"device": "cuda"}, "use cpu"),
+        ({"dtype": "fp16"}, "use bf16 or fp32"),
+        ({"tp": 4}, "use tp 1 or 2"),
+    ],
+)
+def test_deterministic_names_what_it_is_not_available_with(changes: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(ConfigError, match=f"engine.deterministic is not available .*{remedy}"):
+        make(engine={"deterministic": True, "block_tokens": 16}, **changes)
+    assert make(engine={"deterministic": True}).pools[0].engine.deterministic

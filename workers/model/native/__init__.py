@@ -38,7 +38,8 @@ _FLAGS = (
     "-fno-trapping-math",
     "-Wno-psabi",
 )
-_DTYPES = (torch.float32, torch.bfloat16)
+# Dtypes that the kernels serve.
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 class RotatedLayer(ctypes.Structure):
@@ -215,7 +216,7 @@ class Kernels:
 
 def serves(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether there are kernels for tensors of this kind."""
-    return device.type == "cpu" and dtype in _DTYPES and load() is not None
+    return device.type == "cpu" and dtype in DTYPES and load() is not None
 
 
 @functools.cache
