@@ -186,16 +186,7 @@ class ModelRunner:
             vocab_size=config.vocab_size,
             max_context_tokens=max_context_tokens,
             eos_token_ids=config.eos_token_ids,
-            compatibility=CompatibilityRecord(
-                protocol=PROTOCOL_VERSION,
-                model_fingerprint=model_fingerprint,
-                dtype=str(dtype).removeprefix("torch."),
-                weight_dtype=str(dtype).removeprefix("torch."),
-                block_tokens=block_tokens,
-                num_layers=config.num_layers,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-            ),
+            compatibility=_compatibility(config, model_fingerprint, dtype, block_tokens),
         )
 
     @property
@@ -316,6 +307,22 @@ class ModelRunner:
         host.use(min(reversed(MODES), key=mode_to_s.__getitem__))
         taken = ", ".join(f"{mode} {time_s * 1e3:.1f} ms" for mode, time_s in mode_to_s.items())
         _log.info("blocks in host memory are read %s; a step takes: %s", host.mode, taken)
+
+
+def _compatibility(
+    config: ModelConfig, fingerprint: bytes, dtype: torch.dtype, block_tokens: int
+) -> CompatibilityRecord:
+    name = str(dtype).removeprefix("torch.")
+    return CompatibilityRecord(
+        protocol=PROTOCOL_VERSION,
+        model_fingerprint=fingerprint,
+        dtype=name,
+        weight_dtype=name,
+        block_tokens=block_tokens,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
 
 
 def _layout(config: ModelConfig, shard: ShardSpec, block_tokens: int, dtype: torch.dtype) -> BlockLayout:
