@@ -9,8 +9,8 @@ from cluster.doctor.checks import Check, CheckContext, CheckResult, Figures, err
 from cluster.serve.machine import read
 from cluster.serve.memory import RAY_BYTES, Needs, gb, huge_pages_suffice
 from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES
-from workers.model.memory import least_kv_tokens
 from workers.model.model_config import read_model_config
+from workers.model.rank_memory import least_kv_tokens
 
 GROUP = "limits and memory"
 # Ray raises the soft limit of open files as far as this and the hard limit allow.

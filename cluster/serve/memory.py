@@ -17,7 +17,8 @@ from kvtransfer.messages import ITEM_BYTES, Shard
 from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES
 from kvtransfer.store.nvme.segments import MAX_IDLE_FILES
 from workers.config import EngineConfig
-from workers.model.memory import (
+from workers.model.model_config import ModelConfig, read_model_config
+from workers.model.rank_memory import (
     CUDA_CONTEXT_BYTES,
     PROCESS_BYTES,
     Checkpoint,
@@ -29,7 +30,6 @@ from workers.model.memory import (
     most_useful_kv_tokens,
     whole_blocks,
 )
-from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.sizes import part
 
 # Of a replica's engine core, or of a gateway.

@@ -12,7 +12,7 @@ from cluster.doctor import hardware, limits
 from cluster.doctor.checks import Severity
 from cluster.serve.machine import Machine, numbers, run_command
 from cluster.serve.memory import ENGINE_CORE_BYTES, RAY_BYTES, needs_of
-from workers.model.memory import PROCESS_BYTES
+from workers.model.rank_memory import PROCESS_BYTES
 
 OK, NOTE, WARNING, ERROR = Severity
 GIB = 1 << 30

@@ -9,7 +9,7 @@ import pytest
 from chart_harness import EXAMPLES, render, with_value
 
 from cluster.serve.memory import ENGINE_CORE_BYTES
-from workers.model.memory import PROCESS_BYTES
+from workers.model.rank_memory import PROCESS_BYTES
 
 # Path: (value, part of the message).
 BY_THE_SCHEMA = {

@@ -50,8 +50,8 @@ from workers.messages import (
     StepReport,
     TableChange,
 )
-from workers.model.memory import RankShape, activation_bytes
 from workers.model.model_config import read_model_config
+from workers.model.rank_memory import RankShape, activation_bytes
 
 SECRET = b"s" * 32
 IDENTITY = ReplicaIdentity("replica", 1)

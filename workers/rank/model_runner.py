@@ -36,8 +36,8 @@ from workers.model.attention.choice import choose_attention
 from workers.model.decoder import load_decoder
 from workers.model.fingerprint import FingerprintTask
 from workers.model.host_kv import MODES, HostKv, OffloadMode
-from workers.model.memory import CUDA_CONTEXT_BYTES, RankShape, activation_bytes, least_kv_tokens
 from workers.model.model_config import ModelConfig
+from workers.model.rank_memory import CUDA_CONTEXT_BYTES, RankShape, activation_bytes, least_kv_tokens
 from workers.model.sizes import kv_heads
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups

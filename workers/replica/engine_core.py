@@ -89,8 +89,7 @@ class EngineCore:
         has_store = reaches_store(spec.store, ready)
         self.identity, self.pool_name = spec.identity, spec.pool
         self.role, self.role_epoch = spec.role, 0
-        self.address = ""
-        self.ready = ready
+        self.address, self.ready = "", ready
         self.stages = shape.stages
         self._engine = engine
         self._clock = clock

@@ -130,7 +130,7 @@ once. */}}
 {{- end -}}
 
 {{/* Whether a pod has the memory that is taken for certain, whatever the model: a replica checks the rest when it
-starts. The sizes of processes are those of cluster/serve/memory.py and workers/model/memory.py. */}}
+starts. The sizes of processes are those of cluster/serve/memory.py and workers/model/rank_memory.py. */}}
 {{- define "tandem.checkMemory" -}}
 {{- $root := index . 0 -}}{{- $name := index . 1 -}}{{- $pool := index . 2 -}}
 {{- $store := mulf 1e9 (default 0 (default dict $root.Values.config.store).dram_gb) -}}
