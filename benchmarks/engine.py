@@ -1,17 +1,31 @@
-"""The engine beside other engines, as JSON lines: `python -m benchmarks.engine --model DIR --peer vllm`.
+"""The engine beside other engines, as JSON lines: `python -m benchmarks.engine [--model DIR] [options]`.
 
-The same as `tandem bench engine --json`, which describes the options.
+The same as `tandem bench engine --json`, which describes the options, but for the defaults: a checkpoint of
+Qwen3-0.6B's shape with random weights, beside every peer that is installed.
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
+from pathlib import Path
 
+from benchmarks.random_checkpoint import QWEN3_06B, write_random_checkpoint
 from cluster.cli.bench import cli
+from workers.engine_bench.peer_process import INSTALL
+
+MEASURES = ("--prefill", "512,2048", "--decode-batch", "1,4,8,16,16x2048")
 
 
 def main() -> None:
-    cli(["engine", "--json", *sys.argv[1:]])
+    arguments = sys.argv[1:]
+    if "--model" in arguments:
+        cli(["engine", "--json", *arguments])
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        write_random_checkpoint(Path(folder), "qwen3", seed=1, dtype="bfloat16", **QWEN3_06B)
+        peers = ("--peer", ",".join(INSTALL))
+        cli(["engine", "--json", "--model", folder, *MEASURES, *peers, *arguments])
 
 
 if __name__ == "__main__":

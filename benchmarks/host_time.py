@@ -40,6 +40,7 @@ from workers.messages import (
     Submission,
     TableChange,
 )
+from workers.model.attention.interface import AttentionPlan, StepInput
 from workers.model.model_config import read_model_config
 from workers.model.sizes import ModelWork
 from workers.rank.model_runner import ModelRunner
@@ -199,7 +200,9 @@ class RankHost:
             clock=CLOCK,
         )
         steps: Any = self._runner._runner
-        self._excluded_s = 0.0
+        self._excluded_s = self._planned_s = 0.0
+        steps._attention.plan = self._timed_plan(steps._attention.plan)
+        self.attention = steps._attention.name
         steps._decoder.run_layers = lambda hidden, plan: hidden
         steps._decoder.embed = self._excluded(steps._decoder.embed)
         steps._decoder.logits = self._excluded(steps._decoder.logits)
@@ -216,18 +219,27 @@ class RankHost:
         )
         self._frame = RANK_DOWN_CODEC.encode(StepPlan(2, decodes=pack_ids(slots)))
 
-    def step_ms(self) -> float:
-        """The milliseconds of a decoding step."""
-        self._excluded_s = 0.0
+    def step_ms(self) -> tuple[float, float]:
+        """The milliseconds of a decoding step, and those in which attention was planned."""
+        self._excluded_s = self._planned_s = 0.0
         began_at = CLOCK.now()
         report = self._runner.run(_plan(self._frame))
         frame = RANK_UP_CODEC.encode(report)
         elapsed_s = CLOCK.now() - began_at - self._excluded_s
         assert len(frame) > 4 * self._batch
-        return 1e3 * elapsed_s
+        return 1e3 * elapsed_s, 1e3 * self._planned_s
 
     def close(self) -> None:
         self._runner.close()
+
+    def _timed_plan(self, plan: Callable[..., AttentionPlan]) -> Callable[..., AttentionPlan]:
+        def timed(step: StepInput) -> AttentionPlan:
+            began_at = CLOCK.now()
+            planned = plan(step)
+            self._planned_s = CLOCK.now() - began_at
+            return planned
+
+        return timed
 
     def _excluded(self, call: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """The same call, with its time noted as not the host's."""
@@ -267,7 +279,11 @@ def measure(model_dir: Path, batch: int, context_tokens: int, num_steps: int) ->
             "plan_bytes": int(median(sizes)),
             "most_plan_bytes": max(sizes),
         },
-        line("rank", batch, context_tokens, median(of_rank), RANK_LIMIT_MS),
+        {
+            **line("rank", batch, context_tokens, median(each for each, _ in of_rank), RANK_LIMIT_MS),
+            "attention": rank.attention,
+            "attention_plan_ms": round(median(planned_ms for _, planned_ms in of_rank), 3),
+        },
     ]
 
 

@@ -21,24 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.random_checkpoint import write_random_checkpoint
+from benchmarks.random_checkpoint import QWEN3_06B, write_random_checkpoint
 from kvtransfer.common.clock import Clock, SystemClock
 from workers.messages import BatchEntry, SamplingParams, SlotSample, SlotStart, StepPlan, TableChange
 from workers.model.host_kv import MODES, HostKv
 from workers.rank.model_runner import ModelRunner, read_dtype
 
 TARGET = 1.3
-SHAPE: dict[str, Any] = {
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": True,
-}
 
 
 class Bench:
@@ -151,7 +140,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         dtype = read_dtype(args.dtype)
         write_random_checkpoint(
-            Path(folder), "qwen3", seed=0, dtype=str(dtype).removeprefix("torch."), **SHAPE
+            Path(folder), "qwen3", seed=0, dtype=str(dtype).removeprefix("torch."), **QWEN3_06B
         )
         clock = SystemClock()
         runner = ModelRunner(

@@ -46,6 +46,19 @@ _SHAPE: dict[str, Any] = {
     "eos_token_id": 1,
 }
 
+# The shape of Qwen3-0.6B, as keys of config.json.
+QWEN3_06B: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+
 
 def write_random_checkpoint(
     path: Path,

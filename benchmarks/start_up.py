@@ -24,24 +24,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.random_checkpoint import write_random_checkpoint
+from benchmarks.random_checkpoint import QWEN3_06B, write_random_checkpoint
 from benchmarks.rank_process import RankProcess
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.host import private_folder
 from workers.model.model_config import weight_files
 
 CLOCK = SystemClock()
-QWEN3_06B = {
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-}
 _PIECE_BYTES = 4 << 20
 _KV_BYTES_PER_TOKEN = 2 * 28 * 8 * 128 * 2
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.linked import CLOCK, Heard, LinkedReplicas
 from benchmarks.owner_process import owner_settings, running_owner
-from benchmarks.random_checkpoint import write_random_checkpoint
+from benchmarks.random_checkpoint import QWEN3_06B, write_random_checkpoint
 from kvtransfer.config import StoreSettings
 from kvtransfer.rpc.handshake import draw_secret
 from workers.config import EngineConfig, Parallel
@@ -29,17 +29,6 @@ from workers.replica.engine_core import EngineCore
 
 BLOCK_TOKENS = 64
 CHUNK_TOKENS = 256
-QWEN3_06B = {
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 8192,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-}
 _ALIGNED_BYTES = 4 << 20
 
 

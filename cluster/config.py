@@ -66,8 +66,8 @@ class PoolConfig(_Settings):
     device: Device = "cpu"
     # The device of each stage, where they differ; empty: `device` for all.
     devices: tuple[Device, ...] = ()
-    # Of activations and KV. `auto`: what the checkpoint was saved in, but on CPUs bf16 only where every node
-    # has native products of it, else fp32 (`cluster.dtypes`).
+    # Of activations and KV. `auto`: what the checkpoint was saved in, but on CPUs bf16 for 16 bits where all
+    # nodes compute it without emulation (x86 with AVX2, Arm with BF16), else fp32 (`cluster.dtypes`).
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     # The dtype of weights in products, which is part of the KV's identity. `auto`: `dtype`; no other is
     # supported yet.
@@ -124,7 +124,21 @@ class PoolConfig(_Settings):
                 f"weight_dtype {self.weight_dtype} with dtype {self.dtype}: weights cannot have another "
                 "form than KV; leave weight_dtype out, or name the same dtype"
             )
+        if self.engine.deterministic:
+            self._refuse_nondeterministic()
         return self
+
+    def _refuse_nondeterministic(self) -> None:
+        remedy = "or set engine.deterministic: false"
+        if "cuda" in self.stage_devices:
+            raise ValueError(f"engine.deterministic is not available on cuda: use cpu, {remedy}")
+        if self.dtype == "fp16":
+            raise ValueError(f"engine.deterministic is not available in fp16: use bf16 or fp32, {remedy}")
+        if self.tp > 2:
+            raise ValueError(
+                f"engine.deterministic is not available with tp {self.tp}: the order in which more than two "
+                f"ranks are added up depends on the step; use tp 1 or 2, and pp for more ranks, {remedy}"
+            )
 
     def check_model(self, model: ModelConfig) -> None:
         """Raise `ConfigError` where the model cannot be split as configured."""

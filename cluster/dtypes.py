@@ -1,7 +1,8 @@
 """The meaning of `dtype: auto`, decided once for all pools, because they exchange KV.
 
-bf16 products are native on processors with AVX512-BF16, AMX or Arm's BF16; others emulate them, which takes
-three to six times as long as fp32 (measured with AVX2). So the weakest node decides. No Ray, no torch.
+The kernels keep bf16 weights as bf16, half the bytes of fp32, on every x86 processor with AVX2; where it has
+no bf16 arithmetic (AVX512-BF16, AMX), they widen weights in registers. Other processors, Arm's with BF16
+excepted, emulate bf16 in torch, several times slower than fp32. So the weakest node decides. No Ray or torch.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from workers.model.model_config import read_model_config
 
 _SAVED: dict[str, DtypeName] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _NATIVE_BF16 = ("amx_bf16", "avx512_bf16", "bf16")
+# What the kernels need at least: `Isa.AVX2` of `workers.model.native.isa`, which imports torch.
+_KERNELS = frozenset({"avx2", "fma", "f16c", "bmi2"})
 _VECTOR_UNITS = (*_NATIVE_BF16, "avx512f", "avx2", "asimd")
 
 
@@ -35,10 +38,10 @@ def settle_dtype(config: ClusterConfig, node_to_flags: Mapping[str, frozenset[st
     saved = read_model_config(config.model).checkpoint_dtype or "nothing in config.json"
     if not needs_flags(config):
         return Settled(with_dtype(config, dtype), f"{dtype}: the checkpoint's ({saved})")
-    emulating = [name for name, flags in node_to_flags.items() if not has_native_bf16(flags)]
+    emulating = [name for name, flags in node_to_flags.items() if not computes_bf16(flags)]
     if dtype == "bf16":
         units = ", ".join(sorted({vector_unit(flags) for flags in node_to_flags.values()}))
-        reason = f"{dtype}: every node has native bf16 products ({units}); the checkpoint is {saved}"
+        reason = f"{dtype}: every node computes bf16 without emulation ({units}); the checkpoint is {saved}"
     else:
         units = ", ".join(sorted({vector_unit(node_to_flags[name]) or "unknown" for name in emulating}))
         reason = (
@@ -72,8 +75,8 @@ def resolve_dtype(
 ) -> DtypeName:
     """Return the dtype of all pools; `cpus` are the flags of each node (None: of this machine).
 
-    On GPUs `auto` is what the checkpoint was saved in. On CPUs, 16 bits become bf16 where every node has
-    native products of it, and fp32 otherwise.
+    On GPUs `auto` is what the checkpoint was saved in. On CPUs, 16 bits become bf16 where every node
+    computes it without emulation, and fp32 otherwise.
     """
     named = pools[0].dtype
     return named if named != "auto" else auto_dtype(model_dir, on_cpu=_on_cpu(pools), cpus=cpus)
@@ -84,7 +87,7 @@ def auto_dtype(model_dir: Path, *, on_cpu: bool, cpus: Iterable[frozenset[str]] 
     saved = _saved(model_dir)
     if saved == "fp32" or not on_cpu:
         return saved
-    return "bf16" if all(map(has_native_bf16, [cpu_flags()] if cpus is None else cpus)) else "fp32"
+    return "bf16" if all(map(computes_bf16, [cpu_flags()] if cpus is None else cpus)) else "fp32"
 
 
 def with_dtype(config: ClusterConfig, dtype: DtypeName) -> ClusterConfig:
@@ -93,9 +96,10 @@ def with_dtype(config: ClusterConfig, dtype: DtypeName) -> ClusterConfig:
     return config.model_copy(update={"pools": pools})
 
 
-def has_native_bf16(flags: frozenset[str]) -> bool:
-    """Whether a processor multiplies bf16 without a detour through fp32."""
-    return not flags.isdisjoint(_NATIVE_BF16)
+def computes_bf16(flags: frozenset[str]) -> bool:
+    """Whether a processor computes with bf16 weights without emulation: it has instructions for them, or the
+    kernels widen them in registers."""
+    return not flags.isdisjoint(_NATIVE_BF16) or flags >= _KERNELS
 
 
 def vector_unit(flags: frozenset[str]) -> str:

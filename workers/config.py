@@ -84,6 +84,9 @@ class EngineSettings(BaseModel):
     max_waiting: int = Field(default=512, ge=1)
     # CPU threads of each rank.
     num_threads: int = Field(default=1, ge=1)
+    # A sequence's tokens depend neither on the other sequences of a step, nor on how it was cut into chunks,
+    # nor on the number of threads: ranks start only with products and attention that promise it.
+    deterministic: bool = False
     # An idle engine runs an empty step this often, so that its health is known.
     canary_idle_s: float = Field(default=2.0, gt=0)
     # Ranks that make no progress with a step for so long, however long the step takes, hang: the replica

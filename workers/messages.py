@@ -357,6 +357,8 @@ class RankSpec(Message, frozen=True):
     num_offload_tokens: int = 0
     probe_rows: int = 0
     probe_sampled_rows: int = 0
+    # Only with products and attention whose results for a sequence depend on nothing else.
+    deterministic: bool = False
     faults: tuple[FaultRule, ...] = ()
 
     @property
@@ -461,8 +463,8 @@ class SlotStart(Part, frozen=True):
 
 
 class TableChange(Part, frozen=True):
-    """Write `block_ids` (uint32) into the block table of slot `slot`, from index `first` on. A table grows at
-    its end, and blocks in it are replaced; it is forgotten when its slot is freed."""
+    """Write `block_ids` (uint32) into the block table of slot `slot`, from index `first` on: it grows, or
+    blocks in it are replaced. It is forgotten when its slot is freed."""
 
     slot: int
     first: int
@@ -496,9 +498,8 @@ class StepPlan(Message, frozen=True):
     """Engine core to rank: one step, as changes to what the rank knows by slot; its size does not depend on
     how long contexts are. Order of effects: frees, starts, tables, copies, computation, sampling.
 
-    `decodes` are slots (uint32). Each computes its newest token, behind what it has computed so far, and
-    samples the next one. The newest token is that of the slot's start, or any that an earlier plan sampled:
-    the engine core may not know it yet.
+    `decodes` are slots (uint32): each computes its newest token and samples the next. The newest is that of
+    the slot's start, or any that an earlier plan sampled, which the engine core may not know yet.
     """
 
     step: int
@@ -521,7 +522,7 @@ class StepPlan(Message, frozen=True):
 
     @property
     def num_sequences(self) -> int:
-        """Entries and decodes: what the step computes. 0: the plan is a canary."""
+        """Entries and decodes; 0: the plan is a canary."""
         return len(self.entries) + len(self.decodes) // 4
 
     @property

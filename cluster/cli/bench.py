@@ -428,13 +428,15 @@ def bench_engine(
         peers = parse_peers(peer, peer_python or [])
     except PeerError as error:
         raise typer.BadParameter(str(error)) from None
+    prompts = [int(_positive(part)) for part in filter(None, prefill.split(","))]
+    shapes = [_decode_shape(part, context) for part in filter(None, decode_batch.split(","))]
     model_dir = model or bundled_model()
     options = BenchOptions(
         model_dir=model_dir,
         dtype=auto_dtype(model_dir, on_cpu=device == "cpu") if dtype == "auto" else dtype,
         threads=threads,
-        prefill=[int(_positive(part)) for part in filter(None, prefill.split(","))],
-        decode=[_decode_shape(part, context) for part in filter(None, decode_batch.split(","))],
+        prefill=prompts,
+        decode=shapes,
         num_rounds=rounds,
         peers=peers,
         peer_cache=peer_cache,

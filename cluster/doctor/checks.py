@@ -14,7 +14,7 @@ from cluster.errors import CallError
 from cluster.proto import tandem_pb2 as pb
 from cluster.scaling.config import ScalingConfig
 from cluster.serve.machine import Machine
-from cluster.serve.memory import Needs
+from cluster.serve.memory import ClusterNeed
 from kvtransfer.common.clock import Clock
 from kvtransfer.config import TransferConfig
 
@@ -116,7 +116,7 @@ class CheckContext:
     machine: Machine
     config: ClusterConfig
     # None: the model folder cannot be read.
-    needs: Needs | None
+    needs: ClusterNeed | None
     environment: Mapping[str, str]
     clock: Clock
     ray_address: str = "auto"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from cluster.config import DtypeName
 from cluster.doctor.checks import Check, CheckContext, CheckResult, Figures, error, note, ok, warning
-from cluster.dtypes import has_native_bf16, resolve_dtype, vector_unit
+from cluster.dtypes import computes_bf16, resolve_dtype, vector_unit
 from cluster.serve.capacity import ENGINE_CORE_CPUS, GATEWAY_CPUS
 from cluster.serve.machine import Machine, read, whole_number
 
@@ -64,10 +64,10 @@ def features(context: CheckContext) -> Iterator[CheckResult]:
             "the kernels are written for AVX2 and wider; without it every step is several times slower",
             "use another machine, or let the virtual machine pass the host's CPU through",
         )
-    elif dtype == "fp32" or (dtype == "bf16" and has_native_bf16(flags)):
+    elif dtype == "fp32" or (dtype == "bf16" and computes_bf16(flags)):
         yield ok(seen)
     else:
-        yield _slow_dtype(context.machine, dtype, "bf16" if has_native_bf16(flags) else "fp32", seen)
+        yield _slow_dtype(context.machine, dtype, "bf16" if computes_bf16(flags) else "fp32", seen)
 
 
 def _slow_dtype(machine: Machine, dtype: DtypeName, better: DtypeName, seen: str) -> CheckResult:
@@ -78,7 +78,7 @@ def _slow_dtype(machine: Machine, dtype: DtypeName, better: DtypeName, seen: str
     why = (
         "the compiled kernels serve fp32 and bf16 only"
         if dtype == "fp16"
-        else "it has no bf16 instructions, and emulates them"
+        else "it has no bf16 instructions and no kernels that widen bf16, and emulates them"
     )
     return warning(
         f"{seen}, where products of {dtype} take {factor:.1f} times as long as those of {better} (measured)",

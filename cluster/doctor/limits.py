@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from cluster.config import LOOPBACK
 from cluster.doctor.checks import Check, CheckContext, CheckResult, Figures, error, note, ok, warning
 from cluster.serve.machine import read
-from cluster.serve.memory import RAY_BYTES, Needs, gb, huge_pages_suffice
+from cluster.serve.memory import RAY_BYTES, ClusterNeed, gb, huge_pages_suffice
 from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES
 from workers.model.model_config import read_model_config
 from workers.model.rank_memory import least_kv_tokens
@@ -240,7 +240,7 @@ CHECKS = (
 )
 
 
-def _breakdown(needs: Needs) -> str:
+def _breakdown(needs: ClusterNeed) -> str:
     parts = []
     for pool in needs.pools:
         weights, kv = (

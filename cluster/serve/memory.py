@@ -108,7 +108,7 @@ class PoolNeed(NamedTuple):
         return self._replace(ranks=tuple(ranks), kv_tokens=num_tokens, kv_reason=reason)
 
 
-class Needs(NamedTuple):
+class ClusterNeed(NamedTuple):
     """Represents what the whole configuration takes."""
 
     pools: tuple[PoolNeed, ...]
@@ -152,7 +152,7 @@ def needs_of(
     node: NodeResources | None = None,
     *,
     is_running: bool = False,
-) -> Needs:
+) -> ClusterNeed:
     """Return what the configuration takes; `CheckpointError` where the model folder cannot be read.
 
     Where `kv_tokens` is `auto`, it is what `machine` has for it (None: the least). `node` is the machine as a
@@ -160,7 +160,7 @@ def needs_of(
     """
     model = read_model_config(config.model)
     checkpoint = Checkpoint.read(config.model)
-    needs = Needs(
+    needs = ClusterNeed(
         pools=tuple(_pool_need(pool, config, model, checkpoint) for pool in config.pools),
         store_bytes=round(config.store.dram_gb * 1e9),
         num_gateways=config.gateway.replicas,
@@ -265,7 +265,7 @@ def most_replicas_here(config: ClusterConfig, node: NodeResources | None) -> dic
 
 
 def _with_auto_kv(
-    needs: Needs,
+    needs: ClusterNeed,
     config: ClusterConfig,
     model: ModelConfig,
     machine: Machine,
@@ -300,7 +300,7 @@ def _with_auto_kv(
 
 
 def _kv_bytes(
-    needs: Needs,
+    needs: ClusterNeed,
     config: ClusterConfig,
     model: ModelConfig,
     memory: HostMemory,
@@ -448,7 +448,7 @@ def _parts(ranks: Sequence[RankNeed], store_bytes: int) -> dict[str, int]:
     }
 
 
-def huge_pages_suffice(config: ClusterConfig, needs: Needs, machine: Machine) -> bool:
+def huge_pages_suffice(config: ClusterConfig, needs: ClusterNeed, machine: Machine) -> bool:
     """Whether the store takes huge pages alone: these are neither free memory nor part of a control group."""
     has_huge = config.store.huge_pages and machine.memory("Hugepagesize") == HUGE_PAGE_BYTES
     return has_huge and (machine.memory("HugePages_Free") or 0) * HUGE_PAGE_BYTES >= needs.store_bytes

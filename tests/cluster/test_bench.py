@@ -1,20 +1,27 @@
-"""The serving benchmark's load and figures, against hand-made records and a sender of known speed."""
+"""The serving benchmark's load and figures, against hand-made records and a sender of known speed; the
+options and the table of the engine benchmark."""
 
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
+from rich.console import Console
+from typer.testing import CliRunner
 
 from cluster.cli.bench import (
     BenchRequest,
     Objectives,
     Workload,
     bench_table,
+    cli,
+    engine_table,
     knee,
     run_workload,
     summarize,
@@ -139,3 +146,44 @@ async def test_the_first_reason_of_a_failure_is_kept() -> None:
     names = list(bench_table([("1 at once", figures)]).columns[0].cells)
     assert "refused" in names
     assert "timed out" not in names
+
+
+# ------------------------------------------------------------------------------------------ engine
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--peer", "ollama"], "--peer takes names of transformers, llama.cpp, vllm"),
+        (["--peer", "vllm:q4"], "--peer vllm: takes a dtype of bf16, fp16, fp32 after the colon"),
+        (["--peer", "vllm", "--peer-python", "vllm"], "--peer-python takes NAME=PATH"),
+        (["--decode-batch", "4xlong"], "expected numbers above 0"),
+        (["--rounds", "0"], "--rounds"),
+    ],
+)
+def test_a_mistake_in_the_engine_s_options_is_named(options: list[str], reason: str) -> None:
+    """Before anything is loaded: the model does not exist."""
+    done = CliRunner().invoke(cli, ["engine", "--model", "/nonexistent", *options])
+    assert done.exit_code == 2
+    assert reason in " ".join(done.output.replace("\u2502", " ").split())
+
+
+def test_the_table_has_a_row_for_each_measure_and_a_column_for_each_peer() -> None:
+    shape = {"tokens": 64, "batch": 4, "context": 128}
+    lines: list[dict[str, Any]] = [
+        {"what": "machine", "cpu": "any"},
+        {"what": "prefill", "tokens": 512, "batch": 1, "context": 0, "tok_s": 400.0, "limit_tok_s": 500.0,
+         "limit_ratio": 0.8, "products_tok_s": 450.0, "products_ratio": 0.89, "rounds": 5, "void": 0},
+        {"what": "peer", "of": "prefill", "tokens": 512, "batch": 1, "context": 0, "peer": "vllm",
+         "tok_s": 400.0, "peer_tok_s": 320.0, "ratio": 1.25},
+        {"what": "decode", **shape, "tok_s": 90.0, "limit_tok_s": 120.0, "limit_ratio": 0.75, "rounds": 12,
+         "void": 12},
+        {"what": "peer", "of": "decode", **shape, "peer": "llama.cpp", "tok_s": 90.0, "peer_tok_s": 60.0,
+         "ratio": 1.5},
+    ]  # fmt: skip
+    shown = io.StringIO()
+    Console(width=120, file=shown).print(engine_table(lines))
+    rows = [" ".join(row.split()) for row in shown.getvalue().splitlines()]
+    assert "measure tandem vllm llama.cpp limit products void" in rows
+    assert "prefill 512 400.0 320.0 (1.25) - 500.0 (0.80) 450.0 (0.89)" in rows
+    assert "decode 4 at 128 90.0 - 60.0 (1.50) 120.0 (0.75) - 12 of 12" in rows

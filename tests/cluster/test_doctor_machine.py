@@ -240,6 +240,8 @@ def test_processors_are_those_of_the_process_and_its_group(
         ("avx2 avx512_bf16", "fp32", OK),
         ("avx2", "fp32", OK),
         ("avx2", "auto", OK),
+        ("avx2 fma f16c bmi2", "bf16", OK),
+        ("avx2 fma f16c bmi2", "auto", OK),
         ("sse2", "bf16", WARNING),
     ],
 )

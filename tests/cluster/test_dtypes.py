@@ -10,12 +10,14 @@ from serving import TINY
 
 from benchmarks.random_checkpoint import write_random_checkpoint
 from cluster.config import ClusterConfig, parse_config
-from cluster.dtypes import may_compute, needs_flags, resolve_dtype, settle_dtype
+from cluster.dtypes import computes_bf16, may_compute, needs_flags, resolve_dtype, settle_dtype
 from cluster.errors import ConfigError
 from cluster.serve.rollout import carried_over, changes, check_update, plan_rolls, pool_version
 from kvtransfer.common import host
+from workers.model.native.isa import Isa
 
-AVX2 = frozenset({"fpu", "avx2", "fma"})
+SSE = frozenset({"fpu", "sse4_2"})
+AVX2 = SSE | {"avx2", "fma", "f16c", "bmi2"}
 AVX512 = AVX2 | {"avx512f"}
 ZEN4 = AVX512 | {"avx512_bf16"}
 AMX = ZEN4 | {"amx_bf16"}
@@ -29,14 +31,14 @@ def make(model: Path = TINY, **pool: Any) -> ClusterConfig:
     return parse_config({"model": str(model), "pools": pools}, "test")
 
 
-@pytest.mark.parametrize("flags", [ZEN4, AMX, ARM])
+@pytest.mark.parametrize("flags", [AVX2, AVX512, ZEN4, AMX, ARM])
 def test_bf16_is_taken_where_every_node_has_it(flags: frozenset[str]) -> None:
     settled = settle_dtype(make(), {"10.0.0.1": flags, "10.0.0.2": AMX})
     assert [pool.dtype for pool in settled.config.pools] == ["bf16", "bf16"]
-    assert settled.reason.startswith("bf16: every node has native bf16 products")
+    assert settled.reason.startswith("bf16: every node computes bf16 without emulation")
 
 
-@pytest.mark.parametrize("flags", [AVX2, AVX512, OLD_ARM, UNKNOWN])
+@pytest.mark.parametrize("flags", [SSE, AVX2 - {"fma"}, OLD_ARM, UNKNOWN])
 def test_the_weakest_node_decides_for_all_pools(flags: frozenset[str]) -> None:
     settled = settle_dtype(make(), {"10.0.0.1": AMX, "10.0.0.2": flags})
     assert [pool.dtype for pool in settled.config.pools] == ["fp32", "fp32"]
@@ -49,7 +51,8 @@ def test_the_weakest_node_decides_for_all_pools(flags: frozenset[str]) -> None:
     [
         ("float32", "cpu", AMX, "fp32"),
         ("float16", "cpu", AMX, "bf16"),
-        ("float16", "cpu", AVX2, "fp32"),
+        ("float16", "cpu", AVX2, "bf16"),
+        ("bfloat16", "cpu", SSE, "fp32"),
         ("float16", "cuda", AVX2, "fp16"),
         ("bfloat16", "cuda", AVX2, "bf16"),
     ],
@@ -73,7 +76,7 @@ def test_what_the_operator_chose_stays() -> None:
 def test_gpus_beside_cpus_compute_in_what_suits_both() -> None:
     config = make(pp=2, devices=["cuda", "cpu"])
     assert needs_flags(config)
-    assert resolve_dtype(config.pools, TINY, [AVX2]) == "fp32"
+    assert resolve_dtype(config.pools, TINY, [SSE]) == "fp32"
 
 
 @pytest.mark.parametrize(
@@ -81,6 +84,7 @@ def test_gpus_beside_cpus_compute_in_what_suits_both() -> None:
     [
         ("flags\t\t: fpu avx2 avx512_bf16\n", "bf16"),
         ("flags\t\t: fpu avx2 avx512_bf16\n\nflags\t\t: fpu avx2\n", "fp32"),
+        ("flags\t\t: fpu avx2 fma f16c bmi2\n", "bf16"),
         ("Features\t: fp asimd bf16\n", "bf16"),
         ("processor\t: 0\n", "fp32"),
         (None, "fp32"),
@@ -94,6 +98,13 @@ def test_a_machine_that_is_asked_alone_looks_at_its_own_processors(
         file.write_text(lines)
     monkeypatch.setattr(host, "CPU_INFO", file)
     assert resolve_dtype(make().pools, TINY) == dtype
+
+
+def test_bf16_is_taken_wherever_the_kernels_run() -> None:
+    for isa in Isa:
+        assert computes_bf16(isa.needed_flags)
+    for flag in Isa.AVX2.needed_flags:
+        assert not computes_bf16(Isa.AVX2.needed_flags - {flag})
 
 
 def test_only_nodes_that_may_hold_a_cpu_rank_are_asked() -> None:
@@ -110,7 +121,7 @@ def test_only_nodes_that_may_hold_a_cpu_rank_are_asked() -> None:
 
 def test_an_update_keeps_what_auto_stood_for_at_the_start() -> None:
     """Other nodes may be there by now: replicas that exchange KV must not change their dtype one by one."""
-    running = settle_dtype(make(), {"n": AVX2}).config
+    running = settle_dtype(make(), {"n": SSE}).config
     updated = carried_over(running, make())
     check_update(running, updated)
     assert changes(running, updated) == []
@@ -120,7 +131,7 @@ def test_an_update_keeps_what_auto_stood_for_at_the_start() -> None:
 
 
 def test_an_update_to_another_dtype_is_refused_by_name() -> None:
-    running = settle_dtype(make(), {"n": AVX2}).config
+    running = settle_dtype(make(), {"n": SSE}).config
     with pytest.raises(ConfigError, match="dtype is fp32 now, the file says bf16"):
         check_update(running, carried_over(running, make(dtype="bf16")))
 
@@ -134,3 +145,17 @@ def test_weights_may_be_named_like_kv(weight_dtype: str) -> None:
 def test_weights_in_another_form_than_kv_are_refused(dtype: str) -> None:
     with pytest.raises(ConfigError, match=rf"pools\[0\]: weight_dtype bf16 with dtype {dtype}: .* leave"):
         make(dtype=dtype, weight_dtype="bf16")
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"device": "cuda"}, "use cpu"),
+        ({"dtype": "fp16"}, "use bf16 or fp32"),
+        ({"tp": 4}, "use tp 1 or 2"),
+    ],
+)
+def test_deterministic_names_what_it_is_not_available_with(changes: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(ConfigError, match=f"engine.deterministic is not available .*{remedy}"):
+        make(engine={"deterministic": True, "block_tokens": 16}, **changes)
+    assert make(engine={"deterministic": True}).pools[0].engine.deterministic

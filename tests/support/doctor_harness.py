@@ -11,7 +11,7 @@ from cluster.config import ClusterConfig, parse_config
 from cluster.doctor.checks import CheckContext, CheckResult, Expected, GatewayReply, Live, Severity
 from cluster.proto import tandem_pb2 as pb
 from cluster.serve.machine import KernelClock, Machine
-from cluster.serve.memory import Needs, needs_of
+from cluster.serve.memory import ClusterNeed, needs_of
 from kvtransfer.common.clock import Clock, SystemClock
 
 TINY = Path(__file__).resolve().parent.parent.parent / "models" / "tiny"
@@ -94,7 +94,7 @@ def context_of(
     machine: Machine,
     config: ClusterConfig | None = None,
     *,
-    needs: Needs | None = None,
+    needs: ClusterNeed | None = None,
     environment: Mapping[str, str] = {},
     ray_address: str = "auto",
     is_running: bool = False,

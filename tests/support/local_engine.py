@@ -35,6 +35,7 @@ from workers.rank.model_runner import ModelRunner
 from workers.replica.step_loop import StepLoop
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
+from workers.scheduler.step import StepOutcome
 
 CPU = torch.device("cpu")
 SECRET = b"the ranks' own secret"
@@ -117,23 +118,26 @@ class LocalEngine:
         for submission in submissions:
             self.scheduler.submit(submission, 0.0)
         outputs: dict[tuple[str, int], bytes] = {}
-        while self._feed():
-            reports = [future.result() for future in self._out.popleft()]
-            outcome = [self.steps.settle(rank, report) for rank, report in enumerate(reports)][-1]
-            assert outcome is not None
+        while (outcome := self.step()) is not None:
             for delta in outcome.tokens:
                 name = delta.request_id, delta.sample
                 outputs[name] = outputs.get(name, b"") + delta.tokens
             self.failures |= {failure.request_id: failure for failure in outcome.failures}
-            self.scheduler.check()
-            self.most_offloaded = max(self.most_offloaded, self.scheduler.num_offloaded_blocks)
         assert self.scheduler.is_idle
         assert self.scheduler.num_offloaded_blocks == 0
         return outputs
 
-    def _feed(self) -> bool:
+    def step(self) -> StepOutcome | None:
+        """Send the plans that can be made, and settle the oldest that is out; None if nothing is."""
         self.steps.feed()
-        return bool(self._out)
+        if not self._out:
+            return None
+        reports = [future.result() for future in self._out.popleft()]
+        outcome = [self.steps.settle(rank, report) for rank, report in enumerate(reports)][-1]
+        assert outcome is not None
+        self.scheduler.check()
+        self.most_offloaded = max(self.most_offloaded, self.scheduler.num_offloaded_blocks)
+        return outcome
 
     def _send(self, plan: StepPlan) -> None:
         self.plans.append(plan)

@@ -14,14 +14,15 @@ import torch.nn.functional as F
 from optional_programs import needs_compiler, uses_compiler
 
 from workers.model import native
-from workers.model.attention.torch_backend import rotate
+from workers.model.native.isa import Isa, available_isas
+
+isas = pytest.mark.parametrize("isa", available_isas(), ids=lambda isa: isa.value)
 
 
-@pytest.fixture
-def kernels() -> native.Kernels:
-    loaded = native.load()
-    assert loaded is not None, "there is a C++ compiler, but the kernels could not be built"
-    return loaded
+def kernels_of(isa: Isa) -> native.Kernels:
+    kernels = native.compiled(isa)
+    assert kernels is not None, "there is a C++ compiler, but the kernels could not be built"
+    return kernels
 
 
 @pytest.fixture
@@ -34,43 +35,72 @@ def forget_kernels() -> Iterator[None]:
 
 
 @needs_compiler
+@isas
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rms_norm_rounds_like_torch(kernels: native.Kernels, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("size", [24, 64, 1024, 1])
+def test_rms_norm_rounds_like_torch(isa: Isa, dtype: torch.dtype, size: int) -> None:
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(37, 6, 24, generator=generator).to(dtype) * 9
-    weight = torch.randn(4, 24, generator=generator).to(dtype)
-    expected = F.rms_norm(x[:, :4], (24,), None, 1e-6).mul(weight)
+    x = torch.randn(37, size + 8, generator=generator).to(dtype) * 9
+    weight = torch.randn(size, generator=generator).to(dtype)
+    expected = F.rms_norm(x[:, :size], (size,), None, 1e-6).mul(weight)
     actual = x.clone()
-    kernels.rms_norm(actual[:, :4], weight, 1e-6, out=actual[:, :4])
-    assert torch.equal(actual[:, 4:], x[:, 4:]), "what lies between the rows is not touched"
+    kernels_of(isa).rms_norm(actual[:, :size], weight, 1e-6, out=actual[:, :size])
+    assert torch.equal(actual[:, size:], x[:, size:]), "what lies between the rows is not touched"
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]
-    torch.testing.assert_close(actual[:, :4], expected, rtol=tolerance, atol=1e-6)
+    torch.testing.assert_close(actual[:, :size], expected, rtol=tolerance, atol=1e-6)
     if dtype == torch.bfloat16:
-        assert (actual[:, :4] == expected).float().mean() > 0.99, "only ties of rounding may differ"
+        assert (actual[:, :size] == expected).float().mean() > 0.99, "only ties of rounding may differ"
 
 
 @needs_compiler
+@isas
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_keys_are_rotated_and_lie_in_their_blocks(kernels: native.Kernels, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("size", [16, 24, 128])
+def test_keys_are_rotated_and_lie_in_their_blocks(
+    isa: Isa, dtype: torch.dtype, has_norms: bool, size: int
+) -> None:
     generator = torch.Generator().manual_seed(2)
-    qkv = torch.randn(5, 8, 16, generator=generator).to(dtype)  # 4 query heads, 2 keys, 2 values
-    cos, sin = torch.randn(2, 5, 1, 16, generator=generator).to(dtype)
-    kv = torch.full((3, 2, 2, 2, 4, 16), 7.0, dtype=dtype)
+    qkv = torch.randn(5, 8, size, generator=generator).to(dtype)  # 4 query heads, 2 keys, 2 values
+    cos, sin = torch.randn(2, 5, size // 2, generator=generator).to(dtype).float()
+    kv = torch.full((3, 2, 2, 2, 4, size), 7.0, dtype=dtype)
     blocks, offsets = torch.tensor([2, 2, 0, 0, 0]), torch.tensor([2, 3, 0, 1, 2])
-    query = kernels.rotate_and_write(qkv, cos, sin, blocks, offsets, kv, 1)
-    expected = rotate(qkv[:, :6], cos, sin)
-    tolerance = {torch.float32: 1e-6, torch.bfloat16: 2**-6}[dtype]
-    torch.testing.assert_close(query, expected[:, :4], rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(kv[blocks, 1, 0, :, offsets], expected[:, 4:], rtol=tolerance, atol=tolerance)
+    q_norm, k_norm = torch.randn(2, size, generator=generator).to(dtype)
+    normed = qkv[:, :6]
+    if has_norms:
+        parts = zip((qkv[:, :4], qkv[:, 4:6]), (q_norm, k_norm), strict=True)
+        normed = torch.cat([F.rms_norm(part, (size,), None, 1e-6) * norm for part, norm in parts], 1)
+    low, high = normed.float().chunk(2, -1)
+    c, s = cos[:, None], sin[:, None]
+
+    def rounded(value: torch.Tensor) -> torch.Tensor:
+        return value.to(dtype).float()
+
+    expected = torch.cat((rounded(low * c) - rounded(high * s), rounded(high * c) + rounded(low * s)), -1).to(
+        dtype
+    )
+    layer = native.RotatedLayer.of(
+        kv, 1, 4, q_norm if has_norms else None, k_norm if has_norms else None, 1e-6
+    )
+    ends = blocks.int(), offsets.int()
+    actual = qkv.clone()
+    kernels_of(isa).rotate_and_write(layer, native.RotatedTokens.of(cos, sin, *ends), actual.view(5, -1))
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-5}[dtype]
+    torch.testing.assert_close(actual[:, :4], expected[:, :4], rtol=tolerance, atol=tolerance)
+    keys = kv[blocks, 1, 0, :, offsets]
+    torch.testing.assert_close(keys, expected[:, 4:], rtol=tolerance, atol=tolerance)
+    if dtype == torch.bfloat16:
+        assert (keys == expected[:, 4:]).float().mean() > 0.98, "only ties of rounding may differ"
     assert torch.equal(kv[blocks, 1, 1, :, offsets], qkv[:, 6:])
     kv[blocks, 1, :, :, offsets] = 7.0
     assert bool((kv == 7.0).all()), "nothing else was written"
 
 
 @needs_compiler
-def test_a_nan_stays_a_nan(kernels: native.Kernels) -> None:
+@isas
+def test_a_nan_stays_a_nan(isa: Isa) -> None:
     x = torch.tensor([[float("nan"), 1.0]], dtype=torch.bfloat16)
-    assert bool(kernels.rms_norm(x, torch.ones(2, dtype=torch.bfloat16), 1e-6).isnan().all())
+    assert bool(kernels_of(isa).rms_norm(x, torch.ones(2, dtype=torch.bfloat16), 1e-6).isnan().all())
 
 
 @uses_compiler

@@ -107,6 +107,35 @@ def test_what_fits_no_plan_is_refused_by_name() -> None:
     assert len(RANK_DOWN_CODEC.encode(plan_of(side))) < 1 << 20
 
 
+def decoding_frames(num_tokens: int, num_sequences: int, num_steps: int) -> list[int]:
+    """The sizes of the plans of a batch that decodes behind prompts of so many tokens."""
+    config = EngineConfig(chunk_tokens=1 << 20, max_batch_tokens=1 << 20, max_sequences=num_sequences)
+    num_blocks = num_sequences * (num_tokens // 64 + 8)
+    side = Scheduler(
+        config, BlockPool(num_blocks, 64), eos_token_ids=(), max_context_tokens=1 << 20, fingerprint=b"model"
+    )
+    for number in range(num_sequences):
+        prompt = pack([number]) * num_tokens
+        side.submit(submission(prompt, SamplingParams(max_tokens=999), name=f"r{number}"), 0.0)
+    sizes: list[int] = []
+    while len(sizes) < num_steps:
+        plan = plan_of(side)
+        if plan.decodes == pack(list(range(num_sequences))):
+            sizes.append(len(RANK_DOWN_CODEC.encode(replace(plan, step=1))))
+        side.settle(StepReport(plan.step, bytes(4 * len(plan.sample_slots)), 0.0, 0.0), 0.0)
+    return sizes
+
+
+def test_plans_of_a_decoding_batch_do_not_grow_with_context() -> None:
+    """In the one step in which all tables grow by a block, a larger index takes 2 bytes more to write."""
+    short, long = decoding_frames(1000, 8, 64), decoding_frames(100_008, 8, 64)
+    (growth,) = [step for step, size in enumerate(short) if size > min(short)]
+    assert max(long) == long[growth] == short[growth] + 8 * 2 < 150
+    del short[growth], long[growth]
+    assert short == long
+    assert set(short) == {50}
+
+
 requests = st.lists(
     st.tuples(
         st.integers(1, 20),  # tokens of the prompt

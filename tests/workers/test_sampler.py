@@ -21,6 +21,7 @@ from transformers.generation.logits_process import (
 
 from workers.messages import SamplingParams, SlotSample, SlotStart
 from workers.model import native
+from workers.rank.logits import SLOT
 from workers.rank.sampler import Sampler
 
 VOCAB = 1000
@@ -311,6 +312,36 @@ def test_bad_plans_are_assertion_errors() -> None:
         sampler.free(4)
     with pytest.raises(AssertionError, match="slot 4 samples but was never started"):
         sampler.tokens(draw_logits(1), [4])
+
+
+@pytest.mark.parametrize("field", ["prompt", "output"])
+def test_a_start_that_fails_takes_no_slot(field: str) -> None:
+    sampler, sampling = make_sampler(), SamplingParams(repetition_penalty=1.2)
+    known = {"prompt": packed([5]), "output": packed([6])} | {field: packed([4, VOCAB])}
+    samples = (SlotSample(0, 0, 6, 1, packed([6])), SlotSample(1, 0, 6, 2, known["output"]))
+    with pytest.raises(IndexError):
+        sampler.start(SlotStart(sampling, samples, known["prompt"]))
+    sampler.start(start(0, sampling))
+    sampler.start(start(1, sampling))
+
+
+def test_samples_of_one_prompt_count_their_own_output() -> None:
+    sampler, sampling = make_sampler(), SamplingParams(presence_penalty=50.0, repetition_penalty=1.1)
+    samples = tuple(SlotSample(slot, slot, PROMPT[-1]) for slot in range(2))
+    sampler.start(SlotStart(sampling, samples, packed(PROMPT)))
+    logits = draw_logits(1).repeat(2, 1)
+    found: list[set[int]] = [set(), set()]
+    for step in range(40):  # more than there is memory for at first
+        slots = [0, 1] if step % 2 else [1]
+        for slot, token in zip(slots, sampler.tokens(logits[: len(slots)].clone(), slots), strict=True):
+            assert token not in found[slot], "a penalty of 50 keeps every token from coming again"
+            found[slot].add(token)
+    assert [len(tokens) for tokens in found] == [20, 40]
+    assert found[0] < found[1]
+
+
+def test_the_kernels_read_a_slot_as_it_is_written() -> None:
+    assert SLOT.itemsize == 112, "as asserted in sampling.h"
 
 
 def test_one_row_per_slot_in_order() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -198,6 +199,108 @@ def test_the_largest_are_found_in_a_few_blocks(vocab_size: int, count: int) -> N
         assert all(len(set(row)) == count for row in ids.tolist())
 
 
+@pytest.mark.parametrize("vocab_size", [1, 15, 16, 17, 130, 1111, 40_000])
+def test_kernels_are_sure_of_nearly_every_row(backend: str, vocab_size: int) -> None:
+    """And right, in batches and alone, where a row is drawn in parts."""
+    if backend == "torch":
+        pytest.skip("of the kernels")
+    num_rows, generator = 60, torch.Generator().manual_seed(4)
+    kinds = [
+        {},
+        {"top_k": 50},
+        {"top_p": 0.9},
+        {"top_k": 50, "top_p": 0.9},
+        {"min_p": 0.05},
+        {"top_k": 2000, "min_p": 0.01},
+    ]
+    cases: list[Case] = [
+        (SamplingParams(temperature=0.1 + row / 30, **kinds[row % len(kinds)]), [1], [], row)  # type: ignore[arg-type]
+        for row in range(num_rows)
+    ]
+    short = Sampler(vocab_size, EOS, CPU, num_rows)
+    for slot, (sampling, _, _, seed) in enumerate(cases):
+        short.start(SlotStart(sampling, (SlotSample(slot, seed, 1),)))
+    _, dense = samplers(vocab_size, cases)
+    kernels, slots = native.load(), np.arange(num_rows, dtype=np.int32)
+    assert kernels is not None
+    logits = torch.randn(num_rows, vocab_size, generator=generator) * 4
+    expected = np.array(dense(logits.clone(), range(num_rows))[0])
+    address = short._table.address
+    tokens, is_sure = kernels.sample_rows(short._draws, address, logits, slots, None)
+    assert is_sure.mean() > 0.9
+    assert (tokens == expected)[is_sure].all()
+    for row in range(num_rows):
+        alone = kernels.sample_rows(short._draws, address, logits[row : row + 1], slots[row : row + 1], None)
+        assert (alone[0][0], alone[1][0]) == (tokens[row], is_sure[row])
+
+
+def test_a_step_costs_no_call_of_python_for_each_slot(backend: str) -> None:
+    """Counted, for slots with and without a temperature and filters."""
+
+    def num_calls(num_rows: int) -> int:
+        kinds = [
+            {},
+            {"temperature": 1.0},
+            {"temperature": 0.5, "min_p": 0.1},
+            {"temperature": 2.0, "top_k": 9},
+        ]
+        sampler, num_found = Sampler(64, EOS, CPU, num_rows), 0
+        for slot in range(num_rows):
+            sampling = SamplingParams(**kinds[slot % len(kinds)])  # type: ignore[arg-type]
+            sampler.start(SlotStart(sampling, (SlotSample(slot, slot, 1),)))
+        logits = torch.arange(64.0).flip(0).repeat(num_rows, 1) * 8  # far apart: nothing is drawn again
+        slots = np.arange(num_rows, dtype=np.int32)
+
+        def count(frame: object, event: str, argument: object) -> None:
+            nonlocal num_found
+            num_found += event in ("call", "c_call")
+
+        sampler.sample(logits.clone(), slots)
+        sys.setprofile(count)
+        try:
+            sampler.sample(logits, slots)
+        finally:
+            sys.setprofile(None)
+        return num_found
+
+    if backend == "torch":  # it draws each row that has noise for all tokens by itself, to stay in cache
+        assert num_calls(256) < num_calls(8) + 20 * 256
+    else:
+        assert num_calls(256) == num_calls(8) < 60
+
+
+@pytest.mark.parametrize("num_allowed", [1, 3, 200])
+def test_only_allowed_tokens_are_drawn(backend: str, num_allowed: int) -> None:
+    vocab_size, num_rows = 1001, 12
+    generator = torch.Generator().manual_seed(num_allowed)
+    logits = torch.randn(num_rows, vocab_size, generator=generator) * 3
+    is_allowed = np.zeros((num_rows, vocab_size), np.bool_)
+    for row in is_allowed:
+        row[torch.randperm(vocab_size, generator=generator)[:num_allowed].numpy()] = True
+    kinds = [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 5}, {"temperature": 1.0, "top_p": 0.5}]
+    cases: list[Case] = [
+        (SamplingParams(logit_bias={5: 90.0}, **kinds[row % len(kinds)]), [1], [], row)  # type: ignore[arg-type]
+        for row in range(num_rows)
+    ]
+    short, _ = samplers(vocab_size, cases)
+    tokens, _ = short(logits.clone(), range(num_rows), packed_masks(is_allowed))
+    assert is_allowed[range(num_rows), tokens].all()
+    greedy = logits.masked_fill(torch.from_numpy(~is_allowed), -torch.inf)[::4].argmax(-1).tolist()
+    assert [token for token in tokens[::4] if token != 5] == [
+        token for token, row in zip(greedy, is_allowed[::4], strict=True) if not row[5]
+    ]
+    whole = packed_masks(np.ones_like(is_allowed))
+    short, _ = samplers(vocab_size, cases)
+    unmasked, _ = samplers(vocab_size, cases)
+    assert short(logits.clone(), range(num_rows), whole) == unmasked(logits.clone(), range(num_rows))
+
+
+def test_a_mask_of_another_shape_is_refused() -> None:
+    short, _ = samplers(100, [(SamplingParams(), [1], [], 0)])
+    with pytest.raises(AssertionError, match="masks"):
+        short(torch.zeros(1, 100), range(1), np.zeros((1, 3), np.uint32))
+
+
 def samplers(vocab_size: int, cases: list[Case]) -> tuple[Sample, Sample]:
     """The engine's sampler, and the dense one behind the same rule for the smallest temperatures."""
     short, dense = Sampler(vocab_size, EOS, CPU, len(cases)), DenseSampler(vocab_size, EOS, CPU)
@@ -226,11 +329,11 @@ def samplers(vocab_size: int, cases: list[Case]) -> tuple[Sample, Sample]:
 
 
 def packed_masks(is_allowed: NDArray[np.bool_]) -> NDArray[np.uint32]:
-    """The masks of the engine's sampler, made bit by bit."""
+    """The masks of the engine's sampler."""
     num_rows, vocab_size = is_allowed.shape
     masks = np.zeros((num_rows, -(-vocab_size // 32)), np.uint32)
-    for row, token in zip(*np.nonzero(is_allowed), strict=True):
-        masks[row, token // 32] |= np.uint32(1 << (token % 32))
+    rows, tokens = np.nonzero(is_allowed)
+    np.bitwise_or.at(masks, (rows, tokens // 32), (1 << tokens % 32).astype(np.uint32))
     return masks
 
 

@@ -25,7 +25,7 @@ _MOST_INT32 = (1 << 31) - 1
 Slots = NDArray[np.int32]
 
 
-class Needs(enum.IntFlag):
+class SlotNeeds(enum.IntFlag):
     """What a slot has beside its temperature and filters."""
 
     NOTHING = 0
@@ -79,6 +79,9 @@ class _SlotTokens(NamedTuple):
     counts: NDArray[np.int32]
 
 
+_NO_TOKENS = _SlotTokens(*(np.zeros(0, dtype) for dtype in (np.int32, np.float32, *[np.int32] * 3)))
+
+
 class SlotTable:
     """The parameters of every slot, in arrays that are never reallocated: `records` [max_slots] of `SLOT`,
     whose fields are attributes for reading by a step's slots at once."""
@@ -112,11 +115,11 @@ class SlotTable:
         for sample in samples:
             assert not self._needs[sample.slot], f"slot {sample.slot} is already in use"
         tokens = [self._tokens_of(sampling, sample, prompt_ids) for sample in samples]
-        needs = Needs.IN_USE
-        needs |= Needs.BIAS if len(tokens[0].bias_ids) else Needs.NOTHING
-        needs |= Needs.PENALTIES if sampling.penalizes_output else Needs.NOTHING
-        needs |= Needs.ENDS if len(tokens[0].end_ids) else Needs.NOTHING
-        needs |= Needs.LOGPROBS if sampling.num_logprobs is not None else Needs.NOTHING
+        needs: SlotNeeds = SlotNeeds.IN_USE
+        needs |= SlotNeeds.BIAS if len(tokens[0].bias_ids) else SlotNeeds.NOTHING
+        needs |= SlotNeeds.PENALTIES if sampling.penalizes_output else SlotNeeds.NOTHING
+        needs |= SlotNeeds.ENDS if len(tokens[0].end_ids) else SlotNeeds.NOTHING
+        needs |= SlotNeeds.LOGPROBS if sampling.num_logprobs is not None else SlotNeeds.NOTHING
         min_p = np.float32(max(sampling.min_p, 0.0))
         records = np.zeros(len(samples), SLOT)
         records["key"] = keys
@@ -129,14 +132,15 @@ class SlotTable:
         records["temperature"] = 0.0 if sampling.is_greedy else sampling.temperature
         records["top_p"], records["min_p"] = min(sampling.top_p, 1.0), min_p
         # Torch's logarithm: all ways to draw must compare with the same.
-        records["log_min_p"] = torch.tensor([min_p]).log().item()
+        records["log_min_p"] = torch.tensor([min_p]).log().item() if min_p else -np.inf
         records["repetition"] = sampling.repetition_penalty
         records["presence"], records["frequency"] = sampling.presence_penalty, sampling.frequency_penalty
         records["needs"] = needs
         for sample, record, its_tokens in zip(samples, records, tokens, strict=True):
             self.records[sample.slot] = record
             self._slot_to_tokens[sample.slot] = its_tokens
-            self._point(sample.slot)
+            if its_tokens is not _NO_TOKENS:
+                self._point(sample.slot)
 
     def free(self, slot: int) -> None:
         """Forget a slot."""
@@ -153,23 +157,23 @@ class SlotTable:
 
     def change_(self, logits: Tensor, slots: Slots, needs: NDArray[np.uint32]) -> None:
         """Apply bias, penalties and minimum length to `logits` [num_slots, vocab_size], in place."""
-        rows = np.flatnonzero(needs & Needs.BIAS)
+        rows = np.flatnonzero(needs & SlotNeeds.BIAS)
         if len(rows):
             tokens = [self._slot_to_tokens[slot] for slot in slots[rows].tolist()]
             where = _positions(rows, [it.bias_ids for it in tokens], logits.device)
             values = torch.from_numpy(np.concatenate([it.bias_values for it in tokens]))
             logits.index_put_(where, values.to(logits.device), accumulate=True)
-        rows = np.flatnonzero(needs & Needs.PENALTIES)
+        rows = np.flatnonzero(needs & SlotNeeds.PENALTIES)
         if len(rows):
             self._penalize_(logits, rows, slots[rows])
-        rows = np.flatnonzero(needs & Needs.ENDS)
+        rows = np.flatnonzero(needs & SlotNeeds.ENDS)
         rows = rows[self.num_output[slots[rows]] < self.records["min_tokens"][slots[rows]]]
         if len(rows):
             ends = [self._slot_to_tokens[slot].end_ids for slot in slots[rows].tolist()]
             logits.index_put_(_positions(rows, ends, logits.device), logits.new_tensor(-torch.inf))
 
-    def make_room(self, slots: Slots) -> None:
-        """Give slots with penalties room to count one more token each."""
+    def reserve(self, slots: Slots) -> None:
+        """Grow the arrays of slots with penalties where one more token would not fit."""
         for slot in slots[self._num_tokens[slots] == self._token_capacity[slots]].tolist():
             tokens, more = self._slot_to_tokens[slot], np.zeros(max(16, self._num_tokens[slot]), np.int32)
             ids, counts = np.concatenate((tokens.ids, more)), np.concatenate((tokens.counts, more))
@@ -177,7 +181,7 @@ class SlotTable:
             self._point(slot)
 
     def count(self, slots: Slots, tokens: NDArray[np.int32]) -> None:
-        """Count one more token as output of each of these slots, which have penalties and room."""
+        """Count one more token as output of each of these slots, which have penalties and are reserved for."""
         for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
             it, num_tokens = self._slot_to_tokens[slot], int(self._num_tokens[slot])
             places = np.flatnonzero(it.ids[:num_tokens] == token)
@@ -191,29 +195,31 @@ class SlotTable:
     ) -> _SlotTokens:
         bias = {id_: value for id_, value in sampling.logit_bias.items() if 0 <= id_ < self._vocab_size}
         ends = sorted({*self._eos_token_ids, *sampling.stop_token_ids}) if sampling.min_tokens else []
-        output = np.frombuffer(sample.output if sampling.penalizes_output else b"", dtype="<u4")
-        output_ids, output_counts = np.unique(output, return_counts=True)
-        if len(output_ids) and output_ids[-1] >= self._vocab_size:
-            raise IndexError(f"output token {output_ids[-1]} of a vocabulary of {self._vocab_size}")
-        ids = np.union1d(prompt_ids, output_ids.astype(np.int32)).astype(np.int32)
-        counts = np.zeros(len(ids), np.int32)
-        counts[np.searchsorted(ids, output_ids)] = output_counts
+        ids, counts = prompt_ids, np.zeros(len(prompt_ids), np.int32)
+        if sampling.penalizes_output and sample.output:
+            output = np.frombuffer(sample.output, dtype="<u4")
+            output_ids, output_counts = np.unique(output, return_counts=True)
+            if output_ids[-1] >= self._vocab_size:
+                raise IndexError(f"output token {output_ids[-1]} of a vocabulary of {self._vocab_size}")
+            ids = np.union1d(prompt_ids, output_ids.astype(np.int32))
+            counts = np.zeros(len(ids), np.int32)
+            counts[np.searchsorted(ids, output_ids)] = output_counts
+        if not (bias or ends or sampling.penalizes_output):
+            return _NO_TOKENS
         return _SlotTokens(
             bias_ids=np.fromiter(bias.keys(), np.int32, len(bias)),
             bias_values=np.fromiter(bias.values(), np.float32, len(bias)),
             end_ids=np.array([id_ for id_ in ends if 0 <= id_ < self._vocab_size], dtype=np.int32),
-            ids=ids,
+            ids=ids.copy(),  # shared by no other sample
             counts=counts,
         )
 
     def _point(self, slot: int) -> None:
         """Store where the slot's arrays are."""
         tokens, record = self._slot_to_tokens[slot], self.records[slot]
-        record["bias_ids"] = tokens.bias_ids.ctypes.data
-        record["bias_values"] = tokens.bias_values.ctypes.data
-        record["end_ids"] = tokens.end_ids.ctypes.data
-        record["token_ids"] = tokens.ids.ctypes.data
-        record["counts"] = tokens.counts.ctypes.data
+        names = ("bias_ids", "bias_values", "end_ids", "token_ids", "counts")
+        for name, array in zip(names, tokens, strict=True):
+            record[name] = array.__array_interface__["data"][0]
         record["token_capacity"] = len(tokens.ids)
 
     def _penalize_(self, logits: Tensor, rows: NDArray[np.int64], slots: Slots) -> None:
@@ -237,6 +243,8 @@ class SlotTable:
 
 def distinct_tokens(prompt: bytes, vocab_size: int) -> NDArray[np.int32]:
     """Return the distinct tokens of a prompt in order. Raises `IndexError` for one beyond the vocabulary."""
+    if not prompt:
+        return np.zeros(0, np.int32)
     is_there = np.zeros(vocab_size, dtype=np.bool_)
     is_there[np.frombuffer(prompt, dtype="<u4")] = True
     return np.flatnonzero(is_there).astype(np.int32)

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtransfer.blocks.device_pool import DevicePool
@@ -37,12 +38,13 @@ from workers.model.decoder import load_decoder
 from workers.model.fingerprint import FingerprintTask
 from workers.model.host_kv import MODES, HostKv, OffloadMode
 from workers.model.model_config import ModelConfig
+from workers.model.products import refuse_nondeterministic
 from workers.model.rank_memory import CUDA_CONTEXT_BYTES, RankShape, activation_bytes, least_kv_tokens
 from workers.model.sizes import kv_heads
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups
 from workers.rank.input_batch import InputBatch
-from workers.rank.step_runner import StepRunner, Ticket
+from workers.rank.step_runner import Executed, StepRunner, Ticket
 
 _log = logging.getLogger("tandem.rank")
 
@@ -117,6 +119,7 @@ class ModelRunner:
         num_offload_tokens: int = 0,
         auto_kv: AutoKv | None = None,
         offload_mode: OffloadMode | Literal["auto"] = "auto",
+        is_deterministic: bool = False,
         faults: Faults | None = None,
         progress: Callable[[str], None] = lambda phase: None,
     ) -> None:
@@ -127,9 +130,12 @@ class ModelRunner:
         Block ids after those of the device's `num_kv_tokens` denote `num_offload_tokens` in host memory; with
         the mode "auto" the warm-up measures which way to read them is faster, if attention has both. With
         `auto_kv` the device's are at most `num_kv_tokens`, and as many as all ranks have memory for.
-        `progress` is called with the name of each phase that begins.
+        `is_deterministic`: raise WorkerError unless products and attention of a sequence depend on nothing
+        else. `progress` is called with the name of each phase that begins.
         """
         torch.set_num_threads(num_threads)
+        if is_deterministic:
+            refuse_nondeterministic(device, dtype)
         self._clock = clock
         self._device = device
         self._dtype = dtype
@@ -151,7 +157,13 @@ class ModelRunner:
         self._offload_mode = offload_mode
         self.host = self._allocate_host(num_offload_tokens // block_tokens)
         is_staged = self.host is not None and offload_mode == "stream"
-        self.attention = choose_attention(self._decoder.attention_shape, self.kv, clock, is_staged=is_staged)
+        self.attention = choose_attention(
+            self._decoder.attention_shape,
+            self.kv,
+            clock,
+            is_staged=is_staged,
+            is_deterministic=is_deterministic,
+        )
         num_offload_blocks = len(self.host.kv) if self.host is not None else 0
         num_kv_tokens = (num_blocks + num_offload_blocks) * block_tokens
         max_context_tokens = min(config.max_context_tokens, num_kv_tokens)
@@ -199,6 +211,14 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> Ticket:
         """Execute this rank's part of one step, as `StepRunner.launch` describes."""
         return self._runner.launch(plan)
+
+    def execute(self, plan: StepPlan) -> Executed:
+        """Do the first half of `launch`, up to the logits."""
+        return self._runner.execute(plan)
+
+    def sample(self, executed: Executed, masks: NDArray[np.uint32] | None = None) -> Ticket:
+        """Do the second half of `launch`, as `StepRunner.sample` describes."""
+        return self._runner.sample(executed, masks)
 
     def collect(self, ticket: Ticket) -> StepReport:
         """Wait until a launched step is done. Returns its report."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from workers.messages import SlotStart, TokenLogprob
 from workers.model import native
-from workers.rank.logits import Needs, Slots, SlotTable, Warp, apply_masks_, distinct_tokens
+from workers.rank.logits import SlotNeeds, Slots, SlotTable, Warp, apply_masks_, distinct_tokens
 
 # The largest top-k for which candidates are taken first.
 MOST_COUNTED = 1024
@@ -39,6 +39,7 @@ _BITS = 64
 _WEYL = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: splitmix64's step from one counter to the next
 _MULTIPLY_1 = 0xBF58476D1CE4E5B9
 _MULTIPLY_2 = 0x94D049BB133111EB
+_MASK = (1 << _BITS) - 1
 _UNIFORM_BITS = 54
 _LARGEST_UNIFORM = 1.0 - 2.0**-24  # the largest float32 below 1
 
@@ -82,7 +83,7 @@ class Sampler:
         needs = self._table.needs(slots)
         some = int(np.bitwise_or.reduce(needs)) if len(slots) else 0
         logprobs = (
-            _Logprobs(logits, needs, self._table.num_logprobs[slots]) if some & Needs.LOGPROBS else None
+            _Logprobs(logits, needs, self._table.num_logprobs[slots]) if some & SlotNeeds.LOGPROBS else None
         )
         kernels = native.load() if self._has_kernels else None
         if kernels is not None:
@@ -96,9 +97,9 @@ class Sampler:
             exact = self._draw_exactly(logits[torch.from_numpy(rows).to(self._device)], slots[rows])
             tokens[rows] = exact.cpu().numpy()
         found = Sampled(tokens.view(np.uint32), logprobs.of(tokens) if logprobs is not None else {})
-        if some & Needs.PENALTIES:
-            rows = np.flatnonzero(needs & Needs.PENALTIES)
-            self._table.make_room(slots[rows])
+        if some & SlotNeeds.PENALTIES:
+            rows = np.flatnonzero(needs & SlotNeeds.PENALTIES)
+            self._table.reserve(slots[rows])
             if kernels is not None:
                 kernels.count_tokens(self._table.address, slots[rows], tokens[rows])
             else:
@@ -183,7 +184,7 @@ class _Logprobs:
     logits are changed."""
 
     def __init__(self, logits: Tensor, needs: NDArray[np.uint32], num_top: NDArray[np.int32]) -> None:
-        self._rows = np.flatnonzero(needs & Needs.LOGPROBS)
+        self._rows = np.flatnonzero(needs & SlotNeeds.LOGPROBS)
         self._num_top = num_top[self._rows].tolist()
         self._width = max(self._num_top)
         self._logprobs = torch.log_softmax(logits[torch.from_numpy(self._rows).to(logits.device)], dim=-1)
@@ -323,7 +324,7 @@ def _nucleus(probabilities: Tensor, warp: Warp, is_exact: bool) -> _Nucleus:
 
 def signed(value: int) -> int:
     """Return the int64 with the same low 64 bits as `value`."""
-    value &= (1 << _BITS) - 1
+    value &= _MASK
     return value - (1 << _BITS) if value >> (_BITS - 1) else value
 
 
@@ -346,10 +347,15 @@ def token_counters(num_tokens: int, device: torch.device) -> Tensor:
 def seed_keys(seeds: Sequence[int]) -> NDArray[np.int64]:
     """Return the part of each sample's key that does not change, [num_samples]. Seeds lie in [-(2^63),
     2^64)."""
-    keys: NDArray[np.int64] = mix_(
-        torch.tensor([signed(seed ^ _WEYL) for seed in seeds], dtype=torch.int64)
-    ).numpy()
-    return keys
+    return np.array([signed(_mixed(seed ^ _WEYL)) for seed in seeds], dtype=np.int64)
+
+
+def _mixed(value: int) -> int:
+    """Apply `mix_` to one number."""
+    value &= _MASK
+    value = (value ^ value >> 30) * _MULTIPLY_1 & _MASK
+    value = (value ^ value >> 27) * _MULTIPLY_2 & _MASK
+    return value ^ value >> 31
 
 
 def output_keys(keys: NDArray[np.int64], output_indices: NDArray[np.int32]) -> Tensor:

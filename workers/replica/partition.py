@@ -84,6 +84,7 @@ class Shape:
                 transfer=spec.transfer.settings(),
                 probe_rows=num_rows if parallel.pp > 1 else 0,
                 probe_sampled_rows=num_rows if is_decode else 1,
+                deterministic=engine.deterministic,
                 faults=tuple(spec.faults),
             )
             for rank in range(parallel.num_ranks)

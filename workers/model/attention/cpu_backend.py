@@ -10,6 +10,7 @@ import ctypes
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.model import native
@@ -21,7 +22,6 @@ from workers.model.attention.interface import (
     StepInput,
     kv_shape,
 )
-from workers.model.attention.torch_backend import rope_table
 from workers.model.sizes import ATTENTION_PIECE_FLOPS
 
 _HEAD_DIM_MULTIPLE = 16
@@ -61,6 +61,7 @@ class CpuAttention(AttentionBackend):
         super().__init__(shape, kv)
         self.name = f"cpu {kernels.isa.value}"
         self.kernels = kernels
+        self._index_to_layer: dict[int, tuple[LayerAttention, native.RotatedLayer]] = {}
         self.kv_shape = kv_shape(kv)
         self.attend = getattr(kernels.library, f"attend_{_DTYPES[kv.dtype]}")
         self.attend.argtypes = [
@@ -74,6 +75,16 @@ class CpuAttention(AttentionBackend):
         _, _, _, _, block_tokens, head_dim = kv.shape
         fits = head_dim % _HEAD_DIM_MULTIPLE == 0 and block_tokens % 16 == 0
         return fits and native.serves(kv.device, kv.dtype)
+
+    def rotated(self, layer: LayerAttention) -> native.RotatedLayer:
+        """Return what the kernel takes of a layer."""
+        known, made = self._index_to_layer.get(layer.index, (None, None))
+        if made is None or known is not layer:
+            made = native.RotatedLayer.of(
+                self.kv, layer.index, self.shape.num_heads, layer.q_norm, layer.k_norm, layer.eps
+            )
+            self._index_to_layer[layer.index] = (layer, made)
+        return made
 
     def plan(self, step: StepInput) -> CpuPlan:
         return CpuPlan(self, step)
@@ -89,35 +100,31 @@ class CpuPlan(AttentionPlan):
         self._step = step  # keeps the arrays
         positions = step.positions()
         self._num_tokens = len(positions)
-        self._blocks = torch.from_numpy(step.token_blocks(positions)).long()
-        self._offsets = torch.from_numpy(positions % step.block_tokens)
-        frequencies = backend.shape.frequencies
-        self._cos, self._sin = rope_table(torch.from_numpy(positions), frequencies, backend.kv.dtype)
+        self._tokens = self._rotated_tokens(positions)
         self._window_to_tasks = {
             window: self._tasks(window) for window in dict.fromkeys(backend.shape.windows)
         }
 
     def run(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
         backend = self._backend
-        kernels, shape = backend.kernels, backend.kv_shape
-        num_heads = backend.shape.num_heads
-        heads = qkv.view(self._num_tokens, -1, shape.head_dim)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            queries, keys = heads[:, :num_heads], heads[:, num_heads : num_heads + shape.num_kv_heads]
-            kernels.rms_norm(queries, layer.q_norm.expand(num_heads, -1).contiguous(), layer.eps, out=queries)
-            kernels.rms_norm(
-                keys, layer.k_norm.expand(shape.num_kv_heads, -1).contiguous(), layer.eps, out=keys
-            )
-        query = kernels.rotate_and_write(
-            heads, self._cos, self._sin, self._blocks, self._offsets, backend.kv, layer.index
-        )
-        out = torch.empty((self._num_tokens, num_heads * shape.head_dim), dtype=qkv.dtype)
+        shape = backend.kv_shape
+        backend.kernels.rotate_and_write(backend.rotated(layer), self._tokens, qkv)
+        out = torch.empty((self._num_tokens, backend.shape.num_heads * shape.head_dim), dtype=qkv.dtype)
         step, _, bounds = self._window_to_tasks[layer.window]
         for begin, end in bounds:
-            backend.attend(step, layer.index, query.data_ptr(), out.shape[1], out.data_ptr(), begin, end)
+            backend.attend(step, layer.index, qkv.data_ptr(), qkv.stride(0), out.data_ptr(), begin, end)
             if end < bounds[-1][1]:
                 self.marks.mark()
         return out
+
+    def _rotated_tokens(self, positions: NDArray[np.int64]) -> native.RotatedTokens:
+        dtype = self._backend.kv.dtype
+        angles = torch.from_numpy(positions)[:, None].float() * self._backend.shape.frequencies
+        # Rounded as transformers rounds them.
+        self._cos, self._sin = (table.to(dtype).float() for table in (angles.cos(), angles.sin()))
+        self._blocks = torch.from_numpy(self._step.token_blocks(positions))
+        self._offsets = torch.from_numpy((positions % self._step.block_tokens).astype(np.int32))
+        return native.RotatedTokens.of(self._cos, self._sin, self._blocks, self._offsets)
 
     def _tasks(self, window: int) -> tuple[_Step, np.ndarray, list[tuple[int, int]]]:
         """Plan layers with this window: the tasks, and those that are computed between marks of progress."""

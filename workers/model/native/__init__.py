@@ -12,6 +12,7 @@ import functools
 import logging
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,8 +38,65 @@ _FLAGS = (
     "-fno-trapping-math",
     "-Wno-psabi",
 )
-_NO_ID = (1 << 63) - 1
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+# Dtypes that the kernels serve.
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class RotatedLayer(ctypes.Structure):
+    """A layer for `Kernels.rotate_and_write`: `RotatedLayer` of `layer_ops.h`."""
+
+    reference: Any
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm", "kv")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("block_stride", "block_tokens", "num_heads", "num_kv_heads", "head_dim", "is_bf16")
+        ),
+        ("eps", ctypes.c_float),
+    )
+
+    @staticmethod
+    def of(
+        kv: Tensor, layer: int, num_heads: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float
+    ) -> RotatedLayer:
+        """Describe layer `layer` of `kv` [num_blocks, num_layers, 2, num_kv_heads, block_tokens, head_dim];
+        norms are [head_dim]. The tensors must live as long as the result is used."""
+        _, _, _, num_kv_heads, block_tokens, head_dim = kv.shape
+        assert head_dim % 2 == 0
+        assert (q_norm is None) == (k_norm is None)
+        assert all(
+            norm is None or (norm.dtype, norm.shape) == (kv.dtype, (head_dim,)) for norm in (q_norm, k_norm)
+        )
+        made = RotatedLayer(
+            None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(),
+            kv.data_ptr() + layer * kv.stride(1) * kv.itemsize, kv.stride(0), block_tokens, num_heads,
+            num_kv_heads, head_dim, kv.dtype == torch.bfloat16, eps,
+        )  # fmt: skip
+        made.reference = ctypes.byref(made)
+        return made
+
+
+class RotatedTokens(ctypes.Structure):
+    """The tokens of a step for `Kernels.rotate_and_write`: `RotatedTokens` of `layer_ops.h`."""
+
+    reference: Any
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("cos", "sin", "blocks", "offsets")),
+        ("num_rows", ctypes.c_int64),
+    )
+
+    @staticmethod
+    def of(cos: Tensor, sin: Tensor, blocks: Tensor, offsets: Tensor) -> RotatedTokens:
+        """Describe tokens: float32 `cos` and `sin` [num_tokens, head_dim / 2], int32 `blocks` and `offsets` in
+        them, [num_tokens]. The tensors must live as long as the result is used."""
+        assert cos.dtype == sin.dtype == torch.float32
+        assert blocks.dtype == offsets.dtype == torch.int32
+        assert all(tensor.is_contiguous() for tensor in (cos, sin, blocks, offsets))
+        made = RotatedTokens(
+            cos.data_ptr(), sin.data_ptr(), blocks.data_ptr(), offsets.data_ptr(), len(blocks)
+        )
+        made.reference = ctypes.byref(made)
+        return made
 
 
 class _SamplingStep(ctypes.Structure):
@@ -77,74 +135,21 @@ class Kernels:
         self.isa = isa
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-        """Normalize x [num_tokens, size] with weight [size], or x [num_tokens, num_heads, size] with weight
-        [num_heads, size]. `out` may be x."""
+        """Normalize x [num_tokens, size] with weight [size]. `out` may be x."""
         result = torch.empty(x.shape, dtype=x.dtype) if out is None else out
-        heads = 1 if x.dim() == 2 else x.shape[1]
-        self._call(
-            "rms_norm", x, x, _size(x.stride(0)), weight, result, _size(result.stride(0)),
-            _size(x.shape[0]), _size(heads), _size(x.shape[-1]), ctypes.c_float(eps),
+        assert x.dtype == weight.dtype == result.dtype
+        self.library.tandem_rms_norm(
+            _address(x), _size(x.stride(0)), _address(weight), _address(result), _size(result.stride(0)),
+            _size(x.shape[0]), _size(x.shape[1]), ctypes.c_float(eps), _size(x.dtype == torch.bfloat16),
         )  # fmt: skip
         return result
 
-    def rotate_and_write(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, blocks: Tensor, offsets: Tensor, kv: Tensor, layer: int
-    ) -> Tensor:
-        """Rotate queries and keys of qkv [num_tokens, num_heads + 2 * num_kv_heads, head_dim] and write keys
-        and values to `kv`. Returns the queries [num_tokens, num_heads, head_dim]."""
-        num_tokens, num_rows, head_dim = qkv.shape
-        _, _, _, num_kv, block_tokens, _ = kv.shape
-        query = torch.empty((num_tokens, num_rows - 2 * num_kv, head_dim), dtype=qkv.dtype)
-        self._call(
-            "rotate_and_write", qkv, qkv, cos, sin, blocks, offsets, query, kv, _size(kv.stride(0)),
-            _size(layer * kv.stride(1)), _size(num_tokens), _size(query.shape[1]), _size(num_kv),
-            _size(head_dim), _size(block_tokens),
-        )  # fmt: skip
-        return query
-
-    def decode_attention(
-        self,
-        query: Tensor,
-        kv: Tensor,
-        layer: int,
-        tables: Tensor,
-        firsts: Tensor,
-        ends: Tensor,
-        in_host: Tensor | None = None,
-        first_host_id: int = 0,
-    ) -> Tensor:
-        """Attend from query [num_sequences, num_heads, head_dim] to the blocks of int64 tables
-        [num_sequences, num_blocks], keys [firsts, ends). Block ids from `first_host_id` on are rows of
-        `in_host`, one layer [num_host_blocks, 2, num_kv_heads, block_tokens, head_dim]. Returns
-        [num_sequences, num_heads * head_dim]."""
-        batch, num_heads, head_dim = query.shape
-        _, _, _, num_kv, block_tokens, _ = kv.shape
-        out = torch.empty((batch, num_heads * head_dim), dtype=query.dtype)
-        host, first_id = (kv, _NO_ID) if in_host is None else (in_host, first_host_id)
-        self._call(
-            "decode_attention", query, query, kv, _size(kv.stride(0)), _size(layer * kv.stride(1)), tables,
-            firsts, ends, host, _size(host.stride(0)), _size(first_id), out, _size(batch), _size(num_heads),
-            _size(num_kv), _size(head_dim), _size(block_tokens), _size(tables.shape[1]),
-            ctypes.c_float(head_dim**-0.5),
-        )  # fmt: skip
-        return out
-
-    def gather_blocks(
-        self, kv: Tensor, layer: int, tables: Tensor, in_host: Tensor, first_host_id: int
-    ) -> Tensor:
-        """Gather the blocks of int64 tables [num_sequences, num_blocks], some of them in host memory as in
-        `decode_attention`. Returns [2 * num_sequences * num_kv_heads * num_blocks, block_tokens *
-        head_dim]."""
-        batch, num_blocks = tables.shape
-        _, _, _, num_kv, block_tokens, head_dim = kv.shape
-        size = block_tokens * head_dim
-        out = torch.empty((2 * batch * num_kv * num_blocks, size), dtype=kv.dtype)
-        self._call(
-            "gather_blocks", kv, kv, _size(kv.stride(0)), _size(layer * kv.stride(1)), tables, in_host,
-            _size(in_host.stride(0)), _size(first_host_id), out, _size(batch), _size(num_kv),
-            _size(num_blocks), _size(size),
-        )  # fmt: skip
-        return out
+    def rotate_and_write(self, layer: RotatedLayer, tokens: RotatedTokens, qkv: Tensor) -> None:
+        """Normalize, if the layer has norms, and rotate queries and keys of qkv [num_tokens, (num_heads + 2 *
+        num_kv_heads) * head_dim], the queries in place; write keys and values to their blocks."""
+        self.library.tandem_rotate_and_write(
+            layer.reference, tokens.reference, _address(qkv), _size(qkv.stride(0))
+        )
 
     def sample_rows(
         self,
@@ -208,16 +213,10 @@ class Kernels:
             step.masks = masks.ctypes.data
         return step
 
-    def _call(
-        self, name: str, typed_by: Tensor, *arguments: Tensor | ctypes.c_int64 | ctypes.c_float
-    ) -> None:
-        function = getattr(self.library, f"{name}_{_DTYPES[typed_by.dtype]}")
-        function(*(ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else a for a in arguments))
-
 
 def serves(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether there are kernels for tensors of this kind."""
-    return device.type == "cpu" and dtype in _DTYPES and load() is not None
+    return device.type == "cpu" and dtype in DTYPES and load() is not None
 
 
 @functools.cache
@@ -245,6 +244,10 @@ def compiled(isa: Isa, *defines: str) -> Kernels | None:
     except (OSError, subprocess.SubprocessError) as error:
         _log.warning("the kernels could not be built, the torch code is used: %s", error)
         return None
+
+
+def _address(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
 
 
 def _size(value: int) -> ctypes.c_int64:

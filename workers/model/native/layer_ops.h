@@ -1,0 +1,136 @@
+// What a decoder layer does beside products and attention, each in one pass over its data.
+//
+// Arithmetic is float; a value is rounded to T wherever transformers stores one.
+
+#pragma once
+
+#include "simd.h"
+
+constexpr int64_t SERIAL_ITEMS = 16384;  // as many are computed faster by one thread than by several
+constexpr int64_t MOST_HEAD_DIM = 1024;
+
+// Calls at(i, width) for vectors of `count` items; the last may be narrower than LANES.
+template <typename At>
+INLINE void for_vectors(int64_t count, const At& at) {
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) at(i, std::integral_constant<int64_t, LANES>{});
+  if (i < count) at(i, count - i);
+}
+
+template <typename T>
+INLINE Vec load_part(const T* from, std::integral_constant<int64_t, LANES>) {
+  return load(from);
+}
+template <typename T>
+INLINE Vec load_part(const T* from, int64_t width) {
+  return load(from, width);
+}
+template <typename T>
+INLINE void store_part(Vec value, T* to, std::integral_constant<int64_t, LANES>) {
+  store(value, to);
+}
+template <typename T>
+INLINE void store_part(Vec value, T* to, int64_t width) {
+  store(value, to, width);
+}
+
+// The factor that scales x [size] to unit mean square.
+template <typename T>
+INLINE float norm_factor(const T* x, int64_t size, float eps) {
+  Vec sums[2] = {broadcast(0), broadcast(0)};
+  for_vectors(size, [&](int64_t i, auto width) {
+    Vec value = load_part(x + i, width);
+    Vec& sum = sums[i / LANES % 2];
+    sum = fma(value, value, sum);
+  });
+  return 1.0f / std::sqrt(sum_lanes(sums[0] + sums[1]) / float(size) + eps);
+}
+
+template <typename T>
+INLINE Vec normed(Vec value, float factor, Vec weight) {
+  return rounded<T>(value * broadcast(factor)) * weight;
+}
+
+// x: [rows, size], rows `x_stride` apart; weight: [size]; out: [rows, size], rows `out_stride` apart, may be x.
+template <typename T>
+void rms_norm(const T* x, int64_t x_stride, const T* weight, T* out, int64_t out_stride, int64_t rows, int64_t size,
+              float eps) {
+#pragma omp parallel for if (rows * size > SERIAL_ITEMS)
+  for (int64_t row = 0; row < rows; row++) {
+    const T* from = x + row * x_stride;
+    T* to = out + row * out_stride;
+    float factor = norm_factor(from, size, eps);
+    for_vectors(size, [&](int64_t i, auto width) {
+      store_part(normed<T>(load_part(from + i, width), factor, load_part(weight + i, width)), to + i, width);
+    });
+  }
+}
+
+// A layer of the KV, and the norms of its queries and keys, [head_dim] each; null if there are none.
+struct RotatedLayer {
+  const void *q_norm, *k_norm;
+  void* kv;  // the layer's part of the first block
+  int64_t block_stride, block_tokens, num_heads, num_kv_heads, head_dim, is_bf16;
+  float eps;
+};
+
+// The tokens of a step: cosines and sines [rows, head_dim / 2], their blocks and their offsets in these.
+struct RotatedTokens {
+  const float *cos, *sin;
+  const int32_t *blocks, *offsets;
+  int64_t num_rows;
+};
+
+// Normalizes and rotates the pairs (i, i + half) of a head.
+template <typename T>
+INLINE void rotate_head(const T* from, const T* norm, float eps, const float* cos, const float* sin, int64_t half,
+                        T* to) {
+  float factor = norm ? norm_factor(from, 2 * half, eps) : 0;
+  for_vectors(half, [&](int64_t i, auto width) {
+    Vec low = load_part(from + i, width), high = load_part(from + half + i, width);
+    if (norm) {
+      low = rounded<T>(normed<T>(low, factor, load_part(norm + i, width)));
+      high = rounded<T>(normed<T>(high, factor, load_part(norm + half + i, width)));
+    }
+    Vec c = load_part(cos + i, width), s = load_part(sin + i, width);
+    store_part(rounded<T>(low * c) - rounded<T>(high * s), to + i, width);
+    store_part(rounded<T>(high * c) + rounded<T>(low * s), to + half + i, width);
+  });
+}
+
+// qkv: [rows, num_heads + 2 * num_kv_heads, head_dim], rows `stride` apart. Normalizes and rotates the queries in
+// place; writes the keys, normalized and rotated, and the values to their blocks.
+template <typename T>
+void rotate_and_write(const RotatedLayer& layer, const RotatedTokens& tokens, T* qkv, int64_t stride) {
+  int64_t H = layer.num_heads, K = layer.num_kv_heads, D = layer.head_dim, half = D / 2;
+#pragma omp parallel for if (tokens.num_rows * (H + 2 * K) * D > SERIAL_ITEMS)
+  for (int64_t row = 0; row < tokens.num_rows; row++) {
+    T* keys = (T*)layer.kv + tokens.blocks[row] * layer.block_stride + tokens.offsets[row] * D;
+    T* values = keys + K * layer.block_tokens * D;
+    T* heads = qkv + row * stride;
+    const float *cos = tokens.cos + row * half, *sin = tokens.sin + row * half;
+    for (int64_t head = 0; head < H; head++)
+      rotate_head(heads + head * D, (const T*)layer.q_norm, layer.eps, cos, sin, half, heads + head * D);
+    for (int64_t head = 0; head < K; head++) {
+      const T* key = heads + (H + head) * D;
+      rotate_head(key, (const T*)layer.k_norm, layer.eps, cos, sin, half, keys + head * layer.block_tokens * D);
+      memcpy(values + head * layer.block_tokens * D, heads + (H + K + head) * D, D * sizeof(T));
+    }
+  }
+}
+
+extern "C" void tandem_rms_norm(const void* x, int64_t x_stride, const void* weight, void* out, int64_t out_stride,
+                                int64_t rows, int64_t size, float eps, int64_t is_bf16) {
+  if (is_bf16)
+    rms_norm((const Bf16*)x, x_stride, (const Bf16*)weight, (Bf16*)out, out_stride, rows, size, eps);
+  else
+    rms_norm((const float*)x, x_stride, (const float*)weight, (float*)out, out_stride, rows, size, eps);
+}
+
+extern "C" void tandem_rotate_and_write(const RotatedLayer* layer, const RotatedTokens* tokens, void* qkv,
+                                        int64_t stride) {
+  if (layer->is_bf16)
+    rotate_and_write(*layer, *tokens, (Bf16*)qkv, stride);
+  else
+    rotate_and_write(*layer, *tokens, (float*)qkv, stride);
+}
