@@ -157,6 +157,26 @@ def test_a_resumed_sequence_continues_with_the_same_tokens(runner: ModelRunner) 
         assert of_before.logprob.logprob == pytest.approx(of_after.logprob.logprob, abs=1e-5)
 
 
+def test_masks_arrive_between_execute_and_sample(runner: ModelRunner) -> None:
+    """The only token that a row's mask allows is drawn and feeds the next step; rows keep their masks in a
+    plan of entries and decodes, and log-probabilities are those of the model."""
+    prompt, steps = draw(18), runner._runner
+    with_logprobs = SamplingParams(num_logprobs=1)
+    starts = [started(1, prompt, with_logprobs), started(2, prompt)]
+    run(runner, step(entry(2, 0, prompt, (2, 3), [2]), starts=starts))
+    executed = steps.execute(step(entry(1, 0, prompt, (0, 1), [1]), entry(2, 18, [], (2, 3), [2])))
+    masks = np.zeros((2, -(-runner.config.vocab_size // 32)), np.uint32)
+    masks[0, 77 // 32], masks[1, 45 // 32] = 1 << (77 % 32), 1 << (45 % 32)
+    report = runner.collect(steps.sample(executed, masks))
+    assert np.frombuffer(report.tokens, "<u4").tolist() == [77, 45]
+    assert report.logprobs[0].logprob.top[0][0] != 77
+    implied = run(runner, step(entry(1, 18, [], (0, 1), [1]), entry(2, 19, [], (2, 3), [2])))
+    again = [started(slot, prompt) for slot in (3, 4)]
+    run(runner, step(entry(3, 0, prompt, (4, 5), [3]), entry(4, 0, prompt, (6, 7), [4]), starts=again))
+    explicit = run(runner, step(entry(3, 18, [77], (4, 5), [3])))
+    assert implied[1] == explicit[3]
+
+
 def test_explicit_and_implied_input_tokens_are_the_same(runner: ModelRunner) -> None:
     prompt = draw(18)
     plan = step(
