@@ -15,7 +15,7 @@ from torch import Tensor
 from workers.errors import CheckpointError
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import SequenceSpan, StepInput
-from workers.model.decoder import load_decoder
+from workers.model.decoder import Decoder, load_decoder
 from workers.model.model_config import read_model_config
 from workers.model.weights import LayerWeights, ShardSpec, WeightReader
 
@@ -104,9 +104,12 @@ def test_a_bad_index_is_named(weight_map: dict[str, str] | None, model_dir: Path
 
 
 def _logits(model_dir: Path) -> Tensor:
-    decoder = load_decoder(model_dir, torch.float32, CPU)
+    return _logits_of(load_decoder(model_dir, torch.float32, CPU), torch.float32)
+
+
+def _logits_of(decoder: Decoder, dtype: torch.dtype) -> Tensor:
     config = decoder.config
-    kv = torch.zeros(2, config.num_layers, 2, config.num_kv_heads, 16, config.head_dim)
+    kv = torch.zeros(2, config.num_layers, 2, config.num_kv_heads, 16, config.head_dim, dtype=dtype)
     attention = choose_attention(decoder.attention_shape, kv)
     return decoder.logits(decoder.forward(torch.arange(20), STEP, attention))
 
@@ -179,3 +182,19 @@ def test_stages_of_layers_make_the_whole_model(tied: bool, make_checkpoint: Make
     hidden = first.forward(torch.arange(20), STEP, attention)
     hidden = last.run_layers(hidden, later_attention.plan(STEP))
     assert torch.equal(last.logits(hidden), _logits(model_dir))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["packed", "by torch"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_loaded_model_no_longer_depends_on_its_files(
+    tied: bool, dtype: torch.dtype, make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    """Weights are packed from the mapped files. Afterwards the files are unmapped, and may change."""
+    source = make_checkpoint("llama", tie_word_embeddings=tied, mlp_bias=True, dtype=str(dtype).split(".")[1])
+    model_dir = shutil.copytree(source, tmp_path / "model")
+    file = model_dir / "model.safetensors"
+    decoder = load_decoder(model_dir, dtype, CPU)
+    expected = _logits_of(decoder, dtype)
+    assert str(file) not in Path("/proc/self/maps").read_text()
+    file.write_bytes(bytes(file.stat().st_size))
+    assert torch.equal(_logits_of(decoder, dtype), expected)

@@ -113,6 +113,21 @@ def test_every_shape_is_right(
 
 @builds
 @dtypes
+@pytest.mark.parametrize("sizes", [(64, 32, 32), (40, 24, 8), (1, 2), (32, 5, 31), (96,)])
+def test_parts_are_packed_one_after_another(build: Build, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    """Also parts that are columns of a wider matrix, as a rank's share of a row-split weight is."""
+    x, weight, bias, _, _ = problem(3, sum(sizes), 70, dtype, has_bias=True)
+    whole = PackedLinear(build.kernels(), weight, bias)
+    parts = [part.repeat(1, 2)[:, 70:] for part in torch.split(weight, list(sizes))]
+    assert torch.equal(PackedLinear(build.kernels(), parts, bias)(x), whole(x))
+    gate, up = weight[: sum(sizes) // 2], weight[-(sum(sizes) // 2) :]
+    gated = PackedLinear(build.kernels(), [gate, up], is_gated=True)
+    joined = PackedLinear(build.kernels(), torch.cat((gate, up)), is_gated=True)
+    assert torch.equal(gated.gated(x), joined.gated(x))
+
+
+@builds
+@dtypes
 @pytest.mark.parametrize("shape", [(96, 64), (33, 31), (160, 1056), (2048, 64)])
 def test_a_rows_result_depends_on_nothing_beside_it(
     build: Build, dtype: torch.dtype, shape: tuple[int, int]

@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import resource
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,8 +115,8 @@ def run_engine_bench(options: BenchOptions, emit: Emit, meter: Meter | None = No
         turns = _Turns(driver, config, runner, clock, emit)
         stack.callback(turns.close)
         turns.load_peers(options, measures, cache_dir)
-        for measure in measures:
-            turns(measure, 0)  # first runs compile, and touch memory
+        for measure in _warm_up(measures):
+            turns(measure, 0)
         rounds = run_rounds(
             measures,
             options.num_rounds,
@@ -126,6 +126,16 @@ def run_engine_bench(options: BenchOptions, emit: Emit, meter: Meter | None = No
         )
         for measure, done in rounds.items():
             _report(measure, done, options.dtype, emit)
+
+
+def _warm_up(measures: Sequence[Measure]) -> Iterator[Measure]:
+    """Return shorter measures, whose results are dropped: they compile, touch memory, and compute the context
+    of each decode batch."""
+    prefills = [each for each in measures if each.what == "prefill"]
+    yield from sorted(prefills, key=lambda each: each.num_tokens)[:1]
+    for measure in measures:
+        if measure.what == "decode":
+            yield measure._replace(num_tokens=measure.batch, num_steps=1)
 
 
 def _num_kv_tokens(config: ModelConfig, measures: Sequence[Measure], block_tokens: int) -> int:

@@ -88,12 +88,12 @@ class Decoder:
         if is_last:
             self._norm = reader.final_norm()
             weight = reader.head(table)
-            head = make_linear(weight)
+            head = make_linear((weight,))
             self.head = head.floats
             if is_first and weight is table:
                 self.embedding = head.lookup
         if is_first and table is not None and self.embedding is None:
-            self.embedding = Embedding(table)
+            self.embedding = Embedding(table.clone())
         del table
         self.layers: list[DecoderLayer] = []
         for layer in range(shard.layer_start, shard.layer_end):
@@ -193,7 +193,7 @@ class DecoderLayer:
         self._attention = LayerAttention(index, window, weights.q_norm, weights.k_norm, eps)
         self._input_norm, self._post_norm = weights.input_norm, weights.post_norm
         self._qkv = _linear(weights.qkv)
-        self._gate_up = make_linear(weights.gate_up.weight, weights.gate_up.bias, is_gated=True)
+        self._gate_up = make_linear(weights.gate_up.parts, weights.gate_up.bias, is_gated=True)
         # With a part of the heads and of the intermediate columns, these compute a part of the sum.
         self.output: AddedProduct = _linear(weights.output)
         self.down: AddedProduct = _linear(weights.down)
@@ -216,4 +216,4 @@ class DecoderLayer:
 
 
 def _linear(weights: LinearWeights) -> Linear:
-    return make_linear(weights.weight, weights.bias)
+    return make_linear(weights.parts, weights.bias)

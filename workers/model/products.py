@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import itertools
 import mmap
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -79,14 +81,19 @@ class Linear(ABC):
         """Return the rows `ids` [num_ids] of the weight, [num_ids, num_inputs]."""
 
 
-def make_linear(weight: Tensor, bias: Tensor | None = None, *, is_gated: bool = False) -> Linear:
-    """Return the product with `weight` [num_outputs, num_inputs] and `bias` [num_outputs], packed if there
-    are kernels for it."""
-    if native.serves(weight.device, weight.dtype):
+# [num_outputs, num_inputs], or the parts [num_rows, num_inputs] of one whose rows follow one another.
+Weight = Tensor | Sequence[Tensor]
+
+
+def make_linear(weight: Weight, bias: Tensor | None = None, *, is_gated: bool = False) -> Linear:
+    """Return the product with `weight` and `bias` [num_outputs], packed if there are kernels for it. Parts
+    are copied; those of a gated product are gate and up."""
+    parts = (weight,) if isinstance(weight, Tensor) else weight
+    if native.serves(parts[0].device, parts[0].dtype):
         kernels = native.load()
         assert kernels is not None
         return PackedLinear(kernels, weight, bias, is_gated=is_gated)
-    return TorchLinear(weight, bias)
+    return TorchLinear(weight if isinstance(weight, Tensor) else torch.cat(tuple(weight)), bias)
 
 
 def refuse_nondeterministic(device: torch.device, dtype: torch.dtype) -> None:
@@ -147,31 +154,40 @@ class PackedLinear(Linear):
     """A product with packed float32 or bfloat16 weights, on a CPU."""
 
     def __init__(
-        self, kernels: native.Kernels, weight: Tensor, bias: Tensor | None = None, *, is_gated: bool = False
+        self, kernels: native.Kernels, weight: Weight, bias: Tensor | None = None, *, is_gated: bool = False
     ) -> None:
-        self.num_outputs, self.num_inputs = weight.shape
+        """Pack the weight, or its parts from where they are, as `make_linear` describes them."""
+        parts = (weight,) if isinstance(weight, Tensor) else tuple(weight)
+        self.num_outputs, self.num_inputs = sum(map(len, parts)), parts[0].shape[1]
         self._is_gated = is_gated
-        self._dtype = weight.dtype
+        self._dtype = dtype = parts[0].dtype
         self._run, self._gather = kernels.library.tandem_linear, kernels.library.tandem_gather_outputs
         # A pair of bfloat16 inputs lies side by side: the last one is padded with zero.
-        self._is_padded = weight.dtype == torch.bfloat16 and self.num_inputs % 2 == 1
+        self._is_padded = dtype == torch.bfloat16 and self.num_inputs % 2 == 1
         num_inputs = self.num_inputs + self._is_padded
         half = _PANEL // 2
         if is_gated:
-            assert self.num_outputs % 2 == 0
-            num_panels = -(-self.num_outputs // 2 // half)
-            parts = [(part, half, number * half) for number, part in enumerate(weight.chunk(2))]
+            gate, up = parts if len(parts) == 2 else parts[0].chunk(2)
+            assert len(gate) == len(up)
+            num_panels = -(-len(gate) // half)
+            # Where the rows go: the first panel, the width of their part of a panel, and its offset there.
+            places = [(gate, 0, half, 0), (up, 0, half, half)]
         else:
             num_panels = -(-self.num_outputs // _PANEL)
-            parts = [(weight, _PANEL, 0)]
-        self._panels = _allocate(num_panels * num_inputs * _PANEL, weight.dtype)
-        for rows, width, offset in parts:
+            if any(len(part) % _PANEL for part in parts[:-1]):  # panels hold rows of several parts
+                parts = (torch.cat(parts),)
+            ends = itertools.accumulate(map(len, parts))
+            places = [
+                (part, (end - len(part)) // _PANEL, _PANEL, 0) for part, end in zip(parts, ends, strict=True)
+            ]
+        self._panels = _allocate(num_panels * num_inputs * _PANEL, dtype)
+        for rows, panel, width, offset in places:
             assert rows.stride(1) == 1
             kernels.library.tandem_pack_rows(
                 ctypes.c_void_p(rows.data_ptr()),
                 *(ctypes.c_int64(value) for value in (rows.stride(0), *rows.shape, width, offset)),
-                ctypes.c_int64(weight.dtype == torch.bfloat16),
-                ctypes.c_void_p(self._panels.data_ptr()),
+                ctypes.c_int64(dtype == torch.bfloat16),
+                ctypes.c_void_p(self._panels[panel * num_inputs * _PANEL :].data_ptr()),
             )
         # The bias lies in the order of the outputs in the panels, and covers whole panels of gates and ups.
         self._bias = None if bias is None else bias.contiguous()
@@ -184,7 +200,7 @@ class PackedLinear(Linear):
             None if self._bias is None else self._bias.data_ptr(),
             self.num_outputs,
             num_inputs,
-            weight.dtype == torch.bfloat16,
+            dtype == torch.bfloat16,
         )
         self._reference = ctypes.byref(self._weights)
 
@@ -243,7 +259,7 @@ def _allocate(num_items: int, dtype: torch.dtype) -> Tensor:
     num_bytes = num_items * dtype.itemsize
     if num_bytes < _HUGE_PAGE:
         return torch.zeros(num_items, dtype=dtype)
-    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE)
+    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     first = -whole.data_ptr() % _HUGE_PAGE
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -1,4 +1,5 @@
-"""Read a rank's slice of a checkpoint's tensors from its memory-mapped safetensors files."""
+"""Read a rank's slice of a checkpoint's tensors from its memory-mapped safetensors files, without copies where
+they are packed."""
 
 from __future__ import annotations
 
@@ -41,10 +42,17 @@ class ShardSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LinearWeights:
-    """The weights of a linear product: `weight` [num_outputs, num_inputs] and `bias` [num_outputs]."""
+    """The weights of a linear product: `parts` [num_rows, num_inputs], whose rows one after another are the
+    outputs, and `bias` [num_outputs]. Parts that need no conversion are views of the mapped checkpoint: only
+    valid while their `WeightReader` is open, and to be packed or copied once."""
 
-    weight: Tensor
+    parts: tuple[Tensor, ...]
     bias: Tensor | None
+
+    @property
+    def weight(self) -> Tensor:
+        """Copy the parts into one weight [num_outputs, num_inputs]."""
+        return torch.cat(self.parts)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +73,10 @@ class LayerWeights:
 
 class WeightReader:
     """Reads the tensors of one checkpoint for one shard, cast to `dtype` on `device`. A context manager;
-    `finish` refuses names that the architecture does not have."""
+    `finish` refuses names that the architecture does not have.
+
+    Vectors are copies. Matrices may be views of the mapped files, as `LinearWeights` describes: a serving
+    model must not change with its files."""
 
     def __init__(
         self,
@@ -98,7 +109,7 @@ class WeightReader:
         self._stack.close()
 
     def embedding(self) -> Tensor:
-        """Read the rank's rows of [vocab_size, hidden_size]. A tied checkpoint may hold them under the head's
+        """Map the rank's rows of [vocab_size, hidden_size]. A tied checkpoint may hold them under the head's
         name."""
         name = "model.embed_tokens.weight"
         if name not in self._name_to_file and self._config.tie_word_embeddings:
@@ -106,7 +117,7 @@ class WeightReader:
         return self._vocabulary(name)
 
     def head(self, embedding: Tensor | None) -> Tensor:
-        """Read the rank's rows of [vocab_size, hidden_size]; `embedding` itself if tied. A tied checkpoint
+        """Map the rank's rows of [vocab_size, hidden_size]; `embedding` itself if tied. A tied checkpoint
         that also holds a different head gets that head, as in transformers."""
         name = "lm_head.weight"
         if not self._config.tie_word_embeddings:
@@ -119,7 +130,7 @@ class WeightReader:
 
     def final_norm(self) -> Tensor:
         """Read the final norm [hidden_size]."""
-        return self._tensor("model.norm.weight", (self._config.hidden_size,))
+        return self._vector("model.norm.weight", (self._config.hidden_size,))
 
     def layer(self, layer: int) -> LayerWeights:
         """Read the rank's part of layer `layer` of the whole model."""
@@ -127,14 +138,14 @@ class WeightReader:
         hidden, head_dim, attention = config.hidden_size, config.head_dim, f"{prefix}self_attn."
         norm_shape = (head_dim,)
         return LayerWeights(
-            input_norm=self._tensor(f"{prefix}input_layernorm.weight", (hidden,)),
+            input_norm=self._vector(f"{prefix}input_layernorm.weight", (hidden,)),
             qkv=self._qkv(attention),
-            q_norm=self._tensor(f"{attention}q_norm.weight", norm_shape) if config.qk_norm else None,
-            k_norm=self._tensor(f"{attention}k_norm.weight", norm_shape) if config.qk_norm else None,
+            q_norm=self._vector(f"{attention}q_norm.weight", norm_shape) if config.qk_norm else None,
+            k_norm=self._vector(f"{attention}k_norm.weight", norm_shape) if config.qk_norm else None,
             output=self._split_inputs(
                 f"{attention}o_proj", config.num_heads * head_dim, self._query_rows(), config.output_bias
             ),
-            post_norm=self._tensor(f"{prefix}post_attention_layernorm.weight", (hidden,)),
+            post_norm=self._vector(f"{prefix}post_attention_layernorm.weight", (hidden,)),
             gate_up=self._gate_up(f"{prefix}mlp."),
             down=self._split_inputs(
                 f"{prefix}mlp.down_proj",
@@ -195,17 +206,21 @@ class WeightReader:
         """Join the given rows of several products of the hidden state; parts are (name, rows, slice)."""
         hidden = self._config.hidden_size
         weights = [self._tensor(f"{name}.weight", (size, hidden), rows) for name, size, rows in parts]
-        biases = [self._tensor(f"{name}.bias", (size,), rows) for name, size, rows in parts if has_bias]
-        return LinearWeights(torch.cat(weights), torch.cat(biases) if has_bias else None)
+        biases = [self._vector(f"{name}.bias", (size,), rows) for name, size, rows in parts if has_bias]
+        return LinearWeights(tuple(weights), torch.cat(biases) if has_bias else None)
 
     def _split_inputs(self, name: str, size: int, columns: slice, has_bias: bool) -> LinearWeights:
         hidden = self._config.hidden_size
-        bias = self._tensor(f"{name}.bias", (hidden,)) if has_bias else None
+        bias = self._vector(f"{name}.bias", (hidden,)) if has_bias else None
         weight = self._tensor(f"{name}.weight", (hidden, size), slice(None), columns)
-        return LinearWeights(weight, bias if self._shard.tp_rank == 0 else None)
+        return LinearWeights((weight,), bias if self._shard.tp_rank == 0 else None)
+
+    def _vector(self, name: str, shape: tuple[int], *slices: slice) -> Tensor:
+        return self._tensor(name, shape, *slices).clone()
 
     def _tensor(self, name: str, shape: tuple[int, ...], *slices: slice) -> Tensor:
-        """Read the tensor, or slices of its dimensions, after checking its whole shape and dtype."""
+        """Map the tensor, or slices of its dimensions, after checking its whole shape and dtype. Returns a
+        copy where it must be converted or moved."""
         if name not in self._name_to_file:
             raise CheckpointError(f"{self._dir}: tensor {name} is missing")
         file, opened = self._name_to_file[name]
@@ -218,9 +233,8 @@ class WeightReader:
             raise CheckpointError(
                 f"{file}: tensor {name} has dtype {stored.get_dtype()}, not F32, F16 or BF16"
             )
-        tensor: Tensor = stored[slices] if slices else opened.get_tensor(name)
-        # A copy, not a view of the mapped file: a write to the file must not change a serving model.
-        return tensor.to(device=self.device, dtype=self._dtype, copy=True).contiguous()
+        tensor: Tensor = opened.get_tensor(name)
+        return tensor[slices].to(device=self.device, dtype=self._dtype)
 
 
 def _check_split(config: ModelConfig, shard: ShardSpec) -> None:

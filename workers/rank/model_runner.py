@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtransfer.blocks.device_pool import DevicePool
@@ -43,7 +44,7 @@ from workers.model.sizes import kv_heads
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups
 from workers.rank.input_batch import InputBatch
-from workers.rank.step_runner import StepRunner, Ticket
+from workers.rank.step_runner import Executed, StepRunner, Ticket
 
 _log = logging.getLogger("tandem.rank")
 
@@ -185,16 +186,7 @@ class ModelRunner:
             vocab_size=config.vocab_size,
             max_context_tokens=max_context_tokens,
             eos_token_ids=config.eos_token_ids,
-            compatibility=CompatibilityRecord(
-                protocol=PROTOCOL_VERSION,
-                model_fingerprint=model_fingerprint,
-                dtype=str(dtype).removeprefix("torch."),
-                weight_dtype=str(dtype).removeprefix("torch."),
-                block_tokens=block_tokens,
-                num_layers=config.num_layers,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-            ),
+            compatibility=_compatibility(config, model_fingerprint, dtype, block_tokens),
         )
 
     @property
@@ -210,6 +202,14 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> Ticket:
         """Execute this rank's part of one step, as `StepRunner.launch` describes."""
         return self._runner.launch(plan)
+
+    def execute(self, plan: StepPlan) -> Executed:
+        """Do the first half of `launch`, up to the logits."""
+        return self._runner.execute(plan)
+
+    def sample(self, executed: Executed, masks: NDArray[np.uint32] | None = None) -> Ticket:
+        """Do the second half of `launch`, as `StepRunner.sample` describes."""
+        return self._runner.sample(executed, masks)
 
     def collect(self, ticket: Ticket) -> StepReport:
         """Wait until a launched step is done. Returns its report."""
@@ -307,6 +307,22 @@ class ModelRunner:
         host.use(min(reversed(MODES), key=mode_to_s.__getitem__))
         taken = ", ".join(f"{mode} {time_s * 1e3:.1f} ms" for mode, time_s in mode_to_s.items())
         _log.info("blocks in host memory are read %s; a step takes: %s", host.mode, taken)
+
+
+def _compatibility(
+    config: ModelConfig, fingerprint: bytes, dtype: torch.dtype, block_tokens: int
+) -> CompatibilityRecord:
+    name = str(dtype).removeprefix("torch.")
+    return CompatibilityRecord(
+        protocol=PROTOCOL_VERSION,
+        model_fingerprint=fingerprint,
+        dtype=name,
+        weight_dtype=name,
+        block_tokens=block_tokens,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
 
 
 def _layout(config: ModelConfig, shard: ShardSpec, block_tokens: int, dtype: torch.dtype) -> BlockLayout:

@@ -141,13 +141,15 @@ class Probe:
         qkv_size = query_size + 2 * self._num_kv_heads * head_dim
         return LayerWeights(
             input_norm=random(hidden),
-            qkv=LinearWeights(random(qkv_size, hidden), random(qkv_size) if config.qkv_bias else None),
+            qkv=LinearWeights((random(qkv_size, hidden),), random(qkv_size) if config.qkv_bias else None),
             q_norm=random(head_dim) if config.qk_norm else None,
             k_norm=random(head_dim) if config.qk_norm else None,
-            output=LinearWeights(random(hidden, query_size), None),
+            output=LinearWeights((random(hidden, query_size),), None),
             post_norm=random(hidden),
-            gate_up=LinearWeights(random(2 * intermediate_size, hidden), None),
-            down=LinearWeights(random(hidden, intermediate_size), None),
+            gate_up=LinearWeights(
+                (random(intermediate_size, hidden), random(intermediate_size, hidden)), None
+            ),
+            down=LinearWeights((random(hidden, intermediate_size),), None),
         )
 
     def _random(self, *shape: int) -> Tensor:
