@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtransfer.blocks.device_pool import DevicePool
@@ -45,7 +46,7 @@ from workers.model.sizes import kv_heads
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups
 from workers.rank.input_batch import InputBatch
-from workers.rank.step_runner import StepRunner, Ticket
+from workers.rank.step_runner import Executed, StepRunner, Ticket
 
 _log = logging.getLogger("tandem.rank")
 
@@ -200,7 +201,7 @@ class ModelRunner:
         """What the rank reports. Waits until its weights are hashed.
 
         Raises `CheckpointError` if the checkpoint changed since the start."""
-        config, dtype = self.config, str(self._dtype).removeprefix("torch.")
+        config = self.config
         with self._fingerprint:
             model_fingerprint = self._fingerprint.result(self._report_phase)
         return ReadyFields(
@@ -209,16 +210,7 @@ class ModelRunner:
             vocab_size=config.vocab_size,
             max_context_tokens=self._max_context_tokens,
             eos_token_ids=config.eos_token_ids,
-            compatibility=CompatibilityRecord(
-                protocol=PROTOCOL_VERSION,
-                model_fingerprint=model_fingerprint,
-                dtype=dtype,
-                weight_dtype=dtype,
-                block_tokens=self._block_tokens,
-                num_layers=config.num_layers,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-            ),
+            compatibility=_compatibility(config, model_fingerprint, self._dtype, self._block_tokens),
         )
 
     @property
@@ -234,6 +226,14 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> Ticket:
         """Execute this rank's part of one step, as `StepRunner.launch` describes."""
         return self._runner.launch(plan)
+
+    def execute(self, plan: StepPlan) -> Executed:
+        """Do the first half of `launch`, up to the logits."""
+        return self._runner.execute(plan)
+
+    def sample(self, executed: Executed, masks: NDArray[np.uint32] | None = None) -> Ticket:
+        """Do the second half of `launch`, as `StepRunner.sample` describes."""
+        return self._runner.sample(executed, masks)
 
     def collect(self, ticket: Ticket) -> StepReport:
         """Wait until a launched step is done. Returns its report."""
@@ -357,6 +357,22 @@ class ModelRunner:
         host.use(min(reversed(MODES), key=mode_to_s.__getitem__))
         taken = ", ".join(f"{mode} {time_s * 1e3:.1f} ms" for mode, time_s in mode_to_s.items())
         _log.info("blocks in host memory are read %s; a step takes: %s", host.mode, taken)
+
+
+def _compatibility(
+    config: ModelConfig, fingerprint: bytes, dtype: torch.dtype, block_tokens: int
+) -> CompatibilityRecord:
+    name = str(dtype).removeprefix("torch.")
+    return CompatibilityRecord(
+        protocol=PROTOCOL_VERSION,
+        model_fingerprint=fingerprint,
+        dtype=name,
+        weight_dtype=name,
+        block_tokens=block_tokens,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
 
 
 def _layout(config: ModelConfig, shard: ShardSpec, block_tokens: int, dtype: torch.dtype) -> BlockLayout:
