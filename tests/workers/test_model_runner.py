@@ -4,9 +4,10 @@ several ranks, here in threads, against the one of a single rank."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -31,9 +32,11 @@ from workers.messages import (
     TableChange,
 )
 from workers.model.fingerprint import DigestCache, model_fingerprint
+from workers.model.rank_memory import CUDA_CONTEXT_BYTES, RankShape, activation_bytes
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups, find_store, open_store
-from workers.rank.model_runner import ModelRunner, read_dtype
+from workers.rank.model_runner import AutoKv, ModelRunner, read_dtype
+from workers.rank.step_runner import Ticket, launched
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +157,26 @@ def test_a_resumed_sequence_continues_with_the_same_tokens(runner: ModelRunner) 
         assert of_before.logprob.logprob == pytest.approx(of_after.logprob.logprob, abs=1e-5)
 
 
+def test_masks_arrive_between_execute_and_sample(runner: ModelRunner) -> None:
+    """The only token that a row's mask allows is drawn and feeds the next step; rows keep their masks in a
+    plan of entries and decodes, and log-probabilities are those of the model."""
+    prompt, steps = draw(18), runner._runner
+    with_logprobs = SamplingParams(num_logprobs=1)
+    starts = [started(1, prompt, with_logprobs), started(2, prompt)]
+    run(runner, step(entry(2, 0, prompt, (2, 3), [2]), starts=starts))
+    executed = steps.execute(step(entry(1, 0, prompt, (0, 1), [1]), entry(2, 18, [], (2, 3), [2])))
+    masks = np.zeros((2, -(-runner.config.vocab_size // 32)), np.uint32)
+    masks[0, 77 // 32], masks[1, 45 // 32] = 1 << (77 % 32), 1 << (45 % 32)
+    report = runner.collect(steps.sample(executed, masks))
+    assert np.frombuffer(report.tokens, "<u4").tolist() == [77, 45]
+    assert report.logprobs[0].logprob.top[0][0] != 77
+    implied = run(runner, step(entry(1, 18, [], (0, 1), [1]), entry(2, 19, [], (2, 3), [2])))
+    again = [started(slot, prompt) for slot in (3, 4)]
+    run(runner, step(entry(3, 0, prompt, (4, 5), [3]), entry(4, 0, prompt, (6, 7), [4]), starts=again))
+    explicit = run(runner, step(entry(3, 18, [77], (4, 5), [3])))
+    assert implied[1] == explicit[3]
+
+
 def test_explicit_and_implied_input_tokens_are_the_same(runner: ModelRunner) -> None:
     prompt = draw(18)
     plan = step(
@@ -195,6 +218,58 @@ def test_a_table_changes_in_place(model_dir: Path, runner: ModelRunner) -> None:
     assert tokens == again
 
 
+def test_a_mask_may_come_between_the_halves_of_a_step(runner: ModelRunner, model_dir: Path) -> None:
+    """Of two sequences one may only sample token 77; it continues behind that token."""
+    prompts = draw(18, seed=1), draw(18, seed=2)
+    tables = (0, 1), (2, 3)
+    starts = [started(slot, prompt) for slot, prompt in enumerate(prompts)]
+    works = [entry(slot, 0, prompts[slot], tables[slot], [slot]) for slot in (0, 1)]
+    masks = np.full((2, 256 // 32), 0xFFFFFFFF, np.uint32)
+    masks[1] = 0
+    masks[1, 77 // 32] = 1 << 77 % 32
+    plan = step(*works, starts=starts)
+    first = dict(sampled(plan, runner.collect(runner.sample(runner.execute(plan), masks))))
+    assert first[1] == 77
+    second = run(runner, StepPlan(2, decodes=packed([1, 0])))
+    alone = make_runner(model_dir)
+    expected = run(alone, plan)
+    assert expected[0] == first[0] != 77
+    expected = run(alone, step(entry(0, 18, [first[0]], tables[0], [0]), entry(1, 18, [77], tables[1], [1])))
+    assert second == expected
+
+
+def test_the_next_plan_is_launched_before_the_last_is_collected() -> None:
+    """Where the device runs ahead: if it is there, and no more than so many. All are collected, in order."""
+
+    def log_of(most: int, arrivals: Mapping[str, Sequence[int | None]]) -> list[str]:
+        plans: SimpleQueue[StepPlan | None] = SimpleQueue()
+        log: list[str] = []
+
+        def arrive(moment: str) -> None:
+            log.append(moment)
+            for number in arrivals.get(moment, ()):
+                plans.put(None if number is None else StepPlan(number))
+
+        def launch(plan: StepPlan) -> Ticket:
+            arrive(f"launch {plan.step}")
+            return Ticket(StepReport(plan.step, b"", 0.0, 0.0), None)
+
+        plans.put(StepPlan(1))
+        for ticket in launched(plans, launch, most):
+            arrive(f"collect {ticket.report.step}")
+        return log
+
+    there = {"launch 1": [2, 3, None]}
+    assert log_of(1, there) == [f"{what} {step}" for step in (1, 2, 3) for what in ("launch", "collect")]
+    assert log_of(2, there) == [
+        "launch 1", "launch 2", "collect 1", "launch 3", "collect 2", "collect 3"
+    ]  # fmt: skip
+    late: dict[str, list[int | None]] = {"collect 1": [2], "launch 2": [3], "collect 3": [None]}
+    assert log_of(2, late) == [
+        "launch 1", "collect 1", "launch 2", "launch 3", "collect 2", "collect 3"
+    ]  # fmt: skip
+
+
 def test_the_pool_is_the_shared_memory(runner: ModelRunner) -> None:
     prompt = draw(16)
     run(runner, step(entry(1, 0, prompt, (3,)), starts=[started(1, prompt)]))
@@ -225,6 +300,29 @@ def test_warm_up_leaves_no_slot(runner: ModelRunner) -> None:
     assert not runner.batch.is_started.any()
     with pytest.raises(AssertionError, match="slot 64 is freed but was never started"):
         runner.run(step(frees=[64]))
+
+
+def test_a_rank_on_a_gpu_takes_what_its_device_has_left(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arithmetic alone, with what CUDA would report: not yet validated on CUDA."""
+    free_bytes, total_bytes, weight_bytes = 60 << 30, 80 << 30, 10 << 30
+    auto = AutoKv(memory_share=0.9, max_batch_tokens=512)
+    shape = RankShape(runner.config, 0, runner.config.num_layers)
+    largest = activation_bytes(shape, 4, 512, 8)
+    assert runner._fitting_blocks(auto, 8) > 1 << 60, "memory of the host is divided before"
+    monkeypatch.setattr(runner, "_device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes, total_bytes))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: weight_bytes)
+    left = round(0.9 * total_bytes) - weight_bytes - CUDA_CONTEXT_BYTES - largest
+    expected = min(left, free_bytes - largest) // runner.layout.block_bytes
+    assert runner._fitting_blocks(auto, 8) == expected
+    free_bytes = 5 << 30  # another process holds most of the device
+    assert runner._fitting_blocks(auto, 8) == (free_bytes - largest) // runner.layout.block_bytes
+    weight_bytes = 72 << 30
+    with pytest.raises(CapacityError, match="kv_tokens: auto has room for 0 blocks of 16 tokens on cuda"):
+        runner._fitting_blocks(auto, 8)
 
 
 @pytest.mark.parametrize("num_kv_tokens", [16, 48, 49])

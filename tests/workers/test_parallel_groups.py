@@ -163,6 +163,13 @@ def test_hidden_states_and_tokens_arrive_in_order(address: str, tp: int, pp: int
         assert tokens == (expected if rank < tp and rank != sampler else [])
 
 
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 3), (2, 2)])
+def test_all_ranks_agree_on_the_smallest_size(address: str, tp: int, pp: int) -> None:
+    assert _together(address, tp, pp, lambda groups: groups.smallest(100 - 7 * groups.rank)) == [
+        100 - 7 * (tp * pp - 1)
+    ] * (tp * pp)
+
+
 def test_one_rank_alone_forms_nothing() -> None:
     groups = RankGroups(None, tp=1, pp=1, rank=0, device=CPU, host="no such host")
     assert groups.is_first_stage

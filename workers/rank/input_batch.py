@@ -47,9 +47,8 @@ class PlannedRows:
     @property
     def sampling(self) -> Ids:
         """The sequences that sample, each once, in their order."""
-        if len(self.sample_sources) == len(self.slots):
-            return self.sample_sources
-        return np.unique(self.sample_sources)
+        every = np.arange(len(self.slots), dtype=np.int32)
+        return every if np.array_equal(self.sample_sources, every) else np.unique(self.sample_sources)
 
     def only(self, kept: NDArray[np.bool_]) -> PlannedRows:
         """Return the part with the sequences that `kept` [num_sequences] marks."""

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtransfer.blocks.device_pool import DevicePool
@@ -43,7 +44,7 @@ from workers.model.sizes import kv_heads
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups
 from workers.rank.input_batch import InputBatch
-from workers.rank.step_runner import StepRunner, Ticket
+from workers.rank.step_runner import Executed, StepRunner, Ticket
 
 _log = logging.getLogger("tandem.rank")
 
@@ -210,6 +211,14 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> Ticket:
         """Execute this rank's part of one step, as `StepRunner.launch` describes."""
         return self._runner.launch(plan)
+
+    def execute(self, plan: StepPlan) -> Executed:
+        """Do the first half of `launch`, up to the logits."""
+        return self._runner.execute(plan)
+
+    def sample(self, executed: Executed, masks: NDArray[np.uint32] | None = None) -> Ticket:
+        """Do the second half of `launch`, as `StepRunner.sample` describes."""
+        return self._runner.sample(executed, masks)
 
     def collect(self, ticket: Ticket) -> StepReport:
         """Wait until a launched step is done. Returns its report."""

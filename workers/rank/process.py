@@ -17,7 +17,6 @@ import socket
 import sys
 import threading
 import traceback
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -60,7 +59,7 @@ from workers.rank.collectives import RankGroups, find_store, open_store
 from workers.rank.model_runner import AutoKv, ModelRunner, ReadyFields, read_dtype
 from workers.rank.probe import AT_START, DeviceLimits, Probe, ProbeResult, device_memory, measure_limits
 from workers.rank.progress import Progress
-from workers.rank.step_runner import Ticket
+from workers.rank.step_runner import Ticket, launched
 
 _CONNECT_TIMEOUT_S = 10.0
 _MEMORY_S = 2.0
@@ -202,30 +201,17 @@ class _Rank:
         return _OrderHandlers(agent, store_worker)
 
     def _run_plans(self, runner: ModelRunner) -> None:
-        launched: deque[Ticket] = deque()
+        def launch(plan: StepPlan) -> Ticket:
+            _pass_fault_points(self._faults, plan)
+            return runner.launch(plan)
+
+        most = _MOST_LAUNCHED if runner.runs_ahead else 1
         try:
-            while (plan := self._next_plan(bool(launched))) is not None or launched:
-                if plan is not None:
-                    _pass_fault_points(self._faults, plan)
-                    launched.append(runner.launch(plan))
-                    if runner.runs_ahead and len(launched) < _MOST_LAUNCHED:
-                        continue
-                self._channel.send(self._with_memory(runner.collect(launched.popleft())))
+            for ticket in launched(self._plans, launch, most):
+                self._channel.send(self._with_memory(runner.collect(ticket)))
         except RankDiedError:
             if not self._leaving:  # else the others leave too, and nobody waits for what was under way
                 raise
-
-    def _next_plan(self, has_launched: bool) -> StepPlan | None:
-        """Wait for the next plan, unless a launched one can be collected meanwhile. None at the end."""
-        if not has_launched:
-            return self._plans.get()
-        try:
-            plan = self._plans.get_nowait()
-        except queue.Empty:
-            return None
-        if plan is None:
-            self._plans.put(None)  # to be met again when all is collected
-        return plan
 
     def _report_progress(self, progress: Progress, ended: threading.Event) -> None:
         """Report, until the rank ends, that steps of more than `PROGRESS_S` progress; shorter steps cost no

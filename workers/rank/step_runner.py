@@ -5,8 +5,10 @@ that sample."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
@@ -403,3 +405,21 @@ class StepRunner:
 
     def _upload(self, values: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(values).to(self._device, non_blocking=True)
+
+
+def launched(
+    plans: SimpleQueue[StepPlan | None], launch: Callable[[StepPlan], Ticket], most: int
+) -> Iterator[Ticket]:
+    """Launch the plans of the queue in order, until None comes. Yields each ticket when it is to be
+    collected: when `most` are launched, or no further plan is there."""
+    tickets: deque[Ticket] = deque()
+    has_ended = False
+    while tickets or not has_ended:
+        if not has_ended and (not tickets or (len(tickets) < most and not plans.empty())):
+            plan = plans.get()
+            if plan is None:
+                has_ended = True
+            else:
+                tickets.append(launch(plan))
+        else:
+            yield tickets.popleft()

@@ -22,8 +22,11 @@
 
 constexpr int64_t PIECE = 512;     // keys
 constexpr int64_t TASK_ROWS = 128;
+constexpr int64_t KEY_TILE = 64;     // keys that are packed at a time
 constexpr int64_t VALUE_TILE = 128;  // keys whose values are packed at a time
 constexpr int64_t SPLIT_ROWS = 512;  // rows of pieces that wait to be combined, for each thread
+constexpr int64_t AHEAD = 32;         // keys whose memory is prefetched, a multiple of 16
+constexpr int64_t MOST_DIM = 1024;
 constexpr float LEAST = -1e30f;  // the largest exponent of a row that has seen no key
 constexpr int64_t SHARE = 4;  // a task of more than this part of a thread's share of the work is split
 
@@ -159,7 +162,7 @@ class Attention {
     if (own.rows < rows || own.dim != dim) {
       own.rows = rows, own.dim = dim;
       int64_t sizes[] = {rows * dim * int64_t(sizeof(A)), rows * PIECE * 4,
-                         sizeof(A) == 2 ? rows * PIECE * 2 : 0, 2 * PANEL * padded_dim * int64_t(sizeof(T)),
+                         sizeof(A) == 2 ? rows * PIECE * 2 : 0, KEY_TILE * padded_dim * int64_t(sizeof(T)),
                          VALUE_TILE * padded_dim * int64_t(sizeof(T))};
       int64_t total = 64;
       for (int64_t& size : sizes) total += size = (size + 63) / 64 * 64;
@@ -216,17 +219,20 @@ class Attention {
 
   // Packs the 32 keys from `begin` on as outputs of a panel; those outside [first, end) as zeros.
   void pack_keys(const AttentionTask& task, int64_t head, int64_t begin, int64_t first, int64_t end, T* panel) const {
-    alignas(64) static const uint32_t zeros[1024] = {};
     uint32_t* to = (uint32_t*)panel;
     int64_t items = dim / PAIR, whole = items / LANES * LANES;
     for (int64_t n = 0; n < PANEL; n += LANES) {
       int64_t key = begin + n, group_key = key / 16 * 16;
       bool seen = group_key < end && group_key + 16 > first;
       const T* rows = seen ? keys_of(task, head, group_key) + (key - group_key) * dim : nullptr;
+      // After the last keys of a piece come its first values.
+      const T* ahead = group_key + AHEAD < end ? keys_of(task, head, group_key + AHEAD)
+                                               : keys_of(task, head, first / 16 * 16) + to_values();
+      ahead += (key - group_key) * dim;
       const uint32_t* from[LANES];
-      for (int64_t j = 0; j < LANES; j++)
-        from[j] = seen && key + j < end ? (const uint32_t*)(rows + j * dim) : zeros;
+      for (int64_t j = 0; j < LANES; j++) from[j] = seen && key + j < end ? (const uint32_t*)(rows + j * dim) : zeros();
       for (int64_t i = 0; i < whole; i += LANES) {
+        for (int64_t j = 0; j < LANES; j++) _mm_prefetch((const char*)(ahead + j * dim + i * PAIR), _MM_HINT_T0);
         transpose(from, to + i * PANEL + n, PANEL);
         for (int64_t j = 0; j < LANES; j++) from[j] += LANES;
       }
@@ -236,18 +242,71 @@ class Attention {
   }
 
   // Packs the values of `count` keys from `begin` on, multiples of 16, as inputs of panels of VALUE_TILE inputs
-  // each; those outside [first, end) as zeros.
+  // each; those outside [first, end) as zeros. `next` is the end of the task's keys.
   void pack_values(const AttentionTask& task, int64_t head, int64_t begin, int64_t count, int64_t first, int64_t end,
-                   T* panels) const {
+                   int64_t next, T* panels) const {
     for (int64_t at = 0; at < count; at += 16) {
       int64_t key = begin + at;
       bool seen = key < end && key + 16 > first;
       const T* rows = seen ? keys_of(task, head, key) + to_values() : nullptr;
-      int64_t num_rows = seen ? std::min<int64_t>(16, end - key) : 0;
-      for (int64_t column = 0; column < dim; column += PANEL) {
-        T* panel = panels + column * VALUE_TILE + at * PANEL;
-        pack_inputs(rows + column, dim, num_rows, std::min(PANEL, dim - column), 16, panel);
+      // After the last values of a piece come the keys of the next.
+      const T* ahead = nullptr;
+      if (key + AHEAD < end)
+        ahead = keys_of(task, head, key + AHEAD) + to_values();
+      else if (key + AHEAD < next)
+        ahead = keys_of(task, head, key + AHEAD);
+      for (int64_t row = 0; row < 16; row += PAIR) {
+        const T* from[PAIR];
+        for (int64_t j = 0; j < PAIR; j++) {
+          from[j] = seen && key + row + j < end ? rows + (row + j) * dim : (const T*)zeros();
+          if (ahead)
+            for (int64_t i = 0; i < dim; i += 64 / sizeof(T))
+              _mm_prefetch((const char*)(ahead + (row + j) * dim + i), _MM_HINT_T0);
+        }
+        T* to = panels + (at + row) * PANEL;
+        int64_t column = 0;
+        for (; column + PANEL <= dim; column += PANEL, to += VALUE_TILE * PANEL) interleave(from, column, to);
+        if (column < dim) {
+          alignas(64) T parts[2][PANEL] = {};
+          for (int64_t j = 0; j < PAIR; j++) {
+            memcpy(parts[j], from[j] + column, (dim - column) * sizeof(T));
+            from[j] = parts[j];
+          }
+          interleave(from, 0, to);
+        }
       }
+    }
+  }
+
+  static const uint32_t* zeros() {
+    alignas(64) static const uint32_t none[MOST_DIM] = {};
+    return none;
+  }
+
+  // Writes 32 columns of PAIR rows side by side.
+  static INLINE void interleave(const T* const* from, int64_t column, T* to) {
+    if constexpr (sizeof(T) == 4) {
+      for (int64_t i = 0; i < PANEL; i += LANES) store(load(from[0] + column + i), to + i);
+    } else {
+#if defined(__AVX512F__)
+      __m512i even = _mm512_loadu_si512(from[0] + column), odd = _mm512_loadu_si512(from[1] + column);
+      alignas(64) static constexpr struct Indices {
+        uint16_t low[32], high[32];
+        constexpr Indices() : low(), high() {
+          for (int i = 0; i < 32; i++) low[i] = uint16_t(i / 2 + i % 2 * 32), high[i] = uint16_t(low[i] + 16);
+        }
+      } indices;
+      _mm512_storeu_si512(to, _mm512_permutex2var_epi16(even, _mm512_load_si512(indices.low), odd));
+      _mm512_storeu_si512(to + 32, _mm512_permutex2var_epi16(even, _mm512_load_si512(indices.high), odd));
+#else
+      for (int64_t i = 0; i < PANEL; i += 16) {
+        __m256i even = _mm256_loadu_si256((const __m256i*)(from[0] + column + i));
+        __m256i odd = _mm256_loadu_si256((const __m256i*)(from[1] + column + i));
+        __m256i low = _mm256_unpacklo_epi16(even, odd), high = _mm256_unpackhi_epi16(even, odd);
+        _mm256_storeu_si256((__m256i*)(to + 2 * i), _mm256_permute2x128_si256(low, high, 0x20));
+        _mm256_storeu_si256((__m256i*)(to + 2 * i + 16), _mm256_permute2x128_si256(low, high, 0x31));
+      }
+#endif
     }
   }
 
@@ -257,12 +316,13 @@ class Attention {
     int64_t first = std::max(piece * PIECE, first_key(task.position));
     int64_t end = std::min<int64_t>((piece + 1) * PIECE, task.position + task.num_tokens);
     int64_t begin = piece * PIECE;
-    for (int64_t key = first / PANEL * PANEL; key < end; key += PANEL) {
+    for (int64_t key = first / PANEL * PANEL, count; key < end; key += count) {
       Range tokens = tokens_that_see(task, key, key + PANEL);
-      pack_keys(task, head, key, first, end, own.keys);
+      count = same_tokens(task, tokens, key, std::min(end, key + KEY_TILE));
+      for (int64_t at = 0; at < count; at += PANEL) pack_keys(task, head, key + at, first, end, own.keys + at * dim);
       int64_t row = tokens.begin * group, rows = (tokens.end - tokens.begin) * group;
-      multiply(own.queries + row * dim, dim, rows, own.keys, dim, own.scores + row * PIECE + key - begin, PIECE,
-               false);
+      multiply_panels(own.queries + row * dim, dim, rows, own.keys, count / PANEL, PANEL * dim, dim,
+                      own.scores + row * PIECE + key - begin, PIECE, false);
     }
     Range tokens = tokens_that_see(task, first, end);
     for (int64_t token = 0; token < task.num_tokens; token++) {
@@ -279,27 +339,79 @@ class Attention {
     }
     for (int64_t tile = first / VALUE_TILE * VALUE_TILE; tile < end; tile += VALUE_TILE) {
       int64_t from = std::max(tile, first / PANEL * PANEL), to = std::min(tile + VALUE_TILE, (end + PANEL - 1) / PANEL * PANEL);
-      pack_values(task, head, from, to - from, first, end, own.values);
+      pack_values(task, head, from, to - from, first, end, task.position + task.num_tokens, own.values);
       multiply_values(task, own, from, to, begin, state.mixed);
     }
   }
+
+  // How many keys from `key` on, whole panels before `end`, are seen by the same tokens as its panel.
+  int64_t same_tokens(const AttentionTask& task, Range tokens, int64_t key, int64_t end) const {
+    int64_t count = PANEL;
+    for (; key + count < end; count += PANEL) {
+      Range next = tokens_that_see(task, key + count, key + count + PANEL);
+      if (next.begin != tokens.begin || next.end != tokens.end) break;
+    }
+    return count;
+  }
+
+  // The product of rows with each of several panels, `panel_stride` elements apart, side by side in c. Few rows are
+  // multiplied with several panels at a time: one panel's sums alone would wait for each other.
+  static void multiply_panels(const A* a, int64_t stride, int64_t rows, const T* panels, int64_t count,
+                              int64_t panel_stride, int64_t k, float* c, int64_t c_stride, bool accumulate) {
+    int64_t panel = 0;
+#if defined(__AVX512BF16__) && !defined(TANDEM_AMX)
+    if constexpr (sizeof(A) == 2) {
+      auto several = [&](auto num_rows, auto num_panels) {
+        for (; panel + num_panels.value <= count; panel += num_panels.value)
+          multiply_few<num_rows.value, num_panels.value>(a, stride, panels + panel * panel_stride, panel_stride, k,
+                                                         c + panel * PANEL, c_stride, accumulate);
+      };
+      using std::integral_constant;
+      if (rows == 1) several(integral_constant<int, 1>{}, integral_constant<int, 4>{});
+      if (rows == 1) several(integral_constant<int, 1>{}, integral_constant<int, 2>{});
+      if (rows == 2) several(integral_constant<int, 2>{}, integral_constant<int, 4>{});
+      if (rows == 2) several(integral_constant<int, 2>{}, integral_constant<int, 2>{});
+      if (rows == 3) several(integral_constant<int, 3>{}, integral_constant<int, 2>{});
+      if (rows == 4) several(integral_constant<int, 4>{}, integral_constant<int, 2>{});
+    }
+#endif
+    for (; panel < count; panel++)
+      multiply(a, stride, rows, panels + panel * panel_stride, k, c + panel * PANEL, c_stride, accumulate);
+  }
+
+#if defined(__AVX512BF16__)
+  template <int M, int P>
+  static void multiply_few(const Bf16* a, int64_t stride, const Bf16* panels, int64_t panel_stride, int64_t k, float* c,
+                           int64_t c_stride, bool accumulate) {
+    Vec sums[M][2 * P];
+    begin_sums(sums, c, c_stride, accumulate);
+    for (int64_t i = 0; i < k; i += 2) {
+      Vec x[M];
+      for (int m = 0; m < M; m++) {
+        int32_t bits;
+        memcpy(&bits, a + m * stride + i, 4);
+        x[m] = (Vec)_mm512_set1_epi32(bits);
+      }
+#pragma GCC unroll 8
+      for (int v = 0; v < 2 * P; v++) {
+        __m512bh pairs = (__m512bh)load_bits(panels + v / 2 * panel_stride + i * PANEL + v % 2 * 2 * LANES);
+#pragma GCC unroll 4
+        for (int m = 0; m < M; m++) sums[m][v] = _mm512_dpbf16_ps(sums[m][v], pairs, (__m512bh)x[m]);
+      }
+    }
+    end_sums(sums, c, c_stride);
+  }
+#endif
 
   // Adds the values of the keys [from, to), which are packed, to each row that sees them.
   void multiply_values(const AttentionTask& task, const Scratch& own, int64_t from, int64_t to, int64_t begin,
                        float* mixed) const {
     for (int64_t key = from, count; key < to; key += count) {
       Range tokens = tokens_that_see(task, key, key + PANEL);
-      count = PANEL;  // as many panels as the same tokens see
-      while (key + count < to) {
-        Range next = tokens_that_see(task, key + count, key + count + PANEL);
-        if (next.begin != tokens.begin || next.end != tokens.end) break;
-        count += PANEL;
-      }
+      count = same_tokens(task, tokens, key, to);
       int64_t row = tokens.begin * group, rows = (tokens.end - tokens.begin) * group;
-      for (int64_t column = 0; column < dim; column += PANEL)
-        multiply(own.probabilities + row * PIECE + key - begin, PIECE, rows,
-                 own.values + column * VALUE_TILE + (key - from) * PANEL, count, mixed + row * padded_dim + column,
-                 padded_dim, true);
+      multiply_panels(own.probabilities + row * PIECE + key - begin, PIECE, rows, own.values + (key - from) * PANEL,
+                      padded_dim / PANEL, VALUE_TILE * PANEL, count, mixed + row * padded_dim, padded_dim, true);
     }
   }
 

@@ -58,7 +58,7 @@ inline void change_row(const Slot& slot, float* x, int64_t V, const uint32_t* ma
     for (int32_t i = 0; i < slot.num_bias; i++) x[slot.bias_ids[i]] += slot.bias_values[i];
   if (slot.needs & PENALTIES) {
     for (int32_t i = 0; i < slot.num_tokens; i++) {
-      if (i + 16 < slot.num_tokens) __builtin_prefetch(x + slot.token_ids[i + 16], 1);
+      if (i + 64 < slot.num_tokens) __builtin_prefetch(x + slot.token_ids[i + 64], 1);
       float& to = x[slot.token_ids[i]];
       float lowered = to < 0 ? to * slot.repetition : to / slot.repetition;
       float count = float(slot.counts[i]), presence = slot.counts[i] ? slot.presence : 0.0f;
@@ -287,8 +287,8 @@ inline Best likeliest(const float* x, int64_t begin, int64_t end) {
 // exponents too.
 constexpr float RATIO_ERROR = 2e-6f;
 
-// How far two ways to sum up `num` probabilities in float are apart: torch adds them in at least eight lanes.
-inline double mass_error(int64_t num) { return 2e-5 + double(num) / 8 * 0x1p-24; }
+// How far two ways to sum up probabilities in float are apart, with `num` sums in a row: each rounds once.
+inline double mass_error(int64_t num) { return 1e-6 + double(num) * 0x1p-24; }
 
 // Unnormalized probabilities: of all tokens, of those that are certainly likelier than one of them, and of those
 // that may be.
@@ -387,7 +387,7 @@ inline Best best_of(std::vector<Candidate>& kept, const Slot& slot, int64_t k, u
   size_t num = std::min(size_t(k), kept.size());
   while (num < kept.size() && kept[num].value == kept[num - 1].value) num++;
   if (slot.top_p < 1.0f && num > 1) {
-    double total = 0, before = 0, error = mass_error(8 * int64_t(num));
+    double total = 0, before = 0, error = mass_error(int64_t(num));
     for (size_t i = 0; i < num; i++) total += std::exp(double(kept[i].value - most));
     size_t in = 0;
     while (in < num && (in == 0 || before < slot.top_p * total)) {
@@ -471,7 +471,7 @@ inline Best draw_by_rejection(const Slot& slot, const float* x, int64_t V, uint6
       parts[0].certain += parts[size_t(part)].certain;
       parts[0].possible += parts[size_t(part)].possible;
     }
-    double error = mass_error(V);
+    double error = mass_error(V / 8);  // torch adds in at least eight lanes
     if (parts[0].possible == 0 || parts[0].possible / parts[0].total < slot.top_p - error) return found;
     if (!(parts[0].certain / parts[0].total > slot.top_p + error)) break;
     least = std::nextafter(scaled, INFINITY);

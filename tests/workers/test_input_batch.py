@@ -1,0 +1,163 @@
+"""The arrays that plans change in place, against a reader of plans in plain Python."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_reader import PlanReader, Work
+
+from workers.messages import (
+    BatchEntry,
+    BlockCopy,
+    SamplingParams,
+    SlotSample,
+    SlotStart,
+    StepPlan,
+    TableChange,
+)
+from workers.rank.collectives import RankGroups
+from workers.rank.input_batch import InputBatch, InputTokens, PlannedRows
+from workers.scheduler.step import pack_ids
+
+MAX_SLOTS = 6
+MAX_BLOCKS = 9
+BLOCK = 4
+FIRST_HOST_ID = 1000
+
+
+class Scripts:
+    """Draws valid plans over a few slots, and keeps what it knows of them."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        self._data = data
+        self._tables: dict[int, int] = {}  # blocks of each started slot
+        self._positions: dict[int, int] = {}
+
+    def plan(self, step: int) -> StepPlan:
+        draw = self._data.draw
+        frees = draw(st.lists(st.sampled_from(sorted(self._tables)), unique=True)) if self._tables else []
+        for slot in frees:
+            del self._tables[slot]
+            self._positions.pop(slot, None)
+        free = [slot for slot in range(MAX_SLOTS) if slot not in self._tables]
+        starts = draw(st.lists(st.sampled_from(free), unique=True)) if free else []
+        tables: list[TableChange] = []
+        for slot in starts:
+            self._tables[slot] = 0
+        for slot in self._tables:
+            if draw(st.booleans()):
+                tables += self._changes(slot)
+        ready = [slot for slot, count in self._tables.items() if count]
+        named = draw(st.lists(st.sampled_from(ready), unique=True)) if ready else []
+        entries: list[BatchEntry] = []
+        decodes: list[int] = []
+        others = [slot for slot in self._tables if slot not in named]
+        for slot in named:
+            room = BLOCK * self._tables[slot]
+            position = self._positions.get(slot)
+            if position is not None and position < room and draw(st.booleans()):
+                decodes.append(slot)
+                self._positions[slot] = position + 1
+                continue
+            start = draw(st.integers(0, room - 1))
+            num_tokens = draw(st.integers(1, room - start))
+            forks = draw(st.sampled_from([(), (slot,), (slot, *others[:2])]))
+            others = [it for it in others if it not in forks]  # nobody samples twice
+            tokens = pack_ids([draw(st.integers(0, 2**32 - 1)) for _ in range(num_tokens)])
+            entries.append(BatchEntry(slot, start, num_tokens, tokens, forks))
+            self._positions |= dict.fromkeys((slot, *forks), start + num_tokens)
+        return StepPlan(
+            step,
+            free_slots=tuple(frees),
+            starts=tuple(SlotStart(SamplingParams(), (SlotSample(slot, 0, 50 + slot),)) for slot in starts),
+            entries=tuple(entries),
+            tables=tuple(tables),
+            decodes=pack_ids(decodes),
+        )
+
+    def _changes(self, slot: int) -> list[TableChange]:
+        count = self._tables[slot]
+        first = self._data.draw(st.integers(0, min(count, MAX_BLOCKS - 1)))
+        ids = self._data.draw(st.lists(st.integers(0, 1020), min_size=1, max_size=MAX_BLOCKS - first))
+        self._tables[slot] = max(count, first + len(ids))
+        return [TableChange(slot, first, pack_ids(ids))]
+
+
+def works(rows: PlannedRows, plan: StepPlan, batch: InputBatch) -> list[Work]:
+    """The rows as the plain reader has them."""
+    found: list[Work] = []
+    for index, slot, start, length in zip(
+        rows.indices.tolist(), rows.slots.tolist(), rows.starts.tolist(), rows.lengths.tolist(), strict=True
+    ):
+        tokens = plan.entries[index].tokens if index < len(plan.entries) else b""
+        samples = rows.sample_slots[rows.sample_sources == len(found)].tolist()
+        found.append(Work(slot, start, length, tokens, tuple(batch.table(slot)), tuple(samples)))
+    return found
+
+
+@given(st.data())
+def test_arrays_hold_what_plans_say(data: st.DataObject) -> None:
+    batch, reader, scripts = (
+        InputBatch(MAX_SLOTS, MAX_BLOCKS, BLOCK, FIRST_HOST_ID),
+        PlanReader(),
+        Scripts(data),
+    )
+    for step in range(6):
+        plan = scripts.plan(step)
+        expected = reader.read(plan)
+        rows = batch.change(plan)
+        assert works(rows, plan, batch) == expected
+        assert rows.sample_slots.tolist() == plan.sample_slots
+        assert rows.sample_rows.tolist() == list(range(len(plan.sample_slots)))
+        assert rows.num_tokens == plan.num_tokens
+        assert np.flatnonzero(batch.is_started).tolist() == sorted(reader.tables)
+        for slot, table in reader.tables.items():
+            assert batch.table(slot) == table
+            assert batch.in_host[slot] == (max(table, default=0) >= FIRST_HOST_ID)
+        assert {slot: batch.positions[slot] for slot in reader.positions} == reader.positions
+        kept = np.array(
+            data.draw(st.lists(st.booleans(), min_size=len(expected), max_size=len(expected))), bool
+        )
+        part = rows.only(kept)
+        assert works(part, plan, batch) == [work for work, keep in zip(expected, kept, strict=True) if keep]
+        assert [plan.sample_slots[row] for row in part.sample_rows] == part.sample_slots.tolist()
+        sampling = [place for place, work in enumerate(works(part, plan, batch)) if work.sample_slots]
+        assert part.sampling.tolist() == sampling
+
+
+def test_a_block_that_comes_back_from_host_memory_leaves_its_table_on_the_device() -> None:
+    batch = InputBatch(MAX_SLOTS, MAX_BLOCKS, BLOCK, FIRST_HOST_ID)
+    start = SlotStart(SamplingParams(), (SlotSample(2, 0, 1),))
+    batch.change(StepPlan(1, starts=(start,), tables=(TableChange(2, 0, pack_ids([1000, 4, 1001])),)))
+    for index, is_left in ((0, True), (2, False)):
+        batch.change(
+            StepPlan(2, copies=(BlockCopy(1000, 7),), tables=(TableChange(2, index, pack_ids([7 + index])),))
+        )
+        assert bool(batch.in_host[2]) is is_left
+    assert batch.table(2) == [7, 4, 9]
+
+
+def test_a_freed_slot_forgets_where_it_was() -> None:
+    batch = InputBatch(MAX_SLOTS, MAX_BLOCKS, BLOCK, FIRST_HOST_ID)
+    start = SlotStart(SamplingParams(), (SlotSample(2, 0, 1),))
+    entry = BatchEntry(2, 0, 3, bytes(12), (2,))
+    batch.change(StepPlan(1, starts=(start,), entries=(entry,), tables=(TableChange(2, 0, pack_ids([1])),)))
+    again = StepPlan(2, free_slots=(2,), starts=(start,), decodes=pack_ids([2]))
+    with pytest.raises(AssertionError, match="slot 2 computes beyond its block table"):
+        batch.change(again)
+
+
+def test_tokens_are_the_newest_of_each_slot() -> None:
+    groups = RankGroups(None, tp=1, pp=1, rank=0, device=torch.device("cpu"), host="")
+    tokens = InputTokens(groups, MAX_SLOTS)
+    starts = tuple(SlotStart(SamplingParams(), (SlotSample(slot, 0, 50 + slot),)) for slot in (1, 4))
+    tokens.change(StepPlan(1, starts=starts))
+    plan = StepPlan(1, entries=(BatchEntry(2, 0, 2, pack_ids([7, 8]), ()),), decodes=pack_ids([4, 1]))
+    assert tokens.tokens(plan).tolist() == [7, 8, 54, 51]
+    tokens.sampled(np.array([1], np.int32), np.array([99]))
+    assert tokens.tokens(StepPlan(2, decodes=pack_ids([1, 4]))).tolist() == [99, 54]
+    tokens.change(StepPlan(3, free_slots=(1,), starts=starts[:1]))
+    assert tokens.tokens(StepPlan(3, decodes=pack_ids([1]))).tolist() == [51]
