@@ -74,6 +74,7 @@ class ReadyFields:
     vocab_size: int
     max_context_tokens: int
     eos_token_ids: tuple[int, ...]
+    backend: str
     compatibility: CompatibilityRecord
 
 
@@ -186,6 +187,7 @@ class ModelRunner:
             vocab_size=config.vocab_size,
             max_context_tokens=max_context_tokens,
             eos_token_ids=config.eos_token_ids,
+            backend=self.attention.name,
             compatibility=CompatibilityRecord(
                 protocol=PROTOCOL_VERSION,
                 model_fingerprint=model_fingerprint,
