@@ -85,7 +85,7 @@ class Sequences:
             spans.append(SequenceSpan(start, end - start, table[: -(-end // size)]))
         query = torch.cat([self.queries[number][start:end] for number, start, end in work])
         (mixed,) = attend(self.backend, spans, [query])
-        return list(mixed.split([end - start for _, start, end in work]))
+        return list(torch.split(mixed, [end - start for _, start, end in work]))
 
     def exact(self, number: int, position: int) -> Tensor:
         """Attention of one token in float64."""
