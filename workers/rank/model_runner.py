@@ -84,6 +84,7 @@ class ReadyFields:
     vocab_size: int
     max_context_tokens: int
     eos_token_ids: tuple[int, ...]
+    backend: str
     compatibility: CompatibilityRecord
 
 
@@ -210,6 +211,7 @@ class ModelRunner:
             vocab_size=config.vocab_size,
             max_context_tokens=self._max_context_tokens,
             eos_token_ids=config.eos_token_ids,
+            backend=self.attention.name,
             compatibility=_compatibility(config, model_fingerprint, self._dtype, self._block_tokens),
         )
 
