@@ -430,6 +430,8 @@ class RankReady(Message, frozen=True):
     # What its device was measured to compute, and to read from its memory, a second.
     flop_s: float = 0.0
     byte_s: float = 0.0
+    # What computes its attention.
+    backend: str = ""
 
 
 class RankFailed(Message, frozen=True):
@@ -475,9 +477,9 @@ class BatchEntry(Part, frozen=True):
     """Compute `num_tokens` tokens of one sequence from position `start`: a chunk of a prompt, or the first
     token that a slot computes after its start.
 
-    The slot's block table covers start + num_tokens tokens. `sample_slots` are the slots that sample from the
-    last position's logits: none for a chunk that is not the prompt's last, one normally, n when n samples
-    fork from one prompt. All slots that are named continue behind the last position.
+    `sample_slots` are the slots that sample from the last position's logits: none for a chunk that is not the
+    prompt's last, one normally, n when n samples fork from one prompt. All slots that are named continue
+    behind the last position, which the block table of `slot` covers.
     """
 
     slot: int
@@ -527,7 +529,6 @@ class StepPlan(Message, frozen=True):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step computes."""
         return sum(entry.num_tokens for entry in self.entries) + len(self.decodes) // 4
 
 
@@ -548,10 +549,9 @@ class FailedEntry(Part, frozen=True):
 
 class StepReport(Message, frozen=True):
     """Rank to engine core: its part of the step is done and its KV is in the pool, except that of `failed`
-    entries. Only the sampling rank has `tokens`: uint32, a row for each slot that samples, in the order of
-    the plan (the entries' sample slots, then the decodes); 0 where it failed. `logprobs` are those of the
-    rows for which they were asked. Times are the rank's monotonic clock: when its input was there, and when
-    its part was done."""
+    entries. Only the sampling rank has `tokens`: uint32, a row for each of the plan's `sample_slots`, 0 where
+    it failed. `logprobs` are those of the rows for which they were asked. Times are the rank's monotonic
+    clock: when its input was there, and when its part was done."""
 
     step: int
     tokens: bytes

@@ -36,8 +36,8 @@ from workers.scheduler.step import StepOutcome
 
 @dataclass
 class Step:
-    """A plan on its way through the stages; `rows` are, sequence by sequence, the tokens to compute and the whole
-    context as the last stage to run it read it."""
+    """A plan on its way through the stages; `rows` are, sequence by sequence, the tokens to compute and the
+    whole context as the last stage to run it read it."""
 
     plan: StepPlan
     works: list[Work]
@@ -180,7 +180,7 @@ class StagedEngine:
         return True
 
     def _embed(self, step: Step) -> list[tuple[list[int], list[int]]] | None:
-        """The tokens of each sequence, those that earlier plans sampled included; None when one is not here."""
+        """The tokens of each sequence, with those that earlier plans sampled; None when one is not here."""
         source, plan = dict(self._slot_to_source), step.plan
         first = {
             **self._slot_to_start,

@@ -105,7 +105,7 @@ class World:
     ) -> None:
         """A request that shares its first tokens with others of its `base`."""
         self.num_asked += 1
-        prompt = packed(draw(90, seed=base)[:num_tokens] + [self.num_asked % 256])
+        prompt = packed([*draw(90, seed=base)[:num_tokens], self.num_asked % 256])
         sampling = SAMPLINGS[kind]
         submission = Submission(
             request_id=f"r{self.num_asked}",

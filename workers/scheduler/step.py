@@ -270,8 +270,8 @@ class StepBatch:
             sampler.num_pending += 1
 
     def add_decode(self, sequence: Sequence) -> bool:
-        """Compute and sample the sequence's next token, the only one that is left, if the ranks and its blocks
-        are ready for it. Return whether they were."""
+        """Compute and sample the sequence's next token, the only one that is left, if the ranks and its
+        blocks are ready for it. Return whether they were."""
         start = sequence.num_scheduled
         if (
             sequence.slot_position != start
