@@ -360,7 +360,7 @@ def test_freed_slots_can_be_taken_again_in_the_same_plan(runner: ModelRunner) ->
             "slot 3: 4 bytes",
         ),
         (step(starts=[started(3, [5]), started(3, [5])]), "slot 3 is already in use"),
-        (step(starts=[started(65, [5])]), "slot 65 is not below 65"),
+        (step(starts=[started(69, [5])]), "slot 69 is not below 69"),
         (
             StepPlan(1, starts=(started(3, [5]),), tables=(TableChange(3, 1, packed([5])),)),
             "slot 3: no block 0 in its table",

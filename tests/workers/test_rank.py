@@ -390,7 +390,8 @@ def test_the_largest_step_takes_no_more_memory_than_was_counted(core: EngineCore
     sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1536, "head_dim": 64}
     sizes |= {"num_attention_heads": 8, "vocab_size": vocab_size, "num_hidden_layers": 2}
     write_random_checkpoint(tmp_path, "llama", seed=3, tie_word_embeddings=True, **sizes)
-    limits = {"num_kv_tokens": 2 * num_rows, "max_batch_tokens": num_rows, "max_sequences": num_sequences}
+    # The warm-up is of a small step, so that all memory is taken by the step that is watched.
+    limits = {"num_kv_tokens": 2 * num_rows, "max_batch_tokens": 16, "max_sequences": num_sequences}
     core.ready(replace(make_spec(core, tmp_path), **limits))
     assert core.process is not None
     core.send(prefill(1))

@@ -126,10 +126,10 @@ class Decoder:
         return self.embedding(tokens)
 
     @torch.inference_mode()
-    def run_layers(self, hidden: Tensor, plan: AttentionPlan) -> Tensor:
-        """Run this stage's layers over `hidden` [num_tokens, hidden_size], which is overwritten and
-        returned."""
-        for layer in self.layers:
+    def run_layers(self, hidden: Tensor, plan: AttentionPlan, most_layers: int | None = None) -> Tensor:
+        """Run this stage's layers, or the first `most_layers`, over `hidden` [num_tokens, hidden_size], which
+        is overwritten and returned."""
+        for layer in self.layers[:most_layers]:
             layer.forward(hidden, plan)
             plan.marks.mark_layer()
         return hidden

@@ -5,6 +5,8 @@ and directly by the engine benchmark."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import sys
 from collections.abc import Callable
@@ -57,6 +59,14 @@ _DTYPES = {
     "fp16": torch.float16,
 }
 _WARM_UP_TOKENS = 48
+# Each is computed by other code.
+_WAYS_TO_SAMPLE = (
+    SamplingParams(temperature=1.0),
+    SamplingParams(),
+    SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.01),
+    SamplingParams(repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1),
+    SamplingParams(logit_bias={0: 1.0}, num_logprobs=1),
+)
 # Of a KV pool in host memory, so much is taken from the start on. The rest, which a replica may never use, is
 # taken when it is first written, which adds a few percent to those steps.
 _POPULATED_BYTES = 1 << 30
@@ -74,6 +84,7 @@ class ReadyFields:
     vocab_size: int
     max_context_tokens: int
     eos_token_ids: tuple[int, ...]
+    backend: str
     compatibility: CompatibilityRecord
 
 
@@ -142,9 +153,12 @@ class ModelRunner:
         self._block_tokens = block_tokens
         self._groups = groups or RankGroups(None, tp=1, pp=1, rank=0, device=device, host="")
         progress("loading weights")
-        with fingerprint or FingerprintTask(model_dir, clock) as fingerprint_task:
+        self._report_phase = progress
+        self._fingerprint = fingerprint or FingerprintTask(model_dir, clock)
+        with contextlib.ExitStack() as if_it_fails:
+            if_it_fails.enter_context(self._fingerprint)
             self._decoder = load_decoder(model_dir, dtype, device, shard, progress)
-            model_fingerprint = fingerprint_task.result(progress)
+            if_it_fails.pop_all()
         self.config = config = self._decoder.config
         self.layout = _layout(config, self._decoder.shard, block_tokens, dtype)
         num_blocks = self._num_blocks(num_kv_tokens, auto_kv, max_sequences)
@@ -160,10 +174,12 @@ class ModelRunner:
             is_staged=is_staged,
             is_deterministic=is_deterministic,
         )
-        num_offload_blocks = len(self.host.kv) if self.host is not None else 0
-        num_kv_tokens = (num_blocks + num_offload_blocks) * block_tokens
-        max_context_tokens = min(config.max_context_tokens, num_kv_tokens)
-        self._own_slot = max_sequences
+        self._num_offload_blocks = len(self.host.kv) if self.host is not None else 0
+        num_kv_tokens = (num_blocks + self._num_offload_blocks) * block_tokens
+        self._max_context_tokens = min(config.max_context_tokens, num_kv_tokens)
+        self._max_sequences = max_sequences
+        # Those that no plan of the engine core uses.
+        self._own_slots = tuple(max_sequences + index for index in range(len(_WAYS_TO_SAMPLE)))
         self._runner = StepRunner(
             self._decoder,
             self.attention,
@@ -172,17 +188,27 @@ class ModelRunner:
             block_tokens,
             clock,
             faults or Faults(),
-            max_slots=max_sequences + 1,
-            max_context_tokens=max_context_tokens,
+            max_slots=max_sequences + len(_WAYS_TO_SAMPLE),
+            max_context_tokens=self._max_context_tokens,
         )
         self.progress = self._runner.progress
-        self.ready_fields = ReadyFields(
-            num_blocks=num_blocks,
-            num_offload_blocks=num_offload_blocks,
+
+    @functools.cached_property
+    def ready_fields(self) -> ReadyFields:
+        """What the rank reports. Waits until its weights are hashed.
+
+        Raises `CheckpointError` if the checkpoint changed since the start."""
+        config = self.config
+        with self._fingerprint:
+            model_fingerprint = self._fingerprint.result(self._report_phase)
+        return ReadyFields(
+            num_blocks=len(self.kv),
+            num_offload_blocks=self._num_offload_blocks,
             vocab_size=config.vocab_size,
-            max_context_tokens=max_context_tokens,
+            max_context_tokens=self._max_context_tokens,
             eos_token_ids=config.eos_token_ids,
-            compatibility=_compatibility(config, model_fingerprint, dtype, block_tokens),
+            backend=self.attention.name,
+            compatibility=_compatibility(config, model_fingerprint, self._dtype, self._block_tokens),
         )
 
     @property
@@ -219,25 +245,53 @@ class ModelRunner:
         """Compute all of a plan in one call, as `StepRunner.logits` describes."""
         return self._runner.logits(plan)
 
-    def warm_up(self) -> None:
-        """Run a small prefill and a decode step, so that the first request does not pay for lazy set-up. The
-        ranks of a replica warm up together."""
-        fields = self.ready_fields
-        most = min(self.config.max_context_tokens, fields.num_blocks * self._block_tokens)
-        num_tokens = max(1, min(_WARM_UP_TOKENS, most - 1, fields.vocab_size))
+    def warm_up(self, step_tokens: int = _WARM_UP_TOKENS) -> None:
+        """Run what steps consist of, so that no request pays for lazy set-up. The ranks of a replica warm up
+        together.
+
+        A prompt is computed, and continued by every way of sampling. Steps of the largest sizes, a chunk of
+        `step_tokens` and a decode of every slot, run through one layer, which has all their shapes."""
+        most = min(self.config.max_context_tokens, len(self.kv) * self._block_tokens)
+        num_tokens = max(1, min(_WARM_UP_TOKENS, most - 1, self.config.vocab_size))
         tokens = np.arange(num_tokens, dtype="<u4").tobytes()
-        slot, num_blocks = self._own_slot, min(-(-(num_tokens + 1) // self._block_tokens), fields.num_blocks)
-        table = TableChange(slot, 0, np.arange(num_blocks, dtype="<u4").tobytes())
-        prefill = BatchEntry(slot, 0, num_tokens, tokens, (slot,))
-        self.run(StepPlan(0, starts=(self._start(num_tokens - 1),), tables=(table,), entries=(prefill,)))
+        slots = self._own_slots
+        starts = tuple(
+            SlotStart(
+                params, (SlotSample(slot, 0, num_tokens - 1),), tokens if params.penalizes_prompt else b""
+            )
+            for slot, params in zip(slots, _WAYS_TO_SAMPLE, strict=True)
+        )
+        prefill = BatchEntry(slots[0], 0, num_tokens, tokens, slots)
+        tables = tuple(self._table(slot, min(num_tokens + 1, most)) for slot in slots)
+        self.run(StepPlan(0, starts=starts, tables=tables, entries=(prefill,)))
         if num_tokens < most:
-            self.run(StepPlan(0, decodes=slot.to_bytes(4, "little")))
-        self.run(StepPlan(0, free_slots=(slot,)))
+            self.run(StepPlan(0, decodes=np.array(slots, dtype="<u4").tobytes()))
+        self.run(StepPlan(0, free_slots=slots))
+        self._warm_up_shapes(min(step_tokens, most))
         if self.host is not None and self._offload_mode == "auto" and self.attention.can_stage:
             self._choose_offload_mode(self.host)
 
+    def _warm_up_shapes(self, num_tokens: int) -> None:
+        """Run a chunk of `num_tokens` and a decode of every slot through one layer."""
+        slots = tuple(range(self._max_sequences))
+        starts = tuple(SlotStart(SamplingParams(), (SlotSample(slot, 0, 0),)) for slot in slots)
+        tables = (self._table(0, num_tokens), *(self._table(slot, 1) for slot in slots[1:]))
+        self.run(StepPlan(0, starts=starts, tables=tables))
+        chunk = BatchEntry(0, 0, num_tokens, bytes(4 * num_tokens), ())
+        firsts = tuple(BatchEntry(slot, 0, 1, bytes(4), ()) for slot in slots)
+        for entries in ((chunk,), firsts):
+            self._runner.layers_only(StepPlan(0, entries=entries), most_layers=1)
+        self.run(StepPlan(0, free_slots=slots))
+
+    def _table(self, slot: int, num_tokens: int) -> TableChange:
+        """Give a slot the first blocks of the pool."""
+        num_blocks = -(-num_tokens // self._block_tokens)
+        return TableChange(slot, 0, np.arange(num_blocks, dtype="<u4").tobytes())
+
     def close(self) -> None:
         """Release the pool's memory and leave the groups. Nothing may run afterwards."""
+        with self._fingerprint:  # ends, if nobody waited for it
+            pass
         self._groups.close()
         if self.host is not None:
             self.host.close()
@@ -283,10 +337,6 @@ class ModelRunner:
             host.use(self._offload_mode)
         return host
 
-    def _start(self, last_token: int) -> SlotStart:
-        """Start the slot that no plan of the engine core uses."""
-        return SlotStart(SamplingParams(temperature=1.0), (SlotSample(self._own_slot, 0, last_token),))
-
     def _choose_offload_mode(self, host: HostKv) -> None:
         """Choose the mode in which a decode step over a long context in host memory is faster. The ranks of a
         stage measure together, and may choose differently."""
@@ -296,9 +346,11 @@ class ModelRunner:
         host.kv[:num_blocks].zero_()  # memory that was never written is not read from memory
         ids = np.arange(host.first_id, host.first_id + num_blocks + 1, dtype="<u4")
         ids[-1] = 0  # where the token is written
-        slot, start = self._own_slot, num_blocks * self._block_tokens
+        slot, start = self._own_slots[0], num_blocks * self._block_tokens
         table = TableChange(slot, 0, ids.tobytes())
-        self.run(StepPlan(0, starts=(self._start(0),), tables=(table,)))
+        self.run(
+            StepPlan(0, starts=(SlotStart(SamplingParams(), (SlotSample(slot, 0, 0),)),), tables=(table,))
+        )
         step = StepPlan(0, entries=(BatchEntry(slot, start, 1, bytes(4), ()),))
         mode_to_s: dict[OffloadMode, float] = {}
         for mode in MODES:

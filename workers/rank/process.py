@@ -116,20 +116,20 @@ class _Rank:
         self._enter("probing the device")
         joined, store = _join(self._spec, self._clock)
         self._channel.send(joined)
-        dtype = read_dtype(self._spec.dtype)
-        limits = measure_limits(self._device, dtype, self._clock, AT_START[self._device.type])
         form = self._formed.get()
         started_at = self._clock.now()
         runner = self._load(form, store)
         loaded_at = self._clock.now()
         self._enter("warming up")
-        runner.warm_up()
+        runner.warm_up(self._spec.max_batch_tokens)
         handlers = self._handlers = self._make_handlers(runner)
         load_s, warm_up_s = loaded_at - started_at, self._clock.now() - loaded_at
+        fields = runner.ready_fields
+        self._enter("measuring the device")  # now nothing of this rank computes beside it
+        dtype = read_dtype(self._spec.dtype)
+        limits = measure_limits(self._device, dtype, self._clock, AT_START[self._device.type])
         self._channel.send(
-            _ready(
-                self._spec.rank, runner.ready_fields, handlers.agent.endpoints(), limits, load_s, warm_up_s
-            )
+            _ready(self._spec.rank, fields, handlers.agent.endpoints(), limits, load_s, warm_up_s)
         )
         ended = threading.Event()
         reporter = threading.Thread(target=self._report_progress, args=(runner.progress, ended), daemon=True)
@@ -317,6 +317,7 @@ def _ready(
         num_offload_blocks=fields.num_offload_blocks,
         flop_s=limits.flop_s,
         byte_s=limits.byte_s,
+        backend=fields.backend,
     )
 
 

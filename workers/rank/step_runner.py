@@ -211,14 +211,14 @@ class StepRunner:
         return sampling.logits
 
     @torch.inference_mode()
-    def layers_only(self, plan: StepPlan) -> None:
-        """Run this stage's layers over zeros in place of the plan's tokens, for a measurement, and wait for
-        the device."""
+    def layers_only(self, plan: StepPlan, most_layers: int | None = None) -> None:
+        """Run this stage's layers, or the first `most_layers`, over zeros in place of the plan's tokens, for a
+        measurement, and wait for the device."""
         rows = self.batch.change(plan)
         shape = (rows.num_tokens, self._decoder.config.hidden_size)
         self._unfinished.begin(rows.num_tokens, 0)
         hidden = torch.zeros(shape, dtype=self._kv.dtype, device=self._device)
-        self._decoder.run_layers(hidden, self._plan(rows))
+        self._decoder.run_layers(hidden, self._plan(rows), most_layers)
         event = self._event()
         if event is not None:
             event.synchronize()

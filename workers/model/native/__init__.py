@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtransfer.common.compiler import compile_library
-from workers.model.native.isa import Isa, chosen_isa
+from workers.model.native.isa import Isa, available_isas, chosen_isa
 
 _log = logging.getLogger("tandem.native")
 
@@ -222,9 +222,15 @@ def serves(device: torch.device, dtype: torch.dtype) -> bool:
 @functools.cache
 def load() -> Kernels | None:
     """Return the kernels for the best instruction set of this CPU (`workers.model.native.isa`), compiled now
-    unless this machine has compiled them before; None where it cannot."""
-    isa = chosen_isa()
-    return None if isa is None else compiled(isa)
+    unless this machine has compiled them before; None where it cannot. An instruction set that the compiler
+    or the operating system does not know is passed over."""
+    chosen = chosen_isa()
+    for isa in available_isas():
+        if chosen is not None and isa.rank >= chosen.rank:
+            kernels = compiled(isa)
+            if kernels is not None:
+                return kernels
+    return None
 
 
 @functools.cache
@@ -240,9 +246,13 @@ def compiled(isa: Isa, *defines: str) -> Kernels | None:
             return None
         # torch's own OpenMP threads serve the kernels too: a second pool would fight for the cores.
         ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)
-        return Kernels(ctypes.CDLL(str(path)), isa)
+        library = ctypes.CDLL(str(path))
+        if not library.tandem_initialize():
+            _log.warning("the operating system does not permit %s", isa.value)
+            return None
+        return Kernels(library, isa)
     except (OSError, subprocess.SubprocessError) as error:
-        _log.warning("the kernels could not be built, the torch code is used: %s", error)
+        _log.warning("the kernels for %s could not be built: %s", isa.value, error)
         return None
 
 

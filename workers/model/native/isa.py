@@ -23,6 +23,11 @@ class Isa(enum.Enum):
     AVX2 = "avx2"
 
     @property
+    def rank(self) -> int:
+        """Its place among all, 0 the best."""
+        return list(Isa).index(self)
+
+    @property
     def needed_flags(self) -> frozenset[str]:
         """The CPU flags, as the kernel names them, that a CPU must have."""
         return frozenset(_NEEDED[self])

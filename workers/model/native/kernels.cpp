@@ -8,3 +8,6 @@
 #include "layer_ops.h"
 #include "products.h"
 #include "sampling.h"
+
+// Called once before all others. Returns whether the operating system lets this process use the instruction set.
+extern "C" int64_t tandem_initialize() { return permit_tiles(); }

@@ -20,6 +20,8 @@
 #include "amx_emulation.h"
 #define TANDEM_AMX
 #elif defined(__AMX_BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
 #define TANDEM_AMX
 #endif
 #if defined(TANDEM_AMX) || defined(__AVX512BF16__)
@@ -307,6 +309,16 @@ inline void multiply_by_tiles(const Bf16* a, int64_t stride, int64_t rows, const
     }
   }
 }
+#endif
+
+// Asks the kernel for the tiles, once for a process. Returns whether they may be used; true without AMX.
+#if defined(TANDEM_AMX) && !defined(TANDEM_EMULATE_AMX)
+inline bool permit_tiles() {
+  constexpr long request_permission = 0x1023, tile_data = 18;
+  return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+}
+#else
+inline bool permit_tiles() { return true; }
 #endif
 
 // Every thread that multiplies has one of these meanwhile: other code may have set up the AMX tiles.

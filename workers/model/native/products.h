@@ -49,10 +49,13 @@ class Scratch {
 inline thread_local Scratch operand_scratch, sum_scratch, panel_scratch;
 
 // Rows whose sums are kept before the epilogue, and rows that are widened at a time.
-constexpr int64_t GROUP_ROWS = 5 * 48;
+constexpr int64_t GROUP_ROWS = 240;
 constexpr int64_t CHUNK_ROWS = 1024;
-// Inputs of a panel that are widened at a time: in both halves they fit a first-level cache beside the rows.
-constexpr int64_t WIDENED_INPUTS = 256;
+// More rows than these share a panel that is unpacked first, this many inputs at a time; fewer take it as it is.
+constexpr int64_t MOST_PACKED_ROWS = LANES == 16 ? 96 : 42;
+constexpr int64_t UNPACKED_INPUTS = LANES == 16 ? 512 : 256;
+// How far ahead a thread prefetches that reads weights for few rows.
+constexpr int64_t NEAR_BYTES = 64 << 10;
 
 // 0 below -87.3; NaN stays NaN.
 INLINE Vec silu(Vec x) {
@@ -109,11 +112,11 @@ template <typename A, typename W>
 void multiply_group(const A* a, int64_t stride, int64_t rows, const W* panel, int64_t k, float* c, Ahead ahead) {
   constexpr bool is_narrow = sizeof(A) > sizeof(W);
   constexpr bool has_halves = LANES == 8 && sizeof(A) == 4;
-  if ((is_narrow || has_halves) && rows > 2 * MOST_ROWS) {
-    float* unpacked = panel_scratch.floats(2 * PANEL * WIDENED_INPUTS);
-    float* halves = unpacked + PANEL * WIDENED_INPUTS;
-    for (int64_t begin = 0; begin < k; begin += WIDENED_INPUTS) {
-      int64_t count = k - begin < WIDENED_INPUTS ? k - begin : WIDENED_INPUTS;
+  if ((is_narrow || has_halves) && rows > MOST_PACKED_ROWS) {
+    float* unpacked = panel_scratch.floats(2 * PANEL * UNPACKED_INPUTS);
+    float* halves = unpacked + PANEL * UNPACKED_INPUTS;
+    for (int64_t begin = 0; begin < k; begin += UNPACKED_INPUTS) {
+      int64_t count = k - begin < UNPACKED_INPUTS ? k - begin : UNPACKED_INPUTS;
       const float* block = unpacked;
       if constexpr (is_narrow)
         widen_panel(panel + begin * PANEL, count, unpacked);
@@ -154,7 +157,8 @@ struct Split {
 template <typename T, typename A>
 void multiply_part(const LinearWeights& weights, const A* a, int64_t stride, int64_t rows, int64_t begin,
                    int64_t end, Epilogue epilogue, T* out, int64_t out_stride) {
-  int64_t k = weights.num_inputs, panel_size = k * PANEL, pairs = sizeof(T) == 2 ? k / 2 : k;
+  int64_t k = weights.num_inputs, panel_size = k * PANEL, panel_bytes = panel_size * sizeof(T);
+  int64_t pairs = sizeof(T) == 2 ? k / 2 : k;
   const T* panels = static_cast<const T*>(weights.panels);
   int64_t item = epilogue == STORE_FLOAT ? sizeof(float) : sizeof(T);
   float* sums = sum_scratch.floats(GROUP_ROWS * PANEL);
@@ -164,8 +168,10 @@ void multiply_part(const LinearWeights& weights, const A* a, int64_t stride, int
     for (int64_t row = 0; row < rows; row += GROUP_ROWS) {
       int64_t count = rows - row < GROUP_ROWS ? rows - row : GROUP_ROWS;
       Ahead ahead;
-      if (row == 0 && number + 1 < end)
-        ahead = {reinterpret_cast<const char*>(panel + panel_size), panel_size * int64_t(sizeof(T)) / pairs};
+      // One block of rows: its own stream, a fixed distance ahead. Several: the next panel, spread over them.
+      int64_t distance = rows <= MOST_ROWS && NEAR_BYTES < panel_bytes ? NEAR_BYTES : panel_bytes;
+      if (row == 0 && number * panel_bytes + distance < end * panel_bytes)
+        ahead = {reinterpret_cast<const char*>(panel) + distance, panel_bytes / pairs};
       multiply_group(a + row * stride, stride, count, panel, k, sums, ahead);
       finish_panel<T>(sums, count, weights, number, epilogue, reinterpret_cast<char*>(out) + row * out_stride * item,
                       out_stride);
