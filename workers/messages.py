@@ -430,6 +430,8 @@ class RankReady(Message, frozen=True):
     # What its device was measured to compute, and to read from its memory, a second.
     flop_s: float = 0.0
     byte_s: float = 0.0
+    # What computes its attention.
+    backend: str = ""
 
 
 class RankFailed(Message, frozen=True):
