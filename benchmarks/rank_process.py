@@ -89,6 +89,9 @@ class RankProcess:
             self._send(FormGroup("", ((0, read_model_config(model_dir).num_layers),)))
             self.ready = self._expect(RankReady)
             self._note("ready")
+            times = psutil.Process(self.process.pid).cpu_times()
+            # The seconds of a core that the start took.
+            self.start_cpu_s = float(times.user + times.system)
         except BaseException:
             self.process.kill()
             self.process.wait()

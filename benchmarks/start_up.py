@@ -8,7 +8,8 @@ A virtual machine may have given memory that nobody uses back to its host, and t
 than all else, seconds a GB on some hosts. Each round therefore takes and frees as much memory as the rank
 needs immediately before the rank starts; `--as-found` leaves that out.
 
-JSON lines; `ratio` is the time over the limit, `phases` are seconds.
+JSON lines; `ratio` is the time over the limit, `phases` are seconds, `cpu_s` the seconds of cores that the start
+took, which says more than the time does when other work uses the machine.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ def measure(arguments: argparse.Namespace, model_dir: Path, folder: Path) -> Non
                 "warm_up_s": round(rank.ready.warm_up_s, 3),
                 "resident_mib": round(resident_bytes / 2**20, 1),
                 "start_s": round(rank.start_s, 3),
+                "cpu_s": round(rank.start_cpu_s, 3),
                 "limit_s": round(limit_s, 3),
                 "ratio": round(rank.start_s / limit_s, 3),
             }
