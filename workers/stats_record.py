@@ -84,6 +84,8 @@ class ReplicaStats(Part, frozen=True):
     # By rank: how long it loaded, and then ran its first steps, before it was ready.
     load_s: tuple[float, ...] = ()
     warm_up_s: tuple[float, ...] = ()
+    # What computes attention, as chosen by measurement at start; of several ranks those that differ.
+    backend: str = ""
     # By rank, a few seconds old; () until all ranks have reported.
     memory: tuple[DeviceMemory, ...] = ()
 

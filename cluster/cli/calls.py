@@ -188,7 +188,7 @@ def _replica_table(replicas: Sequence[pb.Replica]) -> Table:
         home = f" (of {replica.home_role})" if replica.home_role not in ("", replica.role) else ""
         table.add_row(
             replica.replica_id,
-            f"{replica.role}{home}\n{_shape(replica)}".strip(),
+            "\n".join(filter(None, (f"{replica.role}{home}", _shape(replica), load.backend))),
             replica.state,
             f"{load.num_running}/{load.num_waiting}",
             f"{load.num_free_blocks}/{load.num_total_blocks}",

@@ -317,6 +317,7 @@ def _ready(
         num_offload_blocks=fields.num_offload_blocks,
         flop_s=limits.flop_s,
         byte_s=limits.byte_s,
+        backend=fields.backend,
     )
 
 

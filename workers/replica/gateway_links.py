@@ -202,6 +202,7 @@ class ReplicaReports:
         self._migration = migration
         self._peers = peers
         self._connector = connector
+        self._backend = ", ".join(sorted({rank.backend for rank in ready if rank.backend}))
         self._load_s = tuple(rank.load_s for rank in ready)
         self._warm_up_s = tuple(rank.warm_up_s for rank in ready)
         self._kv_sequence = 0
@@ -260,6 +261,7 @@ class ReplicaReports:
             num_transport_bytes=dict(pushes.num_bytes_by_transport),
             transport_s=dict(pushes.seconds_by_transport),
             load_s=self._load_s,
+            backend=self._backend,
             warm_up_s=self._warm_up_s,
             **self._steps.stats.totals(),
             **self._of_the_store(),

@@ -11,7 +11,8 @@ const COLUMNS = [
     fill: (cell, { replica }) => {
       if (!cell.firstElementChild) cell.append(el("span"), el("small"));
       text(cell.children[0], replica.replica_id);
-      text(cell.children[1], [shapeOf(replica), `process ${replica.process_id}`].filter(Boolean).join(", "));
+      const parts = [shapeOf(replica), loadOf(replica).backend, `process ${replica.process_id}`];
+      text(cell.children[1], parts.filter(Boolean).join(", "));
     },
   },
   {

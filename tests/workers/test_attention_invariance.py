@@ -1,0 +1,171 @@
+"""What the kernels compute for a token depends on nothing but its sequence up to it: bit for bit, and against
+float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from attention_steps import BACKENDS, attend, make_backend, unrotated
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from optional_programs import needs_compiler
+from torch import Tensor
+
+from workers.model.attention.interface import SequenceSpan, kv_shape
+
+KERNELS = [pytest.param(name, marks=needs_compiler) for name in BACKENDS if name != "torch"]
+MOST_ERROR = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+class Sequences:
+    """KV of sequences in shuffled blocks; every other byte, before and after them, is NaN."""
+
+    def __init__(
+        self,
+        name: str,
+        lengths: list[int],
+        *,
+        block_tokens: int = 16,
+        num_kv_heads: int = 2,
+        group: int = 2,
+        head_dim: int = 32,
+        window: int = 0,
+        dtype: torch.dtype = torch.bfloat16,
+        seed: int = 0,
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        counts = [-(-length // block_tokens) for length in lengths]
+        free = torch.randperm(sum(counts) + 3, generator=generator).tolist()
+        shape = (len(free), 1, 2, num_kv_heads, block_tokens, head_dim)
+        kv = torch.full(shape, float("nan"), dtype=dtype)
+        self.window, self.lengths = window, lengths
+        self.tables = [[free.pop() for _ in range(count)] for count in counts]
+        self.queries: list[Tensor] = []
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        for table, length in zip(self.tables, lengths, strict=True):
+            heads = (num_kv_heads * (group + 2), head_dim)
+            numbers = torch.randn((length, *heads), generator=generator).to(dtype)
+            query, keys, values = numbers.split_with_sizes(
+                [num_kv_heads * group, num_kv_heads, num_kv_heads], 1
+            )
+            self.queries.append(query)
+            self.keys.append(keys)
+            self.values.append(values)
+            for at in range(0, length, block_tokens):
+                both = torch.stack((keys[at : at + block_tokens], values[at : at + block_tokens]))
+                kv[table[at // block_tokens], 0, :, :, : both.shape[1]] = both.transpose(1, 2)
+        self._whole = kv
+        self.backend = make_backend(name, unrotated(num_kv_heads * group, head_dim, (window,)), kv.clone())
+
+    def compute(self, work: list[tuple[int, int, int]]) -> list[Tensor]:
+        """One step over tokens [start, end) of sequences (number, start, end): the results of each. What lies
+        after these tokens is NaN, and what lies before a window."""
+        kv, size = self.backend.kv, kv_shape(self.backend.kv).block_tokens
+        kv.copy_(self._whole)
+        spans = []
+        for number, start, end in work:
+            table = list(self.tables[number])
+            if end % size:
+                kv[table[end // size], 0, :, :, end % size :] = float("nan")
+            kv[table[-(-end // size) :]] = float("nan")
+            if self.window:  # blocks before the window may be anybody's
+                for place in range(max(0, start - self.window + 1) // size):
+                    kv[table[place]] = float("nan")
+            spans.append(SequenceSpan(start, end - start, table[: -(-end // size)]))
+        query = torch.cat([self.queries[number][start:end] for number, start, end in work])
+        (mixed,) = attend(self.backend, spans, [query])
+        return list(torch.split(mixed, [end - start for _, start, end in work]))
+
+    def exact(self, number: int, position: int) -> Tensor:
+        """Attention of one token in float64."""
+        first = max(0, position - self.window + 1) if self.window else 0
+        query = self.queries[number][position].double()
+        keys = self.keys[number][first : position + 1].double()
+        values = self.values[number][first : position + 1].double()
+        group = query.shape[0] // keys.shape[1]
+        keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+        scores = torch.einsum("hd,khd->hk", query, keys) / query.shape[1] ** 0.5
+        return torch.einsum("hk,khd->hd", scores.softmax(-1), values).flatten()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("window", [0, 70, 700])
+@pytest.mark.parametrize("group", [1, 2, 5])
+def test_decoding_equals_prefill_bit_for_bit(name: str, window: int, group: int, dtype: torch.dtype) -> None:
+    """Around the ends of panels, tiles and pieces; alone, in a batch of 16, chunked, with one thread."""
+    sequences = Sequences(
+        name, [1100] + [40 * it + 3 for it in range(15)], group=group, window=window, dtype=dtype
+    )
+    (whole,) = sequences.compute([(0, 0, 1100)])
+    others = [(number, 40 * number - 38, 40 * number - 37) for number in range(1, 16)]
+    for position in (0, 15, 31, 32, 63, 64, 127, 128, 500, 511, 512, 575, 1023, 1024, 1099):
+        (alone,) = sequences.compute([(0, position, position + 1)])
+        assert torch.equal(alone[0], whole[position]), position
+        batched = sequences.compute([(0, position, position + 1), *others])
+        assert torch.equal(batched[0], alone), position
+        error = (alone[0].double() - sequences.exact(0, position)).norm() / alone.double().norm()
+        assert float(error) < MOST_ERROR[dtype], position
+    for size in (1, 37, 64, 500, 513):
+        chunk = slice(580, 580 + size)
+        (part,) = sequences.compute([(0, chunk.start, chunk.stop)])
+        assert torch.equal(part, whole[chunk]), size
+    torch.set_num_threads(1)
+    (single,) = sequences.compute([(0, 0, 1100)])
+    assert torch.equal(single, whole)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_long_sequence_is_split_over_threads_with_the_same_result(name: str) -> None:
+    """One key-value head leaves threads idle unless its pieces are computed in parallel."""
+    sequences = Sequences(name, [3000, 90, 20], num_kv_heads=1)
+    work = [(0, 2999, 3000), (1, 89, 90), (2, 3, 20)]
+    several = sequences.compute(work)
+    torch.set_num_threads(7)
+    many = sequences.compute(work)
+    torch.set_num_threads(1)
+    for one, *others in zip(sequences.compute(work), several, many, strict=True):
+        assert all(torch.equal(one, other) for other in others)
+    error = (several[0][0].double() - sequences.exact(0, 2999)).norm() / several[0].double().norm()
+    assert float(error) < MOST_ERROR[torch.bfloat16]
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("name", KERNELS)
+def test_any_step_equals_float64_and_its_tokens_alone(name: str, data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 700), min_size=1, max_size=4))
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32]))
+    sequences = Sequences(
+        name,
+        lengths,
+        block_tokens=data.draw(st.sampled_from([16, 32, 64, 256])),
+        num_kv_heads=data.draw(st.integers(1, 2)),
+        group=data.draw(st.sampled_from([1, 2, 3, 8])),
+        head_dim=data.draw(st.sampled_from([16, 48, 64, 128])),
+        window=data.draw(st.sampled_from([0, 1, 33, 200, 600])),
+        dtype=dtype,
+        seed=data.draw(st.integers(0, 100)),
+    )
+    work = []
+    for number, length in enumerate(lengths):
+        end = data.draw(st.integers(1, length))
+        work.append((number, data.draw(st.sampled_from([end - 1, end // 2, 0])), end))
+    results = sequences.compute(work)
+    for (number, start, end), mixed in zip(work, results, strict=True):
+        position = data.draw(st.integers(start, end - 1))
+        (alone,) = sequences.compute([(number, position, position + 1)])
+        assert torch.equal(mixed[position - start], alone[0])
+        expected = sequences.exact(number, position)
+        assert float((alone[0].double() - expected).norm() / expected.norm()) < MOST_ERROR[dtype]
