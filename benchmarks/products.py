@@ -3,7 +3,8 @@
 A JSON line for each shape and number of rows: microseconds of a call, the least of rounds in which all ways
 take turns; `limit_us` is the longer of reading the weights and of the multiplications, at the read bandwidth
 and at the rate of the fastest square product of the same rounds. `ratio` is the time of the fastest other way
-over ours. Weights are rotated, so that none is in a cache.
+over over ours. Weights are rotated, so that none is in a cache. With `--threads 1` the times are CPU time, which
+other processes disturb less.
 
     python -m benchmarks.products [--rows 1,4,8,16,64,512] [--dtype bf16] [--isa avx2]
 """
@@ -37,6 +38,7 @@ ROTATED_BYTES = 160 << 20
 ROUND_S = 0.02
 LARGEST_HEAD_ROWS = 64
 SQUARE = 1536
+Clock = Callable[[], float]
 
 Product = Callable[[Tensor], object]
 # Takes a weight, and rows of its dtype.
@@ -56,12 +58,16 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.dtype]
     ways = _ways(dtype, args.isa.split(",") if args.isa else [], args.peers != "0")
+    clock = time.thread_time if args.threads == 1 else time.perf_counter
+    rows = [int(number) for number in args.rows.split(",")]
     for shape in args.shapes.split(","):
-        measure(shape, dtype, ways, [int(rows) for rows in args.rows.split(",")], args.rounds)
+        measure(shape, dtype, ways, rows, args.rounds, clock)
 
 
 @torch.inference_mode()
-def measure(shape: str, dtype: torch.dtype, ways: dict[str, Way], rows: list[int], num_rounds: int) -> None:
+def measure(
+    shape: str, dtype: torch.dtype, ways: dict[str, Way], rows: list[int], num_rounds: int, clock: Clock
+) -> None:
     """Print a line for each number of rows."""
     num_outputs, num_inputs = SHAPES[shape]
     weight_bytes = num_outputs * num_inputs * dtype.itemsize
@@ -84,7 +90,7 @@ def measure(shape: str, dtype: torch.dtype, ways: dict[str, Way], rows: list[int
         name_to_times: dict[str, list[float]] = {name: [] for name in works}
         for _ in range(num_rounds):
             for name, work in works.items():
-                name_to_times[name].append(_time_s(work))
+                name_to_times[name].append(_time_s(work, clock))
         name_to_s = {name: min(times) for name, times in name_to_times.items()}
         read_s = name_to_s.pop("read") * weight_bytes / read.nbytes
         gemm_s = name_to_s.pop("gemm") * num_rows * num_inputs * num_outputs / SQUARE**3
@@ -136,15 +142,15 @@ def _next(products: cycle[Product], x: Tensor) -> object:
     return next(products)(x)
 
 
-def _time_s(work: Callable[[], object]) -> float:
+def _time_s(work: Callable[[], object], clock: Clock) -> float:
     """Return the mean of as many calls as fit a round."""
     work()
-    started_at = time.perf_counter()
+    started_at = clock()
     num_calls = 0
-    while num_calls == 0 or time.perf_counter() - started_at < ROUND_S:
+    while num_calls == 0 or clock() - started_at < ROUND_S:
         work()
         num_calls += 1
-    return (time.perf_counter() - started_at) / num_calls
+    return (clock() - started_at) / num_calls
 
 
 if __name__ == "__main__":

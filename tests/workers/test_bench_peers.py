@@ -62,8 +62,7 @@ def test_a_peer_uses_no_cpu_between_its_turns(start: Start) -> None:
     process = start(ECHO)
     process.wait_ready()
     process.prefill_s(7)
-    (child,) = psutil.Process().children()
-    assert child.status() == psutil.STATUS_STOPPED
+    assert psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
     before_s = process.cpu_s()
     sum(index for index in range(3_000_000))  # time in which it would spin
     assert process.cpu_s() == before_s
@@ -110,7 +109,7 @@ def test_closing_ends_the_process_and_its_children(start: Start) -> None:
         'print(\'{"ready": "1"}\', flush=True); input()'
     )
     process.wait_ready()
-    family = psutil.Process().children(recursive=True)
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     assert len(family) == 2
     process.close()
     assert psutil.wait_procs(family, timeout=10)[1] == []

@@ -124,6 +124,11 @@ class PeerProcess:
         self._stop()
         return Ready(str(answer.get("ready")), str(answer.get("detail", "")))
 
+    @property
+    def pid(self) -> int:
+        """The process id, also that of its process group."""
+        return self._process.pid
+
     def prefill_s(self, num_tokens: int) -> float:
         """Return the seconds that a random prompt takes up to its first token."""
         return self._ask(f"prefill {num_tokens}")

@@ -161,11 +161,7 @@ class ModelRunner:
             if_it_fails.pop_all()
         self.config = config = self._decoder.config
         self.layout = _layout(config, self._decoder.shard, block_tokens, dtype)
-        num_blocks = num_kv_tokens // block_tokens
-        if auto_kv is not None:
-            num_blocks = self._groups.smallest(min(num_blocks, self._fitting_blocks(auto_kv, max_sequences)))
-        if num_blocks < 1:
-            raise CapacityError(f"kv_tokens {num_kv_tokens} is less than one block of {block_tokens} tokens")
+        num_blocks = self._num_blocks(num_kv_tokens, auto_kv, max_sequences)
         progress("allocating KV memory")
         self.kv, self.pool = _allocate(self.layout, num_blocks, dtype, device)
         self._offload_mode = offload_mode
@@ -301,6 +297,16 @@ class ModelRunner:
             self.host.close()
         del self.kv, self.attention, self._runner
         self.pool.close()
+
+    def _num_blocks(self, num_kv_tokens: int, auto: AutoKv | None, max_sequences: int) -> int:
+        num_blocks = num_kv_tokens // self._block_tokens
+        if num_blocks < 1:
+            raise CapacityError(
+                f"kv_tokens {num_kv_tokens} is less than one block of {self._block_tokens} tokens"
+            )
+        if auto is None:
+            return num_blocks
+        return self._groups.smallest(min(num_blocks, self._fitting_blocks(auto, max_sequences)))
 
     def _fitting_blocks(self, auto: AutoKv, max_sequences: int) -> int:
         """Return how many blocks the device has memory for. Not yet validated on CUDA."""
