@@ -61,7 +61,7 @@ def _attend(name: str, kv: Tensor, query: Tensor, host: HostKv | None) -> list[T
             span._replace(block_ids=tuple(MOVED.get(block, block) for block in span.block_ids))
             for span in SPANS
         )
-    reader = host.reader_for([span.block_ids for span in spans]) if host is not None else None
+    reader = host.reader if host is not None else None
     backend = make_backend(name, unrotated(HEADS, HEAD_DIM, WINDOWS), kv)
     return attend(backend, spans, [query] * LAYERS, reader)
 
@@ -116,13 +116,6 @@ def test_copies_go_both_ways_and_those_on_the_device_are_left(device_kv: Tensor)
     assert torch.equal(device_kv[7], before[4])
     device_kv[7] = before[7]
     assert torch.equal(device_kv, before)
-    host.close()
-
-
-def test_a_step_on_the_device_has_no_reader(device_kv: Tensor) -> None:
-    host = HostKv(device_kv, NUM_HOST)
-    assert host.reader_for([(0, 29), ()]) is None
-    assert host.reader_for([(0, 29), (3, 30)]) is host.reader
     host.close()
 
 

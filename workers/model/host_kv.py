@@ -55,10 +55,6 @@ class HostKv:
             region = ByteRegion(memoryview(self._memory))
             self.reader = _StreamedOnCpu(self.first_id, region, self._device_kv)
 
-    def reader_for(self, tables: Sequence[Sequence[int]]) -> HostReader | None:
-        """Return the reader for a step of these block tables, None if all blocks are on the device."""
-        return self.reader if any(max(table, default=0) >= self.first_id for table in tables) else None
-
     def copy(self, copies: Sequence[BlockCopy]) -> list[BlockCopy]:
         """Make the copies into and out of host memory. Returns the others, to be made after them."""
         others = []

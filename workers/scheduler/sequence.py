@@ -251,7 +251,7 @@ class Sequence:
         return bytes(self.tokens[len(self.request.submission.prompt) :])
 
     def replace_block(self, index: int, block_id: int) -> None:
-        """Put another block into the table; the next plan that names the sequence tells the ranks."""
+        """Put another block into the table; the next plan that names the sequence says so."""
         self.block_ids[index] = block_id
         if index < self.num_sent_blocks:
             self.replaced.add(index)
