@@ -36,7 +36,7 @@ LEAST_READ_BYTES, MOST_LAYERS = 256 << 20, 32
 PRODUCT_SIZE = 2048
 
 
-class Case:
+class LayerTimer:
     """A step over the last tokens of sequences, layer by layer, by every backend of this machine."""
 
     def __init__(self, args: argparse.Namespace, spans: list[SequenceSpan], num_layers: int) -> None:
@@ -94,7 +94,7 @@ def measure_decode(args: argparse.Namespace, batch: int, context: int) -> None:
     report(
         args,
         {"kind": "decode", "batch": batch, "context": context, "unit": "GB/s"},
-        Case(args, spans, num_layers),
+        LayerTimer(args, spans, num_layers),
         layer_bytes / 1e9,
         lambda: LEAST_READ_BYTES / 1e9 / seconds(memory.sum),
     )
@@ -111,20 +111,24 @@ def measure_chunk(args: argparse.Namespace, start: int, num_tokens: int) -> None
     report(
         args,
         {"kind": "prefill", "tokens": num_tokens, "after": start, "unit": "GFLOP/s"},
-        Case(args, spans, 4),
+        LayerTimer(args, spans, 4),
         4 * num_pairs * args.heads * args.head_dim / 1e9,
         lambda: product / seconds(lambda: linear(rows)),
     )
 
 
 def report(
-    args: argparse.Namespace, what: dict[str, object], case: Case, work: float, limit: Callable[[], float]
+    args: argparse.Namespace,
+    what: dict[str, object],
+    timer: LayerTimer,
+    work: float,
+    limit: Callable[[], float],
 ) -> None:
     """Measure in rounds, the backends and the limit in turns, and print a line for each backend."""
-    name_to_rates: dict[str, list[float]] = {name: [] for name in case.name_to_backend}
+    name_to_rates: dict[str, list[float]] = {name: [] for name in timer.name_to_backend}
     limits: list[float] = []
     for number in range(args.rounds + 1):  # the first touches the memory
-        rates = {name: work / case.layer_s(backend) for name, backend in case.name_to_backend.items()}
+        rates = {name: work / timer.layer_s(backend) for name, backend in timer.name_to_backend.items()}
         reached = limit()
         if number:
             limits.append(reached)

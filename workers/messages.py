@@ -333,7 +333,7 @@ class RankSpec(Message, frozen=True):
     Rank `stage * tp + tp_rank` is the `tp_rank`-th of the `tp` ranks that share every layer of `stage`. The
     first of the last stage samples. `probe_rows` above 0: before it loads, the rank measures what a layer and
     the head cost on its device for a step of so many tokens, `probe_sampled_rows` of which sample (0: all),
-    and reports it in `RankJoined`.
+    and reports it in `RankJoined`. `kv_share` above 0: `num_kv_tokens` is the most; see `AutoKv`.
     """
 
     replica: ReplicaIdentity
@@ -351,7 +351,6 @@ class RankSpec(Message, frozen=True):
     max_batch_tokens: int
     max_sequences: int
     transfer: TransferSettings
-    # Above 0: `num_kv_tokens` is the most; ranks take what this share of a GPU's memory leaves them all.
     kv_share: float = 0.0
     # KV capacity in host memory for older blocks of running sequences, beside `num_kv_tokens`.
     num_offload_tokens: int = 0

@@ -471,7 +471,8 @@ inline Best draw_by_rejection(const Slot& slot, const float* x, int64_t V, uint6
       parts[0].certain += parts[size_t(part)].certain;
       parts[0].possible += parts[size_t(part)].possible;
     }
-    double error = mass_error(V / 8);  // torch adds in at least eight lanes
+    // Torch adds in at least eight lanes; a reciprocal stands for the division.
+    double error = mass_error(V / 8) + (std::fabs(most) + 90) * 0x1p-22;
     if (parts[0].possible == 0 || parts[0].possible / parts[0].total < slot.top_p - error) return found;
     if (!(parts[0].certain / parts[0].total > slot.top_p + error)) break;
     least = std::nextafter(scaled, INFINITY);
