@@ -21,9 +21,8 @@ from typing import NamedTuple
 import numpy as np
 import psutil
 
-from benchmarks.random_checkpoint import write_random_checkpoint
+from benchmarks.random_checkpoint import QWEN3_06B, write_random_checkpoint
 from benchmarks.rank_process import RankProcess
-from benchmarks.start_up import QWEN3_06B
 from workers.messages import BatchEntry, SamplingParams, SlotSample, SlotStart, StepPlan, TableChange
 from workers.model.model_config import read_model_config, weight_files
 

@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.random_checkpoint import QWEN3_06B, write_random_checkpoint
@@ -47,7 +48,7 @@ def import_s() -> float:
     return elapsed_s
 
 
-def read_s(files: list[Path]) -> float:
+def read_s(files: Sequence[Path]) -> float:
     """Return the seconds of a loop of one thread that copies all bytes out of the page cache."""
     buffer = mmap.mmap(-1, _PIECE_BYTES)
     began_at = CLOCK.now()

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.random_checkpoint import write_random_checkpoint
 from benchmarks.rank_memory import watch
 
-_SIZES = {
+_SIZES: dict[str, Any] = {
     "hidden_size": 512,
     "intermediate_size": 1536,
     "num_hidden_layers": 10,
