@@ -3,7 +3,7 @@
 A JSON line for each shape and number of rows: microseconds of a call, the least of rounds in which all ways
 take turns; `limit_us` is the longer of reading the weights and of the multiplications, at the read bandwidth
 and at the rate of the fastest square product of the same rounds. `ratio` is the time of the fastest other way
-over over ours. Weights are rotated, so that none is in a cache. With `--threads 1` the times are CPU time, which
+over ours. Weights are rotated, so that none is in a cache. With `--threads 1` the times are CPU time, which
 other processes disturb less.
 
     python -m benchmarks.products [--rows 1,4,8,16,64,512] [--dtype bf16] [--isa avx2]

@@ -464,8 +464,8 @@ class SlotStart(Part, frozen=True):
 
 
 class TableChange(Part, frozen=True):
-    """Write `block_ids` (uint32) into the block table of slot `slot`, from index `first` on: it grows, or
-    blocks in it are replaced. It is forgotten when its slot is freed."""
+    """Write `block_ids` (uint32) into the block table of `slot` from index `first` on. It is forgotten with
+    its slot."""
 
     slot: int
     first: int
@@ -496,12 +496,10 @@ class BlockCopy(Part, frozen=True):
 
 
 class StepPlan(Message, frozen=True):
-    """Engine core to rank: one step, as changes to what the rank knows by slot; its size does not depend on
-    how long contexts are. Order of effects: frees, starts, tables, copies, computation, sampling.
-
-    `decodes` are slots (uint32): each computes its newest token and samples the next. The newest is that of
-    the slot's start, or any that an earlier plan sampled, which the engine core may not know yet.
-    """
+    """Engine core to rank: one step, as changes to what the rank knows by slot. Order of effects: frees,
+    starts, tables, copies, computation, sampling. `decodes` are slots (uint32): each computes its newest
+    token and samples the next. The newest is that of the slot's start, or any that an earlier plan sampled,
+    which the engine core may not know yet."""
 
     step: int
     free_slots: tuple[int, ...] = ()
