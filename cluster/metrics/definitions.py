@@ -66,8 +66,8 @@ _TIER = ("app", "node", "tier")
 _NEEDS_PAIR = "needs two replicas of separate pools"
 _NEEDS_STORE = "needs a store (`store.dram_gb`)"
 _NEEDS_NVME = "needs a tier on NVMe (`store.nvme_path`)"
-_NEEDS_LOAD = "a prompt must be in the store and no longer on the device"
-_NEEDS_FULL_STORE = "the store must be full or unavailable"
+NEEDS_LOAD = "a prompt must be in the store and no longer on the device"
+NEEDS_FULL_STORE = "the store must be full or unavailable"
 
 
 def _metric(
@@ -404,7 +404,7 @@ KV = (
         "tokens",
         "Tokens whose KV was loaded from the store instead of computed.",
         by="tier",
-        why_empty=_NEEDS_LOAD,
+        why_empty=NEEDS_LOAD,
     ),
     _replica(
         "load_tokens_per_second",
@@ -412,7 +412,7 @@ KV = (
         "tokens/s",
         "Rate at which KV is loaded from a tier of the store.",
         by="tier",
-        why_empty=_NEEDS_LOAD,
+        why_empty=NEEDS_LOAD,
     ),
     _replica(
         "stored_blocks_total", "num_stored_blocks", "blocks", "Blocks written through to the node's store."
@@ -423,7 +423,7 @@ KV = (
         "blocks",
         "Finished blocks that were not written to the store.",
         by="cause",
-        why_empty=_NEEDS_FULL_STORE,
+        why_empty=NEEDS_FULL_STORE,
     ),
     _replica(
         "store_read_failures_total",

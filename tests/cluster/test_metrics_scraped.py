@@ -14,7 +14,7 @@ from serving import TINY, RunningCluster, free_port
 from cluster.api.blocking_client import BlockingClient
 from cluster.api.client import GenerateOptions
 from cluster.errors import CallError
-from cluster.metrics.definitions import METRICS, NEEDS_FAULT
+from cluster.metrics.definitions import METRICS, NEEDS_FAULT, NEEDS_FULL_STORE, NEEDS_LOAD
 from kvtransfer.common.clock import SystemClock
 
 pytestmark = [
@@ -35,11 +35,7 @@ PROMPT = "".join(
     f"def function_{number}(self, value):\n    return value + {number}\n\n" for number in range(12)
 )
 # Of all reasons in the catalogue: here are hand-overs, and a store with both tiers.
-NOT_IN_THE_DEMO = {
-    NEEDS_FAULT,
-    "a prompt must be in the store and no longer on the device",
-    "the store must be full or away",
-}
+NOT_IN_THE_DEMO = {NEEDS_FAULT, NEEDS_LOAD, NEEDS_FULL_STORE}
 # A rate needs two scrapes of what Ray hands on every 10 s.
 PATIENCE_S = 180.0
 
