@@ -455,9 +455,11 @@ def bench_engine(
 
     run_engine_bench(options, show)
     if not as_json:
-        out.print(engine_table(lines))
+        # With all peers the table is wider than 80 columns, and nothing of it can be folded.
+        Console(width=max(out.width, _ENGINE_TABLE_WIDTH)).print(engine_table(lines))
 
 
+_ENGINE_TABLE_WIDTH = 120
 # The lines of the engine benchmark that its table holds.
 ENGINE_RESULTS = ("prefill", "decode", "peer")
 

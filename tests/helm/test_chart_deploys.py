@@ -108,7 +108,37 @@ def test_operators_scale_a_pool_into_a_new_pod(nodes: RayGroups, config: Object)
     assert len(set(places)) == 2
 
 
+def test_a_pod_drains_before_it_ends(nodes: RayGroups, config: Object) -> None:
+    """What the `preStop` hook asks for: the replica is started elsewhere, and no stream is cut."""
+    assert nodes.ask(SCALE, {"target_num_replicas": 1}, "POST") is not None
+    before = nodes.replicas("tandem", "Pool-decode", lambda places: len(places) == 1, START_S)
+    gateway = config["applications"][0]["args"]["config"]["gateway"]
+    stop = threading.Event()
+
+    def stream() -> list[int]:
+        lengths = []
+        with BlockingClient(f"127.0.0.1:{gateway['port']}") as client:
+            while not stop.is_set():
+                options = GenerateOptions(max_tokens=256, ignore_eos=True)
+                done = client.complete(PROMPT, options, timeout_s=120)
+                lengths.append(len(done.token_ids[0]))
+        return lengths
+
+    with ThreadPoolExecutor(2) as pool:
+        streams = [pool.submit(stream) for _ in range(2)]
+        try:
+            nodes.drain(before[0], 120)
+            nodes.replicas(
+                "tandem", "Pool-decode", lambda places: len(places) == 1 and places != before, START_S
+            )
+        finally:
+            stop.set()
+        for each in streams:
+            assert set(each.result()) == {256}
+
+
 def test_another_count_is_deployed_without_a_restart(nodes: RayGroups, config: Object) -> None:
+    """Last: an order of the count in the build, right after a deploy, is taken for a reset by the deploy."""
     before = replica_ids(nodes)
     other = json.loads(json.dumps(config))
     for deployment in other["applications"][0]["deployments"]:
@@ -138,32 +168,3 @@ def text_of(url: str) -> str:
 def replica_ids(nodes: RayGroups) -> set[str]:
     deployments = nodes.ask("/api/serve/applications/")["applications"]["tandem"]["deployments"]
     return {replica["replica_id"] for each in deployments.values() for replica in each["replicas"]}
-
-
-def test_a_pod_drains_before_it_ends(nodes: RayGroups, config: Object) -> None:
-    """What the `preStop` hook asks for: the replica is started elsewhere, and no stream is cut."""
-    assert nodes.ask(SCALE, {"target_num_replicas": 1}, "POST") is not None
-    before = nodes.replicas("tandem", "Pool-decode", lambda places: len(places) == 1, START_S)
-    gateway = config["applications"][0]["args"]["config"]["gateway"]
-    stop = threading.Event()
-
-    def stream() -> list[int]:
-        lengths = []
-        with BlockingClient(f"127.0.0.1:{gateway['port']}") as client:
-            while not stop.is_set():
-                options = GenerateOptions(max_tokens=256, ignore_eos=True)
-                done = client.complete(PROMPT, options, timeout_s=120)
-                lengths.append(len(done.token_ids[0]))
-        return lengths
-
-    with ThreadPoolExecutor(2) as pool:
-        streams = [pool.submit(stream) for _ in range(2)]
-        try:
-            nodes.drain(before[0], 120)
-            nodes.replicas(
-                "tandem", "Pool-decode", lambda places: len(places) == 1 and places != before, START_S
-            )
-        finally:
-            stop.set()
-        for each in streams:
-            assert set(each.result()) == {256}

@@ -138,6 +138,8 @@ def test_a_peer_that_cannot_load_is_reported_and_the_others_are_measured(
 def test_without_peers_there_are_no_peer_lines(model_dir: Path) -> None:
     lines = run(model_dir, dtype="bf16", decode=[])
     assert [line["what"] for line in lines] == ["check", "machine", "round", "prefill"]
+    # Rounding alone parts both from float32.
+    assert 1e-4 < lines[0]["max_error_to_fp32"] < 2 * lines[0]["transformers_error_to_fp32"]
     assert lines[-1]["dtype"] == "bf16"
 
 

@@ -303,7 +303,7 @@ def _rounded(value: float | None, digits: int) -> float | None:
 
 def _check(driver: EngineDriver, model_dir: Path) -> dict[str, Any]:
     """Compare the logits of a prompt, in chunks and then token by token, with those of transformers in
-    the same dtype."""
+    the same dtype, and both with those of transformers in float32."""
     if importlib.util.find_spec("transformers") is None:
         return {"what": "check", "skipped": f"transformers is not installed: {INSTALL['transformers']}"}
     tokens = driver.draw(_CHECK_TOKENS)
@@ -314,13 +314,19 @@ def _check(driver: EngineDriver, model_dir: Path) -> dict[str, Any]:
     ]
     ours = driver.logits(tokens, ends)
     dtype, device = driver.runner.kv.dtype, driver.runner.kv.device
-    theirs = _transformers_logits(model_dir, dtype, device, tokens)[[end - 1 for end in ends]]
+    theirs, exact = (
+        _transformers_logits(model_dir, each, device, tokens)[[end - 1 for end in ends]]
+        for each in (dtype, torch.float32)
+    )
+    largest = theirs.abs().max()
     return {
         "what": "check",
         "against": "transformers",
         "positions": len(ends),
-        "max_error": float((ours - theirs).abs().max() / theirs.abs().max()),
+        "max_error": float((ours - theirs).abs().max() / largest),
         "argmax_agreement": float((ours.argmax(-1) == theirs.argmax(-1)).float().mean()),
+        "max_error_to_fp32": float((ours - exact).abs().max() / largest),
+        "transformers_error_to_fp32": float((theirs - exact).abs().max() / largest),
     }
 
 
