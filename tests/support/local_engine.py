@@ -16,6 +16,7 @@ from plan_reader import ExpectedSlots, Work
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.common.faults import Faults
 from workers.config import EngineConfig
+from workers.errors import OutOfBlocksError
 from workers.messages import (
     BatchEntry,
     BlockCopy,
@@ -57,6 +58,7 @@ class LocalEngine:
         stages: Sequence[tuple[int, int]] = ((0, 2),),
         host_id: str = "",
         faults: Sequence[Faults] = (),
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         """Ranks with a `host_id` share memory, others speak through gloo; `faults` are those of each rank."""
         self.tp, self.pp = tp, len(stages)
@@ -77,17 +79,18 @@ class LocalEngine:
             )
             runner = ModelRunner(
                 model_dir=model_dir,
-                dtype=torch.float32,
+                dtype=dtype,
                 device=CPU,
                 block_tokens=BLOCK,
                 num_kv_tokens=num_blocks * BLOCK,
-                num_threads=1,
+                num_threads=config.num_threads,
                 clock=ManualClock(5.0),
                 shard=ShardSpec(first, end, rank % tp, tp),
                 groups=groups,
                 num_offload_tokens=num_offload_blocks * BLOCK,
                 offload_mode=mode,
                 max_sequences=config.max_sequences,
+                is_deterministic=config.deterministic,
                 faults=faults[rank] if faults else None,
             )
             runner.warm_up()
@@ -138,6 +141,22 @@ class LocalEngine:
         self.scheduler.check()
         self.most_offloaded = max(self.most_offloaded, self.scheduler.num_offloaded_blocks)
         return outcome
+
+    def move(self, request_id: str, num_tokens: int, target: LocalEngine) -> bool:
+        """Hand a stream that is held with KV of `num_tokens` over to another engine of one rank: its KV and
+        its state. Where that has no blocks the stream continues here, and the result is False."""
+        key = request_id, 1
+        (sequence,) = self.scheduler._life.requests[key].sequences
+        try:
+            blocks = target.pool.allocate(-(-(num_tokens + 1) // BLOCK))
+        except OutOfBlocksError:
+            self.scheduler.migration.resume(key)
+            return False
+        for src, dst in zip(sequence.block_ids, blocks, strict=False):
+            target.runners[0].kv[dst] = self.runners[0].kv[src]
+        target.scheduler.adopt(self.scheduler.held_state(key, 0.0), blocks, num_tokens, 0.0)
+        assert self.scheduler.finish_hand_over(*key)
+        return True
 
     def _send(self, plan: StepPlan) -> None:
         self.plans.append(plan)

@@ -1,20 +1,26 @@
 """Deterministic mode: a sequence's logits are the same bits, whatever is computed beside it and however it is
-cut into chunks; and where that cannot be had, a rank does not start."""
+cut into chunks; whole engines give a request the same tokens in any company and after any interruption; and
+where that cannot be had, a rank does not start."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from local_engine import LocalEngine, draw, packed
+from msgspec.structs import replace
 from optional_programs import needs_compiler
 from torch import Tensor
 
 from kvtransfer.common.clock import ManualClock
+from workers.config import EngineConfig
 from workers.errors import WorkerError
+from workers.messages import SampleState, SamplingParams, Submission, TokenLogprob
 from workers.model import native
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.cpu_backend import CpuAttention
@@ -22,6 +28,7 @@ from workers.model.attention.interface import AttentionBackend, SequenceSpan, St
 from workers.model.decoder import Decoder, load_decoder
 from workers.model.native.isa import Isa, available_isas
 from workers.rank.model_runner import ModelRunner
+from workers.scheduler.step import StepOutcome
 
 BLOCK = 16
 NUM_TOKENS = 90
@@ -95,6 +102,192 @@ def test_logits_are_the_same_bits(
     }
     for name, logits in ways.items():
         assert torch.equal(logits, whole), name
+
+
+# ------------------------------------------------------------------------------------------ whole engines
+
+
+# Log-probabilities show differences that are too small to change a token.
+SAMPLINGS = (
+    SamplingParams(num_logprobs=2, ignore_eos=True),
+    SamplingParams(temperature=1.0, ignore_eos=True),
+    SamplingParams(temperature=1.0, top_p=0.95, num_logprobs=0, ignore_eos=True),
+    SamplingParams(ignore_eos=True),
+)
+# Tokens with the log-probabilities that were asked for.
+Answer = list[tuple[int, TokenLogprob | None]]
+
+
+def ask(number: int) -> Submission:
+    """One of 16 requests; the first one decodes across the end of attention's first piece of 512 keys."""
+    num_prompt = 500 if number == 0 else 3 + 37 * number % 150
+    return Submission(
+        request_id=f"r{number}",
+        attempt=1,
+        tenant="",
+        priority=0,
+        prompt=packed(draw(num_prompt, seed=number)),
+        block_keys=(),
+        samples=(SampleState(0, 31 + number),),
+        sampling=replace(SAMPLINGS[number % len(SAMPLINGS)], max_tokens=48 + number % 3),
+        decode=None,
+        deadline_s=None,
+        is_private=True,  # nothing is found in a cache: all KV is computed
+    )
+
+
+REQUESTS = tuple(map(ask, range(16)))
+
+
+class Engines:
+    """Engines of one checkpoint for one instruction set, and the answer that each request has alone."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self._model_dir = model_dir
+        self._made: list[LocalEngine] = []
+        self.first = self.make()
+        self.expected: dict[str, Answer] = {}
+        for request in REQUESTS:
+            self.expected |= answers(self.first, [request])
+
+    def make(self, num_blocks: int = 200, **options: Any) -> LocalEngine:
+        """An engine with these settings."""
+        settings = {"max_batch_tokens": 512, "chunk_tokens": 512, "max_sequences": 16, **options}
+        config = EngineConfig(block_tokens=BLOCK, deterministic=True, **settings)
+        engine = LocalEngine(self._model_dir, config, num_blocks, stages=[(0, 3)], dtype=torch.bfloat16)
+        self._made.append(engine)
+        return engine
+
+    def close(self) -> None:
+        for engine in self._made:
+            engine.close()
+
+
+@pytest.fixture(scope="module", params=available_isas(), ids=lambda isa: isa.value)
+def engines(request: pytest.FixtureRequest, make_checkpoint: Any) -> Iterator[Engines]:
+    kernels = native.compiled(request.param)
+    assert kernels is not None, "there is a C++ compiler, but the kernels could not be built"
+    model_dir = make_checkpoint(
+        "qwen3",
+        seed=8,
+        dtype="bfloat16",
+        num_hidden_layers=3,
+        hidden_size=256,
+        intermediate_size=352,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=2000,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "load", lambda: kernels)
+        made = Engines(model_dir)
+        assert made.first.runners[0].attention.name == f"cpu {request.param.value}"
+        yield made
+        made.close()
+
+
+def advance(engine: LocalEngine, found: dict[str, Answer]) -> StepOutcome | None:
+    """Settle a step and keep its tokens; None when the engine has nothing to do."""
+    outcome = engine.step()
+    if outcome is not None:
+        assert not outcome.failures
+        for delta in outcome.tokens:
+            tokens = np.frombuffer(delta.tokens, dtype="<u4").tolist()
+            found.setdefault(delta.request_id, []).extend(zip_longest(tokens, delta.logprobs))
+    return outcome
+
+
+def answers(engine: LocalEngine, requests: Sequence[Submission]) -> dict[str, Answer]:
+    """What the engine answers when all requests arrive at once."""
+    found: dict[str, Answer] = {}
+    for request in requests:
+        engine.scheduler.submit(request, 0.0)
+    while advance(engine, found) is not None:
+        pass
+    return found
+
+
+@needs_compiler
+def test_the_answers_differ_from_each_other(engines: Engines) -> None:
+    """Else the tests below would compare little."""
+    for request in REQUESTS:
+        answer = engines.expected[request.request_id]
+        assert len(answer) == request.sampling.max_tokens
+        assert len({token for token, _ in answer}) > 3
+    assert len({token for answer in engines.expected.values() for token, _ in answer}) > 100
+
+
+@needs_compiler
+def test_a_request_in_a_batch_has_the_answer_that_it_has_alone(engines: Engines) -> None:
+    engine = engines.make(num_threads=2)
+    assert answers(engine, REQUESTS[::-1]) == engines.expected
+    assert max(len(plan.sample_slots) for plan in engine.plans) == 16
+
+
+@needs_compiler
+@pytest.mark.parametrize(("chunk_tokens", "max_batch_tokens"), [(24, 40), (200, 512)])
+def test_chunks_of_other_lengths(engines: Engines, chunk_tokens: int, max_batch_tokens: int) -> None:
+    engine = engines.make(chunk_tokens=chunk_tokens, max_batch_tokens=max_batch_tokens)
+    assert answers(engine, REQUESTS) == engines.expected
+    lengths = [entry.num_tokens for plan in engine.plans for entry in plan.entries]
+    assert max(lengths) == min(chunk_tokens, max_batch_tokens)
+
+
+@needs_compiler
+@pytest.mark.parametrize("num_tokens", [1, 21])
+def test_a_resumed_request_continues_with_the_same_tokens(engines: Engines, num_tokens: int) -> None:
+    """Prompt and output so far are computed as one prompt."""
+    resumed = []
+    for request in REQUESTS:
+        output = packed([token for token, _ in engines.expected[request.request_id][:num_tokens]])
+        resumed.append(replace(request, samples=(replace(request.samples[0], output=output),)))
+    rest = {name: answer[num_tokens:] for name, answer in engines.expected.items()}
+    assert answers(engines.first, resumed) == rest
+    for request in resumed[: len(SAMPLINGS)]:
+        name = request.request_id
+        assert answers(engines.first, [request]) == {name: rest[name]}
+
+
+@needs_compiler
+def test_a_moved_request_continues_with_the_same_tokens(engines: Engines) -> None:
+    """Every request moves while it decodes, after one token or up to ten."""
+    source, target = engines.first, engines.make(num_threads=2)
+    migration, found = source.scheduler.migration, dict[str, Answer]()
+    for request in REQUESTS:
+        source.scheduler.submit(request, 0.0)
+    name_to_stop: dict[str, int] = {}  # where it is held: how many of its tokens have KV then
+    num_moved = 0
+    while (outcome := advance(source, found)) is not None:
+        for number, (name, answer) in enumerate(found.items()):
+            if name not in name_to_stop and len(answer) > number % 10:
+                position = migration.position((name, 1))
+                assert position is not None
+                assert migration.hold_at((name, 1), position.num_tokens)
+                name_to_stop[name] = position.num_tokens
+        for chunk in outcome.migrating:
+            if chunk.num_computed_tokens == name_to_stop[chunk.request_id]:
+                assert source.move(chunk.request_id, chunk.num_computed_tokens, target)
+                num_moved += 1
+        advance(target, found)
+    assert num_moved == len(REQUESTS)
+    while advance(target, found) is not None:
+        pass
+    assert found == engines.expected
+
+
+@needs_compiler
+@pytest.mark.parametrize("num_blocks", [60, 138])
+def test_a_preempted_request_continues_with_the_same_tokens(engines: Engines, num_blocks: int) -> None:
+    """Its KV, that of its output included, is computed again."""
+    engine = engines.make(num_blocks, chunk_tokens=100)
+    assert answers(engine, REQUESTS) == engines.expected
+    assert engine.scheduler.num_preemptions > 1
+    num_prompt_tokens = sum(len(request.prompt) // 4 for request in REQUESTS)
+    assert sum(entry.num_tokens for plan in engine.plans for entry in plan.entries) > num_prompt_tokens
+
+
+# ------------------------------------------------------------------------------------------------ refusals
 
 
 @needs_compiler

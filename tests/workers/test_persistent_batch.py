@@ -19,7 +19,6 @@ from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.blocks.keys import block_keys
 from kvtransfer.common.clock import ManualClock
 from workers.config import EngineConfig
-from workers.errors import OutOfBlocksError
 from workers.messages import SampleState, SamplingParams, SlotSample, SlotStart, Submission
 from workers.rank.model_runner import ModelRunner
 
@@ -168,21 +167,10 @@ class World:
 
     def _move(self, life: Life) -> None:
         """Move the KV of a held stream, and its state."""
-        key = life.name, 1
-        source, target = self.engines[life.engine], self.engines[1 - life.engine]
         num_tokens, life.held_at, life.is_held = life.held_at, 0, False
-        (sequence,) = source.scheduler._life.requests[key].sequences
-        try:
-            blocks = target.pool.allocate(-(-(num_tokens + 1) // BLOCK))
-        except OutOfBlocksError:
-            source.scheduler.migration.resume(key)
-            return
-        for src, dst in zip(sequence.block_ids, blocks, strict=False):
-            target.runners[0].kv[dst] = source.runners[0].kv[src]
-        target.scheduler.adopt(source.scheduler.held_state(key, 0.0), blocks, num_tokens, 0.0)
-        assert source.scheduler.finish_hand_over(*key)
-        life.engine = 1 - life.engine
-        self.num_moved += 1
+        if self.engines[life.engine].move(life.name, num_tokens, self.engines[1 - life.engine]):
+            life.engine = 1 - life.engine
+            self.num_moved += 1
 
     def clear(self) -> None:
         """Forget what an example that failed has left."""

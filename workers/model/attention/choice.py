@@ -28,7 +28,8 @@ _log = logging.getLogger("tandem.rank")
 
 # A step of each kind is measured: sequences that decode after so many tokens, and a chunk of a prompt.
 _NUM_DECODES, _DECODE_CONTEXT, _CHUNK_TOKENS = 4, 1024, 128
-_NUM_RUNS = 3
+# In turn, so that what else the machine does slows all candidates alike; the best run of each counts.
+_NUM_ROUNDS = 4
 # A later candidate must be faster by this factor, so that equal machines choose alike.
 _CLEARLY = 1.25
 
@@ -65,13 +66,12 @@ def choose_attention(
         )
     if len(candidates) == 1 or clock is None:
         return candidates[0]
-    chosen, best = candidates[0], _measure(candidates[0], clock)
-    figures = [f"{chosen.name} {_figures(best)}"]
-    for backend in candidates[1:]:
-        times = _measure(backend, clock)
-        figures.append(f"{backend.name} {_figures(times)}")
-        if times.decode_s * times.chunk_s * _CLEARLY**2 < best.decode_s * best.chunk_s:
-            chosen, best = backend, times
+    times = _measure(candidates, clock)
+    chosen, best = candidates[0], times[0]
+    for backend, measured in zip(candidates[1:], times[1:], strict=True):
+        if measured.decode_s * measured.chunk_s * _CLEARLY**2 < best.decode_s * best.chunk_s:
+            chosen, best = backend, measured
+    figures = [f"{it.name} {_figures(measured)}" for it, measured in zip(candidates, times, strict=True)]
     kv[: _num_blocks(kv)].zero_()
     _log.info("attention backend: %s; a layer takes: %s", chosen.name, ", ".join(figures))
     return chosen
@@ -97,15 +97,21 @@ def _num_blocks(kv: Tensor) -> int:
 
 
 @torch.inference_mode()
-def _measure(backend: AttentionBackend, clock: Clock) -> AttentionTimes:
-    """Measure a layer's attention. The sequences that decode share their blocks: fewer are needed."""
+def _measure(backends: list[AttentionBackend], clock: Clock) -> list[AttentionTimes]:
+    """Measure a layer's attention with each backend."""
+    steps = [_measured_steps(backend) for backend in backends]
+    rounds = [[[_seconds(run, clock) for run in runs] for runs in steps] for _ in range(_NUM_ROUNDS)]
+    return [AttentionTimes(*seconds) for seconds in np.array(rounds).min(0)]
+
+
+def _measured_steps(backend: AttentionBackend) -> list[Callable[[], None]]:
+    """Return a decoding step and a chunk. The sequences that decode share their blocks: fewer are needed."""
     block_tokens = kv_shape(backend.kv).block_tokens
     blocks = range(_num_blocks(backend.kv))
     num_tokens = min(len(blocks) * block_tokens, _DECODE_CONTEXT)
     decodes = [SequenceSpan(num_tokens - 1, 1, blocks)] * _NUM_DECODES
     chunk = SequenceSpan(0, min(num_tokens, _CHUNK_TOKENS), blocks)
-    window = backend.shape.windows[0]
-    layer = LayerAttention(0, window, None, None, 1e-6)
+    layer = LayerAttention(0, backend.shape.windows[0], None, None, 1e-6)
 
     def step(spans: list[SequenceSpan]) -> Callable[[], None]:
         made = StepInput.of(spans, block_tokens)
@@ -120,13 +126,10 @@ def _measure(backend: AttentionBackend, clock: Clock) -> AttentionTimes:
 
         return run
 
-    return AttentionTimes(_best_s(step(decodes), clock), _best_s(step([chunk]), clock))
+    return [step(decodes), step([chunk])]
 
 
-def _best_s(work: Callable[[], None], clock: Clock) -> float:
-    times = []
-    for _ in range(_NUM_RUNS):
-        started_at = clock.now()
-        work()
-        times.append(clock.now() - started_at)
-    return float(np.min(times))
+def _seconds(work: Callable[[], None], clock: Clock) -> float:
+    started_at = clock.now()
+    work()
+    return clock.now() - started_at

@@ -37,13 +37,18 @@ INLINE void store_part(Vec value, T* to, int64_t width) {
 // The factor that scales x [size] to unit mean square.
 template <typename T>
 INLINE float norm_factor(const T* x, int64_t size, float eps) {
-  Vec sums[2] = {broadcast(0), broadcast(0)};
-  for_vectors(size, [&](int64_t i, auto width) {
-    Vec value = load_part(x + i, width);
-    Vec& sum = sums[i / LANES % 2];
-    sum = fma(value, value, sum);
-  });
-  return 1.0f / std::sqrt(sum_lanes(sums[0] + sums[1]) / float(size) + eps);
+  Vec even = broadcast(0), odd = broadcast(0);
+  int64_t i = 0;
+  for (; i + 2 * LANES <= size; i += 2 * LANES) {
+    Vec first = load(x + i), second = load(x + i + LANES);
+    even = fma(first, first, even);
+    odd = fma(second, second, odd);
+  }
+  for (; i < size; i += LANES) {
+    Vec value = load(x + i, size - i < LANES ? size - i : LANES);
+    even = fma(value, value, even);
+  }
+  return 1.0f / std::sqrt(sum_lanes(even + odd) / float(size) + eps);
 }
 
 template <typename T>

@@ -50,6 +50,8 @@ inline thread_local Scratch operand_scratch, sum_scratch, panel_scratch;
 
 // Rows whose sums are kept before the epilogue, and rows that are widened at a time.
 constexpr int64_t GROUP_ROWS = 240;
+// Their inputs stay in a core's second cache beside a panel and the next one.
+constexpr int64_t GROUP_BYTES = 256 << 10;
 constexpr int64_t CHUNK_ROWS = 1024;
 // More rows than these share a panel that is unpacked first, this many inputs at a time; fewer take it as it is.
 constexpr int64_t MOST_PACKED_ROWS = LANES == 16 ? 96 : 42;
@@ -163,14 +165,16 @@ void multiply_part(const LinearWeights& weights, const A* a, int64_t stride, int
   int64_t item = epilogue == STORE_FLOAT ? sizeof(float) : sizeof(T);
   float* sums = sum_scratch.floats(GROUP_ROWS * PANEL);
   TileScope tiles;
-  for (int64_t number = begin; number < end; number++) {
-    const T* panel = panels + number * panel_size;
-    for (int64_t row = 0; row < rows; row += GROUP_ROWS) {
-      int64_t count = rows - row < GROUP_ROWS ? rows - row : GROUP_ROWS;
+  int64_t group = GROUP_BYTES / (k * sizeof(A)) / MOST_ROWS * MOST_ROWS;
+  group = group < MOST_ROWS ? MOST_ROWS : group > GROUP_ROWS ? GROUP_ROWS : group;
+  for (int64_t row = 0; row < rows; row += group) {
+    int64_t count = rows - row < group ? rows - row : group;
+    for (int64_t number = begin; number < end; number++) {
+      const T* panel = panels + number * panel_size;
       Ahead ahead;
       // One block of rows: its own stream, a fixed distance ahead. Several: the next panel, spread over them.
       int64_t distance = rows <= MOST_ROWS && NEAR_BYTES < panel_bytes ? NEAR_BYTES : panel_bytes;
-      if (row == 0 && number * panel_bytes + distance < end * panel_bytes)
+      if (number * panel_bytes + distance < end * panel_bytes)
         ahead = {reinterpret_cast<const char*>(panel) + distance, panel_bytes / pairs};
       multiply_group(a + row * stride, stride, count, panel, k, sums, ahead);
       finish_panel<T>(sums, count, weights, number, epilogue, reinterpret_cast<char*>(out) + row * out_stride * item,

@@ -83,7 +83,10 @@ INLINE Vec load(const Bf16* from, int64_t count) {
   return widen(_mm256_maskz_loadu_epi16(first_lanes(count), from));
 }
 
-// Rounds to nearest even; NaN stays NaN.
+// Rounds to nearest even; NaN stays NaN. The instruction takes what is smaller than 2^-126 for 0.
+#if defined(__AVX512BF16__)
+INLINE __m256i narrow(Vec value) { return (__m256i)_mm512_cvtneps_pbh(value); }
+#else
 INLINE __m256i narrow(Vec value) {
   __m512i bits = _mm512_castps_si512(value);
   __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -92,6 +95,7 @@ INLINE __m256i narrow(Vec value) {
   sum = _mm512_mask_or_epi32(sum, is_nan, bits, _mm512_set1_epi32(0x400000));
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(sum, 16));
 }
+#endif
 INLINE void store(Vec value, Bf16* to) { _mm256_storeu_si256((__m256i*)to, narrow(value)); }
 INLINE void store(Vec value, Bf16* to, int64_t count) {
   _mm256_mask_storeu_epi16(to, first_lanes(count), narrow(value));
