@@ -1,9 +1,9 @@
 """How often the way in which a sequence is computed changes its greedy tokens, as JSON lines.
 
 Every prompt is computed alone and at once, then in chunks, in a batch of 16, resumed (prompt and half of
-the output computed again as one prompt) and moved (its KV copied to other blocks). Where a token differs, `gap` is
-the distance of the two best logits and `noise` the largest difference of that row's logits between the two
-ways: a divergence is above noise if its gap is more than twice that, which rounding cannot explain.
+the output computed again as one prompt) and moved (its KV copied to other blocks). Where a token differs,
+`gap` is the distance of the two best logits and `noise` the largest difference of that row's logits between
+the two ways: a divergence is above noise if its gap is more than twice that, which rounding cannot explain.
 
     python -m benchmarks.near_ties [--prompts 64] [--tokens 32] [--dtype bf16] [--backend kernels,torch]
 """

@@ -1,10 +1,11 @@
 """What sampling costs beside a plain read of the logits (`limit`: torch's amax), as JSON lines.
 
-Milliseconds of one thread's CPU time for a step of `rows` sequences, host work included: the median of several
-rounds in which all kinds take turns, and of a round's ratios to the limit. `kernels` names the instruction set
-of the compiled code, "none" is a machine without a compiler.
+Milliseconds of one thread's CPU time for a step of `rows` sequences, host work included: the median of
+several rounds in which all kinds take turns, and of a round's ratios to the limit. `kernels` names the
+instruction set of the compiled code, "none" is a machine without a compiler.
 
-    python -m benchmarks.sampling [--rows 16,256] [--vocabulary 32000,151936] [--kernels avx512_bf16,avx2,none]
+    python -m benchmarks.sampling [--rows 16,256] [--vocabulary 32000,151936] [--kernels
+    avx512_bf16,avx2,none]
 """
 
 from __future__ import annotations
@@ -66,10 +67,14 @@ def measure(num_rows: int, vocab_size: int, num_rounds: int, kernels: str, kinds
         sampler = _sampler(num_rows, vocab_size, KINDS[kind])
         works[kind] = partial(sampler.sample, fresh, np.arange(num_rows, dtype=np.int32))
     kind_to_ms: dict[str, list[float]] = {kind: [] for kind in works}
-    with (
-        mock.patch.object(native, "load", lambda: loaded),
-        mock.patch.object(native, "serves", lambda device, dtype: loaded is not None),
-    ):
+
+    def load() -> native.Kernels | None:  # a mock object would be slow
+        return loaded
+
+    def serves(*_: object) -> bool:
+        return loaded is not None
+
+    with mock.patch.object(native, "load", load), mock.patch.object(native, "serves", serves):
         for _ in range(num_rounds):
             for kind, work in works.items():
                 fresh.copy_(logits)

@@ -8,8 +8,8 @@ A virtual machine may have given memory that nobody uses back to its host, and t
 than all else, seconds a GB on some hosts. Each round therefore takes and frees as much memory as the rank
 needs immediately before the rank starts; `--as-found` leaves that out.
 
-JSON lines; `ratio` is the time over the limit, `phases` are seconds, `cpu_s` the seconds of cores that the start
-took, which says more than the time does when other work uses the machine.
+JSON lines; `ratio` is the time over the limit, `phases` are seconds, `cpu_s` the seconds of cores that the
+start took, which says more than the time does when other work uses the machine.
 """
 
 from __future__ import annotations

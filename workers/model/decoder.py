@@ -3,8 +3,8 @@
 It contains no parallelism: a rank's decoder computes the layers and heads that it was loaded with, and
 `workers.model.parallel` joins the parts of several ranks.
 
-Arithmetic follows transformers: norms and rotary angles in float32, everything else in the weights' dtype, but
-for logits, which are float32. Products are those of `workers.model.products`.
+Arithmetic follows transformers: norms and rotary angles in float32, everything else in the weights' dtype,
+but for logits, which are float32. Products are those of `workers.model.products`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from workers.model.products import Linear, Workspace, make_linear
 from workers.model.sizes import query_heads
 from workers.model.weights import LayerWeights, LinearWeights, ShardSpec, WeightReader
 
-# Maps token ids to rows of the embedding, or hidden states to logits. `workers.model.parallel` replaces both by
-# ones that join the parts of several ranks.
+# Maps token ids to rows of the embedding, or hidden states to logits. `workers.model.parallel` replaces both
+# by ones that join the parts of several ranks.
 Product = Callable[[Tensor], Tensor]
 
 

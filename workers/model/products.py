@@ -1,8 +1,8 @@
 """Linear products of the decoder, with packed weights where there are kernels and by torch elsewhere.
 
-A packed weight is the only copy of it: panels of 32 outputs as `native/panel.h` describes. A row's result then
-depends neither on the other rows of the call nor on the number of threads. Products by torch round as well, but
-promise nothing of the kind."""
+A packed weight is the only copy of it: panels of 32 outputs as `native/panel.h` describes. A row's result
+then depends neither on the other rows of the call nor on the number of threads. Products by torch round as
+well, but promise nothing of the kind."""
 
 from __future__ import annotations
 

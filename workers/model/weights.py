@@ -1,5 +1,5 @@
-"""Read a rank's slice of a checkpoint's tensors from its memory-mapped safetensors files, without copies where
-they are packed."""
+"""Read a rank's slice of a checkpoint's tensors from its memory-mapped safetensors files, without copies
+where they are packed."""
 
 from __future__ import annotations
 

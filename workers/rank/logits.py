@@ -181,7 +181,8 @@ class SlotTable:
             self._point(slot)
 
     def count(self, slots: Slots, tokens: NDArray[np.int32]) -> None:
-        """Count one more token as output of each of these slots, which have penalties and are reserved for."""
+        """Count one more token as output of each of these slots, which have penalties and are reserved
+        for."""
         for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
             it, num_tokens = self._slot_to_tokens[slot], int(self._num_tokens[slot])
             places = np.flatnonzero(it.ids[:num_tokens] == token)

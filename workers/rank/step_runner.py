@@ -212,8 +212,8 @@ class StepRunner:
 
     @torch.inference_mode()
     def layers_only(self, plan: StepPlan, most_layers: int | None = None) -> None:
-        """Run this stage's layers, or the first `most_layers`, over zeros in place of the plan's tokens, for a
-        measurement, and wait for the device."""
+        """Run this stage's layers, or the first `most_layers`, over zeros in place of the plan's tokens, for
+        a measurement, and wait for the device."""
         rows = self.batch.change(plan)
         shape = (rows.num_tokens, self._decoder.config.hidden_size)
         self._unfinished.begin(rows.num_tokens, 0)

@@ -87,8 +87,8 @@ class RotatedTokens(ctypes.Structure):
 
     @staticmethod
     def of(cos: Tensor, sin: Tensor, blocks: Tensor, offsets: Tensor) -> RotatedTokens:
-        """Describe tokens: float32 `cos` and `sin` [num_tokens, head_dim / 2], int32 `blocks` and `offsets` in
-        them, [num_tokens]. The tensors must live as long as the result is used."""
+        """Describe tokens: float32 `cos` and `sin` [num_tokens, head_dim / 2], int32 `blocks` and `offsets`
+        in them, [num_tokens]. The tensors must live as long as the result is used."""
         assert cos.dtype == sin.dtype == torch.float32
         assert blocks.dtype == offsets.dtype == torch.int32
         assert all(tensor.is_contiguous() for tensor in (cos, sin, blocks, offsets))
