@@ -52,6 +52,7 @@ inline thread_local Scratch operand_scratch, sum_scratch, panel_scratch;
 constexpr int64_t GROUP_ROWS = 240;
 // Their inputs stay in a core's second cache beside a panel and the next one.
 constexpr int64_t GROUP_BYTES = 256 << 10;
+constexpr int64_t ROW_STEP = 48;  // whole blocks of 6, 12 and (AMX) 16 rows
 constexpr int64_t CHUNK_ROWS = 1024;
 // More rows than these share a panel that is unpacked first, this many inputs at a time; fewer take it as it is.
 constexpr int64_t MOST_PACKED_ROWS = LANES == 16 ? 96 : 42;
@@ -165,8 +166,10 @@ void multiply_part(const LinearWeights& weights, const A* a, int64_t stride, int
   int64_t item = epilogue == STORE_FLOAT ? sizeof(float) : sizeof(T);
   float* sums = sum_scratch.floats(GROUP_ROWS * PANEL);
   TileScope tiles;
-  int64_t group = GROUP_BYTES / (k * sizeof(A)) / MOST_ROWS * MOST_ROWS;
-  group = group < MOST_ROWS ? MOST_ROWS : group > GROUP_ROWS ? GROUP_ROWS : group;
+  // What is unpacked is read part of k by part of k, so that more rows fit.
+  constexpr bool unpacks = sizeof(A) > sizeof(T) || (LANES == 8 && sizeof(A) == 4);
+  int64_t group = unpacks ? GROUP_ROWS : GROUP_BYTES / (k * int64_t(sizeof(A))) / ROW_STEP * ROW_STEP;
+  group = group < ROW_STEP ? ROW_STEP : group > GROUP_ROWS ? GROUP_ROWS : group;
   for (int64_t row = 0; row < rows; row += group) {
     int64_t count = rows - row < group ? rows - row : group;
     for (int64_t number = begin; number < end; number++) {
