@@ -48,7 +48,7 @@ class Outputs:
 
 
 class Model:
-    """A decoder with room for a batch of sequences."""
+    """A decoder with KV for a batch of sequences."""
 
     def __init__(self, model_dir: Path, dtype: torch.dtype, num_tokens: int) -> None:
         self.decoder = load_decoder(model_dir, dtype, torch.device("cpu"))

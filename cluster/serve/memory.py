@@ -22,7 +22,7 @@ from workers.model.rank_memory import (
     CUDA_CONTEXT_BYTES,
     PROCESS_BYTES,
     Checkpoint,
-    KvWish,
+    KvDemand,
     RankShape,
     activation_bytes,
     divide_kv,
@@ -325,13 +325,13 @@ def _kv_bytes(
         }
     share = min(pool.engine.memory_share for pool in config.pools)
     left = round(share * memory.total_bytes) - of_node
-    name_to_wish: dict[str, KvWish] = {}
+    name_to_wish: dict[str, KvDemand] = {}
     for pool, need in zip(config.pools, needs.pools, strict=True):
         is_auto = pool.engine.kv_tokens == "auto" and need.host_kv_token_bytes > 0
         left -= counts[pool.name] * (_fixed_bytes(need) if is_auto else need.replica_bytes)
         if is_auto:
             most = most_useful_kv_tokens(model, pool.engine.max_sequences) * need.host_kv_token_bytes
-            name_to_wish[pool.name] = KvWish(counts[pool.name], most)
+            name_to_wish[pool.name] = KvDemand(counts[pool.name], most)
     return dict(zip(name_to_wish, divide_kv(left, list(name_to_wish.values())), strict=True))
 
 
@@ -386,9 +386,9 @@ def engine_config(
         parts.pop("engine.kv_tokens")
         listed = ", ".join(f"{name} {gb(size)}" for name, size in parts.items() if size)
         raise ConfigError(
-            f"pools.{pool_name}.engine.kv_tokens: auto has room for {need.kv_tokens} tokens, and a replica "
-            f"needs {least} at least ({need.kv_reason}; beside KV a replica takes: {listed}). Lower "
-            "store.dram_gb, replicas or max_sequences, set surge: false, raise the memory limit "
+            f"pools.{pool_name}.engine.kv_tokens: auto leaves space for {need.kv_tokens} tokens, "
+            f"and a replica needs {least} at least ({need.kv_reason}; beside KV a replica takes: {listed}). "
+            "Lower store.dram_gb, replicas or max_sequences, set surge: false, raise the memory limit "
             f"(pools.{pool_name}.resources.memory in the chart), or name kv_tokens"
         )
     return engine.decided(need.kv_tokens, devices)

@@ -146,7 +146,7 @@ def test_too_little_memory_is_refused_with_field_parts_and_remedy(tmp_path: Path
     with pytest.raises(ConfigError) as caught:
         engine_config(given, "d", machine(tmp_path, 5 * GB))
     message = str(caught.value)
-    assert message.startswith("pools.d.engine.kv_tokens: auto has room for ")
+    assert message.startswith("pools.d.engine.kv_tokens: auto leaves space for ")
     assert "needs 2048 at least" in message
     assert "90% of 5.0 GB of memory, for up to 1 of p, 1 of d" in message
     assert "store.dram_gb 3.0 GB" in message

@@ -56,14 +56,14 @@ class Scripts:
         decodes: list[int] = []
         others = [slot for slot in self._tables if slot not in named]
         for slot in named:
-            room = BLOCK * self._tables[slot]
+            capacity = BLOCK * self._tables[slot]
             position = self._positions.get(slot)
-            if position is not None and position < room and draw(st.booleans()):
+            if position is not None and position < capacity and draw(st.booleans()):
                 decodes.append(slot)
                 self._positions[slot] = position + 1
                 continue
-            start = draw(st.integers(0, room - 1))
-            num_tokens = draw(st.integers(1, room - start))
+            start = draw(st.integers(0, capacity - 1))
+            num_tokens = draw(st.integers(1, capacity - start))
             forks = draw(st.sampled_from([(), (slot,), (slot, *others[:2])]))
             others = [it for it in others if it not in forks]  # nobody samples twice
             tokens = pack_ids([draw(st.integers(0, 2**32 - 1)) for _ in range(num_tokens)])

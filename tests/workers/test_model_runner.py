@@ -321,7 +321,7 @@ def test_a_rank_on_a_gpu_takes_what_its_device_has_left(
     free_bytes = 5 << 30  # another process holds most of the device
     assert runner._fitting_blocks(auto, 8) == (free_bytes - largest) // runner.layout.block_bytes
     weight_bytes = 72 << 30
-    with pytest.raises(CapacityError, match="kv_tokens: auto has room for 0 blocks of 16 tokens on cuda"):
+    with pytest.raises(CapacityError, match="kv_tokens: auto leaves space for 0 blocks of 16 tokens on cuda"):
         runner._fitting_blocks(auto, 8)
 
 

@@ -13,7 +13,7 @@ from benchmarks.random_checkpoint import write_random_checkpoint
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.rank_memory import (
     Checkpoint,
-    KvWish,
+    KvDemand,
     RankShape,
     activation_bytes,
     divide_kv,
@@ -105,44 +105,46 @@ def test_the_bounds_of_an_automatic_capacity() -> None:
     assert whole_blocks(100, 64) == 64
 
 
-wishes = st.lists(
-    st.builds(KvWish, st.integers(0, 9), st.integers(0, 10**12)),
+demands = st.lists(
+    st.builds(KvDemand, st.integers(0, 9), st.integers(0, 10**12)),
     min_size=1,
     max_size=5,
 )
 
 
-def naive_level(free_bytes: int, wanted: list[KvWish]) -> int:
+def naive_level(free_bytes: int, wanted: list[KvDemand]) -> int:
     """The largest size that every replica which can use it may have, found by bisection."""
-    low, high = 0, max(wish.most_bytes for wish in wanted)
+    low, high = 0, max(demand.most_bytes for demand in wanted)
     while low < high:
         middle = (low + high + 1) // 2
-        taken = sum(wish.num_replicas * min(wish.most_bytes, middle) for wish in wanted)
+        taken = sum(demand.num_replicas * min(demand.most_bytes, middle) for demand in wanted)
         low, high = (middle, high) if taken <= free_bytes else (low, middle - 1)
     return low
 
 
-@given(st.integers(0, 10**13), wishes)
-def test_memory_is_divided_as_the_naive_search_divides_it(free_bytes: int, wanted: list[KvWish]) -> None:
+@given(st.integers(0, 10**13), demands)
+def test_memory_is_divided_as_the_naive_search_divides_it(free_bytes: int, wanted: list[KvDemand]) -> None:
     shares = divide_kv(free_bytes, wanted)
-    num_replicas = sum(wish.num_replicas for wish in wanted)
-    assert sum(wish.num_replicas * share for wish, share in zip(wanted, shares, strict=True)) <= free_bytes
+    num_replicas = sum(demand.num_replicas for demand in wanted)
+    assert (
+        sum(demand.num_replicas * share for demand, share in zip(wanted, shares, strict=True)) <= free_bytes
+    )
     level = naive_level(free_bytes, wanted)
-    for wish, share in zip(wanted, shares, strict=True):
-        if wish.num_replicas:
+    for demand, share in zip(wanted, shares, strict=True):
+        if demand.num_replicas:
             # Rounding down leaves less than a byte for each replica, which nobody gets.
-            assert abs(share - min(wish.most_bytes, level)) <= num_replicas
+            assert abs(share - min(demand.most_bytes, level)) <= num_replicas
 
 
-@given(st.integers(-(10**9), 10**13), wishes, st.integers(0, 4), st.integers(1, 5))
+@given(st.integers(-(10**9), 10**13), demands, st.integers(0, 4), st.integers(1, 5))
 def test_more_replicas_or_less_memory_never_raise_a_share(
-    free_bytes: int, wanted: list[KvWish], index: int, added: int
+    free_bytes: int, wanted: list[KvDemand], index: int, added: int
 ) -> None:
     index %= len(wanted)
     before = divide_kv(free_bytes, wanted)
     more = list(wanted)
     more[index] = more[index]._replace(num_replicas=more[index].num_replicas + added)
-    rounding = sum(wish.num_replicas for wish in more)
+    rounding = sum(demand.num_replicas for demand in more)
     for after in (divide_kv(free_bytes, more), divide_kv(free_bytes - added, wanted)):
-        for wish, earlier, later in zip(wanted, before, after, strict=True):
-            assert later <= earlier + rounding or not wish.num_replicas
+        for demand, earlier, later in zip(wanted, before, after, strict=True):
+            assert later <= earlier + rounding or not demand.num_replicas

@@ -154,21 +154,21 @@ def whole_blocks(num_tokens: int, block_tokens: int) -> int:
 # ------------------------------------------------------------------------------ KV of several replicas
 
 
-class KvWish(NamedTuple):
+class KvDemand(NamedTuple):
     """`num_replicas` replicas on one node, each of which can use up to `most_bytes` for KV."""
 
     num_replicas: int
     most_bytes: int
 
 
-def divide_kv(free_bytes: int, wishes: Sequence[KvWish]) -> list[int]:
-    """Divide memory among replicas: the bytes for each replica of each wish. All get the same, and what some
+def divide_kv(free_bytes: int, demands: Sequence[KvDemand]) -> list[int]:
+    """Divide memory among replicas: the bytes for each replica of each demand. All get the same; what some
     cannot use goes to the others."""
-    left, num_left = max(free_bytes, 0), sum(wish.num_replicas for wish in wishes)
-    shares = [0] * len(wishes)
-    for index in sorted(range(len(wishes)), key=lambda index: wishes[index].most_bytes):
-        wish = wishes[index]
-        shares[index] = min(wish.most_bytes, left // max(num_left, 1))
-        left -= wish.num_replicas * shares[index]
-        num_left -= wish.num_replicas
+    left, num_left = max(free_bytes, 0), sum(demand.num_replicas for demand in demands)
+    shares = [0] * len(demands)
+    for index in sorted(range(len(demands)), key=lambda index: demands[index].most_bytes):
+        demand = demands[index]
+        shares[index] = min(demand.most_bytes, left // max(num_left, 1))
+        left -= demand.num_replicas * shares[index]
+        num_left -= demand.num_replicas
     return shares

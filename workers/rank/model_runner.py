@@ -323,7 +323,7 @@ class ModelRunner:
         least = least_kv_tokens(self.config, self._block_tokens) // self._block_tokens
         if num_blocks < least:
             raise CapacityError(
-                f"kv_tokens: auto has room for {num_blocks} blocks of {self._block_tokens} tokens on "
+                f"kv_tokens: auto leaves space for {num_blocks} blocks of {self._block_tokens} tokens on "
                 f"{self._device}, which has {free_bytes} of {total_bytes} bytes free, and the replica needs "
                 f"{least}: raise tp or pp, raise engine.memory_share, or lower max_batch_tokens"
             )
