@@ -43,7 +43,7 @@ class ExposedSampler(Sampler):
         if self._has_kernels:
             kernels = native.load()
             assert kernels is not None
-            kernels.change_rows(self._draws, self._table.address, logits, which, None)
+            kernels.change_rows(self._arguments.of_logits(logits, which, None))
         else:
             self._table.change_(logits, which, self._table.needs(which))
         rows = np.flatnonzero(self._table.temperature[which])

@@ -225,12 +225,13 @@ def test_kernels_are_sure_of_nearly_every_row(backend: str, vocab_size: int) -> 
     assert kernels is not None
     logits = torch.randn(num_rows, vocab_size, generator=generator) * 4
     expected = np.array(dense(logits.clone(), range(num_rows))[0])
-    address = short._table.address
-    tokens, is_sure = kernels.sample_rows(short._draws, address, logits, slots, None)
+    arguments = short._arguments
+    tokens, is_sure = kernels.sample_rows(arguments.of_logits(logits, slots, None))
     assert is_sure.mean() > 0.9
     assert (tokens == expected)[is_sure].all()
     for row in range(num_rows):
-        alone = kernels.sample_rows(short._draws, address, logits[row : row + 1], slots[row : row + 1], None)
+        one = slice(row, row + 1)
+        alone = kernels.sample_rows(arguments.of_logits(logits[one], slots[one], None))
         assert (alone[0][0], alone[1][0]) == (tokens[row], is_sure[row])
 
 

@@ -62,7 +62,7 @@ class Sampler:
         self._device = device
         self._table = SlotTable(max_slots, vocab_size, eos_token_ids)
         self._counters = token_counters(vocab_size, device)
-        self._draws = native.SamplingArrays(max_slots)
+        self._arguments = native.SamplingArguments(self._table.address, max_slots)
 
     def start(self, start: SlotStart) -> None:
         """Add slots. Their output so far counts for penalties, minimum length and noise. A call that fails
@@ -88,7 +88,7 @@ class Sampler:
         kernels = native.load() if self._has_kernels else None
         if kernels is not None:
             logits = logits.contiguous()
-            draw = kernels.sample_rows(self._draws, self._table.address, logits, slots, masks)
+            draw = kernels.sample_rows(self._arguments.of_logits(logits, slots, masks))
         else:
             draw = self._sample_rows(logits, slots, needs, masks)
         tokens, is_sure = draw
@@ -101,7 +101,7 @@ class Sampler:
             rows = np.flatnonzero(needs & SlotNeeds.PENALTIES)
             self._table.reserve(slots[rows])
             if kernels is not None:
-                kernels.count_tokens(self._table.address, slots[rows], tokens[rows])
+                kernels.count_tokens(self._arguments.of_tokens(slots[rows], tokens[rows]))
             else:
                 self._table.count(slots[rows], tokens[rows])
         self._table.num_output[slots] += 1
