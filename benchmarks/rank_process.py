@@ -20,7 +20,7 @@ import psutil
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.messages import ReplicaIdentity, TransferSettings
 from kvtransfer.rpc.handshake import prove_as_server, receive_frame, send_frame
-from workers.messages import (
+from workers.messages.rank_channel import (
     RANK_DOWN_CODEC,
     RANK_UP_CODEC,
     FormGroup,

@@ -8,7 +8,7 @@ from attention_steps import attend, attend_once, make_backend, unrotated
 from compiled_kernels import BACKENDS, backend_cases
 from torch import Tensor
 
-from workers.messages import BlockCopy
+from workers.messages.rank_channel import BlockCopy
 from workers.model.attention.interface import SequenceSpan
 from workers.model.attention.torch_backend import split_in_halves
 from workers.model.host_kv import MODES, HostKv, OffloadMode

@@ -21,7 +21,8 @@ from torch import Tensor
 from kvtransfer.common.clock import ManualClock
 from workers.config import EngineConfig
 from workers.errors import WorkerError
-from workers.messages import SampleState, SamplingParams, Submission, TokenLogprob
+from workers.messages.link import SampleState, Submission
+from workers.messages.sampling import SamplingParams, TokenLogprob
 from workers.model import native
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.cpu_backend import CpuAttention

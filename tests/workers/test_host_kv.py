@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.common.clock import ManualClock
-from workers.messages import BlockCopy
+from workers.messages.rank_channel import BlockCopy
 from workers.model import native
 from workers.model.attention.interface import HostReader, SequenceSpan, StepInput
 from workers.model.attention.torch_backend import TorchAttention

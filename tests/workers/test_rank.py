@@ -25,7 +25,7 @@ from kvtransfer.common.faults import FaultRule
 from kvtransfer.errors import PeerGoneError
 from kvtransfer.messages import CloseLanding, LandingClosed, OpenLanding, ReplicaIdentity, TransferSettings
 from kvtransfer.rpc.handshake import prove_as_server, receive_frame, send_frame
-from workers.messages import (
+from workers.messages.rank_channel import (
     RANK_DOWN_CODEC,
     RANK_UP_CODEC,
     BatchEntry,
@@ -38,7 +38,6 @@ from workers.messages import (
     RankReady,
     RankSpec,
     RankUp,
-    SamplingParams,
     Shutdown,
     SlotSample,
     SlotStart,
@@ -48,6 +47,7 @@ from workers.messages import (
     StepReport,
     TableChange,
 )
+from workers.messages.sampling import SamplingParams
 from workers.model.model_config import read_model_config
 from workers.model.rank_memory import RankShape, activation_bytes
 from workers.replica.rank_group import RankCommand

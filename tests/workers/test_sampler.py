@@ -19,7 +19,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from workers.messages import SamplingParams, SlotSample, SlotStart
+from workers.messages.rank_channel import SlotSample, SlotStart
+from workers.messages.sampling import SamplingParams
 from workers.model import native
 from workers.rank.logits import SLOT
 from workers.rank.sampler import Sampler

@@ -17,7 +17,8 @@ from local_engine import packed
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.messages import SamplingParams, SlotSample, SlotStart, TokenLogprob
+from workers.messages.rank_channel import SlotSample, SlotStart
+from workers.messages.sampling import SamplingParams, TokenLogprob
 from workers.model import native
 from workers.rank.sampler import Sampled, Sampler, gumbel, largest, token_counters
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvtransfer.common.clock import Clock
-from workers.messages import StageCost
+from workers.messages.rank_channel import StageCost
 from workers.model import native
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import AttentionShape, SequenceSpan, StepInput

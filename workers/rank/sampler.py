@@ -1,8 +1,8 @@
 """Sample tokens from logits, for all sampling rows of a step at once, and keep what each slot's sampling
 needs.
 
-Processing follows the order of `workers.messages.SamplingParams`. Every operation works row by row, so a
-slot's token does not depend on its neighbours in the batch. Shortcuts are taken where they give the same
+Processing follows the order of `workers.messages.sampling.SamplingParams`. Every operation works row by row,
+so a slot's token does not depend on its neighbours in the batch. Shortcuts are taken where they give the same
 token: the few likeliest candidates first, where top-k, top-p or min-p drops all others, and a kernel that
 computes noise only where it could win. Where rounding could decide otherwise, or the candidates may not be
 all, the row is not sure; it is drawn again by `Warp.dense` and noise for the whole vocabulary. Drawing from
@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.messages import SlotStart, TokenLogprob
+from workers.messages.rank_channel import SlotStart
+from workers.messages.sampling import TokenLogprob
 from workers.model import native
 from workers.rank.logits import SlotNeeds, Slots, SlotTable, Warp, apply_masks_, distinct_tokens
 

@@ -28,7 +28,7 @@ from kvtransfer.errors import PeerGoneError, TransferError
 from kvtransfer.rpc.listener import ProvenListener
 from kvtransfer.rpc.stream import FrameStream, frame_stream
 from workers.errors import RankDiedError, WorkerError
-from workers.messages import (
+from workers.messages.rank_channel import (
     RANK_DOWN_CODEC,
     RANK_SPEC_CODEC,
     RANK_UP_CODEC,
