@@ -35,8 +35,9 @@ from workers.model.fingerprint import DigestCache, model_fingerprint
 from workers.model.rank_memory import CUDA_CONTEXT_BYTES, RankShape, activation_bytes
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups, find_store, open_store
+from workers.rank.device_queue import CpuQueue
 from workers.rank.model_runner import AutoKv, ModelRunner, read_dtype
-from workers.rank.step_runner import Ticket, launched
+from workers.rank.tickets import Ticket, launched
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +253,7 @@ def test_the_next_plan_is_launched_before_the_last_is_collected() -> None:
 
         def launch(plan: StepPlan) -> Ticket:
             arrive(f"launch {plan.step}")
-            return Ticket(StepReport(plan.step, b"", 0.0, 0.0), None)
+            return Ticket(StepReport(plan.step, b"", 0.0, 0.0), CpuQueue().event())
 
         plans.put(StepPlan(1))
         for ticket in launched(plans, launch, most):

@@ -38,8 +38,10 @@ from workers.model.rank_memory import CUDA_CONTEXT_BYTES, RankShape, activation_
 from workers.model.sizes import kv_heads
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups
+from workers.rank.device_queue import DeviceQueue, make_queue
 from workers.rank.input_batch import InputBatch
-from workers.rank.step_runner import Executed, StepRunner, Ticket
+from workers.rank.step_runner import Executed, StepRunner
+from workers.rank.tickets import Ticket
 
 _log = logging.getLogger("tandem.rank")
 
@@ -125,6 +127,7 @@ class ModelRunner:
         offload_mode: OffloadMode | Literal["auto"] = "auto",
         is_deterministic: bool = False,
         faults: Faults | None = None,
+        queue: DeviceQueue | None = None,
         progress: Callable[[str], None] = lambda phase: None,
     ) -> None:
         """`shard` (default: the whole model) is the part of this rank in `groups` (default: the only rank);
@@ -135,7 +138,9 @@ class ModelRunner:
         the mode "auto" the warm-up measures which way to read them is faster, if attention has both. With
         `auto_kv` the device's are at most `num_kv_tokens`, and as many as all ranks have memory for.
         `is_deterministic`: raise WorkerError unless products and attention of a sequence depend on nothing
-        else. `progress` is called with the name of each phase that begins.
+        else. With a `queue` (default: on CUDA, unless stages are on several ranks) tokens stay on the device
+        and steps that decode are graphs, also on a CPU, where Triton then runs in its interpreter. `progress`
+        is called with the name of each phase that begins.
         """
         torch.set_num_threads(num_threads)
         if is_deterministic:
@@ -145,6 +150,9 @@ class ModelRunner:
         self._dtype = dtype
         self._block_tokens = block_tokens
         self._groups = groups or RankGroups(None, tp=1, pp=1, rank=0, device=device, host="")
+        self._queue = queue
+        if queue is None and device.type == "cuda" and self._groups.pp == 1:
+            self._queue = make_queue(device)
         progress("loading weights")
         self._report_phase = progress
         self._fingerprint = fingerprint or FingerprintTask(model_dir, clock)
@@ -156,13 +164,15 @@ class ModelRunner:
         self.layout = _layout(config, self._decoder.shard, block_tokens, dtype)
         num_blocks = self._num_blocks(num_kv_tokens, auto_kv, max_sequences)
         progress("allocating KV memory")
-        self.kv, self.pool = _allocate(self.layout, num_blocks, dtype, device)
+        num_scratch = 0 if self._queue is None else 1
+        memory, self.pool = _allocate(self.layout, num_blocks, num_scratch, dtype, device)
+        self.kv = memory[:num_blocks]
         self._offload_mode = offload_mode
         self.host = self._allocate_host(num_offload_tokens // block_tokens)
         is_staged = self.host is not None and offload_mode == "stream"
         self.attention = choose_attention(
             self._decoder.attention_shape,
-            self.kv,
+            memory,
             clock,
             is_staged=is_staged,
             is_deterministic=is_deterministic,
@@ -183,6 +193,8 @@ class ModelRunner:
             faults or Faults(),
             max_slots=max_sequences + len(_WAYS_TO_SAMPLE),
             max_context_tokens=self._max_context_tokens,
+            queue=self._queue,
+            num_graph_rows=max_sequences,
         )
         self.progress = self._runner.progress
 
@@ -261,6 +273,7 @@ class ModelRunner:
             self.run(StepPlan(0, decodes=np.array(slots, dtype="<u4").tobytes()))
         self.run(StepPlan(0, free_slots=slots))
         self._warm_up_shapes(min(step_tokens, most))
+        self._runner.record_graphs()
         if self.host is not None and self._offload_mode == "auto" and self.attention.can_stage:
             self._choose_offload_mode(self.host)
 
@@ -383,14 +396,16 @@ def _layout(config: ModelConfig, shard: ShardSpec, block_tokens: int, dtype: tor
 
 
 def _allocate(
-    layout: BlockLayout, num_blocks: int, dtype: torch.dtype, device: torch.device
+    layout: BlockLayout, num_blocks: int, num_scratch: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, KvPool]:
-    """Allocate zeroed blocks: as the model's tensor, and as the transports' pool over the same memory."""
+    """Allocate zeroed blocks, `num_scratch` more than `num_blocks`: as the model's tensor, and as the
+    transports' pool over the same memory."""
     shard = layout.shard
-    shape = (num_blocks, shard.num_layers, 2, shard.num_heads, layout.block_tokens, layout.head_dim)
+    num_all = num_blocks + num_scratch
+    shape = (num_all, shard.num_layers, 2, shard.num_heads, layout.block_tokens, layout.head_dim)
     if device.type == "cpu":
-        memory = KvMemory.allocate(num_blocks * layout.block_bytes)
+        memory = KvMemory.allocate(num_all * layout.block_bytes)
         memory.populate(_POPULATED_BYTES)
         return torch.frombuffer(memory.buffer, dtype=dtype).view(shape), HostPool(layout, memory)
     kv = torch.zeros(shape, dtype=dtype, device=device)
-    return kv, DevicePool(layout, kv.view(num_blocks, -1).view(torch.uint8))
+    return kv, DevicePool(layout, kv[:num_blocks].view(num_blocks, -1).view(torch.uint8))

@@ -59,7 +59,7 @@ from workers.rank.collectives import RankGroups, find_store, open_store
 from workers.rank.model_runner import AutoKv, ModelRunner, ReadyFields, read_dtype
 from workers.rank.probe import AT_START, DeviceLimits, Probe, ProbeResult, device_memory, measure_limits
 from workers.rank.progress import Progress
-from workers.rank.step_runner import Ticket, launched
+from workers.rank.tickets import Ticket, launched
 
 _CONNECT_TIMEOUT_S = 10.0
 _MEMORY_S = 2.0
