@@ -8,7 +8,7 @@ yet validated on CUDA."""
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -71,10 +71,10 @@ class DecodeGraphs:
         can_sample = self._sampler is None or self._sampler.can_capture
         return self._attention.can_capture and can_sample
 
-    def record(self, num_largest: int | None = None) -> None:
-        """Record the graphs of all sizes, or of the largest ones: the largest first, so that its memory holds
-        what the others need. Their slots are those of padding, which write to the scratch block."""
-        sizes = self.sizes[::-1][:num_largest]
+    def record(self, sizes: Sequence[int]) -> None:
+        """Record the graphs of some sizes, the largest first, so that its memory holds what the others need.
+        Their slots are those of padding, which write to the scratch block."""
+        sizes = sorted(sizes, reverse=True)
         self._batch.pad_graph_rows()
         for size in sizes:
             self._work(size)()  # compiles what is compiled at first use: a recording must not

@@ -27,7 +27,7 @@ from workers.messages.rank_channel import BlockCopy, RowLogprob, SlotStart, Step
 from workers.model.attention.interface import AttentionBackend, AttentionPlan, DeviceStep, StepInput
 from workers.model.decoder import Decoder
 from workers.model.host_kv import HostKv
-from workers.model.parallel import Unfinished, parallelize
+from workers.model.parallel import Unfinished
 from workers.rank.collectives import RankGroups
 from workers.rank.containment import Containment, touch_device
 from workers.rank.decode_graphs import DecodeGraphs, graph_sizes
@@ -93,9 +93,9 @@ _Sample = TypeVar("_Sample")
 
 
 class StepRunner:
-    """Runs the plans of one rank in order. `decoder` is its part of the model, which is joined here with
-    those of the stage's other ranks; `attention` computes over `kv`, its pool of blocks, and `host` are those
-    in host memory (None: there are none).
+    """Runs the plans of one rank in order. `decoder` is its part of the model, which `parallelize` has joined
+    with those of the stage's other ranks, over `unfinished`; `attention` computes over `kv`, its pool of
+    blocks, and `host` are those in host memory (None: there are none).
 
     `launch` is `execute`, then `sample`. Both halves are there for slots whose next mask or whose end depends
     on the last token: what they need is made between the two, while the device computes."""
@@ -106,6 +106,7 @@ class StepRunner:
         attention: AttentionBackend,
         host: HostKv | None,
         groups: RankGroups,
+        unfinished: Unfinished,
         block_tokens: int,
         clock: Clock,
         faults: Faults,
@@ -127,8 +128,7 @@ class StepRunner:
         self._block_tokens = block_tokens
         self._clock = clock
         self._device = kv.device
-        self._unfinished = Unfinished(groups, decoder)
-        parallelize(decoder, self._unfinished)
+        self._unfinished = unfinished
         self._containment = Containment(kv.device)
         self._queue = queue or make_queue(kv.device)
         self.progress = Progress(self._queue)
@@ -287,12 +287,17 @@ class StepRunner:
 
     # --------------------------------------------------------------------------------- graphs
 
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """The numbers of sequences for which decoding steps can be recorded as graphs: none, unless tokens
+        stay on the device and nothing of a step is left to the host."""
+        return self._graphs.sizes if self._graphs is not None and self._graphs.can_record else ()
+
     @torch.inference_mode()
-    def record_graphs(self) -> None:
-        """Record the graphs of decoding steps, where tokens stay on the device and nothing of a step is left
-        to the host. Nothing is under way."""
-        if self._graphs is not None and self._graphs.can_record:
-            self._graphs.record()
+    def record_graphs(self, sizes: Sequence[int]) -> None:
+        """Record graphs of some of `graph_sizes`. Nothing is under way."""
+        if sizes and self._graphs is not None:
+            self._graphs.record(sizes)
 
     def _replay(self, plan: StepPlan, rows: PlannedRows, started_at: float) -> Ticket | None:
         """Compute a step by a graph, if there is one for it."""
@@ -342,18 +347,23 @@ class StepRunner:
         return sampling.logits
 
     @torch.inference_mode()
-    def layers_only(self, plan: StepPlan, most_layers: int | None = None) -> None:
-        """Run this stage's layers, or the first `most_layers`, over zeros in place of the plan's tokens, for
-        a measurement, and wait for the device."""
+    def rehearse(self, plan: StepPlan, most_layers: int | None = None) -> None:
+        """Run what a step takes of this stage, or its first `most_layers`, for a measurement: its layers over
+        zeros in place of the plan's tokens and, at the last stage, head and sampling. Waits for the
+        device."""
         rows = self.batch.change(plan)
         shape = (rows.num_tokens, self._decoder.config.hidden_size)
-        self._unfinished.begin(rows.num_tokens, 0)
-        hidden = torch.zeros(shape, dtype=self._kv.dtype, device=self._device)
+        self._unfinished.begin(rows.num_tokens, len(rows.sampling))
+        there: RowsThere | None = None
         if self._there is not None:
             there, _ = self._there.stage(plan, rows)
-        else:
-            there = None
-        self._decoder.run_layers(hidden, self._plan(rows, there), most_layers)
+        hidden = torch.zeros(shape, dtype=self._kv.dtype, device=self._device)
+        hidden = self._decoder.run_layers(hidden, self._plan(rows, there), most_layers)
+        if self._groups.is_last_stage and len(rows.sampling):
+            last = hidden[self._upload(np.cumsum(rows.lengths)[rows.sampling] - 1)]
+            logits = self._decoder.logits(last)
+            draw = self._draw if self._there is None else self._draw_there
+            draw(_Sampling(rows, last, logits), logits, None)
         self._queue.event().synchronize()
 
     def _plan(self, rows: PlannedRows, there: RowsThere | None) -> AttentionPlan:
