@@ -232,7 +232,7 @@ class Attention {
       const uint32_t* from[LANES];
       for (int64_t j = 0; j < LANES; j++) from[j] = seen && key + j < end ? (const uint32_t*)(rows + j * dim) : zeros();
       for (int64_t i = 0; i < whole; i += LANES) {
-        for (int64_t j = 0; j < LANES; j++) _mm_prefetch((const char*)(ahead + j * dim + i * PAIR), _MM_HINT_T0);
+        for (int64_t j = 0; j < LANES; j++) prefetch((const char*)(ahead + j * dim + i * PAIR));
         transpose(from, to + i * PANEL + n, PANEL);
         for (int64_t j = 0; j < LANES; j++) from[j] += LANES;
       }
@@ -261,7 +261,7 @@ class Attention {
           from[j] = seen && key + row + j < end ? rows + (row + j) * dim : (const T*)zeros();
           if (ahead)
             for (int64_t i = 0; i < dim; i += 64 / sizeof(T))
-              _mm_prefetch((const char*)(ahead + (row + j) * dim + i), _MM_HINT_T0);
+              prefetch((const char*)(ahead + (row + j) * dim + i));
         }
         T* to = panels + (at + row) * PANEL;
         int64_t column = 0;
