@@ -74,16 +74,6 @@ INLINE Vec silu(Vec x) {
   return (Vec)(~(IntVec)(x < broadcast(-87.33f)) & (IntVec)result);
 }
 
-#if defined(TANDEM_AMX) && defined(__AVX512F__)
-// Writes whole lines past the caches: they need not be read before, and leave the rows in the second cache.
-inline void stream_panel(const float* c, int64_t rows, Bf16* out, int64_t out_stride) {
-  for (int64_t m = 0; m < rows; m++, c += PANEL, out += out_stride) {
-    __m512i line = _mm512_castsi256_si512(narrow(load(c)));
-    _mm512_stream_si512((__m512i*)out, _mm512_inserti64x4(line, narrow(load(c + LANES)), 1));
-  }
-}
-#endif
-
 // Writes sums c[rows, 32] of panel `number` to the output.
 template <typename T>
 void finish_panel(const float* c, int64_t rows, const LinearWeights& weights, int64_t number, Epilogue epilogue,
@@ -94,16 +84,6 @@ void finish_panel(const float* c, int64_t rows, const LinearWeights& weights, in
     Vec sum = load(row + v);
     return bias ? sum + load(bias + first + v, width) : sum;
   };
-#if defined(TANDEM_AMX) && defined(__AVX512F__)
-  if constexpr (sizeof(T) == 2) {
-    T* to = static_cast<T*>(out) + first;
-    bool fills_lines = left >= PANEL && out_stride % PANEL == 0 && reinterpret_cast<uintptr_t>(to) % 64 == 0;
-    if (epilogue == STORE && !bias && rows == SUM_ROWS && fills_lines) {
-      stream_panel(c, rows, to, out_stride);
-      return;
-    }
-  }
-#endif
   if (epilogue == GATED) {
     constexpr int64_t half = PANEL / 2;
     int64_t columns = weights.num_outputs / 2 - number * half;
