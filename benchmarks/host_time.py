@@ -26,20 +26,18 @@ from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.rpc.stream import FrameStream
 from workers.config import EngineConfig
 from workers.disagg.request_table import RequestTable
-from workers.messages import (
+from workers.messages.link import LoadReport, SampleState, Submission
+from workers.messages.rank_channel import (
     RANK_DOWN_CODEC,
     RANK_UP_CODEC,
     BatchEntry,
-    LoadReport,
-    SampleState,
-    SamplingParams,
     SlotSample,
     SlotStart,
     StepPlan,
     StepReport,
-    Submission,
     TableChange,
 )
+from workers.messages.sampling import SamplingParams
 from workers.model.attention.interface import AttentionPlan, StepInput
 from workers.model.model_config import read_model_config
 from workers.model.sizes import ModelWork

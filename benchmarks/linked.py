@@ -13,7 +13,7 @@ from kvtransfer.config import TransferConfig
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.rpc.stream import FrameStream, open_link
 from workers.config import EngineConfig, Parallel
-from workers.messages import (
+from workers.messages.link import (
     LINK_DOWN_CODEC,
     LINK_UP_CODEC,
     GatewayHello,
@@ -21,10 +21,10 @@ from workers.messages import (
     HandOverTarget,
     PrefillReport,
     SampleState,
-    SamplingParams,
     StepFrame,
     Submission,
 )
+from workers.messages.sampling import SamplingParams
 from workers.replica.engine_core import EngineCore
 from workers.replica.partition import ReplicaSpec
 from workers.replica.rank_group import ProcessLauncher

@@ -23,7 +23,8 @@ import torch
 
 from benchmarks.random_checkpoint import QWEN3_06B, write_random_checkpoint
 from kvtransfer.common.clock import Clock, SystemClock
-from workers.messages import BatchEntry, SamplingParams, SlotSample, SlotStart, StepPlan, TableChange
+from workers.messages.rank_channel import BatchEntry, SlotSample, SlotStart, StepPlan, TableChange
+from workers.messages.sampling import SamplingParams
 from workers.model.host_kv import MODES, HostKv
 from workers.rank.model_runner import ModelRunner, read_dtype
 

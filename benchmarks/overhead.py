@@ -45,16 +45,16 @@ from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.rpc.handshake import draw_secret
 from kvtransfer.rpc.stream import FrameStream, open_link
 from workers.config import EngineConfig, Parallel
-from workers.messages import (
+from workers.messages.link import (
     LINK_DOWN_CODEC,
     LINK_UP_CODEC,
     GatewayHello,
     SampleState,
-    SamplingParams,
     StepFrame,
-    StepPlan,
     Submission,
 )
+from workers.messages.rank_channel import StepPlan
+from workers.messages.sampling import SamplingParams
 from workers.model.fingerprint import DigestCache, model_fingerprint
 from workers.model.model_config import read_model_config
 from workers.rank.model_runner import ModelRunner, read_dtype

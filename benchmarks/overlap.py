@@ -22,7 +22,7 @@ from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.config import TransferConfig
 from kvtransfer.rpc.handshake import draw_secret
 from workers.config import EngineConfig, Parallel
-from workers.messages import HandOverReport, PrefillReport
+from workers.messages.link import HandOverReport, PrefillReport
 
 BLOCK_TOKENS = 32
 MODEL = {

@@ -50,7 +50,7 @@ from benchmarks.delivery import (
 from benchmarks.random_checkpoint import write_random_checkpoint
 from benchmarks.replica import CLOCK, bare_replica
 from workers.config import EngineConfig, Parallel
-from workers.messages import RANK_DOWN_CODEC, StepPlan
+from workers.messages.rank_channel import RANK_DOWN_CODEC, StepPlan
 from workers.rank.collectives import RankGroups
 
 NUM_RANKS = 2

@@ -23,7 +23,8 @@ import psutil
 
 from benchmarks.random_checkpoint import QWEN3_06B, write_random_checkpoint
 from benchmarks.rank_process import RankProcess
-from workers.messages import BatchEntry, SamplingParams, SlotSample, SlotStart, StepPlan, TableChange
+from workers.messages.rank_channel import BatchEntry, SlotSample, SlotStart, StepPlan, TableChange
+from workers.messages.sampling import SamplingParams
 from workers.model.model_config import read_model_config, weight_files
 
 _MOST_OUTPUT = 100

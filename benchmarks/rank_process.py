@@ -1,13 +1,15 @@
-"""One rank process, started as a replica starts it and driven by this process in place of an engine core."""
+"""One rank process, started as a replica starts it and driven by this process in place of an engine core.
+
+The connection is read here rather than by `workers.replica.rank_group.RankGroup`, which keeps only the phase
+in which a rank is: a benchmark notes when each phase began, with no event loop beside the rank.
+"""
 
 from __future__ import annotations
 
 import os
 import secrets
 import socket
-import struct
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -18,9 +20,8 @@ import psutil
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.messages import ReplicaIdentity, TransferSettings
 from kvtransfer.rpc.handshake import prove_as_server, receive_frame, send_frame
-from workers.messages import (
+from workers.messages.rank_channel import (
     RANK_DOWN_CODEC,
-    RANK_SPEC_CODEC,
     RANK_UP_CODEC,
     FormGroup,
     RankFailed,
@@ -34,6 +35,7 @@ from workers.messages import (
     StepReport,
 )
 from workers.model.model_config import read_model_config
+from workers.replica.rank_group import RankCommand
 
 _Message = TypeVar("_Message", RankJoined, RankReady)
 
@@ -77,14 +79,13 @@ class RankProcess:
             "transfer": TransferSettings("127.0.0.1", ("tcp",)),
         }
         spec = RankSpec(**{**fields, **changes})
+        command = RankCommand.of(spec)
         self._launched_at = _CLOCK.now()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "workers.rank.start"],
-            stdin=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": str(spec.num_threads), **environment},
+            command.arguments, stdin=subprocess.PIPE, env={**command.environment, **environment}
         )
         try:
-            self._sock = self._connect(listener, spec)
+            self._sock = self._connect(listener, command, spec.secret)
             self.joined = self._expect(RankJoined)
             self._send(FormGroup("", ((0, read_model_config(model_dir).num_layers),)))
             self.ready = self._expect(RankReady)
@@ -136,14 +137,13 @@ class RankProcess:
         """The seconds from the launch of the process until it was ready."""
         return self.phases[-1].began_s
 
-    def _connect(self, listener: socket.socket, spec: RankSpec) -> socket.socket:
+    def _connect(self, listener: socket.socket, command: RankCommand, secret: bytes) -> socket.socket:
         assert self.process.stdin is not None
-        frame = RANK_SPEC_CODEC.encode(spec)
         self._note("importing")
         with self.process.stdin as stream:
-            stream.write(struct.pack("<I", len(frame)) + frame)
+            stream.write(command.spec_frame)
         sock, _ = listener.accept()
-        prove_as_server(sock, spec.secret)
+        prove_as_server(sock, secret)
         sock.settimeout(_START_S)
         self._note("joining")
         return sock

@@ -18,7 +18,9 @@ from kvtransfer.config import TransferConfig
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.rpc.handshake import draw_secret
 from workers.config import EngineConfig, Parallel
-from workers.messages import RankUp, SampleState, SamplingParams, StepPlan, StepReport, Submission
+from workers.messages.link import SampleState, Submission
+from workers.messages.rank_channel import RankUp, StepPlan, StepReport
+from workers.messages.sampling import SamplingParams
 from workers.model.fingerprint import DigestCache, model_fingerprint
 from workers.model.model_config import read_model_config
 from workers.replica.partition import ReplicaSpec, Shape

@@ -21,7 +21,8 @@ from unittest import mock
 import numpy as np
 import torch
 
-from workers.messages import SamplingParams, SlotSample, SlotStart
+from workers.messages.rank_channel import SlotSample, SlotStart
+from workers.messages.sampling import SamplingParams
 from workers.model import native
 from workers.model.native.isa import Isa, available_isas
 from workers.rank.sampler import Sampler

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from workers.messages import GatewayKey, News, RankDown
+from workers.messages.link import GatewayKey, News
+from workers.messages.rank_channel import RankDown
 
 
 class RankChannel(Protocol):

@@ -26,7 +26,7 @@ from cluster.text.preprocess import Preprocessor
 from kvtransfer.common.clock import Clock, let_others_run
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import Decision
-from workers.messages import PrefillReport
+from workers.messages.link import PrefillReport
 from workers.stats_record import PathMeasure, ReplicaStats
 
 # How old a status may be. Replicas report about as often.

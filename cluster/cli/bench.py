@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -373,7 +375,7 @@ def bench_serve(
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds; a later answer is lost.")] = 60.0,
 ) -> None:
     """Load a running cluster; latencies, throughput and goodput."""
-    rates = [_positive(part) for part in sweep.split(",")] if sweep else [rate]
+    rates = [_rate(item) for item in sweep.split(",")] if sweep else [rate]
     workloads = [
         Workload(
             num_requests=requests,
@@ -400,9 +402,12 @@ def bench_engine(
         str, typer.Option(help="auto (as the cluster resolves it), bf16, fp16 or fp32.")
     ] = "auto",
     threads: Annotated[int, typer.Option(min=1)] = 2,
-    prefill: Annotated[str, typer.Option(help="Prompt lengths.")] = "512,2048",
+    prefill: Annotated[str, typer.Option(help="Prompt lengths; empty: none.")] = "512,2048",
     decode_batch: Annotated[
-        str, typer.Option(help="Sequences of a step, and their context if it is another: 1,4,16,16x2048.")
+        str,
+        typer.Option(
+            help="Sequences of a step, and their context if it is another: 1,4,16,16x2048; empty: none."
+        ),
     ] = "1,4,8,16",
     context: Annotated[int, typer.Option(min=1, help="Tokens before the decode figures.")] = 128,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds in which others left the CPU alone.")] = 5,
@@ -428,8 +433,8 @@ def bench_engine(
         peers = parse_peers(peer, peer_python or [])
     except PeerError as error:
         raise typer.BadParameter(str(error)) from None
-    prompts = [int(_positive(part)) for part in filter(None, prefill.split(","))]
-    shapes = [_decode_shape(part, context) for part in filter(None, decode_batch.split(","))]
+    prompts = [_prompt_tokens(item) for item in prefill.split(",")] if prefill else []
+    shapes = [_decode_shape(item, context) for item in decode_batch.split(",")] if decode_batch else []
     model_dir = model or bundled_model()
     options = BenchOptions(
         model_dir=model_dir,
@@ -503,17 +508,36 @@ def _shown(value: Any) -> str:
     return NONE if value is None else str(value)
 
 
-def _decode_shape(text: str, context: int) -> tuple[int, int]:
+_COUNT = "0*[1-9][0-9]*"
+_PROMPT_TOKENS = re.compile(_COUNT)
+_DECODE_SHAPE = re.compile(f"({_COUNT})(?:x({_COUNT}))?")
+
+
+def _prompt_tokens(item: str) -> int:
+    if not _PROMPT_TOKENS.fullmatch(item.strip()):
+        raise _not_understood("--prefill", "whole numbers N", item)
+    return int(item)
+
+
+def _decode_shape(item: str, context: int) -> tuple[int, int]:
     """Read "16", or "16x2048" with a context of its own."""
-    batch, _, own_context = text.partition("x")
-    return int(_positive(batch)), int(_positive(own_context)) if own_context else context
+    found = _DECODE_SHAPE.fullmatch(item.strip())
+    if found is None:
+        raise _not_understood("--decode-batch", "whole numbers N or NxCONTEXT", item)
+    batch, own_context = found.groups()
+    return int(batch), int(own_context or context)
 
 
-def _positive(text: str) -> float:
+def _rate(item: str) -> float:
     try:
-        value = float(text)
+        value = float(item)
     except ValueError:
         value = 0.0
-    if not value > 0:
-        raise typer.BadParameter(f"expected numbers above 0 between commas, not {text!r}")
+    if not 0.0 < value < math.inf:
+        raise _not_understood("--sweep", "numbers", item)
     return value
+
+
+def _not_understood(option: str, wanted: str, item: str) -> typer.BadParameter:
+    """Return the error for an item of a list."""
+    return typer.BadParameter(f"expected {wanted} above 0 between commas, not {item!r}", param_hint=option)

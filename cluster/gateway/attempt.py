@@ -14,15 +14,8 @@ from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.health import backoff_s
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import RouteRequest
-from workers.messages import (
-    HandOverTarget,
-    IsolationReport,
-    Move,
-    SampleState,
-    Submission,
-    TokenDelta,
-    TokenLogprob,
-)
+from workers.messages.link import HandOverTarget, IsolationReport, Move, SampleState, Submission, TokenDelta
+from workers.messages.sampling import TokenLogprob
 
 # Retries: which replicas to avoid, and whether the request itself breaks them.
 

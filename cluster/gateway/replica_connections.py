@@ -29,7 +29,7 @@ from kvtransfer.messages import (
 from kvtransfer.rpc.stream import FrameStream, open_link
 from router.messages import ReplicaLoad
 from router.service import RouterService
-from workers.messages import (
+from workers.messages.link import (
     LINK_DOWN_CODEC,
     LINK_UP_CODEC,
     CachePurged,

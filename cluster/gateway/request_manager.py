@@ -31,7 +31,7 @@ from cluster.text.preprocess import PreparedRequest, Preprocessor, ServingLimits
 from cluster.text.tokenizer import SampleText
 from kvtransfer.common.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
-from workers.messages import Cancel, StepFrame
+from workers.messages.link import Cancel, StepFrame
 
 # Ended requests that `Explain` remembers.
 NUM_RECORDS = 1024

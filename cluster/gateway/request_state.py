@@ -39,7 +39,7 @@ from cluster.text.tokenizer import SampleText
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import Decision, RouteRequest
-from workers.messages import (
+from workers.messages.link import (
     Cancel,
     HandOverReport,
     HandOverTarget,

@@ -24,7 +24,7 @@ from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.messages import ReplicaIdentity
 from router.errors import NoReplicaError
 from router.messages import Decision, RouteRequest
-from workers.messages import Cancel, HandOverTarget, Move, Submission
+from workers.messages.link import Cancel, HandOverTarget, Move, Submission
 
 # Tokens, each with its log-probabilities counted too, that one stream holds for a client that does not read.
 # A slower client is cut off with RESOURCE_EXHAUSTED; no other stream waits for it meanwhile.

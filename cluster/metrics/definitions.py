@@ -14,8 +14,8 @@ class Metric(NamedTuple):
     """One metric. `why_empty` says when it has no series on a healthy run; "": it always has one.
 
     `field` names the statistic that it shows, times `scale`, in the record that is exported (of a replica
-    `workers.messages.ReplicaStats`); where that is a mapping, its keys are values of the last label. "": the
-    exporter computes it.
+    `workers.stats_record.ReplicaStats`); where that is a mapping, its keys are values of the last label. "":
+    the exporter computes it.
     """
 
     name: str

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from cluster.text.preprocess import PreparedRequest
 from router.messages import Decision
-from workers.messages import HandOverReport, PrefillReport
+from workers.messages.link import HandOverReport, PrefillReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from cluster.text.preprocess import PreparedRequest
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.codec import Part
 from router.messages import Decision
-from workers.messages import PrefillReport, TokenDelta
+from workers.messages.link import PrefillReport, TokenDelta
 
 # Seconds that are remembered one by one.
 RING_S = 330

@@ -45,7 +45,7 @@ from kvtransfer.common.clock import SystemClock
 from kvtransfer.messages import ReplicaIdentity
 from workers.config import Parallel
 from workers.errors import RankDiedError
-from workers.messages import HandOverTarget
+from workers.messages.link import HandOverTarget
 from workers.model.model_config import read_model_config
 from workers.replica.engine_core import EngineCore
 from workers.replica.partition import ReplicaSpec

@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from cluster.metrics.config import LogConfig
 from cluster.metrics.logs import log_to_stderr
 from kvtransfer.common.clock import SystemClock
-from workers.messages import RANK_SPEC_CODEC, RankSpec
+from workers.messages.rank_channel import RANK_SPEC_CODEC, RankSpec
 from workers.rank.start import start_rank
 
 _KILL_AFTER_S = 0.3

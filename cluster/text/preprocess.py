@@ -23,7 +23,7 @@ from cluster.text.chat_template import ChatRenderer, ChatTurn, load_chat_templat
 from cluster.text.tokenizer import SHORT_CHARS, ModelText, SampleText
 from kvtransfer.blocks.keys import TOKEN_BYTES, block_keys
 from kvtransfer.common.clock import Clock
-from workers.messages import SamplingParams
+from workers.messages.sampling import SamplingParams
 from workers.model.model_config import read_model_config
 
 _MASK = (1 << 64) - 1

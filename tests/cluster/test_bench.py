@@ -28,6 +28,8 @@ from cluster.cli.bench import (
 )
 from cluster.errors import CallError
 from kvtransfer.common.clock import ManualClock
+from workers.engine_bench import bench
+from workers.engine_bench.bench import BenchOptions
 
 LOAD = Workload(
     num_requests=8,
@@ -157,15 +159,53 @@ async def test_the_first_reason_of_a_failure_is_kept() -> None:
         (["--peer", "ollama"], "--peer takes names of transformers, llama.cpp, vllm"),
         (["--peer", "vllm:q4"], "--peer vllm: takes a dtype of bf16, fp16, fp32 after the colon"),
         (["--peer", "vllm", "--peer-python", "vllm"], "--peer-python takes NAME=PATH"),
-        (["--decode-batch", "4xlong"], "expected numbers above 0"),
         (["--rounds", "0"], "--rounds"),
     ],
 )
 def test_a_mistake_in_the_engine_s_options_is_named(options: list[str], reason: str) -> None:
     """Before anything is loaded: the model does not exist."""
-    done = CliRunner().invoke(cli, ["engine", "--model", "/nonexistent", *options])
+    assert reason in refusal("engine", "--model", "/nonexistent", *options)
+
+
+def refusal(*arguments: str) -> str:
+    """The message of a usage error, as one line."""
+    done = CliRunner().invoke(cli, arguments)
     assert done.exit_code == 2
-    assert reason in " ".join(done.output.replace("\u2502", " ").split())
+    return " ".join(done.output.replace("\u2502", " ").split())
+
+
+NO_COUNTS = ["0", "-1", "1.5", "1e3", "inf", "many", " ", "1,,4", "1,", ","]
+NO_SHAPES = [*NO_COUNTS, "1x", "x5", "x", "4xlong", "0x5", "5x0", "4x-1", "4x1.5", "1x2x3", "4 x 5"]
+
+
+@pytest.mark.parametrize("items", NO_SHAPES)
+def test_a_decode_batch_that_cannot_be_read_is_refused_with_the_remedy(items: str) -> None:
+    remedy = "Invalid value for --decode-batch: expected whole numbers N or NxCONTEXT above 0 between commas"
+    assert remedy in refusal("engine", "--model", "/nonexistent", f"--decode-batch={items}")
+
+
+@pytest.mark.parametrize("items", NO_COUNTS)
+def test_a_prompt_length_that_cannot_be_read_is_refused(items: str) -> None:
+    remedy = "Invalid value for --prefill: expected whole numbers N above 0 between commas"
+    assert remedy in refusal("engine", "--model", "/nonexistent", f"--prefill={items}")
+
+
+@pytest.mark.parametrize("items", ["0", "-1", "inf", "nan", "fast", "1,,4", "1,"])
+def test_a_rate_that_cannot_be_read_is_refused(items: str) -> None:
+    remedy = "Invalid value for --sweep: expected numbers above 0 between commas"
+    assert remedy in refusal("serve", f"--sweep={items}")
+
+
+def test_prompt_lengths_and_decode_batches_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[BenchOptions] = []
+    monkeypatch.setattr(bench, "run_engine_bench", lambda options, emit: read.append(options))
+    for lists in (["--prefill=64, 512", "--decode-batch=1,16x2048, 04"], ["--prefill=", "--decode-batch="]):
+        done = CliRunner().invoke(cli, ["engine", "--context=96", *lists])
+        assert done.exit_code == 0, done.output
+    assert [(options.prefill, options.decode) for options in read] == [
+        ([64, 512], [(1, 96), (16, 2048), (4, 96)]),
+        ([], []),
+    ]
 
 
 def test_the_table_has_a_row_for_each_measure_and_a_column_for_each_peer() -> None:

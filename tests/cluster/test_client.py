@@ -30,7 +30,7 @@ from cluster.api.client import (
 from cluster.errors import CallError, InvalidRequestError
 from cluster.proto import tandem_pb2 as pb
 from cluster.text.preprocess import sample_seed
-from workers.messages import RequestFailed
+from workers.messages.link import RequestFailed
 
 
 async def collect(stream: GenerateStream, collector: Collector) -> None:

@@ -19,7 +19,7 @@ from cluster.serve.gateway_server import SERVICE_NAME
 from cluster.text.preprocess import sample_seed
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.messages import ReplicaIdentity
-from workers.messages import RequestFailed
+from workers.messages.link import RequestFailed
 from workers.stats_record import PathMeasure
 
 

@@ -28,7 +28,8 @@ from cluster.roster.messages import GatewayRecord
 from cluster.text.preprocess import PreparedRequest, SampleStart
 from kvtransfer.blocks.keys import block_keys
 from kvtransfer.common.clock import ManualClock, SystemClock
-from workers.messages import HandOverReport, PrefillReport, SamplingParams, StageTimes
+from workers.messages.link import HandOverReport, PrefillReport, StageTimes
+from workers.messages.sampling import SamplingParams
 
 BLOCK = 16
 ROOT = bytes(16)

@@ -8,7 +8,7 @@ from gateway_harness import PROMPT, GatewayHarness, ScriptedReplica, expected, u
 
 from cluster.api.client import Completion, GenerateOptions
 from cluster.serve.gateway_server import Gateway
-from workers.messages import RequestFailed, RoleChanged
+from workers.messages.link import RequestFailed, RoleChanged
 
 NUM_TOKENS = 40
 

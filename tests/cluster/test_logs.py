@@ -15,7 +15,7 @@ from cluster.api.client import GenerateOptions
 from cluster.errors import CallError
 from cluster.metrics.config import LogConfig
 from cluster.metrics.logs import ACCESS_LOGGER, about, log_to_stderr
-from workers.messages import RequestFailed
+from workers.messages.link import RequestFailed
 
 _NAMES = ("tandem", "cluster", "router", "workers", "kvtransfer", "opentelemetry", ACCESS_LOGGER)
 

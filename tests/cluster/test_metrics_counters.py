@@ -20,7 +20,8 @@ from cluster.metrics.gateway_counters import (
 )
 from cluster.text.preprocess import PreparedRequest, SampleStart
 from router.messages import Decision
-from workers.messages import HandOverReport, PrefillReport, SamplingParams, StageTimes, TokenDelta
+from workers.messages.link import HandOverReport, PrefillReport, StageTimes, TokenDelta
+from workers.messages.sampling import SamplingParams
 
 KV_BYTES = 100
 

@@ -28,7 +28,7 @@ from cluster.metrics.registry import MetricsRegistry
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.store.messages import IndexStat, StoreStat, TierStat
-from workers.messages import LoadReport
+from workers.messages.link import LoadReport
 from workers.stats_record import BATCH_BOUNDS, DeviceMemory, PathMeasure
 
 HERE = ReplicaIdentity("decode-a", 1)

@@ -11,7 +11,7 @@ from cluster.metrics.definitions import SECTIONS
 from cluster.metrics.replica_stats import RENAMED, load_of, stats_of
 from cluster.proto import tandem_pb2 as pb
 from router.messages import ReplicaLoad
-from workers.messages import LoadReport
+from workers.messages.link import LoadReport
 from workers.replica.step_loop import StepStats
 from workers.stats_record import ReplicaStats
 

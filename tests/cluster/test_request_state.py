@@ -36,13 +36,7 @@ from cluster.errors import (
 )
 from cluster.gateway.attempt import OutputDelta
 from cluster.text.preprocess import SampleStart, sample_seed
-from workers.messages import (
-    HandOverTarget,
-    RequestFailed,
-    SampleState,
-    Submission,
-    TokenDelta,
-)
+from workers.messages.link import HandOverTarget, RequestFailed, SampleState, Submission, TokenDelta
 
 
 def submissions(effects: list[Effect]) -> list[Submission]:

@@ -32,7 +32,7 @@ from request_state_harness import (
 
 from cluster.gateway.attempt import OVERDUE_S, OutputDelta
 from kvtransfer.messages import ReplicaIdentity
-from workers.messages import HandOverTarget, Move, MoveEnded, RequestFailed
+from workers.messages.link import HandOverTarget, Move, MoveEnded, RequestFailed
 
 D2 = ReplicaIdentity("d2", 1)
 ADDRESS = HandOverTarget(D1, "b")

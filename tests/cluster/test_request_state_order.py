@@ -36,7 +36,7 @@ from cluster.gateway.attempt import OutputDelta
 from cluster.gateway.request_state import RequestPhase
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import RouteRequest
-from workers.messages import (
+from workers.messages.link import (
     HandOverReport,
     HandOverTarget,
     Move,

@@ -21,7 +21,7 @@ from request_state_harness import (
 
 from cluster.errors import PoisonRequestError, UnavailableError, to_grpc_status
 from kvtransfer.messages import ReplicaIdentity
-from workers.messages import IsolationReport, RequestFailed
+from workers.messages.link import IsolationReport, RequestFailed
 
 
 def broke(number: int, reason: str = "a kernel broke", *, suspect: bool = True) -> RequestFailed:

@@ -22,18 +22,17 @@ from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import ReplicaIdentity
 from router.errors import NoReplicaError
 from router.messages import Decision, RouteRequest
-from workers.messages import (
+from workers.messages.link import (
     Cancel,
     HandOverTarget,
     Move,
     MoveEnded,
     PrefillReport,
-    SamplingParams,
     StageTimes,
     Submission,
     TokenDelta,
-    TokenLogprob,
 )
+from workers.messages.sampling import SamplingParams, TokenLogprob
 
 D0, D1 = ReplicaIdentity("d0", 1), ReplicaIdentity("d1", 1)
 

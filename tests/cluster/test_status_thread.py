@@ -16,7 +16,7 @@ from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import ReplicaRecord
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import PROTOCOL_VERSION, CompatibilityRecord, ReplicaIdentity
-from workers.messages import LoadReport
+from workers.messages.link import LoadReport
 from workers.stats_record import PathMeasure
 
 

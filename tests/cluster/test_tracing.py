@@ -22,7 +22,7 @@ from cluster.metrics.tracing import Stage, check_tracing, request_stages
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc
 from kvtransfer.common.clock import SystemClock
-from workers.messages import HandOverReport, PrefillReport, RequestFailed, StageTimes
+from workers.messages.link import HandOverReport, PrefillReport, RequestFailed, StageTimes
 
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 

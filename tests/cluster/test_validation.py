@@ -15,7 +15,7 @@ from cluster.api.client import GenerateOptions
 from cluster.errors import STATUS_TABLE, CallError, RequestError, RetryableError, bad_fields
 from cluster.proto import tandem_pb2 as pb
 from cluster.text.preprocess import ServingLimits, check_request, max_tokens_of, sampling_of
-from workers.messages import SamplingParams
+from workers.messages.sampling import SamplingParams
 
 LIMITS = ServingLimits(
     model_name="m",

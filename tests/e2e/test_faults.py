@@ -15,7 +15,7 @@ from e2e_harness import BLOCK_TOKENS, SHAPES, SINGLE, E2eHarness, Heard, Replica
 from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.common.faults import FaultRule
 from workers.errors import RankDiedError
-from workers.messages import Cancel
+from workers.messages.link import Cancel
 
 pytestmark = pytest.mark.parametrize("shape", SHAPES, indirect=True)
 

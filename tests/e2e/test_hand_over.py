@@ -10,7 +10,7 @@ import pytest
 from e2e_harness import BLOCK_TOKENS, E2eHarness, Heard, until
 from optional_programs import uses_compiler
 
-from workers.messages import Cancel
+from workers.messages.link import Cancel
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), uses_compiler]
 

@@ -21,7 +21,7 @@ from e2e_harness import (
 )
 
 from workers.config import Parallel
-from workers.messages import Cancel
+from workers.messages.link import Cancel
 
 pytestmark = pytest.mark.parametrize("shape", SHAPES, indirect=True)
 

@@ -11,7 +11,7 @@ from e2e_harness import E2eHarness, Heard, Replica, until
 from msgspec.structs import replace
 
 from workers.errors import RankDiedError
-from workers.messages import Submission
+from workers.messages.link import Submission
 from workers.scheduler.sequence import Sequence
 
 

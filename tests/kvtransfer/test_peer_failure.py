@@ -70,10 +70,10 @@ def test_a_writer_killed_mid_write_is_proven_gone(harness: TransferHarness, tmp_
     np.testing.assert_array_equal(target.pool[1:4], fresh.pool[:3])
 
 
+@pytest.mark.parametrize("processes", ONE_SIDED, indirect=True)
 def test_each_connection_of_a_writer_is_proven_gone_by_itself(harness: TransferHarness) -> None:
-    """A writer that reconnects before its old connection has ended must not hide the old one's end."""
-    if not is_one_sided(harness):
-        pytest.skip("of two-sided connections nothing has to be proven")
+    """A writer that reconnects before its old connection has ended must not hide the old one's end. Of
+    two-sided connections nothing has to be proven."""
     target, writer, second = harness.target(), harness.writer(), harness.writer()
     landing_id = target.open(writer, 1)
     connection_id = writer.connected(target, harness.transport)

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 import torch
+from compiled_kernels import kernels_of
 from torch import Tensor
 
-from workers.model import native
 from workers.model.attention.cpu_backend import CpuAttention
 from workers.model.attention.interface import NO_MARKS as NO_MARKS
 from workers.model.attention.interface import (
@@ -23,7 +22,6 @@ from workers.model.attention.interface import (
     kv_shape,
 )
 from workers.model.attention.torch_backend import TorchAttention
-from workers.model.native.isa import Isa, available_isas
 
 
 def unrotated(num_heads: int, head_dim: int, windows: tuple[int, ...] = (0,)) -> AttentionShape:
@@ -65,22 +63,11 @@ def attend(
     ]
 
 
-# Names for `make_backend`: plain torch, and the kernels of every instruction set.
-BACKENDS = ("torch", *(isa.value for isa in Isa))
-
-
 def make_backend(name: str, shape: AttentionShape, kv: Tensor) -> AttentionBackend:
-    """The backend of that name; the test is skipped where there is none for the KV."""
+    """The backend of that name, one of `compiled_kernels.BACKENDS`, for KV that it serves."""
     if name == "torch":
         return TorchAttention(shape, kv)
-    if Isa(name) not in available_isas():
-        pytest.skip(f"this CPU lacks {name}")
-    kernels = native.compiled(Isa(name))
-    if kernels is None:
-        pytest.skip("there is no C++ compiler")
-    if not CpuAttention.serves(kv):
-        pytest.skip(f"the kernels do not serve {kv.dtype}")
-    return CpuAttention(shape, kv, kernels)
+    return CpuAttention(shape, kv, kernels_of(name))
 
 
 def attend_once(

@@ -18,7 +18,6 @@ from typing import IO, TypeVar
 
 import numpy as np
 import torch
-from child_processes import close_all, killed_on_error
 from patience import WAIT_S
 
 from kvtransfer.blocks.device_pool import DevicePool
@@ -365,8 +364,12 @@ class RankProcess:
         with contextlib.suppress(ValueError):
             self._stdout.read()
         self._stdout.close()
-        with killed_on_error(self._process):
+        try:
             return self._process.wait(WAIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            raise
 
     def _call(self, command: Message, kind: type[R]) -> R:
         _write(self._stdin, command)
@@ -403,7 +406,9 @@ class RankProcesses:
                 process.close()
 
     def close(self) -> None:
-        close_all(self._idle)
+        with contextlib.ExitStack() as ends:
+            for process in self._idle:
+                ends.callback(process.close)
 
 
 class RemoteError(Exception):

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.messages import SamplingParams, TokenLogprob
+from workers.messages.sampling import SamplingParams, TokenLogprob
 from workers.rank.sampler import Sampled, gumbel, output_keys, seed_keys, token_counters
 
 # Most nuclei are smaller: on the CPU the whole vocabulary is sorted only for the rows where this fails.

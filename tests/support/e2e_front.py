@@ -28,7 +28,7 @@ from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule
 from workers.config import Parallel
 from workers.errors import RankDiedError
-from workers.messages import HandOverTarget
+from workers.messages.link import HandOverTarget
 
 TINY = Path(__file__).resolve().parent.parent.parent / "models" / "tiny"
 HEALTH_PERIOD_S = 0.05

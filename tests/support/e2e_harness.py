@@ -26,7 +26,7 @@ from kvtransfer.messages import KvEvents, ReplicaIdentity
 from kvtransfer.rpc.handshake import draw_secret
 from kvtransfer.rpc.stream import FrameStream, open_link
 from workers.config import EngineConfig, Parallel
-from workers.messages import (
+from workers.messages.link import (
     LINK_DOWN_CODEC,
     LINK_UP_CODEC,
     Cancel,
@@ -41,11 +41,10 @@ from workers.messages import (
     ReplicaHello,
     RequestFailed,
     SampleState,
-    SamplingParams,
     StepFrame,
     Submission,
-    TokenLogprob,
 )
+from workers.messages.sampling import SamplingParams, TokenLogprob
 from workers.replica.engine_core import EngineCore
 from workers.replica.partition import ReplicaSpec
 

@@ -34,7 +34,7 @@ from kvtransfer.messages import (
 )
 from kvtransfer.rpc.handshake import draw_secret
 from kvtransfer.rpc.stream import FrameStream, LinkServer
-from workers.messages import (
+from workers.messages.link import (
     LINK_DOWN_CODEC,
     LINK_UP_CODEC,
     CachePurged,
@@ -55,8 +55,8 @@ from workers.messages import (
     StepFrame,
     Submission,
     TokenDelta,
-    TokenLogprob,
 )
+from workers.messages.sampling import TokenLogprob
 from workers.stats_record import PathMeasure
 
 

@@ -19,7 +19,7 @@ from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.messages import ReplicaIdentity, TransferSettings
 from kvtransfer.rpc.handshake import prove_as_client, send_frame
-from workers.messages import (
+from workers.messages.rank_channel import (
     RANK_UP_CODEC,
     RankJoined,
     RankReady,

@@ -18,7 +18,7 @@ from types import TracebackType
 import psutil
 
 from kvtransfer.messages import ReplicaIdentity, TransferSettings
-from workers.messages import RankSpec
+from workers.messages.rank_channel import RankSpec
 
 KINDS = ("links", "ranks", "rank links", "store unix", "store tcp", "shm", "tcp")
 SECRET = bytes(32)

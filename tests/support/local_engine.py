@@ -17,18 +17,17 @@ from kvtransfer.common.clock import ManualClock
 from kvtransfer.common.faults import Faults
 from workers.config import EngineConfig
 from workers.errors import OutOfBlocksError
-from workers.messages import (
+from workers.messages.link import RequestFailed, Submission
+from workers.messages.rank_channel import (
     BatchEntry,
     BlockCopy,
-    RequestFailed,
-    SamplingParams,
     SlotSample,
     SlotStart,
     StepPlan,
     StepReport,
-    Submission,
     TableChange,
 )
+from workers.messages.sampling import SamplingParams
 from workers.model.host_kv import OffloadMode
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups, find_store, open_store

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from workers.messages import StepPlan
+from workers.messages.rank_channel import StepPlan
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.step import unpack_ids

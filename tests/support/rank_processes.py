@@ -25,7 +25,7 @@ from typing import IO, NamedTuple
 import msgspec
 from patience import START_S
 
-from workers.messages import RANK_SPEC_CODEC, RankSpec
+from workers.messages.rank_channel import RANK_SPEC_CODEC, RankSpec
 from workers.replica.rank_group import RankHandle
 
 _LENGTH = struct.Struct("<I")

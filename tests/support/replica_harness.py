@@ -51,22 +51,22 @@ from workers.disagg.kv_sender import KvSender
 from workers.disagg.migration import MigrationManager
 from workers.disagg.peers import Peers
 from workers.disagg.request_table import RequestTable
-from workers.messages import (
+from workers.messages.link import (
     LINK_UP_CODEC,
     HandOverReport,
     HandOverTarget,
     LoadReport,
     Move,
     MoveEnded,
-    PeerLinkMessage,
     RequestFailed,
     SampleState,
-    SamplingParams,
     StepFrame,
-    StepPlan,
     Submission,
     TokenDelta,
 )
+from workers.messages.peer_link import PeerLinkMessage
+from workers.messages.rank_channel import StepPlan
+from workers.messages.sampling import SamplingParams
 from workers.replica.gateway_links import GatewayLinks
 from workers.replica.requests import Requests
 from workers.scheduler.block_pool import BlockPool

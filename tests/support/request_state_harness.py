@@ -15,17 +15,17 @@ from cluster.text.preprocess import PreparedRequest, SampleStart, sample_seed
 from cluster.text.tokenizer import SampleText
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import Decision, RouteRequest
-from workers.messages import (
+from workers.messages.link import (
     Cancel,
     HandOverReport,
     HandOverTarget,
     Move,
     PrefillReport,
-    SamplingParams,
     StageTimes,
     Submission,
     TokenDelta,
 )
+from workers.messages.sampling import SamplingParams
 
 P0, P1, D0, D1 = (ReplicaIdentity(name, 1) for name in ("p0", "p1", "d0", "d1"))
 

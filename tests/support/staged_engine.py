@@ -21,14 +21,9 @@ from plan_reader import ExpectedSlots, PlanReader, Work
 from kvtransfer.blocks.keys import block_keys
 from kvtransfer.messages import ReplicaIdentity
 from workers.config import EngineConfig
-from workers.messages import (
-    HandOverTarget,
-    SampleState,
-    SamplingParams,
-    StepPlan,
-    StepReport,
-    Submission,
-)
+from workers.messages.link import HandOverTarget, SampleState, Submission
+from workers.messages.rank_channel import StepPlan, StepReport
+from workers.messages.sampling import SamplingParams
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import StepOutcome

@@ -7,15 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from attention_steps import BACKENDS, attend, make_backend, unrotated
+from attention_steps import attend, make_backend, unrotated
+from compiled_kernels import KERNELS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from optional_programs import needs_compiler
 from torch import Tensor
 
 from workers.model.attention.interface import SequenceSpan, kv_shape
 
-KERNELS = [pytest.param(name, marks=needs_compiler) for name in BACKENDS if name != "torch"]
 MOST_ERROR = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_steps import BACKENDS, attend, attend_once, make_backend, unrotated
+from attention_steps import attend, attend_once, make_backend, unrotated
+from compiled_kernels import BACKENDS, backend_cases
 from torch import Tensor
 
-from workers.messages import BlockCopy
+from workers.messages.rank_channel import BlockCopy
 from workers.model.attention.interface import SequenceSpan
 from workers.model.attention.torch_backend import split_in_halves
 from workers.model.host_kv import MODES, HostKv, OffloadMode
@@ -39,9 +40,8 @@ def test_scores_and_probabilities_are_float32(
 
 
 @pytest.mark.parametrize("spread", [1.0, 16.0])
-@pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("mode", MODES)
-def test_so_they_are_where_blocks_lie_in_host_memory(mode: OffloadMode, name: str, spread: float) -> None:
+@pytest.mark.parametrize(("name", "mode"), backend_cases([(mode,) for mode in MODES], [("in_place",)]))
+def test_so_they_are_where_blocks_lie_in_host_memory(name: str, mode: OffloadMode, spread: float) -> None:
     kv, query = _draw(8, 2, spread)
     everything = kv.clone()
     moved = {block: NUM_BLOCKS + number for number, block in enumerate([*range(3, 30), *range(72, 80), 95])}
@@ -50,11 +50,7 @@ def test_so_they_are_where_blocks_lie_in_host_memory(mode: OffloadMode, name: st
     kv[list(moved)] = float("nan")
     host.use(mode)
     spans = [span._replace(block_ids=[moved.get(block, block) for block in span.block_ids]) for span in SPANS]
-    reader = host.reader
-    backend = make_backend(name, unrotated(8, HEAD_DIM), kv)
-    if mode == "stream" and not backend.can_stage:
-        pytest.skip("the kernels read in place")
-    (actual,) = attend(backend, spans, [query], reader)
+    (actual,) = attend(make_backend(name, unrotated(8, HEAD_DIM), kv), spans, [query], host.reader)
     _check(actual, query, everything, 0)
     host.close()
 

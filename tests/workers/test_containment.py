@@ -17,7 +17,9 @@ from kvtransfer.blocks.keys import block_keys
 from kvtransfer.common.faults import FaultRule, Faults
 from workers.config import EngineConfig
 from workers.errors import RankDiedError
-from workers.messages import SampleState, SamplingParams, SlotStart, Submission
+from workers.messages.link import SampleState, Submission
+from workers.messages.rank_channel import SlotStart
+from workers.messages.sampling import SamplingParams
 from workers.rank.containment import Containment
 from workers.rank.sampler import Sampler
 

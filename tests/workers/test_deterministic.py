@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from compiled_kernels import kernels_of
 from local_engine import LocalEngine, draw, packed
 from msgspec.structs import replace
 from optional_programs import needs_compiler
@@ -20,7 +21,8 @@ from torch import Tensor
 from kvtransfer.common.clock import ManualClock
 from workers.config import EngineConfig
 from workers.errors import WorkerError
-from workers.messages import SampleState, SamplingParams, Submission, TokenLogprob
+from workers.messages.link import SampleState, Submission
+from workers.messages.sampling import SamplingParams, TokenLogprob
 from workers.model import native
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.cpu_backend import CpuAttention
@@ -84,8 +86,7 @@ class Model:
 def test_logits_are_the_same_bits(
     make_checkpoint: Any, monkeypatch: pytest.MonkeyPatch, family: str, dtype: torch.dtype, isa: Isa
 ) -> None:
-    kernels = native.compiled(isa)
-    assert kernels is not None
+    kernels = kernels_of(isa)
     monkeypatch.setattr(native, "load", lambda: kernels)
     options = {"sliding_window": 40} if family == "mistral" else {}
     model = Model(make_checkpoint(family, seed=4, head_dim=32, **options), dtype)
@@ -165,8 +166,7 @@ class Engines:
 
 @pytest.fixture(scope="module", params=available_isas(), ids=lambda isa: isa.value)
 def engines(request: pytest.FixtureRequest, make_checkpoint: Any) -> Iterator[Engines]:
-    kernels = native.compiled(request.param)
-    assert kernels is not None, "there is a C++ compiler, but the kernels could not be built"
+    kernels = kernels_of(request.param)
     model_dir = make_checkpoint(
         "qwen3",
         seed=8,

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from attention_steps import BACKENDS, attend, make_backend, unrotated
+from attention_steps import attend, make_backend, unrotated
+from compiled_kernels import backend_cases
 from local_engine import BLOCK
 from torch import Tensor
 
 from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.common.clock import ManualClock
-from workers.messages import BlockCopy
+from workers.messages.rank_channel import BlockCopy
 from workers.model import native
 from workers.model.attention.interface import HostReader, SequenceSpan, StepInput
 from workers.model.attention.torch_backend import TorchAttention
@@ -66,9 +68,12 @@ def _attend(name: str, kv: Tensor, query: Tensor, host: HostKv | None) -> list[T
     return attend(backend, spans, [query] * LAYERS, reader)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("name", "mode"), [*(("torch", mode) for mode in MODES), *((name, "in_place") for name in BACKENDS[1:])]
+    ("name", "mode", "dtype"),
+    backend_cases(
+        itertools.product(MODES, [torch.float32, torch.bfloat16, torch.float16]),
+        itertools.product(["in_place"], [torch.float32, torch.bfloat16]),
+    ),
 )
 def test_it_equals_attention_on_the_device(name: str, mode: OffloadMode, dtype: torch.dtype) -> None:
     """Several steps of one reader, over layers with and without a window."""

@@ -9,15 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_reader import PlanReader, Work
 
-from workers.messages import (
-    BatchEntry,
-    BlockCopy,
-    SamplingParams,
-    SlotSample,
-    SlotStart,
-    StepPlan,
-    TableChange,
-)
+from workers.messages.rank_channel import BatchEntry, BlockCopy, SlotSample, SlotStart, StepPlan, TableChange
+from workers.messages.sampling import SamplingParams
 from workers.rank.collectives import RankGroups
 from workers.rank.input_batch import InputBatch, InputTokens, PlannedRows
 from workers.scheduler.step import pack_ids

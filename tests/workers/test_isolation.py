@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 from staged_engine import StagedEngine, ask, engine, finish, plan, right, step, unpack
 
-from workers.messages import IsolationReport, Submission
+from workers.messages.link import IsolationReport, Submission
 from workers.scheduler.lifecycle import NUM_STEPS_TO_CLEAR
 
 

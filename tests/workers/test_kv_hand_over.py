@@ -22,7 +22,8 @@ from kvtransfer.messages import (
     Verified,
     VerifyOrder,
 )
-from workers.messages import HandOver, Submission
+from workers.messages.link import Submission
+from workers.messages.peer_link import HandOver
 
 PROMPT = list(range(1, 2 * BLOCK_TOKENS + 1))
 LANDING_ID = bytes(16)

@@ -11,7 +11,7 @@ from replica_harness import MigrationPair, Side, Stream
 
 from kvtransfer.messages import LandingRefusal, LandingRequest, StopPush
 from workers.disagg.migration import AHEAD_S, MAX_TRIES
-from workers.messages import HandOver
+from workers.messages.peer_link import HandOver
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 

@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from attention_steps import BACKENDS, attend_once, unrotated, write
+from attention_steps import attend_once, unrotated, write
+from compiled_kernels import backend_cases
 from torch import Tensor
 
 from workers.model.attention.interface import Marks, SequenceSpan, StepInput
@@ -29,8 +30,12 @@ def _reference(query: Tensor, keys: Tensor, values: Tensor, start: int, window: 
     return output.flatten(1)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    backend_cases(
+        [(torch.float32,), (torch.bfloat16,), (torch.float16,)], [(torch.float32,), (torch.bfloat16,)]
+    ),
+)
 @pytest.mark.parametrize("window", [0, 1, 16, 19])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 1), (6, 2)])
 def test_it_equals_a_loop_over_tokens(

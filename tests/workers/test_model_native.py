@@ -11,18 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from compiled_kernels import kernels_of
 from optional_programs import needs_compiler, uses_compiler
 
 from workers.model import native
 from workers.model.native.isa import Isa, available_isas
 
 isas = pytest.mark.parametrize("isa", available_isas(), ids=lambda isa: isa.value)
-
-
-def kernels_of(isa: Isa) -> native.Kernels:
-    kernels = native.compiled(isa)
-    assert kernels is not None, "there is a C++ compiler, but the kernels could not be built"
-    return kernels
 
 
 @pytest.fixture

@@ -21,16 +21,16 @@ from kvtransfer.blocks.pool import HostPool
 from kvtransfer.common.clock import Clock, ManualClock
 from kvtransfer.messages import PROTOCOL_VERSION, CompatibilityRecord, Shard
 from workers.errors import CapacityError, CheckpointError, WorkerError
-from workers.messages import (
+from workers.messages.rank_channel import (
     BatchEntry,
     BlockCopy,
-    SamplingParams,
     SlotSample,
     SlotStart,
     StepPlan,
     StepReport,
     TableChange,
 )
+from workers.messages.sampling import SamplingParams
 from workers.model.fingerprint import DigestCache, model_fingerprint
 from workers.model.rank_memory import CUDA_CONTEXT_BYTES, RankShape, activation_bytes
 from workers.model.weights import ShardSpec

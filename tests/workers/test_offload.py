@@ -12,7 +12,8 @@ from local_engine import BLOCK, GREEDY, SEEDED, LocalEngine, draw, packed
 
 from kvtransfer.blocks.keys import block_keys
 from workers.config import EngineConfig
-from workers.messages import SampleState, SamplingParams, Submission
+from workers.messages.link import SampleState, Submission
+from workers.messages.sampling import SamplingParams
 from workers.model.host_kv import MODES, OffloadMode
 
 pytestmark = pytest.mark.slow

@@ -36,7 +36,8 @@ from kvtransfer.rpc.handshake import draw_secret
 from kvtransfer.rpc.stream import FrameStream, LinkServer
 from workers.disagg import peers as peers_module
 from workers.disagg.peers import Peers
-from workers.messages import PEER_CODEC, HandOverTarget, PeerLinkMessage
+from workers.messages.link import HandOverTarget
+from workers.messages.peer_link import PEER_CODEC, PeerLinkMessage
 from workers.stats_record import PathMeasure
 
 SECRET = draw_secret()

@@ -19,7 +19,9 @@ from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.blocks.keys import block_keys
 from kvtransfer.common.clock import ManualClock
 from workers.config import EngineConfig
-from workers.messages import SampleState, SamplingParams, SlotSample, SlotStart, Submission
+from workers.messages.link import SampleState, Submission
+from workers.messages.rank_channel import SlotSample, SlotStart
+from workers.messages.sampling import SamplingParams
 from workers.rank.model_runner import ModelRunner
 
 CONFIG = EngineConfig(

@@ -11,14 +11,9 @@ from staged_engine import VOCABULARY, ask, engine, pack, right, unpack
 from kvtransfer.codec import MAX_FRAME_BYTES
 from workers.config import EngineConfig
 from workers.errors import CapacityError
-from workers.messages import (
-    RANK_DOWN_CODEC,
-    SampleState,
-    SamplingParams,
-    StepPlan,
-    StepReport,
-    Submission,
-)
+from workers.messages.link import SampleState, Submission
+from workers.messages.rank_channel import RANK_DOWN_CODEC, StepPlan, StepReport
+from workers.messages.sampling import SamplingParams
 from workers.scheduler import step
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler

@@ -6,7 +6,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -26,9 +25,8 @@ from kvtransfer.common.faults import FaultRule
 from kvtransfer.errors import PeerGoneError
 from kvtransfer.messages import CloseLanding, LandingClosed, OpenLanding, ReplicaIdentity, TransferSettings
 from kvtransfer.rpc.handshake import prove_as_server, receive_frame, send_frame
-from workers.messages import (
+from workers.messages.rank_channel import (
     RANK_DOWN_CODEC,
-    RANK_SPEC_CODEC,
     RANK_UP_CODEC,
     BatchEntry,
     FailedEntry,
@@ -40,7 +38,6 @@ from workers.messages import (
     RankReady,
     RankSpec,
     RankUp,
-    SamplingParams,
     Shutdown,
     SlotSample,
     SlotStart,
@@ -50,8 +47,10 @@ from workers.messages import (
     StepReport,
     TableChange,
 )
+from workers.messages.sampling import SamplingParams
 from workers.model.model_config import read_model_config
 from workers.model.rank_memory import RankShape, activation_bytes
+from workers.replica.rank_group import RankCommand
 
 SECRET = b"s" * 32
 IDENTITY = ReplicaIdentity("replica", 1)
@@ -144,16 +143,16 @@ class EngineCore:
 
 def start_alone(spec: RankSpec) -> subprocess.Popen[bytes]:
     """Start the rank as the product does, with its standard error in a pipe."""
+    command = RankCommand.of(spec)
     process = subprocess.Popen(
-        [sys.executable, "-m", "workers.rank.start"],
+        command.arguments,
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
     )
     assert process.stdin is not None
     with killed_on_error(process), process.stdin:
-        frame = RANK_SPEC_CODEC.encode(spec)
-        process.stdin.write(struct.pack("<I", len(frame)) + frame)
+        process.stdin.write(command.spec_frame)
     return process
 
 

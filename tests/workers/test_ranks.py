@@ -20,10 +20,7 @@ from msgspec.structs import replace
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule
 from workers.errors import RankDiedError, WorkerError
-from workers.messages import (
-    RankFailed,
-    RankJoined,
-)
+from workers.messages.rank_channel import RankFailed, RankJoined
 from workers.rank.model_runner import ModelRunner
 from workers.replica.partition import given_layers
 from workers.replica.rank_group import ProcessHandle, ProcessLauncher, RankLauncher

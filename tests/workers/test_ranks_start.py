@@ -26,7 +26,7 @@ from kvtransfer.common.clock import ManualClock, SystemClock
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.rpc.listener import MAX_UNPROVEN
 from workers.errors import RankDiedError
-from workers.messages import RankProgress, RankReady
+from workers.messages.rank_channel import RankProgress, RankReady
 from workers.replica.rank_group import RankGroup
 
 

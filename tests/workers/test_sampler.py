@@ -19,7 +19,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from workers.messages import SamplingParams, SlotSample, SlotStart
+from workers.messages.rank_channel import SlotSample, SlotStart
+from workers.messages.sampling import SamplingParams
 from workers.model import native
 from workers.rank.logits import SLOT
 from workers.rank.sampler import Sampler
@@ -43,7 +44,7 @@ class ExposedSampler(Sampler):
         if self._has_kernels:
             kernels = native.load()
             assert kernels is not None
-            kernels.change_rows(self._draws, self._table.address, logits, which, None)
+            kernels.change_rows(self._arguments.of_logits(logits, which, None))
         else:
             self._table.change_(logits, which, self._table.needs(which))
         rows = np.flatnonzero(self._table.temperature[which])

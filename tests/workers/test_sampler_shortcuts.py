@@ -9,17 +9,17 @@ from typing import Protocol
 import numpy as np
 import pytest
 import torch
+from compiled_kernels import BACKENDS, KERNELS, kernels_of
 from dense_sampler import DenseSampler, row_keys
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from local_engine import packed
 from numpy.typing import NDArray
-from optional_programs import needs_compiler
 from torch import Tensor
 
-from workers.messages import SamplingParams, SlotSample, SlotStart, TokenLogprob
+from workers.messages.rank_channel import SlotSample, SlotStart
+from workers.messages.sampling import SamplingParams, TokenLogprob
 from workers.model import native
-from workers.model.native.isa import Isa, available_isas
 from workers.rank.sampler import Sampled, Sampler, gumbel, largest, token_counters
 
 CPU = torch.device("cpu")
@@ -32,8 +32,6 @@ Result = tuple[list[int], dict[int, TokenLogprob]]
 class Sample(Protocol):
     def __call__(self, logits: Tensor, slots: range, masks: NDArray[np.uint32] | None = None) -> Result: ...
 
-
-BACKENDS = [*(pytest.param(isa.value, marks=needs_compiler) for isa in available_isas()), "torch"]
 
 SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
     "normal": lambda drawn: drawn * 3,
@@ -53,8 +51,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "torch":
         monkeypatch.setattr(native, "serves", lambda device, dtype: False)
     else:
-        kernels = native.compiled(Isa(request.param))
-        assert kernels is not None, "there is a C++ compiler, but the kernels could not be built"
+        kernels = kernels_of(request.param)
         monkeypatch.setattr(native, "load", lambda: kernels)
     return str(request.param)
 
@@ -199,11 +196,10 @@ def test_the_largest_are_found_in_a_few_blocks(vocab_size: int, count: int) -> N
         assert all(len(set(row)) == count for row in ids.tolist())
 
 
+@pytest.mark.parametrize("backend", KERNELS, indirect=True)
 @pytest.mark.parametrize("vocab_size", [1, 15, 16, 17, 130, 1111, 40_000])
 def test_kernels_are_sure_of_nearly_every_row(backend: str, vocab_size: int) -> None:
     """And right, in batches and alone, where a row is drawn in parts."""
-    if backend == "torch":
-        pytest.skip("of the kernels")
     num_rows, generator = 60, torch.Generator().manual_seed(4)
     kinds = [
         {},
@@ -225,12 +221,13 @@ def test_kernels_are_sure_of_nearly_every_row(backend: str, vocab_size: int) -> 
     assert kernels is not None
     logits = torch.randn(num_rows, vocab_size, generator=generator) * 4
     expected = np.array(dense(logits.clone(), range(num_rows))[0])
-    address = short._table.address
-    tokens, is_sure = kernels.sample_rows(short._draws, address, logits, slots, None)
+    arguments = short._arguments
+    tokens, is_sure = kernels.sample_rows(arguments.of_logits(logits, slots, None))
     assert is_sure.mean() > 0.9
     assert (tokens == expected)[is_sure].all()
     for row in range(num_rows):
-        alone = kernels.sample_rows(short._draws, address, logits[row : row + 1], slots[row : row + 1], None)
+        one = slice(row, row + 1)
+        alone = kernels.sample_rows(arguments.of_logits(logits[one], slots[one], None))
         assert (alone[0][0], alone[1][0]) == (tokens[row], is_sure[row])
 
 

@@ -23,7 +23,8 @@ from staged_engine import (
 
 from kvtransfer.blocks.keys import block_keys
 from workers.errors import CapacityError, QueueFullError
-from workers.messages import SamplingParams, Submission
+from workers.messages.link import Submission
+from workers.messages.sampling import SamplingParams
 
 
 def test_decodes_go_first_and_chunks_share_what_is_left() -> None:

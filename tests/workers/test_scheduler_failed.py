@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 from staged_engine import BLOCK_TOKENS, StagedEngine, ask, engine, finish, plan, right, unpack
 
-from workers.messages import FailedEntry, RequestFailed, StepReport
+from workers.messages.link import RequestFailed
+from workers.messages.rank_channel import FailedEntry, StepReport
 from workers.scheduler.step import StepOutcome
 
 LONG = [number % 20 + 1 for number in range(24)]

@@ -28,14 +28,8 @@ from kvtransfer.blocks.keys import block_keys
 from kvtransfer.messages import ReplicaIdentity
 from workers.config import EngineConfig
 from workers.errors import OutOfBlocksError
-from workers.messages import (
-    HandOverTarget,
-    RequestFailed,
-    SampleState,
-    SamplingParams,
-    Submission,
-    TokenDelta,
-)
+from workers.messages.link import HandOverTarget, RequestFailed, SampleState, Submission, TokenDelta
+from workers.messages.sampling import SamplingParams
 from workers.scheduler.step import LandingNeed, PromptDone, StepOutcome
 
 TARGET = HandOverTarget(ReplicaIdentity("decode", 1), "decode:1")

@@ -7,7 +7,7 @@ from staged_engine import BLOCK_TOKENS, StagedEngine, ask, engine, finish, plan,
 
 from kvtransfer.blocks.keys import block_keys
 from workers.errors import CapacityError
-from workers.messages import BlockCopy, StepPlan
+from workers.messages.rank_channel import BlockCopy, StepPlan
 from workers.scheduler.offload import most_local_tokens
 from workers.scheduler.step import PromptDone
 

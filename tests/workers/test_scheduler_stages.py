@@ -28,7 +28,9 @@ from staged_engine import (
 
 from kvtransfer.blocks.keys import block_keys
 from workers.config import EngineConfig
-from workers.messages import SampleState, SamplingParams, StepPlan, StepReport, Submission
+from workers.messages.link import SampleState, Submission
+from workers.messages.rank_channel import StepPlan, StepReport
+from workers.messages.sampling import SamplingParams
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.planner import MicroBatches
 from workers.scheduler.scheduler import Scheduler

@@ -13,7 +13,7 @@ from kvtransfer.config import TransferConfig
 from kvtransfer.messages import ReplicaIdentity
 from workers.config import EngineConfig, Parallel
 from workers.errors import WorkerError
-from workers.messages import RankJoined, StageCost
+from workers.messages.rank_channel import RankJoined, StageCost
 from workers.replica.partition import ReplicaSpec, Shape
 
 ENGINE = EngineConfig(chunk_tokens=32, max_sequences=8)

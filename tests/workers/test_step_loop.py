@@ -9,16 +9,9 @@ from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import ReplicaIdentity
 from workers.config import EngineConfig
 from workers.errors import WorkerError
-from workers.messages import (
-    FailedEntry,
-    HandOverTarget,
-    RequestFailed,
-    SampleState,
-    SamplingParams,
-    StepPlan,
-    StepReport,
-    Submission,
-)
+from workers.messages.link import HandOverTarget, RequestFailed, SampleState, Submission
+from workers.messages.rank_channel import FailedEntry, StepPlan, StepReport
+from workers.messages.sampling import SamplingParams
 from workers.replica.step_loop import StepLoop
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler

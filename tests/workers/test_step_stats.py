@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.common.clock import ManualClock, SystemClock
-from workers.messages import BatchEntry, StageTimes, StepPlan, Submission, TokenDelta
+from workers.messages.link import StageTimes, Submission, TokenDelta
+from workers.messages.rank_channel import BatchEntry, StepPlan
 from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.sizes import ATTENTION_PIECE_FLOPS, ModelWork
 from workers.rank import probe

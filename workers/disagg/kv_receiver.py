@@ -33,14 +33,8 @@ from kvtransfer.protocol.receiver import LandingTable
 from workers.disagg.peers import Peers
 from workers.disagg.request_table import RequestTable
 from workers.interfaces import RankChannel
-from workers.messages import (
-    HandOver,
-    HandOverReport,
-    PeerLinkMessage,
-    RequestKey,
-    StageTimes,
-    Submission,
-)
+from workers.messages.link import HandOverReport, RequestKey, StageTimes, Submission
+from workers.messages.peer_link import HandOver, PeerLinkMessage
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
 

@@ -39,7 +39,8 @@ from kvtransfer.protocol.sender import SendTable
 from workers.disagg.peers import Peers
 from workers.disagg.request_table import ActiveRequest, Push, RequestTable
 from workers.interfaces import EngineControl, RankChannel
-from workers.messages import HandOver, HandOverTarget, PeerLinkMessage, RequestFailed, RequestKey, Submission
+from workers.messages.link import HandOverTarget, RequestFailed, RequestKey, Submission
+from workers.messages.peer_link import HandOver, PeerLinkMessage
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import ChunkDone, LandingNeed, PromptDone
 

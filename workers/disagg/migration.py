@@ -26,7 +26,7 @@ from kvtransfer.protocol.actions import Pushed, PushEnded
 from workers.disagg.kv_sender import KvSender
 from workers.disagg.request_table import ActiveRequest, RequestTable
 from workers.interfaces import EngineControl
-from workers.messages import HandOverTarget, Move, MoveEnded, RequestFailed
+from workers.messages.link import HandOverTarget, Move, MoveEnded, RequestFailed
 from workers.scheduler.lifecycle import Position
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import ChunkDone, StepRates

@@ -45,7 +45,8 @@ from kvtransfer.messages import (
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.rpc.stream import FrameStream, open_link
 from workers.interfaces import EngineControl, RankChannel
-from workers.messages import PEER_CODEC, HandOverTarget, PeerLinkMessage
+from workers.messages.link import HandOverTarget
+from workers.messages.peer_link import PEER_CODEC, PeerLinkMessage
 from workers.stats_record import PathMeasure
 
 _HELLO_TIMEOUT_S = 10.0

@@ -14,7 +14,7 @@ from typing import Protocol
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.protocol.actions import Pushed, PushEnded
 from workers.interfaces import EngineControl, GatewayNews
-from workers.messages import (
+from workers.messages.link import (
     GatewayKey,
     HandOverTarget,
     News,

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kvtransfer.common.clock import Clock
-from workers.messages import BatchEntry, SamplingParams, SlotSample, SlotStart, StepPlan, TableChange
+from workers.messages.rank_channel import BatchEntry, SlotSample, SlotStart, StepPlan, TableChange
+from workers.messages.sampling import SamplingParams
 from workers.rank.model_runner import ModelRunner
 
 CHUNK_TOKENS = 512

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvtransfer.blocks.layout import Run
 from kvtransfer.blocks.runs import ByteRegion, RunTable, copy_runs
-from workers.messages import BlockCopy
+from workers.messages.rank_channel import BlockCopy
 from workers.model.attention.interface import HostReader
 
 OffloadMode = Literal["stream", "in_place"]

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from workers.errors import RankDiedError, WorkerError
-from workers.messages import FailedEntry, StepPlan
+from workers.messages.rank_channel import FailedEntry, StepPlan
 from workers.rank.input_batch import PlannedRows
 
 _SURVIVABLE = (MemoryError, RuntimeError, ValueError, LookupError, ArithmeticError, WorkerError)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.messages import BatchEntry, StepPlan, TableChange
+from workers.messages.rank_channel import BatchEntry, StepPlan, TableChange
 from workers.rank.collectives import RankGroups
 
 Ids = NDArray[np.int32]

@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.messages import SamplingParams, SlotSample
+from workers.messages.rank_channel import SlotSample
+from workers.messages.sampling import SamplingParams
 
 # Most nuclei are smaller: on the CPU the whole vocabulary is sorted only for the rows where this fails.
 _NUCLEUS_TOKENS = 256

@@ -26,15 +26,8 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.messages import PROTOCOL_VERSION, CompatibilityRecord, Shard
 from workers.errors import CapacityError, WorkerError
-from workers.messages import (
-    BatchEntry,
-    SamplingParams,
-    SlotSample,
-    SlotStart,
-    StepPlan,
-    StepReport,
-    TableChange,
-)
+from workers.messages.rank_channel import BatchEntry, SlotSample, SlotStart, StepPlan, StepReport, TableChange
+from workers.messages.sampling import SamplingParams
 from workers.model.attention.choice import choose_attention
 from workers.model.decoder import load_decoder
 from workers.model.fingerprint import FingerprintTask

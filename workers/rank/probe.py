@@ -6,16 +6,17 @@ costs of all stages the engine core decides the layers of each."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 import torch
 from torch import Tensor
 
 from kvtransfer.common.clock import Clock
-from workers.messages import StageCost
+from workers.messages.rank_channel import StageCost
 from workers.model import native
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import AttentionShape, SequenceSpan, StepInput
@@ -45,6 +46,8 @@ _HOPELESS = 3.0
 _LINEAR_SIZE = 1024
 _LINEAR_REPEAT = 3
 _LINEAR_ROWS = 256
+# The second number is how many pages of memory this process has in use.
+_OWN_PAGES = Path("/proc/self/statm")
 
 
 class MeasureSizes(NamedTuple):
@@ -259,7 +262,9 @@ def device_memory(device: torch.device) -> DeviceMemory:
     if device.type == "cuda":
         num_free, num_total = torch.cuda.mem_get_info(device)
         return DeviceMemory(num_total - num_free, num_total)
-    return DeviceMemory(psutil.Process().memory_info().rss, psutil.virtual_memory().total)
+    num_pages = int(_OWN_PAGES.read_text().split()[1])
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    return DeviceMemory(num_pages * page_bytes, os.sysconf("SC_PHYS_PAGES") * page_bytes)
 
 
 def synchronize(device: torch.device) -> None:

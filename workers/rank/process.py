@@ -35,7 +35,7 @@ from kvtransfer.rpc.handshake import prove_as_client, receive_frame, send_frame
 from kvtransfer.store.messages import StoreOrder
 from kvtransfer.store.worker import StoreWorker
 from workers.errors import RankDiedError, WorkerError
-from workers.messages import (
+from workers.messages.rank_channel import (
     RANK_DOWN_CODEC,
     RANK_UP_CODEC,
     FormGroup,

@@ -1,8 +1,8 @@
 """Sample tokens from logits, for all sampling rows of a step at once, and keep what each slot's sampling
 needs.
 
-Processing follows the order of `workers.messages.SamplingParams`. Every operation works row by row, so a
-slot's token does not depend on its neighbours in the batch. Shortcuts are taken where they give the same
+Processing follows the order of `workers.messages.sampling.SamplingParams`. Every operation works row by row,
+so a slot's token does not depend on its neighbours in the batch. Shortcuts are taken where they give the same
 token: the few likeliest candidates first, where top-k, top-p or min-p drops all others, and a kernel that
 computes noise only where it could win. Where rounding could decide otherwise, or the candidates may not be
 all, the row is not sure; it is drawn again by `Warp.dense` and noise for the whole vocabulary. Drawing from
@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.messages import SlotStart, TokenLogprob
+from workers.messages.rank_channel import SlotStart
+from workers.messages.sampling import TokenLogprob
 from workers.model import native
 from workers.rank.logits import SlotNeeds, Slots, SlotTable, Warp, apply_masks_, distinct_tokens
 
@@ -62,7 +63,7 @@ class Sampler:
         self._device = device
         self._table = SlotTable(max_slots, vocab_size, eos_token_ids)
         self._counters = token_counters(vocab_size, device)
-        self._draws = native.SamplingArrays(max_slots)
+        self._arguments = native.SamplingArguments(self._table.address, max_slots)
 
     def start(self, start: SlotStart) -> None:
         """Add slots. Their output so far counts for penalties, minimum length and noise. A call that fails
@@ -88,7 +89,7 @@ class Sampler:
         kernels = native.load() if self._has_kernels else None
         if kernels is not None:
             logits = logits.contiguous()
-            draw = kernels.sample_rows(self._draws, self._table.address, logits, slots, masks)
+            draw = kernels.sample_rows(self._arguments.of_logits(logits, slots, masks))
         else:
             draw = self._sample_rows(logits, slots, needs, masks)
         tokens, is_sure = draw
@@ -101,7 +102,7 @@ class Sampler:
             rows = np.flatnonzero(needs & SlotNeeds.PENALTIES)
             self._table.reserve(slots[rows])
             if kernels is not None:
-                kernels.count_tokens(self._table.address, slots[rows], tokens[rows])
+                kernels.count_tokens(self._arguments.of_tokens(slots[rows], tokens[rows]))
             else:
                 self._table.count(slots[rows], tokens[rows])
         self._table.num_output[slots] += 1

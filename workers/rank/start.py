@@ -16,7 +16,7 @@ from typing import BinaryIO
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.errors import PeerGoneError
 from workers.errors import CheckpointError
-from workers.messages import RANK_SPEC_CODEC, RankSpec
+from workers.messages.rank_channel import RANK_SPEC_CODEC, RankSpec
 from workers.model.fingerprint import FingerprintTask
 
 _LENGTH = struct.Struct("<I")

@@ -20,7 +20,7 @@ from torch import Tensor
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from workers.errors import WorkerError
-from workers.messages import BlockCopy, RowLogprob, SlotStart, StepPlan, StepReport
+from workers.messages.rank_channel import BlockCopy, RowLogprob, SlotStart, StepPlan, StepReport
 from workers.model.attention.interface import AttentionBackend, AttentionPlan, StepInput
 from workers.model.decoder import Decoder
 from workers.model.host_kv import HostKv

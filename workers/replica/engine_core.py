@@ -45,7 +45,7 @@ from workers.disagg.migration import MigrationManager
 from workers.disagg.peers import Peers
 from workers.disagg.request_table import RequestTable
 from workers.errors import RankDiedError
-from workers.messages import (
+from workers.messages.link import (
     CachePurged,
     Cancel,
     GatewayKey,
@@ -54,15 +54,12 @@ from workers.messages import (
     LinkDown,
     Move,
     PurgeCache,
-    RankReady,
-    RankUp,
     ReplicaHello,
     RequestKey,
     RoleChanged,
-    StepProgress,
-    StepReport,
     Submission,
 )
+from workers.messages.rank_channel import RankReady, RankUp, StepProgress, StepReport
 from workers.replica.gateway_links import GatewayLinks, ReplicaReports
 from workers.replica.partition import ReplicaSpec, Shape
 from workers.replica.rank_group import RankGroup, RankLauncher

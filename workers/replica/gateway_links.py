@@ -22,7 +22,7 @@ from workers.disagg.kv_receiver import KvReceiver
 from workers.disagg.kv_sender import KvSender
 from workers.disagg.migration import MigrationManager
 from workers.disagg.peers import Peers
-from workers.messages import (
+from workers.messages.link import (
     LINK_DOWN_CODEC,
     LINK_UP_CODEC,
     GatewayHello,
@@ -36,13 +36,13 @@ from workers.messages import (
     MoveEnded,
     News,
     PrefillReport,
-    RankReady,
     ReplicaHello,
     RequestFailed,
     RoleChanged,
     StepFrame,
     TokenDelta,
 )
+from workers.messages.rank_channel import RankReady
 from workers.replica.step_loop import StepLoop
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler

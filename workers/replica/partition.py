@@ -14,7 +14,7 @@ from kvtransfer.config import TransferConfig
 from kvtransfer.messages import ITEM_BYTES, ReplicaIdentity
 from workers.config import EngineConfig, Parallel
 from workers.errors import WorkerError
-from workers.messages import RankJoined, RankSpec, StageCost
+from workers.messages.rank_channel import RankJoined, RankSpec, StageCost
 from workers.model.model_config import ignored_keys, read_model_config
 from workers.model.sizes import ModelWork
 

@@ -17,7 +17,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
@@ -28,7 +28,7 @@ from kvtransfer.errors import PeerGoneError, TransferError
 from kvtransfer.rpc.listener import ProvenListener
 from kvtransfer.rpc.stream import FrameStream, frame_stream
 from workers.errors import RankDiedError, WorkerError
-from workers.messages import (
+from workers.messages.rank_channel import (
     RANK_DOWN_CODEC,
     RANK_SPEC_CODEC,
     RANK_UP_CODEC,
@@ -89,17 +89,34 @@ class ProcessHandle:
                 os.kill(self._process.pid, signal.SIGKILL)
 
 
+class RankCommand(NamedTuple):
+    """What starts a rank as a child process: its arguments, its environment, and what is written to its
+    standard input."""
+
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+    spec_frame: bytes
+
+    @staticmethod
+    def of(spec: RankSpec) -> RankCommand:
+        frame = RANK_SPEC_CODEC.encode(spec)
+        return RankCommand(
+            (sys.executable, "-m", "workers.rank.start"),
+            {**os.environ, "OMP_NUM_THREADS": str(spec.num_threads)},
+            struct.pack("<I", len(frame)) + frame,
+        )
+
+
 class ProcessLauncher:
     """Starts ranks as child processes on this host."""
 
     async def launch(self, spec: RankSpec) -> RankHandle:
-        environment = {**os.environ, "OMP_NUM_THREADS": str(spec.num_threads)}
+        command = RankCommand.of(spec)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "workers.rank.start", stdin=asyncio.subprocess.PIPE, env=environment
+            *command.arguments, stdin=asyncio.subprocess.PIPE, env=command.environment
         )
         assert process.stdin is not None
-        frame = RANK_SPEC_CODEC.encode(spec)
-        process.stdin.write(struct.pack("<I", len(frame)) + frame)
+        process.stdin.write(command.spec_frame)
         process.stdin.close()
         return ProcessHandle(process, spec.rank)
 

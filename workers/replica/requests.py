@@ -18,7 +18,7 @@ from workers.disagg.kv_sender import KvSender
 from workers.disagg.migration import MigrationManager
 from workers.disagg.request_table import RequestTable
 from workers.errors import CapacityError, QueueFullError
-from workers.messages import (
+from workers.messages.link import (
     GatewayKey,
     IsolationReport,
     PrefillReport,

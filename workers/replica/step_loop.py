@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.health import moving_average
 from workers.errors import WorkerError
-from workers.messages import FailedEntry, StepPlan, StepReport
+from workers.messages.rank_channel import FailedEntry, StepPlan, StepReport
 from workers.model.sizes import ModelWork
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import StepOutcome, StepRates

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from workers.messages import IsolationReport, RequestFailed, RequestKey, Submission
+from workers.messages.link import IsolationReport, RequestFailed, RequestKey, Submission
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.block_tables import BlockTables
 from workers.scheduler.sequence import Phase, Rank, Request, Sequence, StoreLoad

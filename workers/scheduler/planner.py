@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from workers.config import EngineConfig
 from workers.errors import CapacityError
-from workers.messages import Submission
+from workers.messages.link import Submission
 from workers.scheduler.block_tables import BlockTables
 from workers.scheduler.lifecycle import Isolation, Lifecycle
 from workers.scheduler.offload import Offloader

@@ -14,16 +14,9 @@ from msgspec.structs import replace
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from workers.config import EngineConfig
 from workers.errors import QueueFullError
-from workers.messages import (
-    RequestFailed,
-    RequestKey,
-    StageTimes,
-    StepPlan,
-    StepReport,
-    Submission,
-    TokenDelta,
-    TokenLogprob,
-)
+from workers.messages.link import RequestFailed, RequestKey, StageTimes, Submission, TokenDelta
+from workers.messages.rank_channel import StepPlan, StepReport
+from workers.messages.sampling import TokenLogprob
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.lifecycle import Isolation, Lifecycle, SequenceMigration
 from workers.scheduler.offload import most_local_tokens

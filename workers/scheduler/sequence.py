@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from kvtransfer.blocks.keys import TOKEN_BYTES, extend_keys, root_key
-from workers.messages import RequestKey, SampleState, Submission
+from workers.messages.link import RequestKey, SampleState, Submission
 
 
 class Phase(Enum):

@@ -11,20 +11,9 @@ from dataclasses import dataclass, field
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.codec import MAX_FRAME_BYTES
 from kvtransfer.common.health import moving_average
-from workers.messages import (
-    BatchEntry,
-    BlockCopy,
-    RequestFailed,
-    SampleState,
-    SamplingParams,
-    SlotSample,
-    SlotStart,
-    StageTimes,
-    StepPlan,
-    Submission,
-    TableChange,
-    TokenDelta,
-)
+from workers.messages.link import RequestFailed, SampleState, StageTimes, Submission, TokenDelta
+from workers.messages.rank_channel import BatchEntry, BlockCopy, SlotSample, SlotStart, StepPlan, TableChange
+from workers.messages.sampling import SamplingParams
 from workers.scheduler.sequence import Phase, Request, Sequence
 
 # What starts, entries and tables of one plan may take. The other half is for what cannot wait: a freed slot

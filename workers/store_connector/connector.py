@@ -43,7 +43,8 @@ from kvtransfer.store.messages import (
 from kvtransfer.store.store_client import StoreClient
 from workers.config import EngineConfig
 from workers.interfaces import EngineControl, RankChannel
-from workers.messages import RankReady, Submission
+from workers.messages.link import Submission
+from workers.messages.rank_channel import RankReady
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import StepRates

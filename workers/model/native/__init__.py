@@ -114,16 +114,49 @@ class _SamplingStep(ctypes.Structure):
     )
 
 
-class SamplingArrays:
-    """What a call of `Kernels.sample_rows` reads and writes beside logits, made once for up to `max_rows`."""
+class SamplingArguments:
+    """The arguments of the sampling kernels, made once with arrays for up to `max_rows` rows. The table of
+    slots at `table_address` (`workers.rank.logits.SLOT`) must live as long."""
 
-    def __init__(self, max_rows: int) -> None:
-        self.slots = np.zeros(max_rows, np.int32)
-        self.tokens = np.zeros(max_rows, np.int32)
-        self.is_sure = np.zeros(max_rows, np.bool_)
+    def __init__(self, table_address: int, max_rows: int) -> None:
+        self._slots = np.zeros(max_rows, np.int32)
+        self._tokens = np.zeros(max_rows, np.int32)
+        self._is_sure = np.zeros(max_rows, np.bool_)
+        arrays = {"slots": self._slots, "tokens": self._tokens, "is_sure": self._is_sure}
         self.step = _SamplingStep(
-            slots=self.slots.ctypes.data, tokens=self.tokens.ctypes.data, is_sure=self.is_sure.ctypes.data
+            table=table_address, **{name: array.ctypes.data for name, array in arrays.items()}
         )
+        self.reference = ctypes.byref(self.step)
+
+    def of_logits(
+        self, logits: Tensor, slots: NDArray[np.int32], masks: NDArray[np.uint32] | None
+    ) -> SamplingArguments:
+        """Take float32 logits [num_rows, vocab_size], which a kernel changes in place, with a slot for each
+        row; `masks` as in `workers.rank.sampler.Sampler.sample`. Logits and masks must live until the kernel
+        has run."""
+        num_rows, vocab_size = logits.shape
+        assert logits.dtype == torch.float32
+        assert logits.is_contiguous()
+        step = self.step
+        step.logits, step.vocab_size, step.masks = logits.data_ptr(), vocab_size, None
+        if masks is not None:
+            assert masks.shape == (num_rows, -(-vocab_size // 32)), f"masks {masks.shape}"
+            assert masks.dtype == np.uint32
+            assert masks.flags.c_contiguous
+            step.masks = masks.ctypes.data
+        self._slots[:num_rows], step.num_rows = slots, num_rows
+        return self
+
+    def of_tokens(self, slots: NDArray[np.int32], tokens: NDArray[np.int32]) -> SamplingArguments:
+        """Take a token for each slot."""
+        num_rows = len(slots)
+        self._slots[:num_rows], self._tokens[:num_rows], self.step.num_rows = slots, tokens, num_rows
+        return self
+
+    def drawn(self) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Return the tokens that a kernel has drawn, and whether rounding cannot have decided, [num_rows]."""
+        num_rows = self.step.num_rows
+        return self._tokens[:num_rows].copy(), self._is_sure[:num_rows].copy()
 
 
 class Kernels:
@@ -131,6 +164,7 @@ class Kernels:
     last two dimensions."""
 
     def __init__(self, library: ctypes.CDLL, isa: Isa) -> None:
+        library.count_tokens.argtypes = (*(ctypes.c_void_p,) * 3, ctypes.c_int64)
         self.library = library
         self.isa = isa
 
@@ -151,67 +185,20 @@ class Kernels:
             layer.reference, tokens.reference, _address(qkv), _size(qkv.stride(0))
         )
 
-    def sample_rows(
-        self,
-        arrays: SamplingArrays,
-        table_address: int,
-        logits: Tensor,
-        slots: NDArray[np.int32],
-        masks: NDArray[np.uint32] | None,
-    ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Change float32 logits [num_rows, vocab_size] in place as the `slots` [num_rows] of the table
-        (`workers.rank.logits.SLOT`) demand, and draw a token for each row. Returns tokens, and whether
-        rounding cannot have decided, [num_rows]; `masks` as in `workers.rank.sampler.Sampler.sample`."""
-        step = self._sampling_step(arrays, table_address, logits, slots, masks)
-        self.library.sample_rows(ctypes.byref(step))
-        num_rows = len(slots)
-        return arrays.tokens[:num_rows].copy(), arrays.is_sure[:num_rows].copy()
+    def sample_rows(self, arguments: SamplingArguments) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Change the logits as their slots demand, and draw a token for each row. Returns tokens, and whether
+        rounding cannot have decided, [num_rows]."""
+        self.library.sample_rows(arguments.reference)
+        return arguments.drawn()
 
-    def change_rows(
-        self,
-        arrays: SamplingArrays,
-        table_address: int,
-        logits: Tensor,
-        slots: NDArray[np.int32],
-        masks: NDArray[np.uint32] | None,
-    ) -> None:
+    def change_rows(self, arguments: SamplingArguments) -> None:
         """Only change the logits."""
-        self.library.change_rows(
-            ctypes.byref(self._sampling_step(arrays, table_address, logits, slots, masks))
-        )
+        self.library.change_rows(arguments.reference)
 
-    def count_tokens(self, table_address: int, slots: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
-        """Count a token as output of each of the slots that have penalties."""
-        slots, tokens = np.ascontiguousarray(slots, np.int32), np.ascontiguousarray(tokens, np.int32)
-        self.library.count_tokens(
-            ctypes.c_void_p(table_address),
-            ctypes.c_void_p(slots.ctypes.data),
-            ctypes.c_void_p(tokens.ctypes.data),
-            _size(len(slots)),
-        )
-
-    def _sampling_step(
-        self,
-        arrays: SamplingArrays,
-        table_address: int,
-        logits: Tensor,
-        slots: NDArray[np.int32],
-        masks: NDArray[np.uint32] | None,
-    ) -> _SamplingStep:
-        num_rows, vocab_size = logits.shape
-        assert logits.dtype == torch.float32
-        assert logits.is_contiguous()
-        step = arrays.step
-        step.table, step.logits = table_address, logits.data_ptr()
-        step.num_rows, step.vocab_size = num_rows, vocab_size
-        arrays.slots[:num_rows] = slots
-        step.masks = None
-        if masks is not None:
-            assert masks.shape == (num_rows, -(-vocab_size // 32)), f"masks {masks.shape}"
-            assert masks.dtype == np.uint32
-            assert masks.flags.c_contiguous
-            step.masks = masks.ctypes.data
-        return step
+    def count_tokens(self, arguments: SamplingArguments) -> None:
+        """Count the tokens as output of those of their slots that have penalties."""
+        step = arguments.step
+        self.library.count_tokens(step.table, step.slots, step.tokens, step.num_rows)
 
 
 def serves(device: torch.device, dtype: torch.dtype) -> bool:

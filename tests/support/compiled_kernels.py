@@ -1,0 +1,35 @@
+"""The compiled kernels that tests run: those of every instruction set of this CPU. For another one, which it
+cannot execute, no test is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from optional_programs import needs_compiler
+
+from workers.model import native
+from workers.model.native.isa import Isa, available_isas
+
+KERNELS = tuple(pytest.param(isa.value, marks=needs_compiler) for isa in available_isas())
+BACKENDS = ("torch", *KERNELS)
+
+
+def kernels_of(isa: Isa | str, *defines: str) -> native.Kernels:
+    """The kernels of an instruction set; the test that calls is marked with `needs_compiler`."""
+    kernels = native.compiled(Isa(isa), *defines)
+    assert kernels is not None, "there is a C++ compiler, but the kernels could not be built"
+    return kernels
+
+
+def backend_cases(of_torch: Iterable[tuple[Any, ...]], of_kernels: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """A backend's name and what it serves, for each of `BACKENDS`."""
+    return [
+        *(pytest.param("torch", *values) for values in of_torch),
+        *(
+            pytest.param(isa.value, *values, marks=needs_compiler)
+            for values in of_kernels
+            for isa in available_isas()
+        ),
+    ]

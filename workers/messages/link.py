@@ -1,0 +1,252 @@
+"""The Link: gateway <-> engine core, one frame per engine step upward."""
+
+from __future__ import annotations
+
+from kvtransfer.codec import Codec, Message, Part
+from kvtransfer.messages import (
+    CompatibilityRecord,
+    KvEvents,
+    KvSnapshot,
+    KvSnapshotRequest,
+    ReplicaIdentity,
+)
+from workers.messages.sampling import SamplingParams, TokenLogprob
+from workers.stats_record import ReplicaStats
+
+# (request id, attempt).
+RequestKey = tuple[str, int]
+# (gateway id, epoch).
+GatewayKey = tuple[str, int]
+
+# ------------------------------------------------------------------------------- gateway to engine core
+
+
+class GatewayHello(Message, frozen=True):
+    """Gateway to engine core, first after the proof: whose requests come over this Link."""
+
+    gateway_id: str
+    epoch: int
+
+
+class SampleState(Part, frozen=True):
+    """One of the `n` continuations of a prompt: its number, its seed, and the tokens it has so far."""
+
+    index: int
+    seed: int
+    output: bytes = b""
+
+
+class HandOverTarget(Part, frozen=True):
+    """The decode replica to which a prefill replica hands the sequence over."""
+
+    identity: ReplicaIdentity
+    address: str
+
+
+class Submission(Message, frozen=True):
+    """Gateway to engine core: run this request (or hand it over to `decode` after prefill).
+
+    `block_keys` are the chained keys of the prompt's full blocks, computed once at the gateway.
+    `samples` share the prompt; more than one only when all outputs are empty (a resumed request is one
+    submission per unfinished sample). `deadline_s` is what remains of it (None: none). KV of a private one
+    is neither found by others nor stored. A `suspect` was in flight when a replica broke: it runs alone until
+    it has survived some steps (`engine.isolation`).
+    """
+
+    request_id: str
+    attempt: int
+    tenant: str
+    priority: int
+    prompt: bytes
+    block_keys: tuple[bytes, ...]
+    samples: tuple[SampleState, ...]
+    sampling: SamplingParams
+    decode: HandOverTarget | None
+    deadline_s: float | None
+    is_private: bool = False
+    suspect: bool = False
+
+
+class Cancel(Message, frozen=True):
+    """Gateway to engine core: stop the request and free everything of it within one step. Always answered by
+    nothing: the gateway has already answered its client."""
+
+    request_id: str
+    attempt: int
+
+
+class Move(Message, frozen=True):
+    """Gateway to engine core: migrate this request to `target`: its finished KV first, then its state."""
+
+    request_id: str
+    attempt: int
+    target: HandOverTarget
+
+
+class PurgeCache(Message, frozen=True):
+    """Gateway to engine core: forget all KV of this tenant (None: of all); answered with the same number."""
+
+    number: int
+    tenant: str | None
+
+
+# ------------------------------------------------------------------------------- engine core to gateway
+
+
+class StageTimes(Part, frozen=True):
+    """When things happened to a request in one replica, on that host's monotonic clock (seconds); 0: did
+    not happen. `transfer_start` is on the writer's clock; `transfer_end` is when the last piece was verified
+    at the decode side."""
+
+    arrived: float = 0.0
+    scheduled: float = 0.0
+    prefilled: float = 0.0
+    transfer_start: float = 0.0
+    transfer_end: float = 0.0
+    joined: float = 0.0
+
+
+class TokenDelta(Part, frozen=True):
+    """New tokens of one sample: output indices [first_index, first_index + n). `finish` is "" while it
+    runs, else "stop" (an end token, included last) or "length"."""
+
+    request_id: str
+    attempt: int
+    sample: int
+    first_index: int
+    tokens: bytes
+    logprobs: tuple[TokenLogprob, ...]
+    finish: str
+
+
+class PrefillReport(Part, frozen=True):
+    """Sent once by the replica that finished the prompt, with the first token: what was cached and when."""
+
+    request_id: str
+    attempt: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    times: StageTimes
+    # Named moments of the prompt's chunks and pushes so far, on the replica's monotonic clock.
+    trace: tuple[tuple[str, float], ...] = ()
+    # Of the cached tokens: those that were brought from the store for this request, by tier.
+    num_loaded_tokens: dict[str, int] = {}
+
+
+class HandOverReport(Part, frozen=True):
+    """Sent once by the decode replica when it joined a handed-over sequence."""
+
+    request_id: str
+    attempt: int
+    num_held_tokens: int
+    num_moved_bytes: int
+    num_bad_pieces: int
+    transport: str
+    transfer_gb_s: float
+    times: StageTimes
+    # The output index of the first token that comes from here; those before come from who handed it over.
+    first_index: int = 0
+
+
+class MoveEnded(Part, frozen=True):
+    """Answer to `Move`, unless the request ended first. `error` "": it continues at `target`, and all its
+    tokens from here have been sent; else it continues here, for that reason."""
+
+    request_id: str
+    attempt: int
+    target: ReplicaIdentity
+    error: str = ""
+
+
+class RequestFailed(Part, frozen=True):
+    """The attempt is over without a finish. `code`: "refused" (no capacity or queue full: route again),
+    "peer" (the hand-over's other side failed: route again), "deadline", "internal" (the replica's own
+    fault: route again), "leaving" (it leaves, nobody's fault: route again), "invalid" (never retry).
+    `retry_after_s` goes with "refused", and so does `refused_by`: the replica id of the hand-over's other
+    side when that has no capacity, "" when the sender. With "internal", `suspect` tells whether this request
+    may have caused the fault: it was in flight, or the fault was found to be its own."""
+
+    request_id: str
+    attempt: int
+    code: str
+    reason: str
+    retry_after_s: float = 0.0
+    refused_by: str = ""
+    suspect: bool = False
+
+
+class IsolationReport(Part, frozen=True):
+    """A `suspect` submission runs alone from the next plan on; or, `is_cleared`, it has survived that and
+    runs with the others. One whose prompt is handed over is cleared by the decode replica."""
+
+    request_id: str
+    attempt: int
+    is_cleared: bool
+
+
+class LoadReport(ReplicaStats, frozen=True, kw_only=True):
+    """The statistics of a replica after a step, or once a second when it is idle."""
+
+    identity: ReplicaIdentity
+    sequence: int
+
+
+News = TokenDelta | PrefillReport | HandOverReport | RequestFailed | MoveEnded | IsolationReport
+
+
+class StepFrame(Message, frozen=True):
+    """Engine core to gateway: all news of one engine step for this gateway's requests."""
+
+    deltas: tuple[TokenDelta, ...] = ()
+    prefills: tuple[PrefillReport, ...] = ()
+    hand_overs: tuple[HandOverReport, ...] = ()
+    failures: tuple[RequestFailed, ...] = ()
+    load: LoadReport | None = None
+    moves: tuple[MoveEnded, ...] = ()
+    isolations: tuple[IsolationReport, ...] = ()
+
+
+class ReplicaHello(Message, frozen=True):
+    """Engine core to gateway, first after the proof: who it is and what it serves."""
+
+    identity: ReplicaIdentity
+    pool: str
+    role: str
+    compatibility: CompatibilityRecord
+    max_context_tokens: int
+    load: LoadReport
+    # Of the change that gave it this role; 0: its first one.
+    role_epoch: int = 0
+
+
+class Leaving(Message, frozen=True):
+    """Engine core to gateway: takes no new work; what it runs will finish or move within `drain_s`."""
+
+    drain_s: float
+
+
+class RoleChanged(Message, frozen=True):
+    """Engine core to gateway: from now on it plays this role. Requests of the old role finish or migrate."""
+
+    role: str
+    epoch: int
+
+
+class CachePurged(Message, frozen=True):
+    """Answer to `PurgeCache`."""
+
+    number: int
+    # That nothing finds any more.
+    num_blocks: int
+    # Of them, in use until the requests that hold them end.
+    num_held: int
+    # Of the tenant's, under way: their KV is private from now on. One whose prompt is on its way to another
+    # replica in this very moment may leave some there.
+    num_requests: int
+
+
+LinkDown = GatewayHello | Submission | Cancel | KvSnapshotRequest | Move | PurgeCache
+LinkUp = ReplicaHello | StepFrame | KvEvents | KvSnapshot | Leaving | RoleChanged | CachePurged
+
+LINK_DOWN_CODEC: Codec[LinkDown] = Codec(LinkDown)
+LINK_UP_CODEC: Codec[LinkUp] = Codec(LinkUp)

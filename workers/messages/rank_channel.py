@@ -1,0 +1,287 @@
+"""The rank channel: engine core <-> rank, one plan down and one report up a step."""
+
+from __future__ import annotations
+
+from kvtransfer.codec import Codec, Message, Part
+from kvtransfer.common.faults import FaultRule
+from kvtransfer.messages import (
+    CompatibilityRecord,
+    RankEndpoints,
+    ReplicaIdentity,
+    TransferOrder,
+    TransferReport,
+    TransferSettings,
+)
+from kvtransfer.store.messages import StoreOrder, StoreReport
+from workers.messages.sampling import SamplingParams, TokenLogprob
+from workers.stats_record import DeviceMemory
+
+# ---------------------------------------------------------------------------------------------- start
+
+
+class RankSpec(Message, frozen=True):
+    """What a rank process is started with (on its standard input, or as the actor's argument).
+
+    Rank `stage * tp + tp_rank` is the `tp_rank`-th of the `tp` ranks that share every layer of `stage`. The
+    first of the last stage samples. `probe_rows` above 0: before it loads, the rank measures what a layer and
+    the head cost on its device for a step of so many tokens, `probe_sampled_rows` of which sample (0: all),
+    and reports it in `RankJoined`. `kv_share` above 0: `num_kv_tokens` is the most; see `AutoKv`.
+    """
+
+    replica: ReplicaIdentity
+    rank: int
+    tp: int
+    pp: int
+    engine_core_address: str
+    secret: bytes
+    model_dir: str
+    dtype: str
+    device: str
+    num_threads: int
+    block_tokens: int
+    num_kv_tokens: int
+    max_batch_tokens: int
+    max_sequences: int
+    transfer: TransferSettings
+    kv_share: float = 0.0
+    # KV capacity in host memory for older blocks of running sequences, beside `num_kv_tokens`.
+    num_offload_tokens: int = 0
+    probe_rows: int = 0
+    probe_sampled_rows: int = 0
+    # Only with products and attention whose results for a sequence depend on nothing else.
+    deterministic: bool = False
+    faults: tuple[FaultRule, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.pp
+
+    @property
+    def stage(self) -> int:
+        return self.rank // self.tp
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp
+
+
+class StageCost(Part, frozen=True):
+    """What a step of the probed size costs on a rank's device, in seconds: one layer (its share of it under
+    TP), embedding, and norm with head. All 0 when it was not asked."""
+
+    layer_s: float = 0.0
+    embedding_s: float = 0.0
+    head_s: float = 0.0
+
+
+class RankJoined(Message, frozen=True):
+    """Rank to engine core, first of all: it is alive, and has not loaded anything yet. `store_address` is
+    where the ranks of a replica of several find each other; rank 0 opens it, the others say "".
+    `attention_ratio` is the measured cost of attending to one earlier token, in units of the cost of one
+    token's products."""
+
+    rank: int
+    process_id: int
+    store_address: str
+    cost: StageCost
+    attention_ratio: float
+
+
+class RankProgress(Message, frozen=True):
+    """Rank to engine core, while it starts: it has come further. `phase` is what it does now, for people."""
+
+    rank: int
+    phase: str
+
+
+class FormGroup(Message, frozen=True):
+    """Engine core to every rank, when all have joined: load your part. `stages[i]` are the layers [start,
+    end) of stage i."""
+
+    store_address: str
+    stages: tuple[tuple[int, int], ...]
+
+
+class RankReady(Message, frozen=True):
+    """Rank to engine core, after load and warm-up."""
+
+    rank: int
+    process_id: int
+    host_id: str
+    num_blocks: int
+    vocab_size: int
+    max_context_tokens: int
+    eos_token_ids: tuple[int, ...]
+    compatibility: CompatibilityRecord
+    endpoints: RankEndpoints
+    load_s: float
+    warm_up_s: float
+    # In host memory; their ids follow on those of `num_blocks`.
+    num_offload_blocks: int = 0
+    # What its device was measured to compute, and to read from its memory, a second.
+    flop_s: float = 0.0
+    byte_s: float = 0.0
+    # What computes its attention.
+    backend: str = ""
+
+
+class RankFailed(Message, frozen=True):
+    """Rank to engine core: it cannot continue (bad checkpoint, out of memory, a kernel's error); it exits.
+    With `lost_peer` its connection to another rank broke: a consequence, not the first cause."""
+
+    rank: int
+    reason: str
+    lost_peer: bool = False
+
+
+# ---------------------------------------------------------------------------------------------- steps
+
+
+class SlotSample(Part, frozen=True):
+    """A sample takes slot `slot` of the rank. `last_token` is the newest of prompt and output, of which it
+    has `num_output_tokens` already (resume, hand-over, preemption); `output` are these where penalties count
+    them, else b""."""
+
+    slot: int
+    seed: int
+    last_token: int
+    num_output_tokens: int = 0
+    output: bytes = b""
+
+
+class SlotStart(Part, frozen=True):
+    """Samples of one request begin: what the sampler must know of them. `prompt` is b"" unless the repetition
+    penalty looks at it."""
+
+    sampling: SamplingParams
+    samples: tuple[SlotSample, ...]
+    prompt: bytes = b""
+
+
+class TableChange(Part, frozen=True):
+    """Write `block_ids` (uint32) into the block table of `slot` from index `first` on. It is forgotten with
+    its slot."""
+
+    slot: int
+    first: int
+    block_ids: bytes
+
+
+class BatchEntry(Part, frozen=True):
+    """Compute `num_tokens` tokens of one sequence from position `start`: a chunk of a prompt, or the first
+    token that a slot computes after its start.
+
+    `sample_slots` are the slots that sample from the last position's logits: none for a chunk that is not the
+    prompt's last, one normally, n when n samples fork from one prompt. All slots that are named continue
+    behind the last position, which the block table of `slot` covers.
+    """
+
+    slot: int
+    start: int
+    num_tokens: int
+    tokens: bytes
+    sample_slots: tuple[int, ...]
+
+
+class BlockCopy(Part, frozen=True):
+    """Copy-on-write, before the step's computation."""
+
+    src_block: int
+    dst_block: int
+
+
+class StepPlan(Message, frozen=True):
+    """Engine core to rank: one step, as changes to what the rank knows by slot. Order of effects: frees,
+    starts, tables, copies, computation, sampling. `decodes` are slots (uint32): each computes its newest
+    token and samples the next. The newest is that of the slot's start, or any that an earlier plan sampled,
+    which the engine core may not know yet."""
+
+    step: int
+    free_slots: tuple[int, ...] = ()
+    starts: tuple[SlotStart, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
+    entries: tuple[BatchEntry, ...] = ()
+    tables: tuple[TableChange, ...] = ()
+    decodes: bytes = b""
+
+    @property
+    def started_slots(self) -> list[int]:
+        return [sample.slot for start in self.starts for sample in start.samples]
+
+    @property
+    def sample_slots(self) -> list[int]:
+        """The slots that sample, in the order of the report's rows."""
+        of_entries = (slot for entry in self.entries for slot in entry.sample_slots)
+        return [*of_entries, *memoryview(self.decodes).cast("I")]
+
+    @property
+    def num_sequences(self) -> int:
+        """Entries and decodes; 0: the plan is a canary."""
+        return len(self.entries) + len(self.decodes) // 4
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(entry.num_tokens for entry in self.entries) + len(self.decodes) // 4
+
+
+class RowLogprob(Part, frozen=True):
+    """The log-probabilities that go with the token of row `row` of a report."""
+
+    row: int
+    logprob: TokenLogprob
+
+
+class FailedEntry(Part, frozen=True):
+    """Sequence `index` of the plan, of its entries and then of its decodes, was not computed; "" where
+    another rank knows why."""
+
+    index: int
+    reason: str
+
+
+class StepReport(Message, frozen=True):
+    """Rank to engine core: its part of the step is done and its KV is in the pool, except that of `failed`
+    entries. Only the sampling rank has `tokens`: uint32, a row for each of the plan's `sample_slots`, 0 where
+    it failed. `logprobs` are those of the rows for which they were asked. Times are the rank's monotonic
+    clock: when its input was there, and when its part was done."""
+
+    step: int
+    tokens: bytes
+    started_at: float
+    finished_at: float
+    # Every few seconds.
+    memory: DeviceMemory | None = None
+    # Also those that a stage before this one failed to compute, and those of sequences that failed in an
+    # earlier step which this plan had not known of.
+    failed: tuple[FailedEntry, ...] = ()
+    logprobs: tuple[RowLogprob, ...] = ()
+
+
+class StepProgress(Message, frozen=True):
+    """Rank to engine core, at most every `workers.rank.process.PROGRESS_S`: the step has been under way for
+    longer than that, and a piece of it was completed since."""
+
+    step: int
+
+
+class Shutdown(Message, frozen=True):
+    """Engine core to rank: leave now."""
+
+    reason: str
+
+
+RankDown = FormGroup | StepPlan | Shutdown | TransferOrder | StoreOrder
+RankUp = (
+    RankJoined
+    | RankProgress
+    | RankReady
+    | RankFailed
+    | StepProgress
+    | StepReport
+    | TransferReport
+    | StoreReport
+)
+
+RANK_DOWN_CODEC: Codec[RankDown] = Codec(RankDown)
+RANK_UP_CODEC: Codec[RankUp] = Codec(RankUp)
+RANK_SPEC_CODEC: Codec[RankSpec] = Codec(RankSpec)

@@ -1,0 +1,56 @@
+"""How tokens are chosen, and what is reported of a choice: parts of the messages of Links and of rank
+channels."""
+
+from __future__ import annotations
+
+from kvtransfer.codec import Part
+
+_GREEDY_TEMPERATURE = 1e-5
+
+
+class SamplingParams(Part, frozen=True):
+    """How tokens are chosen, in the order of application: logit bias, repetition penalty (over prompt and
+    output), presence and frequency penalties (over output), minimum length, temperature, top-k, top-p,
+    min-p, then Gumbel-max with noise from (seed, output index). A temperature below 1e-5 is greedy: the
+    likeliest token wins whatever the noise, and smaller ones would overflow.
+
+    `top_k` 0, `top_p` 1, `min_p` 0 and penalties 1, 0, 0 are off. `num_logprobs` None: no log-probabilities;
+    n: those of the chosen token and of the n most likely, of the model's own distribution (before any
+    processing). `stop_token_ids` end the sequence like the model's own end tokens, which `ignore_eos`
+    disables. `min_tokens` suppresses every end token until that many were produced.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
+    max_tokens: int = 16
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    num_logprobs: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < _GREEDY_TEMPERATURE
+
+    @property
+    def penalizes_prompt(self) -> bool:
+        """Whether a token's chances depend on its being in the prompt."""
+        return self.repetition_penalty != 1.0
+
+    @property
+    def penalizes_output(self) -> bool:
+        """Whether a token's chances depend on the output so far."""
+        return self.penalizes_prompt or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+class TokenLogprob(Part, frozen=True):
+    """Log-probability of the chosen token, and the most likely ones as (token id, log-probability)."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
