@@ -9,6 +9,9 @@ import pytest
 from child_processes import assert_ended, children
 from optional_programs import MARK, check_marks, missing_programs
 
+# A suite of its own, with its own settings (tests/gpu/pytest.ini): `test_gpu_suite.py` runs it.
+collect_ignore = ["gpu"]
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(

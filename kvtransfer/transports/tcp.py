@@ -20,8 +20,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-import psutil
-
 from kvtransfer.blocks.pool import HostPool, KvPool, piece_table
 from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, TransferError, WireError
 from kvtransfer.messages import BlockMove, Lane, ReplicaIdentity, Shard
@@ -255,7 +253,12 @@ def tune(sock: socket.socket) -> None:
 
 
 def interface_of(address: str) -> str:
-    """The name of the network interface that has this address; the address itself when none has."""
+    """Return the name of the network interface that has this address; the address itself when none has, or
+    where psutil is not installed: ranks need it for nothing else."""
+    try:
+        import psutil
+    except ModuleNotFoundError:
+        return address
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == address for entry in entries):
             return name

@@ -1,4 +1,4 @@
-"""KV on a CUDA device: the pool, its sums, and the transports between two processes on one device.
+"""KV on a CUDA device: the pool, and the transports between two processes on one device.
 
 NCCL refuses two ranks that share a device, so its pair needs two; one alone sends to itself.
 """
@@ -30,16 +30,13 @@ from channel_process import (
 )
 
 from kvtransfer.blocks.checksum import checksum
-from kvtransfer.blocks.device_pool import DevicePool, checksum_torch
+from kvtransfer.blocks.device_pool import DevicePool
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.messages import Shard
 from kvtransfer.rpc.handshake import draw_secret
 from kvtransfer.transports.nccl import make_group
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 SHARD = LAYOUT.shard
 SECRET = draw_secret()
@@ -71,13 +68,7 @@ def devices(transport: str) -> tuple[str, str]:
     return "cuda:0", "cuda:0"
 
 
-# ------------------------------------------------------------------------------------- pool and sums
-
-
-@pytest.mark.parametrize("num_bytes", [8, 4096, (1 << 20) + 8, 13])
-def test_sums_on_the_device_are_those_of_the_host(num_bytes: int) -> None:
-    data = np.random.default_rng(num_bytes).integers(0, 256, num_bytes, np.uint8)
-    assert checksum_torch(torch.from_numpy(data).cuda()) == checksum(data.tobytes())
+# ------------------------------------------------------------------------------------- pool
 
 
 @pytest.mark.parametrize(("shard", "piece"), [(one, piece) for one, _, piece in LANES])

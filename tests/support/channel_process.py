@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -18,13 +17,12 @@ from typing import IO, TypeVar
 
 import numpy as np
 import torch
-from child_processes import close_all, killed_on_error
 from patience import WAIT_S
 
 from kvtransfer.blocks.device_pool import DevicePool
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.blocks.pool import HostPool, KvMemory, KvPool
-from kvtransfer.codec import Codec, Message
+from kvtransfer.codec import Codec, Message, framed, read_frame
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.errors import TransferError
@@ -192,8 +190,6 @@ def eventually(condition: object, what: str) -> None:
 def _never() -> bool:
     return False
 
-
-_LENGTH = struct.Struct("<I")
 
 R = TypeVar("R")
 
@@ -365,8 +361,12 @@ class RankProcess:
         with contextlib.suppress(ValueError):
             self._stdout.read()
         self._stdout.close()
-        with killed_on_error(self._process):
+        try:
             return self._process.wait(WAIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            raise
 
     def _call(self, command: Message, kind: type[R]) -> R:
         _write(self._stdin, command)
@@ -403,7 +403,9 @@ class RankProcesses:
                 process.close()
 
     def close(self) -> None:
-        close_all(self._idle)
+        with contextlib.ExitStack() as ends:
+            for process in self._idle:
+                ends.callback(process.close)
 
 
 class RemoteError(Exception):
@@ -443,13 +445,12 @@ def answer_writer(end: WriterEnd, command: Message) -> Message:
 
 
 def _read(stream: IO[bytes]) -> Message | None:
-    header = stream.read(_LENGTH.size)
-    return _ANY.decode(stream.read(*_LENGTH.unpack(header))) if header else None
+    frame = read_frame(stream)
+    return None if frame is None else _ANY.decode(frame)
 
 
 def _write(stream: IO[bytes], message: Message) -> None:
-    frame = _ANY.encode(message)
-    stream.write(_LENGTH.pack(len(frame)) + frame)
+    stream.write(framed(_ANY.encode(message)))
     stream.flush()
 
 

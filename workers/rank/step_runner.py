@@ -24,7 +24,13 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from workers.errors import WorkerError
 from workers.messages.rank_channel import BlockCopy, RowLogprob, SlotStart, StepPlan, StepReport
-from workers.model.attention.interface import AttentionBackend, AttentionPlan, DeviceStep, StepInput
+from workers.model.attention.interface import (
+    AttentionBackend,
+    AttentionPlan,
+    DeviceStep,
+    StepInput,
+    to_device,
+)
 from workers.model.decoder import Decoder
 from workers.model.host_kv import HostKv
 from workers.model.parallel import Unfinished
@@ -245,7 +251,7 @@ class StepRunner:
             if len(rows.sample_rows) == num_samples:
                 tokens = drawn.tokens
             else:
-                tokens[self._upload(rows.sample_rows)] = drawn.tokens
+                tokens[to_device(rows.sample_rows, self._device)] = drawn.tokens
             drawings.append(DrawnRows(rows, drawn.logprobs))
         report = self._report(executed.step, executed.started_at)
         if executed.there is None or not num_samples:
@@ -360,7 +366,7 @@ class StepRunner:
         hidden = torch.zeros(shape, dtype=self._kv.dtype, device=self._device)
         hidden = self._decoder.run_layers(hidden, self._plan(rows, there), most_layers)
         if self._groups.is_last_stage and len(rows.sampling):
-            last = hidden[self._upload(np.cumsum(rows.lengths)[rows.sampling] - 1)]
+            last = hidden[to_device(np.cumsum(rows.lengths)[rows.sampling] - 1, self._device)]
             logits = self._decoder.logits(last)
             draw = self._draw if self._there is None else self._draw_there
             draw(_Sampling(rows, last, logits), logits, None)
@@ -468,7 +474,9 @@ class StepRunner:
         last = hidden
         if len(sources) < len(hidden):  # else all are single tokens
             last_rows = (
-                self._upload(np.cumsum(rows.lengths)[sources] - 1) if there is None else there.last_rows
+                to_device(np.cumsum(rows.lengths)[sources] - 1, self._device)
+                if there is None
+                else there.last_rows
             )
             last = hidden[last_rows]
         sampling = _Sampling(
@@ -525,7 +533,7 @@ class StepRunner:
             tokens = torch.zeros(len(slots), dtype=torch.int32, device=self._device)
             return Drawn(tokens, dict)
         logits = self._logits_of_samples(part.rows, logits)
-        slots_there = self._upload(slots) if part.slots_there is None else part.slots_there
+        slots_there = to_device(slots, self._device) if part.slots_there is None else part.slots_there
         masks = masks[part.rows.sample_rows] if masks is not None else None
         return self._sampler_there.draw(logits, slots, slots_there, masks)
 
@@ -538,7 +546,7 @@ class StepRunner:
                 if slot in self._slot_to_refusal:
                     raise WorkerError(f"its sampling cannot begin: {self._slot_to_refusal[slot]}")
         if len(rows.sample_slots) > len(logits):  # several samples fork from one prompt
-            logits = logits[self._upload(rows.sample_sources)]
+            logits = logits[to_device(rows.sample_sources, self._device)]
         return logits
 
     def _hand_out(self, executed: Executed, tokens: NDArray[np.int64]) -> None:
@@ -563,12 +571,9 @@ class StepRunner:
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         if self._host is not None and not (copies := self._host.copy(copies)):
             return
-        src = self._upload(np.array([copy.src_block for copy in copies]))
-        dst = self._upload(np.array([copy.dst_block for copy in copies]))
+        src = to_device(np.array([copy.src_block for copy in copies]), self._device)
+        dst = to_device(np.array([copy.dst_block for copy in copies]), self._device)
         self._kv[dst] = self._kv[src]
-
-    def _upload(self, values: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:
-        return self._queue.upload([values.astype(np.int32)])[0]
 
 
 def _start(sampler: Sampler | DeviceSampler, start: SlotStart) -> bool:

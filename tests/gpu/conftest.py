@@ -1,0 +1,29 @@
+"""The device of these tests: CUDA, or where there is none, the CPU with Triton's interpreter.
+
+Triton reads TRITON_INTERPRET when it is imported, so this module sets it before any test is.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test marked `gpu` before any of its fixtures is set up."""
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Return where tensors of the tests lie: kernels run there, on the CPU in Triton's interpreter."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed (the extra gpu-tests)")
+    return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
