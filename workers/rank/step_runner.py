@@ -21,7 +21,7 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from workers.errors import WorkerError
 from workers.messages.rank_channel import BlockCopy, RowLogprob, SlotStart, StepPlan, StepReport
-from workers.model.attention.interface import AttentionBackend, AttentionPlan, StepInput
+from workers.model.attention.interface import AttentionBackend, AttentionPlan, StepInput, to_device
 from workers.model.decoder import Decoder
 from workers.model.host_kv import HostKv
 from workers.model.parallel import Unfinished, parallelize
@@ -320,7 +320,7 @@ class StepRunner:
         is_sampling[sources] = True
         last = hidden
         if len(sources) < len(hidden):  # else all are single tokens
-            last = hidden[self._upload(np.cumsum(rows.lengths)[sources] - 1)]
+            last = hidden[to_device(np.cumsum(rows.lengths)[sources] - 1, self._device)]
         sampling = _Sampling(rows.only(is_sampling), last, None)
         if self._groups.is_last_stage and len(sources):
             sampling = sampling._replace(logits=self._head(last))
@@ -365,7 +365,7 @@ class StepRunner:
                 if slot in self._slot_to_refusal:
                     raise WorkerError(f"its sampling cannot begin: {self._slot_to_refusal[slot]}")
         if len(rows.sample_slots) > len(logits):  # several samples fork from one prompt
-            logits = logits[self._upload(rows.sample_sources)]
+            logits = logits[to_device(rows.sample_sources, self._device)]
         masks = masks[rows.sample_rows] if masks is not None else None
         return self._sampler.sample(logits, rows.sample_slots, masks)
 
@@ -391,8 +391,8 @@ class StepRunner:
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         if self._host is not None and not (copies := self._host.copy(copies)):
             return
-        src = self._upload(np.array([copy.src_block for copy in copies]))
-        dst = self._upload(np.array([copy.dst_block for copy in copies]))
+        src = to_device(np.array([copy.src_block for copy in copies]), self._device)
+        dst = to_device(np.array([copy.dst_block for copy in copies]), self._device)
         self._kv[dst] = self._kv[src]
 
     def _event(self) -> torch.cuda.Event | None:
@@ -402,9 +402,6 @@ class StepRunner:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
-
-    def _upload(self, values: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:
-        return torch.from_numpy(values).to(self._device, non_blocking=True)
 
 
 def launched(
