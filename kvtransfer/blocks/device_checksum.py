@@ -67,7 +67,7 @@ def copy_pieces(
 
 
 @triton.jit
-def _mix(word):  # type: ignore[no-untyped-def]  # compiled by Triton
+def _mix(word):
     word ^= word >> _SHIFT
     word *= _MULTIPLIER_1
     word ^= word >> _SHIFT
@@ -76,7 +76,7 @@ def _mix(word):  # type: ignore[no-untyped-def]  # compiled by Triton
 
 
 @triton.jit
-def _copy_tile(  # type: ignore[no-untyped-def]  # compiled by Triton
+def _copy_tile(
     src,
     src_ids,
     dst,

@@ -156,14 +156,14 @@ def test_a_copy_waits_for_the_step_that_was_reported(device: torch.device) -> No
     pool = pool_of(np.zeros_like(data), layout, device)
     after = torch.from_numpy(data).to(device)
     torch.cuda.synchronize()
-    torch.cuda._sleep(200_000_000)  # a tenth of a second, of the step whose blocks are read
+    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # 0.1 s of the step that is read
     pool.tensor.copy_(after, non_blocking=True)
-    event = torch.cuda.Event()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     pool.follow(event)
-    torch.cuda._sleep(2_000_000_000)  # a second, of the step after it
-    last = torch.cuda.Event()
+    torch.cuda._sleep(2_000_000_000)  # type: ignore[no-untyped-call]  # 1 s of the step after it
+    last = torch.cuda.Event()  # type: ignore[no-untyped-call]
     last.record()
     assert pool.sums(IDS, layout.shard) == sums_of(data[IDS])
-    assert not last.query()
+    assert not last.query()  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
