@@ -6,12 +6,13 @@ well, but promise nothing of the kind."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import enum
 import itertools
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,16 @@ class Workspace:
 
     def __init__(self) -> None:
         self._name_to_memory: dict[str, Tensor] = {}
+
+    @contextlib.contextmanager
+    def separate(self) -> Iterator[None]:
+        """Take tensors from other memory meanwhile, which is not kept: a CUDA graph's must stay where they
+        were when it was captured, while these move when a larger step comes."""
+        own, self._name_to_memory = self._name_to_memory, {}
+        try:
+            yield
+        finally:
+            self._name_to_memory = own
 
     def take(self, name: str, like: Tensor, num_columns: int) -> Tensor:
         """Return the tensor of this name, [len(like), num_columns] of undefined values, of the dtype and
