@@ -37,7 +37,7 @@ NUM_DRAWN = 20 if torch.cuda.is_available() else 4
 
 
 @dataclasses.dataclass
-class Case:
+class DrawnStep:
     """A step over two layers, and `kv` with what was before it. What no token may read is NaN there."""
 
     shape: AttentionShape
@@ -59,7 +59,7 @@ class Case:
     def expected(self) -> list[Tensor]:
         return self.run(TorchAttention(self.shape, self.kv.nan_to_num(0)))
 
-    def only(self, kept: list[int]) -> Case:
+    def only(self, kept: list[int]) -> DrawnStep:
         """The step of some of the sequences."""
         sizes = [span.num_tokens for span in self.spans]
         rows = torch.split(torch.arange(sum(sizes)), sizes)
@@ -80,7 +80,7 @@ def make_case(
     windows: tuple[int, int] = (0, 0),
     block_tokens: int = 16,
     has_norm: bool = False,
-) -> Case:
+) -> DrawnStep:
     """Sequences with (tokens before, new tokens), in blocks of a drawn order."""
     draw = torch.Generator().manual_seed(seed)
     num_heads = num_kv_heads * group
@@ -106,7 +106,7 @@ def make_case(
     num_tokens = sum(count for _, count in work)
     q_norm, k_norm = (normal(head_dim).to(device) if has_norm else None for _ in range(2))
     frequencies = (torch.rand(head_dim // 2, generator=draw) / 10).to(device)
-    return Case(
+    return DrawnStep(
         AttentionShape(num_heads, windows, frequencies),
         kv.to(device),
         spans,
@@ -115,7 +115,7 @@ def make_case(
     )
 
 
-def draw_case(device: torch.device, seed: int, kind: str) -> Case:
+def draw_case(device: torch.device, seed: int, kind: str) -> DrawnStep:
     draw = np.random.default_rng(seed)
 
     def one(*values: int) -> int:
