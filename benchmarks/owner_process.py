@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import secrets
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from kvtransfer.codec import framed
 from kvtransfer.config import StoreSettings
 from kvtransfer.store.server.store_server import SPEC_CODEC, StoreServerSpec
 
@@ -39,7 +39,7 @@ def running_owner(settings: StoreSettings) -> Iterator[str]:
     assert process.stdin is not None
     assert process.stdout is not None
     frame = SPEC_CODEC.encode(StoreServerSpec(settings))
-    process.stdin.write(struct.pack("<I", len(frame)) + frame)
+    process.stdin.write(framed(frame))
     process.stdin.flush()
     try:
         yield process.stdout.readline().decode().strip()

@@ -1,18 +1,22 @@
 """Frames: msgpack messages with a type tag, and the one codec that every connection uses.
 
 A frame is a msgpack array `[tag, field, field, ...]`; decoding checks every field's type, so a frame of
-another version or of garbage is a `WireError`, never a half-filled object. Nothing is pickled.
+another version or of garbage is a `WireError`, never a half-filled object. Nothing is pickled. On a byte
+stream a frame lies behind its length in bytes, a little-endian uint32.
 """
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar, cast
+import struct
+from typing import IO, Generic, TypeVar, cast
 
 import msgspec
 
-from kvtransfer.errors import WireError
+from kvtransfer.errors import PeerGoneError, WireError
 
 MAX_FRAME_BYTES = 64 << 20
+# What a frame lies behind on a byte stream.
+LENGTH = struct.Struct("<I")
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -44,3 +48,29 @@ class Codec(Generic[M]):
             return self._decoder.decode(frame)
         except msgspec.MsgspecError as error:
             raise WireError(f"frame refused: {error}") from error
+
+
+def framed(frame: bytes) -> bytes:
+    """Return the frame behind its length."""
+    return LENGTH.pack(len(frame)) + frame
+
+
+def read_frame(stream: IO[bytes]) -> bytes | None:
+    """Read the next frame of a blocking stream; None at its end. Raises `PeerGoneError` if the stream ends
+    within a frame."""
+    header = stream.read(LENGTH.size)
+    if not header:
+        return None
+    (length,) = LENGTH.unpack(header + _read(stream, LENGTH.size - len(header)))
+    return _read(stream, length)
+
+
+def _read(stream: IO[bytes], num_bytes: int) -> bytes:
+    """Read so many bytes, in parts where the stream is not buffered."""
+    data = b""
+    while len(data) < num_bytes:
+        part = stream.read(num_bytes - len(data))
+        if not part:
+            raise PeerGoneError(f"the stream ended {num_bytes - len(data)} bytes before the end of a frame")
+        data += part
+    return data

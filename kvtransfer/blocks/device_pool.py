@@ -1,10 +1,11 @@
-"""A rank's KV pool as a torch tensor, on any device: pieces are gathered, scattered and summed there.
+"""A rank's KV pool as a torch tensor, on any device: pieces are copied, packed, unpacked and summed there.
 
-On CUDA each thread works on a stream of its own and returns when that stream is done. It need not wait for
-the stream that computes: a finished step's writes are complete, because the rank synchronizes before it
-reports the step, and scattered pieces are complete before any order that uses them is given. Checksums are
-equal bit for bit to those of `kvtransfer.blocks.checksum`: int64 arithmetic wraps the same way on the CPU and
-on CUDA."""
+On CUDA the kernels of `device_checksum` copy and sum in one pass. Each thread works on a stream of its own
+and waits, when it waits, for an event of that stream: never for the device, nor for the stream that computes.
+That suffices, because orders name what reported steps have written, and a rank reports a step when its event
+has passed; and because no plan names what a thread writes before the thread has seen its own event. Elsewhere
+torch copies and sums. The checksums equal those of `kvtransfer.blocks.checksum` bit for bit: int64 arithmetic
+wraps in the same way everywhere. Not yet validated on CUDA."""
 
 from __future__ import annotations
 
@@ -12,19 +13,23 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from kvtransfer.blocks.checksum import GOLDEN, MASK, MULTIPLIER_1, MULTIPLIER_2, SHIFT, WORD_BYTES, finish
-from kvtransfer.blocks.layout import BlockLayout, intersect
+from kvtransfer.blocks.layout import BlockLayout, intersect, piece_grid
 from kvtransfer.blocks.pool import KvPool
 from kvtransfer.blocks.runs import ByteRegion
 from kvtransfer.messages import Shard
 
 _log = logging.getLogger(__name__)
 
-# Bytes moved by one operation; the temporaries of the checksum are a few times as large.
+# Bytes moved at a time where that takes as much memory of the device beside the pool.
 _BATCH_BYTES = 32 << 20
+# Pieces that one kernel moves at most: the third dimension of a grid of CUDA.
+_MOST_PIECES = 65535
 # cudaHostRegisterPortable: pinned for every device of the process.
 _PORTABLE = 1
 _LOW = (1 << SHIFT) - 1
@@ -33,14 +38,36 @@ _LOW = (1 << SHIFT) - 1
 Staging = memoryview | torch.Tensor
 
 
+class Blocks(NamedTuple):
+    """Blocks of one layout: uint8 [num_blocks, block_bytes] on the pool's device, or mapped there."""
+
+    data: torch.Tensor
+    layout: BlockLayout
+
+
+class PendingSums:
+    """Copies that are queued, and the sums of their pieces (`totals`, in host memory, once `event` has
+    passed; an event of None has)."""
+
+    def __init__(self, totals: torch.Tensor | None, num_bytes: int, event: torch.cuda.Event | None) -> None:
+        self._totals = totals
+        self._num_bytes = num_bytes
+        self._event = event
+
+    def result(self) -> list[int]:
+        """Wait until the copies are done. Returns the checksums of the pieces."""
+        if self._event is not None:
+            self._event.synchronize()
+        return finish_totals(self._totals, self._num_bytes) if self._totals is not None else []
+
+
 class DevicePool(KvPool):
-    """A pool in `tensor`, contiguous uint8 [num_blocks, block_bytes].
+    """A pool in `tensor`, contiguous uint8 [num_blocks, block_bytes]."""
 
-    With `indexed`, blocks are taken by one indexed operation per batch instead of one copy per range of
-    adjacent blocks. That is faster on CUDA and much slower on a CPU."""
-
-    def __init__(self, layout: BlockLayout, tensor: torch.Tensor, *, indexed: bool | None = None) -> None:
-        """Raises `ValueError` if the tensor is not such a pool."""
+    def __init__(self, layout: BlockLayout, tensor: torch.Tensor, *, kernels: bool | None = None) -> None:
+        """`kernels`: whether Triton's move the pieces, on CUDA or in its interpreter, rather than torch
+        (None: on CUDA, if pieces are whole 64-bit words). Raises `ValueError` if the tensor is not such a
+        pool."""
         if tensor.dtype != torch.uint8 or tensor.shape[1:] != (layout.block_bytes,):
             raise ValueError(f"{tensor.dtype} {list(tensor.shape)} is no pool of {layout.block_bytes} bytes")
         if not tensor.is_contiguous():
@@ -48,175 +75,204 @@ class DevicePool(KvPool):
         super().__init__(layout, tensor.shape[0], str(tensor.device))
         self.tensor = tensor
         self._is_cuda = tensor.is_cuda
-        self._indexed = self._is_cuda if indexed is None else indexed
-        wide = layout.head_bytes % WORD_BYTES == 0 and tensor.storage_offset() % WORD_BYTES == 0
-        self._word = torch.int64 if wide else torch.uint8
-        self._streams = threading.local()
+        is_whole_words = layout.head_bytes % WORD_BYTES == 0 and tensor.data_ptr() % WORD_BYTES == 0
+        self._has_kernels = is_whole_words and (self._is_cuda if kernels is None else kernels)
+        self._local = threading.local()
         # Addresses of attached memory.
         self._pinned: set[int] = set()
+        if self._is_cuda and self._has_kernels and self.num_blocks:  # compiled now, not in the first push
+            staging = tensor.new_empty(layout.block_bytes)
+            self.gather([0], layout.shard, staging)
+            self.sums([0], layout.shard)
 
     def sums(self, block_ids: Sequence[int], piece: Shard) -> list[int]:
         self.check_blocks(block_ids)
-        pieces = self._pieces(piece)
         with self._working():
             totals = [
-                self._totals(self._take(pieces, ids, None)) for _, ids in self._batches(block_ids, piece)
+                self._copy(self._own, ids, None, (), piece)
+                for _, ids in self._batches(block_ids, piece, has_copies=not self._has_kernels)
             ]
-            return self._finish(totals, piece)
+            return self._pending(totals, piece).result()
 
     def gather(self, block_ids: Sequence[int], piece: Shard, staging: Staging) -> list[int]:
         self.check_blocks(block_ids)
-        pieces = self._pieces(piece)
+        layout = replace(self.layout, shard=piece)
         with self._working():
             totals: list[torch.Tensor] = []
             for start, ids in self._batches(block_ids, piece):
                 staged = self._staged(staging, start, len(ids), piece)
-                packed = self._take(pieces, ids, staged if staged.device == self.tensor.device else None)
-                if packed is not staged:
+                is_here = staged.device == self.tensor.device
+                packed = staged if is_here else self.tensor.new_empty(staged.shape)
+                totals.append(self._copy(self._own, ids, Blocks(packed, layout), range(len(ids)), piece))
+                if not is_here:
                     staged.copy_(packed, non_blocking=True)
-                totals.append(self._totals(packed))
-            sums = self._finish(totals, piece)
-            self._synchronize()
-            return sums
+            return self._pending(totals, piece).result()
 
     def scatter(self, block_ids: Sequence[int], piece: Shard, staging: Staging) -> None:
         self.check_blocks(block_ids)
-        pieces = self._pieces(piece)
+        layout = replace(self.layout, shard=piece)
         with self._working():
             for start, ids in self._batches(block_ids, piece):
                 staged = self._staged(staging, start, len(ids), piece)
-                self._put(pieces, ids, staged.to(self.tensor.device, non_blocking=True))
-            self._synchronize()
+                packed = Blocks(staged.to(self.tensor.device, non_blocking=True), layout)
+                self._copy(packed, range(len(ids)), self._own, ids, piece, is_summed=False)
+            self._pending([], piece).result()
+
+    def copy_to(
+        self, block_ids: Sequence[int], piece: Shard, target: Blocks, target_ids: Sequence[int]
+    ) -> PendingSums:
+        """Queue copies of that piece of each block to blocks of `target`, which may be another process's."""
+        self.check_blocks(block_ids)
+        with self._working():
+            totals = []
+            for start, ids in self._batches(block_ids, piece, has_copies=not self._has_kernels):
+                to = target_ids[start : start + len(ids)]
+                totals.append(self._copy(self._own, ids, target, to, piece))
+            return self._pending(totals, piece)
 
     def allocate_staging(self, num_bytes: int) -> memoryview:
         """Allocate host memory, pinned if the pool is on CUDA."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_cuda).numpy().data
 
     def store(self, block_ids: Sequence[int], region: ByteRegion, offsets: Sequence[int]) -> list[int]:
+        """Copy to host memory without a stop on the device."""
         self.check_blocks(block_ids)
-        shard = self.layout.shard
-        pieces, memory = self._pieces(shard), _memory(region, offsets, self.layout.block_bytes)
+        shard, size = self.layout.shard, self.layout.block_bytes
+        memory = _memory(region, offsets, size)
         with self._working():
-            totals: list[torch.Tensor] = []
-            for start, ids in self._batches(block_ids, shard):
-                packed = self._take(pieces, ids, None)
-                rows = packed.view(len(ids), -1).view(torch.uint8)
-                for row, offset in zip(rows, offsets[start : start + len(ids)], strict=True):
-                    memory[offset : offset + len(row)].copy_(row, non_blocking=True)
-                totals.append(self._totals(packed))
-            sums = self._finish(totals, shard)
-            self._synchronize()
-            return sums
+            for block_id, offset in zip(block_ids, offsets, strict=True):
+                memory[offset : offset + size].copy_(self.tensor[block_id], non_blocking=True)
+            totals = [
+                self._copy(self._own, ids, None, (), shard)
+                for _, ids in self._batches(block_ids, shard, has_copies=not self._has_kernels)
+            ]
+            return self._pending(totals, shard).result()
 
     def load(
         self, block_ids: Sequence[int], piece: Shard, region: ByteRegion, offsets: Sequence[int], shard: Shard
     ) -> list[int]:
-        """Copy whole records to the device, where they are summed before their part is taken."""
+        """Copy whole records to the device, where they are summed and their part is taken."""
         self.check_blocks(block_ids)
         size = self.piece_bytes(shard)
-        pieces, memory = self._pieces(piece), _memory(region, offsets, size)
+        memory = _memory(region, offsets, size)
         with self._working():
             totals: list[torch.Tensor] = []
             for start, ids in self._batches(block_ids, shard):
-                records = torch.empty((len(ids), size), dtype=torch.uint8, device=self.tensor.device)
-                for row, offset in zip(records, offsets[start : start + len(ids)], strict=True):
+                data = self.tensor.new_empty((len(ids), size))
+                for row, offset in zip(data, offsets[start : start + len(ids)], strict=True):
                     row.copy_(memory[offset : offset + size], non_blocking=True)
-                totals.append(self._totals(records))
-                self._put(pieces, ids, self._part(records, shard, piece))
-            sums = self._finish(totals, shard)
-            self._synchronize()
-            return sums
+                records, every = Blocks(data, replace(self.layout, shard=shard)), range(len(ids))
+                if piece == shard:
+                    totals.append(self._copy(records, every, self._own, ids, piece))
+                else:
+                    totals.append(self._copy(records, every, None, (), shard))
+                    self._copy(records, every, self._own, ids, piece, is_summed=False)
+            return self._pending(totals, shard).result()
 
     def attach(self, region: ByteRegion) -> None:
         """Pin the memory for CUDA, which takes all of its pages. If that is refused, copies are slower."""
-        if self._is_cuda:
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            with torch.cuda.device(self.tensor.device):
-                status = runtime.cudaHostRegister(region.address, len(region.bytes), _PORTABLE)
-            if status != runtime.cudaError.success:
-                _log.warning("%d bytes of host memory could not be pinned: %s", len(region.bytes), status)
-            else:
-                self._pinned.add(region.address)
+        if self._is_cuda and pin(region.address, len(region.bytes), self.tensor.device):
+            self._pinned.add(region.address)
 
     def detach(self, region: ByteRegion) -> None:
         if region.address in self._pinned:
             self._pinned.discard(region.address)
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            torch.cuda.check_error(int(runtime.cudaHostUnregister(region.address)))
+            unpin(region.address)
 
     def close(self) -> None:
         self.tensor = torch.empty((0, self.layout.block_bytes), dtype=torch.uint8)
         self.num_blocks = 0
+
+    @property
+    def _own(self) -> Blocks:
+        return Blocks(self.tensor, self.layout)
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
         """Work on this thread's stream, in inference mode because the tensor may have been made in it."""
         with torch.inference_mode(), contextlib.ExitStack() as stack:
             if self._is_cuda:
-                stream = getattr(self._streams, "stream", None)
+                stream = getattr(self._local, "stream", None)
                 if stream is None:
                     stream = torch.cuda.Stream(self.tensor.device)  # type: ignore[no-untyped-call]
-                    self._streams.stream = stream
+                    self._local.stream = stream
                 stack.enter_context(torch.cuda.stream(stream))
             yield
 
-    def _synchronize(self) -> None:
-        if self._is_cuda:
-            torch.cuda.current_stream(self.tensor.device).synchronize()
+    def _pending(self, totals: Sequence[torch.Tensor], piece: Shard) -> PendingSums:
+        """Return what this thread has queued so far, with the sums S of its pieces."""
+        summed = torch.cat(list(totals)) if totals else None
+        if not self._is_cuda:
+            return PendingSums(summed, self.piece_bytes(piece), None)
+        if summed is not None:
+            pinned = torch.empty(summed.shape, dtype=torch.int64, pin_memory=True)
+            summed = pinned.copy_(summed, non_blocking=True)
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # its waiter takes no core
+        event.record(torch.cuda.current_stream(self.tensor.device))
+        return PendingSums(summed, self.piece_bytes(piece), event)
 
-    def _pieces(self, piece: Shard) -> torch.Tensor:
-        """View the pool as words [num_blocks, num_layers, 2, num_heads, num_words] of the piece."""
-        return self._part(self.tensor, self.layout.shard, piece)
-
-    def _part(self, blocks: torch.Tensor, shard: Shard, piece: Shard) -> torch.Tensor:
-        """View the piece of packed `shard`s, uint8 [num_blocks, num_bytes], as words."""
-        if intersect(shard, piece) != piece:
-            raise ValueError(f"{piece} is not part of {shard}")
-        whole = blocks.view(self._word).view(len(blocks), shard.num_layers, 2, shard.num_heads, -1)
-        layers = slice(piece.layer_start - shard.layer_start, piece.layer_end - shard.layer_start)
-        return whole[:, layers, :, piece.head_start - shard.head_start : piece.head_end - shard.head_start]
-
-    def _batches(self, block_ids: Sequence[int], piece: Shard) -> Iterator[tuple[int, Sequence[int]]]:
-        """Yield (position of the first, ids) of as many blocks as one operation moves."""
-        count = max(1, _BATCH_BYTES // self.piece_bytes(piece))
+    def _batches(
+        self, block_ids: Sequence[int], piece: Shard, *, has_copies: bool = True
+    ) -> Iterator[tuple[int, Sequence[int]]]:
+        """Yield (position of the first, ids) of as many blocks as are moved at a time; with `has_copies` each
+        takes memory of the device."""
+        count = max(1, _BATCH_BYTES // self.piece_bytes(piece)) if has_copies else _MOST_PIECES
+        count = min(count, _MOST_PIECES)
         for start in range(0, len(block_ids), count):
             yield start, block_ids[start : start + count]
 
     def _staged(self, staging: Staging, start: int, count: int, piece: Shard) -> torch.Tensor:
-        """View the part of the staging area for `count` pieces from the `start`-th, in the shape of
-        `_pieces`."""
+        """View the part of the staging area for `count` pieces from the `start`-th, one a row."""
         size = self.piece_bytes(piece)
         if isinstance(staging, memoryview):
             data = torch.frombuffer(staging, dtype=torch.uint8, count=count * size, offset=start * size)
         else:
             data = staging[start * size : (start + count) * size]
-        return data.view(self._word).view(count, piece.num_layers, 2, piece.num_heads, -1)
+        return data.view(count, size)
 
-    def _take(self, pieces: torch.Tensor, ids: Sequence[int], out: torch.Tensor | None) -> torch.Tensor:
-        """Pack the blocks' pieces into `out` (None: into new memory)."""
-        if out is None:
-            out = pieces.new_empty((len(ids), *pieces.shape[1:]))
-        if self._indexed:
-            return torch.index_select(pieces, 0, self._index(ids), out=out)
-        for first, count, start in _ranges(ids):
-            out[start : start + count].copy_(pieces[first : first + count])
-        return out
+    def _copy(
+        self,
+        source: Blocks,
+        source_ids: Sequence[int],
+        target: Blocks | None,
+        target_ids: Sequence[int],
+        piece: Shard,
+        *,
+        is_summed: bool = True,
+    ) -> torch.Tensor:
+        """Queue copies of the piece from blocks to blocks (None: to nowhere). Returns the sums S of mixed
+        words, int64 [num_blocks], or an empty tensor."""
+        for blocks in (source, target):
+            if blocks is not None and intersect(blocks.layout.shard, piece) != piece:
+                raise ValueError(f"{piece} is not part of {blocks.layout.shard}")
+        if self._has_kernels:
+            # Here, since Triton is where CUDA is and need not be elsewhere.
+            from kvtransfer.blocks.device_checksum import copy_pieces
 
-    def _put(self, pieces: torch.Tensor, ids: Sequence[int], packed: torch.Tensor) -> None:
-        if self._indexed:
-            pieces.index_copy_(0, self._index(ids), packed)
-            return
-        for first, count, start in _ranges(ids):
-            pieces[first : first + count].copy_(packed[start : start + count])
+            return copy_pieces(
+                source.data.view(torch.int64),
+                self._index(source_ids),
+                target.data.view(torch.int64) if target is not None else None,
+                self._index(target_ids),
+                piece_grid(source.layout, target.layout if target is not None else source.layout, piece),
+                is_summed=is_summed,
+            )
+        packed = _part(source, piece)[self._index(source_ids)]
+        if target is not None:
+            _part(target, piece)[self._index(target_ids)] = packed
+        return piece_totals(packed.view(len(packed), -1)) if is_summed else packed.new_empty(0)
 
     def _index(self, ids: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(ids, dtype=torch.int64).to(self.tensor.device)
+        index = torch.tensor(ids, dtype=torch.int64, pin_memory=self._is_cuda)
+        return index.to(self.tensor.device, non_blocking=True)
 
-    def _totals(self, packed: torch.Tensor) -> torch.Tensor:
-        return piece_totals(packed.view(packed.shape[0], -1).view(torch.uint8))
 
-    def _finish(self, totals: Sequence[torch.Tensor], piece: Shard) -> list[int]:
-        return finish_totals(torch.cat(list(totals)), self.piece_bytes(piece)) if totals else []
+def _part(blocks: Blocks, piece: Shard) -> torch.Tensor:
+    """View the piece of the blocks, uint8 [num_blocks, num_layers, 2, num_heads, head_bytes]."""
+    shard = blocks.layout.shard
+    whole = blocks.data.view(len(blocks.data), shard.num_layers, 2, shard.num_heads, blocks.layout.head_bytes)
+    layers = slice(piece.layer_start - shard.layer_start, piece.layer_end - shard.layer_start)
+    return whole[:, layers, :, piece.head_start - shard.head_start : piece.head_end - shard.head_start]
 
 
 def _memory(region: ByteRegion, offsets: Sequence[int], size: int) -> torch.Tensor:
@@ -224,15 +280,6 @@ def _memory(region: ByteRegion, offsets: Sequence[int], size: int) -> torch.Tens
     if offsets and (min(offsets) < 0 or max(offsets) + size > len(region.bytes)):
         raise IndexError(f"bytes up to {max(offsets) + size} of {len(region.bytes)}")
     return torch.from_numpy(region.bytes)
-
-
-def _ranges(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (first id, count, position of the first) of each range of consecutive ids."""
-    start = 0
-    for end in range(1, len(ids) + 1):
-        if end == len(ids) or ids[end] != ids[end - 1] + 1:
-            yield ids[start], end - start, start
-            start = end
 
 
 class StagingArea:
@@ -262,6 +309,44 @@ class StagingArea:
         """Corrupt the first piece, for tests."""
         self.data[:1].bitwise_xor_(1)
         self.data[0].item()  # done when this returns, on any device
+
+
+# -------------------------------------------------------------------------- memory that CUDA can reach
+
+
+def pin(address: int, num_bytes: int, device: torch.device) -> bool:
+    """Pin host memory of this process for CUDA, which takes all of its pages. Logs why if it is refused."""
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device):
+        status = runtime.cudaHostRegister(address, num_bytes, _PORTABLE)
+    if status != runtime.cudaError.success:
+        _log.warning("%d bytes of host memory could not be pinned: %s", num_bytes, status)
+    return bool(status == runtime.cudaError.success)
+
+
+def unpin(address: int) -> None:
+    """Undo `pin`, before the memory is unmapped."""
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(int(runtime.cudaHostUnregister(address)))
+
+
+class _Exposed:
+    """Bytes at an address that a device can read."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def view_memory(address: int, num_bytes: int) -> torch.Tensor:
+    """View memory that CUDA can reach as a uint8 tensor of the device that owns it: another process's that is
+    mapped here, or pinned host memory, which the device that pinned it reads over the bus. The memory must
+    outlive the view."""
+    return torch.as_tensor(_Exposed(address, num_bytes))
 
 
 # ---------------------------------------------------- the checksum of kvtransfer.blocks.checksum in torch

@@ -26,6 +26,17 @@ class Run(NamedTuple):
     num_bytes: int
 
 
+class Grid(NamedTuple):
+    """A copy of `num_rows` rows of `row_bytes`, whose starts are `src_pitch` and `dst_pitch` apart."""
+
+    src_offset: int
+    src_pitch: int
+    dst_offset: int
+    dst_pitch: int
+    row_bytes: int
+    num_rows: int
+
+
 class PlannedPiece(NamedTuple):
     """A piece of every block that rank `source_rank` sends to rank `target_rank`; both hold it."""
 
@@ -117,6 +128,18 @@ def plan_runs(src: BlockLayout, dst: BlockLayout, piece: Shard) -> list[Run]:
             src_offset = src.offset(layer, kind, piece.head_start)
             _append(runs, Run(src_offset, dst.offset(layer, kind, piece.head_start), num_bytes))
     return runs
+
+
+def piece_grid(src: BlockLayout, dst: BlockLayout, piece: Shard) -> Grid:
+    """The one copy that moves `piece` from a block of `src` to one of `dst`; both hold it. A row is K or V of
+    the piece's heads in one layer; all rows are one where they follow one another in both blocks."""
+    row_bytes = piece.num_heads * src.head_bytes
+    num_rows = 2 * piece.num_layers
+    pitches = [layout.shard.num_heads * layout.head_bytes for layout in (src, dst)]
+    if pitches == [row_bytes, row_bytes]:
+        row_bytes, num_rows, pitches = row_bytes * num_rows, 1, [row_bytes * num_rows] * 2
+    first = piece.layer_start, 0, piece.head_start
+    return Grid(src.offset(*first), pitches[0], dst.offset(*first), pitches[1], row_bytes, num_rows)
 
 
 def piece_runs(layout: BlockLayout, shard: Shard) -> list[Run]:

@@ -16,9 +16,8 @@ import hashlib
 import hmac
 import secrets
 import socket
-import struct
 
-from kvtransfer.codec import MAX_FRAME_BYTES, Codec, Message
+from kvtransfer.codec import LENGTH, MAX_FRAME_BYTES, Codec, Message, framed
 from kvtransfer.errors import PeerGoneError, ProofError, WireError
 
 NONCE_BYTES = 16
@@ -124,11 +123,9 @@ def _mac(secret: bytes, role: bytes, client_nonce: bytes, server_nonce: bytes, n
     return hmac.new(secret, text, hashlib.sha256).digest()
 
 
-# Frames on a byte stream: a uint32 little-endian length, then that many bytes; blocking and asyncio. Both
-# sides exchange the proof on the bare socket: nothing is read ahead of it, so that an unproven peer takes no
-# more memory than one frame.
+# Frames on a socket, blocking and asyncio. Both sides exchange the proof on the bare socket: nothing is read
+# ahead of it, so that an unproven peer takes no more memory than one frame.
 
-_LENGTH = struct.Struct("<I")
 HANDSHAKE_TIMEOUT_S = 10.0
 # No frame of the proof is longer: a stranger must not make us take memory.
 _HANDSHAKE_BYTES = 4096
@@ -137,14 +134,14 @@ _HANDSHAKE_BYTES = 4096
 def send_frame(sock: socket.socket, frame: bytes) -> None:
     """Write one frame; `PeerGoneError` when the connection is closed."""
     try:
-        sock.sendall(_LENGTH.pack(len(frame)) + frame)
+        sock.sendall(framed(frame))
     except OSError as error:
         raise PeerGoneError(f"connection lost while sending: {error}") from error
 
 
 def receive_frame(sock: socket.socket, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
     """Read one frame; `PeerGoneError` when the connection ends, `WireError` when the frame is longer."""
-    return receive_exactly(sock, _checked_length(receive_exactly(sock, _LENGTH.size), max_bytes))
+    return receive_exactly(sock, _checked_length(receive_exactly(sock, LENGTH.size), max_bytes))
 
 
 def receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:
@@ -185,7 +182,7 @@ def prove_as_server(sock: socket.socket, secret: bytes) -> str:
 async def send_to(sock: socket.socket, frame: bytes) -> None:
     """Send one frame on a non-blocking socket; `PeerGoneError` when the connection is closed."""
     try:
-        await asyncio.get_running_loop().sock_sendall(sock, _LENGTH.pack(len(frame)) + frame)
+        await asyncio.get_running_loop().sock_sendall(sock, framed(frame))
     except OSError as error:
         raise PeerGoneError(f"connection lost while sending: {error}") from error
 
@@ -193,7 +190,7 @@ async def send_to(sock: socket.socket, frame: bytes) -> None:
 async def receive_from(sock: socket.socket, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
     """Receive one frame on a non-blocking socket, and not a byte beyond it; `PeerGoneError` when the
     connection ends, `WireError` when the frame is longer."""
-    length = _checked_length(await _receive_bytes(sock, _LENGTH.size), max_bytes)
+    length = _checked_length(await _receive_bytes(sock, LENGTH.size), max_bytes)
     return await _receive_bytes(sock, length)
 
 
@@ -251,7 +248,7 @@ async def _receive_bytes(sock: socket.socket, num_bytes: int) -> bytes:
 
 
 def _checked_length(header: bytes, max_bytes: int) -> int:
-    (length,) = _LENGTH.unpack(header)
+    (length,) = LENGTH.unpack(header)
     if length > max_bytes:
         raise WireError(f"frame of {length} bytes exceeds the limit of {max_bytes}")
     return int(length)

@@ -16,12 +16,11 @@ import asyncio
 import contextlib
 import logging
 import socket
-import struct
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Literal, cast
 
-from kvtransfer.codec import MAX_FRAME_BYTES
+from kvtransfer.codec import LENGTH, MAX_FRAME_BYTES, framed
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.errors import PeerGoneError
@@ -30,8 +29,7 @@ from kvtransfer.rpc.listener import ProvenListener
 
 LinkKind = Literal["link", "peer"]
 
-_LENGTH = struct.Struct("<I")
-_PING = _LENGTH.pack(0)
+_PING = framed(b"")
 _PING_S = 1.5
 _NUM_SILENT_PINGS = 6
 _STOP_GRACE_S = 1.0
@@ -88,7 +86,7 @@ class FrameStream(asyncio.BufferedProtocol):
             self.abort()
             return
         self._has_sent = True
-        header = _LENGTH.pack(len(frame))
+        header = LENGTH.pack(len(frame))
         if len(frame) <= _JOINED_BYTES:
             self._transport.write(header + frame)
         else:
@@ -205,19 +203,19 @@ class FrameStream(asyncio.BufferedProtocol):
     def _unpack(self) -> None:
         """Take the whole frames out of what is staged; one that cannot fit there gets a buffer of its own."""
         start, end = 0, self._num_staged_bytes
-        while end - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._staged, start)
+        while end - start >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._staged, start)
             if length > MAX_FRAME_BYTES:
                 _log.warning("%s announced a frame of %d bytes and is cut off", self.name, length)
                 self.abort()
                 return
-            first = start + _LENGTH.size
+            first = start + LENGTH.size
             if first + length <= end:
                 if length:
                     self._append(bytes(memoryview(self._staged)[first : first + length]))
                 start = first + length
                 continue
-            if length > _STAGED_BYTES - _LENGTH.size:
+            if length > _STAGED_BYTES - LENGTH.size:
                 self._long = bytearray(length)
                 self._num_long_bytes = end - first
                 self._long[: end - first] = memoryview(self._staged)[first:end]

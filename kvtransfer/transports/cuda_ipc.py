@@ -23,12 +23,15 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from dataclasses import replace
 from typing import NamedTuple
 
-from kvtransfer.blocks.device_pool import DevicePool
+import torch
+from msgspec import structs
+
+from kvtransfer.blocks.device_pool import Blocks, DevicePool, view_memory
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.blocks.pool import SCRATCH_BYTES
 from kvtransfer.codec import Codec, Message
@@ -57,9 +60,12 @@ from kvtransfer.transports.onesided import (
 _SO_PEERPIDFD = 77
 _CREDENTIALS = struct.Struct("3i")
 _CLOSING_POLL_MS = 200
-# Copied between two looks at `stopped`: under a millisecond between devices with a fast link.
-_BATCH_BYTES = 64 << 20
-
+# Copied between two looks at `stopped`: under a millisecond between devices with a fast link. Two batches are
+# under way, so that the device does not wait for the next.
+_BATCH_BYTES = 128 << 20
+_MOST_BATCHES = 2
+# The scratch memory as a block.
+_SCRATCH = BlockLayout(Shard(0, 1, 0, 1), head_dim=SCRATCH_BYTES // 2, block_tokens=1, item_bytes=1)
 
 _log = logging.getLogger(__name__)
 
@@ -117,37 +123,31 @@ class CudaIpcListener(OneSidedListener):
 
 
 class Mapped:
-    """The target's memory in this process, and a stream to copy on."""
+    """The target's memory in this process: its `num_blocks` blocks, and its scratch memory as one."""
 
-    def __init__(self, driver: CudaDriver, offer: PoolOffer) -> None:
-        self.driver = driver
+    def __init__(self, driver: CudaDriver, offer: PoolOffer, layout: BlockLayout, num_blocks: int) -> None:
         with contextlib.ExitStack() as undo:
-            self.stream = driver.create_stream()
-            undo.callback(driver.destroy_stream, self.stream)
-            self.pool = driver.map(offer.pool_handle) + offer.pool_offset
+            pool = driver.map(offer.pool_handle) + offer.pool_offset
             undo.callback(driver.unmap, offer.pool_handle)
-            self.scratch = driver.map(offer.scratch_handle) + offer.scratch_offset
+            scratch = driver.map(offer.scratch_handle) + offer.scratch_offset
             undo.callback(driver.unmap, offer.scratch_handle)
+            shape = num_blocks, layout.block_bytes
+            self.pool = Blocks(driver.view(pool, num_blocks * layout.block_bytes).view(shape), layout)
+            self.scratch = Blocks(driver.view(scratch, SCRATCH_BYTES).view(1, -1), _SCRATCH)
             self._undo = undo.pop_all()
 
-    def copy(self, src: int, dst: int, grid: Grid) -> None:
-        self.driver.copy(src, dst, grid, self.stream)
-
-    def finish(self) -> None:
-        """Return when every copy is done."""
-        self.driver.synchronize(self.stream)
-
     def close(self) -> None:
-        """Finish and unmap."""
-        self.finish()
+        """Unmap. No copy may be under way."""
+        del self.pool, self.scratch
         self._undo.close()
 
 
 class CudaIpcChannel(OneSidedChannel):
-    """Copies from device to device; a write returns when they are done."""
+    """Copies from device to device; a write returns when its copies are done."""
 
     transport = "cuda_ipc"
     batch_bytes = _BATCH_BYTES
+    most_batches = _MOST_BATCHES
 
     def __init__(
         self,
@@ -161,11 +161,8 @@ class CudaIpcChannel(OneSidedChannel):
     ) -> None:
         super().__init__(rank, lane, connection, welcome.num_blocks, pool.device, on_lost)
         self._mapped = mapped
-        self._tensor = pool.tensor
-        target = replace(pool.layout, shard=lane.target.shard)
-        self._src_bytes, self._dst_bytes = pool.layout.block_bytes, target.block_bytes
-        self._grid = piece_grid(pool.layout, target, lane.piece)
-        self._scratch = pool.tensor.new_empty(SCRATCH_BYTES)
+        self._source = pool
+        self._scratch = DevicePool(_SCRATCH, pool.tensor.new_empty((1, SCRATCH_BYTES)))
 
     def flush(self, landing_id: bytes, stopped: Stopped) -> None:
         """Nothing to wait for: copies are done when `write` returns."""
@@ -182,45 +179,37 @@ class CudaIpcChannel(OneSidedChannel):
             _say_unmapped(self._connection.sock)
         super().close()
 
-    def _copy_batch(self, moves: Sequence[BlockMove], stopped: Stopped) -> list[int]:
-        with self._finishing():
-            for move in moves:
-                self._copy(move, self._grid)
-            return self._pool.sums([move.src_block for move in moves], self._piece)
+    def _begin_batch(self, moves: Sequence[BlockMove], stopped: Stopped) -> Callable[[], list[int]]:
+        return self._begin(moves, self._piece)
+
+    def _begin(self, moves: Sequence[BlockMove], piece: Shard) -> Callable[[], list[int]]:
+        sources = [move.src_block for move in moves]
+        targets = [move.dst_block for move in moves]
+        return self._source.copy_to(sources, piece, self._mapped.pool, targets).result
 
     def _write_block(self, landing_id: bytes, move: BlockMove, corrupt: bool, stopped: Stopped) -> int:
         assert landing_id in self._begun
-        first, second = halves(self._grid)
-        with self._finishing():
-            self._copy(move, first)
+        first, *second = halves(self._piece)
+        self._begin([move], first)()
         self._faults.at("push.half")
-        with self._finishing():
-            self._copy(move, second)
+        for piece in second:
+            self._begin([move], piece)()
         if corrupt:
-            offset = self._grid.src_offset
-            flipped = self._tensor[move.src_block, offset : offset + 1] ^ 1
-            flipped.item()  # it is there when this returns
-            with self._finishing():
-                target = self._mapped.pool + move.dst_block * self._dst_bytes
-                self._mapped.copy(flipped.data_ptr(), target, Grid(0, 1, self._grid.dst_offset, 1, 1, 1))
-        return self._pool.sums([move.src_block], self._piece)[0]
+            self._corrupt(move)
+        return self._source.sums([move.src_block], self._piece)[0]
+
+    def _corrupt(self, move: BlockMove) -> None:
+        """Write the piece again, with one bit flipped."""
+        layout = self._source.layout
+        flipped = self._source.tensor[move.src_block].clone().view(1, -1)
+        offset = layout.offset(self._piece.layer_start, 0, self._piece.head_start)
+        flipped[0, offset] ^= 1
+        flipped[0, offset].item()  # it is there when this returns
+        DevicePool(layout, flipped).copy_to([0], self._piece, self._mapped.pool, [move.dst_block]).result()
 
     def _write_scratch(self, num_bytes: int, stopped: Stopped) -> None:
-        with self._finishing():
-            row = Grid(0, num_bytes, 0, num_bytes, num_bytes, 1)
-            self._mapped.copy(self._scratch.data_ptr(), self._mapped.scratch, row)
-
-    def _copy(self, move: BlockMove, grid: Grid) -> None:
-        source = self._tensor.data_ptr() + move.src_block * self._src_bytes
-        self._mapped.copy(source, self._mapped.pool + move.dst_block * self._dst_bytes, grid)
-
-    @contextlib.contextmanager
-    def _finishing(self) -> Iterator[None]:
-        """What is queued within is done after, however it ends."""
-        try:
-            yield
-        finally:
-            self._mapped.finish()
+        """Write all of it: the time of less would be that of the call."""
+        self._scratch.copy_to([0], _SCRATCH.shard, self._mapped.scratch, [0]).result()
 
 
 def listen(target: TargetRank) -> CudaIpcListener | None:
@@ -257,12 +246,24 @@ def connect_over(
         sock = undo.enter_context(connect_unix(address))
         welcome = greet(sock, rank.secret, rank.hello(lane, connection_id))
         undo.callback(_say_unmapped, sock)
-        mapped = Mapped(driver, OFFER_CODEC.decode(receive_frame(sock)))
+        offer = OFFER_CODEC.decode(receive_frame(sock))
+        mapped = Mapped(driver, offer, replace(pool.layout, shard=lane.target.shard), welcome.num_blocks)
         undo.callback(mapped.close)
         connection = Connection(sock, "cuda_ipc")
         channel = CudaIpcChannel(rank, pool, lane, connection, welcome, mapped, on_lost)
     channel.start()
     return channel
+
+
+def halves(piece: Shard) -> tuple[Shard, ...]:
+    """Cut a piece into two of about the same size, by layers or by heads; one layer of one head stays one."""
+    if piece.num_layers > 1:
+        middle = piece.layer_start + piece.num_layers // 2
+        return structs.replace(piece, layer_end=middle), structs.replace(piece, layer_start=middle)
+    if piece.num_heads > 1:
+        middle = piece.head_start + piece.num_heads // 2
+        return structs.replace(piece, head_end=middle), structs.replace(piece, head_start=middle)
+    return (piece,)
 
 
 def peer_process(sock: socket.socket) -> int:
@@ -291,50 +292,6 @@ def _say_unmapped(sock: socket.socket) -> None:
 HANDLE_BYTES = 64
 
 _LAZY_PEER_ACCESS = 1
-_NON_BLOCKING = 1
-_UNIFIED = 4
-
-
-class Grid(NamedTuple):
-    """A copy of `num_rows` rows of `row_bytes`, whose starts are `src_pitch` and `dst_pitch` apart."""
-
-    src_offset: int
-    src_pitch: int
-    dst_offset: int
-    dst_pitch: int
-    row_bytes: int
-    num_rows: int
-
-
-def piece_grid(src: BlockLayout, dst: BlockLayout, piece: Shard) -> Grid:
-    """The one copy that moves `piece` from a block of `src` to one of `dst`; both hold it. A row is K or V of
-    the piece's heads in one layer; all rows are one where they follow one another in both blocks."""
-    row_bytes = piece.num_heads * src.head_bytes
-    num_rows = 2 * piece.num_layers
-    pitches = [layout.shard.num_heads * layout.head_bytes for layout in (src, dst)]
-    if pitches == [row_bytes, row_bytes]:
-        row_bytes, num_rows, pitches = row_bytes * num_rows, 1, [row_bytes * num_rows] * 2
-    first = piece.layer_start, 0, piece.head_start
-    return Grid(src.offset(*first), pitches[0], dst.offset(*first), pitches[1], row_bytes, num_rows)
-
-
-def halves(grid: Grid) -> tuple[Grid, Grid]:
-    """The same copy in two of about the same size."""
-    if grid.num_rows == 1:
-        size = grid.row_bytes // 2
-        rest = grid._replace(
-            src_offset=grid.src_offset + size,
-            dst_offset=grid.dst_offset + size,
-            row_bytes=grid.row_bytes - size,
-        )
-        return grid._replace(row_bytes=size), rest
-    count = grid.num_rows // 2
-    rest = grid._replace(
-        src_offset=grid.src_offset + count * grid.src_pitch,
-        dst_offset=grid.dst_offset + count * grid.dst_pitch,
-        num_rows=grid.num_rows - count,
-    )
-    return grid._replace(num_rows=count), rest
 
 
 class Exported(NamedTuple):
@@ -346,29 +303,6 @@ class Exported(NamedTuple):
 
 class _Handle(Structure):
     _fields_ = (("reserved", c_char * HANDLE_BYTES),)
-
-
-class _Copy2D(Structure):
-    """`CUDA_MEMCPY2D`."""
-
-    _fields_ = (
-        ("src_x", c_size_t),
-        ("src_y", c_size_t),
-        ("src_type", c_uint),
-        ("src_host", c_void_p),
-        ("src_device", c_uint64),
-        ("src_array", c_void_p),
-        ("src_pitch", c_size_t),
-        ("dst_x", c_size_t),
-        ("dst_y", c_size_t),
-        ("dst_type", c_uint),
-        ("dst_host", c_void_p),
-        ("dst_device", c_uint64),
-        ("dst_array", c_void_p),
-        ("dst_pitch", c_size_t),
-        ("width_bytes", c_size_t),
-        ("height", c_size_t),
-    )
 
 
 class CudaDriver:
@@ -418,36 +352,9 @@ class CudaDriver:
                 del self._mapped[handle]
                 self._call("cuIpcCloseMemHandle", c_uint64(mapped[0]))
 
-    def create_stream(self) -> int:
-        """A stream that waits for no other."""
-        self._bind()
-        stream = c_void_p()
-        self._call("cuStreamCreate", byref(stream), c_uint(_NON_BLOCKING))
-        return int(stream.value or 0)
-
-    def destroy_stream(self, stream: int) -> None:
-        self._bind()
-        self._call("cuStreamDestroy_v2", c_void_p(stream))
-
-    def copy(self, src: int, dst: int, grid: Grid, stream: int) -> None:
-        """Queue a copy between device addresses, which may be of two devices."""
-        self._bind()
-        copy = _Copy2D(
-            src_type=_UNIFIED,
-            src_device=src + grid.src_offset,
-            src_pitch=grid.src_pitch,
-            dst_type=_UNIFIED,
-            dst_device=dst + grid.dst_offset,
-            dst_pitch=grid.dst_pitch,
-            width_bytes=grid.row_bytes,
-            height=grid.num_rows,
-        )
-        self._call("cuMemcpy2DAsync_v2", byref(copy), c_void_p(stream))
-
-    def synchronize(self, stream: int) -> None:
-        """Return when all that is queued on the stream is done."""
-        self._bind()
-        self._call("cuStreamSynchronize", c_void_p(stream))
+    def view(self, address: int, num_bytes: int) -> torch.Tensor:
+        """Mapped memory as uint8 [num_bytes]."""
+        return view_memory(address, num_bytes)
 
     def _bind(self) -> None:
         """Make the device's context the calling thread's."""

@@ -12,6 +12,7 @@ import contextlib
 import secrets
 import socket
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvtransfer.codec import Codec, Message
@@ -97,9 +98,10 @@ class OneSidedListener(Listener):
 
 class OneSidedChannel(Channel):
     """A channel with one connection, over which landings are begun. It writes at most `batch_bytes` between
-    two looks at whether it shall stop."""
+    two looks at whether it shall stop, and waits when `most_batches` are under way."""
 
     batch_bytes: int
+    most_batches = 1
 
     def __init__(
         self,
@@ -126,15 +128,23 @@ class OneSidedChannel(Channel):
     def _write_batch(self, landing_id: bytes, moves: Sequence[BlockMove], stopped: Stopped) -> list[int]:
         assert landing_id in self._begun
         sums: list[int] = []
-        for start in range(0, len(moves), self._batch):
-            if stopped():
-                raise PushStoppedError("stopped on request")
-            sums += self._copy_batch(moves[start : start + self._batch], stopped)
+        under_way: deque[Callable[[], list[int]]] = deque()
+        try:
+            for start in range(0, len(moves), self._batch):
+                if stopped():
+                    raise PushStoppedError("stopped on request")
+                under_way.append(self._begin_batch(moves[start : start + self._batch], stopped))
+                if len(under_way) == self.most_batches:
+                    sums += under_way.popleft()()
+        finally:  # nothing is under way after, however it ends
+            for finish in under_way:
+                sums += finish()
         return sums
 
     @abstractmethod
-    def _copy_batch(self, moves: Sequence[BlockMove], stopped: Stopped) -> list[int]:
-        """Write the pieces of so many blocks; their sums at the source."""
+    def _begin_batch(self, moves: Sequence[BlockMove], stopped: Stopped) -> Callable[[], list[int]]:
+        """Begin to write the pieces of so many blocks. What is returned waits until they are written, and
+        returns their sums at the source."""
 
     def _request_ack(self, connection: Connection, stopped: Stopped) -> None:
         _send(connection, Sync())

@@ -235,17 +235,18 @@ class RdmaChannel(OneSidedChannel):
         self._buffers.clear()
         super().close()
 
-    def _copy_batch(self, moves: Sequence[BlockMove], stopped: Stopped) -> list[int]:
+    def _begin_batch(self, moves: Sequence[BlockMove], stopped: Stopped) -> Callable[[], list[int]]:
+        """The writes themselves are awaited by `flush`."""
         self._await(_MAX_UNDER_WAY - 1, stopped)
         sources, targets = [move.src_block for move in moves], [move.dst_block for move in moves]
         if not self._packs:
             self._post(self._direct, self._source, sources, self._target, targets)
-            return self._pool.sums(sources, self._piece)
+            return lambda: self._pool.sums(sources, self._piece)
         buffer = self._buffers[self._num_packed % _MAX_UNDER_WAY]
         self._num_packed += 1
         sums = buffer.gather(sources, self._piece)
         self._post(self._packed, buffer.region, range(len(moves)), self._target, targets)
-        return sums
+        return lambda: sums
 
     def _write_block(self, landing_id: bytes, move: BlockMove, corrupt: bool, stopped: Stopped) -> int:
         assert landing_id in self._begun

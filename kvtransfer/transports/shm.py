@@ -93,8 +93,9 @@ class ShmChannel(OneSidedChannel):
         self._mapping.close()
         super().close()
 
-    def _copy_batch(self, moves: Sequence[BlockMove], stopped: Stopped) -> list[int]:
-        return self._copy(moves, self._table)
+    def _begin_batch(self, moves: Sequence[BlockMove], stopped: Stopped) -> Callable[[], list[int]]:
+        sums = self._copy(moves, self._table)
+        return lambda: sums
 
     def _write_block(self, landing_id: bytes, move: BlockMove, corrupt: bool, stopped: Stopped) -> int:
         assert landing_id in self._begun

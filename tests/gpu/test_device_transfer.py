@@ -1,4 +1,4 @@
-"""KV on a CUDA device: the pool, and the transports between two processes on one device.
+"""KV between two processes on CUDA devices, or on one that they share.
 
 NCCL refuses two ranks that share a device, so its pair needs two; one alone sends to itself.
 """
@@ -26,11 +26,9 @@ from channel_process import (
     eventually,
     landed,
     piece_of,
-    pool_data,
 )
 
 from kvtransfer.blocks.checksum import checksum
-from kvtransfer.blocks.device_pool import DevicePool
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.messages import Shard
 from kvtransfer.rpc.handshake import draw_secret
@@ -66,32 +64,6 @@ def devices(transport: str) -> tuple[str, str]:
     if transport == "nccl":
         pytest.skip("NCCL refuses two ranks on one device, and there is only one")
     return "cuda:0", "cuda:0"
-
-
-# ------------------------------------------------------------------------------------- pool
-
-
-@pytest.mark.parametrize(("shard", "piece"), [(one, piece) for one, _, piece in LANES])
-@pytest.mark.parametrize("is_staged_on_host", [False, True])
-def test_a_pool_on_the_device_packs_and_unpacks(shard: Shard, piece: Shard, is_staged_on_host: bool) -> None:
-    be = setup("", shard, 1, "cuda:0")
-    pool, other = be.pool(), setup("", shard, 2, "cuda:0").pool()
-    assert isinstance(pool, DevicePool)
-    assert isinstance(other, DevicePool)
-    ids = [3, 0, 9, 8, 1]
-    size = len(ids) * pool.piece_bytes(piece)
-    staging: memoryview | torch.Tensor = torch.empty(size, dtype=torch.uint8, device="cuda:0")
-    if is_staged_on_host:
-        staging = pool.allocate_staging(size)
-        assert torch.frombuffer(staging, dtype=torch.uint8).is_pinned()
-    sums = pool.gather(ids, piece, staging)
-    pieces = piece_of(be.content(), shard, piece)[ids]
-    packed = bytes(staging) if isinstance(staging, memoryview) else staging.cpu().numpy().tobytes()
-    assert packed == pieces.tobytes()
-    assert sums == pool.sums(ids, piece) == [checksum(each.tobytes()) for each in pieces]
-    other.scatter(ids, piece, staging)
-    moves = [(each, each) for each in ids]
-    assert np.array_equal(pool_data(other), landed(setup("", shard, 2, ""), be, piece, moves))
 
 
 # -------------------------------------------------------------------------------------- between ranks

@@ -11,8 +11,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,8 +21,8 @@ from channel_process import LAYOUT, SETTINGS, WRITER, Setup, eventually, landed,
 from child_processes import killed_on_error
 
 from kvtransfer.blocks.checksum import checksum
-from kvtransfer.blocks.device_pool import DevicePool
-from kvtransfer.blocks.layout import BlockLayout
+from kvtransfer.blocks.device_pool import DevicePool, PendingSums
+from kvtransfer.blocks.layout import without
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.errors import PathError, PeerGoneError, ProofError, PushStoppedError, TransferError
@@ -45,10 +45,8 @@ from kvtransfer.transports.cuda_ipc import (
     CudaDriver,
     CudaIpcListener,
     Exported,
-    Grid,
     cuda_driver,
     halves,
-    piece_grid,
 )
 from kvtransfer.transports.onesided import REQUEST_CODEC, Begin, Unmapped
 
@@ -59,12 +57,10 @@ MOVES = [(3, 7), (0, 5), (1, 6), (9, 0)]
 
 
 class HostDriver(CudaDriver):
-    """Memory of this process. As on a device, a copy is made at the latest when its stream is waited for:
-    here only then."""
+    """Memory of this process."""
 
     def __init__(self) -> None:
         self.mapped: list[bytes] = []
-        self.queued: dict[int, list[tuple[int, int, Grid]]] = {}
         self.fails_to_map = 0
 
     def export(self, address: int) -> Exported:
@@ -78,26 +74,11 @@ class HostDriver(CudaDriver):
         return int.from_bytes(handle, "little")
 
     def unmap(self, handle: bytes) -> None:
-        assert not any(self.queued.values())
         self.mapped.remove(handle)
 
-    def create_stream(self) -> int:
-        number = len(self.queued) + 1
-        self.queued[number] = []
-        return number
-
-    def destroy_stream(self, stream: int) -> None:
-        del self.queued[stream]
-
-    def copy(self, src: int, dst: int, grid: Grid, stream: int) -> None:
-        self.queued[stream].append((src, dst, grid))
-
-    def synchronize(self, stream: int) -> None:
-        for src, dst, grid in self.queued[stream]:
-            for row in range(grid.num_rows):
-                source = src + grid.src_offset + row * grid.src_pitch
-                ctypes.memmove(dst + grid.dst_offset + row * grid.dst_pitch, source, grid.row_bytes)
-        self.queued[stream].clear()
+    def view(self, address: int, num_bytes: int) -> torch.Tensor:
+        memory = (ctypes.c_uint8 * num_bytes).from_address(address)
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class CudaIpcHarness:
@@ -310,9 +291,7 @@ def test_a_flipped_bit_and_the_middle_of_a_block(harness: CudaIpcHarness, tmp_pa
         assert harness.pool.sums([1], SHARD) != [first] == [checksum(setup(SHARD, 1).content()[1].tobytes())]
 
 
-def test_a_closed_landing_is_refused_and_a_stopped_push_leaves_nothing_queued(
-    harness: CudaIpcHarness,
-) -> None:
+def test_a_closed_landing_is_refused_and_a_stopped_push_writes_nothing(harness: CudaIpcHarness) -> None:
     with contextlib.closing(harness.channel(setup(SHARD, 1))) as channel:
         closed = harness.open(1)
         harness.gate.close(closed)
@@ -325,7 +304,6 @@ def test_a_closed_landing_is_refused_and_a_stopped_push_leaves_nothing_queued(
         with pytest.raises(PathError, match="outside the target's pool"):
             channel.write(landing_id, blocks([(1, NUM_BLOCKS)]), never)
         assert np.array_equal(pool_data(harness.pool), harness.setup.content())
-        assert not any(harness.driver.queued.values())
 
 
 def test_an_orderly_end_unmaps_and_says_so(harness: CudaIpcHarness) -> None:
@@ -337,7 +315,6 @@ def test_an_orderly_end_unmaps_and_says_so(harness: CudaIpcHarness) -> None:
     (connection,) = harness.close_landing(landing_id)
     channel.close()
     assert harness.driver.mapped == []
-    assert harness.driver.queued == {}
     eventually(lambda: harness.gone() == [connection], "the word of the writer")
     assert lost == []
     with pytest.raises(PeerGoneError):
@@ -350,7 +327,6 @@ def test_a_writer_that_cannot_map_leaves_nothing_behind(harness: CudaIpcHarness)
         with pytest.raises(PathError, match="cannot be mapped"):
             harness.channel(setup(SHARD, 1))
         assert harness.driver.mapped == []
-        assert harness.driver.queued == {}
     eventually(lambda: len(harness.gone()) == 2, "the word of the writers")
 
 
@@ -381,24 +357,49 @@ def test_without_a_driver_the_reason_is_told() -> None:
         cuda_driver(0)
 
 
-@pytest.mark.parametrize("heads", [(0, 4), (1, 3)])
-@pytest.mark.parametrize("layers", [(0, 4), (1, 2)])
-def test_two_halves_are_the_whole_copy(heads: tuple[int, int], layers: tuple[int, int]) -> None:
-    target = replace(LAYOUT, shard=Shard(*layers, *heads))
-    grid = piece_grid(LAYOUT, target, target.shard)
-    source = np.random.default_rng(3).integers(0, 256, LAYOUT.block_bytes, np.uint8)
-    copied = [copy_rows(source, target, [grid]), copy_rows(source, target, list(halves(grid)))]
-    assert copied[0].any()
-    assert np.array_equal(copied[0], copied[1])
-    sizes = [part.row_bytes * part.num_rows for part in halves(grid)]
-    assert sum(sizes) == target.block_bytes
-    assert min(sizes) > 0
+@pytest.mark.parametrize("piece", [Shard(0, 4, 0, 4), Shard(1, 4, 2, 3), Shard(2, 3, 1, 4)])
+def test_two_halves_are_the_whole_piece(piece: Shard) -> None:
+    first, second = halves(piece)
+    assert list(without(piece, [first])) == [second]
+    assert halves(Shard(1, 2, 3, 4)) == (Shard(1, 2, 3, 4),)
 
 
-def copy_rows(source: np.ndarray, target: BlockLayout, grids: list[Grid]) -> np.ndarray:
-    result = np.zeros(target.block_bytes, np.uint8)
-    for grid in grids:
-        for row in range(grid.num_rows):
-            src, dst = grid.src_offset + row * grid.src_pitch, grid.dst_offset + row * grid.dst_pitch
-            result[dst : dst + grid.row_bytes] = source[src : src + grid.row_bytes]
-    return result
+def test_batches_are_written_ahead_and_none_is_left_under_way(
+    harness: CudaIpcHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the push is stopped: the channel waits for what it has begun."""
+    monkeypatch.setattr(cuda_ipc.CudaIpcChannel, "batch_bytes", 2 * LAYOUT.block_bytes)
+    begun: list[PendingSums] = []
+    ended: list[PendingSums] = []
+    result = PendingSums.result
+
+    def begin(pool: DevicePool, *arguments: Any) -> PendingSums:
+        begun.append(copy_to(pool, *arguments))
+        return begun[-1]
+
+    def end(pending: PendingSums) -> list[int]:
+        ended.append(pending)
+        return result(pending)
+
+    copy_to = DevicePool.copy_to
+    with contextlib.closing(harness.channel(setup(SHARD, 1))) as channel:
+        monkeypatch.setattr(DevicePool, "copy_to", begin)
+        monkeypatch.setattr(PendingSums, "result", end)
+        moves = [(block, block) for block in range(9)]
+        landing_id = harness.open(*range(9))
+        channel.begin(landing_id, never)
+        asked: list[int] = []
+
+        def num_ahead() -> bool:
+            asked.append(len(begun) - len(ended))
+            return False
+
+        sums = channel.write(landing_id, blocks(moves), num_ahead)
+        assert sums == [checksum(row.tobytes()) for row in setup(SHARD, 1).content()[:9]]
+        assert asked == [0, 1, 1, 1, 1]
+        assert ended == begun
+        answers = iter([False, False, True])
+        with pytest.raises(PushStoppedError):
+            channel.write(landing_id, blocks(moves), lambda: next(answers))
+        assert len(begun) == 7
+        assert ended == begun

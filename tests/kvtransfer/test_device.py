@@ -17,12 +17,12 @@ from kvtransfer.messages import Shard
 NUM_BLOCKS = 11
 
 
-def make_pool(layout: BlockLayout, seed: int, *, indexed: bool) -> tuple[DevicePool, np.ndarray]:
+def make_pool(layout: BlockLayout, seed: int) -> tuple[DevicePool, np.ndarray]:
     """A pool of random bytes, and an own copy of them, [blocks, layers, 2, heads, head_bytes]."""
     data = np.random.default_rng(seed).integers(0, 256, (NUM_BLOCKS, layout.block_bytes), dtype=np.uint8)
     shard = layout.shard
     shape = (NUM_BLOCKS, shard.layer_end - shard.layer_start, 2, shard.head_end - shard.head_start, -1)
-    return DevicePool(layout, torch.from_numpy(data.copy()), indexed=indexed), data.reshape(shape)
+    return DevicePool(layout, torch.from_numpy(data.copy())), data.reshape(shape)
 
 
 def sliced(data: np.ndarray, shard: Shard, piece: Shard) -> np.ndarray:
@@ -46,12 +46,12 @@ def pieces(draw: st.DrawFn) -> tuple[BlockLayout, Shard]:
 BLOCK_IDS = st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True)
 
 
-@given(pieces(), BLOCK_IDS, st.booleans(), st.booleans(), st.booleans())
+@given(pieces(), BLOCK_IDS, st.booleans(), st.booleans())
 def test_what_is_gathered_and_summed_is_the_piece(
-    shapes: tuple[BlockLayout, Shard], ids: list[int], indexed: bool, on_host: bool, small: bool
+    shapes: tuple[BlockLayout, Shard], ids: list[int], on_host: bool, small: bool
 ) -> None:
     layout, piece = shapes
-    pool, data = make_pool(layout, 1, indexed=indexed)
+    pool, data = make_pool(layout, 1)
     expected = sliced(data, layout.shard, piece)[ids]
     staging = torch.zeros(expected.size, dtype=torch.uint8)
     with pytest.MonkeyPatch.context() as patch:
@@ -63,13 +63,13 @@ def test_what_is_gathered_and_summed_is_the_piece(
     assert sums == [checksum(row.tobytes()) for row in expected]
 
 
-@given(pieces(), BLOCK_IDS, st.booleans(), st.booleans())
+@given(pieces(), BLOCK_IDS, st.booleans())
 def test_what_is_scattered_lands_there_and_nowhere_else(
-    shapes: tuple[BlockLayout, Shard], ids: list[int], indexed: bool, on_host: bool
+    shapes: tuple[BlockLayout, Shard], ids: list[int], on_host: bool
 ) -> None:
     layout, piece = shapes
-    pool, expected = make_pool(layout, 2, indexed=indexed)
-    _, other = make_pool(layout, 3, indexed=indexed)
+    pool, expected = make_pool(layout, 2)
+    _, other = make_pool(layout, 3)
     packed = sliced(other, layout.shard, piece)[ids]
     staging = torch.from_numpy(packed.copy()).reshape(-1)
     pool.scatter(ids, piece, staging.numpy().data if on_host else staging)
@@ -82,7 +82,7 @@ def test_what_is_scattered_lands_there_and_nowhere_else(
 
 def test_what_lies_outside_is_an_error() -> None:
     layout = BlockLayout(Shard(2, 4, 1, 3), head_dim=4, block_tokens=4, item_bytes=2)
-    pool, _ = make_pool(layout, 1, indexed=False)
+    pool, _ = make_pool(layout, 1)
     staging = pool.allocate_staging(layout.block_bytes)
     for ids in ([NUM_BLOCKS], [-1]):
         with pytest.raises(IndexError, match="not all within the 11"):
@@ -113,7 +113,7 @@ def test_a_tensor_made_in_inference_mode_can_be_written() -> None:
 
 def test_after_close_nothing_is_held() -> None:
     layout = BlockLayout(Shard(0, 1, 0, 1), head_dim=4, block_tokens=4, item_bytes=2)
-    pool, _ = make_pool(layout, 1, indexed=False)
+    pool, _ = make_pool(layout, 1)
     pool.close()
     assert pool.tensor.numel() == 0
     with pytest.raises(IndexError):

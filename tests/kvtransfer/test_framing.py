@@ -1,14 +1,19 @@
-"""Framed streams under the event loop of tests and under that of the service."""
+"""Frames on a pipe, and framed streams under the event loop of tests and under that of the service."""
 
 from __future__ import annotations
 
 import asyncio
+import io
+import os
 import socket
+import threading
 from collections.abc import Callable
 
 import pytest
 import uvloop
 
+from kvtransfer.codec import framed, read_frame
+from kvtransfer.errors import PeerGoneError
 from kvtransfer.rpc.stream import frame_stream
 
 
@@ -34,3 +39,26 @@ def test_nothing_is_written_to_a_connection_that_has_closed(
 ) -> None:
     with asyncio.Runner(loop_factory=new_loop) as runner:
         assert runner.run(_send_on_a_closed_connection()) == [b"before"]
+
+
+@pytest.mark.parametrize("buffering", [0, -1])
+def test_frames_of_a_pipe_are_read_to_its_end(buffering: int) -> None:
+    """Longer ones than an unbuffered pipe gives at once, and empty ones."""
+    frames = [b"first", b"", bytes(range(256)) * 1024]
+    ours, theirs = os.pipe()
+
+    def send() -> None:
+        with os.fdopen(theirs, "wb") as writer:
+            writer.write(b"".join(map(framed, frames)))
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    with os.fdopen(ours, "rb", buffering) as reader:
+        assert [read_frame(reader) for _ in range(4)] == [*frames, None]
+    sending.join()
+
+
+@pytest.mark.parametrize("num_bytes", [1, 3, 4, 8])
+def test_a_frame_that_is_cut_short_is_an_error(num_bytes: int) -> None:
+    with pytest.raises(PeerGoneError, match="before the end of a frame"):
+        read_frame(io.BytesIO(framed(b"frame")[:num_bytes]))

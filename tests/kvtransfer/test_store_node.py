@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import struct
 from collections.abc import Coroutine
 from pathlib import Path
 
 import pytest
 from store_harness import COMPATIBILITY, StoreHarness, eventually
 
+from kvtransfer.codec import framed
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.common.faults import Faults
 from kvtransfer.errors import PeerGoneError
@@ -93,7 +93,7 @@ async def test_what_a_closed_connection_had_still_to_say_is_void(tmp_path: Path)
     node.catalog.session_opened(SESSION)
     offset = allocate(node)
     frame = TO_OWNER_CODEC.encode(PutCommit(((offset, 1),)))
-    engine_cores.sendall(struct.pack("<I", len(frame)) + frame)
+    engine_cores.sendall(framed(frame))
     await eventually(lambda: bool(stream._frames), "it has come")
     earlier.close()
     with pytest.raises(PeerGoneError):

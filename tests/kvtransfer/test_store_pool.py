@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -28,14 +27,13 @@ def host_pool(layout: BlockLayout, data: np.ndarray) -> KvPool:
     return HostPool(layout, memory)
 
 
-def device_pool(layout: BlockLayout, data: np.ndarray, *, indexed: bool) -> KvPool:
-    return DevicePool(layout, torch.from_numpy(data.copy()), indexed=indexed)
+def device_pool(layout: BlockLayout, data: np.ndarray) -> KvPool:
+    return DevicePool(layout, torch.from_numpy(data.copy()))
 
 
 POOLS: dict[str, Callable[[BlockLayout, np.ndarray], KvPool]] = {
     "host": host_pool,
-    "device": functools.partial(device_pool, indexed=False),
-    "device, indexed": functools.partial(device_pool, indexed=True),
+    "device": device_pool,
 }
 
 

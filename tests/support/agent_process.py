@@ -4,7 +4,6 @@ output, length-prefixed. One process may hold several ranks, which come and go."
 from __future__ import annotations
 
 import os
-import struct
 import sys
 import threading
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import IO
 from kvtransfer.agent.agent import TransferAgent
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.blocks.pool import HostPool, KvMemory, KvPool
-from kvtransfer.codec import Codec, Message
+from kvtransfer.codec import Codec, Message, framed, read_frame
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.messages import (
@@ -25,7 +24,6 @@ from kvtransfer.messages import (
     TransferSettings,
 )
 
-LENGTH = struct.Struct("<I")
 # A fault's action, here only: wait at the point until the file "<marker>.go" exists.
 HOLD = "hold"
 
@@ -104,13 +102,8 @@ class HoldingFaults(Faults):
         return is_corrupt
 
 
-def read(stream: IO[bytes]) -> bytes | None:
-    header = stream.read(LENGTH.size)
-    return stream.read(*LENGTH.unpack(header)) if header else None
-
-
 def write(stream: IO[bytes], frame: bytes) -> None:
-    stream.write(LENGTH.pack(len(frame)) + frame)
+    stream.write(framed(frame))
     stream.flush()
 
 
@@ -174,7 +167,7 @@ def main() -> None:
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries write to standard output as they like
     ranks = Ranks(out)
-    while (frame := read(sys.stdin.buffer)) is not None:
+    while (frame := read_frame(sys.stdin.buffer)) is not None:
         ranks.handle(TO_PROCESS.decode(frame))
     os._exit(0)  # a process that had a NIXL agent crashes in a normal exit
 

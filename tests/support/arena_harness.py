@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -22,7 +21,7 @@ from patience import WAIT_S
 from kvtransfer.agent.qos import TrafficGovernor
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.blocks.pool import HostPool, KvMemory, KvPool
-from kvtransfer.codec import Codec, Message
+from kvtransfer.codec import Codec, Message, framed, read_frame
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.errors import TransferError
@@ -58,7 +57,6 @@ LEFT, RIGHT = Shard(0, 4, 0, 2), Shard(0, 4, 2, 4)
 NUM_BLOCKS = 8
 # Between two records; the largest, of `MODEL`, has 32 KiB and a header page.
 SLOT_BYTES = 128 << 10
-_LENGTH = struct.Struct("<I")
 
 
 def layout(shard: Shard, block_tokens: int = 16) -> BlockLayout:
@@ -305,17 +303,12 @@ class RankProcess:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        while (frame := _read(self._process.stdout)) is not None:
+        while (frame := read_frame(self._process.stdout)) is not None:
             self.reports.put(FROM_PROCESS.decode(frame))
 
 
-def _read(stream: IO[bytes]) -> bytes | None:
-    header = stream.read(_LENGTH.size)
-    return stream.read(*_LENGTH.unpack(header)) if header else None
-
-
 def _write(stream: IO[bytes], frame: bytes) -> None:
-    stream.write(_LENGTH.pack(len(frame)) + frame)
+    stream.write(framed(frame))
     stream.flush()
 
 
@@ -327,14 +320,14 @@ def _shut_down(sock: socket.socket) -> None:
 
 
 def main() -> None:
-    start = TO_PROCESS.decode(_read(sys.stdin.buffer) or b"")
+    start = TO_PROCESS.decode(read_frame(sys.stdin.buffer) or b"")
     assert isinstance(start, StartWorker)
 
     def report(report: StoreReport) -> None:
         _write(sys.stdout.buffer, FROM_PROCESS.encode(report))
 
     rank = WorkerRank(start.shard, seed=start.seed, faults=Faults(start.faults), report=report)
-    while (frame := _read(sys.stdin.buffer)) is not None:
+    while (frame := read_frame(sys.stdin.buffer)) is not None:
         order = TO_PROCESS.decode(frame)
         assert not isinstance(order, StartWorker)
         rank.worker.handle(order)

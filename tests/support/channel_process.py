@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -23,7 +22,7 @@ from patience import WAIT_S
 from kvtransfer.blocks.device_pool import DevicePool
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.blocks.pool import HostPool, KvMemory, KvPool
-from kvtransfer.codec import Codec, Message
+from kvtransfer.codec import Codec, Message, framed, read_frame
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.errors import TransferError
@@ -191,8 +190,6 @@ def eventually(condition: object, what: str) -> None:
 def _never() -> bool:
     return False
 
-
-_LENGTH = struct.Struct("<I")
 
 R = TypeVar("R")
 
@@ -448,13 +445,12 @@ def answer_writer(end: WriterEnd, command: Message) -> Message:
 
 
 def _read(stream: IO[bytes]) -> Message | None:
-    header = stream.read(_LENGTH.size)
-    return _ANY.decode(stream.read(*_LENGTH.unpack(header))) if header else None
+    frame = read_frame(stream)
+    return None if frame is None else _ANY.decode(frame)
 
 
 def _write(stream: IO[bytes], message: Message) -> None:
-    frame = _ANY.encode(message)
-    stream.write(_LENGTH.pack(len(frame)) + frame)
+    stream.write(framed(_ANY.encode(message)))
     stream.flush()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import struct
 import subprocess
 import sys
 from collections import Counter
@@ -19,7 +18,7 @@ from child_processes import killed_on_error
 from patience import WAIT_S
 
 from kvtransfer.blocks.checksum import checksum
-from kvtransfer.codec import Codec, Message
+from kvtransfer.codec import Codec, Message, framed, read_frame
 from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.config import StoreSettings
@@ -36,7 +35,6 @@ SECRET = bytes(range(32))
 SHARD = Shard(0, 2, 0, 2)
 GRANULE_BYTES = 16 << 10
 ARENA_BYTES = 4 << 20
-_LENGTH = struct.Struct("<I")
 
 
 def record_id(number: int) -> RecordId:
@@ -232,7 +230,7 @@ class NodeProcess:
         assert self._process.stdout is not None
         frame = _CODEC.encode(StartNode(settings, tuple(records), tuple(faults)))
         with killed_on_error(self._process):
-            self._process.stdin.write(_LENGTH.pack(len(frame)) + frame)
+            self._process.stdin.write(framed(frame))
             self._process.stdin.flush()
             self.address = self._process.stdout.readline().decode().strip()
             assert self.address, "the node did not start"
@@ -268,8 +266,9 @@ async def _run(start: StartNode) -> None:
 
 
 def main() -> None:
-    (num_bytes,) = _LENGTH.unpack(sys.stdin.buffer.read(_LENGTH.size))
-    asyncio.run(_run(_CODEC.decode(sys.stdin.buffer.read(num_bytes))))
+    frame = read_frame(sys.stdin.buffer)
+    assert frame is not None
+    asyncio.run(_run(_CODEC.decode(frame)))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from workers.messages.sampling import SamplingParams
 from workers.model.host_kv import OffloadMode
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups, find_store, open_store
+from workers.rank.device_queue import DeviceQueue
 from workers.rank.model_runner import ModelRunner
 from workers.replica.step_loop import StepLoop
 from workers.scheduler.block_pool import BlockPool
@@ -58,6 +59,7 @@ class LocalEngine:
         host_id: str = "",
         faults: Sequence[Faults] = (),
         dtype: torch.dtype = torch.float32,
+        queue: DeviceQueue | None = None,
     ) -> None:
         """Ranks with a `host_id` share memory, others speak through gloo; `faults` are those of each rank."""
         self.tp, self.pp = tp, len(stages)
@@ -91,6 +93,7 @@ class LocalEngine:
                 max_sequences=config.max_sequences,
                 is_deterministic=config.deterministic,
                 faults=faults[rank] if faults else None,
+                queue=queue,
             )
             runner.warm_up()
             return runner

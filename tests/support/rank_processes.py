@@ -14,21 +14,20 @@ import functools
 import os
 import selectors
 import signal
-import struct
 import subprocess
 import sys
 import threading
 import traceback
 from collections.abc import Callable
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from patience import START_S
 
+from kvtransfer.codec import framed, read_frame
 from workers.messages.rank_channel import RANK_SPEC_CODEC, RankSpec
 from workers.replica.rank_group import RankHandle
 
-_LENGTH = struct.Struct("<I")
 _START_S = START_S
 Loop = asyncio.AbstractEventLoop
 
@@ -118,7 +117,7 @@ class _ForkServer:
         assert self._process.stdin is not None
         with self._lock:
             self._launches.append(launch)
-            self._process.stdin.write(_LENGTH.pack(len(frame)) + frame)
+            self._process.stdin.write(framed(frame))
 
     def _close(self) -> None:
         assert self._process.stdin is not None
@@ -128,7 +127,7 @@ class _ForkServer:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        while (frame := _receive(self._process.stdout)) is not None:
+        while (frame := read_frame(self._process.stdout)) is not None:
             match _NEWS.decode(frame):
                 case _Born(process_id):
                     with self._lock:
@@ -154,28 +153,12 @@ def _resolve(loop: Loop, future: asyncio.Future[int], value: int) -> None:
         loop.call_soon_threadsafe(resolve)
 
 
-def _receive(stream: IO[bytes]) -> bytes | None:
-    """The next frame of an unbuffered pipe; None at its end."""
-    head = _exactly(stream, _LENGTH.size)
-    return None if head is None else _exactly(stream, _LENGTH.unpack(head)[0])
-
-
-def _exactly(stream: IO[bytes], num_bytes: int) -> bytes | None:
-    data = b""
-    while len(data) < num_bytes:
-        part = stream.read(num_bytes - len(data))
-        if not part:
-            return None
-        data += part
-    return data
-
-
 # --------------------------------------------------------------------------- the fork server's own process
 
 
 def _tell(news: _Born | _Ended) -> None:
     frame = msgspec.msgpack.encode(news)
-    os.write(1, _LENGTH.pack(len(frame)) + frame)
+    os.write(1, framed(frame))
 
 
 def _live(spec: RankSpec) -> None:
@@ -217,7 +200,7 @@ def main() -> None:
                 os.read(wake_read, 4096)
                 _reap()
                 continue
-            frame = _receive(stdin)
+            frame = read_frame(stdin)
             if frame is None:
                 return
             spec = RANK_SPEC_CODEC.decode(frame)

@@ -9,7 +9,6 @@ import hashlib
 import os
 import secrets
 import signal
-import struct
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from patience import WAIT_S
 from kvtransfer.agent.qos import TrafficGovernor
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.blocks.pool import HostPool, KvMemory
+from kvtransfer.codec import framed
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.config import StoreSettings
@@ -70,7 +70,6 @@ R = TypeVar("R")
 
 ROOT = Path(__file__).parents[2]
 SECRET = bytes(range(32))
-_LENGTH = struct.Struct("<I")
 
 
 async def eventually(condition: Callable[[], bool], what: str) -> None:
@@ -122,7 +121,7 @@ class StoreHarness:
         spec = SPEC_CODEC.encode(StoreServerSpec(self.settings, faults, offer_wait_s))
         self.address = ""
         try:
-            self._process.stdin.write(_LENGTH.pack(len(spec)) + spec)
+            self._process.stdin.write(framed(spec))
             async with asyncio.timeout(WAIT_S):
                 line = await self._process.stdout.readline()
             self.address = line.decode().strip()

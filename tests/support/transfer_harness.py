@@ -28,13 +28,13 @@ from agent_process import (
     RankStarted,
     Report,
     StartRank,
-    read,
     write,
 )
 from child_processes import close_all, closed_on_error, killed_on_error
 from patience import WAIT_S
 
 from kvtransfer.blocks.layout import BlockLayout, piece_runs
+from kvtransfer.codec import read_frame
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.messages import (
     BlockMove,
@@ -322,7 +322,7 @@ class AgentProcess:
         return status
 
     def _read(self) -> None:
-        while (frame := read(self._stdout)) is not None:
+        while (frame := read_frame(self._stdout)) is not None:
             message = FROM_PROCESS.decode(frame)
             rank = self._ranks[message.key]
             match message:

@@ -32,11 +32,11 @@ from workers.messages.rank_channel import (
 )
 from workers.messages.sampling import SamplingParams
 from workers.model.fingerprint import DigestCache, model_fingerprint
-from workers.model.rank_memory import CUDA_CONTEXT_BYTES, RankShape, activation_bytes
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups, find_store, open_store
-from workers.rank.model_runner import AutoKv, ModelRunner, read_dtype
-from workers.rank.step_runner import Ticket, launched
+from workers.rank.device_queue import CpuQueue
+from workers.rank.model_runner import ModelRunner, read_dtype
+from workers.rank.tickets import Ticket, launched
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +252,7 @@ def test_the_next_plan_is_launched_before_the_last_is_collected() -> None:
 
         def launch(plan: StepPlan) -> Ticket:
             arrive(f"launch {plan.step}")
-            return Ticket(StepReport(plan.step, b"", 0.0, 0.0), None)
+            return Ticket(StepReport(plan.step, b"", 0.0, 0.0), CpuQueue().event())
 
         plans.put(StepPlan(1))
         for ticket in launched(plans, launch, most):
@@ -300,29 +300,6 @@ def test_warm_up_leaves_no_slot(runner: ModelRunner) -> None:
     assert not runner.batch.is_started.any()
     with pytest.raises(AssertionError, match="slot 64 is freed but was never started"):
         runner.run(step(frees=[64]))
-
-
-def test_a_rank_on_a_gpu_takes_what_its_device_has_left(
-    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The arithmetic alone, with what CUDA would report: not yet validated on CUDA."""
-    free_bytes, total_bytes, weight_bytes = 60 << 30, 80 << 30, 10 << 30
-    auto = AutoKv(memory_share=0.9, max_batch_tokens=512)
-    shape = RankShape(runner.config, 0, runner.config.num_layers)
-    largest = activation_bytes(shape, 4, 512, 8)
-    assert runner._fitting_blocks(auto, 8) > 1 << 60, "memory of the host is divided before"
-    monkeypatch.setattr(runner, "_device", torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes, total_bytes))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: weight_bytes)
-    left = round(0.9 * total_bytes) - weight_bytes - CUDA_CONTEXT_BYTES - largest
-    expected = min(left, free_bytes - largest) // runner.layout.block_bytes
-    assert runner._fitting_blocks(auto, 8) == expected
-    free_bytes = 5 << 30  # another process holds most of the device
-    assert runner._fitting_blocks(auto, 8) == (free_bytes - largest) // runner.layout.block_bytes
-    weight_bytes = 72 << 30
-    with pytest.raises(CapacityError, match="kv_tokens: auto leaves space for 0 blocks of 16 tokens on cuda"):
-        runner._fitting_blocks(auto, 8)
 
 
 @pytest.mark.parametrize("num_kv_tokens", [16, 48, 49])

@@ -13,8 +13,9 @@ from kvtransfer.common.clock import Clock
 from workers.model.model_config import ModelConfig
 from workers.model.products import make_linear
 from workers.model.sizes import ModelWork
-from workers.rank.probe import DeviceLimits
+from workers.rank.probe import DeviceLimits, best_s
 
+_CPU = torch.device("cpu")
 _PACK_ROWS = 512
 _TRIAL_ROWS = 16
 # A kind of product this many times slower than the best at few rows, or at many, is not timed again.
@@ -92,12 +93,7 @@ class LayerProducts:
         return candidates
 
     def _best_s(self, candidate: _Candidate, rows: Tensor, num_runs: int) -> float:
-        times = []
-        for _ in range(num_runs + 1):
-            started_at = self._clock.now()
-            candidate.run(rows)
-            times.append(self._clock.now() - started_at)
-        return min(times[1:]) / _NUM_COPIES
+        return best_s(lambda: candidate.run(rows), self._clock, _CPU, num_runs) / _NUM_COPIES
 
 
 def _candidates(num_outputs: int, size: int, dtype: torch.dtype) -> list[_Candidate]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -150,6 +151,10 @@ class Decoder:
         [num_rows, vocab_size]."""
         assert self.head is not None, "this stage has no head"
         return self.head(rms_norm(hidden, self._norm, self.config.rms_norm_eps))
+
+    def separate_workspace(self) -> AbstractContextManager[None]:
+        """Compute in other scratch memory meanwhile, as `Workspace.separate` describes."""
+        return self._workspace.separate()
 
 
 # -------------------------------------------------------------------------- parts of a decoder layer

@@ -7,12 +7,13 @@ is not yet validated there."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import enum
 import itertools
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -44,14 +45,19 @@ class Workspace:
     def __init__(self) -> None:
         self._name_to_memory: dict[str, Tensor] = {}
 
+    @contextlib.contextmanager
+    def separate(self) -> Iterator[None]:
+        """Take tensors from other memory meanwhile, which is not kept: a CUDA graph's must stay where they
+        were when it was captured, while these move when a larger step comes."""
+        own, self._name_to_memory = self._name_to_memory, {}
+        try:
+            yield
+        finally:
+            self._name_to_memory = own
+
     def take(self, name: str, like: Tensor, num_columns: int) -> Tensor:
         """Return the tensor of this name, [len(like), num_columns] of undefined values, of the dtype and
-        device of `like`. It holds until the name is taken again.
-
-        On CUDA it is always a new one: torch keeps freed memory, and knows what a captured graph still
-        uses."""
-        if like.is_cuda:
-            return like.new_empty(like.shape[0], num_columns)
+        device of `like`. It holds until the name is taken again."""
         num_items = like.shape[0] * num_columns
         memory = self._name_to_memory.get(name)
         if memory is None or memory.numel() < num_items or memory.dtype != like.dtype:

@@ -175,13 +175,13 @@ class WeightReader:
 
     def _query_rows(self) -> slice:
         config, shard = self._config, self._shard
-        heads = query_heads(config.num_heads, config.num_kv_heads, shard.tp_rank, shard.tp_size)
-        return slice(heads.start * config.head_dim, heads.stop * config.head_dim)
+        return self._rows(query_heads(config.num_heads, config.num_kv_heads, shard.tp_rank, shard.tp_size))
 
     def _kv_rows(self) -> slice:
-        config, shard = self._config, self._shard
-        heads = kv_heads(config.num_kv_heads, shard.tp_rank, shard.tp_size)
-        return slice(heads.start * config.head_dim, heads.stop * config.head_dim)
+        return self._rows(kv_heads(self._config.num_kv_heads, self._shard.tp_rank, self._shard.tp_size))
+
+    def _rows(self, heads: range) -> slice:
+        return slice(heads.start * self._config.head_dim, heads.stop * self._config.head_dim)
 
     def _part(self, size: int) -> slice:
         held = part(size, self._shard.tp_rank, self._shard.tp_size)

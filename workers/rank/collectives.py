@@ -18,7 +18,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]  # the type stubs lack it
+from torch.distributed import (  # type: ignore[attr-defined]  # the type stubs lack the second
+    BroadcastOptions,
+    ProcessGroupGloo,
+    TCPStore,
+)
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from workers.errors import RankDiedError, WorkerError
@@ -173,6 +177,13 @@ class RankGroups:
             self._layer_group.gather_columns(tensor, widths, parts)
         return None if whole is None else torch.cat([tensor, *parts], 1, out=whole)
 
+    def broadcast(self, tensor: Tensor) -> None:
+        """Replace a contiguous tensor by that of the stage's first rank, in order with the device's work. Not
+        for ranks that share memory."""
+        assert isinstance(self._layer_group, _LayerGroup)
+        with _broken_connections("sending sampled tokens to the stage's ranks"):
+            self._layer_group.broadcast(tensor)
+
     def agree(self, is_well: bool) -> bool:
         """Return whether `is_well` holds at all ranks of the stage, which call this at the same points of a
         step. Does not wait for queued kernels."""
@@ -291,6 +302,9 @@ class _LayerGroup:
             self._sum_directly(tensor)
         else:
             self._group.allreduce([tensor]).wait()
+
+    def broadcast(self, tensor: Tensor) -> None:
+        self._group.broadcast([tensor], BroadcastOptions()).wait()  # rank 0 is the source
 
     def _sum_directly(self, tensor: Tensor) -> None:
         parts = tensor.new_empty((self._tp, *tensor.shape))

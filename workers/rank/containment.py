@@ -4,8 +4,9 @@ An error from which the device recovers (out of memory, a value that cannot be c
 *attempt* at a group of entries, on every rank of the stage. The rank that failed completes with zeros the
 sums that the others wait for; then all ranks exchange whether their attempt succeeded. If not, the group is
 computed again in halves, down to the single entry that fails alone. The culprit is thus found whatever the
-error says, and lack of memory leads to smaller groups before anything fails. Computing again is safe: inputs
-are kept, KV is written to the same blocks, and a sampler that fails has changed nothing.
+error says, and lack of memory leads to smaller groups before anything fails: first to fail is then a chunk of
+a prompt, the newest of a plan, since what decodes is computed before it. Computing again is safe: inputs are
+kept, KV is written to the same blocks, and a sampler that fails has changed nothing.
 
 The report names the entries that failed. The next stage learns which hidden states it gets, and the first
 stage gets token 0 in place of those that were not sampled. Plans that are already in flight may still name
@@ -73,6 +74,11 @@ class Containment:
         """The failed entries of the current step."""
         return tuple(FailedEntry(index, reason) for index, reason in sorted(self._index_to_reason.items()))
 
+    @property
+    def has_lost_slots(self) -> bool:
+        """Whether a sequence failed whose slot is not freed yet."""
+        return bool(self._lost_slots)
+
     def attempt(self, work: Callable[[], _Result]) -> _Result | None:
         """Return the result of `work`, or None if it failed and the device recovered; raises any other
         error."""
@@ -83,11 +89,14 @@ class Containment:
             if isinstance(error, RankDiedError | torch.AcceleratorError):
                 raise
             touch_device(self._device)  # in the error's context: what it raises shows both
+            lacks_memory = isinstance(error, torch.OutOfMemoryError)
             if not self._has_printed:
                 traceback.print_exception(error)
                 sys.stderr.flush()
             self._has_printed = True
             self.reason = _text(error)
+        if lacks_memory:  # now that the error holds none of it
+            torch.cuda.empty_cache()
         return None
 
     def _lose(self, rows: PlannedRows, reason: str) -> None:

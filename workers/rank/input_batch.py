@@ -78,7 +78,7 @@ class InputBatch:
         self.positions: Ids = np.zeros(max_slots, np.int32)
         self.is_started: NDArray[np.bool_] = np.zeros(max_slots, np.bool_)
         self.in_host: NDArray[np.bool_] = np.zeros(max_slots, np.bool_)
-        self._block_tokens = block_tokens
+        self.block_tokens = block_tokens
         self._first_host_id = first_host_id
 
     @property
@@ -105,7 +105,7 @@ class InputBatch:
             self._change_table(change)
         rows = self._rows(plan)
         ends = rows.starts + rows.lengths
-        lacking = np.flatnonzero(self.num_blocks[rows.slots] * self._block_tokens < ends)
+        lacking = np.flatnonzero(self.num_blocks[rows.slots] * self.block_tokens < ends)
         assert not len(lacking), f"slot {rows.slots[lacking[0]]} computes beyond its block table"
         self.positions[rows.sample_slots] = ends[rows.sample_sources]
         self.positions[rows.slots] = ends

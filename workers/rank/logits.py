@@ -20,7 +20,7 @@ from workers.messages.rank_channel import SlotSample
 from workers.messages.sampling import SamplingParams
 
 # Most nuclei are smaller: on the CPU the whole vocabulary is sorted only for the rows where this fails.
-_NUCLEUS_TOKENS = 256
+NUCLEUS_TOKENS = 256
 _MOST_INT32 = (1 << 31) - 1
 
 Slots = NDArray[np.int32]
@@ -330,25 +330,32 @@ def _keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     """Keep the likeliest tokens whose predecessors sum to less than p, at least one, and ties with the
     last."""
     probabilities = logits.softmax(dim=-1)
-    width = min(_NUCLEUS_TOKENS, logits.shape[1])
+    width = min(NUCLEUS_TOKENS, logits.shape[1])
     if logits.device.type != "cpu":  # asking which rows the short list covers would cost a synchronization
         width = logits.shape[1]
     best = probabilities.topk(width, dim=-1).values
-    threshold = _nucleus_threshold(best, top_p)
+    threshold = nucleus_end(best, top_p).threshold
     if width < logits.shape[1]:
         uncovered = (best.sum(dim=-1) < top_p[:, 0]).nonzero()[:, 0]
         if len(uncovered):
             every = probabilities[uncovered].sort(dim=-1, descending=True).values
-            threshold[uncovered] = _nucleus_threshold(every, top_p[uncovered])
+            threshold[uncovered] = nucleus_end(every, top_p[uncovered]).threshold
     return logits.masked_fill(probabilities < threshold, -torch.inf)
 
 
-def _nucleus_threshold(descending: Tensor, top_p: Tensor) -> Tensor:
-    """Return the probability of the nucleus's last token, [num_rows, 1], from probabilities in descending
-    order."""
+class NucleusEnd(NamedTuple):
+    """Where top-p cuts off: the sums of the probabilities before each token, [num_rows, num_tokens], and the
+    probability of the last token that it keeps, [num_rows, 1]."""
+
+    before: Tensor
+    threshold: Tensor
+
+
+def nucleus_end(descending: Tensor, top_p: Tensor) -> NucleusEnd:
+    """Apply top-p, [num_rows, 1], to probabilities [num_rows, num_tokens] in descending order."""
     before = descending.cumsum(dim=-1) - descending
     num_kept = (before < top_p).sum(dim=-1, keepdim=True).clamp_(min=1)
-    return descending.gather(1, num_kept - 1)
+    return NucleusEnd(before, descending.gather(1, num_kept - 1))
 
 
 def _keep_min_p(logits: Tensor, log_min_p: Tensor) -> Tensor:

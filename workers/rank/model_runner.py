@@ -29,17 +29,23 @@ from workers.errors import CapacityError, WorkerError
 from workers.messages.rank_channel import BatchEntry, SlotSample, SlotStart, StepPlan, StepReport, TableChange
 from workers.messages.sampling import SamplingParams
 from workers.model.attention.choice import choose_attention
+from workers.model.attention.interface import AttentionBackend
 from workers.model.decoder import load_decoder
 from workers.model.fingerprint import FingerprintTask
 from workers.model.host_kv import MODES, HostKv, OffloadMode
 from workers.model.model_config import ModelConfig
+from workers.model.parallel import Unfinished, parallelize
 from workers.model.products import refuse_nondeterministic
-from workers.model.rank_memory import CUDA_CONTEXT_BYTES, RankShape, activation_bytes, least_kv_tokens
+from workers.model.rank_memory import least_kv_tokens
 from workers.model.sizes import kv_heads
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups
+from workers.rank.device_queue import DeviceQueue, make_queue
 from workers.rank.input_batch import InputBatch
-from workers.rank.step_runner import Executed, StepRunner, Ticket
+from workers.rank.memory_profile import MemoryMeter, MemoryProfile, largest_steps, trial_blocks
+from workers.rank.probe import device_memory
+from workers.rank.step_runner import Executed, StepRunner
+from workers.rank.tickets import Ticket
 
 _log = logging.getLogger("tandem.rank")
 
@@ -65,6 +71,8 @@ _WAYS_TO_SAMPLE = (
 _POPULATED_BYTES = 1 << 30
 # The context length, in host memory, of the step that decides how blocks there are read.
 _MEASURED_HOST_TOKENS = 4096
+# From which the memory of all graphs is computed.
+_NUM_MEASURED_GRAPHS = 2
 _NUM_MEASURED_STEPS = 4
 
 
@@ -83,10 +91,12 @@ class ReadyFields:
 
 class AutoKv(NamedTuple):
     """How a rank on CUDA decides its KV capacity: what is left of `memory_share` of its device's memory
-    beside the weights and the largest step, of `max_batch_tokens` rows."""
+    beside all else that it is measured to take, in steps of up to `max_batch_tokens` rows. `free_at_start`
+    bytes of the device were free before the rank formed its groups."""
 
     memory_share: float
     max_batch_tokens: int
+    free_at_start: int
 
 
 def read_dtype(name: str) -> torch.dtype:
@@ -125,6 +135,7 @@ class ModelRunner:
         offload_mode: OffloadMode | Literal["auto"] = "auto",
         is_deterministic: bool = False,
         faults: Faults | None = None,
+        queue: DeviceQueue | None = None,
         progress: Callable[[str], None] = lambda phase: None,
     ) -> None:
         """`shard` (default: the whole model) is the part of this rank in `groups` (default: the only rank);
@@ -135,16 +146,26 @@ class ModelRunner:
         the mode "auto" the warm-up measures which way to read them is faster, if attention has both. With
         `auto_kv` the device's are at most `num_kv_tokens`, and as many as all ranks have memory for.
         `is_deterministic`: raise WorkerError unless products and attention of a sequence depend on nothing
-        else. `progress` is called with the name of each phase that begins.
+        else. With a `queue` (default: on CUDA, unless stages are on several ranks) tokens stay on the device
+        and steps that decode are graphs, also on a CPU, where Triton then runs in its interpreter. `progress`
+        is called with the name of each phase that begins.
         """
         torch.set_num_threads(num_threads)
         if is_deterministic:
             refuse_nondeterministic(device, dtype)
         self._clock = clock
+        self._faults = faults or Faults()
+        self._is_deterministic = is_deterministic
+        self._max_sequences = max_sequences
+        # Those that no plan of the engine core uses.
+        self._own_slots = tuple(max_sequences + index for index in range(len(_WAYS_TO_SAMPLE)))
         self._device = device
         self._dtype = dtype
         self._block_tokens = block_tokens
         self._groups = groups or RankGroups(None, tp=1, pp=1, rank=0, device=device, host="")
+        self._queue = queue
+        if queue is None and device.type == "cuda" and self._groups.pp == 1:
+            self._queue = make_queue(device)
         progress("loading weights")
         self._report_phase = progress
         self._fingerprint = fingerprint or FingerprintTask(model_dir, clock)
@@ -152,38 +173,23 @@ class ModelRunner:
             if_it_fails.enter_context(self._fingerprint)
             self._decoder = load_decoder(model_dir, dtype, device, shard, progress)
             if_it_fails.pop_all()
+        self._unfinished = Unfinished(self._groups, self._decoder)
+        parallelize(self._decoder, self._unfinished)
         self.config = config = self._decoder.config
         self.layout = _layout(config, self._decoder.shard, block_tokens, dtype)
-        num_blocks = self._num_blocks(num_kv_tokens, auto_kv, max_sequences)
-        progress("allocating KV memory")
-        self.kv, self.pool = _allocate(self.layout, num_blocks, dtype, device)
         self._offload_mode = offload_mode
+        self.host: HostKv | None = None
+        self._num_scratch = 0 if self._queue is None else 1
+        num_blocks = self._num_blocks(num_kv_tokens, auto_kv)
+        progress("allocating KV memory")
+        memory, self.pool = _allocate(self.layout, num_blocks, self._num_scratch, dtype, device)
+        self.kv = memory[:num_blocks]
         self.host = self._allocate_host(num_offload_tokens // block_tokens)
-        is_staged = self.host is not None and offload_mode == "stream"
-        self.attention = choose_attention(
-            self._decoder.attention_shape,
-            self.kv,
-            clock,
-            is_staged=is_staged,
-            is_deterministic=is_deterministic,
-        )
+        self.attention = self._choose_attention(memory, clock)
         self._num_offload_blocks = len(self.host.kv) if self.host is not None else 0
         num_kv_tokens = (num_blocks + self._num_offload_blocks) * block_tokens
         self._max_context_tokens = min(config.max_context_tokens, num_kv_tokens)
-        self._max_sequences = max_sequences
-        # Those that no plan of the engine core uses.
-        self._own_slots = tuple(max_sequences + index for index in range(len(_WAYS_TO_SAMPLE)))
-        self._runner = StepRunner(
-            self._decoder,
-            self.attention,
-            self.host,
-            self._groups,
-            block_tokens,
-            clock,
-            faults or Faults(),
-            max_slots=max_sequences + len(_WAYS_TO_SAMPLE),
-            max_context_tokens=self._max_context_tokens,
-        )
+        self._runner = self._make_steps(self.attention, self._max_context_tokens)
         self.progress = self._runner.progress
 
     @functools.cached_property
@@ -261,6 +267,7 @@ class ModelRunner:
             self.run(StepPlan(0, decodes=np.array(slots, dtype="<u4").tobytes()))
         self.run(StepPlan(0, free_slots=slots))
         self._warm_up_shapes(min(step_tokens, most))
+        self._runner.record_graphs(self._runner.graph_sizes)
         if self.host is not None and self._offload_mode == "auto" and self.attention.can_stage:
             self._choose_offload_mode(self.host)
 
@@ -273,7 +280,7 @@ class ModelRunner:
         chunk = BatchEntry(0, 0, num_tokens, bytes(4 * num_tokens), ())
         firsts = tuple(BatchEntry(slot, 0, 1, bytes(4), ()) for slot in slots)
         for entries in ((chunk,), firsts):
-            self._runner.layers_only(StepPlan(0, entries=entries), most_layers=1)
+            self._runner.rehearse(StepPlan(0, entries=entries), most_layers=1)
         self.run(StepPlan(0, free_slots=slots))
 
     def _table(self, slot: int, num_tokens: int) -> TableChange:
@@ -291,7 +298,33 @@ class ModelRunner:
         del self.kv, self.attention, self._runner
         self.pool.close()
 
-    def _num_blocks(self, num_kv_tokens: int, auto: AutoKv | None, max_sequences: int) -> int:
+    def _choose_attention(self, memory: Tensor, clock: Clock | None) -> AttentionBackend:
+        """Choose what computes attention over the KV `memory`, with a clock by measurement."""
+        return choose_attention(
+            self._decoder.attention_shape,
+            memory,
+            clock,
+            is_staged=self.host is not None and self._offload_mode == "stream",
+            is_deterministic=self._is_deterministic,
+        )
+
+    def _make_steps(self, attention: AttentionBackend, max_context_tokens: int) -> StepRunner:
+        return StepRunner(
+            self._decoder,
+            attention,
+            self.host,
+            self._groups,
+            self._unfinished,
+            self._block_tokens,
+            self._clock,
+            self._faults,
+            max_slots=self._max_sequences + len(_WAYS_TO_SAMPLE),
+            max_context_tokens=max_context_tokens,
+            queue=self._queue,
+            num_graph_rows=self._max_sequences,
+        )
+
+    def _num_blocks(self, num_kv_tokens: int, auto: AutoKv | None) -> int:
         num_blocks = num_kv_tokens // self._block_tokens
         if num_blocks < 1:
             raise CapacityError(
@@ -299,28 +332,55 @@ class ModelRunner:
             )
         if auto is None:
             return num_blocks
-        return self._groups.smallest(min(num_blocks, self._fitting_blocks(auto, max_sequences)))
+        fitting = sys.maxsize  # host memory was divided before the ranks started
+        if self._device.type == "cuda":
+            self._report_phase("measuring memory")
+            fitting = self._fitting_blocks(auto)
+        return self._groups.smallest(min(num_blocks, fitting))
 
-    def _fitting_blocks(self, auto: AutoKv, max_sequences: int) -> int:
+    def _fitting_blocks(self, auto: AutoKv) -> int:
         """Return how many blocks the device has memory for. Not yet validated on CUDA."""
-        if self._device.type != "cuda":
-            return sys.maxsize  # host memory was divided before the ranks started
-        torch.cuda.empty_cache()
-        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
-        own_bytes = torch.cuda.memory_reserved(self._device) + CUDA_CONTEXT_BYTES
-        shard = self._decoder.shard
-        shape = RankShape(self.config, shard.layer_start, shard.layer_end, shard.tp_rank, shard.tp_size)
-        largest = activation_bytes(shape, self._dtype.itemsize, auto.max_batch_tokens, max_sequences)
-        left = min(round(auto.memory_share * total_bytes) - own_bytes, free_bytes) - largest
-        num_blocks = max(left, 0) // self.layout.block_bytes
+        meter = MemoryMeter(self._device, auto.free_at_start)
+        try:
+            profile = self._profile(meter, auto.max_batch_tokens)
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"{self._device} has no memory for the largest step beside the weights: raise tp or pp, or "
+                f"lower max_batch_tokens or max_sequences ({error})"
+            ) from error
+        memory = device_memory(self._device)
+        left = profile.kv_bytes(auto.memory_share, memory)
+        _log.info("memory of %s: %s, left for KV: %d bytes", self._device, profile, left)
+        num_blocks = max(left // self.layout.block_bytes - self._num_scratch, 0)
         least = least_kv_tokens(self.config, self._block_tokens) // self._block_tokens
         if num_blocks < least:
+            free_bytes = memory.total_bytes - memory.used_bytes
             raise CapacityError(
                 f"kv_tokens: auto leaves space for {num_blocks} blocks of {self._block_tokens} tokens on "
-                f"{self._device}, which has {free_bytes} of {total_bytes} bytes free, and the replica needs "
-                f"{least}: raise tp or pp, raise engine.memory_share, or lower max_batch_tokens"
+                f"{self._device}, which has {free_bytes} of {memory.total_bytes} bytes free, and the replica "
+                f"needs {least}: raise tp or pp, raise engine.memory_share, or lower max_batch_tokens"
             )
         return num_blocks
+
+    def _profile(self, meter: MemoryMeter, num_rows: int) -> MemoryProfile:
+        """Run the largest steps, and record graphs, over as little KV as they need."""
+        limits = num_rows, self._max_sequences, self.config.max_context_tokens, self._block_tokens
+        num_blocks = trial_blocks(num_rows, self.config.max_context_tokens, self._block_tokens)
+        memory = _zeros(self.layout, num_blocks + self._num_scratch, self._dtype, self._device)
+        # Block tables are as long as those of the replica.
+        steps = self._make_steps(self._choose_attention(memory, None), self.config.max_context_tokens)
+        started, *largest, freed = largest_steps(*limits)
+        steps.collect(steps.launch(started))
+        for plan in largest:
+            steps.rehearse(plan)
+        steps.collect(steps.launch(freed))
+        meter.step_done(memory.nbytes)
+        for size in steps.graph_sizes[: -1 - _NUM_MEASURED_GRAPHS : -1]:
+            steps.record_graphs((size,))
+            meter.graph_done()
+        num_graphs = len(steps.graph_sizes)
+        del steps, memory
+        return meter.profile(num_graphs)
 
     def _allocate_host(self, num_blocks: int) -> HostKv | None:
         if not num_blocks:
@@ -351,7 +411,7 @@ class ModelRunner:
             times = []
             for _ in range(_NUM_MEASURED_STEPS):
                 started_at = self._clock.now()
-                self._runner.layers_only(step)
+                self._runner.rehearse(step)
                 times.append(self._clock.now() - started_at)
             mode_to_s[mode] = min(times)
         self.run(StepPlan(0, free_slots=(slot,)))
@@ -383,14 +443,24 @@ def _layout(config: ModelConfig, shard: ShardSpec, block_tokens: int, dtype: tor
 
 
 def _allocate(
-    layout: BlockLayout, num_blocks: int, dtype: torch.dtype, device: torch.device
+    layout: BlockLayout, num_blocks: int, num_scratch: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, KvPool]:
-    """Allocate zeroed blocks: as the model's tensor, and as the transports' pool over the same memory."""
-    shard = layout.shard
-    shape = (num_blocks, shard.num_layers, 2, shard.num_heads, layout.block_tokens, layout.head_dim)
+    """Allocate zeroed blocks, `num_scratch` more than `num_blocks`: as the model's tensor, and as the
+    transports' pool over the same memory."""
+    num_all = num_blocks + num_scratch
     if device.type == "cpu":
-        memory = KvMemory.allocate(num_blocks * layout.block_bytes)
+        memory = KvMemory.allocate(num_all * layout.block_bytes)
         memory.populate(_POPULATED_BYTES)
-        return torch.frombuffer(memory.buffer, dtype=dtype).view(shape), HostPool(layout, memory)
-    kv = torch.zeros(shape, dtype=dtype, device=device)
-    return kv, DevicePool(layout, kv.view(num_blocks, -1).view(torch.uint8))
+        kv = torch.frombuffer(memory.buffer, dtype=dtype).view(_shape(layout, num_all))
+        return kv, HostPool(layout, memory)
+    kv = _zeros(layout, num_all, dtype, device)
+    return kv, DevicePool(layout, kv[:num_blocks].view(num_blocks, -1).view(torch.uint8))
+
+
+def _zeros(layout: BlockLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(_shape(layout, num_blocks), dtype=dtype, device=device)
+
+
+def _shape(layout: BlockLayout, num_blocks: int) -> tuple[int, ...]:
+    shard = layout.shard
+    return (num_blocks, shard.num_layers, 2, shard.num_heads, layout.block_tokens, layout.head_dim)

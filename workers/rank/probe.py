@@ -6,8 +6,9 @@ costs of all stages the engine core decides the layers of each."""
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -162,14 +163,10 @@ class Probe:
         return whole.reshape(-1)[:num_items].clone().view(shape)
 
     def _best_s(self, work: Callable[[], object]) -> float:
-        times: list[float] = []
-        work()  # compiles, and touches the memory
-        synchronize(self._device)
-        while len(times) < 2 or (sum(times) < _BUDGET_S and len(times) < _MOST_RUNS):
-            started_at = self._clock.now()
-            work()
-            synchronize(self._device)
-            times.append(self._clock.now() - started_at)
+        runs = itertools.islice(_run_times(work, self._clock, self._device), 1, None)
+        times = [next(runs), next(runs)]
+        while sum(times) < _BUDGET_S and len(times) < _MOST_RUNS:
+            times.append(next(runs))
         return min(times)
 
 
@@ -194,15 +191,14 @@ class DeviceLimits(NamedTuple):
 def measure_limits(
     device: torch.device, dtype: torch.dtype, clock: Clock, sizes: MeasureSizes
 ) -> DeviceLimits:
-    """Measure the device with torch's number of threads. The first run of each is dropped: it touches the
-    memory.
+    """Measure the device with torch's number of threads.
 
     Arithmetic is that of the fastest kind of product of `dtype`, which need not be the kind that the engine
     uses: where a CPU emulates bf16, it is faster to compute in float32.
     """
     gemm_s = _fastest_gemm_s(device, dtype, clock, sizes)
     memory = torch.ones(sizes.read_bytes // 4, device=device)
-    read_s = _best_s(memory.sum, clock, device, sizes.repeat)
+    read_s = best_s(memory.sum, clock, device, sizes.repeat)
     if device.type == "cuda":
         del memory
         torch.cuda.empty_cache()
@@ -215,8 +211,7 @@ def linear_flop_s(device: torch.device, dtype: torch.dtype, clock: Clock) -> flo
     size = _LINEAR_SIZE
     linear = make_linear(torch.randn(size, size, device=device).to(dtype))
     rows = torch.randn(_LINEAR_ROWS, size, device=device).to(dtype)
-    best_s = _best_s(lambda: linear(rows), clock, device, _LINEAR_REPEAT)
-    return 2 * _LINEAR_ROWS * size**2 / best_s
+    return 2 * _LINEAR_ROWS * size**2 / best_s(lambda: linear(rows), clock, device, _LINEAR_REPEAT)
 
 
 class ProductKind(NamedTuple):
@@ -240,13 +235,11 @@ def _fastest_gemm_s(device: torch.device, dtype: torch.dtype, clock: Clock, size
     candidates = product_kinds(device, dtype)
     if len(candidates) > 1:
         small = min(_SMALL_GEMM, sizes.gemm)
-        times = [_best_s(_product(kind, small, device), clock, device, 1) for kind in candidates]
+        times = [best_s(_product(kind, small, device), clock, device, 1) for kind in candidates]
         candidates = [
             kind for kind, time_s in zip(candidates, times, strict=True) if time_s <= _HOPELESS * min(times)
         ]
-    return min(
-        _best_s(_product(kind, sizes.gemm, device), clock, device, sizes.repeat) for kind in candidates
-    )
+    return min(best_s(_product(kind, sizes.gemm, device), clock, device, sizes.repeat) for kind in candidates)
 
 
 def _product(kind: ProductKind, size: int, device: torch.device) -> Callable[[], object]:
@@ -273,11 +266,15 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _best_s(work: Callable[[], object], clock: Clock, device: torch.device, repeat: int) -> float:
-    times = []
-    for _ in range(repeat + 1):
+def best_s(work: Callable[[], object], clock: Clock, device: torch.device, num_runs: int) -> float:
+    """Return the seconds of the fastest of so many runs, beside a first one that is dropped."""
+    return min(itertools.islice(_run_times(work, clock, device), 1, 1 + num_runs))
+
+
+def _run_times(work: Callable[[], object], clock: Clock, device: torch.device) -> Iterator[float]:
+    """Yield the seconds of one run after the other. The first compiles, and touches the memory."""
+    while True:
         started_at = clock.now()
         work()
         synchronize(device)
-        times.append(clock.now() - started_at)
-    return min(times[1:])
+        yield clock.now() - started_at

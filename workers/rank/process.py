@@ -59,7 +59,7 @@ from workers.rank.collectives import RankGroups, find_store, open_store
 from workers.rank.model_runner import AutoKv, ModelRunner, ReadyFields, read_dtype
 from workers.rank.probe import AT_START, DeviceLimits, Probe, ProbeResult, device_memory, measure_limits
 from workers.rank.progress import Progress
-from workers.rank.step_runner import Ticket, launched
+from workers.rank.tickets import Ticket, launched
 
 _CONNECT_TIMEOUT_S = 10.0
 _MEMORY_S = 2.0
@@ -149,6 +149,7 @@ class _Rank:
 
     def _load(self, form: FormGroup, store: Store | None) -> ModelRunner:
         spec = self._spec
+        memory = device_memory(self._device)
         self._enter("forming groups")
         if store is None and spec.num_ranks > 1:
             store = find_store(form.store_address)
@@ -163,7 +164,8 @@ class _Rank:
             secret=spec.secret,
         )
         first_layer, end_layer = form.stages[spec.stage]
-        auto = AutoKv(spec.kv_share, spec.max_batch_tokens) if spec.kv_share else None
+        free_at_start = memory.total_bytes - memory.used_bytes
+        auto = AutoKv(spec.kv_share, spec.max_batch_tokens, free_at_start) if spec.kv_share else None
         return ModelRunner(
             model_dir=Path(spec.model_dir),
             dtype=read_dtype(spec.dtype),

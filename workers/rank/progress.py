@@ -4,7 +4,8 @@ A mark means that one piece of a step is done: a product, a part of a chunk's at
 piece is done when its call returns, so the step's thread counts it. On CUDA calls return when their kernels
 are queued: a mark is an event behind them on the stream, and counts once the device has passed it. A kernel
 that hangs therefore stops the progress although its launches succeeded, and a long step makes progress while
-its thread only waits for the device.
+its thread only waits for the device. A step that a graph computes has one mark, its end: it is shorter than
+most pieces of other steps.
 
 Waiting for another rank makes no mark: ranks that wait for each other make no progress.
 """
@@ -14,15 +15,15 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-import torch
-
 from kvtransfer.common.faults import Faults
 from workers.model.attention.interface import Marks
+from workers.rank.device_queue import DeviceQueue, Event
 from workers.rank.input_batch import PlannedRows
 
 
 class ProgressReading(NamedTuple):
-    """The current step, and the number of pieces of all steps that are done so far."""
+    """The oldest step that has begun and is not done, else the last one, and the number of pieces of all
+    steps that are done so far."""
 
     step: int
     num_pieces: int
@@ -31,13 +32,12 @@ class ProgressReading(NamedTuple):
 class Progress(Marks):
     """Marks of a rank's steps, written by the step's thread and read by one other thread."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._is_cuda = device.type == "cuda"
+    def __init__(self, queue: DeviceQueue) -> None:
+        self._queue = queue
         self._step = 0
         self._num_pieces = 0
         self._num_passed = 0
-        self._events: deque[torch.cuda.Event] = deque()
+        self._events: deque[tuple[int, Event]] = deque()
 
     def begin(self, step: int) -> None:
         """Begin a step: later marks belong to it."""
@@ -45,22 +45,23 @@ class Progress(Marks):
 
     def mark(self) -> None:
         """Mark a piece of a layer as done. On CUDA, where it is only queued, this does nothing."""
-        if not self._is_cuda:
+        if not self._queue.runs_behind:
             self._num_pieces += 1
 
     def mark_layer(self) -> None:
         """Mark all that was computed or queued so far as one piece."""
-        if self._is_cuda:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(self._device))
-            self._events.append(event)
+        if self._queue.runs_behind:
+            self._events.append((self._step, self._queue.event()))
         else:
             self._num_pieces += 1
 
     def read(self) -> ProgressReading:
         """Return how far the step's thread (on CUDA: the device) has come. Raises RuntimeError if the device
         has failed."""
-        while self._events and self._events[0].query():  # type: ignore[no-untyped-call]
+        while self._events:
+            step, event = self._events[0]
+            if not event.query():
+                return ProgressReading(step, self._num_pieces + self._num_passed)
             self._events.popleft()
             self._num_passed += 1
         return ProgressReading(self._step, self._num_pieces + self._num_passed)

@@ -23,11 +23,19 @@ from workers.messages.rank_channel import SlotStart
 from workers.messages.sampling import TokenLogprob
 from workers.model import native
 from workers.model.noise import gumbel, output_keys, seed_keys, token_counters
-from workers.rank.logits import SlotNeeds, Slots, SlotTable, Warp, apply_masks_, distinct_tokens
+from workers.rank.logits import (
+    NUCLEUS_TOKENS,
+    SlotNeeds,
+    Slots,
+    SlotTable,
+    Warp,
+    apply_masks_,
+    distinct_tokens,
+    nucleus_end,
+)
 
 # The largest top-k for which candidates are taken first.
 MOST_COUNTED = 1024
-_NUCLEUS_TOKENS = 256
 # More than two ways to sum up to `MOST_COUNTED` probabilities in float32 differ by.
 _MASS_ERROR = 2e-5
 # More than two ways to compute a probability in float32 differ by, beside their sums.
@@ -222,7 +230,7 @@ def draw_from_candidates(logits: Tensor, warp: Warp, keys: Tensor, counters: Ten
     """
     vocab_size, is_counted = logits.shape[1], bool(warp.top_k[0])
     most = int(warp.top_k.max())
-    width = min(vocab_size, most + most // 4 + 16 if is_counted else _NUCLEUS_TOKENS)
+    width = min(vocab_size, most + most // 4 + 16 if is_counted else NUCLEUS_TOKENS)
     best, ids = largest(logits, width)
     scaled = best / warp.temperature
     last = scaled[:, -1:]
@@ -298,9 +306,7 @@ def _nucleus(probabilities: Tensor, warp: Warp, is_exact: bool) -> _Nucleus:
     the whole row bit for bit, and sums are taken in order."""
     top_p = warp.column(np.where(warp.top_p < 1.0, warp.top_p, np.float32(2.0)))  # 2: never reached
     ordered = probabilities.sort(dim=-1, descending=True).values
-    before = ordered.cumsum(dim=-1) - ordered
-    num_kept = (before < top_p).sum(dim=-1, keepdim=True).clamp_(min=1)
-    threshold = ordered.gather(1, num_kept - 1)
+    before, threshold = nucleus_end(ordered, top_p)
     is_dropped = probabilities < threshold
     next_below = probabilities.masked_fill(~is_dropped, -1.0).amax(-1, keepdim=True)
     is_sure = next_below < threshold * (1 - _RATIO_ERROR)

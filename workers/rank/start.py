@@ -8,18 +8,16 @@ import contextlib
 import gc
 import os
 import signal
-import struct
 import sys
 from pathlib import Path
 from typing import BinaryIO
 
+from kvtransfer.codec import read_frame
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.errors import PeerGoneError
 from workers.errors import CheckpointError
 from workers.messages.rank_channel import RANK_SPEC_CODEC, RankSpec
 from workers.model.fingerprint import FingerprintTask
-
-_LENGTH = struct.Struct("<I")
 
 
 def start_rank(spec: RankSpec) -> None:
@@ -40,11 +38,10 @@ def start_rank(spec: RankSpec) -> None:
 
 def read_spec(stream: BinaryIO) -> RankSpec:
     """Read the one frame on `stream`. Raises `TransferError` if it is cut short or no RankSpec."""
-    header = stream.read(_LENGTH.size)
-    if len(header) != _LENGTH.size:
+    frame = read_frame(stream)
+    if frame is None:
         raise PeerGoneError("standard input ended before the rank's specification")
-    (num_bytes,) = _LENGTH.unpack(header)
-    return RANK_SPEC_CODEC.decode(stream.read(num_bytes))
+    return RANK_SPEC_CODEC.decode(frame)
 
 
 def main() -> None:

@@ -1,15 +1,18 @@
 """Run one step of a rank: compute its part of what a plan names, and sample.
 
+On a CPU tokens are at the host when a step is computed. On a device that runs behind the host they stay there
+(`workers.rank.device_batch`): they feed the next step without the host, which reads them when they have been
+copied out. Steps of which every sequence decodes are replayed from graphs where these were recorded. Not yet
+validated on CUDA.
+
 In shapes, num_tokens counts the tokens of a step (all sequences one after another), num_samples the slots
 that sample."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from queue import SimpleQueue
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -21,29 +24,41 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from workers.errors import WorkerError
 from workers.messages.rank_channel import BlockCopy, RowLogprob, SlotStart, StepPlan, StepReport
-from workers.model.attention.interface import AttentionBackend, AttentionPlan, StepInput
+from workers.model.attention.interface import (
+    AttentionBackend,
+    AttentionPlan,
+    DeviceStep,
+    StepInput,
+    to_device,
+)
 from workers.model.decoder import Decoder
 from workers.model.host_kv import HostKv
-from workers.model.parallel import Unfinished, parallelize
+from workers.model.parallel import Unfinished
 from workers.rank.collectives import RankGroups
 from workers.rank.containment import Containment, touch_device
+from workers.rank.decode_graphs import DecodeGraphs, graph_sizes
+from workers.rank.device_batch import DeviceBatch, RowsThere
+from workers.rank.device_queue import DeviceQueue, make_queue
+from workers.rank.device_sampler import DeviceSampler, Drawn, SamplerByHost
 from workers.rank.input_batch import InputBatch, InputTokens, PlannedRows
 from workers.rank.progress import Progress, StepFaults
 from workers.rank.sampler import Sampled, Sampler
+from workers.rank.tickets import DrawnRows, Results, Ticket, row_logprobs
 
 
 class _Part(NamedTuple):
     """Sequences of a step and the inputs of all their tokens, one sequence after another: token ids [T], or
-    hidden states [T, C]."""
+    hidden states [T, C]. `there` are the rows on the device, where they are known to it already."""
 
     rows: PlannedRows
     inputs: Tensor
+    there: RowsThere | None = None
 
     def only(self, kept: NDArray[np.bool_]) -> _Part:
         """The part with the sequences that `kept` marks."""
         if kept.all():
             return self
-        tokens = torch.from_numpy(np.repeat(kept, self.rows.lengths))
+        tokens = torch.from_numpy(np.flatnonzero(np.repeat(kept, self.rows.lengths)))
         return _Part(self.rows.only(kept), self.inputs[tokens.to(self.inputs.device)])
 
     def halves(self) -> tuple[_Part, _Part]:
@@ -53,11 +68,13 @@ class _Part(NamedTuple):
 
 class _Sampling(NamedTuple):
     """Sequences that sample, one row each: the hidden states [num_rows, C] of their last tokens and, unless
-    an attempt to sample has used them up, logits [num_rows, vocab_size]."""
+    an attempt to sample has used them up, logits [num_rows, vocab_size]. `slots_there` are the slots that
+    sample, where the device knows them already."""
 
     rows: PlannedRows
     hidden: Tensor
     logits: Tensor | None
+    slots_there: Tensor | None = None
 
     def halves(self) -> tuple[_Sampling, _Sampling]:
         middle = self.rows.num_sequences // 2
@@ -75,19 +92,16 @@ class Executed(NamedTuple):
     rows: PlannedRows
     started_at: float
     sampling: list[_Sampling]
+    there: RowsThere | None = None
 
 
-class Ticket(NamedTuple):
-    """A step that is launched. Its report holds once the device has passed `event` (None: it holds now)."""
-
-    report: StepReport
-    event: torch.cuda.Event | None
+_Sample = TypeVar("_Sample")
 
 
 class StepRunner:
-    """Runs the plans of one rank in order. `decoder` is its part of the model, which is joined here with
-    those of the stage's other ranks; `attention` computes over `kv`, its pool of blocks, and `host` are those
-    in host memory (None: there are none).
+    """Runs the plans of one rank in order. `decoder` is its part of the model, which `parallelize` has joined
+    with those of the stage's other ranks, over `unfinished`; `attention` computes over `kv`, its pool of
+    blocks, and `host` are those in host memory (None: there are none).
 
     `launch` is `execute`, then `sample`. Both halves are there for slots whose next mask or whose end depends
     on the last token: what they need is made between the two, while the device computes."""
@@ -98,14 +112,20 @@ class StepRunner:
         attention: AttentionBackend,
         host: HostKv | None,
         groups: RankGroups,
+        unfinished: Unfinished,
         block_tokens: int,
         clock: Clock,
         faults: Faults,
         *,
         max_slots: int,
         max_context_tokens: int,
+        queue: DeviceQueue | None = None,
+        num_graph_rows: int = 0,
     ) -> None:
-        """`max_slots` may be in use at a time, with up to `max_context_tokens` each."""
+        """`max_slots` may be in use at a time, with up to `max_context_tokens` each.
+
+        With a `queue`, tokens stay on the device, and the last block of `kv` is scratch. `record_graphs` then
+        records graphs of up to `num_graph_rows` sequences."""
         self._decoder = decoder
         self._attention = attention
         self._kv = kv = attention.kv
@@ -114,39 +134,66 @@ class StepRunner:
         self._block_tokens = block_tokens
         self._clock = clock
         self._device = kv.device
-        self._unfinished = Unfinished(groups, decoder)
-        parallelize(decoder, self._unfinished)
+        self._unfinished = unfinished
         self._containment = Containment(kv.device)
-        self.progress = Progress(kv.device)
+        self._queue = queue or make_queue(kv.device)
+        self.progress = Progress(self._queue)
         self._step_faults = StepFaults(self.progress, faults, groups.rank)
-        self.batch = InputBatch(max_slots, -(-max_context_tokens // block_tokens), block_tokens, len(kv))
-        self._inputs = InputTokens(groups, max_slots) if groups.is_first_stage else None
-        self._sampler: Sampler | None = None
+        num_blocks = len(kv) if queue is None else len(kv) - 1
+        self.batch = InputBatch(max_slots, -(-max_context_tokens // block_tokens), block_tokens, num_blocks)
+        self._there: DeviceBatch | None = None
+        self._graphs: DecodeGraphs | None = None
+        self._inputs = InputTokens(groups, max_slots) if groups.is_first_stage and queue is None else None
         self._slot_to_refusal: dict[int, str] = {}  # slots with which the sampler could not begin
+        self._sampler: Sampler | None = None
+        self._sampler_there: DeviceSampler | None = None
         if groups.is_sampler:
             config = decoder.config
             self._sampler = Sampler(config.vocab_size, config.eos_token_ids, kv.device, max_slots)
+            if queue is not None:
+                self._sampler_there = SamplerByHost(self._sampler)
+        if queue is not None:
+            self._there = there = DeviceBatch(
+                self.batch, queue, most_rows=graph_sizes(num_graph_rows)[-1], scratch_block=num_blocks
+            )
+            self._graphs = DecodeGraphs(
+                decoder, attention, there, self._sampler_there, groups, self._unfinished, queue
+            )
+        self._finished_at = 0.0
 
     @property
     def runs_ahead(self) -> bool:
         """Whether a step is still under way when `launch` returns."""
-        return self._device.type == "cuda"
+        return self._queue.runs_behind
 
+    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Ticket:
         """Execute this rank's part of one step. An empty plan only touches the device (the health canary)."""
-        return self.sample(self.execute(plan))
+        started_at, rows = self._take_in(plan)
+        ticket = self._replay(plan, rows, started_at)
+        return ticket or self.sample(self._execute(plan, rows, started_at))
 
     def collect(self, ticket: Ticket) -> StepReport:
         """Wait until the launched step is done. Its report names what could not be computed; see
         `workers.rank.containment`."""
-        if ticket.event is None:
-            return ticket.report
+        report = ticket.report
+        if not self.runs_ahead and ticket.results is None:
+            return report
         ticket.event.synchronize()
-        return replace(ticket.report, finished_at=self._clock.now())
+        # A step that was launched while another one computed began when that was done.
+        started_at = max(report.started_at, self._finished_at)
+        self._finished_at = self._clock.now()
+        report = replace(report, started_at=started_at, finished_at=self._finished_at)
+        return report if ticket.results is None else ticket.results.complete(report)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Executed:
         """Take in a plan and compute it up to the logits."""
+        started_at, rows = self._take_in(plan)
+        return self._execute(plan, rows, started_at)
+
+    def _take_in(self, plan: StepPlan) -> tuple[float, PlannedRows]:
+        """Change what this rank knows of its slots and blocks. Returns when it began, and what to compute."""
         started_at = self._clock.now()
         self.progress.begin(plan.step)
         self._containment.begin(plan)
@@ -156,74 +203,179 @@ class StepRunner:
         self._change_slots(plan)
         if plan.copies:
             self._copy_blocks(plan.copies)
+        return started_at, rows
+
+    def _execute(self, plan: StepPlan, rows: PlannedRows, started_at: float) -> Executed:
+        there: RowsThere | None = None
+        if self._there is not None:
+            there, tokens = self._there.stage(plan, rows)
+            whole = _Part(rows, tokens, there).only(self._containment.intact(rows))
         if not rows.num_sequences:
-            touch_device(self._device)
+            if self.runs_ahead:
+                torch.ones((), device=self._device)  # its event shows whether the device is usable
+            else:
+                touch_device(self._device)
             return Executed(plan.step, rows, started_at, [])
-        whole, waited_s = self._input(plan, rows)
-        sampling = self._compute_in_parts(rows, whole)
-        return Executed(plan.step, rows, started_at + waited_s, sampling)
+        if there is None:
+            whole, waited_s = self._input(plan, rows)
+            started_at += waited_s
+        return Executed(plan.step, rows, started_at, self._compute_in_parts(rows, whole), there)
 
     @torch.inference_mode()
     def sample(self, executed: Executed, masks: NDArray[np.uint32] | None = None) -> Ticket:
         """Sample for a step that is executed: the tokens feed the next one, and go into the report. `masks`
         [num_samples, ceil(vocab_size / 32)] may allow only some tokens to each row of the report, as in
         `Sampler.sample`."""
+        if self._there is not None:
+            return self._sample_there(executed, masks)
         tokens = np.zeros(len(executed.rows.sample_slots), np.int64)
         logprobs: list[RowLogprob] = []
-        pending = executed.sampling[::-1]
-        while pending:
-            part = pending.pop()
-            sampled = self._attempt_sampling(part, masks)
-            if sampled is not None:
-                tokens[part.rows.sample_rows] = sampled.tokens
-                logprobs += [
-                    RowLogprob(int(part.rows.sample_rows[row]), logprob)
-                    for row, logprob in sampled.row_to_logprob.items()
-                ]
-            elif part.rows.num_sequences == 1:
-                self._containment.fail(part.rows)
-            else:
-                pending += part.halves()[::-1]
+        for rows, sampled in self._sampled_parts(executed, partial(self._draw, masks=masks)):
+            tokens[rows.sample_rows] = sampled.tokens
+            logprobs += row_logprobs(rows, sampled.row_to_logprob)
         packed = b""
         if self._sampler is not None:
             self._hand_out(executed, tokens)
             packed = tokens.astype("<u4").tobytes()
-        report = StepReport(
-            executed.step,
-            packed,
-            executed.started_at,
-            self._clock.now(),
-            failed=self._containment.failed,
-            logprobs=tuple(logprobs),
+        report = self._report(executed.step, executed.started_at)
+        report = replace(report, tokens=packed, logprobs=tuple(logprobs))
+        return Ticket(report, self._queue.event())
+
+    def _sample_there(self, executed: Executed, masks: NDArray[np.uint32] | None) -> Ticket:
+        """Do what `sample` does, with tokens that stay on the device."""
+        num_samples = len(executed.rows.sample_slots)
+        tokens = torch.zeros(num_samples, dtype=torch.int32, device=self._device)
+        drawings: list[DrawnRows] = []
+        draw = partial(self._draw_there, masks=masks)
+        for rows, drawn in self._sampled_parts(executed, draw):
+            if len(rows.sample_rows) == num_samples:
+                tokens = drawn.tokens
+            else:
+                tokens[to_device(rows.sample_rows, self._device)] = drawn.tokens
+            drawings.append(DrawnRows(rows, drawn.logprobs))
+        report = self._report(executed.step, executed.started_at)
+        if executed.there is None or not num_samples:
+            return Ticket(report, self._queue.event())
+        return self._hand_out_there(report, executed.there.sample_slots, tokens, drawings)
+
+    def _hand_out_there(
+        self, report: StepReport, slots: Tensor, tokens: Tensor, drawings: Sequence[DrawnRows]
+    ) -> Ticket:
+        """Let `tokens` [num_samples] feed the next step of these slots, and copy them to the host."""
+        assert self._there is not None
+        if self._groups.tp > 1:
+            self._groups.broadcast(tokens)
+        self._there.sampled(slots, tokens)
+        if self._sampler_there is None:
+            return Ticket(report, self._queue.event())
+        copied = self._queue.copy_out(tokens)
+        return Ticket(report, copied.event, Results(copied, drawings))
+
+    def _sampled_parts(
+        self, executed: Executed, draw: Callable[[_Sampling, Tensor], _Sample]
+    ) -> Iterator[tuple[PlannedRows, _Sample]]:
+        """Sample all that an executed step has left to sample, in parts if an attempt fails on any rank of
+        the stage."""
+        pending = executed.sampling[::-1]
+        while pending:
+            part = pending.pop()
+            sampled = self._attempt_sampling(part, draw)
+            if sampled is not None:
+                yield part.rows, sampled
+            elif part.rows.num_sequences == 1:
+                self._containment.fail(part.rows)
+            else:
+                pending += part.halves()
+
+    def _report(self, step: int, started_at: float) -> StepReport:
+        """Return the report of a step without what it sampled."""
+        return StepReport(step, b"", started_at, self._clock.now(), failed=self._containment.failed)
+
+    # --------------------------------------------------------------------------------- graphs
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """The numbers of sequences for which decoding steps can be recorded as graphs: none, unless tokens
+        stay on the device and nothing of a step is left to the host."""
+        return self._graphs.sizes if self._graphs is not None and self._graphs.can_record else ()
+
+    @torch.inference_mode()
+    def record_graphs(self, sizes: Sequence[int]) -> None:
+        """Record graphs of some of `graph_sizes`. Nothing is under way."""
+        if sizes and self._graphs is not None:
+            self._graphs.record(sizes)
+
+    def _replay(self, plan: StepPlan, rows: PlannedRows, started_at: float) -> Ticket | None:
+        """Compute a step by a graph, if there is one for it."""
+        if self._graphs is None or self._there is None:
+            return None
+        num_rows = rows.num_sequences
+        size = self._graphs.size_for(num_rows) if self._is_recordable(rows) else None
+        if not self._groups.agree(size is not None) or size is None:
+            return None
+        self._there.stage_for_graph(plan, rows, size)
+        decoded = self._graphs.replay(size)
+        self.progress.mark_layer()
+        report = self._report(plan.step, started_at)
+        if self._sampler_there is None:
+            return Ticket(report, self._queue.event())
+        tokens = decoded.tokens[:num_rows].clone()  # the next replay writes to its memory
+        logprobs = self._sampler_there.logprobs(decoded.logits, rows.slots, tokens)
+        copied = self._queue.copy_out(tokens)
+        return Ticket(report, copied.event, Results(copied, [DrawnRows(rows, logprobs)]))
+
+    def _is_recordable(self, rows: PlannedRows) -> bool:
+        """Return whether every sequence has one token and samples for its own slot, all on the device."""
+        return (
+            np.array_equal(rows.sample_slots, rows.slots)
+            and rows.num_tokens == rows.num_sequences
+            and not self.batch.in_host[rows.slots].any()
+            and not self._slot_to_refusal
+            and not self._containment.has_lost_slots
         )
-        return Ticket(report, self._event())
+
+    # ---------------------------------------------------------------------- for measurements
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
         """Compute all sequences of a plan in one call, of an unsharded model, and sample nothing. Returns
         float32 [num_samples, vocab_size] at the last positions of those that would sample."""
-        assert self._inputs is not None
         rows = self.batch.change(plan)
-        self._inputs.change(plan)
-        tokens = torch.from_numpy(self._inputs.tokens(plan))
-        _, sampling = self._compute(_Part(rows, tokens))
+        if self._there is not None:
+            there, tokens = self._there.stage(plan, rows)
+            whole = _Part(rows, tokens, there)
+        else:
+            assert self._inputs is not None
+            self._inputs.change(plan)
+            whole = _Part(rows, torch.from_numpy(self._inputs.tokens(plan)))
+        _, sampling = self._compute(whole)
         assert sampling.logits is not None
         return sampling.logits
 
     @torch.inference_mode()
-    def layers_only(self, plan: StepPlan, most_layers: int | None = None) -> None:
-        """Run this stage's layers, or the first `most_layers`, over zeros in place of the plan's tokens, for
-        a measurement, and wait for the device."""
+    def rehearse(self, plan: StepPlan, most_layers: int | None = None) -> None:
+        """Run what a step takes of this stage, or its first `most_layers`, for a measurement: its layers over
+        zeros in place of the plan's tokens and, at the last stage, head and sampling. Waits for the
+        device."""
         rows = self.batch.change(plan)
         shape = (rows.num_tokens, self._decoder.config.hidden_size)
-        self._unfinished.begin(rows.num_tokens, 0)
+        self._unfinished.begin(rows.num_tokens, len(rows.sampling))
+        there: RowsThere | None = None
+        if self._there is not None:
+            there, _ = self._there.stage(plan, rows)
         hidden = torch.zeros(shape, dtype=self._kv.dtype, device=self._device)
-        self._decoder.run_layers(hidden, self._plan(rows), most_layers)
-        event = self._event()
-        if event is not None:
-            event.synchronize()
+        hidden = self._decoder.run_layers(hidden, self._plan(rows, there), most_layers)
+        if self._groups.is_last_stage and len(rows.sampling):
+            last = hidden[to_device(np.cumsum(rows.lengths)[rows.sampling] - 1, self._device)]
+            logits = self._decoder.logits(last)
+            draw = self._draw if self._there is None else self._draw_there
+            draw(_Sampling(rows, last, logits), logits, None)
+        self._queue.event().synchronize()
 
-    def _plan(self, rows: PlannedRows) -> AttentionPlan:
+    def _plan(self, rows: PlannedRows, there: RowsThere | None) -> AttentionPlan:
+        device: DeviceStep | None = None
+        if self._there is not None and there is not None:
+            device = self._there.step(there.slots, there.starts, there.lengths)
         has_host = self._host is not None and self.batch.in_host[rows.slots].any()
         return self._attention.plan(
             StepInput(
@@ -234,24 +386,21 @@ class StepRunner:
                 block_tokens=self._block_tokens,
                 marks=self._step_faults,
                 host=self._host.reader if self._host is not None and has_host else None,
+                device=device,
             )
         )
 
     def _change_slots(self, plan: StepPlan) -> None:
         if self._sampler is None:
             return
+        sampler = self._sampler_there or self._sampler
         for slot in plan.free_slots:
             if self._slot_to_refusal.pop(slot, None) is None:
-                self._sampler.free(slot)
+                sampler.free(slot)
         for start in plan.starts:
-            if self._containment.attempt(partial(self._start, start)) is None:
+            if not self._containment.attempt(partial(_start, sampler, start)):
                 reason = self._containment.reason
                 self._slot_to_refusal |= dict.fromkeys((sample.slot for sample in start.samples), reason)
-
-    def _start(self, start: SlotStart) -> bool:
-        assert self._sampler is not None
-        self._sampler.start(start)
-        return True
 
     def _input(self, plan: StepPlan, rows: PlannedRows) -> tuple[_Part, float]:
         """Return what this stage can compute of the step, and the seconds that this rank waited for it."""
@@ -274,7 +423,8 @@ class StepRunner:
 
     def _compute_in_parts(self, rows: PlannedRows, whole: _Part) -> list[_Sampling]:
         """Compute the layers of this stage, at once, or in parts if an attempt fails on any rank of the
-        stage. Returns what samples; any other stage sends its hidden states on."""
+        stage. What comes last in the plan, sequences that decode, is computed first: where memory lacks, the
+        newest fail. Returns what samples; any other stage sends its hidden states on."""
         done: list[_Part] = []
         sampling: list[_Sampling] = []
         pending = [whole] if whole.rows.num_sequences else []
@@ -288,9 +438,10 @@ class StepRunner:
             elif part.rows.num_sequences == 1:
                 self._containment.fail(part.rows)
             else:
-                pending += part.halves()[::-1]
+                pending += part.halves()
         if self._groups.is_last_stage:
             return sampling
+        done.sort(key=lambda part: int(part.rows.indices[0]))
         self._send_hidden(rows.num_sequences, done)
         return []
 
@@ -306,11 +457,13 @@ class StepRunner:
     def _compute(self, part: _Part) -> tuple[Tensor, _Sampling]:
         """Return hidden states [num_tokens, hidden_size] after this stage's layers, and what samples: at
         stages before the last without logits."""
-        rows = part.rows
-        attention = self._plan(rows)
+        rows, there = part.rows, part.there
+        if there is None and self._there is not None:
+            there = self._there.place(rows)
+        attention = self._plan(rows, there)
         if self._groups.is_first_stage:
             self._step_faults.at("embedding")
-            hidden = self._decoder.embed(part.inputs.to(self._device, non_blocking=True))
+            hidden = self._decoder.embed(part.inputs.to(self._device, torch.int64, non_blocking=True))
             self.progress.mark_layer()
         else:
             hidden = part.inputs.clone()  # the layers overwrite it, and it may be needed again
@@ -320,8 +473,15 @@ class StepRunner:
         is_sampling[sources] = True
         last = hidden
         if len(sources) < len(hidden):  # else all are single tokens
-            last = hidden[self._upload(np.cumsum(rows.lengths)[sources] - 1)]
-        sampling = _Sampling(rows.only(is_sampling), last, None)
+            last_rows = (
+                to_device(np.cumsum(rows.lengths)[sources] - 1, self._device)
+                if there is None
+                else there.last_rows
+            )
+            last = hidden[last_rows]
+        sampling = _Sampling(
+            rows.only(is_sampling), last, None, None if there is None else there.sample_slots
+        )
         if self._groups.is_last_stage and len(sources):
             sampling = sampling._replace(logits=self._head(last))
         elif self._groups.is_last_stage:
@@ -337,7 +497,9 @@ class StepRunner:
         self.progress.mark_layer()
         return logits
 
-    def _attempt_sampling(self, part: _Sampling, masks: NDArray[np.uint32] | None) -> Sampled | None:
+    def _attempt_sampling(
+        self, part: _Sampling, draw: Callable[[_Sampling, Tensor], _Sample]
+    ) -> _Sample | None:
         """Sample one token for each slot, at the sampler; the other ranks of its stage return nothing. The
         result is None if that failed here or at another rank."""
         self._step_faults.begin(part.rows)
@@ -350,24 +512,42 @@ class StepRunner:
             if not self._groups.agree(logits is not None) or logits is None:
                 return None
         whole = logits
-        sampled = self._containment.attempt(lambda: self._draw(part.rows, whole, masks))
+        sampled = self._containment.attempt(lambda: draw(part, whole))
         if not self._groups.agree(sampled is not None) or sampled is None:
             return None
         self.progress.mark_layer()
         return sampled
 
-    def _draw(self, rows: PlannedRows, logits: Tensor, masks: NDArray[np.uint32] | None) -> Sampled:
+    def _draw(self, part: _Sampling, logits: Tensor, masks: NDArray[np.uint32] | None) -> Sampled:
+        slots = part.rows.sample_slots
         if self._sampler is None:
-            return Sampled(np.zeros(len(rows.sample_slots), np.uint32), {})
+            return Sampled(np.zeros(len(slots), np.uint32), {})
+        logits = self._logits_of_samples(part.rows, logits)
+        return self._sampler.sample(
+            logits, slots, masks[part.rows.sample_rows] if masks is not None else None
+        )
+
+    def _draw_there(self, part: _Sampling, logits: Tensor, masks: NDArray[np.uint32] | None) -> Drawn:
+        slots = part.rows.sample_slots
+        if self._sampler_there is None:
+            tokens = torch.zeros(len(slots), dtype=torch.int32, device=self._device)
+            return Drawn(tokens, dict)
+        logits = self._logits_of_samples(part.rows, logits)
+        slots_there = to_device(slots, self._device) if part.slots_there is None else part.slots_there
+        masks = masks[part.rows.sample_rows] if masks is not None else None
+        return self._sampler_there.draw(logits, slots, slots_there, masks)
+
+    def _logits_of_samples(self, rows: PlannedRows, logits: Tensor) -> Tensor:
+        """Return logits [num_samples, vocab_size] from those of the sequences that sample. Raises WorkerError
+        if the sampling of one cannot begin."""
         self._step_faults.at("sampling")
         if self._slot_to_refusal:
             for slot in rows.sample_slots.tolist():
                 if slot in self._slot_to_refusal:
                     raise WorkerError(f"its sampling cannot begin: {self._slot_to_refusal[slot]}")
         if len(rows.sample_slots) > len(logits):  # several samples fork from one prompt
-            logits = logits[self._upload(rows.sample_sources)]
-        masks = masks[rows.sample_rows] if masks is not None else None
-        return self._sampler.sample(logits, rows.sample_slots, masks)
+            logits = logits[to_device(rows.sample_sources, self._device)]
+        return logits
 
     def _hand_out(self, executed: Executed, tokens: NDArray[np.int64]) -> None:
         """Pass the tokens to the first stage: one for every slot that should have sampled, 0 if it failed."""
@@ -391,35 +571,11 @@ class StepRunner:
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         if self._host is not None and not (copies := self._host.copy(copies)):
             return
-        src = self._upload(np.array([copy.src_block for copy in copies]))
-        dst = self._upload(np.array([copy.dst_block for copy in copies]))
+        src = to_device(np.array([copy.src_block for copy in copies]), self._device)
+        dst = to_device(np.array([copy.dst_block for copy in copies]), self._device)
         self._kv[dst] = self._kv[src]
 
-    def _event(self) -> torch.cuda.Event | None:
-        """Return the point that the device has reached when all that was queued so far is done."""
-        if self._device.type != "cuda":
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
 
-    def _upload(self, values: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:
-        return torch.from_numpy(values).to(self._device, non_blocking=True)
-
-
-def launched(
-    plans: SimpleQueue[StepPlan | None], launch: Callable[[StepPlan], Ticket], most: int
-) -> Iterator[Ticket]:
-    """Launch the plans of the queue in order, until None comes. Yields each ticket when it is to be
-    collected: when `most` are launched, or no further plan is there."""
-    tickets: deque[Ticket] = deque()
-    has_ended = False
-    while tickets or not has_ended:
-        if not has_ended and (not tickets or (len(tickets) < most and not plans.empty())):
-            plan = plans.get()
-            if plan is None:
-                has_ended = True
-            else:
-                tickets.append(launch(plan))
-        else:
-            yield tickets.popleft()
+def _start(sampler: Sampler | DeviceSampler, start: SlotStart) -> bool:
+    sampler.start(start)
+    return True

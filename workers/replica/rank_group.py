@@ -14,14 +14,13 @@ import logging
 import os
 import signal
 import socket
-import struct
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
-from kvtransfer.codec import MAX_FRAME_BYTES
+from kvtransfer.codec import MAX_FRAME_BYTES, framed
 from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.errors import PeerGoneError, TransferError
@@ -99,11 +98,10 @@ class RankCommand(NamedTuple):
 
     @staticmethod
     def of(spec: RankSpec) -> RankCommand:
-        frame = RANK_SPEC_CODEC.encode(spec)
         return RankCommand(
             (sys.executable, "-m", "workers.rank.start"),
             {**os.environ, "OMP_NUM_THREADS": str(spec.num_threads)},
-            struct.pack("<I", len(frame)) + frame,
+            framed(RANK_SPEC_CODEC.encode(spec)),
         )
 
 

@@ -149,15 +149,17 @@ class BlockLoader:
 
     def pump(self) -> None:
         """Begin to fetch what fits now."""
-        for number, load in list(self._loads.items()):
-            if load.tiers and not load.is_fetching:
-                self._begin(number, load)
+        for number, load in self._found():
+            self._begin(number, load)
 
     def cannot_copy(self) -> None:
         """The ranks do not reach the store now: what still waits for free blocks is computed."""
-        for number, load in list(self._loads.items()):
-            if load.tiers and not load.is_fetching:
-                self._end(number)
+        for number, _ in self._found():
+            self._end(number)
+
+    def _found(self) -> list[tuple[int, _Load]]:
+        """Whose blocks were found and are not being fetched yet, by number."""
+        return [it for it in self._loads.items() if it[1].tiers and not it[1].is_fetching]
 
     def _begin(self, number: int, load: _Load) -> None:
         held_ids = self._pool.match(load.need.keys[: load.need.num_held])

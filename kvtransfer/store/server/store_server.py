@@ -14,7 +14,6 @@ import asyncio
 import logging
 import signal
 import socket
-import struct
 import sys
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,7 @@ from typing import BinaryIO
 from msgspec.structs import replace
 
 from kvtransfer.blocks.checksum import checksum
-from kvtransfer.codec import Codec, Message
+from kvtransfer.codec import Codec, Message, read_frame
 from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.common.tasks import SupervisedTasks
@@ -73,7 +72,6 @@ _TICK_S = 0.25
 # Engine cores are sent the rates again when one has changed by more than this part.
 _RATE_CHANGE = 0.1
 _BACKLOG = 128
-_LENGTH = struct.Struct("<I")
 
 _log = logging.getLogger("tandem.store")
 
@@ -406,8 +404,9 @@ def main() -> None:
     """Run the owner process."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     stdin = sys.stdin.buffer
-    (length,) = _LENGTH.unpack(stdin.read(_LENGTH.size))
-    asyncio.run(run_store_server(SPEC_CODEC.decode(stdin.read(length)), stdin))
+    frame = read_frame(stdin)
+    assert frame is not None, "standard input has no specification"
+    asyncio.run(run_store_server(SPEC_CODEC.decode(frame), stdin))
 
 
 if __name__ == "__main__":

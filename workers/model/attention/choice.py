@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Callable
 from typing import NamedTuple
@@ -56,13 +57,13 @@ def choose_attention(
     Raises WorkerError if there is none."""
     candidates = [
         backend
-        for backend in candidate_backends(shape, kv)
+        for backend in candidate_backends(shape, kv, is_deterministic=is_deterministic)
         if (backend.can_stage or not is_staged) and (backend.is_deterministic or not is_deterministic)
     ]
     if not candidates:
         raise WorkerError(
-            "deterministic attention needs the CPU kernels: a CPU with AVX2, a C++ compiler, float32 or "
-            "bfloat16, a head size that is a multiple of 16, and offload_mode not 'stream'"
+            "deterministic attention needs CUDA with Triton, or a CPU with AVX2, a C++ compiler, "
+            "float32 or bfloat16, a head size that is a multiple of 16, and offload_mode not 'stream'"
         )
     if len(candidates) == 1 or clock is None:
         return candidates[0]
@@ -77,9 +78,17 @@ def choose_attention(
     return chosen
 
 
-def candidate_backends(shape: AttentionShape, kv: Tensor) -> list[AttentionBackend]:
-    """Return the backends that serve this KV, the one that is expected to be fastest first."""
+def candidate_backends(
+    shape: AttentionShape, kv: Tensor, *, is_deterministic: bool = False
+) -> list[AttentionBackend]:
+    """Return the backends that serve this KV, the one that is expected to be fastest first. With
+    `is_deterministic`, one that can be deterministic at a price is."""
     backends: list[AttentionBackend] = [TorchAttention(shape, kv)]
+    if kv.is_cuda and importlib.util.find_spec("triton") is not None:
+        # Only here: on a CPU there may be no Triton.
+        from workers.model.attention.triton_backend import TritonAttention
+
+        backends.insert(0, TritonAttention(shape, kv, is_deterministic=is_deterministic))
     if CpuAttention.serves(kv):
         kernels = native.load()
         assert kernels is not None

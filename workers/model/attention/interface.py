@@ -76,12 +76,29 @@ class HostReader(ABC):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class DeviceStep:
+    """What a device knows of a step's sequences already, int32: the block tables of all slots, `tables`
+    [num_slots, max_blocks], and `slots`, `starts` and `lengths` [num_sequences] as in `StepInput`. No
+    sequence ends after `max_context_tokens`, in this step or any that reuses its CUDA graph.
+
+    If every sequence has one new token, a plan made from a `DeviceStep` and the plan's runs read nothing else
+    that differs between steps of as many sequences: a CUDA graph that captured both serves them all."""
+
+    tables: Tensor
+    slots: Tensor
+    starts: Tensor
+    lengths: Tensor
+    max_context_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class StepInput:
     """One step's sequences. `tables` [num_slots, max_blocks] holds block tables, of which sequence i, in the
     order of the step's rows, has row `slots[i]`; its `lengths[i]` new tokens, at least one, begin at position
     `starts[i]`. Entries of a table after a sequence's last token are ignored.
 
-    `host` is set if tables name blocks in host memory. `marks` takes the progress of the work."""
+    `host` is set if tables name blocks in host memory. `marks` takes the progress of the work. `device` says
+    the same as the arrays, where they were uploaded already."""
 
     tables: NDArray[np.int32]
     slots: NDArray[np.int32]
@@ -90,6 +107,7 @@ class StepInput:
     block_tokens: int
     marks: Marks = NO_MARKS
     host: HostReader | None = None
+    device: DeviceStep | None = None
 
     @staticmethod
     def of(
@@ -186,6 +204,8 @@ class AttentionBackend(ABC):
     can_stage: bool
     # Whether a sequence's results depend neither on the others of a step nor on its chunks.
     is_deterministic: bool
+    # Whether it plans from a `DeviceStep`, so that a CUDA graph can capture a step that decodes.
+    can_capture = False
 
     def __init__(self, shape: AttentionShape, kv: Tensor) -> None:
         self.shape = shape
@@ -197,5 +217,6 @@ class AttentionBackend(ABC):
 
 
 def to_device(values: NDArray[np.int64] | NDArray[np.int32], device: torch.device) -> Tensor:
-    """Copy an array to the device."""
-    return torch.from_numpy(values).to(device, non_blocking=True)
+    """Copy an array to the device, on CUDA through pinned memory and without waiting."""
+    host = torch.from_numpy(values)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

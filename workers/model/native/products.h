@@ -48,17 +48,25 @@ class Scratch {
 
 inline thread_local Scratch operand_scratch, sum_scratch, panel_scratch;
 
-// Rows whose sums are kept before the epilogue, and rows that are widened at a time.
+// Rows that take turns with a panel: their inputs stay in a core's second cache beside a panel and the next one.
+// The sums of SUM_ROWS of them are kept before the epilogue.
+#if defined(TANDEM_AMX)
+constexpr int64_t GROUP_ROWS = 768;
+constexpr int64_t GROUP_BYTES = 1 << 20;  // of 2 MiB; tiles are so fast that weights must be read few times
+constexpr int64_t SUM_ROWS = 128;         // 16 KiB of the first cache
+constexpr int64_t ROW_STEP = TILE_BLOCK_ROWS;
+constexpr int64_t NEAR_BYTES = 2 << 10;
+#else
 constexpr int64_t GROUP_ROWS = 240;
-// Their inputs stay in a core's second cache beside a panel and the next one.
 constexpr int64_t GROUP_BYTES = 256 << 10;
-constexpr int64_t ROW_STEP = 48;  // whole blocks of 6, 12 and (AMX) 16 rows
+constexpr int64_t SUM_ROWS = GROUP_ROWS;
+constexpr int64_t ROW_STEP = 48;  // whole blocks of 6 and 12 rows
+constexpr int64_t NEAR_BYTES = 64 << 10;
+#endif
 constexpr int64_t CHUNK_ROWS = 1024;
 // More rows than these share a panel that is unpacked first, this many inputs at a time; fewer take it as it is.
 constexpr int64_t MOST_PACKED_ROWS = LANES == 16 ? 96 : 42;
 constexpr int64_t UNPACKED_INPUTS = LANES == 16 ? 512 : 256;
-// How far ahead a thread prefetches that reads weights for few rows.
-constexpr int64_t NEAR_BYTES = 64 << 10;
 
 // 0 below -87.3; NaN stays NaN.
 INLINE Vec silu(Vec x) {
@@ -146,11 +154,11 @@ void multiply_group(const A* a, int64_t stride, int64_t rows, const W* panel, in
 // How many threads share the rows, and how many the panels: the split with the least work for a thread.
 struct Split {
   int64_t rows = 1, panels = 1;
-  Split(int64_t num_rows, int64_t num_panels, int64_t num_threads) {
+  Split(int64_t num_rows, int64_t block_rows, int64_t num_panels, int64_t num_threads) {
     int64_t least = INT64_MAX;
     for (int64_t parts = 1; parts <= num_threads; parts++) {
       int64_t panel_parts = num_threads / parts < num_panels ? num_threads / parts : num_panels;
-      int64_t blocks = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
+      int64_t blocks = (num_rows + block_rows - 1) / block_rows;
       int64_t work = ((blocks + parts - 1) / parts) * ((num_panels + panel_parts - 1) / panel_parts);
       if (work < least) least = work, rows = parts, panels = panel_parts;
     }
@@ -164,24 +172,30 @@ void multiply_part(const LinearWeights& weights, const A* a, int64_t stride, int
   int64_t pairs = sizeof(T) == 2 ? k / 2 : k;
   const T* panels = static_cast<const T*>(weights.panels);
   int64_t item = epilogue == STORE_FLOAT ? sizeof(float) : sizeof(T);
-  float* sums = sum_scratch.floats(GROUP_ROWS * PANEL);
+  float* sums = sum_scratch.floats(SUM_ROWS * PANEL);
   TileScope tiles;
   // What is unpacked is read part of k by part of k, so that more rows fit.
   constexpr bool unpacks = sizeof(A) > sizeof(T) || (LANES == 8 && sizeof(A) == 4);
   int64_t group = unpacks ? GROUP_ROWS : GROUP_BYTES / (k * int64_t(sizeof(A))) / ROW_STEP * ROW_STEP;
   group = group < ROW_STEP ? ROW_STEP : group > GROUP_ROWS ? GROUP_ROWS : group;
+  int64_t num_groups = (rows + group - 1) / group;  // as equal as can be
+  group = (rows + num_groups * ROW_STEP - 1) / (num_groups * ROW_STEP) * ROW_STEP;
   for (int64_t row = 0; row < rows; row += group) {
     int64_t count = rows - row < group ? rows - row : group;
     for (int64_t number = begin; number < end; number++) {
       const T* panel = panels + number * panel_size;
       Ahead ahead;
       // One block of rows: its own stream, a fixed distance ahead. Several: the next panel, spread over them.
-      int64_t distance = rows <= MOST_ROWS && NEAR_BYTES < panel_bytes ? NEAR_BYTES : panel_bytes;
+      int64_t distance = rows <= BLOCK_ROWS<A> && NEAR_BYTES < panel_bytes ? NEAR_BYTES : panel_bytes;
       if (number * panel_bytes + distance < end * panel_bytes)
         ahead = {reinterpret_cast<const char*>(panel) + distance, panel_bytes / pairs};
-      multiply_group(a + row * stride, stride, count, panel, k, sums, ahead);
-      finish_panel<T>(sums, count, weights, number, epilogue, reinterpret_cast<char*>(out) + row * out_stride * item,
-                      out_stride);
+      for (int64_t first = row; first < row + count; first += SUM_ROWS) {
+        int64_t part = row + count - first < SUM_ROWS ? row + count - first : SUM_ROWS;
+        Ahead its = {ahead.at + (first - row) * panel_bytes / count, ahead.step * part / count};
+        multiply_group(a + first * stride, stride, part, panel, k, sums, its);
+        finish_panel<T>(sums, part, weights, number, epilogue, reinterpret_cast<char*>(out) + first * out_stride * item,
+                        out_stride);
+      }
     }
   }
 }
@@ -205,11 +219,12 @@ void linear(const LinearWeights& weights, const T* x, int64_t x_stride, int64_t 
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; row++) widen_row(from + row * x_stride, k, widened + row * k);
       }
-      Split split(rows, num_panels, num_threads);
+      constexpr int64_t block_rows = BLOCK_ROWS<A>;
+      Split split(rows, block_rows, num_panels, num_threads);
       if (thread < split.rows * split.panels) {
         int64_t part = thread / split.panels, column = thread % split.panels;
-        int64_t blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
-        int64_t first = blocks * part / split.rows * MOST_ROWS, last = blocks * (part + 1) / split.rows * MOST_ROWS;
+        int64_t blocks = (rows + block_rows - 1) / block_rows;
+        int64_t first = blocks * part / split.rows * block_rows, last = blocks * (part + 1) / split.rows * block_rows;
         last = last < rows ? last : rows;
         int64_t begin = num_panels * column / split.panels, end = num_panels * (column + 1) / split.panels;
         T* rows_out = reinterpret_cast<T*>(reinterpret_cast<char*>(to) + first * out_stride * item);

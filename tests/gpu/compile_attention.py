@@ -1,0 +1,38 @@
+"""Compiles the kernels of attention for Hopper and prints a JSON line about each. It is a process of its own,
+because that of the tests may interpret them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+
+import torch
+from hopper_compiler import compiled_for_hopper
+
+from workers.model.cuda.attention import LayerKv, PagedSequences, Partials, attend_chunks, attend_decodes
+
+
+def compile_step(head_dim: int, group: int, block_tokens: int, window: int, has_host: bool) -> None:
+    """Compile what a mixed step of 8 key-value heads in bfloat16 launches."""
+
+    def ids(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32)
+
+    blocks = torch.zeros(1, 2, 8, block_tokens, head_dim, dtype=torch.bfloat16)
+    kv = LayerKv(blocks, blocks if has_host else None, 1)
+    queries = torch.zeros(2, 8 * group, head_dim, dtype=torch.bfloat16)
+    sequences = PagedSequences(ids(2, 4), ids(2), ids(2), ids(2))
+    partials = Partials.allocate(2, 8 * group, head_dim, 8192, queries.device)
+    attend_decodes(queries, kv, sequences, None, window, partials, torch.empty_like(queries))
+    attend_chunks(queries, kv, sequences, ids(2, 3), window, torch.empty_like(queries))
+
+
+if __name__ == "__main__":
+    # Triton 3.9 warns of a default that changes.
+    warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
+    with compiled_for_hopper() as kernels:
+        compile_step(head_dim=128, group=4, block_tokens=64, window=0, has_host=False)
+        compile_step(head_dim=80, group=5, block_tokens=16, window=4096, has_host=True)
+    for kernel in kernels:
+        print(json.dumps(dataclasses.asdict(kernel) | {"programs": kernel.num_on_multiprocessor}))

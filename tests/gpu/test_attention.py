@@ -1,0 +1,299 @@
+"""Attention by Triton kernels against torch: drawn shapes, pieces, host memory, and what a result depends
+on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from launch_recorder import recorded_launches
+from torch import Tensor
+
+from workers.messages.rank_channel import BlockCopy
+from workers.model.attention.choice import candidate_backends, choose_attention
+from workers.model.attention.interface import (
+    AttentionBackend,
+    AttentionShape,
+    DeviceStep,
+    LayerAttention,
+    SequenceSpan,
+    StepInput,
+    kv_shape,
+)
+from workers.model.attention.torch_backend import TorchAttention
+from workers.model.host_kv import MODES, HostKv, OffloadMode
+
+pytest.importorskip("triton", reason="triton is not installed (the extra gpu-tests)")
+
+from workers.model.attention.triton_backend import TritonAttention
+
+# bfloat16 is left to devices: the interpreter multiplies it wrongly.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+NUM_BLOCKS = 40
+# A device compiles each shape for some seconds, then computes it at once; the interpreter takes seconds.
+NUM_DRAWN = 20 if torch.cuda.is_available() else 4
+
+
+@dataclasses.dataclass
+class DrawnStep:
+    """A step over two layers, and `kv` with what was before it. What no token may read is NaN there."""
+
+    shape: AttentionShape
+    kv: Tensor
+    spans: list[SequenceSpan]
+    qkv: list[Tensor]
+    layers: list[LayerAttention]
+
+    def step(self) -> StepInput:
+        return StepInput.of(self.spans, kv_shape(self.kv).block_tokens)
+
+    def run(self, backend: AttentionBackend, step: StepInput | None = None) -> list[Tensor]:
+        plan = backend.plan(step or self.step())
+        return [plan.run(layer, qkv.clone()) for layer, qkv in zip(self.layers, self.qkv, strict=True)]
+
+    def triton(self, **options: bool) -> TritonAttention:
+        return TritonAttention(self.shape, self.kv.clone(), **options)
+
+    def expected(self) -> list[Tensor]:
+        return self.run(TorchAttention(self.shape, self.kv.nan_to_num(0)))
+
+    def only(self, kept: list[int]) -> DrawnStep:
+        """The step of some of the sequences."""
+        sizes = [span.num_tokens for span in self.spans]
+        rows = torch.split(torch.arange(sum(sizes)), sizes)
+        chosen = torch.cat([rows[index] for index in kept]).to(self.kv.device)
+        spans = [self.spans[index] for index in kept]
+        return dataclasses.replace(self, spans=spans, qkv=[qkv[chosen] for qkv in self.qkv])
+
+
+def make_case(
+    device: torch.device,
+    work: list[tuple[int, int]],
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    head_dim: int = 16,
+    num_kv_heads: int = 1,
+    group: int = 2,
+    windows: tuple[int, int] = (0, 0),
+    block_tokens: int = 16,
+    has_norm: bool = False,
+) -> DrawnStep:
+    """Sequences with (tokens before, new tokens), in blocks of a drawn order."""
+    draw = torch.Generator().manual_seed(seed)
+    num_heads = num_kv_heads * group
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw).to(dtype)
+
+    num_blocks = sum(-(-sum(tokens) // block_tokens) for tokens in work)
+    kv = torch.full(
+        (max(NUM_BLOCKS, num_blocks + 2), 2, 2, num_kv_heads, block_tokens, head_dim), torch.nan, dtype=dtype
+    )
+    free = torch.randperm(len(kv), generator=draw).tolist()
+    spans = []
+    for start, count in work:
+        table = [free.pop() for _ in range(-(-(start + count) // block_tokens))]
+        for layer, window in enumerate(windows):
+            for position in range(max(0, start - window + 1) if window else 0, start):
+                place = kv[table[position // block_tokens], layer, :, :, position % block_tokens]
+                place.copy_(normal(2, num_kv_heads, head_dim))
+        # Blocks before every window may be others' by now, and entries after the last are ignored.
+        first = max(0, start - max(windows) + 1) // block_tokens if all(windows) else 0
+        spans.append(SequenceSpan(start, count, (*free[:1] * first, *table[first:], free[0])))
+    num_tokens = sum(count for _, count in work)
+    q_norm, k_norm = (normal(head_dim).to(device) if has_norm else None for _ in range(2))
+    frequencies = (torch.rand(head_dim // 2, generator=draw) / 10).to(device)
+    return DrawnStep(
+        AttentionShape(num_heads, windows, frequencies),
+        kv.to(device),
+        spans,
+        [normal(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim).to(device) for _ in windows],
+        [LayerAttention(layer, window, q_norm, k_norm, 1e-6) for layer, window in enumerate(windows)],
+    )
+
+
+def draw_case(device: torch.device, seed: int, kind: str) -> DrawnStep:
+    draw = np.random.default_rng(seed)
+
+    def one(*values: int) -> int:
+        return int(draw.choice(values))
+
+    num_new = {
+        "decode": [1, 1, 1],
+        "prefill": [one(2, 5), one(17, 33)],
+        "mixed": [1, one(2, 5), 1, one(9, 20)],
+    }
+    work = [(one(0, int(draw.integers(1, 90)), 15, 63, 64), count) for count in num_new[kind]]
+    dtypes = [torch.float16, torch.float32] + [torch.bfloat16] * (device.type == "cuda")
+    return make_case(
+        device,
+        work,
+        seed=seed,
+        dtype=dtypes[seed % len(dtypes)],
+        head_dim=one(8, 24, 64, 80, 96, 128),
+        num_kv_heads=one(1, 2, 3),
+        group=int(draw.integers(1, 9)),
+        windows=(one(0, 1, 70), one(16, 19, 33)),
+        block_tokens=one(16, 32, 64, 128),
+        has_norm=bool(one(0, 1)),
+    )
+
+
+def uploaded(step: StepInput, device: torch.device) -> DeviceStep:
+    tables, slots, starts, lengths = (
+        torch.from_numpy(array).to(device, copy=True)
+        for array in (step.tables, step.slots, step.starts, step.lengths)
+    )
+    return DeviceStep(tables, slots, starts, lengths, max_context_tokens=1024)
+
+
+def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for result, right in zip(actual, expected, strict=True):
+        assert result.dtype == right.dtype
+        torch.testing.assert_close(result, right, rtol=0, atol=TOLERANCE[result.dtype])
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill", "mixed"])
+@pytest.mark.parametrize("seed", range(NUM_DRAWN))
+def test_a_drawn_step_equals_torch(device: torch.device, seed: int, kind: str) -> None:
+    """Odd head sizes, 1 to 8 query heads a key-value head, windows, ragged batches, tables with holes."""
+    case = draw_case(device, seed, kind)
+    backend = case.triton()
+    assert_equal(case.run(backend), case.expected())
+    reference = TorchAttention(case.shape, case.kv.nan_to_num(0))
+    case.run(reference)
+    written = ~backend.kv.isnan() & case.kv.isnan()
+    tolerance = TOLERANCE[case.kv.dtype]
+    torch.testing.assert_close(backend.kv[written], reference.kv[written], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("max_pieces", [32, 2])
+def test_rows_are_computed_in_pieces(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, max_pieces: int
+) -> None:
+    """Contexts of one to three pieces of 512 keys or, where three are too many, of 1,024."""
+    monkeypatch.setattr("workers.model.cuda.attention.MAX_PIECES", max_pieces)
+    case = make_case(
+        device, [(1300, 1), (511, 1), (512, 1), (3, 1)], group=8, windows=(0, 600), block_tokens=64
+    )
+    assert_equal(case.run(case.triton()), case.expected())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_blocks_in_host_memory_are_read(device: torch.device, mode: OffloadMode) -> None:
+    case = make_case(device, [(70, 1), (40, 9), (20, 1), (5, 3)], windows=(0, 30), group=3)
+    expected = case.expected()
+    host = HostKv(case.kv, 8)
+    spans = []
+    next_id = host.first_id
+    for span in case.spans[:2]:
+        ids = list(span.block_ids)
+        for index in (0, 1):
+            host.copy([BlockCopy(ids[index], next_id)])
+            ids[index], next_id = next_id, next_id + 1
+        spans.append(span._replace(block_ids=ids))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    host.use(mode)
+    step = StepInput.of([*spans, *case.spans[2:]], 16, host.reader)
+    backend = TritonAttention(case.shape, case.kv)
+    assert_equal(case.run(backend, step), expected)
+    host.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_row_depends_on_no_other_sequence(device: torch.device, dtype: torch.dtype) -> None:
+    case = make_case(device, [(600, 1), (30, 20), (7, 1), (90, 50)], windows=(0, 40), dtype=dtype)
+    together = [torch.split(result, [1, 20, 1, 50]) for result in case.run(case.triton())]
+    for index in range(4):
+        alone = case.only([index])
+        for result, parts in zip(alone.run(alone.triton()), together, strict=True):
+            assert torch.equal(result, parts[index])
+
+
+@pytest.mark.parametrize(("sizes", "is_deterministic"), [((21, 2, 37), False), ((30, 1, 29), True)])
+def test_a_row_depends_on_no_chunk(
+    device: torch.device, sizes: tuple[int, ...], is_deterministic: bool
+) -> None:
+    """A prompt is computed at once and in chunks; in deterministic mode, also token by token."""
+    case = make_case(device, [(0, 60)], windows=(25, 0), group=3)
+    at_once = case.run(case.triton(is_deterministic=is_deterministic))
+    backend = case.triton(is_deterministic=is_deterministic)
+    table = case.spans[0].block_ids
+    row = 0
+    for size in sizes:
+        rows = slice(row, row + size)
+        chunk = dataclasses.replace(
+            case, spans=[SequenceSpan(row, size, table)], qkv=[qkv[rows] for qkv in case.qkv]
+        )
+        for result, whole in zip(chunk.run(backend), at_once, strict=True):
+            assert torch.equal(result, whole[rows])
+        row += size
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_a_decode_of_an_uploaded_step_reads_nothing_on_the_host(
+    device: torch.device, is_deterministic: bool
+) -> None:
+    case = make_case(device, [(600, 1), (0, 1), (33, 1)])
+    step = case.step()
+    there = uploaded(step, device)
+    unknown = np.full_like(step.slots, 1 << 30)
+    step = dataclasses.replace(
+        step, tables=np.full_like(step.tables, 1 << 30), slots=unknown, starts=unknown, device=there
+    )
+    assert_equal(case.run(case.triton(is_deterministic=is_deterministic), step), case.expected())
+
+
+def test_a_mixed_uploaded_step_uses_the_tables_of_the_device(device: torch.device) -> None:
+    case = make_case(device, [(60, 1), (0, 5)])
+    step = case.step()
+    there = uploaded(step, device)
+    step = dataclasses.replace(step, tables=np.full_like(step.tables, 1 << 30), device=there)
+    assert_equal(case.run(case.triton(), step), case.expected())
+
+
+def test_the_attention_of_a_layer_that_decodes_is_two_launches(device: torch.device) -> None:
+    case = make_case(device, [(40, 1), (0, 1)], has_norm=True)
+    plan = case.triton().plan(case.step())
+    with recorded_launches() as launches:
+        plan.run(case.layers[0], case.qkv[0])
+    assert launches[-2:] == ["_attend_pieces", "_reduce_pieces"]
+
+
+def test_the_attention_of_a_layer_of_a_mixed_step_is_three_launches(device: torch.device) -> None:
+    case = make_case(device, [(20, 1), (0, 5), (8, 2)])
+    plan = case.triton().plan(case.step())
+    with recorded_launches() as launches:
+        plan.run(case.layers[0], case.qkv[0])
+    assert launches[-3:] == ["_attend_pieces", "_reduce_pieces", "_attend_tiles"]
+
+
+@pytest.mark.gpu
+def test_one_graph_serves_steps_at_other_positions(device: torch.device) -> None:
+    case = make_case(device, [(40, 1), (5, 1)], block_tokens=64)
+    step = case.step()
+    there = uploaded(step, device)
+    step = dataclasses.replace(step, device=there)
+    backend = case.triton()
+    there.starts.zero_()
+    case.run(backend, step)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = case.run(backend, step)
+    there.starts.copy_(torch.tensor([40, 5], dtype=torch.int32))
+    backend.kv.copy_(case.kv)
+    graph.replay()
+    torch.cuda.synchronize(device)
+    assert_equal(results, case.expected())
+
+
+@pytest.mark.gpu
+def test_it_is_a_candidate_where_there_is_a_device(device: torch.device) -> None:
+    kv = torch.zeros(8, 1, 2, 2, 64, 64, dtype=torch.bfloat16, device=device)
+    shape = AttentionShape(4, (0,), torch.zeros(32, device=device))
+    assert [it.name for it in candidate_backends(shape, kv)] == ["triton", "torch"]
+    assert choose_attention(shape, kv, is_deterministic=True).name == "triton"

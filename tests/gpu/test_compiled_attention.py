@@ -1,0 +1,52 @@
+"""The kernels of attention as the compiler makes them for Hopper, which needs no device. The sizes of tiles
+in `workers/model/cuda/attention.py` were chosen by what it reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+pytest.importorskip("triton", reason="triton is not installed (the extra gpu-tests)")
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "support")))
+    env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    script = Path(__file__).parent / "compile_attention.py"
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_no_register_is_spilled(kernels: list[dict[str, Any]]) -> None:
+    assert len(kernels) == 6
+    assert [it["stack_bytes"] for it in kernels] == [0] * 6
+
+
+def test_chunks_use_warpgroups_and_a_pipeline_of_three_tiles(kernels: list[dict[str, Any]]) -> None:
+    for kernel in kernels:
+        if kernel["name"] == "_attend_tiles":
+            assert kernel["num_group_products"] > 0
+            assert kernel["num_copies"] > 0
+            # The queries, and three tiles of keys and values.
+            assert kernel["shared_bytes"] >= (128 + 3 * 2 * 64) * 128 * 2
+            assert kernel["programs"] == 1
+
+
+def test_three_programs_of_a_decode_share_a_multiprocessor(kernels: list[dict[str, Any]]) -> None:
+    for kernel in kernels:
+        if kernel["name"] == "_attend_pieces":
+            assert kernel["num_warp_products"] > 0
+            assert kernel["num_copies"] > 0
+            # Two tiles of keys and values.
+            assert kernel["shared_bytes"] >= 2 * 2 * 64 * 128 * 2
+            assert kernel["programs"] == 3

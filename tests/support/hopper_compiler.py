@@ -1,0 +1,90 @@
+"""Compiles Triton kernels for Hopper, on any machine, and reports what the compiler made of them. This needs
+a process in which Triton does not interpret (`TRITON_INTERPRET`)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import KernelInterface
+
+_PROGRAMS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledKernel:
+    """What a program of a kernel takes of a multiprocessor: registers and bytes of stack (spilled registers)
+    of a thread, and bytes of shared memory; and how often some instructions occur: products of a warpgroup
+    and of a warp, and asynchronous copies to shared memory."""
+
+    name: str
+    num_warps: int
+    num_registers: int
+    stack_bytes: int
+    shared_bytes: int
+    num_group_products: int
+    num_warp_products: int
+    num_copies: int
+
+    @property
+    def num_on_multiprocessor(self) -> int:
+        """How many programs share the 65,536 registers and 227 KiB of a multiprocessor."""
+        registers = -(-self.num_registers // 8) * 8 * 32 * self.num_warps
+        return min(65_536 // registers, 232_448 // (self.shared_bytes + 1024))
+
+
+class _Hopper:
+    """Stands for the driver of a device: it knows the target, and launches nothing."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def compiled_for_hopper() -> Iterator[list[CompiledKernel]]:
+    """Compile kernels in place of their launches, for arguments of the same kinds: the tensors may be empty.
+    Yields a list that they are appended to."""
+    kernels: list[CompiledKernel] = []
+
+    def compile_only(kernel: Any, grid: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> None:
+            made = kernel.warmup(*args, grid=grid, **kwargs)
+            kernels.append(_read(kernel.fn.__name__, made.metadata, made.asm["cubin"]))
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KernelInterface, "__getitem__", compile_only)
+        patch.setattr(triton.runtime.driver, "_active", _Hopper())
+        yield kernels
+
+
+def _read(name: str, metadata: Any, cubin: bytes) -> CompiledKernel:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = _output("cuobjdump", "--dump-resource-usage", file.name)
+        code = _output("nvdisasm", "-c", file.name)
+    registers, stack = (int(re.findall(rf"{item}:(\d+)", usage)[-1]) for item in ("REG", "STACK"))
+    counts = (len(re.findall(rf"\b{it}\b", code)) for it in ("HGMMA", "HMMA", "LDGSTS"))
+    return CompiledKernel(name, metadata.num_warps, registers, stack, metadata.shared, *counts)
+
+
+def _output(program: str, *arguments: str) -> str:
+    command = [str(_PROGRAMS / program), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout

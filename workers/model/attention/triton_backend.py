@@ -1,0 +1,215 @@
+"""Attention by Triton kernels on CUDA: paged blocks are read in place, on the device and in host memory.
+
+Attention is two launches in a layer of a step that only decodes: pieces of keys, and their reduction.
+Chunks of prompts are a third. Nothing in a step waits for the device. Kernels and tiles are described in
+`workers.model.cuda.attention`. Not yet validated on CUDA."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from workers.model.attention.interface import (
+    AttentionBackend,
+    AttentionPlan,
+    AttentionShape,
+    HostReader,
+    LayerAttention,
+    StepInput,
+    kv_shape,
+    to_device,
+)
+from workers.model.attention.torch_backend import rope_table, rotate
+from workers.model.cuda.attention import (
+    LayerKv,
+    PagedSequences,
+    Partials,
+    attend_chunks,
+    attend_decodes,
+    chunk_tile,
+)
+
+Ids = NDArray[np.int32]
+
+
+class TritonAttention(AttentionBackend):
+    """Attention by Triton kernels.
+
+    With `is_deterministic` one kernel computes every row, in one order whether it decodes or belongs to a
+    chunk. A sequence that decodes is then one program for each key-value head, however long it is. Else rows
+    that decode are computed in pieces side by side, which rounds otherwise than in a chunk."""
+
+    name = "triton"
+    can_stage = True
+    can_capture = True
+
+    def __init__(self, shape: AttentionShape, kv: Tensor, *, is_deterministic: bool = False) -> None:
+        super().__init__(shape, kv)
+        assert kv.is_contiguous()
+        self.is_deterministic = is_deterministic
+        self.kv_shape = kv_shape(kv)
+        self.group = shape.num_heads // self.kv_shape.num_kv_heads
+
+    def plan(self, step: StepInput) -> TritonPlan:
+        return TritonPlan(self, step)
+
+
+class TritonPlan(AttentionPlan):
+    """The attention of one step by Triton kernels."""
+
+    def __init__(self, backend: TritonAttention, step: StepInput) -> None:
+        super().__init__(step)
+        self._backend = backend
+        self._host = step.host
+        device = backend.kv.device
+        if (step.lengths == 1).all():
+            sequences = _uploaded(step, device)
+            positions, slots = sequences.starts, sequences.slots
+            decodes, chunks = None, None
+            num_decodes = len(step.lengths)
+            if backend.is_deterministic:
+                num_decodes = 0
+                each = torch.arange(len(step.lengths), dtype=torch.int32, device=device)
+                chunks = torch.stack((each, each, torch.zeros_like(each)), 1)
+        else:
+            tile = chunk_tile(backend.kv.dtype, backend.kv_shape.head_dim)
+            is_chunk = (step.lengths > 1) | backend.is_deterministic
+            tasks = [_decode_tasks(step, ~is_chunk), _chunk_tasks(step, is_chunk, tile.rows, backend.group)]
+            token_slots = np.repeat(step.slots, step.lengths)
+            positions, slots, decodes, chunks = _upload(
+                [step.positions().astype(np.int32), token_slots, *tasks], device
+            )
+            sequences = _uploaded(step, device)
+            num_decodes = len(decodes)
+        self._sequences, self._positions, self._token_slots = sequences, positions, slots
+        self._decodes, self._chunks = decodes, chunks
+        self._window_to_view = self._views(step, sequences.tables)
+        self._cos, self._sin = rope_table(positions, backend.shape.frequencies, backend.kv.dtype)
+        most = step.device.max_context_tokens if step.device else int((step.starts + step.lengths).max())
+        self._partials = None
+        if num_decodes:
+            num_heads, head_dim = backend.shape.num_heads, backend.kv_shape.head_dim
+            self._partials = Partials.allocate(num_decodes, num_heads, head_dim, most, device)
+
+    def run(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
+        backend, view = self._backend, self._window_to_view[layer.window]
+        blocks = backend.kv[:, layer.index]
+        queries = self._rotate_and_write(layer, qkv, blocks)
+        kv = LayerKv(blocks)
+        if view.host is not None:
+            kv = LayerKv(blocks, view.host.layer(layer.index), view.host.first_id)
+        sequences = self._sequences._replace(tables=view.tables)
+        out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        if self._partials is not None:
+            attend_decodes(queries, kv, sequences, self._decodes, layer.window, self._partials, out)
+        if self._chunks is not None and len(self._chunks):
+            attend_chunks(queries, kv, sequences, self._chunks, layer.window, out)
+        if view.host is not None:
+            view.host.done(layer.index)
+        return out.flatten(1)
+
+    def _rotate_and_write(self, layer: LayerAttention, qkv: Tensor, blocks: Tensor) -> Tensor:
+        """Return the normalized and rotated queries [num_tokens, num_heads, head_dim], after writing keys and
+        values to `blocks`."""
+        shape, num_heads = self._backend.kv_shape, self._backend.shape.num_heads
+        heads = qkv.view(qkv.shape[0], -1, shape.head_dim)
+        queries, keys, values = torch.split(heads, [num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            queries = F.rms_norm(queries, (shape.head_dim,), None, layer.eps).mul_(layer.q_norm)
+            keys = F.rms_norm(keys, (shape.head_dim,), None, layer.eps).mul_(layer.k_norm)
+        queries, keys = rotate(queries, self._cos, self._sin), rotate(keys, self._cos, self._sin)
+        columns = self._positions // shape.block_tokens
+        written = self._sequences.tables[self._token_slots.long(), columns.long()].long()
+        offsets = (self._positions % shape.block_tokens).long()
+        blocks[written, :, :, offsets] = torch.stack((keys, values), 1)
+        return queries
+
+    def _views(self, step: StepInput, tables: Tensor) -> dict[int, _WindowView]:
+        """Return what the layers with each window see, and stage what they see in host memory."""
+        windows, host = self._backend.shape.windows, step.host
+        if host is None or not host.is_staged:
+            return dict.fromkeys(windows, _WindowView(tables, host))
+        window_to_ids = {window: _host_ids(step, host.first_id, window) for window in dict.fromkeys(windows)}
+        views = dict.fromkeys(windows, _WindowView(tables, None))
+        for window, ids in window_to_ids.items():
+            if len(ids):
+                staged = to_device(_staged_tables(step.tables, ids, host.first_id), tables.device)
+                views[window] = _WindowView(staged, host)
+        host.begin([window_to_ids[window].tolist() for window in windows])
+        return views
+
+
+class _WindowView(NamedTuple):
+    """What layers with one window read: block tables, and the reader of host memory if these name any."""
+
+    tables: Tensor
+    host: HostReader | None
+
+
+def _uploaded(step: StepInput, device: torch.device) -> PagedSequences:
+    """Return where the sequences of the step are, uploaded where they were not yet."""
+    if step.device is not None:
+        there = step.device
+        return PagedSequences(there.tables, there.slots, there.starts, there.lengths)
+    return PagedSequences(*_upload([step.tables, step.slots, step.starts, step.lengths], device))
+
+
+def _upload(arrays: list[Ids], device: torch.device) -> list[Tensor]:
+    """Copy arrays to the device, in one copy."""
+    together = to_device(np.concatenate([array.reshape(-1) for array in arrays]), device)
+    parts = torch.split(together, [array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+# -------------------------------------------------------------------------------------------- tasks
+
+
+def _first_rows(lengths: Ids) -> Ids:
+    """Return the row of each sequence's first token."""
+    rows: Ids = np.cumsum(lengths, dtype=np.int32) - lengths
+    return rows
+
+
+def _decode_tasks(step: StepInput, is_decode: NDArray[np.bool_]) -> Ids:
+    """Return sequences that decode and their rows, [num_decodes, 2]."""
+    (sequences,) = is_decode.nonzero()
+    return np.stack((sequences, _first_rows(step.lengths)[sequences]), 1).astype(np.int32)
+
+
+def _chunk_tasks(step: StepInput, is_chunk: NDArray[np.bool_], tile_rows: int, group: int) -> Ids:
+    """Return the tiles of packed rows of chunks, [num_tiles, 3] as `attend_chunks` takes them, those that see
+    the most keys first, so that the last to begin end soon."""
+    (chunks,) = is_chunk.nonzero()
+    num_tiles = -(-step.lengths[chunks] * group // tile_rows)
+    sequences = np.repeat(chunks, num_tiles)
+    tiles = np.arange(len(sequences)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
+    rows = _first_rows(step.lengths)[sequences]
+    ends = step.starts[sequences] + np.minimum((tiles + 1) * tile_rows // group, step.lengths[sequences])
+    order = np.argsort(-ends, kind="stable")
+    return np.stack((sequences, rows, tiles), 1)[order].astype(np.int32)
+
+
+# -------------------------------------------------------------------------------------- host memory
+
+
+def _host_ids(step: StepInput, first_id: int, window: int) -> Ids:
+    """Return the blocks in host memory that layers with this window see, in ascending order."""
+    tables = step.tables[step.slots]
+    columns = np.arange(tables.shape[1])
+    firsts = np.maximum(step.starts - window + 1, 0) if window else np.zeros_like(step.starts)
+    ends = step.starts + step.lengths
+    is_seen = columns >= (firsts // step.block_tokens)[:, None]
+    is_seen &= columns < (-(-ends // step.block_tokens))[:, None]
+    ids: Ids = np.unique(tables[is_seen & (tables >= first_id)])
+    return ids
+
+
+def _staged_tables(tables: Ids, host_ids: Ids, first_id: int) -> Ids:
+    """Return block tables that name blocks in host memory by their places among those staged."""
+    places = np.searchsorted(host_ids, tables).astype(np.int32)
+    return np.where(tables >= first_id, first_id + places, tables)

@@ -1,0 +1,125 @@
+"""Graphs of decoding steps: a whole step, from embedding to sampled token, is queued with one call.
+
+A graph computes a fixed number of rows in memory that stays where it is. Steps are padded to the next size
+that was recorded: 1, 2, 4 and 8 rows, then every 8. Rows of padding write to a scratch block, and what they
+sample is not read. Recording and replaying is all that depends on CUDA, see `workers.rank.device_queue`. Not
+yet validated on CUDA."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.model.attention.interface import AttentionBackend, StepInput
+from workers.model.decoder import Decoder
+from workers.model.parallel import Unfinished
+from workers.rank.collectives import RankGroups
+from workers.rank.device_batch import DeviceBatch
+from workers.rank.device_queue import DeviceQueue, Graph
+from workers.rank.device_sampler import DeviceSampler
+
+_FIRST_SIZES = (1, 2, 4)
+_STEP = 8
+
+
+class Decoded(NamedTuple):
+    """What a graph computes: int32 `tokens` [num_rows] and float32 `logits` [num_rows, vocab_size] in memory
+    of the graph, which its next replay and those of other graphs overwrite."""
+
+    tokens: Tensor
+    logits: Tensor
+
+
+def graph_sizes(most_rows: int) -> tuple[int, ...]:
+    """Return the numbers of rows to record for steps of up to `most_rows` sequences."""
+    most = -(-most_rows // _STEP) * _STEP
+    return (*_FIRST_SIZES, *range(_STEP, most + 1, _STEP))
+
+
+class DecodeGraphs:
+    """The graphs of a rank. `sizes` are the numbers of rows for which there may be one."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        attention: AttentionBackend,
+        batch: DeviceBatch,
+        sampler: DeviceSampler | None,
+        groups: RankGroups,
+        unfinished: Unfinished,
+        queue: DeviceQueue,
+    ) -> None:
+        """`sampler` is None at ranks that do not sample; they get the tokens of the rank that does."""
+        self.sizes = graph_sizes(batch.graph_rows.shape[1])
+        self._decoder = decoder
+        self._attention = attention
+        self._batch = batch
+        self._sampler = sampler
+        self._groups = groups
+        self._unfinished = unfinished
+        self._queue = queue
+        self._size_to_graph: dict[int, Graph[Decoded]] = {}
+
+    @property
+    def can_record(self) -> bool:
+        """Whether attention and sampler leave nothing of a step to the host."""
+        can_sample = self._sampler is None or self._sampler.can_capture
+        return self._attention.can_capture and can_sample
+
+    def record(self, sizes: Sequence[int]) -> None:
+        """Record the graphs of some sizes, the largest first, so that its memory holds what the others need.
+        Their slots are those of padding, which write to the scratch block."""
+        sizes = sorted(sizes, reverse=True)
+        self._batch.pad_graph_rows()
+        for size in sizes:
+            self._work(size)()  # compiles what is compiled at first use: a recording must not
+        with self._decoder.separate_workspace():
+            for size in sizes:
+                work = self._work(size)
+                self._size_to_graph[size] = self._queue.record(work)
+
+    def size_for(self, num_rows: int) -> int | None:
+        """Return the size of the graph that serves so many rows; None if there is none."""
+        place = bisect_left(self.sizes, num_rows)
+        size = self.sizes[place] if num_rows and place < len(self.sizes) else 0
+        return size if size in self._size_to_graph else None
+
+    def replay(self, size: int) -> Decoded:
+        """Queue the graph of a size. Its rows are staged."""
+        return self._size_to_graph[size].replay()
+
+    def _work(self, num_rows: int) -> Callable[[], Decoded]:
+        """Return what a graph of `num_rows` computes: nothing that it reads at the host ever changes."""
+        batch, sampler = self._batch, self._sampler
+        slots, starts, lengths = batch.graph_rows[:, :num_rows]
+        device = batch.step(slots, starts, lengths)
+        nothing = np.zeros(num_rows, np.int32)
+        step = StepInput(
+            tables=np.zeros((1, 1), np.int32),
+            slots=nothing,
+            starts=nothing,
+            lengths=np.ones(num_rows, np.int32),
+            block_tokens=batch.block_tokens,
+            device=device,
+        )
+
+        def work() -> Decoded:
+            self._unfinished.begin(num_rows, num_rows)
+            hidden = self._decoder.embed(batch.last_tokens[slots].long())
+            hidden = self._decoder.run_layers(hidden, self._attention.plan(step))
+            logits = self._decoder.logits(hidden)
+            if sampler is not None:
+                tokens = sampler.draw_captured(logits, slots)
+            else:
+                tokens = torch.zeros(num_rows, dtype=torch.int32, device=hidden.device)
+            if self._groups.tp > 1:
+                self._groups.broadcast(tokens)
+            batch.sampled(slots, tokens)
+            return Decoded(tokens, logits)
+
+        return work

@@ -1,0 +1,143 @@
+"""What a device knows of every slot, so that a step needs one copy to it and nothing from it.
+
+Block tables and last tokens lie on the device by slot. A plan's differences are copied there together with
+the step's rows; tokens that are sampled are written beside them without passing through the host, which
+learns them a step later. Sequences that decode in a CUDA graph are padded with rows of a slot of their own,
+whose table names a scratch block throughout.
+
+Runs on CPU tensors as well. Not yet validated on CUDA."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from workers.messages.rank_channel import StepPlan
+from workers.model.attention.interface import DeviceStep
+from workers.rank.device_queue import DeviceQueue
+from workers.rank.input_batch import Ids, InputBatch, PlannedRows
+
+
+class RowsThere(NamedTuple):
+    """The rows of a step on the device, int32: what each sequence computes, `slots`, `starts` and `lengths`
+    [num_sequences]; the `last_rows` [num_sampling] of the tokens from which sequences sample, and the
+    `sample_slots` [num_samples] that do."""
+
+    slots: Tensor
+    starts: Tensor
+    lengths: Tensor
+    last_rows: Tensor
+    sample_slots: Tensor
+
+
+class DeviceBatch:
+    """`tables` [max_slots + 1, max_blocks] and `last_tokens` [max_slots + 1], int32 on the device, follow
+    those of `batch`; the last row of each is for padding. `graph_rows` [3, most_rows] are the slots, starts
+    and lengths of the step that a graph computes. Their memory is never reallocated."""
+
+    def __init__(self, batch: InputBatch, queue: DeviceQueue, *, most_rows: int, scratch_block: int) -> None:
+        """`scratch_block` is what padding writes. A graph has at most `most_rows` sequences."""
+        self._batch = batch
+        self._queue = queue
+        self.block_tokens = batch.block_tokens
+        max_slots, max_blocks = batch.tables.shape
+        self.padding_slot = max_slots
+        self._num_table_words = (max_slots + 1) * max_blocks
+        num_words = self._num_table_words + max_slots + 1
+        assert num_words < 1 << 31, f"tables of {max_slots} slots and {max_blocks} blocks"
+        # One tensor, so that one kernel changes all of it.
+        self._words = torch.zeros(num_words, dtype=torch.int32, device=queue.device)
+        self.tables = self._words[: self._num_table_words].view(max_slots + 1, max_blocks)
+        self.last_tokens = self._words[self._num_table_words :]
+        self.tables[max_slots] = scratch_block
+        self.graph_rows = torch.zeros((3, most_rows), dtype=torch.int32, device=queue.device)
+        self.pad_graph_rows()
+
+    def stage(self, plan: StepPlan, rows: PlannedRows) -> tuple[RowsThere, Tensor]:
+        """Copy to the device what `plan` changes and what it computes: `rows` as `InputBatch.change` returns
+        them. Returns the rows there, and the tokens [num_tokens] that go in."""
+        indices, values = self._changes(plan, self._started_tokens(plan))
+        arrays = (*_arrays(rows), _named_tokens(plan), indices, values)
+        *staged, tokens, indices_there, values_there = self._queue.upload(arrays)
+        self._apply(indices_there, values_there)
+        there = RowsThere(*staged)
+        if plan.decodes:
+            last = self.last_tokens[there.slots[len(plan.entries) :]]
+            tokens = torch.cat((tokens, last)) if len(tokens) else last
+        return there, tokens
+
+    def place(self, rows: PlannedRows) -> RowsThere:
+        """Copy rows to the device: some of a step's, of which the plan's changes are there already."""
+        return RowsThere(*self._queue.upload(_arrays(rows)))
+
+    def stage_for_graph(self, plan: StepPlan, rows: PlannedRows, num_rows: int) -> None:
+        """Copy to the device what `plan` changes, and to `graph_rows` what it computes, padded to `num_rows`:
+        sequences of one token each, in `last_tokens`, all of which sample for their own slot."""
+        slot_to_token = self._started_tokens(plan)
+        named = _named_tokens(plan).tolist()
+        slot_to_token |= dict(zip(rows.slots[: len(named)].tolist(), named, strict=True))
+        padded = self._padding(num_rows)
+        padded[:, : rows.num_sequences] = rows.slots, rows.starts, rows.lengths
+        indices, values = self._changes(plan, slot_to_token)
+        rows_there, indices_there, values_there = self._queue.upload((padded.reshape(-1), indices, values))
+        self._apply(indices_there, values_there)
+        self.graph_rows[:, :num_rows].copy_(rows_there.view(3, num_rows))
+
+    def pad_graph_rows(self) -> None:
+        """Make all rows of `graph_rows` padding."""
+        self.graph_rows.copy_(torch.from_numpy(self._padding(self.graph_rows.shape[1])))
+
+    def step(self, slots: Tensor, starts: Tensor, lengths: Tensor) -> DeviceStep:
+        """Return what attention plans from, for these rows."""
+        max_context_tokens = self._batch.tables.shape[1] * self.block_tokens
+        return DeviceStep(self.tables, slots, starts, lengths, max_context_tokens)
+
+    def sampled(self, slots: Tensor, tokens: Tensor) -> None:
+        """Take `tokens` [num_samples] as the newest of these slots."""
+        self.last_tokens[slots] = tokens.to(torch.int32)
+
+    def _padding(self, num_rows: int) -> Ids:
+        """Return the slots, starts and lengths [3, num_rows] of rows that compute nothing of use."""
+        return np.repeat(np.array([[self.padding_slot], [0], [1]], np.int32), num_rows, axis=1)
+
+    def _changes(self, plan: StepPlan, slot_to_token: dict[int, int]) -> tuple[Ids, Ids]:
+        """Return the places of words that the plan changes and their new values. A place that comes twice has
+        the same value both times."""
+        table = _table_places(plan, self._batch.tables.shape[1])
+        tokens = np.fromiter(slot_to_token.keys(), np.int32, len(slot_to_token))
+        indices = np.concatenate((table, tokens + np.int32(self._num_table_words)))
+        of_tokens = np.fromiter(slot_to_token.values(), np.int32, len(slot_to_token))
+        return indices, np.concatenate((self._batch.tables.reshape(-1)[table], of_tokens))
+
+    def _apply(self, indices: Tensor, values: Tensor) -> None:
+        if len(indices):
+            self._words[indices] = values
+
+    @staticmethod
+    def _started_tokens(plan: StepPlan) -> dict[int, int]:
+        return {sample.slot: sample.last_token for start in plan.starts for sample in start.samples}
+
+
+def _arrays(rows: PlannedRows) -> tuple[Ids, ...]:
+    """Return the fields of `RowsThere`."""
+    last_rows = (np.cumsum(rows.lengths, dtype=np.int32) - 1)[rows.sampling]
+    return rows.slots, rows.starts, rows.lengths, last_rows, rows.sample_slots
+
+
+def _named_tokens(plan: StepPlan) -> Ids:
+    """Return the input tokens that a plan names, those of its entries."""
+    return np.frombuffer(b"".join([entry.tokens for entry in plan.entries]), dtype="<i4")
+
+
+def _table_places(plan: StepPlan, max_blocks: int) -> NDArray[np.int32]:
+    """Return the places in the flattened tables that a plan changes."""
+    if not plan.tables:
+        return np.zeros(0, np.int32)
+    firsts = np.array([change.slot * max_blocks + change.first for change in plan.tables], np.int32)
+    lengths = np.array([len(change.block_ids) // 4 for change in plan.tables], np.int32)
+    ends = np.cumsum(lengths, dtype=np.int32)
+    return np.repeat(firsts - (ends - lengths), lengths) + np.arange(ends[-1], dtype=np.int32)

@@ -1,0 +1,179 @@
+"""How a rank's thread hands work to a device: the order of kernels, events, copies out, and graphs.
+
+A device computes in the order in which work is queued, while the thread runs ahead. On a CPU a call has done
+its work when it returns, so the same executor runs there with nothing left to wait for. Not yet validated on
+CUDA."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_Result = TypeVar("_Result")
+
+
+class Event(Protocol):
+    """A point in a device's work."""
+
+    def query(self) -> bool:
+        """Return whether the device has passed it. Raises RuntimeError if the device has failed."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has passed it. Raises RuntimeError if the device has failed."""
+
+
+class CopiedOut(NamedTuple):
+    """A tensor on its way to host memory: `host` holds it once `event` is passed. Keep the object until then,
+    with `source`, which the device still reads."""
+
+    host: Tensor
+    source: Tensor
+    event: Event
+
+
+class Graph(ABC, Generic[_Result]):
+    """Recorded work, which reads and writes the same memory each time."""
+
+    @abstractmethod
+    def replay(self) -> _Result:
+        """Queue the work. What it returns is overwritten by the next replay."""
+
+
+class DeviceQueue(ABC):
+    """The work of one rank's device."""
+
+    # Whether work may still be under way when the call that queued it returns.
+    runs_behind: bool
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def upload(self, arrays: Sequence[NDArray[np.int32]]) -> list[Tensor]:
+        """Copy arrays to the device at once. Returns them there."""
+        staging = self._staging(sum(map(len, arrays)))
+        np.concatenate(arrays, out=staging.numpy())
+        there = staging.to(self.device, non_blocking=True)
+        return list(torch.split(there, [len(array) for array in arrays]))
+
+    @abstractmethod
+    def _staging(self, num_words: int) -> Tensor:
+        """Return int32 host memory [num_words] for one copy to the device. It may be dropped when the copy is
+        queued."""
+
+    @abstractmethod
+    def event(self) -> Event:
+        """Return the point at which all that is queued so far is done."""
+
+    @abstractmethod
+    def copy_out(self, source: Tensor) -> CopiedOut:
+        """Begin to copy what `source` will hold, beside the work that is queued afterwards. That work must
+        not change it."""
+
+    @abstractmethod
+    def record(self, work: Callable[[], _Result]) -> Graph[_Result]:
+        """Record work whose every tensor stays where it is. It must not read the device from the host."""
+
+
+class CpuQueue(DeviceQueue):
+    """A CPU, which is never behind."""
+
+    runs_behind = False
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+
+    def _staging(self, num_words: int) -> Tensor:
+        return torch.empty(num_words, dtype=torch.int32)
+
+    def event(self) -> Event:
+        return _PASSED
+
+    def copy_out(self, source: Tensor) -> CopiedOut:
+        return CopiedOut(source.clone(), source, _PASSED)
+
+    def record(self, work: Callable[[], _Result]) -> Graph[_Result]:
+        return _Repeated(work)
+
+
+class _Passed:
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+_PASSED = _Passed()
+
+
+class _Repeated(Graph[_Result]):
+    """Work that is done again."""
+
+    def __init__(self, work: Callable[[], _Result]) -> None:
+        self._work = work
+
+    def replay(self) -> _Result:
+        return self._work()
+
+
+class CudaQueue(DeviceQueue):
+    """A CUDA device, its current stream, and a stream on which results are copied out.
+
+    Graphs share one memory pool: they are replayed one after another, so each may use what the others used.
+    """
+
+    runs_behind = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._results = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def _staging(self, num_words: int) -> Tensor:
+        # Torch keeps pinned memory, and uses it again when the copy that read it is done.
+        return torch.empty(num_words, dtype=torch.int32, pin_memory=True)
+
+    def event(self) -> Event:
+        return self._record_event(torch.cuda.current_stream(self.device))
+
+    def copy_out(self, source: Tensor) -> CopiedOut:
+        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        self._results.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._results):
+            host.copy_(source, non_blocking=True)
+        return CopiedOut(host, source, self._record_event(self._results))
+
+    def record(self, work: Callable[[], _Result]) -> Graph[_Result]:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of the process (transfers, NCCL's watchdog) may call CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = work()
+        return _CudaGraph(graph, result)
+
+    @staticmethod
+    def _record_event(stream: torch.cuda.Stream) -> Event:
+        # The thread that waits for it sleeps: it shares the cores with transfers.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+
+class _CudaGraph(Graph[_Result]):
+    def __init__(self, graph: torch.cuda.CUDAGraph, result: _Result) -> None:
+        self._graph = graph
+        self._result = result
+
+    def replay(self) -> _Result:
+        self._graph.replay()
+        return self._result
+
+
+def make_queue(device: torch.device) -> DeviceQueue:
+    """Return the queue of a device."""
+    return CudaQueue(device) if device.type == "cuda" else CpuQueue()
