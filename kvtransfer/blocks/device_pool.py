@@ -2,10 +2,10 @@
 
 On CUDA the kernels of `device_checksum` copy and sum in one pass. Each thread works on a stream of its own
 and waits, when it waits, for an event of that stream: never for the device, nor for the stream that computes.
-What a thread queues comes after the last step that the rank has reported (`follow`), and no step reads a
-piece before the thread that wrote it has seen its event. Elsewhere torch copies and sums. The checksums equal
-those of `kvtransfer.blocks.checksum` bit for bit: int64 arithmetic wraps in the same way everywhere. Not yet
-validated on CUDA."""
+That suffices, because orders name what reported steps have written, and a rank reports a step when its event
+has passed; and because no plan names what a thread writes before the thread has seen its own event. Elsewhere
+torch copies and sums. The checksums equal those of `kvtransfer.blocks.checksum` bit for bit: int64 arithmetic
+wraps in the same way everywhere. Not yet validated on CUDA."""
 
 from __future__ import annotations
 
@@ -78,18 +78,12 @@ class DevicePool(KvPool):
         is_whole_words = layout.head_bytes % WORD_BYTES == 0 and tensor.data_ptr() % WORD_BYTES == 0
         self._has_kernels = is_whole_words and (self._is_cuda if kernels is None else kernels)
         self._local = threading.local()
-        self._reported: torch.cuda.Event | None = None
         # Addresses of attached memory.
         self._pinned: set[int] = set()
         if self._is_cuda and self._has_kernels and self.num_blocks:  # compiled now, not in the first push
             staging = tensor.new_empty(layout.block_bytes)
             self.gather([0], layout.shard, staging)
             self.sums([0], layout.shard)
-
-    def follow(self, event: torch.cuda.Event) -> None:
-        """Let what is queued from now on wait for this event of the stream that computes: the end of a step
-        whose blocks may be named in orders once it is reported."""
-        self._reported = event
 
     def sums(self, block_ids: Sequence[int], piece: Shard) -> list[int]:
         self.check_blocks(block_ids)
@@ -203,8 +197,6 @@ class DevicePool(KvPool):
                     stream = torch.cuda.Stream(self.tensor.device)  # type: ignore[no-untyped-call]
                     self._local.stream = stream
                 stack.enter_context(torch.cuda.stream(stream))
-                if self._reported is not None:
-                    stream.wait_event(self._reported)
             yield
 
     def _pending(self, totals: Sequence[torch.Tensor], piece: Shard) -> PendingSums:

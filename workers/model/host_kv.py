@@ -3,22 +3,25 @@
 There are two ways to read them, with the same numbers. *Streamed*: a layer's blocks are copied into one of
 two staging buffers on the device while the layer before computes. *In place*: they are read where they lie,
 on a CPU by the kernels as part of the block table, on CUDA over the bus (pinned memory has an address there).
-Not yet validated: CUDA."""
+Moves of whole blocks have a stream of their own on CUDA, beside the step that computes. Not yet validated on
+CUDA."""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from kvtransfer.blocks.device_pool import pin, unpin, view_memory
 from kvtransfer.blocks.layout import Run
 from kvtransfer.blocks.runs import ByteRegion, RunTable, copy_runs
+from workers.errors import CapacityError
 from workers.messages.rank_channel import BlockCopy
 from workers.model.attention.interface import HostReader
 
@@ -28,18 +31,19 @@ MODES: tuple[OffloadMode, ...] = ("stream", "in_place")
 
 class HostKv:
     """`kv` [num_blocks, num_layers, 2, num_kv_heads, block_tokens, head_dim] in host memory, with the block
-    ids from `first_id` on."""
+    ids from `first_id` on. Raises `CapacityError` if CUDA cannot have the memory pinned."""
 
     def __init__(self, device_kv: Tensor, num_blocks: int) -> None:
         self.first_id = device_kv.shape[0]
         self._device_kv = device_kv
-        self._block_bytes = device_kv[0].nbytes
+        num_bytes = num_blocks * device_kv[0].nbytes
+        self._memory = _host_memory(num_bytes)
+        self.kv = _as_blocks(self._memory, device_kv, device_kv.shape[1:])
+        self._moves: _MovesOnCuda | None = None
         if device_kv.is_cuda:
-            shape = (num_blocks, *device_kv.shape[1:])
-            self.kv = torch.zeros(shape, dtype=device_kv.dtype, pin_memory=True)
-        else:
-            self._memory = _host_memory(num_blocks * self._block_bytes)
-            self.kv = _as_blocks(self._memory, device_kv, device_kv.shape[1:])
+            if not pin(self.kv.data_ptr(), num_bytes, device_kv.device):
+                raise CapacityError(f"offload_tokens: {num_bytes} bytes of host memory could not be pinned")
+            self._moves = _MovesOnCuda(device_kv.device)
         self.mode: OffloadMode = "in_place"
         self.reader: HostReader = _InPlace(self.first_id, self.kv, device_kv)
 
@@ -56,13 +60,15 @@ class HostKv:
             self.reader = _StreamedOnCpu(self.first_id, region, self._device_kv)
 
     def copy(self, copies: Sequence[BlockCopy]) -> list[BlockCopy]:
-        """Make the copies into and out of host memory. Returns the others, to be made after them."""
-        others = []
-        for copy in copies:
-            if max(copy.src_block, copy.dst_block) < self.first_id:
-                others.append(copy)
-            else:
-                self._block(copy.dst_block).copy_(self._block(copy.src_block), non_blocking=True)
+        """Make the copies of a plan into and out of host memory. Returns the others, to be made after them.
+
+        As the scheduler plans them, a source was written by steps that are reported, and no step that is
+        under way reads or writes a block of the device that is a target."""
+        others = [copy for copy in copies if max(copy.src_block, copy.dst_block) < self.first_id]
+        with contextlib.nullcontext() if self._moves is None else self._moves.queuing():
+            for copy in copies:
+                if max(copy.src_block, copy.dst_block) >= self.first_id:
+                    self._block(copy.dst_block).copy_(self._block(copy.src_block), non_blocking=True)
         return others
 
     def _block(self, block_id: int) -> Tensor:
@@ -72,7 +78,35 @@ class HostKv:
     def close(self) -> None:
         """Release the memory. Nothing may be read afterwards."""
         self.reader.close()
+        if self._moves is not None:
+            self._moves.finish()
+            unpin(self.kv.data_ptr())
         self.kv = self._device_kv = torch.empty(0)
+
+
+class _MovesOnCuda:
+    """A stream for the moves of whole blocks. Later steps wait for them. They do not wait for the step that
+    computes, but for those that were queued before the previous moves: when a block left its place in host
+    memory by these, the tables of earlier steps named the place."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._last = torch.cuda.Event()  # type: ignore[no-untyped-call]  # of the stream that computes
+
+    @contextlib.contextmanager
+    def queuing(self) -> Iterator[None]:
+        """Queue what is copied in the block there."""
+        computing = torch.cuda.current_stream(self._device)
+        self._stream.wait_event(self._last)
+        self._last.record(computing)
+        with torch.cuda.stream(self._stream):
+            yield
+        computing.wait_stream(self._stream)
+
+    def finish(self) -> None:
+        """Wait for all moves."""
+        self._stream.synchronize()
 
 
 class _InPlace(HostReader):
@@ -80,7 +114,7 @@ class _InPlace(HostReader):
 
     def __init__(self, first_id: int, kv: Tensor, device_kv: Tensor) -> None:
         super().__init__(first_id)
-        self._kv = _on_the_bus(kv, device_kv.device) if device_kv.is_cuda else kv
+        self._kv = _on_the_bus(kv) if device_kv.is_cuda else kv
 
     def begin(self, layer_to_ids: Sequence[Sequence[int]]) -> None:
         pass
@@ -231,20 +265,6 @@ def _as_blocks(memory: mmap.mmap, like: Tensor, block_shape: torch.Size) -> Tens
     return torch.frombuffer(memory, dtype=like.dtype).view(-1, *block_shape)
 
 
-class _Exposed:
-    """Pinned bytes at the address that they have on the device."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (tensor.nbytes,),
-            "typestr": "|u1",
-            "data": (tensor.data_ptr(), False),
-            "version": 3,
-        }
-
-
-def _on_the_bus(pinned: Tensor, device: torch.device) -> Tensor:
-    """View pinned memory as a tensor of the device, which reads it over the bus. `pinned` must outlive the
-    view."""
-    seen = torch.as_tensor(_Exposed(pinned), device=device)
-    return seen.view(pinned.dtype).view(pinned.shape)
+def _on_the_bus(pinned: Tensor) -> Tensor:
+    """View pinned memory as a tensor of the device that pinned it. `pinned` must outlive the view."""
+    return view_memory(pinned.data_ptr(), pinned.nbytes).view(pinned.dtype).view(pinned.shape)
