@@ -65,7 +65,6 @@ class TritonPlan(AttentionPlan):
     def __init__(self, backend: TritonAttention, step: StepInput) -> None:
         super().__init__(step)
         self._backend = backend
-        self._host = step.host
         device = backend.kv.device
         if (step.lengths == 1).all():
             sequences = _uploaded(step, device)
