@@ -145,8 +145,8 @@ PLANS = (
         tables=(table(0, 9),),
         entries=(chunk(0, 0, THREE[:1], 0),),
     ),
-    *([decode(0, 1, 3)] * 8),
-    decode(0, 3, 1, tables=(table(1, 8, first=2), table(3, 10, first=1))),
+    *([decode(0, 1, 3)] * 3),
+    decode(0, 3, 1, tables=(table(3, 10, first=1))),
     decode(3, 1),
     decode(1),
 )
