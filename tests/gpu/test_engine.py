@@ -146,7 +146,7 @@ PLANS = (
         entries=(chunk(0, 0, THREE[:1], 0),),
     ),
     *([decode(0, 1, 3)] * 3),
-    decode(0, 3, 1, tables=(table(3, 10, first=1))),
+    decode(0, 3, 1, tables=(table(3, 10, first=1),)),
     decode(3, 1),
     decode(1),
 )
@@ -228,6 +228,36 @@ def test_blocks_in_host_memory_are_read_by_steps_without_graphs(
     )  # fmt: skip
     reports.append(runner.run(plan))
     assert tokens_of(reports) == tokens_of(expected[:4])
+
+
+def test_sampling_that_cannot_begin_fails_its_request_alone(make: Make, expected: list[StepReport]) -> None:
+    """More biases than a slot has room for: the sequences beside it go on, by eager steps while its slot is
+    not freed, and it may be taken again."""
+    runner = make(graphs=(4,))
+    reports = [runner.run(plan) for plan in PLANS[:3]]
+    many = SamplingParams(logit_bias={id_: 0.5 for id_ in range(VOCAB)})
+    from workers.model.cuda import sampling
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "MOST_BIASES", VOCAB - 1)
+        plan = decode(
+            0, 2, 1,
+            starts=(starting(3, THREE, many),),
+            tables=(table(3, 4),),
+            entries=(chunk(3, 0, THREE, 3),),
+        )  # fmt: skip
+        failed = runner.run(plan)
+    assert [(entry.index, "logit biases" in entry.reason) for entry in failed.failed] == [(0, True)]
+    assert np.frombuffer(failed.tokens, "<u4")[1:].tolist() == tokens_of(expected)[3]
+    assert not runner.run(decode(free_slots=(3,))).failed
+    again = StepPlan(
+        10,
+        starts=(starting(3, THREE),),
+        tables=(table(3, 4),),
+        entries=(chunk(3, 0, THREE, 3),),
+    )
+    assert not runner.run(again).failed
+    assert tokens_of(reports) == tokens_of(expected[:3])
 
 
 def test_a_mask_comes_between_the_halves_of_a_step(make: Make) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -125,14 +126,13 @@ class KernelSampler(DeviceSampler):
         prompt_ids = distinct_tokens(start.prompt if params.penalizes_prompt else b"", self._vocab_size)
         self._table.start(samples, params, seed_keys([sample.seed for sample in samples]), prompt_ids)
         slots = [sample.slot for sample in samples]
-        try:
+        with contextlib.ExitStack() as if_it_fails:
+            for slot in slots:
+                if_it_fails.callback(self._table.free, slot)
             for slot in slots:
                 if self._table.needs(np.array([slot]))[0] & _LISTED:
                     self._there.start_tokens(slot, *self._table.tokens(slot))
-        except BaseException:
-            for slot in slots:
-                self._table.free(slot)
-            raise
+            if_it_fails.pop_all()
         self._started += slots
 
     def free(self, slot: int) -> None:
