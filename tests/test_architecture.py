@@ -271,7 +271,7 @@ SHARED_FILE_NAMES = frozenset(
         "store_admin.py",
         "update.py",
     }
-    | {"client.py", "blocking_client.py", "bench.py", "scale.py"}
+    | {"client.py", "blocking_client.py", "bench.py", "scale.py", "sampling.py"}
 )
 
 

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.messages.sampling import SamplingParams, TokenLogprob
-from workers.rank.sampler import Sampled, gumbel, output_keys, seed_keys, token_counters
+from workers.model.noise import gumbel, output_keys, seed_keys, token_counters
+from workers.rank.sampler import Sampled
 
 # Most nuclei are smaller: on the CPU the whole vocabulary is sorted only for the rows where this fails.
 _NUCLEUS_TOKENS = 256

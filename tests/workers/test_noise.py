@@ -8,7 +8,7 @@ import pytest
 import torch
 from dense_sampler import row_keys
 
-from workers.rank.sampler import gumbel, hashes, mix_, signed, token_counters
+from workers.model.noise import gumbel, hashes, mix_, signed, token_counters
 
 MASK = 2**64 - 1
 WEYL = 0x9E3779B97F4A7C15

@@ -223,9 +223,11 @@ def test_the_torch_product_is_the_same_up_to_rounding(dtype: torch.dtype) -> Non
     packed = make_linear(weight, bias)
     torch.testing.assert_close(plain(x), packed(x), rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(plain.floats(x), packed.floats(x), rtol=tolerance, atol=10 * tolerance)
-    hidden = torch.ones(9, 48, dtype=dtype)
-    plain.add_to(hidden, x)
-    torch.testing.assert_close(hidden, plain(x) + 1, rtol=tolerance, atol=tolerance)
+    for product in (plain, TorchLinear(weight)):
+        hidden = torch.ones(9, 48, dtype=dtype)
+        rest = product.add_to(hidden, x)
+        total = hidden if rest is None else hidden + rest
+        torch.testing.assert_close(total, product(x) + 1, rtol=tolerance, atol=tolerance)
     out = torch.empty(9, 48, dtype=dtype)
     assert plain(x, out) is out
     assert torch.equal(out, plain(x))

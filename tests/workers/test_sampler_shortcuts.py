@@ -20,7 +20,8 @@ from torch import Tensor
 from workers.messages.rank_channel import SlotSample, SlotStart
 from workers.messages.sampling import SamplingParams, TokenLogprob
 from workers.model import native
-from workers.rank.sampler import Sampled, Sampler, gumbel, largest, token_counters
+from workers.model.noise import gumbel, token_counters
+from workers.rank.sampler import Sampled, Sampler, largest
 
 CPU = torch.device("cpu")
 EOS = (7, 11)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.model import native
+from workers.model import cuda, native
 from workers.model.attention.interface import (
     AttentionBackend,
     AttentionPlan,
@@ -41,8 +41,12 @@ class AddedProduct(Protocol):
     """A product whose result is added to the hidden states: of one rank, or joined by
     `workers.model.parallel`."""
 
-    def add_to(self, hidden: Tensor, x: Tensor) -> None:
-        """Add the product of x [num_tokens, num_inputs] to `hidden` [num_tokens, hidden_size]."""
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute the product of x [num_tokens, num_inputs], [num_tokens, hidden_size]."""
+
+    def add_to(self, hidden: Tensor, x: Tensor) -> Tensor | None:
+        """Add the product of x to `hidden` [num_tokens, hidden_size] and return None; or return the product,
+        for the norm that follows to add, where that takes fewer kernels."""
 
 
 def load_decoder(
@@ -51,16 +55,18 @@ def load_decoder(
     device: torch.device,
     shard: ShardSpec | None = None,
     progress: Callable[[str], None] = lambda phase: None,
+    *,
+    is_deterministic: bool = False,
 ) -> Decoder:
     """Load a Hugging Face checkpoint folder, or a rank's `shard` of it, to compute in `dtype`. `progress` is
-    called after each layer.
+    called after each layer. `is_deterministic`: products of a row shall not depend on the rows beside it.
 
     Raises CheckpointError, naming file and key or tensor, for what is unsupported, missing or mis-shaped.
     """
     config = read_model_config(model_dir)
     shard = shard or ShardSpec.whole(config)
     with WeightReader(model_dir, config, shard, dtype, device) as reader:
-        decoder = Decoder(config, reader, shard, progress)
+        decoder = Decoder(config, reader, shard, progress, is_deterministic=is_deterministic)
         reader.finish()
     return decoder
 
@@ -76,6 +82,8 @@ class Decoder:
         reader: WeightReader,
         shard: ShardSpec,
         progress: Callable[[str], None] = lambda phase: None,
+        *,
+        is_deterministic: bool = False,
     ) -> None:
         self.config = config
         self.shard = shard
@@ -89,7 +97,7 @@ class Decoder:
         if is_last:
             self._norm = reader.final_norm()
             weight = reader.head(table)
-            head = make_linear((weight,))
+            head = make_linear((weight,), is_deterministic=is_deterministic)
             self.head = head.floats
             if is_first and weight is table:
                 self.embedding = head.lookup
@@ -104,6 +112,7 @@ class Decoder:
                 config.rms_norm_eps,
                 config.sliding_windows[layer],
                 self._workspace,
+                is_deterministic=is_deterministic,
             )
             self.layers.append(loaded)
             num_layers = shard.layer_end - shard.layer_start
@@ -130,10 +139,11 @@ class Decoder:
     def run_layers(self, hidden: Tensor, plan: AttentionPlan, most_layers: int | None = None) -> Tensor:
         """Run this stage's layers, or the first `most_layers`, over `hidden` [num_tokens, hidden_size], which
         is overwritten and returned."""
+        rest: Tensor | None = None
         for layer in self.layers[:most_layers]:
-            layer.forward(hidden, plan)
+            rest = layer.forward(hidden, plan, rest)
             plan.marks.mark_layer()
-        return hidden
+        return hidden if rest is None else hidden.add_(rest)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -160,9 +170,17 @@ class Embedding:
         return F.embedding(tokens, self._table)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """Scale the last dimension to unit mean square in float32, round, then multiply by `weight`. The result
-    is written to `out` where it is given."""
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, rest: Tensor | None = None
+) -> Tensor:
+    """Add `rest` to `x` [num_rows, size], in place, where it is given. Scale to unit mean square in float32,
+    round, then multiply by `weight`. The result is written to `out` where it is given."""
+    if cuda.serves(x.device):
+        from workers.model.cuda import layer_ops
+
+        return layer_ops.rms_norm(x, weight, eps, out, rest)
+    if rest is not None:
+        x.add_(rest)
     if native.serves(x.device, x.dtype) and x.stride(-1) == 1:
         kernels = native.load()
         assert kernels is not None
@@ -191,34 +209,44 @@ class DecoderLayer:
     share a `workspace`."""
 
     def __init__(
-        self, weights: LayerWeights, index: int, eps: float, window: int, workspace: Workspace
+        self,
+        weights: LayerWeights,
+        index: int,
+        eps: float,
+        window: int,
+        workspace: Workspace,
+        *,
+        is_deterministic: bool = False,
     ) -> None:
         self._eps = eps
         self._workspace = workspace
         self._attention = LayerAttention(index, window, weights.q_norm, weights.k_norm, eps)
         self._input_norm, self._post_norm = weights.input_norm, weights.post_norm
-        self._qkv = _linear(weights.qkv)
-        self._gate_up = make_linear(weights.gate_up.parts, weights.gate_up.bias, is_gated=True)
-        # With a part of the heads and of the intermediate columns, these compute a part of the sum.
-        self.output: AddedProduct = _linear(weights.output)
-        self.down: AddedProduct = _linear(weights.down)
 
-    def forward(self, hidden: Tensor, plan: AttentionPlan) -> None:
-        """Add the layer's attention and feed-forward to `hidden` [num_tokens, hidden_size], in place."""
-        take = self._workspace.take
-        normed = rms_norm(hidden, self._input_norm, self._eps, take("normed", hidden, hidden.shape[1]))
+        def linear(part: LinearWeights, *, is_gated: bool = False) -> Linear:
+            return make_linear(part.parts, part.bias, is_gated=is_gated, is_deterministic=is_deterministic)
+
+        self._qkv = linear(weights.qkv)
+        self._gate_up = linear(weights.gate_up, is_gated=True)
+        # With a part of the heads and of the intermediate columns, these compute a part of the sum.
+        self.output: AddedProduct = linear(weights.output)
+        self.down: AddedProduct = linear(weights.down)
+
+    def forward(self, hidden: Tensor, plan: AttentionPlan, rest: Tensor | None = None) -> Tensor | None:
+        """Add the layer's attention and feed-forward to `hidden` [num_tokens, hidden_size], in place; `rest`
+        is what the layer before has left to add. Returns what this one leaves, None: nothing."""
+        take, eps = self._workspace.take, self._eps
+        normed = take("normed", hidden, hidden.shape[1])
+        normed = rms_norm(hidden, self._input_norm, eps, normed, rest)
         qkv = self._qkv(normed, take("qkv", hidden, self._qkv.num_outputs))
         plan.marks.mark()
         mixed = plan.run(self._attention, qkv)
         plan.marks.mark()
-        self.output.add_to(hidden, mixed)
+        rest = self.output.add_to(hidden, mixed)
         plan.marks.mark()
-        normed = rms_norm(hidden, self._post_norm, self._eps, normed)
+        normed = rms_norm(hidden, self._post_norm, eps, normed, rest)
         gated = self._gate_up.gated(normed, take("gated", hidden, self._gate_up.num_outputs // 2))
         plan.marks.mark()
-        self.down.add_to(hidden, gated)
+        rest = self.down.add_to(hidden, gated)
         plan.marks.mark()
-
-
-def _linear(weights: LinearWeights) -> Linear:
-    return make_linear(weights.parts, weights.bias)
+        return rest

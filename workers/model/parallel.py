@@ -101,11 +101,13 @@ class _Summed:
         self._product = product
         self._all_reduce = collectives.all_reduce
 
-    def add_to(self, hidden: Tensor, x: Tensor) -> None:
-        partial = torch.zeros_like(hidden)
-        self._product.add_to(partial, x)
-        self._all_reduce(partial)
-        hidden.add_(partial)
+    def __call__(self, x: Tensor) -> Tensor:
+        total = self._product(x)
+        self._all_reduce(total)
+        return total
+
+    def add_to(self, hidden: Tensor, x: Tensor) -> Tensor:
+        return self(x)
 
 
 class _SplitEmbedding:

@@ -1,8 +1,9 @@
-"""Linear products of the decoder, with packed weights where there are kernels and by torch elsewhere.
+"""Linear products of the decoder, with packed weights where there are CPU kernels and by torch elsewhere.
 
 A packed weight is the only copy of it: panels of 32 outputs as `native/panel.h` describes. A row's result
-then depends neither on the other rows of the call nor on the number of threads. Products by torch round as
-well, but promise nothing of the kind."""
+then depends neither on the other rows of the call nor on the number of threads, and so it is with
+`InvariantLinear` on CUDA. Products by torch round as well, but promise nothing of the kind. What runs on CUDA
+is not yet validated there."""
 
 from __future__ import annotations
 
@@ -19,11 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.errors import WorkerError
-from workers.model import native
+from workers.model import cuda, native
 from workers.model.native.isa import chosen_isa
 
 _PANEL = 32
 _HUGE_PAGE = 2 << 20
+_LARGEST_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
+# Of a row of zeros, which has no scale of its own.
+_LEAST_SCALE = 1e-12
 
 
 class Epilogue(enum.IntEnum):
@@ -75,8 +79,9 @@ class Linear(ABC):
         """Compute the product, rounded to the dtype of x."""
 
     @abstractmethod
-    def add_to(self, hidden: Tensor, x: Tensor) -> None:
-        """Add the rounded product to `hidden` [num_tokens, num_outputs]."""
+    def add_to(self, hidden: Tensor, x: Tensor) -> Tensor | None:
+        """Add the product to `hidden` [num_tokens, num_outputs] and return None; or return the product, for
+        the norm that follows to add, where that takes fewer kernels."""
 
     @abstractmethod
     def gated(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -96,15 +101,21 @@ class Linear(ABC):
 Weight = Tensor | Sequence[Tensor]
 
 
-def make_linear(weight: Weight, bias: Tensor | None = None, *, is_gated: bool = False) -> Linear:
-    """Return the product with `weight` and `bias` [num_outputs], packed if there are kernels for it. Parts
-    are copied; those of a gated product are gate and up."""
+def make_linear(
+    weight: Weight, bias: Tensor | None = None, *, is_gated: bool = False, is_deterministic: bool = False
+) -> Linear:
+    """Return the product with `weight` and `bias` [num_outputs], packed if there are CPU kernels for it.
+    Parts are copied; those of a gated product are gate and up. `is_deterministic`: a row's result shall not
+    depend on the other rows, where `refuse_nondeterministic` lets it be had."""
     parts = (weight,) if isinstance(weight, Tensor) else weight
     if native.serves(parts[0].device, parts[0].dtype):
         kernels = native.load()
         assert kernels is not None
         return PackedLinear(kernels, weight, bias, is_gated=is_gated)
-    return TorchLinear(weight if isinstance(weight, Tensor) else torch.cat(tuple(weight)), bias)
+    whole = weight if isinstance(weight, Tensor) else torch.cat(tuple(weight))
+    if is_deterministic and cuda.serves(whole.device):
+        return InvariantLinear(whole, bias)
+    return TorchLinear(whole, bias)
 
 
 def refuse_nondeterministic(device: torch.device, dtype: torch.dtype) -> None:
@@ -123,30 +134,130 @@ def refuse_nondeterministic(device: torch.device, dtype: torch.dtype) -> None:
     raise WorkerError(f"deterministic: {problem}, or set deterministic: false")
 
 
-class TorchLinear(Linear):
+class _UnpackedLinear(Linear):
+    """A product whose weight is a tensor as it was given."""
+
+    def add_to(self, hidden: Tensor, x: Tensor) -> Tensor | None:
+        return self(x)
+
+    def gated(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return silu_mul(self(x), out)
+
+    def floats(self, x: Tensor) -> Tensor:
+        return self(x).float()
+
+
+def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    """Compute SiLU(gate) * up of `gate_up` [num_tokens, 2 * size], whose first half of columns is gate."""
+    if cuda.serves(gate_up.device):
+        from workers.model.cuda import layer_ops
+
+        return layer_ops.silu_mul(gate_up, out)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.mul(F.silu(gate), up, out=out)
+
+
+class TorchLinear(_UnpackedLinear):
     """A product by torch, on any device and of any dtype."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._weight, self._bias = weight, bias
+        self._transposed = weight.t()
         self.num_outputs, self.num_inputs = weight.shape
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        product = F.linear(x, self._weight, self._bias)
-        return product if out is None else out.copy_(product)
+        if self._bias is None:
+            return torch.mm(x, self._transposed, out=out)
+        return torch.addmm(self._bias, x, self._transposed, out=out)
 
-    def add_to(self, hidden: Tensor, x: Tensor) -> None:
-        hidden.add_(F.linear(x, self._weight, self._bias))
-
-    def gated(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        gate, up = F.linear(x, self._weight, self._bias).chunk(2, dim=-1)
-        product = F.silu(gate).mul_(up)
-        return product if out is None else out.copy_(product)
+    def add_to(self, hidden: Tensor, x: Tensor) -> Tensor | None:
+        if self._bias is not None:
+            return self(x)
+        hidden.addmm_(x, self._transposed)
+        return None
 
     def floats(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._weight, self._bias).float()
+        if x.is_cuda and self._bias is None and x.dtype != torch.float32:
+            return torch.mm(x, self._transposed, out_dtype=torch.float32)
+        return self(x).float()
 
     def lookup(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self._weight)
+
+
+class InvariantLinear(_UnpackedLinear):
+    """A product by Triton in which a row's result depends on nothing beside it."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        from workers.model.cuda.invariant_product import multiply
+
+        self._multiply = multiply
+        self._weight, self._bias = weight, bias
+        self.num_outputs, self.num_inputs = weight.shape
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        result = x.new_empty(x.shape[0], self.num_outputs) if out is None else out
+        self._multiply(x, self._weight, self._bias, result)
+        return result
+
+    def add_to(self, hidden: Tensor, x: Tensor) -> None:
+        self._multiply(x, self._weight, self._bias, hidden, is_added=True)
+
+    def floats(self, x: Tensor) -> Tensor:
+        result = x.new_empty(x.shape[0], self.num_outputs, dtype=torch.float32)
+        self._multiply(x, self._weight, self._bias, result)
+        return result
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self._weight)
+
+
+class ScaledLinear(_UnpackedLinear):
+    """A product of float8 weights, `weight` [num_outputs, num_inputs] times a scale for each output, `scales`
+    float32 [num_outputs], with inputs that are scaled to float8 row by row. Sizes are multiples of 16."""
+
+    def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> None:
+        assert weight.dtype == torch.float8_e4m3fn
+        self._weight, self._bias = weight, bias
+        self._scales = scales.float().view(1, -1)
+        self.num_outputs, self.num_inputs = weight.shape
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        wide = x.float()
+        scales = wide.abs().amax(1, keepdim=True).div_(_LARGEST_FLOAT8).clamp_(min=_LEAST_SCALE)
+        product = F.scaled_mm(
+            (wide / scales).to(self._weight.dtype),
+            self._weight.t(),
+            scale_a=scales,
+            scale_recipe_a=F.ScalingType.RowWise,
+            scale_b=self._scales,
+            scale_recipe_b=F.ScalingType.RowWise,
+            bias=self._bias,
+            output_dtype=x.dtype,
+        )
+        return product if out is None else out.copy_(product)
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """Return the rows in float32, which holds them best."""
+        return self._weight[ids].float() * self._scales[0, ids, None]
+
+
+class GroupedLinear(_UnpackedLinear):
+    """The products of a mixture of experts: rows of x are sorted by expert, and those before `ends[e]`, int32
+    [num_experts], that belong to no earlier expert are multiplied by `weights[e]`, of [num_experts,
+    num_outputs, num_inputs]. Made anew for each step; it copies nothing."""
+
+    def __init__(self, weights: Tensor, ends: Tensor) -> None:
+        self._weights, self._ends = weights, ends
+        self.num_outputs, self.num_inputs = weights.shape[1:]
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        product = F.grouped_mm(x, self._weights.transpose(1, 2), offs=self._ends)
+        return product if out is None else out.copy_(product)
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """Return rows of all experts' weights, one expert after another."""
+        return F.embedding(ids, self._weights.flatten(0, 1))
 
 
 class _Weights(ctypes.Structure):
@@ -221,6 +332,7 @@ class PackedLinear(Linear):
         return self._multiply(x, Epilogue.STORE, out)
 
     def add_to(self, hidden: Tensor, x: Tensor) -> None:
+        """Add the rounded product."""
         self._multiply(x, Epilogue.ADD, hidden)
 
     def gated(self, x: Tensor, out: Tensor | None = None) -> Tensor:

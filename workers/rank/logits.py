@@ -38,7 +38,7 @@ class SlotNeeds(enum.IntFlag):
 
 
 # A slot's parameters as the kernels read them (`workers/model/native/sampling.h`); addresses point into the
-# arrays of its `_SlotTokens`. A temperature of 0 is greedy, a top_k of 0 is off.
+# arrays of its `SlotTokens`. A temperature of 0 is greedy, a top_k of 0 is off.
 SLOT = np.dtype(
     [
         ("key", np.int64),
@@ -68,7 +68,7 @@ SLOT = np.dtype(
 )
 
 
-class _SlotTokens(NamedTuple):
+class SlotTokens(NamedTuple):
     """The tokens that a slot treats specially. `ids` are the distinct tokens of its output and, for a
     repetition penalty, of its prompt; `counts` says how often each is in the output. Both have room for
     more."""
@@ -80,7 +80,7 @@ class _SlotTokens(NamedTuple):
     counts: NDArray[np.int32]
 
 
-_NO_TOKENS = _SlotTokens(*(np.zeros(0, dtype) for dtype in (np.int32, np.float32, *[np.int32] * 3)))
+_NO_TOKENS = SlotTokens(*(np.zeros(0, dtype) for dtype in (np.int32, np.float32, *[np.int32] * 3)))
 
 
 class SlotTable:
@@ -90,7 +90,7 @@ class SlotTable:
     def __init__(self, max_slots: int, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
-        self._slot_to_tokens: dict[int, _SlotTokens] = {}
+        self._slot_to_tokens: dict[int, SlotTokens] = {}
         self.records = np.zeros(max_slots, SLOT)
         self.address = self.records.ctypes.data
         self.keys: NDArray[np.int64] = self.records["key"]
@@ -156,6 +156,11 @@ class SlotTable:
             raise AssertionError(f"slot {slots[np.flatnonzero(needs == 0)[0]]} samples but was never started")
         return needs
 
+    def tokens(self, slot: int) -> SlotTokens:
+        """Return the tokens that a slot treats specially."""
+        tokens, num_tokens = self._slot_to_tokens[slot], self._num_tokens[slot]
+        return tokens._replace(ids=tokens.ids[:num_tokens], counts=tokens.counts[:num_tokens])
+
     def change_(self, logits: Tensor, slots: Slots, needs: NDArray[np.uint32]) -> None:
         """Apply bias, penalties and minimum length to `logits` [num_slots, vocab_size], in place."""
         rows = np.flatnonzero(needs & SlotNeeds.BIAS)
@@ -194,7 +199,7 @@ class SlotTable:
 
     def _tokens_of(
         self, sampling: SamplingParams, sample: SlotSample, prompt_ids: NDArray[np.int32]
-    ) -> _SlotTokens:
+    ) -> SlotTokens:
         bias = {id_: value for id_, value in sampling.logit_bias.items() if 0 <= id_ < self._vocab_size}
         ends = sorted({*self._eos_token_ids, *sampling.stop_token_ids}) if sampling.min_tokens else []
         ids, counts = prompt_ids, np.zeros(len(prompt_ids), np.int32)
@@ -208,7 +213,7 @@ class SlotTable:
             counts[np.searchsorted(ids, output_ids)] = output_counts
         if not (bias or ends or sampling.penalizes_output):
             return _NO_TOKENS
-        return _SlotTokens(
+        return SlotTokens(
             bias_ids=np.fromiter(bias.keys(), np.int32, len(bias)),
             bias_values=np.fromiter(bias.values(), np.float32, len(bias)),
             end_ids=np.array([id_ for id_ in ends if 0 <= id_ < self._vocab_size], dtype=np.int32),

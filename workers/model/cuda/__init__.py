@@ -1,1 +1,17 @@
-"""Kernels of a rank on CUDA, in Triton. On CPU tensors they run in Triton's interpreter, for tests."""
+"""Triton kernels of a step on CUDA, and where they are used. Not yet validated on CUDA: tests run them in
+Triton's interpreter, on CPU tensors.
+
+Triton comes with torch for CUDA and is missing elsewhere, so the modules of this package are imported by
+whoever has seen that they serve a device."""
+
+from __future__ import annotations
+
+import torch
+
+# Tests add "cpu", whose tensors Triton's interpreter takes.
+DEVICE_TYPES = {"cuda"}
+
+
+def serves(device: torch.device) -> bool:
+    """Whether there are kernels for tensors on this device, of every dtype of a model."""
+    return device.type in DEVICE_TYPES

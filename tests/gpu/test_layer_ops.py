@@ -1,0 +1,124 @@
+"""The kernels between a layer's products, against the same operations in torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from workers.model.attention.torch_backend import rope_table, rotate
+
+EPS = 1e-6
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2**-6}
+# Triton's interpreter does not round to bfloat16 as devices do.
+DTYPES = [torch.float32, torch.float16]
+if torch.cuda.is_available():
+    DTYPES.append(torch.bfloat16)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def check(actual: Tensor, expected: Tensor) -> None:
+    tolerance = TOLERANCES[expected.dtype]
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def values(rng: np.random.Generator, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.from_numpy(rng.standard_normal(shape, dtype=np.float32)).to(device, dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("size", [1, 24, 64, 100, 1030])
+@pytest.mark.parametrize("has_rest", [False, True])
+def test_rms_norm(device: torch.device, dtype: torch.dtype, size: int, has_rest: bool) -> None:
+    from workers.model.cuda.layer_ops import rms_norm
+
+    rng = np.random.default_rng(size)
+    wide = values(rng, 3, size + 9, dtype=dtype, device=device)
+    weight = values(rng, size, dtype=dtype, device=device)
+    rest = values(rng, 3, size, dtype=dtype, device=device) if has_rest else None
+    hidden = wide[:, 4 : 4 + size]
+    total = hidden + rest if rest is not None else hidden.clone()
+    around = wide.clone()
+    out = torch.full((3, size), 7.0, dtype=dtype, device=device)
+    assert rms_norm(hidden, weight, EPS, out, rest) is out
+    check(out, F.rms_norm(total, (size,), None, EPS) * weight)
+    assert torch.equal(hidden, total), "the sum stays"
+    around[:, 4 : 4 + size] = total
+    assert torch.equal(wide, around), "nothing beside it was written"
+    assert torch.equal(rms_norm(total, weight, EPS), out)
+
+
+@dtypes
+def test_a_row_of_zeros_is_normalized_to_zeros(device: torch.device, dtype: torch.dtype) -> None:
+    from workers.model.cuda.layer_ops import rms_norm
+
+    rows = torch.zeros(2, 16, dtype=dtype, device=device)
+    assert torch.equal(rms_norm(rows, rows[0] + 1, EPS), rows)
+
+
+@dtypes
+@pytest.mark.parametrize("size", [1, 33, 1024, 1100])
+def test_silu_mul(device: torch.device, dtype: torch.dtype, size: int) -> None:
+    from workers.model.cuda.layer_ops import silu_mul
+
+    gate_up = values(np.random.default_rng(size), 3, 2 * size, dtype=dtype, device=device) * 6
+    gate_up[0, 0], gate_up[1, 0] = -200.0, 200.0
+    gate, up = gate_up.chunk(2, -1)
+    check(silu_mul(gate_up), F.silu(gate) * up)
+
+
+def drawn_shape(seed: int) -> tuple[int, int, int, int, bool]:
+    """Draw num_kv_heads, group, head_dim, block_tokens and whether there are norms."""
+    rng = np.random.default_rng(seed)
+    group = int(rng.integers(1, 9))
+    head_dim = 2 * int(rng.integers(4, 41))
+    return int(rng.integers(1, 4)), group, head_dim, int(rng.choice([1, 4, 16])), bool(rng.integers(2))
+
+
+@dtypes
+@pytest.mark.parametrize("seed", range(8))
+def test_rotate_and_write(device: torch.device, dtype: torch.dtype, seed: int) -> None:
+    """Tokens of several sequences whose tables have blocks in any order, as attention in torch does it."""
+    from workers.model.cuda.layer_ops import rotate_and_write
+
+    num_kv, group, head_dim, block_tokens, has_norm = drawn_shape(seed)
+    rng = np.random.default_rng(seed)
+    num_heads = num_kv * group
+    num_tokens, num_blocks, layer = 5, 12, 1
+    tables = torch.from_numpy(rng.permutation(num_blocks).reshape(3, 4).astype(np.int32)).to(device)
+    places = rng.choice(3 * 4 * block_tokens, num_tokens, replace=False)
+    slots, positions = np.divmod(places, 4 * block_tokens)
+    norms = (
+        [values(rng, head_dim, dtype=dtype, device=device) for _ in range(2)] if has_norm else [None, None]
+    )
+    kv = torch.full((num_blocks, 3, 2, num_kv, block_tokens, head_dim), 7.0, dtype=dtype, device=device)
+    qkv = values(rng, num_tokens, (num_heads + 2 * num_kv) * head_dim, dtype=dtype, device=device)
+    frequencies = torch.from_numpy(rng.random(head_dim // 2, dtype=np.float32)).to(device)
+    positions_gpu = torch.from_numpy(positions).to(device)
+    cos, sin = rope_table(positions_gpu, frequencies, dtype)
+
+    heads = qkv.clone().view(num_tokens, -1, head_dim)
+    queries, keys, written = torch.split(heads, [num_heads, num_kv, num_kv], 1)
+    if norms[0] is not None and norms[1] is not None:
+        queries = F.rms_norm(queries, (head_dim,), None, EPS) * norms[0]
+        keys = F.rms_norm(keys, (head_dim,), None, EPS) * norms[1]
+    expected_kv = kv.clone()
+    for token, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+        block, offset = int(tables[slot, position // block_tokens]), position % block_tokens
+        expected_kv[block, layer, 0, :, offset] = rotate(keys, cos, sin)[token]
+        expected_kv[block, layer, 1, :, offset] = written[token]
+
+    slots_gpu = torch.from_numpy(slots.astype(np.int32)).to(device)
+    actual = rotate_and_write(
+        qkv, kv[:, layer], tables, slots_gpu, positions_gpu, cos, sin, q_norm=norms[0], k_norm=norms[1],
+        eps=EPS,
+    )  # fmt: skip
+    assert actual.shape == (num_tokens, num_heads, head_dim)
+    assert actual.data_ptr() == qkv.data_ptr(), "queries are rotated in place"
+    check(actual, rotate(queries, cos, sin))
+    check(kv, expected_kv)
+    is_value = torch.zeros_like(kv, dtype=torch.bool)
+    is_value[:, layer, 1] = True
+    assert torch.equal(kv[is_value], expected_kv[is_value]), "values are copied"
