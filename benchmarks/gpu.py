@@ -29,7 +29,6 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.autograd import DeviceType
 
 from benchmarks.random_checkpoint import LLAMA_8B, write_config
 from kvtransfer.blocks.device_pool import DevicePool
@@ -417,7 +416,7 @@ class DeviceTime:
         torch.cuda.synchronize()
         self._profile.__exit__(*error)  # type: ignore[no-untyped-call]
         events = self._profile.events()  # type: ignore[no-untyped-call]
-        events = [each for each in events if each.device_type == DeviceType.CUDA]
+        events = [each for each in events if each.device_type.name == "CUDA"]
         self.busy_s = union_us([(each.time_range.start, each.time_range.end) for each in events]) / 1e6
 
 
