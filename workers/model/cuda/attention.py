@@ -139,15 +139,10 @@ def attend_decodes(
     pairs = num_decodes * num_kv_heads
     num_splits = min(num_pieces, max(_MIN_SPLITS, -(-_NUM_DECODE_PROGRAMS // pairs)))
     in_host = kv.blocks if kv.in_host is None else kv.in_host
-    arguments = (
-        sequences.slots,
-        sequences.starts,
-        sequences.starts if tasks is None else tasks,
-        partials.values,
-        partials.sums,
-    )
+    # Without tasks any tensor may stand in their place: it is not read.
+    where = (sequences.starts, sequences.starts if tasks is None else tasks)
     _attend_pieces[(num_decodes, num_kv_heads, num_splits)](
-        queries, kv.blocks, in_host, sequences.tables, *arguments,
+        queries, kv.blocks, in_host, sequences.tables, sequences.slots, *where, *partials,
         queries.stride(0), kv.blocks.stride(0), in_host.stride(0), sequences.tables.stride(0), kv.first_host,
         num_pieces, window, _scale(head_dim),
         HAS_TASKS=tasks is not None, HAS_HOST=kv.in_host is not None, GROUP=num_heads // num_kv_heads,
@@ -156,7 +151,7 @@ def attend_decodes(
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     _reduce_pieces[(num_decodes, num_heads)](
-        *arguments, out, out.stride(0), num_pieces, window,
+        *where, *partials, out, out.stride(0), num_pieces, window,
         HAS_TASKS=tasks is not None, HEAD_DIM=head_dim, PADDED_DIM=_padded(head_dim), PIECE=PIECE_TOKENS,
         MAX_PIECES=MAX_PIECES, HAS_WINDOW=window > 0, num_warps=4,
     )  # fmt: skip
@@ -202,7 +197,7 @@ def _attend_pieces(
 
 @triton.jit(do_not_specialize=["num_pieces"], do_not_specialize_on_alignment=_INDICES)
 def _reduce_pieces(
-    slots, starts, tasks, values, sums, out, out_stride, num_pieces, window,
+    starts, tasks, values, sums, out, out_stride, num_pieces, window,
     HAS_TASKS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PIECE: tl.constexpr,
     MAX_PIECES: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
