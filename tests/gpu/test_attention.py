@@ -12,6 +12,7 @@ from launch_recorder import recorded_launches
 from torch import Tensor
 
 from workers.messages.rank_channel import BlockCopy
+from workers.model import cuda, native
 from workers.model.attention.choice import candidate_backends, choose_attention
 from workers.model.attention.interface import (
     AttentionBackend,
@@ -329,9 +330,14 @@ def test_one_graph_serves_steps_at_other_positions(device: torch.device) -> None
     assert_equal(results, case.expected())
 
 
-@pytest.mark.gpu
-def test_it_is_a_candidate_where_there_is_a_device(device: torch.device) -> None:
-    kv = torch.zeros(8, 1, 2, 2, 64, 64, dtype=torch.bfloat16, device=device)
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_it_is_chosen_where_kernels_serve_the_device(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, is_deterministic: bool
+) -> None:
+    monkeypatch.setattr(cuda, "DEVICE_TYPES", {device.type})
+    monkeypatch.setattr(native, "load", lambda: None)
+    kv = torch.zeros(8, 1, 2, 2, 64, 64, device=device)
     shape = AttentionShape(4, (0,), torch.zeros(32, device=device))
     assert [it.name for it in candidate_backends(shape, kv)] == ["triton", "torch"]
-    assert choose_attention(shape, kv, is_deterministic=True).name == "triton"
+    chosen = choose_attention(shape, kv, is_deterministic=is_deterministic)
+    assert (chosen.name, chosen.is_deterministic) == ("triton", is_deterministic)
