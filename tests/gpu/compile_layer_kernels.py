@@ -3,12 +3,10 @@ each. It is a process of its own, because that of the tests may interpret them."
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import warnings
 
 import torch
-from hopper_compiler import compiled_for_hopper
+from hopper_compiler import compiled_for_hopper, print_kernels
 
 from workers.model.cuda.invariant_product import multiply
 from workers.model.cuda.layer_ops import rms_norm, rotate_and_write, silu_mul
@@ -59,5 +57,4 @@ if __name__ == "__main__":
         compile_layer()
         compile_products()
         compile_sampling()
-    for kernel in kernels:
-        print(json.dumps(dataclasses.asdict(kernel) | {"programs": kernel.num_on_multiprocessor}))
+    print_kernels(kernels)

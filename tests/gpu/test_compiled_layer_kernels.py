@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hopper_process import kernels_of
 
 pytest.importorskip("triton", reason="triton is not installed (the extra gpu-tests)")
 
@@ -18,9 +17,11 @@ Named = dict[str, list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Named:
     """Return the kernels of each name."""
+    from hopper_compiler import compile_by_script
+
     named = collections.defaultdict(list)
     script = Path(__file__).parent / "compile_layer_kernels.py"
-    for kernel in kernels_of(script, tmp_path_factory.mktemp("triton")):
+    for kernel in compile_by_script(script, tmp_path_factory.mktemp("triton")):
         named[kernel["name"]].append(kernel)
     return named
 
