@@ -46,6 +46,18 @@ _SHAPE: dict[str, Any] = {
     "eos_token_id": 1,
 }
 
+# The shape of Llama 3 8B, as keys of config.json.
+LLAMA_8B: dict[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 32768,
+    "rope_theta": 500000.0,
+    "vocab_size": 128256,
+}
 # The shape of Qwen3-0.6B, as keys of config.json.
 QWEN3_06B: dict[str, Any] = {
     "hidden_size": 1024,
@@ -78,17 +90,8 @@ def write_random_checkpoint(
     with its vocabulary size unless that is overridden.
     """
     path.mkdir(parents=True, exist_ok=True)
-    shape = dict(_SHAPE)
-    if tokenizer_from is not None:
-        shape |= _copy_tokenizer(tokenizer_from, path)
-    config = {
-        "architectures": [_ARCHITECTURES[family]],
-        "model_type": family,
-        "dtype": dtype,
-        **shape,
-        **config_overrides,
-    }
-    (path / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    shape = _copy_tokenizer(tokenizer_from, path) if tokenizer_from is not None else {}
+    write_config(path, family, dtype, **(shape | config_overrides))
     tensors = _draw_weights(read_model_config(path), seed, _DTYPES[dtype])
     if not sharded:
         save_file(tensors, str(path / "model.safetensors"), metadata={"format": "pt"})
@@ -102,6 +105,18 @@ def write_random_checkpoint(
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
     (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+def write_config(path: Path, family: Family, dtype: str, **config_overrides: Any) -> None:
+    """Write config.json alone into the folder `path`. `config_overrides` are as above."""
+    config = {
+        "architectures": [_ARCHITECTURES[family]],
+        "model_type": family,
+        "dtype": dtype,
+        **_SHAPE,
+        **config_overrides,
+    }
+    (path / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
 def _copy_tokenizer(source: Path, path: Path) -> dict[str, Any]:

@@ -238,6 +238,16 @@ def gpus_present(context: CheckContext) -> Iterator[CheckResult]:
         yield ok(f"{len(names)} GPUs: {_models(names)}")
 
 
+def cuda_validation(context: CheckContext) -> Iterator[CheckResult]:
+    """Note that nothing of this version has run on a GPU, where pools are to."""
+    if any("cuda" in pool.stage_devices for pool in context.config.pools):
+        yield note(
+            "pools on GPUs: not yet validated on CUDA",
+            "all tests and figures are from CPUs, with the kernels in Triton's interpreter",
+            "run tests/gpu on one of the GPUs first; its README says in which order",
+        )
+
+
 def gpu_persistence(context: CheckContext) -> Iterator[CheckResult]:
     rows = gpu_rows(context.machine, "index", "persistence_mode")
     off = [index for index, mode in rows or () if mode == "Disabled"]
@@ -371,6 +381,9 @@ CHECKS = (
     Check("governor", _PROCESSORS, "CPU frequency governor", governor),
     Check("numa", _PROCESSORS, "NUMA nodes against replicas on CPUs", numa),
     Check("gpus", _DEVICES, "GPUs that nvidia-smi finds against those configured", gpus_present),
+    Check(
+        "cuda-validation", _DEVICES, "Whether pools are on GPUs: not yet validated on CUDA", cuda_validation
+    ),
     Check("gpu-persistence", _DEVICES, "Persistence mode of GPUs", gpu_persistence),
     Check("gpu-clocks", _DEVICES, "What holds a GPU's clock down: heat, power", gpu_clocks),
     Check("gpu-capability", _DEVICES, "Whether GPUs compute in the pools' dtype", gpu_capability),

@@ -74,7 +74,7 @@ class TransferAgent:
         self._rank = rank
         self._pool = pool
         # Decides about every copy of the rank that has a traffic class.
-        self.governor = TrafficGovernor(settings, clock)
+        self.governor = TrafficGovernor(settings, clock, pool.device)
         self._gate = Gate(self._report)
         self._fence = PushFence(self._report)
         self._connections: dict[bytes, WriterConnection] = {}

@@ -68,6 +68,8 @@ def test_gpus_are_counted_against_the_pools(tmp_path: Path) -> None:
     assert only(hardware.gpus_present, context_of(one, config)).severity is NOTE
     assert only(hardware.gpus_present, context_of(two, config)).severity is OK
     assert not said(hardware.gpus_present, context_of(none))
+    assert "not yet validated on CUDA" in only(hardware.cuda_validation, context_of(two, config)).seen
+    assert not said(hardware.cuda_validation, context_of(two))
 
 
 def test_persistence_mode(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from launch_recorder import recorded_launches
 from torch import Tensor
 
 from workers.messages.rank_channel import BlockCopy
+from workers.model import cuda, native
 from workers.model.attention.choice import candidate_backends, choose_attention
 from workers.model.attention.interface import (
     AttentionBackend,
@@ -286,20 +287,20 @@ def test_a_mixed_uploaded_step_uses_the_tables_of_the_device(device: torch.devic
     assert_equal(case.run(case.triton(), step), case.expected())
 
 
-def test_the_attention_of_a_layer_that_decodes_is_two_launches(device: torch.device) -> None:
+def test_the_attention_of_a_layer_that_decodes_is_three_launches(device: torch.device) -> None:
     case = make_step(device, [(40, 1), (0, 1)], has_norm=True)
     plan = case.triton().plan(case.step())
     with recorded_launches() as launches:
         plan.run(case.layers[0], case.qkv[0])
-    assert launches[-2:] == ["_attend_pieces", "_reduce_pieces"]
+    assert launches == ["_rotate_and_write_kernel", "_attend_pieces", "_reduce_pieces"]
 
 
-def test_the_attention_of_a_layer_of_a_mixed_step_is_three_launches(device: torch.device) -> None:
+def test_the_attention_of_a_layer_of_a_mixed_step_is_four_launches(device: torch.device) -> None:
     case = make_step(device, [(20, 1), (0, 5), (8, 2)])
     plan = case.triton().plan(case.step())
     with recorded_launches() as launches:
         plan.run(case.layers[0], case.qkv[0])
-    assert launches[-3:] == ["_attend_pieces", "_reduce_pieces", "_attend_tiles"]
+    assert launches[1:] == ["_attend_pieces", "_reduce_pieces", "_attend_tiles"]
 
 
 def test_a_deterministic_decode_uses_the_kernel_of_chunks(device: torch.device) -> None:
@@ -307,7 +308,7 @@ def test_a_deterministic_decode_uses_the_kernel_of_chunks(device: torch.device) 
     plan = step.triton(is_deterministic=True).plan(step.step())
     with recorded_launches() as launches:
         plan.run(step.layers[0], step.qkv[0])
-    assert [name for name in launches if name.startswith(("_attend", "_reduce"))] == ["_attend_tiles"]
+    assert launches == ["_rotate_and_write_kernel", "_attend_tiles"]
 
 
 @pytest.mark.gpu
@@ -329,9 +330,14 @@ def test_one_graph_serves_steps_at_other_positions(device: torch.device) -> None
     assert_equal(results, case.expected())
 
 
-@pytest.mark.gpu
-def test_it_is_a_candidate_where_there_is_a_device(device: torch.device) -> None:
-    kv = torch.zeros(8, 1, 2, 2, 64, 64, dtype=torch.bfloat16, device=device)
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_it_is_chosen_where_kernels_serve_the_device(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, is_deterministic: bool
+) -> None:
+    monkeypatch.setattr(cuda, "DEVICE_TYPES", {device.type})
+    monkeypatch.setattr(native, "load", lambda: None)
+    kv = torch.zeros(8, 1, 2, 2, 64, 64, device=device)
     shape = AttentionShape(4, (0,), torch.zeros(32, device=device))
     assert [it.name for it in candidate_backends(shape, kv)] == ["triton", "torch"]
-    assert choose_attention(shape, kv, is_deterministic=True).name == "triton"
+    chosen = choose_attention(shape, kv, is_deterministic=is_deterministic)
+    assert (chosen.name, chosen.is_deterministic) == ("triton", is_deterministic)

@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from patience import WAIT_S
 
-from kvtransfer.agent.qos import BATCH_BYTES, CLASSES, STALLED_S, ClassQueue, TrafficGovernor, TrafficRules
+from kvtransfer.agent.qos import (
+    BATCH_BYTES,
+    CLASSES,
+    DEVICE_BATCH_BYTES,
+    STALLED_S,
+    ClassQueue,
+    TrafficGovernor,
+    TrafficRules,
+)
 from kvtransfer.common.clock import ManualClock, SystemClock
 from kvtransfer.messages import TrafficClass, TransferSettings
 
@@ -246,3 +254,5 @@ def test_a_limited_class_moves_in_batches_that_its_rate_explains() -> None:
     assert governor.batch_bytes("hand_over") == 500_000
     assert governor.batch_bytes("prefetch") == 1, "never nothing"
     assert governor.batch_bytes("write_back") == BATCH_BYTES
+    on_device = TrafficGovernor(NO_LIMITS, ManualClock(), "cuda:0")
+    assert on_device.batch_bytes("hand_over") == DEVICE_BATCH_BYTES > BATCH_BYTES

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from kvtransfer.common.clock import Clock
 from workers.messages.rank_channel import BatchEntry, SlotSample, SlotStart, StepPlan, TableChange
 from workers.messages.sampling import SamplingParams
 from workers.rank.model_runner import ModelRunner
+from workers.rank.tickets import MOST_LAUNCHED, Ticket
 
 CHUNK_TOKENS = 512
 
@@ -31,18 +34,16 @@ class EngineDriver:
         ids = torch.randint(0, self.runner.config.vocab_size, (num_tokens,), generator=self._generator)
         return bytes(ids.numpy().astype("<u4").tobytes())
 
-    def prefill_s(self, num_tokens: int) -> float:
+    def prefill_s(self, num_tokens: int, chunk_tokens: int = CHUNK_TOKENS) -> float:
         """Return the seconds for one prompt, in chunks, up to its first token."""
         prompt = self.draw(num_tokens)
-        self._start([prompt[-4:]], num_tokens)
-        begins = range(0, num_tokens, CHUNK_TOKENS)
-        entries = [_entry(0, begin, prompt, min(begin + CHUNK_TOKENS, num_tokens)) for begin in begins]
-        started_at = self._clock.now()
-        for entry in entries:
-            self._run(entries=(entry,))
-        elapsed_s = self._clock.now() - started_at
-        self._run(free_slots=(0,))
-        return elapsed_s
+        begins = range(0, num_tokens, chunk_tokens)
+        entries = [_entry(0, begin, prompt, min(begin + chunk_tokens, num_tokens)) for begin in begins]
+        with self.started([prompt[-4:]], num_tokens):
+            started_at = self._clock.now()
+            for entry in entries:
+                self._run(entries=(entry,))
+            return self._clock.now() - started_at
 
     def decode_s(self, batch: int, context_tokens: int, num_steps: int) -> float:
         """Return the seconds of `num_steps` steps of `batch` sequences that have `context_tokens` tokens.
@@ -50,35 +51,39 @@ class EngineDriver:
         The KV before the first step is what `fill_kv` wrote: what it holds does not change the work.
         """
         tokens = [self.draw(1) for _ in range(batch)]
-        self._start(tokens, context_tokens + num_steps + 1)
         first = context_tokens - 1
         entries = [BatchEntry(slot, first, 1, token, (slot,)) for slot, token in enumerate(tokens)]
-        self._run(entries=tuple(entries))
-        decodes = np.arange(batch, dtype="<u4").tobytes()
-        started_at = self._clock.now()
-        for _ in range(num_steps):
-            self._run(decodes=decodes)
-        elapsed_s = self._clock.now() - started_at
-        self._run(free_slots=tuple(range(batch)))
-        return elapsed_s
+        plan = StepPlan(0, decodes=np.arange(batch, dtype="<u4").tobytes())
+        most = MOST_LAUNCHED if self.runner.runs_ahead else 1
+        under_way: deque[Ticket] = deque()
+        with self.started(tokens, context_tokens + num_steps + 1):
+            self._run(entries=tuple(entries))
+            started_at = self._clock.now()
+            for _ in range(num_steps):
+                under_way.append(self.runner.launch(plan))
+                if len(under_way) == most:
+                    self.runner.collect(under_way.popleft())
+            for ticket in under_way:
+                self.runner.collect(ticket)
+            return self._clock.now() - started_at
 
     def logits(self, tokens: bytes, ends: Sequence[int]) -> Tensor:
         """Return float32 [len(ends), vocab_size]: the logits of the last position of each chunk of one
         prompt. Chunks end before `ends`."""
-        self._start([tokens[-4:]], len(tokens) // 4)
         begins = [0, *ends[:-1]]
         entries = [_entry(0, begin, tokens, end, True) for begin, end in zip(begins, ends, strict=True)]
-        rows = [self.runner.logits(StepPlan(0, entries=(entry,))) for entry in entries]
-        self._run(free_slots=(0,))
-        return torch.cat(rows)
+        with self.started([tokens[-4:]], len(tokens) // 4):
+            return torch.cat([self.runner.logits(StepPlan(0, entries=(entry,))) for entry in entries])
 
     def fill_kv(self) -> None:
         """Fill the KV pool with random numbers, so that sequences may begin in their middle."""
         kv = self.runner.kv
         kv.copy_(torch.randn(kv.shape[1:], generator=self._generator).to(kv.device, kv.dtype).expand_as(kv))
 
-    def _start(self, last_tokens: Sequence[bytes], num_total: int) -> None:
-        """Start sequences that may grow to `num_total` tokens each, in blocks one after another."""
+    @contextmanager
+    def started(self, last_tokens: Sequence[bytes], num_total: int) -> Iterator[None]:
+        """Have sequences in the block that may grow to `num_total` tokens each, in blocks one after another.
+        They sample greedily after their `last_tokens`, of 4 bytes each."""
         num_blocks = -(-num_total // self._block_tokens)
         blocks = np.arange(len(last_tokens) * num_blocks, dtype="<u4").reshape(-1, num_blocks)
         samples = [
@@ -88,6 +93,8 @@ class EngineDriver:
             starts=tuple(SlotStart(SamplingParams(), (sample,)) for sample in samples),
             tables=tuple(TableChange(slot, 0, table.tobytes()) for slot, table in enumerate(blocks)),
         )
+        yield
+        self._run(free_slots=tuple(range(len(last_tokens))))
 
     def _run(self, **changes: Any) -> None:
         """Run a plan with these fields."""

@@ -59,12 +59,10 @@ from workers.rank.collectives import RankGroups, find_store, open_store
 from workers.rank.model_runner import AutoKv, ModelRunner, ReadyFields, read_dtype
 from workers.rank.probe import AT_START, DeviceLimits, Probe, ProbeResult, device_memory, measure_limits
 from workers.rank.progress import Progress
-from workers.rank.tickets import Ticket, launched
+from workers.rank.tickets import MOST_LAUNCHED, Ticket, launched
 
 _CONNECT_TIMEOUT_S = 10.0
 _MEMORY_S = 2.0
-# Steps that a rank whose device runs ahead has queued on it: the one that computes, and the next.
-_MOST_LAUNCHED = 2
 # How often a rank looks whether a long step has progressed.
 PROGRESS_S = 0.25
 
@@ -207,7 +205,7 @@ class _Rank:
             _pass_fault_points(self._faults, plan)
             return runner.launch(plan)
 
-        most = _MOST_LAUNCHED if runner.runs_ahead else 1
+        most = MOST_LAUNCHED if runner.runs_ahead else 1
         try:
             for ticket in launched(self._plans, launch, most):
                 self._channel.send(self._with_memory(runner.collect(ticket)))

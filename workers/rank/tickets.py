@@ -18,6 +18,8 @@ from workers.messages.sampling import TokenLogprob
 from workers.rank.device_queue import CopiedOut, Event
 from workers.rank.input_batch import PlannedRows
 
+# Steps that a rank whose device runs behind has queued on it: the one that computes, and the next.
+MOST_LAUNCHED = 2
 # How often a rank that waits for a step looks whether it is done; meanwhile a plan that comes is launched.
 _POLL_S = 2e-4
 

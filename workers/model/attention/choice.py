@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from kvtransfer.common.clock import Clock
 from workers.errors import WorkerError
-from workers.model import native
+from workers.model import cuda, native
 from workers.model.attention.cpu_backend import CpuAttention
 from workers.model.attention.interface import (
     AttentionBackend,
@@ -84,8 +83,8 @@ def candidate_backends(
     """Return the backends that serve this KV, the one that is expected to be fastest first. With
     `is_deterministic`, one that can be deterministic at a price is."""
     backends: list[AttentionBackend] = [TorchAttention(shape, kv)]
-    if kv.is_cuda and importlib.util.find_spec("triton") is not None:
-        # Only here: on a CPU there may be no Triton.
+    if cuda.serves(kv.device):
+        # Only here: where it serves nothing there may be no Triton.
         from workers.model.attention.triton_backend import TritonAttention
 
         backends.insert(0, TritonAttention(shape, kv, is_deterministic=is_deterministic))

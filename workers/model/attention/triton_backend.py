@@ -1,8 +1,8 @@
 """Attention by Triton kernels on CUDA: paged blocks are read in place, on the device and in host memory.
 
-Attention is two launches in a layer of a step that only decodes: pieces of keys, and their reduction.
-Chunks of prompts are a third. Nothing in a step waits for the device. Kernels and tiles are described in
-`workers.model.cuda.attention`. Not yet validated on CUDA."""
+A layer is three launches in a step that only decodes: rotation and KV write, pieces of keys, and their
+reduction. Chunks of prompts are a fourth. Nothing in a step waits for the device. Kernels and tiles are
+described in `workers.model.cuda.attention`. Not yet validated on CUDA."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from workers.model.attention.interface import (
     kv_shape,
     to_device,
 )
-from workers.model.attention.torch_backend import rope_table, rotate
+from workers.model.attention.torch_backend import rope_table
 from workers.model.cuda.attention import (
     LayerKv,
     PagedSequences,
@@ -33,6 +32,7 @@ from workers.model.cuda.attention import (
     attend_decodes,
     chunk_tile,
 )
+from workers.model.cuda.layer_ops import rotate_and_write
 
 Ids = NDArray[np.int32]
 
@@ -98,7 +98,18 @@ class TritonPlan(AttentionPlan):
     def run(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
         backend, view = self._backend, self._window_to_view[layer.window]
         blocks = backend.kv[:, layer.index]
-        queries = self._rotate_and_write(layer, qkv, blocks)
+        queries = rotate_and_write(
+            qkv,
+            blocks,
+            self._sequences.tables,
+            self._token_slots,
+            self._positions,
+            self._cos,
+            self._sin,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            eps=layer.eps,
+        )
         kv = LayerKv(blocks)
         if view.host is not None:
             kv = LayerKv(blocks, view.host.layer(layer.index), view.host.first_id)
@@ -111,22 +122,6 @@ class TritonPlan(AttentionPlan):
         if view.host is not None:
             view.host.done(layer.index)
         return out.flatten(1)
-
-    def _rotate_and_write(self, layer: LayerAttention, qkv: Tensor, blocks: Tensor) -> Tensor:
-        """Return the normalized and rotated queries [num_tokens, num_heads, head_dim], after writing keys and
-        values to `blocks`."""
-        shape, num_heads = self._backend.kv_shape, self._backend.shape.num_heads
-        heads = qkv.view(qkv.shape[0], -1, shape.head_dim)
-        queries, keys, values = torch.split(heads, [num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            queries = F.rms_norm(queries, (shape.head_dim,), None, layer.eps).mul_(layer.q_norm)
-            keys = F.rms_norm(keys, (shape.head_dim,), None, layer.eps).mul_(layer.k_norm)
-        queries, keys = rotate(queries, self._cos, self._sin), rotate(keys, self._cos, self._sin)
-        columns = self._positions // shape.block_tokens
-        written = self._sequences.tables[self._token_slots.long(), columns.long()].long()
-        offsets = (self._positions % shape.block_tokens).long()
-        blocks[written, :, :, offsets] = torch.stack((keys, values), 1)
-        return queries
 
     def _views(self, step: StepInput, tables: Tensor) -> dict[int, _WindowView]:
         """Return what the layers with each window see, and stage what they see in host memory."""

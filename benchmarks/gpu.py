@@ -1,0 +1,516 @@
+"""The engine on a CUDA device, as JSON lines: each figure with its limit, as measured here, and their ratio.
+
+    python -m benchmarks.gpu [PART ...] [--batches 1,32,256] [--context 1024]
+
+Without parts all run, each in a process of its own: one that fails prints its error as a line and the next
+begins. Limits are measured first: the rate of copies on the device, read and write counted, and that of large
+products in bf16. The model has the shape of Llama 3 8B with random weights, which are made on the device.
+`target` is the ratio to reach. `--device cpu --model tiny` tries the benchmark itself. Not yet validated on
+CUDA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property, partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from benchmarks.random_checkpoint import LLAMA_8B, write_config
+from kvtransfer.blocks.device_pool import DevicePool
+from kvtransfer.blocks.layout import BlockLayout
+from kvtransfer.blocks.pool import HostPool, KvMemory, KvPool
+from kvtransfer.blocks.runs import ByteRegion
+from kvtransfer.common.clock import SystemClock
+from kvtransfer.common.faults import Faults
+from kvtransfer.messages import (
+    BlockMove,
+    Endpoint,
+    Lane,
+    OpenLanding,
+    RankEndpoints,
+    ReplicaIdentity,
+    Shard,
+    TransferSettings,
+)
+from kvtransfer.protocol.fence import Gate
+from kvtransfer.rpc.handshake import draw_id, draw_secret
+from kvtransfer.transports import TRANSPORTS
+from kvtransfer.transports.base import TargetRank, WriterRank
+from workers.engine_bench.driver import EngineDriver
+from workers.messages.rank_channel import BatchEntry, StepPlan
+from workers.model.sizes import ModelWork
+from workers.model.weights import WeightReader
+from workers.rank.model_runner import ModelRunner
+from workers.rank.probe import MeasureSizes, best_s, measure_limits
+
+CLOCK = SystemClock()
+BLOCK_TOKENS = 64
+PART_TIMEOUT_S = 240
+
+
+class Limits(NamedTuple):
+    """What the device can do: bytes a second of copies, read and written, and operations a second."""
+
+    byte_s: float
+    flop_s: float
+
+
+class Sizes(NamedTuple):
+    """How large everything is; `shape` are keys of config.json."""
+
+    shape: dict[str, Any]
+    copied_bytes: int
+    gemm: int
+    prefill_tokens: int
+    num_steps: int
+    num_pushed_blocks: int
+
+
+MODEL_TO_SIZES = {
+    "8b": Sizes(LLAMA_8B, 2 << 30, 8192, 4096, 64, 128),
+    "tiny": Sizes({}, 8 << 20, 128, 96, 8, 16),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--list", action="store_true", help="print the parts and what each measures")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--model", default="8b", choices=list(MODEL_TO_SIZES))
+    parser.add_argument("--batches", default="1,32,256")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--limits", help=argparse.SUPPRESS)  # of the process of one part
+    args = parser.parse_args()
+    if unknown := set(args.parts) - PARTS.keys():
+        parser.error(f"unknown parts {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    if args.list:
+        for name, part in PARTS.items():
+            print(f"{name:14} {(part.__doc__ or '').splitlines()[0]}")
+        return
+    if args.limits is not None:
+        run_part(args.parts[0], args, Limits(*json.loads(args.limits)))
+        return
+    limits = _measure_and_print(args)
+    if limits is not None:
+        for name in args.parts or PARTS:
+            run_in_process(name, limits)
+
+
+def _measure_and_print(args: argparse.Namespace) -> Limits | None:
+    """Print the device and its limits. Returns None, after a line with the error, if it cannot be used."""
+    device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print_line("limits", error="torch finds no CUDA device")
+        return None
+    try:
+        limits = measure(device, MODEL_TO_SIZES[args.model])
+    except RuntimeError as error:
+        print_line("limits", error=str(error))
+        return None
+    about = {"torch": torch.__version__, "device": "cpu"}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        about |= {"device": properties.name, "cuda": str(torch.version.cuda)}
+    print_line("limits", **about)
+    print_line("limits", figure="copy_gb_s", value=limits.byte_s / 1e9)
+    print_line("limits", figure="matrix_tflop_s", value=limits.flop_s / 1e12)
+    return limits
+
+
+def run_in_process(name: str, limits: Limits) -> None:
+    """Run a part in a process of its own, whose errors and end are a line like others."""
+    command = [sys.executable, "-m", "benchmarks.gpu", *sys.argv[1:], "--limits", json.dumps(limits)]
+    given = [word for word in command if word not in PARTS]
+    try:
+        done = subprocess.run([*given, name], stderr=subprocess.PIPE, text=True, timeout=PART_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        print_line(name, error=f"not done within {PART_TIMEOUT_S} s")
+        return
+    if done.returncode:
+        ends = [line.strip() for line in done.stderr.strip().splitlines()[-3:]]
+        print_line(name, error=" | ".join(ends) or f"ended with status {done.returncode}")
+
+
+def run_part(name: str, args: argparse.Namespace, limits: Limits) -> None:
+    """Print the lines of one part in this process."""
+    batches = tuple(int(number) for number in args.batches.split(","))
+    bench = Bench(torch.device(args.device), MODEL_TO_SIZES[args.model], limits, batches, args.context)
+    for line in PARTS[name](bench):
+        print_line(name, **line)
+
+
+def print_line(part: str, **fields: object) -> None:
+    rounded = {
+        key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in fields.items()
+    }
+    print(json.dumps({"benchmark": "gpu", "part": part, **rounded}), flush=True)
+
+
+def measure(device: torch.device, sizes: Sizes) -> Limits:
+    """Measure the device's limits: in bf16, on a CPU in float32."""
+    source = torch.ones(sizes.copied_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy_s = best_s(lambda: target.copy_(source), CLOCK, device, 10)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    found = measure_limits(device, dtype, CLOCK, MeasureSizes(sizes.gemm, sizes.copied_bytes, 10))
+    return Limits(2 * sizes.copied_bytes / copy_s, found.flop_s)
+
+
+# ------------------------------------------------------------------------------------------ the engine
+
+
+class RandomReader(WeightReader):
+    """Draws the tensors of a checkpoint on the device, instead of reading them."""
+
+    def __enter__(self) -> RandomReader:
+        torch.manual_seed(0)
+        return self
+
+    def _tensor(self, name: str, shape: tuple[int, ...], *slices: slice) -> Tensor:
+        drawn = torch.randn(shape, dtype=self._dtype, device=self.device)
+        if len(shape) == 1:
+            return drawn.mul_(0.1).add_(1)[slices]
+        return drawn.mul_(shape[-1] ** -0.5)[slices]
+
+
+class Bench:
+    """A device and its limits, and the engine on it once a part needs that."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        sizes: Sizes,
+        limits: Limits,
+        batches: tuple[int, ...],
+        context: int,
+        *,
+        is_deterministic: bool = False,
+    ) -> None:
+        self.device = device
+        self.sizes = sizes
+        self.limits = limits
+        self.batches = batches
+        self.context = context
+        self._is_deterministic = is_deterministic
+        self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    def deterministic(self) -> Bench:
+        """The same in deterministic mode, with an engine of its own."""
+        arguments = self.device, self.sizes, self.limits, self.batches, self.context
+        return Bench(*arguments, is_deterministic=True)
+
+    @cached_property
+    def driver(self) -> EngineDriver:
+        """The engine, with KV for the largest batch, warmed up and its graphs recorded."""
+        num_tokens = max(self.context + 2 * self.sizes.num_steps, BLOCK_TOKENS)
+        num_blocks = max(self.batches) * -(-num_tokens // BLOCK_TOKENS)
+        with tempfile.TemporaryDirectory() as folder:
+            write_config(Path(folder), "llama", str(self._dtype).removeprefix("torch."), **self.sizes.shape)
+            save_file({"unread": torch.zeros(1)}, str(Path(folder) / "model.safetensors"))
+            with mock.patch("workers.model.decoder.WeightReader", RandomReader):
+                runner = ModelRunner(
+                    model_dir=Path(folder),
+                    dtype=self._dtype,
+                    device=self.device,
+                    block_tokens=BLOCK_TOKENS,
+                    num_kv_tokens=max(num_blocks * BLOCK_TOKENS, self.sizes.prefill_tokens + BLOCK_TOKENS),
+                    num_threads=torch.get_num_threads(),
+                    clock=CLOCK,
+                    max_sequences=max(self.batches),
+                    is_deterministic=self._is_deterministic,
+                )
+        runner.warm_up(self.sizes.prefill_tokens)
+        driver = EngineDriver(runner, CLOCK, BLOCK_TOKENS)
+        driver.fill_kv()
+        return driver
+
+    def close(self) -> None:
+        """Give the engine's memory back."""
+        driver: EngineDriver = self.__dict__.pop("driver")
+        driver.runner.close()
+
+    @property
+    def work(self) -> ModelWork:
+        """The least work of a step."""
+        return ModelWork(self.driver.runner.config, self._dtype.itemsize)
+
+    def decode_step_s(self, batch: int) -> float:
+        """Seconds of a step, the best of three runs."""
+        steps = self.sizes.num_steps
+        self.driver.decode_s(batch, self.context, 4)
+        return min(self.driver.decode_s(batch, self.context, steps) for _ in range(3)) / steps
+
+    def prefill_s(self) -> float:
+        """Seconds of one prompt in one chunk, the best of three."""
+        num_tokens = self.sizes.prefill_tokens
+        return min(self.driver.prefill_s(num_tokens, num_tokens) for _ in range(3))
+
+
+Line = dict[str, object]
+
+
+def decode(bench: Bench) -> Iterator[Line]:
+    """Decode steps by batch: the time to copy as many bytes as they read, over their own."""
+    for batch in bench.batches:
+        step_s = bench.decode_step_s(batch)
+        work = bench.work.of([(bench.context - 1, 1)] * batch, batch)
+        limit_s = max(work.read_bytes / bench.limits.byte_s, work.flops / bench.limits.flop_s)
+        yield {
+            "figure": f"decode_ms at batch {batch}, context {bench.context}",
+            "value": step_s * 1e3,
+            "limit": limit_s * 1e3,
+            "ratio": limit_s / step_s,
+            "target": 0.75,
+        }
+
+
+def prefill(bench: Bench) -> Iterator[Line]:
+    """A prompt in one chunk: the time of as many operations in a large product, over its own."""
+    prompt_s = bench.prefill_s()
+    limit_s = bench.work.of([(0, bench.sizes.prefill_tokens)], 1).flops / bench.limits.flop_s
+    yield {
+        "figure": f"prefill_ms of {bench.sizes.prefill_tokens} tokens",
+        "value": prompt_s * 1e3,
+        "limit": limit_s * 1e3,
+        "ratio": limit_s / prompt_s,
+        "target": 0.6,
+    }
+
+
+def idle(bench: Bench) -> Iterator[Line]:
+    """The share of a decode step in which the device does nothing: at most 5 %."""
+    _needs_cuda(bench)
+    few, many = 4, 24
+    for batch in bench.batches:
+        step_s = bench.decode_step_s(batch)
+        with DeviceTime() as of_few:
+            bench.driver.decode_s(batch, bench.context, few)
+        with DeviceTime() as of_many:
+            bench.driver.decode_s(batch, bench.context, many)
+        device_s = (of_many.busy_s - of_few.busy_s) / (many - few)
+        yield {
+            "figure": f"idle_share at batch {batch}",
+            "value": 1 - device_s / step_s,
+            "limit": 0.05,
+            "ratio": device_s / step_s,
+            "target": 0.95,
+        }
+
+
+def sampling(bench: Bench) -> Iterator[Line]:
+    """The share of sampling in the device's work of a step that is not a graph: at most 5 %."""
+    _needs_cuda(bench)
+    runner = bench.driver.runner
+    for batch in bench.batches:
+        tokens = [bench.driver.draw(1) for _ in range(batch)]
+        entries = [BatchEntry(slot, bench.context, 1, each, (slot,)) for slot, each in enumerate(tokens)]
+        plan = StepPlan(0, entries=tuple(entries))
+        with bench.driver.started(tokens, bench.context + 1):
+            runner.run(plan)
+            with DeviceTime() as layers:
+                executed = runner.execute(plan)
+            with DeviceTime() as draws:
+                runner.collect(runner.sample(executed))
+        share = draws.busy_s / (layers.busy_s + draws.busy_s)
+        yield {
+            "figure": f"sampling_share at batch {batch}",
+            "value": share,
+            "limit": 0.05,
+            "ratio": share / 0.05,
+        }
+
+
+def deterministic(bench: Bench) -> Iterator[Line]:
+    """What deterministic mode costs: times with it over times without."""
+    fixed = bench.deterministic()
+    pairs: list[tuple[str, Callable[[Bench], float]]] = [
+        (f"decode_ms at batch {batch}", partial(Bench.decode_step_s, batch=batch)) for batch in bench.batches
+    ]
+    pairs.append((f"prefill_ms of {bench.sizes.prefill_tokens} tokens", Bench.prefill_s))
+    plain = [time(bench) * 1e3 for _, time in pairs]
+    bench.close()  # its memory is needed
+    for (figure, time), limit in zip(pairs, plain, strict=True):
+        value = time(fixed) * 1e3
+        yield {"figure": f"deterministic {figure}", "value": value, "limit": limit, "ratio": value / limit}
+
+
+def cuda_ipc(bench: Bench) -> Iterator[Line]:
+    """Pushes between two processes, with checksums: their rate over that of copies on the device."""
+    rate = push_rate(bench.device, bench.sizes)
+    limit = bench.limits.byte_s / 2  # of bytes that are both read and written
+    name = "cuda_ipc" if bench.device.type == "cuda" else "shm"
+    yield {
+        "figure": f"{name}_gb_s",
+        "value": rate / 1e9,
+        "limit": limit / 1e9,
+        "ratio": rate / limit,
+        "target": 0.8,
+    }
+
+
+def offload(bench: Bench) -> Iterator[Line]:
+    """Blocks to pinned host memory and back, with checksums: their rate over that of plain copies."""
+    _needs_cuda(bench)
+    layout = block_layout(bench.sizes)
+    pool = make_pool(bench.device, layout, bench.sizes.num_pushed_blocks)
+    ids = range(pool.num_blocks)
+    memory = np.zeros(pool.num_blocks * layout.block_bytes, np.uint8)
+    region = ByteRegion(memory.data)
+    pool.attach(region)
+    offsets = [block * layout.block_bytes for block in ids]
+    pinned = torch.from_numpy(memory)
+    there = torch.empty(memory.size, dtype=torch.uint8, device=bench.device)
+    limits = {
+        "store": best_s(lambda: pinned.copy_(there, non_blocking=True), CLOCK, bench.device, 5),
+        "load": best_s(lambda: there.copy_(pinned, non_blocking=True), CLOCK, bench.device, 5),
+    }
+    works: dict[str, Callable[[], object]] = {
+        "store": lambda: pool.store(ids, region, offsets),
+        "load": lambda: pool.load(ids, layout.shard, region, offsets, layout.shard),
+    }
+    for name, work in works.items():
+        seconds = best_s(work, CLOCK, bench.device, 5)
+        rate, limit = memory.size / seconds / 1e9, memory.size / limits[name] / 1e9
+        yield {"figure": f"{name}_gb_s", "value": rate, "limit": limit, "ratio": rate / limit}
+
+
+PARTS: dict[str, Callable[[Bench], Iterator[Line]]] = {
+    part.__name__: part for part in (decode, prefill, idle, sampling, cuda_ipc, offload, deterministic)
+}
+
+
+def _needs_cuda(bench: Bench) -> None:
+    if bench.device.type != "cuda":
+        raise RuntimeError("this part needs a CUDA device")
+
+
+class DeviceTime:
+    """Measures in its block how long the device did something, in any stream: `busy_s`, afterwards."""
+
+    def __init__(self) -> None:
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        self.busy_s = 0.0
+
+    def __enter__(self) -> DeviceTime:
+        torch.cuda.synchronize()
+        self._profile.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.cuda.synchronize()
+        self._profile.__exit__(*error)  # type: ignore[no-untyped-call]
+        events = self._profile.events()  # type: ignore[no-untyped-call]
+        events = [each for each in events if each.device_type.name == "CUDA"]
+        self.busy_s = union_us([(each.time_range.start, each.time_range.end) for each in events]) / 1e6
+
+
+def union_us(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the length of what the spans (start, end) cover together."""
+    covered = 0.0
+    last = float("-inf")
+    for start, end in sorted(spans):
+        covered += max(0.0, end - max(start, last))
+        last = max(last, end)
+    return covered
+
+
+# ------------------------------------------------------------------------------------------- transfers
+
+
+def block_layout(sizes: Sizes) -> BlockLayout:
+    """Of the model's blocks in 16 bits."""
+    shape = {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 16} | sizes.shape
+    shard = Shard(0, shape["num_hidden_layers"], 0, shape["num_key_value_heads"])
+    return BlockLayout(shard, shape["head_dim"], BLOCK_TOKENS, 2)
+
+
+def make_pool(device: torch.device, layout: BlockLayout, num_blocks: int) -> KvPool:
+    """A pool of zeros on the device, or in host memory that another process can map."""
+    if device.type == "cpu":
+        return HostPool(layout, KvMemory.allocate(num_blocks * layout.block_bytes))
+    shape = num_blocks, layout.block_bytes
+    return DevicePool(layout, torch.zeros(shape, dtype=torch.uint8, device=device))
+
+
+def push_rate(device: torch.device, sizes: Sizes) -> float:
+    """Return the bytes a second at which another process writes blocks into a pool of this one."""
+    layout, num_blocks = block_layout(sizes), sizes.num_pushed_blocks
+    transport = "cuda_ipc" if device.type == "cuda" else "shm"
+    secret = draw_secret()
+    gate = Gate(lambda _: None)
+    pool = make_pool(device, layout, num_blocks)
+    settings = TransferSettings("127.0.0.1", ())
+    listener = TRANSPORTS[transport].listen(TargetRank(0, pool, gate, secret, settings))
+    landing_id = draw_id()
+    gate.open(OpenLanding(landing_id, _WRITER, tuple(range(num_blocks))))
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    order = PushRate(
+        str(device), layout, num_blocks, transport, listener.endpoint.address, secret, landing_id
+    )
+    with contextlib.closing(listener):
+        writer = context.Process(target=_report_rate, args=(order, sender))
+        writer.start()
+        sender.close()
+        try:
+            rate: float = receiver.recv()
+        finally:
+            writer.join()
+            gate.shut()
+    return rate
+
+
+class PushRate(NamedTuple):
+    """What the writing process is to measure."""
+
+    device: str
+    layout: BlockLayout
+    num_blocks: int
+    transport: str
+    address: str
+    secret: bytes
+    landing_id: bytes
+
+
+_WRITER = ReplicaIdentity("writer", 1)
+
+
+def _report_rate(order: PushRate, sender: Connection) -> None:
+    """In the writing process: push all blocks a few times, and send the best rate."""
+    device = torch.device(order.device)
+    pool = make_pool(device, order.layout, order.num_blocks)
+    settings = TransferSettings("127.0.0.1", ())
+    rank = WriterRank(_WRITER, 0, pool, order.secret, Faults(()), settings)
+    shard = order.layout.shard
+    lane = Lane(RankEndpoints(0, shard, "here", (Endpoint(order.transport, order.address),)), shard)
+    channel = TRANSPORTS[order.transport].connect(rank, lane, order.address, draw_id(), lambda _: None)
+    with contextlib.closing(channel):
+        moves = [BlockMove(block, block, block) for block in range(order.num_blocks)]
+
+        def push() -> None:
+            channel.write(order.landing_id, moves, lambda: False)
+            channel.flush(order.landing_id, lambda: False)
+
+        channel.begin(order.landing_id, lambda: False)
+        seconds = best_s(push, CLOCK, device, 5)
+        sender.send(order.num_blocks * order.layout.block_bytes / seconds)
+
+
+if __name__ == "__main__":
+    main()

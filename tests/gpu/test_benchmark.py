@@ -1,0 +1,67 @@
+"""The benchmark of the device itself: its lines, and that a part that fails stops no other."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import PARTS, union_us
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "benchmarks.gpu", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+
+
+def lines(*arguments: str) -> list[dict[str, Any]]:
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert all(line["benchmark"] == "gpu" for line in found)
+    return found
+
+
+def test_the_parts_are_listed() -> None:
+    listed = run("--list").stdout.splitlines()
+    assert [line.split()[0] for line in listed] == list(PARTS)
+    assert all(len(line.split()) > 3 for line in listed)
+    refused = run("decode", "no-such-part")
+    assert refused.returncode == 2
+    assert "unknown parts no-such-part" in refused.stderr
+
+
+def test_every_figure_has_its_limit_and_an_error_is_a_line(device: torch.device) -> None:
+    tiny = ("--device", str(device), "--model", "tiny", "--batches", "2", "--context", "64")
+    found = lines("decode", "idle", "cuda_ipc", *tiny)
+    assert [line["part"] for line in found] == ["limits"] * 3 + ["decode", "idle", "cuda_ipc"]
+    for line in found[1:3]:
+        assert line["value"] > 0
+    decode, idle, push = found[3:]
+    assert decode["ratio"] == pytest.approx(decode["limit"] / decode["value"], rel=0.01)
+    assert push["ratio"] == pytest.approx(push["value"] / push["limit"], rel=0.01)
+    if device.type == "cpu":
+        assert "needs a CUDA device" in idle["error"]
+    else:
+        assert idle["value"] < 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_there_is_one_line_that_says_so() -> None:
+    assert lines("decode") == [
+        {"benchmark": "gpu", "part": "limits", "error": "torch finds no CUDA device"},
+    ]
+
+
+def test_times_that_overlap_are_counted_once() -> None:
+    assert union_us([(3, 5), (0, 2), (1, 2.5), (4, 4.5), (7, 8)]) == 5.5
+    assert union_us([]) == 0
