@@ -3,12 +3,10 @@ because that of the tests may interpret them."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import warnings
 
 import torch
-from hopper_compiler import compiled_for_hopper
+from hopper_compiler import compiled_for_hopper, print_kernels
 
 from workers.model.cuda.attention import LayerKv, PagedSequences, Partials, attend_chunks, attend_decodes
 
@@ -34,5 +32,4 @@ if __name__ == "__main__":
     with compiled_for_hopper() as kernels:
         compile_step(head_dim=128, group=4, block_tokens=64, window=0, has_host=False)
         compile_step(head_dim=80, group=5, block_tokens=16, window=4096, has_host=True)
-    for kernel in kernels:
-        print(json.dumps(dataclasses.asdict(kernel) | {"programs": kernel.num_on_multiprocessor}))
+    print_kernels(kernels)

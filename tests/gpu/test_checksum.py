@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -161,3 +162,14 @@ def test_a_copy_does_not_wait_for_the_step_that_computes(device: torch.device) -
     assert pool.gather(IDS, layout.shard, staging) == sums_of(data[IDS])
     assert not step.query()  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
+
+
+def test_as_compiled_for_hopper_24_warps_share_a_multiprocessor(device: torch.device, tmp_path: Path) -> None:
+    """So that the memory has enough reads under way, although the sums take many registers."""
+    from hopper_compiler import compile_by_script
+
+    kernels = compile_by_script(Path(__file__).parent / "compile_copies.py", tmp_path)
+    assert [kernel["name"] for kernel in kernels] == ["_copy_tile"] * 3
+    for kernel in kernels:
+        assert kernel["stack_bytes"] == 0, "no register is spilled"
+        assert kernel["programs"] * kernel["num_warps"] >= 24

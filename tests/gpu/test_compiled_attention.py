@@ -3,28 +3,20 @@ in `workers/model/cuda/attention.py` were chosen by what it reports."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 pytest.importorskip("triton", reason="triton is not installed (the extra gpu-tests)")
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "support")))
-    env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    from hopper_compiler import compile_by_script
+
     script = Path(__file__).parent / "compile_attention.py"
-    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return compile_by_script(script, tmp_path_factory.mktemp("triton"))
 
 
 def test_no_register_is_spilled(kernels: list[dict[str, Any]]) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import KernelInterface
 
+_ROOT = Path(__file__).resolve().parent.parent.parent
 _PROGRAMS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -72,6 +76,23 @@ def compiled_for_hopper() -> Iterator[list[CompiledKernel]]:
         patch.setattr(KernelInterface, "__getitem__", compile_only)
         patch.setattr(triton.runtime.driver, "_active", _Hopper())
         yield kernels
+
+
+def compile_by_script(script: Path, cache: Path) -> list[dict[str, Any]]:
+    """Run a script of `tests/gpu` that prints a JSON line about each kernel; `cache` is a folder for what is
+    compiled. Returns the lines."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join((str(_ROOT), str(_ROOT / "tests" / "support")))
+    env["TRITON_CACHE_DIR"] = str(cache)
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def print_kernels(kernels: list[CompiledKernel]) -> None:
+    """Print what `compile_by_script` reads."""
+    for kernel in kernels:
+        print(json.dumps(dataclasses.asdict(kernel) | {"programs": kernel.num_on_multiprocessor}))
 
 
 def _read(name: str, metadata: Any, cubin: bytes) -> CompiledKernel:

@@ -1,0 +1,60 @@
+"""Compiles the kernels of layers, deterministic products and sampling for Hopper and prints a JSON line about
+each. It is a process of its own, because that of the tests may interpret them."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from hopper_compiler import compiled_for_hopper, print_kernels
+
+from workers.model.cuda.invariant_product import multiply
+from workers.model.cuda.layer_ops import rms_norm, rotate_and_write, silu_mul
+from workers.model.cuda.sampling import DeviceSlots, sample
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HIDDEN, VOCAB = 32, 8, 128, 4096, 151_936
+CPU = torch.device("cpu")
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def ids(*shape: int) -> torch.Tensor:
+    return zeros(*shape, dtype=torch.int32)
+
+
+def compile_layer() -> None:
+    hidden, norm = zeros(2, HIDDEN), zeros(HIDDEN)
+    rms_norm(hidden, norm, 1e-6)
+    rms_norm(hidden, norm, 1e-6, torch.empty_like(hidden), hidden.clone())
+    silu_mul(zeros(2, 3 * HIDDEN))
+    qkv = zeros(2, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
+    kv = zeros(1, 1, 2, NUM_KV_HEADS, 16, HEAD_DIM)
+    cos, head_norm = zeros(2, 1, HEAD_DIM), zeros(HEAD_DIM)
+    rotate_and_write(qkv, kv[:, 0], ids(2, 4), ids(2), ids(2), cos, cos)
+    rotate_and_write(
+        qkv, kv[:, 0], ids(2, 4), ids(2), ids(2), cos, cos, q_norm=head_norm, k_norm=head_norm, eps=1e-6
+    )
+
+
+def compile_products() -> None:
+    x, weight = zeros(2, 64), zeros(64, 64)
+    multiply(x, weight, None, zeros(2, 64))
+    multiply(x, weight, None, zeros(2, 64), is_added=True)
+    multiply(x, weight, weight[0], zeros(2, 64, dtype=torch.float32))
+
+
+def compile_sampling() -> None:
+    slots = DeviceSlots(1, VOCAB, CPU)
+    sample(zeros(1, VOCAB, dtype=torch.float32), slots, ids(1), ids(1, VOCAB // 32), ids(1))
+
+
+if __name__ == "__main__":
+    # Triton 3.9 warns of a default that changes.
+    warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
+    with compiled_for_hopper() as kernels:
+        compile_layer()
+        compile_products()
+        compile_sampling()
+    print_kernels(kernels)

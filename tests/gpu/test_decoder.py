@@ -1,0 +1,160 @@
+"""A whole decoder by the kernels computes what the decoder on a CPU does, and of two ranks launches little
+more in a step that decodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from launch_recorder import recorded_launches
+from torch import Tensor
+
+from benchmarks.random_checkpoint import write_random_checkpoint
+from workers.model import cuda, native
+from workers.model.attention.interface import AttentionBackend, SequenceSpan, StepInput
+from workers.model.attention.torch_backend import TorchAttention
+from workers.model.decoder import Decoder, load_decoder
+from workers.model.model_config import Family
+from workers.model.parallel import parallelize
+from workers.model.sizes import kv_heads
+from workers.model.weights import ShardSpec
+
+CPU = torch.device("cpu")
+BLOCK, NUM_LAYERS, VOCAB = 16, 2, 96
+TOKENS = torch.arange(40) * 7 % VOCAB
+
+
+@pytest.fixture(autouse=True)
+def _use_triton(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Triton serve the device of the tests, and nothing else the CPU."""
+    monkeypatch.setattr(cuda, "DEVICE_TYPES", {device.type})
+    monkeypatch.setattr(native, "load", lambda: None)
+
+
+def checkpoint(path: Path, family: Family) -> Path:
+    write_random_checkpoint(
+        path, family, seed=2, vocab_size=VOCAB, num_hidden_layers=NUM_LAYERS, intermediate_size=96
+    )
+    return path
+
+
+class Stage:
+    """A decoder, or a rank's share of one, with its KV."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        device: torch.device,
+        *,
+        shard: ShardSpec | None = None,
+        dtype: torch.dtype = torch.float32,
+        is_deterministic: bool = False,
+    ) -> None:
+        from workers.model.attention.triton_backend import TritonAttention
+
+        self.device = device
+        self.decoder: Decoder = load_decoder(
+            model_dir, dtype, device, shard, is_deterministic=is_deterministic
+        )
+        config = self.decoder.config
+        shard = self.decoder.shard
+        num_heads = len(kv_heads(config.num_kv_heads, shard.tp_rank, shard.tp_size))
+        kv = torch.zeros(8, config.num_layers, 2, num_heads, BLOCK, config.head_dim)
+        self.kv = kv.to(device, dtype)
+        shape = self.decoder.attention_shape
+        self.attention: AttentionBackend = TorchAttention(shape, self.kv)
+        if cuda.serves(device):
+            self.attention = TritonAttention(shape, self.kv, is_deterministic=is_deterministic)
+
+    def hidden(self, spans: Sequence[SequenceSpan], most_layers: int | None = None) -> Tensor:
+        """Run the layers over the spans' tokens."""
+        ids = torch.cat([TOKENS[span.start : span.start + span.num_tokens] for span in spans])
+        plan = self.attention.plan(StepInput.of(spans, BLOCK))
+        hidden = self.decoder.embed(ids.to(self.device))
+        return self.decoder.run_layers(hidden, plan, most_layers)
+
+    def logits(self, spans: Sequence[SequenceSpan]) -> Tensor:
+        return self.decoder.logits(self.hidden(spans))
+
+    def layer_launches(self, spans: Sequence[SequenceSpan]) -> list[str]:
+        """Return what a layer behind the first one launches."""
+        num_layers_to_names = {}
+        for num_layers in (1, 2):
+            with recorded_launches() as names:
+                self.hidden(spans, num_layers)
+            num_layers_to_names[num_layers] = names
+        one, two = num_layers_to_names.values()
+        begin = next((at for at, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), len(one))
+        return two[begin : begin + len(two) - len(one)]
+
+
+class OneOfTwo:
+    """Stands for the collectives of a stage of two ranks, of which the other one contributes nothing."""
+
+    tp, tp_rank = 2, 0
+
+    def __init__(self) -> None:
+        self.num_sums = 0
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        assert tensor.is_contiguous()
+        self.num_sums += 1
+
+    def gather_columns(self, tensor: Tensor, widths: Sequence[int]) -> Tensor | None:
+        return tensor
+
+
+DECODES = [SequenceSpan(9, 1, (0,)), SequenceSpan(20, 1, (2, 1))]
+
+
+def test_two_ranks_take_two_launches_more(device: torch.device, tmp_path: Path) -> None:
+    """Their sums, which the norms that follow add to the hidden states: twelve, where one rank has ten."""
+    model = Stage(checkpoint(tmp_path, "qwen3"), device, shard=ShardSpec(0, NUM_LAYERS, 0, 2))
+    collectives = OneOfTwo()
+    parallelize(model.decoder, collectives)
+    assert model.layer_launches(DECODES) == [
+        "_rms_norm_kernel", "aten::mm", "_rotate_and_write_kernel", "_attend_pieces", "_reduce_pieces",
+        "aten::mm", "_rms_norm_kernel", "aten::mm", "_silu_mul_kernel", "aten::mm",
+    ]  # fmt: skip
+    of_embeddings, of_layers = 2, 3 * 2
+    assert collectives.num_sums == of_embeddings + of_layers
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "mistral"])
+def test_logits_are_those_of_a_cpu(
+    device: torch.device, tmp_path: Path, family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a prompt in two chunks, beside a sequence that decodes, and of the next token."""
+    model_dir = checkpoint(tmp_path, family)
+    steps = [
+        [SequenceSpan(0, 11, (5, 0)), SequenceSpan(0, 4, (3,))],
+        [SequenceSpan(11, 8, (5, 0)), SequenceSpan(4, 1, (3,))],
+        [SequenceSpan(19, 1, (5, 0)), SequenceSpan(5, 1, (3,))],
+    ]
+    model = Stage(model_dir, device)
+    actual = [model.logits(step).cpu() for step in steps]
+    monkeypatch.setattr(cuda, "DEVICE_TYPES", {"cuda"})
+    reference = Stage(model_dir, CPU)
+    for step, logits in zip(steps, actual, strict=True):
+        torch.testing.assert_close(logits, reference.logits(step), rtol=2e-5, atol=2e-5)
+
+
+def test_deterministic_logits_are_the_same_bits(device: torch.device, tmp_path: Path) -> None:
+    """In one chunk, in several, token by token, and beside other sequences."""
+    model_dir = checkpoint(tmp_path, "qwen3")
+
+    def logits(chunks: Sequence[int], others: Sequence[SequenceSpan] = ()) -> Tensor:
+        model, rows, start = Stage(model_dir, device, is_deterministic=True), [], 0
+        for length in chunks:
+            spans = [*others, SequenceSpan(start, length, (6, 2))]
+            rows.append(model.logits(spans)[-length:])
+            start += length
+        return torch.cat(rows)
+
+    whole = logits([18])
+    assert not bool(whole.isnan().any())
+    assert torch.equal(logits([7, 10, 1]), whole)
+    beside = [SequenceSpan(0, 9, (1, 3)), SequenceSpan(5, 1, (4,))]
+    assert torch.equal(logits([17, 1], beside), whole)
