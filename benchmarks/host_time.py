@@ -1,5 +1,6 @@
 """What the host does for a step in which a whole batch decodes, as JSON lines: at the rank (a plan decoded,
-taken in and planned for attention, a report encoded; without layers, head and sampler) and at the engine core
+taken in and planned for attention, a report encoded; without layers, head and sampler), at the rank of a GPU
+(the same up to a graph that is launched, without the calls of CUDA; needs Triton), and at the engine core
 (a plan made and encoded, a report decoded and settled, the frame for the gateway encoded). With the bytes of
 the plan's frame.
 
@@ -41,6 +42,8 @@ from workers.messages.sampling import SamplingParams
 from workers.model.attention.interface import AttentionPlan, StepInput
 from workers.model.model_config import read_model_config
 from workers.model.sizes import ModelWork
+from workers.rank.decode_graphs import Decoded
+from workers.rank.device_queue import CpuQueue, DeviceQueue, Graph
 from workers.rank.model_runner import ModelRunner
 from workers.replica.gateway_links import GatewayLinks
 from workers.replica.requests import Requests
@@ -180,11 +183,32 @@ def _no_load() -> LoadReport:
 # --------------------------------------------------------------------------------------------- the rank
 
 
+class NoDevice(CpuQueue):
+    """Takes work as a device does that runs behind: a graph's replay is queued and costs the host nothing
+    here. On CUDA a launch of a graph takes some microseconds more."""
+
+    def __init__(self) -> None:
+        super().__init__(has_triton=True)
+
+    def record(self, work: Callable[[], Decoded]) -> Graph[Any]:
+        return Replayed(work())
+
+
+class Replayed(Graph[Decoded]):
+    def __init__(self, result: Decoded) -> None:
+        self._result = result
+
+    def replay(self) -> Decoded:
+        return self._result
+
+
 class RankHost:
     """A model runner whose layers compute nothing, with the time in head and sampler taken off. All sequences
-    read the same blocks: what they hold does not matter."""
+    read the same blocks: what they hold does not matter. With a `queue` its steps are graphs."""
 
-    def __init__(self, model_dir: Path, batch: int, context_tokens: int) -> None:
+    def __init__(
+        self, model_dir: Path, batch: int, context_tokens: int, queue: DeviceQueue | None = None
+    ) -> None:
         self._batch = batch
         num_blocks = context_tokens // BLOCK_TOKENS + 8
         self._runner = ModelRunner(
@@ -196,6 +220,7 @@ class RankHost:
             num_threads=1,
             max_sequences=batch,
             clock=CLOCK,
+            queue=queue,
         )
         steps: Any = self._runner._runner
         self._excluded_s = self._planned_s = 0.0
@@ -204,7 +229,14 @@ class RankHost:
         steps._decoder.run_layers = lambda hidden, plan: hidden
         steps._decoder.embed = self._excluded(steps._decoder.embed)
         steps._decoder.logits = self._excluded(steps._decoder.logits)
-        steps._sampler.sample = self._excluded(steps._sampler.sample)
+        if queue is None:
+            steps._sampler.sample = self._excluded(steps._sampler.sample)
+        else:
+            steps._sampler_there._sample = lambda logits, *_: torch.zeros(len(logits), dtype=torch.int32)
+            steps._graphs._work = lambda num_rows: (
+                lambda: Decoded(torch.zeros(num_rows, dtype=torch.int32), torch.zeros(num_rows, 1))
+            )
+            steps.record_graphs(steps._graphs.sizes)
         slots = range(batch)
         table = pack_ids(range(num_blocks))
         self._runner.run(
@@ -215,7 +247,9 @@ class RankHost:
                 entries=tuple(BatchEntry(slot, context_tokens - 1, 1, bytes(4), (slot,)) for slot in slots),
             )
         )
-        self._frame = RANK_DOWN_CODEC.encode(StepPlan(2, decodes=pack_ids(slots)))
+        # In every step some sequences begin a block.
+        growth = tuple(TableChange(slot, num_blocks - 1, pack_ids([slot])) for slot in slots[::BLOCK_TOKENS])
+        self._frame = RANK_DOWN_CODEC.encode(StepPlan(2, tables=growth, decodes=pack_ids(slots)))
 
     def step_ms(self) -> tuple[float, float]:
         """The milliseconds of a decoding step, and those in which attention was planned."""
@@ -269,6 +303,9 @@ def measure(model_dir: Path, batch: int, context_tokens: int, num_steps: int) ->
     rank = RankHost(model_dir, batch, context_tokens)
     of_rank = [rank.step_ms() for _ in range(num_steps)]
     rank.close()
+    graphs = RankHost(model_dir, batch, context_tokens, NoDevice())
+    of_graphs = [graphs.step_ms() for _ in range(num_steps)]
+    graphs.close()
     core_ms = median(elapsed_ms for elapsed_ms, _ in of_core)
     sizes = [num_bytes for _, num_bytes in of_core]
     return [
@@ -282,6 +319,7 @@ def measure(model_dir: Path, batch: int, context_tokens: int, num_steps: int) ->
             "attention": rank.attention,
             "attention_plan_ms": round(median(planned_ms for _, planned_ms in of_rank), 3),
         },
+        line("rank, graphs", batch, context_tokens, median(each for each, _ in of_graphs), RANK_LIMIT_MS),
     ]
 
 

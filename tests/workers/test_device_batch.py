@@ -48,14 +48,15 @@ def test_the_device_holds_what_the_host_holds(data: st.DataObject) -> None:
         if is_decode(rows) and data.draw(st.booleans()):
             num_rows = data.draw(st.integers(rows.num_sequences, MOST_ROWS))
             there.stage_for_graph(plan, rows, num_rows)
-            slots, starts, lengths = there.graph_rows[:, :num_rows]
+            slots, starts, lengths, sample_slots = there.graph_rows[:, :num_rows]
             num_padded = num_rows - rows.num_sequences
             assert slots.tolist() == [*rows.slots.tolist(), *[MAX_SLOTS] * num_padded]
             assert starts.tolist() == [*rows.starts.tolist(), *[0] * num_padded]
             assert lengths.tolist() == [1] * num_rows
+            assert sample_slots.tolist() == [*rows.slots.tolist(), *[-1] * num_padded]
             assert as_tokens(there.last_tokens[slots[: rows.num_sequences]]) == expected
         else:
-            staged, tokens = there.stage(plan, rows)
+            staged, tokens, _ = there.stage(plan, rows)
             assert staged.slots.tolist() == rows.slots.tolist()
             assert staged.starts.tolist() == rows.starts.tolist()
             assert staged.lengths.tolist() == rows.lengths.tolist()
@@ -83,8 +84,9 @@ def test_a_named_token_precedes_the_one_of_the_slots_start() -> None:
         tables=(TableChange(2, 0, pack_ids([7])),),
         entries=(BatchEntry(2, 0, 1, pack_ids([33]), (2,)),),
     )
-    there.stage_for_graph(plan, batch.change(plan), 1)
+    (more,) = there.stage_for_graph(plan, batch.change(plan), 1, (np.arange(3, dtype=np.int32),))
     assert int(there.last_tokens[2]) == 33
+    assert more.tolist() == [0, 1, 2]
 
 
 def test_memory_stays_where_graphs_expect_it() -> None:

@@ -64,6 +64,7 @@ class DecodeGraphs:
         self._unfinished = unfinished
         self._queue = queue
         self._size_to_graph: dict[int, Graph[Decoded]] = {}
+        self._recorded: list[int] = []
 
     @property
     def can_record(self) -> bool:
@@ -82,12 +83,12 @@ class DecodeGraphs:
             for size in sizes:
                 work = self._work(size)
                 self._size_to_graph[size] = self._queue.record(work)
+        self._recorded = sorted(self._size_to_graph)
 
     def size_for(self, num_rows: int) -> int | None:
-        """Return the size of the graph that serves so many rows; None if there is none."""
-        place = bisect_left(self.sizes, num_rows)
-        size = self.sizes[place] if num_rows and place < len(self.sizes) else 0
-        return size if size in self._size_to_graph else None
+        """Return the size of the smallest graph that serves so many rows; None if there is none."""
+        place = bisect_left(self._recorded, num_rows)
+        return self._recorded[place] if num_rows and place < len(self._recorded) else None
 
     def replay(self, size: int) -> Decoded:
         """Queue the graph of a size. Its rows are staged."""
@@ -96,7 +97,7 @@ class DecodeGraphs:
     def _work(self, num_rows: int) -> Callable[[], Decoded]:
         """Return what a graph of `num_rows` computes: nothing that it reads at the host ever changes."""
         batch, sampler = self._batch, self._sampler
-        slots, starts, lengths = batch.graph_rows[:, :num_rows]
+        slots, starts, lengths, sample_slots = batch.graph_rows[:, :num_rows]
         device = batch.step(slots, starts, lengths)
         nothing = np.zeros(num_rows, np.int32)
         step = StepInput(
@@ -114,7 +115,7 @@ class DecodeGraphs:
             hidden = self._decoder.run_layers(hidden, self._attention.plan(step))
             logits = self._decoder.logits(hidden)
             if sampler is not None:
-                tokens = sampler.draw_captured(logits, slots)
+                tokens = sampler.draw_captured(logits, sample_slots)
             else:
                 tokens = torch.zeros(num_rows, dtype=torch.int32, device=hidden.device)
             if self._groups.tp > 1:

@@ -9,6 +9,7 @@ Runs on CPU tensors as well. Not yet validated on CUDA."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -36,8 +37,9 @@ class RowsThere(NamedTuple):
 
 class DeviceBatch:
     """`tables` [max_slots + 1, max_blocks] and `last_tokens` [max_slots + 1], int32 on the device, follow
-    those of `batch`; the last row of each is for padding. `graph_rows` [3, most_rows] are the slots, starts
-    and lengths of the step that a graph computes. Their memory is never reallocated."""
+    those of `batch`; the last row of each is for padding. `graph_rows` [4, most_rows] are the slots, starts
+    and lengths of the step that a graph computes, and the slots that sample, -1 for padding. Their memory is
+    never reallocated."""
 
     def __init__(self, batch: InputBatch, queue: DeviceQueue, *, most_rows: int, scratch_block: int) -> None:
         """`scratch_block` is what padding writes. A graph has at most `most_rows` sequences."""
@@ -54,38 +56,45 @@ class DeviceBatch:
         self.tables = self._words[: self._num_table_words].view(max_slots + 1, max_blocks)
         self.last_tokens = self._words[self._num_table_words :]
         self.tables[max_slots] = scratch_block
-        self.graph_rows = torch.zeros((3, most_rows), dtype=torch.int32, device=queue.device)
+        self.graph_rows = torch.zeros((4, most_rows), dtype=torch.int32, device=queue.device)
         self.pad_graph_rows()
 
-    def stage(self, plan: StepPlan, rows: PlannedRows) -> tuple[RowsThere, Tensor]:
-        """Copy to the device what `plan` changes and what it computes: `rows` as `InputBatch.change` returns
-        them. Returns the rows there, and the tokens [num_tokens] that go in."""
+    def stage(
+        self, plan: StepPlan, rows: PlannedRows, more: Sequence[Ids] = ()
+    ) -> tuple[RowsThere, Tensor, list[Tensor]]:
+        """Copy to the device what `plan` changes, what it computes, `rows` as `InputBatch.change` returns
+        them, and `more` arrays. Returns the rows there, the tokens [num_tokens] that go in, and `more`."""
         indices, values = self._changes(plan, self._started_tokens(plan))
-        arrays = (*_arrays(rows), _named_tokens(plan), indices, values)
+        arrays = (*more, *_arrays(rows), _named_tokens(plan), indices, values)
         *staged, tokens, indices_there, values_there = self._queue.upload(arrays)
         self._apply(indices_there, values_there)
-        there = RowsThere(*staged)
+        there = RowsThere(*staged[len(more) :])
         if plan.decodes:
             last = self.last_tokens[there.slots[len(plan.entries) :]]
             tokens = torch.cat((tokens, last)) if len(tokens) else last
-        return there, tokens
+        return there, tokens, staged[: len(more)]
 
     def place(self, rows: PlannedRows) -> RowsThere:
         """Copy rows to the device: some of a step's, of which the plan's changes are there already."""
         return RowsThere(*self._queue.upload(_arrays(rows)))
 
-    def stage_for_graph(self, plan: StepPlan, rows: PlannedRows, num_rows: int) -> None:
-        """Copy to the device what `plan` changes, and to `graph_rows` what it computes, padded to `num_rows`:
-        sequences of one token each, in `last_tokens`, all of which sample for their own slot."""
+    def stage_for_graph(
+        self, plan: StepPlan, rows: PlannedRows, num_rows: int, more: Sequence[Ids] = ()
+    ) -> list[Tensor]:
+        """Copy to the device what `plan` changes, to `graph_rows` what it computes, padded to `num_rows`, and
+        `more` arrays, which are returned. The sequences have one token each, which `last_tokens` takes where
+        the plan names it, and sample for their own slots."""
         slot_to_token = self._started_tokens(plan)
         named = _named_tokens(plan).tolist()
         slot_to_token |= dict(zip(rows.slots[: len(named)].tolist(), named, strict=True))
         padded = self._padding(num_rows)
-        padded[:, : rows.num_sequences] = rows.slots, rows.starts, rows.lengths
+        padded[:, : rows.num_sequences] = rows.slots, rows.starts, rows.lengths, rows.slots
         indices, values = self._changes(plan, slot_to_token)
-        rows_there, indices_there, values_there = self._queue.upload((padded.reshape(-1), indices, values))
+        arrays = (padded.reshape(-1), indices, values, *more)
+        rows_there, indices_there, values_there, *more_there = self._queue.upload(arrays)
         self._apply(indices_there, values_there)
-        self.graph_rows[:, :num_rows].copy_(rows_there.view(3, num_rows))
+        self.graph_rows[:, :num_rows].copy_(rows_there.view(4, num_rows))
+        return more_there
 
     def pad_graph_rows(self) -> None:
         """Make all rows of `graph_rows` padding."""
@@ -101,8 +110,8 @@ class DeviceBatch:
         self.last_tokens[slots] = tokens.to(torch.int32)
 
     def _padding(self, num_rows: int) -> Ids:
-        """Return the slots, starts and lengths [3, num_rows] of rows that compute nothing of use."""
-        return np.repeat(np.array([[self.padding_slot], [0], [1]], np.int32), num_rows, axis=1)
+        """Return `graph_rows` that compute nothing of use."""
+        return np.repeat(np.array([[self.padding_slot], [0], [1], [-1]], np.int32), num_rows, axis=1)
 
     def _changes(self, plan: StepPlan, slot_to_token: dict[int, int]) -> tuple[Ids, Ids]:
         """Return the places of words that the plan changes and their new values. A place that comes twice has

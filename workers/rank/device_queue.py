@@ -6,6 +6,7 @@ CUDA."""
 
 from __future__ import annotations
 
+import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -50,6 +51,8 @@ class DeviceQueue(ABC):
 
     # Whether work may still be under way when the call that queued it returns.
     runs_behind: bool
+    # Whether kernels of Triton run there.
+    has_triton: bool
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -85,8 +88,10 @@ class CpuQueue(DeviceQueue):
 
     runs_behind = False
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_triton: bool = False) -> None:
+        """`has_triton`: Triton interprets its kernels in this process."""
         super().__init__(torch.device("cpu"))
+        self.has_triton = has_triton
 
     def _staging(self, num_words: int) -> Tensor:
         return torch.empty(num_words, dtype=torch.int32)
@@ -132,6 +137,7 @@ class CudaQueue(DeviceQueue):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
+        self.has_triton = importlib.util.find_spec("triton") is not None
         self._results = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,8 +14,12 @@ from torch import Tensor
 
 from workers.messages.rank_channel import SlotStart
 from workers.messages.sampling import TokenLogprob
-from workers.rank.logits import Slots
-from workers.rank.sampler import Sampler
+from workers.model.noise import seed_keys
+from workers.rank.device_queue import DeviceQueue
+from workers.rank.logits import SlotNeeds, Slots, SlotTable, distinct_tokens
+from workers.rank.sampler import Logprobs, Sampler
+
+RowLogprobs = Callable[[], dict[int, TokenLogprob]]
 
 
 class Drawn(NamedTuple):
@@ -22,13 +27,13 @@ class Drawn(NamedTuple):
     asked for, by row, when the step is done."""
 
     tokens: Tensor
-    logprobs: Callable[[], dict[int, TokenLogprob]]
+    logprobs: RowLogprobs
 
 
 class DeviceSampler(ABC):
     """Draws tokens for the slots of a rank, like `workers.rank.sampler.Sampler`."""
 
-    # Whether `draw_captured` may be called, so that a CUDA graph can capture it.
+    # Whether nothing of a draw is left to the host, so that a CUDA graph can capture it.
     can_capture: bool
 
     @abstractmethod
@@ -40,25 +45,33 @@ class DeviceSampler(ABC):
         """Forget a slot."""
 
     @abstractmethod
+    def changes(self) -> tuple[NDArray[np.int32], ...]:
+        """Return what the device must be given of the slots that were started since the last call."""
+
+    @abstractmethod
+    def change(self, changes: Sequence[Tensor]) -> None:
+        """Take `changes`, which are on the device now."""
+
+    @abstractmethod
     def draw(
         self, logits: Tensor, slots: Slots, slots_there: Tensor, masks: NDArray[np.uint32] | None
     ) -> Drawn:
         """Draw one token for each slot from float32 `logits` [num_slots, vocab_size], which may be
-        overwritten. `slots_there` are the same `slots` on the device."""
+        overwritten. `slots_there` are the same `slots` on the device; `masks` as for `Sampler.sample`."""
 
     @abstractmethod
     def draw_captured(self, logits: Tensor, slots_there: Tensor) -> Tensor:
-        """Draw as `draw` does without masks, with nothing at the host that changes from call to call, and
-        without changing the logits. Returns int32 [num_slots]."""
+        """Draw like `draw`, with nothing at the host that changes from call to call, and without changing the
+        logits. A row of slot -1 is left out. Returns int32 [num_slots]."""
 
     @abstractmethod
-    def logprobs(self, logits: Tensor, slots: Slots, tokens: Tensor) -> Callable[[], dict[int, TokenLogprob]]:
-        """Begin to compute the log-probabilities that go with `tokens` [num_slots], of the first rows of
-        `logits`. Returns what `Drawn.logprobs` is."""
+    def logprobs(self, logits: Tensor, slots: Slots, tokens: Tensor) -> RowLogprobs:
+        """Begin to compute the log-probabilities that go with `tokens` [num_slots] of a captured draw.
+        Returns what `Drawn.logprobs` is."""
 
 
 class SamplerByHost(DeviceSampler):
-    """Draws with torch, and waits for the device: where there is no kernel that samples."""
+    """Draws with torch, and waits for the device: where there are no kernels that sample."""
 
     can_capture = False
 
@@ -71,6 +84,12 @@ class SamplerByHost(DeviceSampler):
     def free(self, slot: int) -> None:
         self._sampler.free(slot)
 
+    def changes(self) -> tuple[NDArray[np.int32], ...]:
+        return ()
+
+    def change(self, changes: Sequence[Tensor]) -> None:
+        assert not changes
+
     def draw(
         self, logits: Tensor, slots: Slots, slots_there: Tensor, masks: NDArray[np.uint32] | None
     ) -> Drawn:
@@ -81,5 +100,88 @@ class SamplerByHost(DeviceSampler):
     def draw_captured(self, logits: Tensor, slots_there: Tensor) -> Tensor:
         raise NotImplementedError("torch reads the slots' parameters at the host")
 
-    def logprobs(self, logits: Tensor, slots: Slots, tokens: Tensor) -> Callable[[], dict[int, TokenLogprob]]:
+    def logprobs(self, logits: Tensor, slots: Slots, tokens: Tensor) -> RowLogprobs:
         raise NotImplementedError("they come with the draw")
+
+
+class KernelSampler(DeviceSampler):
+    """Draws with the kernels of `workers.model.cuda.sampling`, from parameters on the device."""
+
+    can_capture = True
+
+    def __init__(
+        self, vocab_size: int, eos_token_ids: Sequence[int], queue: DeviceQueue, max_slots: int
+    ) -> None:
+        from workers.model.cuda import sampling  # only here: elsewhere there may be no Triton
+
+        self._vocab_size = vocab_size
+        self._queue = queue
+        self._table = SlotTable(max_slots, vocab_size, eos_token_ids)
+        self._there = sampling.DeviceSlots(max_slots, vocab_size, queue.device)
+        self._sample, self._words = sampling.sample, sampling.record_words
+        self._started: list[int] = []
+
+    def start(self, start: SlotStart) -> None:
+        params, samples = start.sampling, start.samples
+        prompt_ids = distinct_tokens(start.prompt if params.penalizes_prompt else b"", self._vocab_size)
+        self._table.start(samples, params, seed_keys([sample.seed for sample in samples]), prompt_ids)
+        slots = [sample.slot for sample in samples]
+        with contextlib.ExitStack() as if_it_fails:
+            for slot in slots:
+                if_it_fails.callback(self._table.free, slot)
+            for slot in slots:
+                if self._table.needs(np.array([slot]))[0] & _LISTED:
+                    self._there.start_tokens(slot, *self._table.tokens(slot))
+            if_it_fails.pop_all()
+        self._started += slots
+
+    def free(self, slot: int) -> None:
+        self._table.free(slot)
+
+    def changes(self) -> tuple[NDArray[np.int32], ...]:
+        if not self._started:
+            return ()
+        slots = np.array(self._started, np.int32)
+        self._started = []
+        return slots, self._words(self._table.records[slots]).reshape(-1)
+
+    def change(self, changes: Sequence[Tensor]) -> None:
+        if changes:
+            slots, words = changes
+            self._there.start(slots, words.view(len(slots), -1))
+
+    def draw(
+        self, logits: Tensor, slots: Slots, slots_there: Tensor, masks: NDArray[np.uint32] | None
+    ) -> Drawn:
+        masks_there: Tensor | None = None
+        if masks is not None:
+            (flat,) = self._queue.upload([masks.view(np.int32).reshape(-1)])
+            masks_there = flat.view(masks.shape)
+        tokens = self._sample(logits, self._there, slots_there, masks_there)
+        return Drawn(tokens, self.logprobs(logits, slots, tokens))
+
+    def draw_captured(self, logits: Tensor, slots_there: Tensor) -> Tensor:
+        return self._sample(logits, self._there, slots_there)
+
+    def logprobs(self, logits: Tensor, slots: Slots, tokens: Tensor) -> RowLogprobs:
+        needs = self._table.needs(slots)
+        rows = np.flatnonzero(needs & SlotNeeds.LOGPROBS).astype(np.int32)
+        if not len(rows):
+            return dict
+        (rows_there,) = self._queue.upload([rows])
+        logprobs = Logprobs(logits[rows_there], rows, self._table.num_logprobs[slots[rows]])
+        table = self._queue.copy_out(logprobs.table(tokens[rows_there].long()))
+        return lambda: logprobs.read(table.host)
+
+
+# What a slot has of which lists are kept.
+_LISTED = SlotNeeds.BIAS | SlotNeeds.ENDS | SlotNeeds.PENALTIES
+
+
+def make_device_sampler(
+    vocab_size: int, eos_token_ids: Sequence[int], queue: DeviceQueue, max_slots: int
+) -> DeviceSampler:
+    """Return what samples on a device."""
+    if queue.has_triton:
+        return KernelSampler(vocab_size, eos_token_ids, queue, max_slots)
+    return SamplerByHost(Sampler(vocab_size, eos_token_ids, queue.device, max_slots))

@@ -300,6 +300,13 @@ class ModelRunner:
 
     def _choose_attention(self, memory: Tensor, clock: Clock | None) -> AttentionBackend:
         """Choose what computes attention over the KV `memory`, with a clock by measurement."""
+        if self._queue is not None and self._queue.has_triton and memory.device.type == "cpu":
+            from workers.model.attention.triton_backend import (
+                TritonAttention,  # in the interpreter, for tests
+            )
+
+            shape = self._decoder.attention_shape
+            return TritonAttention(shape, memory, is_deterministic=self._is_deterministic)
         return choose_attention(
             self._decoder.attention_shape,
             memory,

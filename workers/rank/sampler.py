@@ -84,9 +84,11 @@ class Sampler:
         assert logits.shape == (len(slots), self._vocab_size), f"{tuple(logits.shape)} for {len(slots)} slots"
         needs = self._table.needs(slots)
         some = int(np.bitwise_or.reduce(needs)) if len(slots) else 0
-        logprobs = (
-            _Logprobs(logits, needs, self._table.num_logprobs[slots]) if some & SlotNeeds.LOGPROBS else None
-        )
+        logprobs: Logprobs | None = None
+        asking = np.flatnonzero(needs & SlotNeeds.LOGPROBS)
+        if len(asking):
+            their_logits = logits[torch.from_numpy(asking).to(self._device)]
+            logprobs = Logprobs(their_logits, asking, self._table.num_logprobs[slots[asking]])
         kernels = native.load() if self._has_kernels else None
         if kernels is not None:
             logits = logits.contiguous()
@@ -98,7 +100,10 @@ class Sampler:
             rows = np.flatnonzero(~is_sure)
             exact = self._draw_exactly(logits[torch.from_numpy(rows).to(self._device)], slots[rows])
             tokens[rows] = exact.cpu().numpy()
-        found = Sampled(tokens.view(np.uint32), logprobs.of(tokens) if logprobs is not None else {})
+        found = Sampled(tokens.view(np.uint32), {})
+        if logprobs is not None:
+            chosen = torch.from_numpy(tokens[asking].astype(np.int64)).to(self._device)
+            found.row_to_logprob.update(logprobs.read(logprobs.table(chosen)))
         if some & SlotNeeds.PENALTIES:
             rows = np.flatnonzero(needs & SlotNeeds.PENALTIES)
             self._table.reserve(slots[rows])
@@ -184,25 +189,28 @@ class Sampler:
         return keys.to(self._device, non_blocking=True)
 
 
-class _Logprobs:
-    """Log-probabilities of the model's own distribution, for the rows that need them. Must be made before the
-    logits are changed."""
+class Logprobs:
+    """Log-probabilities of the model's own distribution, for the `rows` of a step that need them: of each the
+    chosen token's and the `num_top` largest, from their `logits` [num_rows, vocab_size] before these are
+    changed."""
 
-    def __init__(self, logits: Tensor, needs: NDArray[np.uint32], num_top: NDArray[np.int32]) -> None:
-        self._rows = np.flatnonzero(needs & SlotNeeds.LOGPROBS)
-        self._num_top = num_top[self._rows].tolist()
+    def __init__(self, logits: Tensor, rows: NDArray[np.integer], num_top: NDArray[np.int32]) -> None:
+        self._rows = rows.tolist()
+        self._num_top = num_top.tolist()
         self._width = max(self._num_top)
-        self._logprobs = torch.log_softmax(logits[torch.from_numpy(self._rows).to(logits.device)], dim=-1)
+        self._logprobs = torch.log_softmax(logits, dim=-1)
         self._top = self._logprobs.topk(self._width, dim=-1)
 
-    def of(self, tokens: NDArray[np.int32]) -> dict[int, TokenLogprob]:
-        """Return those that go with the tokens of all rows, by row, in one transfer."""
-        chosen = torch.from_numpy(tokens[self._rows].astype(np.int64)).to(self._logprobs.device)
-        # float64 holds every token id and every float32 exactly, so all of it fits one tensor
-        parts = (self._logprobs.gather(1, chosen[:, None]), self._top.values, self._top.indices)
-        table: list[list[float]] = torch.cat([part.double() for part in parts], dim=1).tolist()
+    def table(self, tokens: Tensor) -> Tensor:
+        """Return all that goes with the rows' `tokens` int64 [num_rows], in one tensor."""
+        # float64 holds every token id and every float32 exactly
+        parts = (self._logprobs.gather(1, tokens[:, None]), self._top.values, self._top.indices)
+        return torch.cat([part.double() for part in parts], dim=1)
+
+    def read(self, table: Tensor) -> dict[int, TokenLogprob]:
+        """Return the log-probabilities of a table that was copied to the host, by row of the step."""
         row_to_logprob: dict[int, TokenLogprob] = {}
-        for row, num_top, (value, *best) in zip(self._rows.tolist(), self._num_top, table, strict=True):
+        for row, num_top, (value, *best) in zip(self._rows, self._num_top, table.tolist(), strict=True):
             pairs = zip(best[self._width :][:num_top], best[:num_top], strict=True)
             row_to_logprob[row] = TokenLogprob(value, tuple((int(id_), logprob) for id_, logprob in pairs))
         return row_to_logprob

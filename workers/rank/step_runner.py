@@ -39,7 +39,7 @@ from workers.rank.containment import Containment, touch_device
 from workers.rank.decode_graphs import DecodeGraphs, graph_sizes
 from workers.rank.device_batch import DeviceBatch, RowsThere
 from workers.rank.device_queue import DeviceQueue, make_queue
-from workers.rank.device_sampler import DeviceSampler, Drawn, SamplerByHost
+from workers.rank.device_sampler import DeviceSampler, Drawn, make_device_sampler
 from workers.rank.input_batch import InputBatch, InputTokens, PlannedRows
 from workers.rank.progress import Progress, StepFaults
 from workers.rank.sampler import Sampled, Sampler
@@ -141,23 +141,23 @@ class StepRunner:
         self._step_faults = StepFaults(self.progress, faults, groups.rank)
         num_blocks = len(kv) if queue is None else len(kv) - 1
         self.batch = InputBatch(max_slots, -(-max_context_tokens // block_tokens), block_tokens, num_blocks)
-        self._there: DeviceBatch | None = None
-        self._graphs: DecodeGraphs | None = None
         self._inputs = InputTokens(groups, max_slots) if groups.is_first_stage and queue is None else None
         self._slot_to_refusal: dict[int, str] = {}  # slots with which the sampler could not begin
         self._sampler: Sampler | None = None
         self._sampler_there: DeviceSampler | None = None
-        if groups.is_sampler:
-            config = decoder.config
-            self._sampler = Sampler(config.vocab_size, config.eos_token_ids, kv.device, max_slots)
-            if queue is not None:
-                self._sampler_there = SamplerByHost(self._sampler)
+        vocab_size, end_ids = decoder.config.vocab_size, decoder.config.eos_token_ids
+        if groups.is_sampler and queue is None:
+            self._sampler = Sampler(vocab_size, end_ids, kv.device, max_slots)
+        if groups.is_sampler and queue is not None:
+            self._sampler_there = make_device_sampler(vocab_size, end_ids, queue, max_slots)
+        self._there: DeviceBatch | None = None
+        self._graphs: DecodeGraphs | None = None
         if queue is not None:
             self._there = there = DeviceBatch(
                 self.batch, queue, most_rows=graph_sizes(num_graph_rows)[-1], scratch_block=num_blocks
             )
             self._graphs = DecodeGraphs(
-                decoder, attention, there, self._sampler_there, groups, self._unfinished, queue
+                decoder, attention, there, self._sampler_there, groups, unfinished, queue
             )
         self._finished_at = 0.0
 
@@ -208,7 +208,7 @@ class StepRunner:
     def _execute(self, plan: StepPlan, rows: PlannedRows, started_at: float) -> Executed:
         there: RowsThere | None = None
         if self._there is not None:
-            there, tokens = self._there.stage(plan, rows)
+            there, tokens = self._stage(plan, rows, self._there)
             whole = _Part(rows, tokens, there).only(self._containment.intact(rows))
         if not rows.num_sequences:
             if self.runs_ahead:
@@ -313,7 +313,10 @@ class StepRunner:
         size = self._graphs.size_for(num_rows) if self._is_recordable(rows) else None
         if not self._groups.agree(size is not None) or size is None:
             return None
-        self._there.stage_for_graph(plan, rows, size)
+        changes = () if self._sampler_there is None else self._sampler_there.changes()
+        changes_there = self._there.stage_for_graph(plan, rows, size, changes)
+        if self._sampler_there is not None:
+            self._sampler_there.change(changes_there)
         decoded = self._graphs.replay(size)
         self.progress.mark_layer()
         report = self._report(plan.step, started_at)
@@ -342,7 +345,7 @@ class StepRunner:
         float32 [num_samples, vocab_size] at the last positions of those that would sample."""
         rows = self.batch.change(plan)
         if self._there is not None:
-            there, tokens = self._there.stage(plan, rows)
+            there, tokens = self._stage(plan, rows, self._there)
             whole = _Part(rows, tokens, there)
         else:
             assert self._inputs is not None
@@ -362,7 +365,7 @@ class StepRunner:
         self._unfinished.begin(rows.num_tokens, len(rows.sampling))
         there: RowsThere | None = None
         if self._there is not None:
-            there, _ = self._there.stage(plan, rows)
+            there, _ = self._stage(plan, rows, self._there)
         hidden = torch.zeros(shape, dtype=self._kv.dtype, device=self._device)
         hidden = self._decoder.run_layers(hidden, self._plan(rows, there), most_layers)
         if self._groups.is_last_stage and len(rows.sampling):
@@ -391,9 +394,9 @@ class StepRunner:
         )
 
     def _change_slots(self, plan: StepPlan) -> None:
-        if self._sampler is None:
-            return
         sampler = self._sampler_there or self._sampler
+        if sampler is None:
+            return
         for slot in plan.free_slots:
             if self._slot_to_refusal.pop(slot, None) is None:
                 sampler.free(slot)
@@ -401,6 +404,14 @@ class StepRunner:
             if not self._containment.attempt(partial(_start, sampler, start)):
                 reason = self._containment.reason
                 self._slot_to_refusal |= dict.fromkeys((sample.slot for sample in start.samples), reason)
+
+    def _stage(self, plan: StepPlan, rows: PlannedRows, there: DeviceBatch) -> tuple[RowsThere, Tensor]:
+        """Copy to the device what a plan changes, and return its rows and its tokens [num_tokens] there."""
+        changes = () if self._sampler_there is None else self._sampler_there.changes()
+        rows_there, tokens, changes_there = there.stage(plan, rows, changes)
+        if self._sampler_there is not None:
+            self._sampler_there.change(changes_there)
+        return rows_there, tokens
 
     def _input(self, plan: StepPlan, rows: PlannedRows) -> tuple[_Part, float]:
         """Return what this stage can compute of the step, and the seconds that this rank waited for it."""

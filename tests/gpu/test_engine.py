@@ -1,0 +1,271 @@
+"""The engine with tokens, tables and sampling parameters on the device, against transformers and against the
+engine on a CPU, whose tokens pass through the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.random_checkpoint import write_random_checkpoint
+from kvtransfer.common.clock import ManualClock
+from workers.messages.rank_channel import (
+    BatchEntry,
+    BlockCopy,
+    SlotSample,
+    SlotStart,
+    StepPlan,
+    StepReport,
+    TableChange,
+)
+from workers.messages.sampling import SamplingParams
+from workers.rank.device_queue import CpuQueue
+from workers.rank.model_runner import ModelRunner
+
+BLOCK = 16
+VOCAB = 128
+MAX_SEQUENCES = 4
+GREEDY = SamplingParams()
+
+Make = Callable[..., ModelRunner]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with QK norms, a window in some layers, and grouped heads."""
+    path = tmp_path_factory.mktemp("model")
+    write_random_checkpoint(path, "qwen3", seed=3, vocab_size=VOCAB)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter is slow: rows of logits are two pieces."""
+    from workers.model.cuda import sampling
+
+    if device.type == "cpu":
+        monkeypatch.setattr(sampling, "_PIECE", 64)
+        monkeypatch.setattr(sampling, "_CANDIDATES", 16)
+
+
+@pytest.fixture
+def make(model_dir: Path, device: torch.device) -> Iterator[Make]:
+    """Makes runners on the device, with graphs of some sizes."""
+    runners: list[ModelRunner] = []
+
+    def make(*, graphs: Sequence[int] = (), num_offload_tokens: int = 0) -> ModelRunner:
+        runner = ModelRunner(
+            model_dir=model_dir,
+            dtype=torch.float32,
+            device=device,
+            block_tokens=BLOCK,
+            num_kv_tokens=20 * BLOCK,
+            num_offload_tokens=num_offload_tokens,
+            offload_mode="in_place",
+            num_threads=1,
+            clock=ManualClock(5.0),
+            max_sequences=MAX_SEQUENCES,
+            queue=CpuQueue(has_triton=True) if device.type == "cpu" else None,
+        )
+        runners.append(runner)
+        runner._runner.record_graphs(graphs)
+        return runner
+
+    yield make
+    for runner in runners:
+        runner.close()
+
+
+def draw(num_tokens: int, seed: int) -> list[int]:
+    tokens: list[int] = np.random.default_rng(seed).integers(0, VOCAB, num_tokens).tolist()
+    return tokens
+
+
+def packed(ids: Sequence[int]) -> bytes:
+    return np.array(ids, "<u4").tobytes()
+
+
+def starting(slot: int, prompt: Sequence[int], sampling: SamplingParams = GREEDY, seed: int = 7) -> SlotStart:
+    sample = SlotSample(slot, seed, prompt[-1])
+    return SlotStart(sampling, (sample,), packed(prompt) if sampling.penalizes_prompt else b"")
+
+
+def chunk(slot: int, start: int, tokens: Sequence[int], *samples: int) -> BatchEntry:
+    return BatchEntry(slot, start, len(tokens), packed(tokens), samples)
+
+
+def table(slot: int, *block_ids: int, first: int = 0) -> TableChange:
+    return TableChange(slot, first, packed(block_ids))
+
+
+def decode(*slots: int, **changes: object) -> StepPlan:
+    return StepPlan(9, decodes=packed(slots), **changes)  # type: ignore[arg-type]
+
+
+ONE, TWO, THREE = draw(18, 1), draw(40, 2), draw(5, 3)
+SEEDED = SamplingParams(temperature=1.3)
+FILTERED = SamplingParams(temperature=1.1, top_k=20, top_p=0.9, repetition_penalty=1.3, num_logprobs=2)
+BIASED = SamplingParams(temperature=0.9, min_p=0.02, logit_bias={5: 2.0, 9: -3.0}, min_tokens=3)
+
+# Prompts in chunks beside sequences that decode, a fork whose last block is copied, a table that grows, a
+# slot that is freed and taken again, and steps in which all decode.
+PLANS = (
+    StepPlan(
+        1,
+        starts=(starting(0, ONE, SEEDED), starting(1, ONE, SEEDED, seed=8)),
+        tables=(table(0, 0, 1), table(1, 0, 2)),
+        entries=(chunk(0, 0, ONE, 0, 1),),
+    ),
+    StepPlan(
+        2,
+        starts=(starting(2, TWO, FILTERED),),
+        tables=(table(2, 5, 7, 6),),
+        copies=(BlockCopy(1, 2),),
+        entries=(chunk(2, 0, TWO[:27]),),
+        decodes=packed([0, 1]),
+    ),
+    StepPlan(3, entries=(chunk(2, 27, TWO[27:], 2),), decodes=packed([1])),
+    decode(0, 2, 1),
+    StepPlan(
+        6,
+        free_slots=(0,),
+        starts=(starting(3, THREE, BIASED),),
+        tables=(table(3, 0),),
+        entries=(chunk(3, 0, THREE, 3),),
+        decodes=packed([2, 1]),
+    ),
+    decode(1, 2, 3),
+    StepPlan(
+        8,
+        free_slots=(2,),
+        starts=(starting(0, THREE[:1]),),
+        tables=(table(0, 9),),
+        entries=(chunk(0, 0, THREE[:1], 0),),
+    ),
+    *([decode(0, 1, 3)] * 3),
+    decode(0, 3, 1, tables=(table(3, 10, first=1),)),
+    decode(3, 1),
+    decode(1),
+)
+
+
+def tokens_of(reports: Sequence[StepReport]) -> list[list[int]]:
+    assert not any(report.failed for report in reports)
+    return [np.frombuffer(report.tokens, "<u4").tolist() for report in reports]
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir: Path, device: torch.device) -> list[StepReport]:
+    """What the engine on a CPU computes."""
+    runner = ModelRunner(
+        model_dir=model_dir,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        block_tokens=BLOCK,
+        num_kv_tokens=20 * BLOCK,
+        num_threads=1,
+        clock=ManualClock(5.0),
+        max_sequences=MAX_SEQUENCES,
+    )
+    reports = [runner.run(plan) for plan in PLANS]
+    runner.close()
+    return reports
+
+
+@pytest.mark.parametrize("graphs", [(), (2, 4)], ids=["eager", "graphs"])
+def test_tokens_are_those_of_the_engine_on_a_cpu(
+    make: Make, expected: list[StepReport], graphs: tuple[int, ...]
+) -> None:
+    """With every step launched before the one before is collected. With graphs, steps that decode are
+    replayed with rows of padding."""
+    runner = make(graphs=graphs)
+    tickets = [runner.launch(plan) for plan in PLANS]
+    reports = [runner.collect(ticket) for ticket in tickets]
+    assert tokens_of(reports) == tokens_of(expected)
+    for report, reference in zip(reports, expected, strict=True):
+        assert [it.row for it in report.logprobs] == [it.row for it in reference.logprobs]
+        for one, other in zip(report.logprobs, reference.logprobs, strict=True):
+            assert one.logprob.logprob == pytest.approx(other.logprob.logprob, abs=1e-4)
+            assert [id_ for id_, _ in one.logprob.top] == [id_ for id_, _ in other.logprob.top]
+
+
+def test_logits_are_those_of_transformers(make: Make, model_dir: Path) -> None:
+    """Of a prompt in two chunks beside another one, and of the tokens after it."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    runner = make()
+    plans = [
+        StepPlan(
+            1,
+            starts=(starting(0, ONE), starting(1, TWO)),
+            tables=(table(0, 3, 1), table(1, 5, 7, 6)),
+            entries=(chunk(0, 0, ONE, 0), chunk(1, 0, TWO[:27])),
+        ),
+        StepPlan(2, entries=(chunk(1, 27, TWO[27:], 1), chunk(0, 18, [77], 0))),
+        StepPlan(3, entries=(chunk(1, 40, [33], 1), chunk(0, 19, [5], 0))),
+    ]
+    texts = [[ONE], [TWO, [*ONE, 77]], [[*TWO, 33], [*ONE, 77, 5]]]
+    for plan, of_plan in zip(plans, texts, strict=True):
+        logits = runner.logits(plan).cpu()
+        with torch.inference_mode():
+            reference = torch.stack([model(torch.tensor([text])).logits[0, -1] for text in of_plan])
+        torch.testing.assert_close(logits, reference, atol=2e-4, rtol=1e-4)
+
+
+def test_blocks_in_host_memory_are_read_by_steps_without_graphs(
+    make: Make, expected: list[StepReport]
+) -> None:
+    """The first blocks of two sequences move to host memory before they decode."""
+    runner = make(graphs=(4,), num_offload_tokens=4 * BLOCK)
+    reports = [runner.run(plan) for plan in PLANS[:3]]
+    plan = decode(
+        0, 2, 1,
+        copies=(BlockCopy(0, 20), BlockCopy(5, 23)),
+        tables=(table(0, 20), table(1, 20), table(2, 23)),
+    )  # fmt: skip
+    reports.append(runner.run(plan))
+    assert tokens_of(reports) == tokens_of(expected[:4])
+
+
+def test_sampling_that_cannot_begin_fails_its_request_alone(make: Make, expected: list[StepReport]) -> None:
+    """More biases than a slot has room for: the sequences beside it go on, by eager steps while its slot is
+    not freed, and it may be taken again."""
+    runner = make(graphs=(4,))
+    reports = [runner.run(plan) for plan in PLANS[:3]]
+    many = SamplingParams(logit_bias={id_: 0.5 for id_ in range(VOCAB)})
+    from workers.model.cuda import sampling
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "MOST_BIASES", VOCAB - 1)
+        plan = decode(
+            0, 2, 1,
+            starts=(starting(3, THREE, many),),
+            tables=(table(3, 4),),
+            entries=(chunk(3, 0, THREE, 3),),
+        )  # fmt: skip
+        failed = runner.run(plan)
+    assert [(entry.index, "logit biases" in entry.reason) for entry in failed.failed] == [(0, True)]
+    assert np.frombuffer(failed.tokens, "<u4")[1:].tolist() == tokens_of(expected)[3]
+    assert not runner.run(decode(free_slots=(3,))).failed
+    again = StepPlan(
+        10,
+        starts=(starting(3, THREE),),
+        tables=(table(3, 4),),
+        entries=(chunk(3, 0, THREE, 3),),
+    )
+    assert not runner.run(again).failed
+    assert tokens_of(reports) == tokens_of(expected[:3])
+
+
+def test_a_mask_comes_between_the_halves_of_a_step(make: Make) -> None:
+    runner = make()
+    for plan in PLANS[:3]:
+        runner.run(plan)
+    masks = np.full((3, VOCAB // 32), 0xFFFFFFFF, np.uint32)
+    masks[1] = 0
+    masks[1, 77 // 32] = 1 << 77 % 32
+    report = runner.collect(runner.sample(runner.execute(PLANS[3]), masks))
+    assert np.frombuffer(report.tokens, "<u4")[1] == 77

@@ -1,0 +1,202 @@
+"""Graphs of decoding steps: which sizes there are and what padding does, on any device; what only a CUDA
+graph has, on CUDA."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.random_checkpoint import write_random_checkpoint
+from kvtransfer.common.clock import SystemClock
+from workers.messages.rank_channel import BatchEntry, SlotSample, SlotStart, StepPlan, TableChange
+from workers.messages.sampling import SamplingParams
+from workers.rank.decode_graphs import graph_sizes
+from workers.rank.device_queue import CpuQueue, CudaQueue, make_queue
+from workers.rank.model_runner import ModelRunner
+from workers.rank.progress import Progress
+
+BLOCK = 16
+MAX_SEQUENCES = 11
+NUM_PROMPT = 20
+
+Make = Callable[[], ModelRunner]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_random_checkpoint(path, "llama", seed=3, vocab_size=128, max_position_embeddings=4096)
+    return path
+
+
+@pytest.fixture
+def make(model_dir: Path, device: torch.device) -> Iterator[Make]:
+    runners: list[ModelRunner] = []
+
+    def make() -> ModelRunner:
+        runner = ModelRunner(
+            model_dir=model_dir,
+            dtype=torch.float32,
+            device=device,
+            block_tokens=BLOCK,
+            num_kv_tokens=80 * BLOCK,
+            num_threads=1,
+            clock=SystemClock(),
+            max_sequences=MAX_SEQUENCES,
+            queue=CpuQueue(has_triton=True) if device.type == "cpu" else None,
+        )
+        runners.append(runner)
+        return runner
+
+    yield make
+    for runner in runners:
+        runner.close()
+
+
+def packed(ids: Sequence[int]) -> bytes:
+    return np.array(ids, "<u4").tobytes()
+
+
+def prompts(num_sequences: int) -> StepPlan:
+    """Starts so many sequences, each with its own prompt and room to grow, half of them greedy."""
+    draws = np.random.default_rng(0).integers(0, 128, (num_sequences, NUM_PROMPT)).tolist()
+    params = SamplingParams(temperature=1.2), SamplingParams()
+    return StepPlan(
+        1,
+        starts=tuple(
+            SlotStart(params[slot % 2], (SlotSample(slot, slot, tokens[-1]),))
+            for slot, tokens in enumerate(draws)
+        ),
+        tables=tuple(
+            TableChange(slot, 0, packed(range(4 * slot, 4 * slot + 4))) for slot in range(num_sequences)
+        ),
+        entries=tuple(
+            BatchEntry(slot, 0, NUM_PROMPT, packed(tokens), (slot,)) for slot, tokens in enumerate(draws)
+        ),
+    )
+
+
+def outputs(runner: ModelRunner, plans: Sequence[StepPlan]) -> list[bytes]:
+    """The tokens of all plans, each launched before the one before is collected."""
+    tickets = [runner.launch(plan) for plan in plans]
+    reports = [runner.collect(ticket) for ticket in tickets]
+    assert not any(report.failed for report in reports)
+    return [report.tokens for report in reports]
+
+
+def occupy(num_cycles: int) -> None:
+    """Queue a kernel that takes so many cycles of the device."""
+    torch.cuda._sleep(num_cycles)  # type: ignore[no-untyped-call]
+
+
+def test_sizes_are_few_and_waste_less_than_a_step_of_eight_rows() -> None:
+    assert graph_sizes(1) == graph_sizes(8) == (1, 2, 4, 8)
+    assert graph_sizes(9) == (1, 2, 4, 8, 16)
+    sizes = graph_sizes(256)
+    assert (len(sizes), sizes[-1]) == (35, 256)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_padding_writes_to_the_scratch_block_alone(make: Make, num_rows: int) -> None:
+    """A step of some rows in a graph of eight: every other block is what the same step without padding
+    makes it."""
+    runners = make(), make()
+    runners[0]._runner.record_graphs((8,))
+    plans = [prompts(num_rows), StepPlan(2, decodes=packed(range(num_rows)))]
+    padded, alone = (outputs(runner, plans) for runner in runners)
+    assert padded == alone
+    torch.testing.assert_close(runners[0].kv, runners[1].kv, atol=1e-5, rtol=1e-5)
+    scratch = [runner.attention.kv[len(runner.kv) :] for runner in runners]
+    assert scratch[0].any()
+    assert not scratch[1].any()
+
+
+@pytest.mark.gpu
+def test_graphs_of_all_sizes_compute_what_eager_steps_do(make: Make) -> None:
+    recorded, eager = make(), make()
+    recorded.warm_up()
+    assert recorded._runner._graphs is not None
+    assert recorded._runner._graphs.size_for(MAX_SEQUENCES) == 16
+    plans = [prompts(MAX_SEQUENCES)]
+    plans += [StepPlan(2, decodes=packed(range(count))) for count in (1, 2, 3, 5, 8, 9, MAX_SEQUENCES) * 3]
+    assert outputs(recorded, plans) == outputs(eager, plans)
+
+
+@pytest.mark.gpu
+def test_memory_of_graphs_stays_when_larger_steps_come(make: Make) -> None:
+    """A chunk larger than any step of the warm-up makes scratch memory grow; what graphs were captured with
+    is not what it replaces."""
+    recorded, eager = make(), make()
+    recorded.warm_up(32)
+    chunk = BatchEntry(10, 0, 900, packed([7] * 900), (10,))
+    start = SlotStart(SamplingParams(), (SlotSample(10, 0, 7),))
+    large = StepPlan(
+        3, starts=(start,), tables=(TableChange(10, 0, packed(range(20, 77))),), entries=(chunk,)
+    )
+    plans = [prompts(4), *[StepPlan(2, decodes=packed(range(4)))] * 3, large]
+    plans += [StepPlan(4, decodes=packed([0, 1, 2, 3, 10]))] * 4
+    assert outputs(recorded, plans) == outputs(eager, plans)
+
+
+@pytest.mark.gpu
+def test_a_launch_returns_before_its_step_is_done(make: Make, device: torch.device) -> None:
+    """Behind a kernel that takes a while, steps are launched with tokens that no host has seen."""
+    runner = make()
+    runner.warm_up()
+    runner.run(prompts(4))
+    plan = StepPlan(2, decodes=packed(range(4)))
+    occupy(200_000_000)  # for 0.1 s and more
+    began_at = time.monotonic()
+    tickets = [runner.launch(plan) for _ in range(2)]
+    launched_s = time.monotonic() - began_at
+    assert not tickets[0].event.query()
+    assert launched_s < 0.05
+    for ticket in tickets:
+        assert len(runner.collect(ticket).tokens) == 16
+
+
+@pytest.mark.gpu
+def test_a_step_that_hangs_on_the_device_makes_no_progress(device: torch.device) -> None:
+    """The only mark of a graph is its end; the step after it may be launched already."""
+    queue = make_queue(device)
+    progress = Progress(queue)
+    progress.begin(1)
+    occupy(400_000_000)
+    progress.mark_layer()
+    progress.begin(2)
+    progress.mark_layer()
+    assert progress.read() == (1, 0)
+    queue.event().synchronize()
+    assert progress.read() == (2, 2)
+
+
+@pytest.mark.gpu
+def test_a_sum_of_nccl_is_captured(device: torch.device) -> None:
+    """With a group of one rank. Not yet validated with more."""
+    if not dist.is_nccl_available():
+        pytest.skip("this torch has no NCCL")
+    from torch.distributed import ProcessGroupNCCL
+
+    group: Any = ProcessGroupNCCL(dist.HashStore(), 0, 1, ProcessGroupNCCL.Options())  # type: ignore[attr-defined]
+    group.eager_connect_single_device(device)
+    value = torch.ones(1024, device=device)
+
+    def work() -> torch.Tensor:
+        value.add_(1.0)
+        group.allreduce([value]).wait()
+        return value
+
+    work()
+    graph = CudaQueue(device).record(work)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.current_stream(device).synchronize()
+    assert value[0].item() == 5.0
+    group.abort()
