@@ -7,23 +7,9 @@ import math
 import pytest
 import torch
 from dense_sampler import row_keys
+from splitmix import MASK, WEYL, reference_hash, unmix
 
 from workers.model.noise import gumbel, hashes, mix_, signed, token_counters
-
-MASK = 2**64 - 1
-WEYL = 0x9E3779B97F4A7C15
-
-
-def mix(x: int) -> int:
-    """splitmix64's finalizer, as published."""
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
-    return x ^ (x >> 31)
-
-
-def reference_hash(seed: int, output_index: int, token_id: int) -> int:
-    key = mix((mix((seed ^ WEYL) & MASK) + output_index * WEYL) & MASK)
-    return mix((key + (token_id + 1) * WEYL) & MASK)
 
 
 def test_the_finalizer_is_splitmix64() -> None:
@@ -87,12 +73,3 @@ def test_hashes_on_cuda_equal_the_cpu() -> None:
         gumbel(keys.to(cuda), token_counters(5000, cuda)).cpu(),
         gumbel(keys, token_counters(5000, cpu)),
     )
-
-
-def unmix(x: int) -> int:
-    """The inverse of `mix`."""
-    x ^= (x >> 31) ^ (x >> 62)
-    x = (x * pow(0x94D049BB133111EB, -1, 2**64)) & MASK
-    x ^= (x >> 27) ^ (x >> 54)
-    x = (x * pow(0xBF58476D1CE4E5B9, -1, 2**64)) & MASK
-    return x ^ (x >> 30) ^ (x >> 60)

@@ -204,7 +204,7 @@ def _mix(x):
 
 
 @triton.jit
-def _output_key(record):
+def output_key(record):
     """Return the key of the slot's next output, uint64, as `workers.model.noise.output_keys` does."""
     low = tl.load(record).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = tl.load(record + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
@@ -212,10 +212,15 @@ def _output_key(record):
 
 
 @triton.jit
-def _gumbel(key, ids):
+def hashed(key, ids):
+    """Hash the key of an output, uint64, with token ids, as `workers.model.noise.hashes` does."""
+    return _mix(key + (ids + 1).to(tl.uint64) * _WEYL)
+
+
+@triton.jit
+def gumbel(key, ids):
     """Return the noise of tokens, as `workers.model.noise.gumbel` does up to rounding of logarithms."""
-    hashes = _mix(key + (ids + 1).to(tl.uint64) * _WEYL)
-    uniform = ((hashes >> _DROPPED_BITS) | 1).to(tl.int64).to(tl.float32) * _UNIFORM
+    uniform = ((hashed(key, ids) >> _DROPPED_BITS) | 1).to(tl.int64).to(tl.float32) * _UNIFORM
     u = tl.minimum(uniform, _LARGEST_UNIFORM)
     series = u * (1.0 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6))))))
     return -tl.log(tl.where(u < _SMALL, series, -tl.log(1.0 - u)))
@@ -281,7 +286,7 @@ def _pieces_kernel(
     else:
         temperature = tl.load(record + _TEMPERATURE).to(tl.float32, bitcast=True)
         if temperature > 0.0:
-            x += _gumbel(_output_key(record), ids)
+            x += gumbel(output_key(record), ids)
         best = tl.max(x, 0)
         tl.store(result, best.to(tl.int32, bitcast=True))
         tl.store(result + 1, tl.min(tl.where(x == best, ids, _LARGEST_INT32), 0))
@@ -401,13 +406,13 @@ def _rows_kernel(
             HAS_MASKS, PIECE, CANDIDATES, NUM_PIECES, ALL_CANDIDATES, ALL_PIECES,
         )  # fmt: skip
         best = tl.full((), -float("inf"), tl.float32)
-        key = _output_key(record)
+        key = output_key(record)
         for piece in range(NUM_PIECES):
             if tl.load(result + piece * (2 + CANDIDATES)) >= kept:
                 ids, x = _changed_piece(
                     logits, masks, record, lists, counts, piece, vocab_size, HAS_MASKS, PIECE
                 )
-                scores = tl.where(_ordered(x) >= kept, x + _gumbel(key, ids), -float("inf"))
+                scores = tl.where(_ordered(x) >= kept, x + gumbel(key, ids), -float("inf"))
                 piece_best = tl.max(scores, 0)
                 piece_token = tl.min(tl.where(scores == piece_best, ids, _LARGEST_INT32), 0)
                 token = tl.where(piece_best > best, piece_token, token)
