@@ -26,7 +26,7 @@ from workers.model.sizes import ATTENTION_PIECE_FLOPS
 
 _HEAD_DIM_MULTIPLE = 16
 _TASK = np.dtype([("cost", np.int64), ("place", np.int32, 4)])
-_TASK_ROWS = 128  # at least what the kernels take
+_TASK_ROWS = 128  # the kernels take as many or more in a task
 _NO_ID = (1 << 63) - 1
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
