@@ -43,7 +43,7 @@ from workers.model.attention.interface import AttentionPlan, StepInput
 from workers.model.model_config import read_model_config
 from workers.model.sizes import ModelWork
 from workers.rank.decode_graphs import Decoded
-from workers.rank.device_queue import CpuQueue, DeviceQueue, Graph
+from workers.rank.device_queue import CpuQueue, DeviceQueue, Graph, Work
 from workers.rank.model_runner import ModelRunner
 from workers.replica.gateway_links import GatewayLinks
 from workers.replica.requests import Requests
@@ -190,16 +190,16 @@ class NoDevice(CpuQueue):
     def __init__(self) -> None:
         super().__init__(has_triton=True)
 
-    def record(self, work: Callable[[], Decoded]) -> Graph[Any]:
+    def record(self, work: Work) -> Graph:
         return Replayed(work())
 
 
-class Replayed(Graph[Decoded]):
-    def __init__(self, result: Decoded) -> None:
-        self._result = result
+class Replayed(Graph):
+    def __init__(self, results: tuple[Tensor, ...]) -> None:
+        self._results = results
 
-    def replay(self) -> Decoded:
-        return self._result
+    def replay(self) -> tuple[Tensor, ...]:
+        return self._results
 
 
 class RankHost:

@@ -1,4 +1,5 @@
-"""Device memory of one host: the writer maps the target's pool and copies pieces from device to device.
+"""Device memory of one host: the writer maps the target's pool, and a kernel of its device copies pieces
+there, with the checksums of what it reads.
 
 As in `shm` a writer that has proven the secret gets what it needs to map the pool over a unix socket. Here
 the socket's end is no proof that the writer cannot write: copies run on the device, and a mapping lives until
@@ -9,7 +10,7 @@ So the target counts a writer as gone only
 - when its process has exited, which the kernel reports through a pidfd of the process that connected: it is
   readable once every thread has ended and every file of the process, the driver's too, is closed.
 
-A stopped writer has neither exited nor said so. Not yet run on devices: none was at hand.
+A stopped writer has neither exited nor said so. Not yet validated on CUDA.
 """
 
 from __future__ import annotations
@@ -287,7 +288,7 @@ def _say_unmapped(sock: socket.socket) -> None:
 # The few calls of the CUDA driver that sharing device memory between processes needs, through ctypes.
 #
 # torch can share tensors between processes too, but lets go of the mapping when its garbage is collected;
-# here the end of a mapping is a proof, so it is explicit. Has not run yet: no device was at hand.
+# here the end of a mapping is a proof, so it is explicit.
 
 HANDLE_BYTES = 64
 

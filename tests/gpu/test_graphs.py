@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,24 @@ def test_memory_of_graphs_stays_when_larger_steps_come(make: Make) -> None:
     assert outputs(recorded, plans) == outputs(eager, plans)
 
 
+def _times(tensor: torch.Tensor, factor: float) -> tuple[torch.Tensor, ...]:
+    return (tensor * factor,)
+
+
+@pytest.mark.gpu
+def test_graphs_share_memory_with_what_they_compute(device: torch.device) -> None:
+    """Graphs that return 64 MiB each take little more than one; each returns its own result until the next
+    replay."""
+    queue = CudaQueue(device)
+    source = torch.ones(16 << 20, device=device)
+    before = torch.cuda.mem_get_info(device)[0]
+    graphs = [queue.record(partial(_times, source, factor)) for factor in (1.0, 2.0, 3.0, 4.0)]
+    assert before - torch.cuda.mem_get_info(device)[0] < 160 << 20
+    for factor, graph in zip((1.0, 2.0, 3.0, 4.0), graphs, strict=True):
+        (result,) = graph.replay()
+        assert (result[0].item(), result[-1].item()) == (factor, factor)
+
+
 @pytest.mark.gpu
 def test_a_launch_returns_before_its_step_is_done(make: Make, device: torch.device) -> None:
     """Behind a kernel that takes a while, steps are launched with tokens that no host has seen."""
@@ -188,10 +207,10 @@ def test_a_sum_of_nccl_is_captured(device: torch.device) -> None:
     group.eager_connect_single_device(device)
     value = torch.ones(1024, device=device)
 
-    def work() -> torch.Tensor:
+    def work() -> tuple[torch.Tensor, ...]:
         value.add_(1.0)
         group.allreduce([value]).wait()
-        return value
+        return ()
 
     work()
     graph = CudaQueue(device).record(work)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from local_engine import BLOCK, SEEDED, LocalEngine, draw, packed
+from local_engine import BLOCK, SEEDED, LocalEngine, draw, entry, packed, started, step
+from msgspec.structs import replace
 
 from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.blocks.keys import block_keys
@@ -199,6 +200,42 @@ def test_memory_that_lacks_once_fails_nobody(
     rule = FaultRule(f"rank.layers.decode.{rank}", "raise", str(tmp_path / "marker"), 45)
     assert replicas(tp, pp, "here").run(rule) == (expected, set())
     assert (tmp_path / "marker").exists()
+
+
+class FirstFails(Faults):
+    """Lets the first computation of a chunk beside a decode fail, and notes what is computed after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.points: list[str] = []
+
+    @property
+    def armed(self) -> bool:
+        return True
+
+    def at(self, point: str) -> bool:
+        kind = next((kind for kind in ("prefill", "decode") if point == f"rank.embedding.{kind}.0"), None)
+        if kind is not None:
+            self.points.append(kind)
+        if self.points == ["prefill", "decode"]:
+            raise MemoryError("too large together")
+        return False
+
+
+def test_what_decodes_is_computed_before_a_chunk_when_a_step_is_computed_again(model_dir: Path) -> None:
+    """Where memory lacks, the newest sequences are those that fail."""
+    faults = FirstFails()
+    engine = LocalEngine(model_dir, CONFIG, 60, faults=[faults])
+    faults.points.clear()
+    prompt, other = draw(18), draw(20, seed=1)
+    (runner,) = engine.runners
+    runner.run(step(entry(1, 0, prompt, (0, 1), [1]), starts=[started(1, prompt)]))
+    faults.points.clear()
+    plan = step(entry(2, 0, other, (2, 3), [2]), starts=[started(2, other)])
+    report = runner.run(replace(plan, decodes=packed([1])))
+    assert not report.failed
+    assert faults.points == ["prefill", "decode", "decode", "prefill"]
+    engine.close()
 
 
 def test_when_every_entry_fails_the_ranks_serve_on(

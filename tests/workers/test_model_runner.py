@@ -270,6 +270,43 @@ def test_the_next_plan_is_launched_before_the_last_is_collected() -> None:
     ]  # fmt: skip
 
 
+class SlowEvent:
+    """Passed when it has been asked so many times."""
+
+    def __init__(self, num_queries: int) -> None:
+        self._num_left = num_queries
+
+    def query(self) -> bool:
+        self._num_left -= 1
+        return self._num_left < 0
+
+    def synchronize(self) -> None:
+        self._num_left = 0
+
+
+def test_a_plan_that_comes_while_a_step_computes_is_launched_at_once() -> None:
+    """A rank that waits for a step is not deaf to the next plan; when none comes, it collects the step once
+    that is done."""
+    plans: SimpleQueue[StepPlan | None] = SimpleQueue()
+    log: list[str] = []
+
+    def launch(plan: StepPlan) -> Ticket:
+        log.append(f"launch {plan.step}")
+        late = threading.Timer(0.02, plans.put, [StepPlan(2)])
+        if plan.step == 1:
+            late.start()
+        # The first computes until it is collected, the second for some polls.
+        return Ticket(StepReport(plan.step, b"", 0.0, 0.0), SlowEvent(1 << 30 if plan.step == 1 else 5))
+
+    plans.put(StepPlan(1))
+    for ticket in launched(plans, launch, 2):
+        log.append(f"collect {ticket.report.step}")
+        if ticket.report.step == 2:
+            assert ticket.event.query(), "nothing came, and it was done"
+            plans.put(None)
+    assert log == ["launch 1", "launch 2", "collect 1", "collect 2"]
+
+
 def test_the_pool_is_the_shared_memory(runner: ModelRunner) -> None:
     prompt = draw(16)
     run(runner, step(entry(1, 0, prompt, (3,)), starts=[started(1, prompt)]))

@@ -63,7 +63,7 @@ class DecodeGraphs:
         self._groups = groups
         self._unfinished = unfinished
         self._queue = queue
-        self._size_to_graph: dict[int, Graph[Decoded]] = {}
+        self._size_to_graph: dict[int, Graph] = {}
         self._recorded: list[int] = []
 
     @property
@@ -92,7 +92,7 @@ class DecodeGraphs:
 
     def replay(self, size: int) -> Decoded:
         """Queue the graph of a size. Its rows are staged."""
-        return self._size_to_graph[size].replay()
+        return Decoded(*self._size_to_graph[size].replay())
 
     def _work(self, num_rows: int) -> Callable[[], Decoded]:
         """Return what a graph of `num_rows` computes: nothing that it reads at the host ever changes."""

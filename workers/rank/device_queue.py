@@ -9,14 +9,14 @@ from __future__ import annotations
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_Result = TypeVar("_Result")
+from kvtransfer.blocks.device_pool import view_memory
 
 
 class Event(Protocol):
@@ -38,12 +38,16 @@ class CopiedOut(NamedTuple):
     event: Event
 
 
-class Graph(ABC, Generic[_Result]):
+# What a graph computes.
+Work = Callable[[], tuple[Tensor, ...]]
+
+
+class Graph(ABC):
     """Recorded work, which reads and writes the same memory each time."""
 
     @abstractmethod
-    def replay(self) -> _Result:
-        """Queue the work. What it returns is overwritten by the next replay."""
+    def replay(self) -> tuple[Tensor, ...]:
+        """Queue the work. What it returns is overwritten by the next replay of any graph of the queue."""
 
 
 class DeviceQueue(ABC):
@@ -79,8 +83,9 @@ class DeviceQueue(ABC):
         not change it."""
 
     @abstractmethod
-    def record(self, work: Callable[[], _Result]) -> Graph[_Result]:
-        """Record work whose every tensor stays where it is. It must not read the device from the host."""
+    def record(self, work: Work) -> Graph:
+        """Record work, which must not read the device from the host. Tensors that it does not make itself
+        must stay where they are."""
 
 
 class CpuQueue(DeviceQueue):
@@ -102,7 +107,7 @@ class CpuQueue(DeviceQueue):
     def copy_out(self, source: Tensor) -> CopiedOut:
         return CopiedOut(source.clone(), source, _PASSED)
 
-    def record(self, work: Callable[[], _Result]) -> Graph[_Result]:
+    def record(self, work: Work) -> Graph:
         return _Repeated(work)
 
 
@@ -117,13 +122,13 @@ class _Passed:
 _PASSED = _Passed()
 
 
-class _Repeated(Graph[_Result]):
+class _Repeated(Graph):
     """Work that is done again."""
 
-    def __init__(self, work: Callable[[], _Result]) -> None:
+    def __init__(self, work: Work) -> None:
         self._work = work
 
-    def replay(self) -> _Result:
+    def replay(self) -> tuple[Tensor, ...]:
         return self._work()
 
 
@@ -155,12 +160,13 @@ class CudaQueue(DeviceQueue):
             host.copy_(source, non_blocking=True)
         return CopiedOut(host, source, self._record_event(self._results))
 
-    def record(self, work: Callable[[], _Result]) -> Graph[_Result]:
+    def record(self, work: Work) -> Graph:
         graph = torch.cuda.CUDAGraph()
         # Other threads of the process (transfers, NCCL's watchdog) may call CUDA meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = work()
-        return _CudaGraph(graph, result)
+            results = work()
+        # Without owners, their memory serves the graphs that are recorded next as well.
+        return _CudaGraph(graph, tuple(_unowned(result) for result in results))
 
     @staticmethod
     def _record_event(stream: torch.cuda.Stream) -> Event:
@@ -170,14 +176,21 @@ class CudaQueue(DeviceQueue):
         return event
 
 
-class _CudaGraph(Graph[_Result]):
-    def __init__(self, graph: torch.cuda.CUDAGraph, result: _Result) -> None:
+class _CudaGraph(Graph):
+    def __init__(self, graph: torch.cuda.CUDAGraph, results: tuple[Tensor, ...]) -> None:
         self._graph = graph
-        self._result = result
+        self._results = results
 
-    def replay(self) -> _Result:
+    def replay(self) -> tuple[Tensor, ...]:
         self._graph.replay()
-        return self._result
+        return self._results
+
+
+def _unowned(tensor: Tensor) -> Tensor:
+    """View a contiguous tensor of the device without keeping its memory from being used again."""
+    if not tensor.numel():
+        return tensor
+    return view_memory(tensor.data_ptr(), tensor.nbytes).view(tensor.dtype).view(tensor.shape)
 
 
 def make_queue(device: torch.device) -> DeviceQueue:
