@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -96,6 +97,7 @@ class MemoryMeter:
 
     def profile(self, num_graphs: int) -> MemoryProfile:
         """Return the profile of a rank that will record `num_graphs` in all."""
+        gc.collect()  # what was released may be part of a cycle
         torch.cuda.empty_cache()
         held = torch.cuda.memory_reserved(self._device)
         others = max(0, self._free_at_start - self.free_bytes - held)
