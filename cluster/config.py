@@ -130,10 +130,10 @@ class PoolConfig(_Settings):
 
     def _refuse_nondeterministic(self) -> None:
         remedy = "or set engine.deterministic: false"
-        if "cuda" in self.stage_devices:
-            raise ValueError(f"engine.deterministic is not available on cuda: use cpu, {remedy}")
-        if self.dtype == "fp16":
-            raise ValueError(f"engine.deterministic is not available in fp16: use bf16 or fp32, {remedy}")
+        if self.dtype == "fp16" and "cpu" in self.stage_devices:
+            raise ValueError(
+                f"engine.deterministic is not available in fp16 on cpu: use bf16 or fp32, {remedy}"
+            )
         if self.tp > 2:
             raise ValueError(
                 f"engine.deterministic is not available with tp {self.tp}: the order in which more than two "

@@ -150,7 +150,6 @@ def test_weights_in_another_form_than_kv_are_refused(dtype: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "remedy"),
     [
-        ({"device": "cuda"}, "use cpu"),
         ({"dtype": "fp16"}, "use bf16 or fp32"),
         ({"tp": 4}, "use tp 1 or 2"),
     ],
@@ -159,3 +158,4 @@ def test_deterministic_names_what_it_is_not_available_with(changes: dict[str, An
     with pytest.raises(ConfigError, match=f"engine.deterministic is not available .*{remedy}"):
         make(engine={"deterministic": True, "block_tokens": 16}, **changes)
     assert make(engine={"deterministic": True}).pools[0].engine.deterministic
+    assert make(engine={"deterministic": True}, device="cuda", dtype="fp16").pools[0].engine.deterministic

@@ -6,12 +6,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from launch_recorder import recorded_launches
 from torch import Tensor
 
 from benchmarks.random_checkpoint import write_random_checkpoint
+from kvtransfer.common.clock import ManualClock
+from workers.messages.rank_channel import BatchEntry, SlotSample, SlotStart, StepPlan, TableChange
+from workers.messages.sampling import SamplingParams
 from workers.model import cuda, native
 from workers.model.attention.interface import AttentionBackend, SequenceSpan, StepInput
 from workers.model.attention.torch_backend import TorchAttention
@@ -20,6 +24,8 @@ from workers.model.model_config import Family
 from workers.model.parallel import parallelize
 from workers.model.sizes import kv_heads
 from workers.model.weights import ShardSpec
+from workers.rank.device_queue import CpuQueue
+from workers.rank.model_runner import ModelRunner
 
 CPU = torch.device("cpu")
 BLOCK, NUM_LAYERS, VOCAB = 16, 2, 96
@@ -158,3 +164,29 @@ def test_deterministic_logits_are_the_same_bits(device: torch.device, tmp_path: 
     assert torch.equal(logits([7, 10, 1]), whole)
     beside = [SequenceSpan(0, 9, (1, 3)), SequenceSpan(5, 1, (4,))]
     assert torch.equal(logits([17, 1], beside), whole)
+
+
+def test_a_deterministic_rank_multiplies_by_such_kernels_alone(device: torch.device, tmp_path: Path) -> None:
+    runner = ModelRunner(
+        model_dir=checkpoint(tmp_path, "qwen2"),
+        dtype=torch.float32,
+        device=device,
+        block_tokens=BLOCK,
+        num_kv_tokens=4 * BLOCK,
+        num_threads=1,
+        clock=ManualClock(5.0),
+        is_deterministic=True,
+        queue=CpuQueue(has_triton=True) if device.type == "cpu" else None,
+    )
+    tokens = np.arange(3, dtype="<u4").tobytes()
+    plan = StepPlan(
+        0,
+        starts=(SlotStart(SamplingParams(), (SlotSample(0, 0, 0),)),),
+        tables=(TableChange(0, 0, np.array([1], "<u4").tobytes()),),
+        entries=(BatchEntry(0, 0, 3, tokens, (0,)),),
+    )
+    with recorded_launches() as launches:
+        runner.run(plan)
+    runner.close()
+    assert launches.count("_multiply_kernel") == 4 * NUM_LAYERS + 1
+    assert [name for name in launches if "mm" in name] == []

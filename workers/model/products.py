@@ -121,8 +121,10 @@ def make_linear(
 def refuse_nondeterministic(device: torch.device, dtype: torch.dtype) -> None:
     """Raise WorkerError, naming the remedy, where a row's product may depend on the rows beside it."""
     name = str(dtype).removeprefix("torch.")
+    if cuda.serves(device):
+        return
     if device.type != "cpu":
-        problem = f"there are no such products on {device.type}; set device: cpu"
+        problem = f"there are no such products on {device.type}; set device: cpu or cuda"
     elif dtype not in native.DTYPES:
         problem = f"there are no such products of {name}; set dtype: bf16 or fp32"
     elif chosen_isa() is None:

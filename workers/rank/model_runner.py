@@ -171,7 +171,9 @@ class ModelRunner:
         self._fingerprint = fingerprint or FingerprintTask(model_dir, clock)
         with contextlib.ExitStack() as if_it_fails:
             if_it_fails.enter_context(self._fingerprint)
-            self._decoder = load_decoder(model_dir, dtype, device, shard, progress)
+            self._decoder = load_decoder(
+                model_dir, dtype, device, shard, progress, is_deterministic=is_deterministic
+            )
             if_it_fails.pop_all()
         self._unfinished = Unfinished(self._groups, self._decoder)
         parallelize(self._decoder, self._unfinished)
