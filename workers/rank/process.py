@@ -111,10 +111,10 @@ class _Rank:
         # From the start, although orders come only after RankReady: loading ends when the engine core does.
         threading.Thread(target=self._read_orders, name="orders", daemon=True).start()
         torch.set_num_threads(self._spec.num_threads)
-        if self._device.type == "cuda" and self._device.index is not None:
-            torch.cuda.set_device(self._device)  # kernels of Triton are launched on the thread's device
         self._enter("probing the device")
         joined, store = _join(self._spec, self._clock)
+        if self._device.type == "cuda" and self._device.index is not None:
+            torch.cuda.set_device(self._device)  # kernels of Triton are launched on the thread's device
         self._channel.send(joined)
         form = self._formed.get()
         started_at = self._clock.now()
