@@ -231,7 +231,7 @@ def test_blocks_in_host_memory_are_read_by_steps_without_graphs(
 
 
 def test_sampling_that_cannot_begin_fails_its_request_alone(make: Make, expected: list[StepReport]) -> None:
-    """More biases than a slot has room for: the sequences beside it go on, by eager steps while its slot is
+    """More biases than fit in a slot: the sequences beside it go on, by eager steps while its slot is
     not freed, and it may be taken again."""
     runner = make(graphs=(4,))
     reports = [runner.run(plan) for plan in PLANS[:3]]

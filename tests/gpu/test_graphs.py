@@ -66,7 +66,7 @@ def packed(ids: Sequence[int]) -> bytes:
 
 
 def prompts(num_sequences: int) -> StepPlan:
-    """Starts so many sequences, each with its own prompt and room to grow, half of them greedy."""
+    """Starts so many sequences, each with its own prompt and space to grow, half of them greedy."""
     draws = np.random.default_rng(0).integers(0, 128, (num_sequences, NUM_PROMPT)).tolist()
     params = SamplingParams(temperature=1.2), SamplingParams()
     return StepPlan(

@@ -14,11 +14,11 @@ The sizes are for Hopper in bfloat16 at head_dim 128. The tensor cores of a mult
 multiply-adds a cycle, and of an H200's 4.8 TB/s each of 132 multiprocessors has 20 bytes a cycle.
 
 - Chunks: 128 rows by 64 keys. The accumulator of 128 x 128 and the scores of 128 x 64 take 96 registers a
-  thread with 8 warps (two warpgroups of 64 rows each); with 4 warps they spill. A tile of keys and values is
-  32 KiB: three of them and the queries take 128 of 227 KiB of shared memory, and the registers leave room for
-  one program a multiprocessor. A tile is 2.1 million multiply-adds, 1,024 cycles, so a multiprocessor reads
-  32 bytes a cycle at full rate. They come from the L2 cache, because the tiles of a chunk read the same keys
-  at about the same time. 64 rows would read twice as much.
+  thread with 8 warps (two warpgroups of 64 rows each); with 4 warps they spill. A tile of keys and values
+  is 32 KiB: three of them and the queries take 128 of 227 KiB of shared memory, and the registers leave
+  space for one program a multiprocessor. A tile is 2.1 million multiply-adds, 1,024 cycles, so a
+  multiprocessor reads 32 bytes a cycle at full rate. They come from the L2 cache, because the tiles of a
+  chunk read the same keys at about the same time. 64 rows would read twice as much.
 - Decode: 16 rows, the fewest of a tensor core's product, by 64 keys. The kernel is bound by memory, since a
   key is used for `group` rows only. With 4 warps and two tiles on their way, three programs fit on a
   multiprocessor and have up to 192 KiB on their way, where 36 KiB cover a latency of 1 us.
