@@ -14,7 +14,7 @@ from cluster.api.store_admin import STAT_S, StoreAdmin
 from cluster.config import ClusterConfig
 from cluster.errors import DashboardAwayError
 from cluster.gateway.request_manager import RequestInfo, RequestManager
-from cluster.metrics.gateway_counters import CURVE_S
+from cluster.metrics.curves import CURVE_S
 from cluster.proto import tandem_pb2 as pb
 from cluster.scaling.orders import Operations
 from kvtransfer.common.clock import Clock
