@@ -185,7 +185,8 @@ def two_pools() -> FakeApp:
 async def test_a_dry_run_orders_nothing_and_shows_the_cluster(harness: GatewayHarness) -> None:
     await harness.add_replica("p0", "prefill")
     await harness.add_replica("d0", "decode")
-    _, address = await harness.add_gateway()
+    gateway, _ = await harness.add_gateway()
+    address = f"127.0.0.1:{gateway.admin_port}"
     async with FakeDashboard(two_pools()) as dashboard:
         text = await CommandHarness(dashboard, address).scale("decode=3", dry_run=True)
         assert dashboard.orders == []
@@ -199,7 +200,8 @@ async def test_an_order_that_leaves_nothing_to_decode_is_refused_before_the_dash
 ) -> None:
     await harness.add_replica("p0", "prefill")
     await harness.add_replica("d0", "decode")
-    _, address = await harness.add_gateway()
+    gateway, _ = await harness.add_gateway()
+    address = f"127.0.0.1:{gateway.admin_port}"
     work = ScaleWork(
         ScaleTarget(address, f"http://127.0.0.1:{free_port()}", TOKEN, "tandem"),
         Console(file=io.StringIO()),
@@ -266,6 +268,7 @@ async def test_the_count_that_a_pool_has_already_is_pinned_through_the_console(
         gateway, address = await harness.add_gateway(harness.config(console_port=0), operations)
         view = await harness.roster.view(-1, 0.0)
         record = GatewayRecord("g0", 1, address, 1, f"127.0.0.1:{gateway.console_port}")
+        address = f"127.0.0.1:{gateway.admin_port}"
         await harness.roster.register(record)
         await until(lambda: bool(gateway.connections.gateways), "the gateway knows itself")
         text = await CommandHarness(dashboard, address).scale("decode=1", dry_run=True)
@@ -283,7 +286,8 @@ async def test_the_count_that_a_pool_has_already_is_pinned_through_the_console(
 
 async def test_releasing_without_a_console_says_what_to_set(harness: GatewayHarness) -> None:
     await harness.add_replica("d0", "decode")
-    _, address = await harness.add_gateway()
+    gateway, _ = await harness.add_gateway()
+    address = f"127.0.0.1:{gateway.admin_port}"
     async with FakeDashboard(two_pools()) as dashboard:
         door = ScaleTarget(address, dashboard.url, TOKEN, "tandem")
         work = ScaleWork(door, Console(file=io.StringIO()), SystemClock(), as_json=False)
