@@ -19,13 +19,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from cluster.api.admin_client import AdminClient
 from cluster.api.client import Client
 from cluster.config import ClusterConfig, parse_config
-from cluster.console.orders import Operations
 from cluster.gateway.request_manager import resume_digest
 from cluster.identity.identity import LOCAL
 from cluster.identity.resume_tokens import ResumeTokens
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import ReplicaRecord
 from cluster.roster.state import LocalRoster
+from cluster.scaling.orders import Operations
 from cluster.serve.gateway_server import Gateway
 from kvtransfer.blocks.keys import block_keys
 from kvtransfer.common.clock import SystemClock
