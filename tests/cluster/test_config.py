@@ -23,7 +23,9 @@ def refused(raw: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["model: 2020-13-45", "model: 0x_", "[" * 5000, "model: " + "9" * 5000, "\xff"])
+@pytest.mark.parametrize(
+    "text", ["model: 2020-13-45", "model: 0x_", "[" * 5000, "model: " + "9" * 5000, "\xff"]
+)
 def test_a_file_that_is_no_yaml_is_named(text: str, tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_bytes(text.encode("latin-1"))

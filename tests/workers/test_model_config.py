@@ -14,7 +14,7 @@ import pytest
 import transformers
 
 from workers.errors import CheckpointError
-from workers.model.model_config import ignored_keys, read_model_config
+from workers.model.model_config import file_problem, ignored_keys, read_model_config, weight_files
 
 MakeCheckpoint = Callable[..., Path]
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -145,7 +145,10 @@ def test_end_tokens_are_those_of_generation_config(tmp_path: Path) -> None:
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps nan is not a positive number"),
         ({"rope_scaling": {"type": "linear", "factor": float("inf")}}, "factor inf is not a positive number"),
         ({"num_hidden_layers": 1 << 40}, "num_hidden_layers 1099511627776 is not a positive integer up to"),
-        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": "x"}, "max_window_layers 'x'"),
+        (
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": "x"},
+            "max_window_layers 'x'",
+        ),
         ({"layer_types": [["full_attention"]] * 2}, "layer_types"),
     ],
 )

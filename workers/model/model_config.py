@@ -380,11 +380,8 @@ def ignored_keys(model_dir: Path) -> dict[str, str]:
 
 def _family(raw: dict[str, Any]) -> str:
     architectures = raw.get("architectures")
-    if isinstance(architectures, list) and architectures:
-        name = architectures[0]
-    else:
-        name = raw.get("model_type")
-    return str(name).lower().removesuffix("forcausallm")
+    named = architectures if isinstance(architectures, list) and architectures else [raw.get("model_type")]
+    return str(named[0]).lower().removesuffix("forcausallm")
 
 
 def _is_off(value: Any) -> bool:
