@@ -32,6 +32,8 @@ from workers.model.model_config import ModelConfig
 Role = Literal["prefill", "decode", "both"]
 Device = Literal["cpu", "cuda"]
 DtypeName = Literal["fp32", "bf16", "fp16"]
+# Of a replica, in each direction: peers refuse replicas of more.
+MAX_RANKS = 1024
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _SMALL_CONTEXT_TOKENS = 4096
 _RAY_RESOURCES = {"CPU", "GPU", "memory", "object_store_memory"}
@@ -58,9 +60,9 @@ class PoolConfig(_Settings):
     role: Role
     replicas: int = Field(default=1, ge=1)
     # Ranks that share every layer (tensor parallelism); those of a stage are on one node.
-    tp: int = Field(default=1, ge=1)
+    tp: int = Field(default=1, ge=1, le=MAX_RANKS)
     # Stages, each with a range of the layers (pipeline parallelism); they may be on several nodes.
-    pp: int = Field(default=1, ge=1)
+    pp: int = Field(default=1, ge=1, le=MAX_RANKS)
     # How many layers each stage gets; empty: by what a layer and the head cost on each stage's device,
     # measured at start.
     layers: tuple[Annotated[int, Field(ge=1)], ...] = ()
@@ -340,7 +342,7 @@ def load_config(path: Path) -> ClusterConfig:
     """Read and check the file; `ConfigError` names the file and each bad field."""
     try:
         raw = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:  # also a date of month 13
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected a mapping with the keys model and pools")
