@@ -15,6 +15,8 @@ import msgspec
 from aiohttp import web
 
 from cluster.api.grpc_server import Certificate, check_free
+from cluster.api.replies import StatusService
+from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig
 from cluster.console.console_data import ConsoleApi
 from cluster.errors import (
@@ -33,7 +35,8 @@ from cluster.identity.audit import NOBODY, OK, AuditEntry, AuditLog
 from cluster.identity.authenticator import Authenticator, Credentials, require
 from cluster.identity.identity import Identity, Role
 from cluster.identity.sessions import MAX_COOKIE_CHARS, Sessions
-from cluster.scaling.orders import MAX_REPLICAS, ScalerOrders
+from cluster.scaling.orders import MAX_REPLICAS, Operations, ScalerOrders
+from kvtransfer.common.clock import Clock
 
 PATH = "/console"
 API = f"{PATH}/api"
@@ -42,6 +45,8 @@ _STOP_S = 1.0
 _MAX_KEY_CHARS = 256
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+# Is told who sends the request.
+IdentifiedHandler = Callable[[web.Request, Identity], Awaitable[web.StreamResponse]]
 Method = Literal["GET", "POST"]
 Access = Role | Literal["open"]
 
@@ -65,12 +70,32 @@ ROUTE_ACCESS: Mapping[tuple[Method, str], Access] = {
 class ConsoleServices(NamedTuple):
     """What the console needs of its gateway."""
 
-    api: ConsoleApi
-    orders: ScalerOrders
+    status: StatusService
+    fleet: Fleet
+    stores: StoreAdmin
+    operations: Operations | None
     authenticator: Authenticator
     sessions: Sessions
-    fleet: Fleet
     audit: AuditLog
+
+
+def open_console(
+    gateway_id: str, config: ClusterConfig, services: ConsoleServices, clock: Clock
+) -> Console | None:
+    """Return the console of a gateway, not yet listening; None where none is configured."""
+    port = config.gateway.console_port
+    if port is None:
+        return None
+    api = ConsoleApi(
+        gateway_id=gateway_id,
+        config=config,
+        status=services.status,
+        fleet=services.fleet,
+        stores=services.stores,
+        operations=services.operations,
+        clock=clock,
+    )
+    return Console(config, port, api, services)
 
 
 class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,13 +125,15 @@ B = TypeVar("B", bound=_Body)
 class Console:
     """Serves the console from `start` to `stop`. Requests are not logged: headers carry credentials."""
 
-    def __init__(self, config: ClusterConfig, port: int, services: ConsoleServices) -> None:
+    def __init__(self, config: ClusterConfig, port: int, api: ConsoleApi, services: ConsoleServices) -> None:
         gateway = config.gateway
         self._host = gateway.host
         self._port = port
         self._takes_over = gateway.takes_over
         self._names = frozenset(name.lower() for name in (gateway.host, *gateway.console_hosts))
         self._auth = config.auth
+        self._api = api
+        self._orders = ScalerOrders(services.operations)
         self._services = services
         self._certificate = (
             Certificate(gateway.tls_cert_file, gateway.tls_key_file)
@@ -123,6 +150,9 @@ class Console:
         for name in sorted(entry.name for entry in (files("cluster.console") / "static").iterdir()):
             if name != "index.html":
                 app.router.add_get(f"{PATH}/{name}", _file(name))
+        for (method, path), open_handler in self._open_handlers().items():
+            assert ROUTE_ACCESS[method, path] == "open"
+            app.router.add_route(method, path, open_handler)
         for (method, path), handler in self._handlers().items():
             app.router.add_route(method, path, self._allowed(ROUTE_ACCESS[method, path], handler))
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_STOP_S)
@@ -149,12 +179,16 @@ class Console:
     async def stop(self) -> None:
         await self._runner.cleanup()
 
-    def _handlers(self) -> dict[tuple[Method, str], Handler]:
-        api = self._services.api
+    def _open_handlers(self) -> dict[tuple[Method, str], Handler]:
         return {
             ("GET", f"{API}/session"): self._session,
             ("POST", f"{API}/sign-in"): self._sign_in,
             ("POST", f"{API}/sign-out"): self._sign_out,
+        }
+
+    def _handlers(self) -> dict[tuple[Method, str], IdentifiedHandler]:
+        api = self._api
+        return {
             ("GET", f"{API}/about"): _answers(api.about),
             ("GET", f"{API}/status"): _answers(api.status.get),
             ("GET", f"{API}/paths"): _answers(api.paths.get),
@@ -187,21 +221,19 @@ class Console:
 
     # -------------------------------------------------------------------------------- who is signed in
 
-    def _allowed(self, access: Access, handler: Handler) -> Handler:
-        """Return the handler for those who have the role; they are `request["identity"]` there."""
-        if access == "open":
-            return handler
+    def _allowed(self, access: Access, handler: IdentifiedHandler) -> Handler:
+        """Return the handler for those who have the role."""
+        assert access != "open"
 
         async def answer(request: web.Request) -> web.StreamResponse:
-            who = NOBODY
+            identity: Identity | None = None
             try:
-                request["identity"] = identity = self._identify(request)
-                who = identity.name
+                identity = self._identify(request)
                 require(identity, access)
             except RequestError as error:
-                self._record(request, who, error=error)
+                self._record(request, identity, error=error)
                 raise
-            return await handler(request)
+            return await handler(request, identity)
 
         return answer
 
@@ -230,9 +262,9 @@ class Console:
         try:
             session = self._services.sessions.begin(body.key)
         except RequestError as error:
-            self._record(request, NOBODY, {"key_id": key_id}, error=error)
+            self._record(request, None, {"key_id": key_id}, error=error)
             raise
-        self._record(request, session.identity.name, {"lifetime_s": round(session.lifetime_s)})
+        self._record(request, session.identity, {"lifetime_s": round(session.lifetime_s)})
         response = _json(self._session_fields(session.identity))
         response.set_cookie(
             self._cookie,
@@ -250,7 +282,7 @@ class Console:
         await _read(request, _SignOut)
         if cookie := request.cookies.get(self._cookie):
             try:
-                who = self._services.sessions.identify(cookie).name
+                who = self._services.sessions.identify(cookie)
                 ended = self._services.sessions.end(cookie)
                 missing = await self._services.fleet.end_session(ended)
                 self._record(request, who, {"not_reached": ", ".join(sorted(missing))} if missing else {})
@@ -270,50 +302,51 @@ class Console:
 
     # ------------------------------------------------------------------------------ questions and orders
 
-    async def _explain(self, request: web.Request) -> web.Response:
+    async def _explain(self, request: web.Request, identity: Identity) -> web.Response:
         request_id = request.query.get("id", "")
         if not request_id:
             problem = "name the request, as in /console/api/explain?id=..."
             raise InvalidRequestError(FieldViolation("id", problem))
-        return _json(await self._services.api.explain(request_id, request.query.get("tenant")))
+        return _json(await self._api.explain(request_id, request.query.get("tenant")))
 
-    async def _scale(self, request: web.Request) -> web.Response:
+    async def _scale(self, request: web.Request, identity: Identity) -> web.Response:
         order = await _read(request, _Scale)
         what = {"pool": order.pool, "replicas": order.replicas}
-        with self._recorded(request, what):
-            done = await self._services.orders.scale({order.pool: order.replicas}, by=_who(request))
+        with self._recorded(request, identity, what):
+            done = await self._orders.scale({order.pool: order.replicas}, by=identity.name)
         noun = "replica" if order.replicas == 1 else "replicas"
         if all(change.is_pin for change in done.changes):
             return _json({"message": f"pool {order.pool} keeps its {order.replicas} {noun}: it is pinned"})
         return _json({"message": f"pool {order.pool} will have {order.replicas} {noun}"})
 
-    async def _release(self, request: web.Request) -> web.Response:
+    async def _release(self, request: web.Request, identity: Identity) -> web.Response:
         order = await _read(request, _Release)
-        with self._recorded(request, {"pool": order.pool}):
-            await self._services.orders.release([order.pool], by=_who(request))
+        with self._recorded(request, identity, {"pool": order.pool}):
+            await self._orders.release([order.pool], by=identity.name)
         return _json({"message": f"pool {order.pool} is released"})
 
     @contextlib.contextmanager
-    def _recorded(self, request: web.Request, what: Mapping[str, object]) -> Iterator[None]:
+    def _recorded(
+        self, request: web.Request, identity: Identity, what: Mapping[str, object]
+    ) -> Iterator[None]:
         """Record what is done within, and how it ended."""
         try:
             yield
         except RequestError as error:
-            self._record(request, _who(request), what, error=error)
+            self._record(request, identity, what, error=error)
             raise
-        self._record(request, _who(request), what)
+        self._record(request, identity, what)
 
     def _record(
         self,
         request: web.Request,
-        who: str,
+        identity: Identity | None,
         what: Mapping[str, object] | None = None,
         *,
         error: RequestError | None = None,
     ) -> None:
-        identity = request.get("identity")
         entry = AuditEntry(
-            who=who,
+            who=identity.name if identity else NOBODY,
             tenant=identity.tenant if identity else "",
             method=request.path.removeprefix("/").replace("/api/", "/"),
             what=what or {},
@@ -324,11 +357,6 @@ class Console:
         self._services.audit.record(entry)
 
 
-def _who(request: web.Request) -> str:
-    name: str = request["identity"].name
-    return name
-
-
 async def _read(request: web.Request, kind: type[B]) -> B:
     try:
         return msgspec.json.decode(await request.read(), type=kind)
@@ -336,10 +364,10 @@ async def _read(request: web.Request, kind: type[B]) -> B:
         raise InvalidRequestError(FieldViolation("body", f"cannot be read: {error}")) from error
 
 
-def _answers(read: Callable[[], Awaitable[dict[str, Any] | str]]) -> Handler:
+def _answers(read: Callable[[], Awaitable[dict[str, Any] | str]]) -> IdentifiedHandler:
     """Return a handler that answers with what `read` returns: JSON, or the fields of a JSON object."""
 
-    async def answer(request: web.Request) -> web.Response:
+    async def answer(request: web.Request, identity: Identity) -> web.Response:
         return _json(await read())
 
     return answer

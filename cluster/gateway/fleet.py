@@ -21,8 +21,8 @@ from msgspec import structs
 
 from cluster.errors import UnknownRequestError
 from cluster.gateway.replica_connections import ReplicaConnections
-from cluster.gateway.request_ids import is_drawn_by
-from cluster.gateway.request_manager import RequestInfo, RequestManager
+from cluster.gateway.request_manager import RequestInfo, RequestManager, is_drawn_by
+from cluster.identity.sessions import EndedSession, Sessions
 from cluster.metrics.curves import RING_S, Curves, SecondCounts, Window, curves_of, merged, window_of
 from cluster.roster.messages import GatewayRecord
 from kvtransfer.codec import Codec, Message, Part
@@ -116,6 +116,19 @@ class ListAnswer(Message, frozen=True):
     requests: tuple[ListedRequest, ...]
 
 
+class SessionEnded(Message, frozen=True):
+    """Tells that a session of the console was ended by its user; see `EndedSession`."""
+
+    session_id: bytes
+    ends_at: float
+
+
+class Noted(Message, frozen=True):
+    """Answers what asks for nothing; `now` as in `ExplainAnswer`."""
+
+    now: float
+
+
 class GatewayTotals(Part, frozen=True):
     """Requests of one gateway: those that run, and those that ended since its start."""
 
@@ -135,12 +148,12 @@ class StatsAnswer(Message, frozen=True):
     seconds: tuple[SecondCounts, ...]
 
 
-Query = ExplainQuery | ListQuery | StatsQuery
-Answer = ExplainAnswer | ListAnswer | StatsAnswer
+Query = ExplainQuery | ListQuery | StatsQuery | SessionEnded
+Answer = ExplainAnswer | ListAnswer | StatsAnswer | Noted
 QUERY_CODEC: Codec[FleetHello | Query] = Codec(FleetHello | Query)
 ANSWER_CODEC: Codec[Answer | FleetRefusal] = Codec(Answer | FleetRefusal)
 
-A = TypeVar("A", ExplainAnswer, ListAnswer, StatsAnswer)
+A = TypeVar("A", ExplainAnswer, ListAnswer, StatsAnswer, Noted)
 
 
 class FoundRequest(NamedTuple):
@@ -175,14 +188,15 @@ class Fleet:
 
     def __init__(
         self,
-        *,
         gateway_id: str,
         requests: RequestManager,
         connections: ReplicaConnections,
+        sessions: Sessions,
         secret: bytes,
         clock: Clock,
     ) -> None:
         self._gateway_id = gateway_id
+        self._sessions = sessions
         self._requests = requests
         self._connections = connections
         self._secret = secret
@@ -277,6 +291,13 @@ class Fleet:
             missing=missing,
         )
 
+    async def end_session(self, ended: EndedSession) -> dict[str, str]:
+        """Have no gateway accept the session any more; returns why one may, by the id of each that does not
+        answer."""
+        message = SessionEnded(ended.session_id, ended.ends_at)
+        _, missing = await self._ask(dict.fromkeys(self._known_peers(), message), Noted, is_patient=True)
+        return missing
+
     async def _ask(
         self, queries: Mapping[str, Query], expected: type[A], *, is_patient: bool = False
     ) -> tuple[dict[str, _Timed[A]], dict[str, str]]:
@@ -303,7 +324,9 @@ class Fleet:
 
     def _known_peers(self) -> dict[str, _Peer]:
         """Return the other gateways of the roster, by id."""
-        records = {it.gateway_id: it for it in self._connections.gateways if it.gateway_id != self._gateway_id}
+        records = {
+            it.gateway_id: it for it in self._connections.gateways if it.gateway_id != self._gateway_id
+        }
         for name, peer in list(self._peers.items()):
             if name not in records or not peer.is_at(records[name]):
                 peer.close()
@@ -358,6 +381,9 @@ class Fleet:
                 totals = GatewayTotals(self._requests.num_running, *ended)
                 seconds = counters.seconds.counts_since(max(since, int(now) - RING_S))
                 return StatsAnswer(now, self._clock.wall(), totals, seconds)
+            case SessionEnded(session_id, ends_at):
+                self._sessions.forget(EndedSession(session_id, ends_at))
+                return Noted(now)
 
 
 class _Timed(NamedTuple, Generic[A]):

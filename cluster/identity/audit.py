@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
@@ -26,6 +27,7 @@ AUDIT_LOGGER = "tandem.audit"
 NOBODY = "-"
 OK = "OK"
 MAX_CHARS = 500
+MAX_ITEMS = 50
 
 _PREFIX, _SUFFIX = "audit-", ".jsonl"
 _MODE = 0o600
@@ -39,7 +41,7 @@ _log = logging.getLogger(AUDIT_LOGGER)
 
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
-    """One act. Texts longer than `MAX_CHARS` are cut."""
+    """One act. Texts longer than `MAX_CHARS` are cut, and lists longer than `MAX_ITEMS`."""
 
     # The name of the identity; `NOBODY`.
     who: str
@@ -93,15 +95,23 @@ class AuditLog:
             "who": _text(entry.who),
             "tenant": _text(entry.tenant),
             "method": entry.method,
-            "what": {name: _value(value) for name, value in entry.what.items()},
+            "what": _json(entry.what),
             "peer": _text(entry.peer),
             "result": entry.result,
             "detail": _text(entry.detail),
         }
 
 
-def _value(value: object) -> object:
-    return value if isinstance(value, bool | int | float) or value is None else _text(str(value))
+def _json(value: object) -> object:
+    match value:
+        case None | bool() | int() | float():
+            return value
+        case Mapping():
+            return {_text(str(name)): _json(item) for name, item in list(value.items())[:MAX_ITEMS]}
+        case list() | tuple():
+            return [_json(item) for item in value[:MAX_ITEMS]]
+        case _:
+            return _text(str(value))
 
 
 def _text(value: str) -> str:
@@ -130,7 +140,7 @@ class _AuditFile(RotatingFileHandler):
         super().doRollover()
         self._remove_oldest()
 
-    def _open(self):  # type: ignore[no-untyped-def]  # as the base class
+    def _open(self) -> TextIOWrapper:
         descriptor = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, _MODE)
         return os.fdopen(descriptor, "a", encoding=self.encoding, errors=self.errors)
 

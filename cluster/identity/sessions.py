@@ -12,10 +12,11 @@ from __future__ import annotations
 import base64
 import binascii
 import hmac
+import math
 from typing import NamedTuple
 
 from cluster.errors import UnauthenticatedError
-from cluster.identity.authenticator import Authenticator, Credentials, require
+from cluster.identity.authenticator import Authenticator, require
 from cluster.identity.identity import Identity
 from kvtransfer.codec import Codec, Part
 from kvtransfer.common.clock import Clock
@@ -68,14 +69,12 @@ class Sessions:
 
     def begin(self, api_key: str) -> NewSession:
         """Sign in with a key of the role `viewer`; raise the `RequestError` that says why that cannot be."""
-        identity = self._authenticator.identify(Credentials(f"Bearer {api_key}"))
-        if identity.method != "key":
-            raise UnauthenticatedError("the console needs an API key to sign in")
+        entry = self._authenticator.key_entry(api_key)
+        identity = entry.identity(self._authenticator.config)
         require(identity, "viewer")
-        key_id, mark = self._authenticator.key_mark(identity)
         now = self._clock.wall()
-        ends_at = min(now + self._authenticator.config.session_s, identity.expires_at or float("inf"))
-        body = _CODEC.encode(_Claims(key_id, mark, ends_at, draw_id()))
+        ends_at = min(now + self._authenticator.config.session_s, identity.expires_at or math.inf)
+        body = _CODEC.encode(_Claims(entry.id, entry.mark, ends_at, draw_id()))
         return NewSession(identity, _text(self._mac(body) + body), ends_at - now)
 
     def identify(self, cookie: str) -> Identity:

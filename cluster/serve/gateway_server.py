@@ -5,7 +5,7 @@ Imports neither Ray nor torch: `cluster.serve.app` runs a `Gateway` in a Serve r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -18,13 +18,16 @@ from cluster.api.replies import StatusService
 from cluster.api.servicer import InferenceServicer, TextCalls
 from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig
-from cluster.console.http_server import open_console
+from cluster.console.http_server import ConsoleServices, open_console
+from cluster.gateway.fleet import Fleet
 from cluster.gateway.history import RequestHistory
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_manager import RequestManager
 from cluster.gateway.traffic_splitter import TrafficSplitter
+from cluster.identity.audit import NOBODY, OK, AuditEntry, AuditLog
 from cluster.identity.authenticator import Authenticator
 from cluster.identity.resume_tokens import RelayTokens, ResumeTokens
+from cluster.identity.sessions import Sessions
 from cluster.metrics.ended_request import Observer
 from cluster.metrics.gateway_counters import GatewayCounters
 from cluster.metrics.logs import log_access, log_relayed
@@ -33,7 +36,7 @@ from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc
 from cluster.roster.messages import GatewayRecord
 from cluster.roster.state import RosterClient, ScalingRoster
-from cluster.scaling.orders import Operations
+from cluster.scaling.orders import Operations, ScalerOrders
 from cluster.text.preprocess import Preprocessor, draw_seed
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
@@ -60,9 +63,10 @@ class Gateway:
                                                  +-- ReplicaConnections --links--> engine cores
 
     The caller registers the gateway in the roster. Health is SERVING while a request could be placed.
-    `operations` is what the console may order; None: nothing. `open_roster` finds the roster of another
+    `operations` is what operators may order; None: nothing. `open_roster` finds the roster of another
     application, to which requests may be forwarded; None: all are answered here. `advertised_host` is where
-    clients reach the gateway, if that is not where it listens.
+    clients reach the gateway, if that is not where it listens, and `inner_host` where it listens for the
+    other gateways; "": where ranks listen for KV.
     """
 
     def __init__(
@@ -78,9 +82,11 @@ class Gateway:
         operations: Operations | None = None,
         open_roster: Callable[[str], RosterClient] | None = None,
         advertised_host: str = "",
+        inner_host: str = "",
     ) -> None:
         self._gateway_id = gateway_id
         self._advertised_host = advertised_host or config.gateway.host
+        self._inner_host = inner_host or config.transfer.data_host
         self._roster = roster
         self._config = config
         self._clock = clock
@@ -114,13 +120,20 @@ class Gateway:
             observers=[observer for observer in observers if observer is not None],
             counters=_open_counters(config, self.connections),
         )
+        self._authenticator = Authenticator(config.auth, clock)
+        self._audit = AuditLog(config.auth.audit, gateway_id, clock)
+        sessions = Sessions(secret, self._authenticator, clock)
+        self._fleet = Fleet(gateway_id, self.requests, self.connections, sessions, secret, clock)
+        self.fleet_port = 0  # where the other gateways ask this one, after `start`
         stores = StoreAdmin(self.connections, secret, gateway_id)
-        status = StatusService(
-            config, self.requests, self.connections, self._preprocessor, stores, clock, history, gateway_id
+        self._status = status = StatusService(
+            config, self.requests, self.connections, self._preprocessor, stores, clock, history, self._fleet
         )
-        self._console = open_console(gateway_id, config, status, self.requests, stores, operations, clock)
+        services = ConsoleServices(
+            status, self._fleet, stores, operations, self._authenticator, sessions, self._audit
+        )
+        self._console = open_console(gateway_id, config, services, clock)
         self.console_port = 0  # where the console listens after `start`; 0: there is none
-        self._status = status
         self._traffic = TrafficSplitter(
             app=config.app,
             gateway_id=gateway_id,
@@ -138,9 +151,11 @@ class Gateway:
             faults=Faults(config.debug.fault_rules),
             traffic=self._traffic,
         )
-        self._admin_servicer = AdminServicer(status=status, stores=stores, traffic=self._traffic)
-        self._authenticator = Authenticator(config.auth, clock)
-        self._authentication = Authentication(self._authenticator, RelayTokens(secret, clock))
+        self._admin_servicer = AdminServicer(
+            status=status, stores=stores, orders=ScalerOrders(operations), traffic=self._traffic
+        )
+        relays = RelayTokens(secret, clock)
+        self._authentication = Authentication(self._authenticator, relays, self._audit)
         self._health: health.aio.HealthServicer | None = None
         self._server: grpc.aio.Server | None = None
         self._port: ClientPort | None = None
@@ -172,6 +187,7 @@ class Gateway:
         self._admin_server = self._open_server(ADMIN_NAME)
         tandem_pb2_grpc.add_AdminServicer_to_server(self._admin_servicer, self._admin_server)
         await self._set_health()
+        self.fleet_port = await self._fleet.start(self._inner_host)
         if takes_over:  # connections come as soon as it listens, and the older one could serve them
             self.connections.start(self.requests)
             end_at = self._clock.now() + _TAKE_OVER_S
@@ -190,7 +206,7 @@ class Gateway:
             self.console_port = await self._console.start(is_shared=takes_over)
         await self._server.start()
         await self._admin_server.start()
-        self._tasks.spawn(self._authenticator.follow(), "authenticator")
+        self._tasks.spawn(self._authenticator.follow(self._on_reload), "authenticator")
         if not takes_over:
             self.connections.start(self.requests)
         return self._port.number
@@ -229,6 +245,7 @@ class Gateway:
         if self._health_server is not None:
             await self._health_server.stop(grace=0.0)
         await self._traffic.stop()
+        await self._fleet.stop()
         await self.connections.stop()
         await self._preprocessor.close()
         self._texts.close()
@@ -236,6 +253,7 @@ class Gateway:
         if self._tracer is not None:
             await self._tracer.stop()
         await self._tasks.close()
+        self._audit.close()
 
     async def _move_clients(self, port: ClientPort, end_at: float) -> None:
         """Return when no client is connected any more, or they cannot be moved: no other gateway is there,
@@ -266,6 +284,10 @@ class Gateway:
     @property
     def _num_running(self) -> int:
         return self.requests.num_running + self._traffic.num_running
+
+    def _on_reload(self, field: str, changes: Mapping[str, str]) -> None:
+        what = {"file": field, **changes}
+        self._audit.record(AuditEntry(who=NOBODY, method="credentials/reload", what=what, result=OK))
 
     def _on_members(self) -> None:
         if self.connections.has_route() != self._is_serving:
