@@ -34,6 +34,7 @@ from cluster.text.preprocess import Preprocessor, draw_seed
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.common.tasks import SupervisedTasks
+from kvtransfer.rpc.trust import Trust
 from router.service import RouterService
 
 _DRAIN_LOOK_S = 0.05
@@ -66,7 +67,7 @@ class Gateway:
         epoch: int,
         config: ClusterConfig,
         roster: RosterClient,
-        secret: bytes,
+        trust: Trust,
         clock: Clock,
         seeds: Callable[[], int] = draw_seed,
         operations: Operations | None = None,
@@ -96,7 +97,7 @@ class Gateway:
             block_tokens=block_tokens,
             roster=roster,
             router=router,
-            secret=secret,
+            trust=trust,
             clock=clock,
         )
         history = RequestHistory(block_tokens, clock)
@@ -118,7 +119,7 @@ class Gateway:
                 itl_slo_s=config.scaling.itl_slo_s,
             ),
         )
-        stores = StoreAdmin(self.connections, secret, gateway_id)
+        stores = StoreAdmin(self.connections, trust, gateway_id)
         status = StatusService(
             config, self.requests, self.connections, self._preprocessor, stores, clock, history
         )

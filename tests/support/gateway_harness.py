@@ -32,8 +32,8 @@ from kvtransfer.messages import (
     KvSnapshotRequest,
     ReplicaIdentity,
 )
-from kvtransfer.rpc.handshake import draw_secret
 from kvtransfer.rpc.stream import FrameStream, LinkServer
+from kvtransfer.rpc.trust import Trust
 from workers.messages.link import (
     LINK_DOWN_CODEC,
     LINK_UP_CODEC,
@@ -107,7 +107,7 @@ class ScriptedReplica:
         self.snapshot_requests: list[str] = []
         self.purged: tuple[int, int, int] | None = (0, 0, 0)
         self.address = ""
-        self._server = LinkServer(harness.secret, self._on_link, self._on_peer)
+        self._server = LinkServer(harness.trust, self._on_link, self._on_peer)
         self._streams: dict[str, FrameStream] = {}
         self._running: dict[tuple[str, int], list[asyncio.Task[None]]] = defaultdict(list)
         # With the output index that comes next, of each sample.
@@ -331,7 +331,7 @@ class GatewayHarness:
 
     def __init__(self, model_dir: Path) -> None:
         self.model_dir = model_dir
-        self.secret = draw_secret()
+        self.trust = Trust.draw()
         self.clock = SystemClock()
         self.roster = LocalRoster(self.clock)
         self.replicas: dict[str, ScriptedReplica] = {}
@@ -371,7 +371,7 @@ class GatewayHarness:
             epoch=1,
             config=config,
             roster=self.roster,
-            secret=self.secret,
+            trust=self.trust,
             clock=self.clock,
             operations=operations,
         )
