@@ -12,6 +12,7 @@ ClusterError
 │   ├── DeadlineError             the deadline passed: allow more time
 │   ├── UnavailableError          nothing can serve the request now: try again after `retry_after_s`
 │   ├── PoisonRequestError        replicas break when they run the request: do not send it again
+│   ├── OrderError                an operator's order cannot be carried out as things are: the text says why
 │   └── AbandonedError            the request was cancelled, or taken over by another call that resumes it
 ├── CallError                 a call of our own client ended with a gRPC status, as the table says
 ├── ConfigError               the configuration cannot be used: one line per field, named by its path
@@ -106,6 +107,10 @@ class PoisonRequestError(RequestError):
     """Two replicas broke while they ran this request; the text names them and why."""
 
 
+class OrderError(RequestError):
+    """The cluster cannot do what an operator has ordered: the text says what would have to change."""
+
+
 class AbandonedError(RequestError):
     """The caller no longer waits for this call."""
 
@@ -192,7 +197,21 @@ STATUS_TABLE: dict[type[RequestError], grpc.StatusCode] = {
     DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
     UnavailableError: grpc.StatusCode.UNAVAILABLE,
     PoisonRequestError: grpc.StatusCode.INTERNAL,
+    OrderError: grpc.StatusCode.FAILED_PRECONDITION,
     AbandonedError: grpc.StatusCode.CANCELLED,
+}
+
+# The same over HTTP: the statuses that gRPC's own gateways use.
+HTTP_STATUS: dict[grpc.StatusCode, int] = {
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.ALREADY_EXISTS: 409,
+    grpc.StatusCode.FAILED_PRECONDITION: 412,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
+    grpc.StatusCode.CANCELLED: 499,
+    grpc.StatusCode.INTERNAL: 500,
+    grpc.StatusCode.UNAVAILABLE: 503,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
 }
 
 _MAX_MESSAGE_CHARS = 1000

@@ -35,8 +35,8 @@ from cluster.errors import (
     UnknownPoolError,
 )
 from cluster.proto import tandem_pb2 as pb
+from cluster.scaling.headroom import Headroom, add_up, amount_text, read_headroom
 from cluster.scaling.serve_client import AppTargets, ServeClient
-from cluster.serve.capacity import Headroom, add_up, amount_text, read_headroom
 from kvtransfer.common.clock import Clock, SystemClock
 
 DEFAULT_DASHBOARD = "http://127.0.0.1:8265"
@@ -244,7 +244,7 @@ async def _application(client: ServeClient, app: str) -> AppTargets:
 # The plan: what `tandem scale` will change, from what Serve, a gateway and Ray report. No I/O.
 
 
-class PoolChange(NamedTuple):
+class AffectedPool(NamedTuple):
     """Represents one order. `least` and `most` bound the running requests of the replicas that leave, because
     Ray Serve chooses which do; None: no gateway answered."""
 
@@ -269,7 +269,7 @@ class PoolChange(NamedTuple):
 class ScalePlan(NamedTuple):
     """Represents all changes of one command. `shortages` says why added replicas cannot be placed now."""
 
-    changes: tuple[PoolChange, ...]
+    changes: tuple[AffectedPool, ...]
     released: tuple[str, ...]
     # Replicas that play another pool's role and return to their own first.
     recalled: tuple[str, ...]
@@ -368,7 +368,7 @@ def check_decodes(counts: Mapping[str, int], status: pb.StatusResponse, orders: 
         raise ConfigError("no pool that decodes would have a replica: keep one in at least one of them")
 
 
-def _change(pool: str, after: int, targets: AppTargets, status: pb.StatusResponse | None) -> PoolChange:
+def _change(pool: str, after: int, targets: AppTargets, status: pb.StatusResponse | None) -> AffectedPool:
     seen = targets.pools[pool]
     least = most = None
     role = ""
@@ -381,10 +381,10 @@ def _change(pool: str, after: int, targets: AppTargets, status: pb.StatusRespons
         )
         num_leaving = max(0, len(loads) - after)
         least, most = sum(loads[:num_leaving]), sum(loads[len(loads) - num_leaving :])
-    return PoolChange(pool, role, seen.target, after, seen.num_running, least, most)
+    return AffectedPool(pool, role, seen.target, after, seen.num_running, least, most)
 
 
-def _affected(change: PoolChange) -> str:
+def _affected(change: AffectedPool) -> str:
     if change.least is None or change.after >= change.num_running:
         return NONE
     return str(change.most) if change.least == change.most else f"{change.least} to {change.most}"

@@ -12,11 +12,11 @@ from cluster.api.json_text import as_dict, status_json
 from cluster.api.replies import Fresh, StatusService
 from cluster.api.store_admin import STAT_S, StoreAdmin
 from cluster.config import ClusterConfig
-from cluster.console.orders import Operations
 from cluster.errors import DashboardAwayError
 from cluster.gateway.request_manager import RequestInfo, RequestManager
-from cluster.metrics.gateway_counters import CURVE_S
+from cluster.metrics.curves import CURVE_S
 from cluster.proto import tandem_pb2 as pb
+from cluster.scaling.orders import Operations
 from kvtransfer.common.clock import Clock
 
 # Of each kind, running and ended, in one answer.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
@@ -29,6 +28,7 @@ from cluster.metrics.gateway_counters import GatewayCounters
 from cluster.proto import tandem_pb2 as pb
 from cluster.text.preprocess import PreparedRequest, Preprocessor, ServingLimits, check_request
 from cluster.text.tokenizer import SampleText
+from kvtransfer.codec import Part
 from kvtransfer.common.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
 from workers.messages.link import Cancel, StepFrame
@@ -43,9 +43,9 @@ _MAX_LOGGED_CHARS = 128
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class RequestInfo:
-    """What is known of a request. `state` is "running", "finished", "cancelled" or "failed"."""
+class RequestInfo(Part, frozen=True):
+    """What is known of a request. `state` is "running", "finished", "cancelled" or "failed"; times are those
+    of the gateway's clock."""
 
     request_id: str
     state: str

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cluster.text.preprocess import PreparedRequest
+from kvtransfer.codec import Part
 from router.messages import Decision
 from workers.messages.link import HandOverReport, PrefillReport
 
@@ -79,8 +80,7 @@ class Summary:
         return moved.num_moved_bytes / moved.transfer_gb_s / 1e9 if moved and moved.transfer_gb_s else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class TimelineEntry:
+class TimelineEntry(Part, frozen=True):
     """Something that happened to a request, for `Explain`."""
 
     at: float
@@ -88,8 +88,7 @@ class TimelineEntry:
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class RoutedAttempt:
+class RoutedAttempt(Part, frozen=True):
     """A decision of the router, and the attempt that it placed."""
 
     attempt: int

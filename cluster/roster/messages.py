@@ -94,7 +94,8 @@ class ScalingMove(Message, frozen=True):
     pool: str
     before: int
     after: int
-    # "operator", "autoscaler" or "deploy" (a config deploy had reset the count, which was restored).
+    # The name of who ordered it; "operator": somebody who called Ray Serve himself; "autoscaler"; "deploy": a
+    # config deploy had reset the count, which was restored.
     by: str
     reason: str
 

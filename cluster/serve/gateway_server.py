@@ -17,7 +17,6 @@ from cluster.api.servicer import InferenceServicer, TextCalls
 from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig
 from cluster.console.http_server import open_console
-from cluster.console.orders import Operations
 from cluster.gateway.history import RequestHistory
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_manager import RequestManager
@@ -30,6 +29,7 @@ from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc
 from cluster.roster.messages import GatewayRecord
 from cluster.roster.state import RosterClient
+from cluster.scaling.orders import Operations
 from cluster.text.preprocess import Preprocessor, draw_seed
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults

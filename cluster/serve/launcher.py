@@ -31,9 +31,10 @@ from cluster.dtypes import may_compute, needs_flags, settle_dtype
 from cluster.errors import ConfigError, RayEndedError, StartError
 from cluster.metrics.tracing import check_tracing
 from cluster.roster.actor import read_roster, start_roster, stop_roster
+from cluster.scaling.headroom import ReplicaDemand, shortages
 from cluster.scaling.serve_client import deployment_name
 from cluster.serve.app import check_model, deploy
-from cluster.serve.capacity import ReplicaDemand, demands, gateway_bundle, plan_cpus, shortages
+from cluster.serve.capacity import demands, gateway_bundle, plan_cpus
 from cluster.serve.local_ray import LocalRay, own_signals
 from cluster.serve.private_folder import PrivateFolder
 from cluster.serve.rank_actors import node_host

@@ -16,11 +16,14 @@ from chart_harness import (
     Object,
     RayGroups,
     merged,
+    objects,
     places_of,
     ray_service,
     serve_config,
     with_value,
 )
+from chart_policies import Policies
+from chart_schema import values
 from optional_programs import uses_redis_or_valkey
 from serving import TINY, free_port
 
@@ -38,9 +41,15 @@ SCALE = "/api/v1/applications/tandem/deployments/Pool-decode/scale"
 
 
 @pytest.fixture(scope="module")
-def service() -> Object:
+def chosen() -> Object:
+    """The chart's values."""
     ports = {"port": free_port(), "consolePort": free_port()}
-    return ray_service(merged(EXAMPLES["cpu"], {"model": {"path": str(TINY)}, "gateway": ports}))
+    return merged(EXAMPLES["cpu"], {"model": {"path": str(TINY)}, "gateway": ports})
+
+
+@pytest.fixture(scope="module")
+def service(chosen: Object) -> Object:
+    return ray_service(chosen)
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +108,23 @@ def test_the_rendered_application_serves(nodes: RayGroups, config: Object, tmp_p
     nodes.until(
         lambda: "success" in text_of(url), 60, lambda: f"KubeRay finds the head ready: {text_of(url)}"
     )
+
+
+def test_the_policies_allow_every_connection_of_the_running_cluster(
+    nodes: RayGroups, config: Object, chosen: Object
+) -> None:
+    """Those between groups, while a stream runs."""
+    policies = Policies(objects(chosen))
+    gateway = config["applications"][0]["args"]["config"]["gateway"]
+    found: set[tuple[str, str, int]] = set()
+    with BlockingClient(f"127.0.0.1:{gateway['port']}") as client:
+        for _ in client.generate(PROMPT, GenerateOptions(max_tokens=256, ignore_eos=True)):
+            found |= nodes.connections()
+    refused = {connection for connection in found if not policies.may(*connection)}
+    assert refused == set()
+    first, last = values()["networkPolicy"]["freePorts"].values()
+    links = {(source, target) for source, target, port in found if first <= port <= last}
+    assert {("gateway", "pool-prefill"), ("gateway", "pool-decode"), ("pool-prefill", "pool-decode")} <= links
 
 
 def test_operators_scale_a_pool_into_a_new_pod(nodes: RayGroups, config: Object) -> None:

@@ -18,9 +18,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from cluster.api.client import Client
 from cluster.config import ClusterConfig, parse_config
-from cluster.console.orders import Operations
 from cluster.roster.messages import ReplicaRecord
 from cluster.roster.state import LocalRoster
+from cluster.scaling.orders import Operations
 from cluster.serve.gateway_server import Gateway
 from kvtransfer.blocks.keys import block_keys
 from kvtransfer.common.clock import SystemClock
