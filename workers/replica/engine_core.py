@@ -95,9 +95,7 @@ class EngineCore:
         self.role, self.role_epoch = spec.role, 0
         self.address, self.ready = "", ready
         self.stages = shape.stages
-        self._engine = engine
-        self._clock = clock
-        self._group = group
+        self._engine, self._clock, self._group = engine, clock, group
         self._tasks = SupervisedTasks(self.fail)
         self._pump_scheduled = False
         self._death = ""
