@@ -329,6 +329,7 @@ class GatewayActor:
                 address=f"{self._host}:{self._port}",
                 process_id=os.getpid(),
                 console=console,
+                admin=f"{self._host}:{self._gateway.admin_port}",
             )
         )
 

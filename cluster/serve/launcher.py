@@ -71,6 +71,8 @@ class Addresses(NamedTuple):
     """Represents where a started application is reached."""
 
     gateways: tuple[str, ...]
+    # Of their operators' calls.
+    admins: tuple[str, ...]
     # URLs.
     consoles: tuple[str, ...]
     # host:port of the Ray cluster, for `ray status --address` and for joining it.
@@ -288,6 +290,7 @@ class Service:
         view = read_roster(self._config.app)
         return Addresses(
             gateways=tuple(record.address for record in view.gateways),
+            admins=tuple(record.admin for record in view.gateways),
             consoles=tuple(f"http://{record.console}/console" for record in view.gateways if record.console),
             ray=ray.get_runtime_context().gcs_address,
             dashboard=self._dashboard,
@@ -370,7 +373,7 @@ def check_hosts(config: ClusterConfig, num_nodes: int) -> None:
             f"transfer.data_host: {data_host} cannot be reached from the other {num_nodes - 1} Ray nodes; "
             "set it to auto"
         )
-    for field in ("port", "console_port", "health_port"):
+    for field in ("port", "console_port", "admin_port", "health_port"):
         port = getattr(gateway, field)
         if port and gateway.replicas > num_nodes:
             raise ConfigError(
