@@ -80,16 +80,10 @@ class EngineCore:
     """One replica whose ranks have loaded; see the module's drawing. Built by `launch`, on one event loop."""
 
     def __init__(
-        self,
-        spec: ReplicaSpec,
-        shape: Shape,
-        trust: Trust,
-        group: RankGroup,
-        ready: Sequence[RankReady],
-        clock: Clock,
+        self, spec: ReplicaSpec, shape: Shape, group: RankGroup, ready: Sequence[RankReady], clock: Clock
     ) -> None:
         """`ready` are the reports of all ranks of the `group`."""
-        first, engine, faults = ready[0], spec.engine, Faults(spec.faults)
+        first, engine, faults, trust = ready[0], spec.engine, Faults(spec.faults), group.trust
         has_store = reaches_store(spec.store, ready)
         self.identity, self.pool_name = spec.identity, spec.pool
         self.role, self.role_epoch = spec.role, 0
@@ -213,7 +207,7 @@ class EngineCore:
             ready = await group.start(shape.specs, spec.host, shape.plan_stages)
             times = max(it.load_s for it in ready), max(it.warm_up_s for it in ready)
             _log.info("%s: loaded in %.1f s, warmed up in %.1f s", spec.identity.replica_id, *times)
-            core = cls(spec, shape, trust, group, ready, clock)
+            core = cls(spec, shape, group, ready, clock)
             failed.pop_all()
             failed.push_async_callback(core.stop)
             await core._listen(spec.host)

@@ -138,7 +138,7 @@ class RankGroup:
         start_stall_s: float = 600.0,
     ) -> None:
         """The start fails when no rank has come further for `start_stall_s` seconds."""
-        self._trust = trust
+        self.trust = trust
         self._launcher = launcher
         self._on_message = on_message
         self._on_died = on_died
@@ -174,7 +174,7 @@ class RankGroup:
         sock = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         address = f"{host}:{sock.getsockname()[1]}"
         self._listener = ProvenListener(
-            sock, self._trust, self._serve, self._connections.spawn, self._clock, "ranks"
+            sock, self.trust, self._serve, self._connections.spawn, self._clock, "ranks"
         )
         try:
             located = [replace(spec, engine_core_address=address) for spec in specs]
