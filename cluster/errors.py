@@ -7,6 +7,8 @@ ClusterError
 │   ├── UnknownModelError         ask for a model that `ListModels` names
 │   ├── UnknownRequestError       the request is not among the running and recent ones
 │   ├── DuplicateRequestError     the request id is in use: choose another, or resume it
+│   ├── UnauthenticatedError      who calls is not known: send a valid key, token or certificate
+│   ├── ForbiddenError            the caller may not do this: ask whoever gives out the roles
 │   ├── OverloadedError           no capacity now: try again after `retry_after_s`
 │   ├── SlowClientError           the client did not read its stream: read faster, or ask for less
 │   ├── DeadlineError             the deadline passed: allow more time
@@ -77,6 +79,14 @@ class UnknownRequestError(RequestError):
 
 class DuplicateRequestError(RequestError):
     """A running request has this id."""
+
+
+class UnauthenticatedError(RequestError):
+    """The call proves no identity; the text does not help to guess one."""
+
+
+class ForbiddenError(RequestError):
+    """The caller is known, and may not do this."""
 
 
 class RetryableError(RequestError):
@@ -192,6 +202,8 @@ STATUS_TABLE: dict[type[RequestError], grpc.StatusCode] = {
     UnknownModelError: grpc.StatusCode.NOT_FOUND,
     UnknownRequestError: grpc.StatusCode.NOT_FOUND,
     DuplicateRequestError: grpc.StatusCode.ALREADY_EXISTS,
+    UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
+    ForbiddenError: grpc.StatusCode.PERMISSION_DENIED,
     OverloadedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     SlowClientError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,

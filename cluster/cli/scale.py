@@ -13,11 +13,11 @@ import typer
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from cluster.api.client import Client
+from cluster.api.admin_client import AdminClient
 from cluster.cli.terminal import (
-    DEFAULT_ADDRESS,
+    DEFAULT_ADMIN_ADDRESS,
     NONE,
-    Address,
+    AdminAddress,
     AsJson,
     err,
     made_table,
@@ -69,7 +69,7 @@ def scale(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would change.")] = False,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Until the counts are reached.")] = True,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds to wait.")] = 600.0,
-    address: Address = DEFAULT_ADDRESS,
+    admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS,
     dashboard: Dashboard = "",
     ray_address: RayAddress = "",
     app: App = DEFAULT_APP,
@@ -81,7 +81,9 @@ def scale(
     if not orders and not release:
         raise typer.BadParameter("name a pool and its count, as in decode=3", param_hint="POOL=REPLICAS")
 
-    target = ScaleTarget(address, dashboard_url(dashboard, ray_address), read_token(token, token_file), app)
+    target = ScaleTarget(
+        admin_address, dashboard_url(dashboard, ray_address), read_token(token, token_file), app
+    )
     work = ScaleWork(target, out, SystemClock(), as_json=as_json)
     run(work.scale(orders or (), release or (), dry_run=dry_run, wait_s=timeout if wait else None))
 
@@ -115,7 +117,8 @@ _ANSWER_S = 10.0
 
 
 class ScaleTarget(NamedTuple):
-    """Represents the application to scale: a gateway's address, and the dashboard with its token."""
+    """Represents the application to scale: a gateway's address for operators, and the dashboard with its
+    token."""
 
     gateway: str
     dashboard: str
@@ -227,7 +230,7 @@ class ScaleWork:
     async def _status(self) -> pb.StatusResponse | None:
         """Return None when no gateway answers: Serve scales without one."""
         try:
-            async with Client(self._target.gateway) as client:
+            async with AdminClient(self._target.gateway) as client:
                 return await client.status()
         except CallError:
             return None

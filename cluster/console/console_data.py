@@ -72,12 +72,12 @@ class ConsoleApi:
     async def requests(self) -> dict[str, Any]:
         """Return the running and recent requests of this gateway, the latest first."""
         now = self._clock.now()
-        records = self._requests.latest(MAX_REQUESTS)
+        records = self._requests.latest(MAX_REQUESTS, None)
         return {"requests": [_request(record, now) for record in records]}
 
     def explain(self, request_id: str) -> dict[str, Any]:
         """Return what `tandem explain --json` prints; `UnknownRequestError` for an unknown request."""
-        return as_dict(self._status_service.explain(request_id))
+        return as_dict(self._status_service.explain(request_id, None))
 
     async def curves(self) -> dict[str, Any]:
         """Return TTFT and ITL at this gateway, second by second, and the sums of the last minute. A point is

@@ -14,8 +14,10 @@ from workers.messages.link import HandOverReport, PrefillReport
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Identifies the caller from the connection and its metadata; "": unknown."""
+    """Identifies the caller from its credentials, the connection and its metadata; "": unknown."""
 
+    # Of its identity, such as `key:k3vq7yab`.
+    name: str = ""
     # As gRPC writes it, such as `ipv4:127.0.0.1:40112`.
     peer: str = ""
     # W3C Trace Context.

@@ -49,6 +49,8 @@ class GatewayRecord(Message, frozen=True):
     process_id: int
     # host:port of its console; "": none.
     console: str = ""
+    # host:port where it answers operators.
+    admin: str = ""
 
     @property
     def member_id(self) -> str:

@@ -46,7 +46,7 @@ async def test_the_status_is_that_of_the_command_line(
     front.harness.replicas["p0"].report([path])
     await until(lambda: any(view.paths for view in front.gateway.connections.views()), "the path is known")
     await client.complete(PROMPT, GenerateOptions(seed=1, max_tokens=3))
-    await calls.status(front.address, Terminal(), as_json=True)
+    await calls.status(f"127.0.0.1:{front.gateway.admin_port}", Terminal(), as_json=True)
     reported = json.loads(capsys.readouterr().out)
     shown = await page.get("/console/api/status")
     reported_paths = reported.pop("paths")
@@ -64,7 +64,7 @@ async def test_a_request_is_shown_while_it_runs_and_when_it_has_ended(
     stream, collector = aiter(client.generate(PROMPT, options)), Collector()
     while collector.num_tokens < 5:
         collector.add(await anext(stream))
-    assert front.gateway.requests.latest(1)[0].num_output_tokens == 5
+    assert front.gateway.requests.latest(1, None)[0].num_output_tokens == 5
     (shown,) = (await page.get("/console/api/requests"))["requests"]
     assert (shown["request_id"], shown["state"], shown["tenant"]) == ("slow-one", "running", "them")
     assert (shown["num_prompt_tokens"], shown["num_output_tokens"]) == (len(encode(PROMPT)), 5)
@@ -86,7 +86,7 @@ async def test_the_latest_requests_come_first(front: ConsoleHarness, page: Page,
         await client.complete(PROMPT, GenerateOptions(max_tokens=1, request_id=name))
     shown = [request["request_id"] for request in (await page.get("/console/api/requests"))["requests"]]
     assert shown == ["three", "two", "one"]
-    assert [record.request_id for record in front.gateway.requests.latest(2)] == ["three", "two"]
+    assert [record.request_id for record in front.gateway.requests.latest(2, None)] == ["three", "two"]
 
 
 async def test_a_failed_request_says_why(front: ConsoleHarness, page: Page, client: Client) -> None:

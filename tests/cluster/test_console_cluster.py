@@ -101,7 +101,7 @@ class Load:
 
 
 def status_json(cluster: RunningCluster) -> dict[str, Any]:
-    done = tandem("status", "--address", cluster.address, "--json")
+    done = tandem("status", "--admin-address", cluster.admin_address, "--json")
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -140,7 +140,7 @@ def ready_decodes(status: pb.StatusResponse) -> set[str]:
 def test_the_page_shows_what_the_command_line_says(cluster: RunningCluster, browser: Browser) -> None:
     url = cluster.addresses["console"]
     assert url.endswith("/console")
-    assert url in "".join(tandem("status", "--address", cluster.address).stdout.split())
+    assert url in "".join(tandem("status", "--admin-address", cluster.admin_address).stdout.split())
     with BlockingClient(cluster.address) as client:
         done = client.complete(PROMPT, GenerateOptions(max_tokens=8, request_id="one"), timeout_s=60)
         explained = client.explain("one")

@@ -97,6 +97,7 @@ def make_task(
     prepared = PreparedRequest(
         request_id="r",
         tenant="",
+        sharing_group="",
         priority=0,
         prompt=tokens(1),
         block_keys=(),

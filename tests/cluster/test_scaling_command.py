@@ -185,7 +185,8 @@ def two_pools() -> FakeApp:
 async def test_a_dry_run_orders_nothing_and_shows_the_cluster(harness: GatewayHarness) -> None:
     await harness.add_replica("p0", "prefill")
     await harness.add_replica("d0", "decode")
-    _, address = await harness.add_gateway()
+    gateway, _ = await harness.add_gateway()
+    address = f"127.0.0.1:{gateway.admin_port}"
     async with FakeDashboard(two_pools()) as dashboard:
         text = await CommandHarness(dashboard, address).scale("decode=3", dry_run=True)
         assert dashboard.orders == []
@@ -199,7 +200,8 @@ async def test_an_order_that_leaves_nothing_to_decode_is_refused_before_the_dash
 ) -> None:
     await harness.add_replica("p0", "prefill")
     await harness.add_replica("d0", "decode")
-    _, address = await harness.add_gateway()
+    gateway, _ = await harness.add_gateway()
+    address = f"127.0.0.1:{gateway.admin_port}"
     work = ScaleWork(
         ScaleTarget(address, f"http://127.0.0.1:{free_port()}", TOKEN, "tandem"),
         Console(file=io.StringIO()),
@@ -256,14 +258,14 @@ async def test_the_count_that_a_pool_has_already_is_pinned_through_the_console(f
     record = GatewayRecord("g0", 1, front.address, 1, f"127.0.0.1:{front.gateway.console_port}")
     await front.harness.roster.register(record)
     await until(lambda: bool(front.gateway.connections.gateways), "the gateway knows itself")
-    text = await CommandHarness(front.dashboard, front.address).scale("decode=1", dry_run=True)
+    text = await CommandHarness(front.dashboard, front.admin_address).scale("decode=1", dry_run=True)
     assert "decode has this target already, and is pinned to it" in text
     assert (await front.view()).pinned == ()
-    await CommandHarness(front.dashboard, front.address).scale("decode=1", "prefill=2")
+    await CommandHarness(front.dashboard, front.admin_address).scale("decode=1", "prefill=2")
     assert front.dashboard.orders == [("prefill", 2)]
     view = await front.view()
     assert (view.desired["decode"], "decode" in view.pinned) == (1, True)
-    stranger = CommandHarness(front.dashboard, front.address)
+    stranger = CommandHarness(front.dashboard, front.admin_address)
     stranger.door = stranger.door._replace(token="another")
     with pytest.raises(DashboardError, match="token"):
         await stranger.scale("decode=1")
@@ -271,7 +273,8 @@ async def test_the_count_that_a_pool_has_already_is_pinned_through_the_console(f
 
 async def test_releasing_without_a_console_says_what_to_set(harness: GatewayHarness) -> None:
     await harness.add_replica("d0", "decode")
-    _, address = await harness.add_gateway()
+    gateway, _ = await harness.add_gateway()
+    address = f"127.0.0.1:{gateway.admin_port}"
     async with FakeDashboard(two_pools()) as dashboard:
         door = ScaleTarget(address, dashboard.url, TOKEN, "tandem")
         work = ScaleWork(door, Console(file=io.StringIO()), SystemClock(), as_json=False)

@@ -43,7 +43,7 @@ class Purged:
 
     async def purge(self, **chosen: Any) -> pb.StorePurgeResponse:
         asked = pb.StorePurgeRequest(filter=pb.StoreFilter(**chosen), all=not chosen)
-        return await self.front.client.store_purge(asked, 30.0)
+        return await self.front.admin.store_purge(asked, 30.0)
 
     async def settled(self) -> None:
         """What is finished is stored, nothing is under way."""
@@ -65,7 +65,7 @@ class Purged:
 async def world(tmp_path: Path) -> AsyncIterator[Purged]:
     model_dir = copy_tiny(tmp_path)
     harness = E2eHarness(model_dir)
-    store = StoreHarness(tmp_path / "store", secret=harness.secret, dram_bytes=64 << 20)
+    store = StoreHarness(tmp_path / "store", harness.trust, dram_bytes=64 << 20)
     async with AsyncExitStack() as ends:
         await ends.enter_async_context(store)
         await ends.enter_async_context(harness)

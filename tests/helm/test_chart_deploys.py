@@ -27,7 +27,7 @@ from chart_schema import values
 from optional_programs import uses_redis_or_valkey
 from serving import TINY, free_port
 
-from cluster.api.blocking_client import BlockingClient
+from cluster.api.blocking_client import BlockingAdminClient, BlockingClient
 from cluster.api.client import GenerateOptions
 from cluster.stores import IndexServer
 from kvtransfer.common.clock import SystemClock
@@ -43,7 +43,7 @@ SCALE = "/api/v1/applications/tandem/deployments/Pool-decode/scale"
 @pytest.fixture(scope="module")
 def chosen() -> Object:
     """The chart's values."""
-    ports = {"port": free_port(), "consolePort": free_port()}
+    ports = {"port": free_port(), "consolePort": free_port(), "adminPort": free_port()}
     return merged(EXAMPLES["cpu"], {"model": {"path": str(TINY)}, "gateway": ports})
 
 
@@ -172,7 +172,7 @@ def test_another_count_is_deployed_without_a_restart(nodes: RayGroups, config: O
             deployment["user_config"]["replicas"]["decode"] = 2
     nodes.deploy(other)
     gateway = config["applications"][0]["args"]["config"]["gateway"]
-    with BlockingClient(f"127.0.0.1:{gateway['port']}") as client:
+    with BlockingAdminClient(f"127.0.0.1:{gateway['admin_port']}") as client:
         nodes.until(
             lambda: (
                 {pool.name: pool.configured for pool in client.status().pools} == {"prefill": 1, "decode": 2}

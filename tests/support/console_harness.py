@@ -80,6 +80,10 @@ class ConsoleHarness:
         self.gateway, self.address = await self.harness.add_gateway(config, self.operations())
         self.page = Page(f"http://127.0.0.1:{self.gateway.console_port}", aiohttp.ClientSession())
 
+    @property
+    def admin_address(self) -> str:
+        return f"127.0.0.1:{self.gateway.admin_port}"
+
     async def stop(self) -> None:
         """The harness itself is its fixture's."""
         await self.page.session.close()

@@ -233,6 +233,7 @@ def make_request(
     prepared = PreparedRequest(
         request_id="r",
         tenant="t",
+        sharing_group="t",
         priority=0,
         prompt=raw([1, 2, 3]),
         block_keys=(b"k",),
