@@ -162,6 +162,7 @@ class RequestManager:
             prompt,
             limits,
             fingerprint=compatibility.model_fingerprint,
+            sharing_group=request.tenant,
             deadline_at=None if deadline_s is None else now + deadline_s,
         )
         if deadline_s is not None and now + deadline_s <= self._clock.now():

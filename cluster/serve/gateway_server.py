@@ -5,6 +5,7 @@ Imports neither Ray nor torch: `cluster.serve.app` runs a `Gateway` in a Serve r
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 
 import grpc.aio
@@ -22,6 +23,7 @@ from cluster.gateway.history import RequestHistory
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_manager import RequestManager
 from cluster.gateway.traffic_splitter import TrafficSplitter
+from cluster.identity.key_roots import KeyRoots
 from cluster.metrics.ended_request import Observer
 from cluster.metrics.gateway_counters import GatewayCounters
 from cluster.metrics.logs import log_access, log_relayed
@@ -69,6 +71,7 @@ class Gateway:
         secret: bytes,
         clock: Clock,
         seeds: Callable[[], int] = draw_seed,
+        draw_bytes: Callable[[int], bytes] = secrets.token_bytes,
         operations: Operations | None = None,
         open_roster: Callable[[str], RosterClient] | None = None,
         advertised_host: str = "",
@@ -80,13 +83,19 @@ class Gateway:
         self._clock = clock
         block_tokens = config.pools[0].engine.block_tokens
         router = RouterService(config.router, block_tokens, clock, seeds())
+        self._key_roots = KeyRoots(
+            None,
+            draw=draw_bytes,
+            block_tokens=block_tokens,
+            num_cached_blocks=router.num_cached_blocks,
+        )
         self._preprocessor = Preprocessor(
             config.model,
             config.model_name,
             config.gateway,
             clock,
             seeds,
-            block_tokens=block_tokens,
+            key_roots=self._key_roots,
             allow_pins=config.debug.allow_pins,
         )
         self._texts = TextCalls(self._preprocessor)

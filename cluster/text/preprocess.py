@@ -18,10 +18,11 @@ import numpy as np
 
 from cluster.config import GatewayConfig
 from cluster.errors import FieldViolation, InvalidRequestError, TemplateError, UnknownModelError
+from cluster.identity.key_roots import KeyRoots
 from cluster.proto import tandem_pb2 as pb
 from cluster.text.chat_template import ChatRenderer, ChatTurn, load_chat_template
 from cluster.text.tokenizer import SHORT_CHARS, ModelText, SampleText
-from kvtransfer.blocks.keys import TOKEN_BYTES, block_keys
+from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.clock import Clock
 from workers.messages.sampling import SamplingParams
 from workers.model.model_config import read_model_config
@@ -45,8 +46,12 @@ class PreparedRequest:
 
     request_id: str
     tenant: str
+    # Whose KV it shares.
+    sharing_group: str
     priority: int
     prompt: bytes
+    # Where the chain of `block_keys` begins.
+    root_key: bytes
     block_keys: tuple[bytes, ...]
     sampling: SamplingParams
     samples: tuple[SampleStart, ...]
@@ -86,14 +91,14 @@ class Preprocessor:
         clock: Clock,
         draw_seed: Callable[[], int],
         *,
-        block_tokens: int,
+        key_roots: KeyRoots,
         allow_pins: bool,
     ) -> None:
         self._model_name = model_name
         self._gateway = gateway
         self._clock = clock
         self._draw_seed = draw_seed
-        self._block_tokens = block_tokens
+        self._key_roots = key_roots
         self._allow_pins = allow_pins
         self._model = read_model_config(model_dir)
         self._text = ModelText.load(model_dir)
@@ -132,9 +137,10 @@ class Preprocessor:
         limits: ServingLimits,
         *,
         fingerprint: bytes,
+        sharing_group: str,
         deadline_at: float | None,
     ) -> tuple[PreparedRequest, list[SampleText]]:
-        """Prepare a checked and tokenized request, with the text of each sample so far.
+        """Prepare a checked and tokenized request of this group, with the text of each sample so far.
 
         Raises `InvalidRequestError` when the request is too long.
         """
@@ -142,12 +148,15 @@ class Preprocessor:
         seed = request.seed if request.HasField("seed") else self._draw_seed()
         starts, texts = self._samples(request, seed, max_tokens)
         unique = secrets.token_hex(16)
+        chain = self._key_roots.chain(prompt, fingerprint, sharing_group)
         prepared = PreparedRequest(
             request_id=f"{request.request_id}~{unique[:8]}" if request.request_id else unique,
             tenant=request.tenant,
+            sharing_group=sharing_group,
             priority=request.priority,
             prompt=prompt,
-            block_keys=block_keys(prompt, self._block_tokens, fingerprint, request.tenant),
+            root_key=chain.root_key,
+            block_keys=chain.block_keys,
             sampling=sampling_of(request, max_tokens),
             samples=tuple(starts),
             deadline_at=deadline_at,

@@ -120,6 +120,8 @@ class Front:
             secret=harness.secret,
             clock=self.clock,
             seeds=_drawing(number),
+            # All zero: gateways over the same replicas share what is cached there.
+            draw_bytes=bytes,
         )
         self.address = ""
         self.client: Client

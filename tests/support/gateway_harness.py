@@ -22,7 +22,7 @@ from cluster.console.orders import Operations
 from cluster.roster.messages import ReplicaRecord
 from cluster.roster.state import LocalRoster
 from cluster.serve.gateway_server import Gateway
-from kvtransfer.blocks.keys import block_keys
+from kvtransfer.blocks.keys import extend_keys, root_key
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.messages import (
     PROTOCOL_VERSION,
@@ -146,7 +146,7 @@ class ScriptedReplica:
 
     def hold(self, prompt: bytes, tenant: str) -> None:
         """Tell the gateways that the prompt's blocks are cached here."""
-        keys = block_keys(prompt, BLOCK_TOKENS, FINGERPRINT, tenant)
+        keys = extend_keys(root_key(bytes(32), FINGERPRINT, tenant), prompt, BLOCK_TOKENS)
         self._sequence += 1
         self.broadcast(KvSnapshot(self.identity, self._sequence, (BlocksStored(b"", keys),)))
 
@@ -373,6 +373,7 @@ class GatewayHarness:
             roster=self.roster,
             secret=self.secret,
             clock=self.clock,
+            draw_bytes=bytes,
             operations=operations,
         )
 
