@@ -34,6 +34,7 @@ class Codec(Generic[M]):
     """Encodes and decodes one union of message types, fixed when the codec is made."""
 
     def __init__(self, union: object) -> None:
+        self.union = union
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(cast(type[M], union))
 
@@ -46,7 +47,7 @@ class Codec(Generic[M]):
             raise WireError(f"frame of {len(frame)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
         try:
             return self._decoder.decode(frame)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise WireError(f"frame refused: {error}") from error
 
 

@@ -20,7 +20,6 @@ import ray
 from ray import serve
 
 from cluster.config import ClusterConfig
-from cluster.console.orders import Operations
 from cluster.dtypes import resolve_dtype
 from cluster.metrics.exporters import GatewayMetrics, ReplicaMetrics
 from cluster.metrics.logs import log_to_stderr
@@ -28,6 +27,7 @@ from cluster.metrics.registry import ray_registry
 from cluster.roster.actor import find_roster, open_roster
 from cluster.roster.messages import GatewayRecord, ReplicaRecord
 from cluster.roster.state import keep_registered
+from cluster.scaling.orders import Operations
 from cluster.scaling.roles import role_of
 from cluster.scaling.serve_client import MARK_DEPLOYMENT, MARK_KEY, REPLICAS_KEY, deployment_name
 from cluster.serve.capacity import bundles, gateway_bundle, placement_strategy
@@ -37,7 +37,7 @@ from cluster.serve.memory import NodeResources, engine_config
 from cluster.serve.rank_actors import RayRankLauncher, node_host, only
 from cluster.serve.ray_private import with_version
 from cluster.serve.rollout import Deployed, gateway_version, pool_version, remember, with_replicas
-from cluster.serve.scaler_actor import ScalerReports, dashboard_url
+from cluster.serve.scaler_actor import ScalerHandle, dashboard_url
 from cluster.serve.store_actors import keep_store, own_store_name
 from cluster.stores import draw_life
 from cluster.text.tokenizer import ModelText
@@ -257,7 +257,7 @@ class GatewayActor:
         config = ClusterConfig.model_validate_json(config_json)
         unique_id = serve.get_replica_context().replica_id.unique_id
         log_to_stderr(config.logs, f"gateway-{unique_id}")
-        self._config, self._mark, self._counts_key = config, mark, counts_key
+        self._config, self._mark = config, mark
         self._clock = SystemClock()
         self._roster = open_roster(config.app)
         self._host = node_host(config.gateway.host)
@@ -265,6 +265,7 @@ class GatewayActor:
             everywhere = config.gateway.model_copy(update={"host": "0.0.0.0"})
             config = config.model_copy(update={"gateway": everywhere})
         self._gateway_id, self._epoch = f"gateway-{unique_id}", int(self._clock.wall() * 1000)
+        self._scaler = ScalerHandle(self._config, mark, f"{self._gateway_id}/{self._epoch}", counts_key)
         self._gateway = Gateway(
             gateway_id=self._gateway_id,
             epoch=self._epoch,
@@ -272,7 +273,7 @@ class GatewayActor:
             roster=self._roster,
             secret=secret,
             clock=self._clock,
-            operations=Operations(dashboard_url, self._roster.change),
+            operations=Operations(dashboard_url, self._scaler.order),
             open_roster=find_roster,
             advertised_host=self._host,
         )
@@ -291,12 +292,9 @@ class GatewayActor:
         counts."""
         self._config = with_replicas(self._config, settings[REPLICAS_KEY])
         self._gateway.configure(self._config)
-        if self._reporting is not None:
-            self._reporting.cancel()
-        name = f"{self._gateway_id}/{self._epoch}"
-        mark = settings.get(MARK_KEY, self._mark)
-        reports = ScalerReports(self._config, mark, name, self._counts_key)
-        self._reporting = asyncio.create_task(self._report(reports))
+        self._scaler.configure(self._config, settings.get(MARK_KEY, self._mark))
+        if self._reporting is None:
+            self._reporting = asyncio.create_task(self._report())
 
     async def _export_metrics(self) -> None:
         while True:
@@ -306,10 +304,10 @@ class GatewayActor:
                 await self._clock.sleep(0)
             await self._clock.sleep(_METRICS_S)
 
-    async def _report(self, reports: ScalerReports) -> None:
+    async def _report(self) -> None:
         """Send this gateway's status to the scaler, and start the scaler where it is missing."""
         while True:
-            await reports.send(await self._gateway.status())
+            await self._scaler.report(await self._gateway.status())
             await self._clock.sleep(self._config.scaling.interval_s)
 
     def check_health(self) -> None:
@@ -331,6 +329,7 @@ class GatewayActor:
                 address=f"{self._host}:{self._port}",
                 process_id=os.getpid(),
                 console=console,
+                admin=f"{self._host}:{self._gateway.admin_port}",
             )
         )
 

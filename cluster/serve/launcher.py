@@ -28,9 +28,10 @@ from cluster.dtypes import may_compute, needs_flags, settle_dtype
 from cluster.errors import ConfigError, RayEndedError, StartError
 from cluster.metrics.tracing import check_tracing
 from cluster.roster.actor import read_roster, start_roster, stop_roster
+from cluster.scaling.headroom import ReplicaDemand, shortages
 from cluster.scaling.serve_client import deployment_name
 from cluster.serve.app import check_model, deploy
-from cluster.serve.capacity import ReplicaDemand, demands, gateway_bundle, plan_cpus, shortages
+from cluster.serve.capacity import demands, gateway_bundle, plan_cpus
 from cluster.serve.local_ray import LocalRay, own_signals
 from cluster.serve.rank_actors import node_host
 from cluster.serve.ray_private import free_resources, session_logs
@@ -66,6 +67,8 @@ class Addresses(NamedTuple):
     """Represents where a started application is reached."""
 
     gateways: tuple[str, ...]
+    # Of their operators' calls.
+    admins: tuple[str, ...]
     # URLs.
     consoles: tuple[str, ...]
     # host:port of the Ray cluster, for `ray status --address` and for joining it.
@@ -271,6 +274,7 @@ class Service:
         view = read_roster(self._config.app)
         return Addresses(
             gateways=tuple(record.address for record in view.gateways),
+            admins=tuple(record.admin for record in view.gateways),
             consoles=tuple(f"http://{record.console}/console" for record in view.gateways if record.console),
             ray=ray.get_runtime_context().gcs_address,
             dashboard=self._dashboard,
@@ -313,7 +317,7 @@ def check_hosts(config: ClusterConfig, num_nodes: int) -> None:
             f"transfer.data_host: {data_host} cannot be reached from the other {num_nodes - 1} Ray nodes; "
             "set it to auto"
         )
-    for field in ("port", "console_port", "health_port"):
+    for field in ("port", "console_port", "admin_port", "health_port"):
         port = getattr(gateway, field)
         if port and gateway.replicas > num_nodes:
             raise ConfigError(

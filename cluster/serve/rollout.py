@@ -81,6 +81,7 @@ def gateway_version(config: ClusterConfig) -> str:
         router=config.router.model_dump(mode="json"),
         gateway=config.gateway.model_dump(mode="json", exclude={"replicas", "resources", "surge"}),
         scaling=config.scaling.model_dump(mode="json"),
+        auth=config.auth.model_dump(mode="json"),
         logs=config.logs.model_dump(mode="json"),
         tracing=config.tracing.model_dump(mode="json"),
         debug=config.debug.model_dump(mode="json"),

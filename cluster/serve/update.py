@@ -25,9 +25,10 @@ from cluster.metrics.tracing import check_tracing
 from cluster.roster.actor import await_roster, find_roster, read_roster
 from cluster.roster.messages import RosterView, SetTraffic
 from cluster.scaling.counts import KnownCounts, counts_to_deploy
+from cluster.scaling.headroom import ReplicaDemand, shortages
 from cluster.scaling.serve_client import MARK_DEPLOYMENT, deployment_name
 from cluster.serve.app import check_model, deploy
-from cluster.serve.capacity import ReplicaDemand, bundles, demands, gateway_bundle, plan_cpus, shortages
+from cluster.serve.capacity import bundles, demands, gateway_bundle, plan_cpus
 from cluster.serve.launcher import (
     SCHEDULE_S,
     StartProgress,

@@ -18,6 +18,7 @@ import numpy as np
 
 from cluster.config import GatewayConfig
 from cluster.errors import FieldViolation, InvalidRequestError, TemplateError, UnknownModelError
+from cluster.identity.identity import MAX_PRIORITY
 from cluster.identity.key_roots import KeyRoots
 from cluster.proto import tandem_pb2 as pb
 from cluster.text.chat_template import ChatRenderer, ChatTurn, load_chat_template
@@ -28,6 +29,8 @@ from workers.messages.sampling import SamplingParams
 from workers.model.model_config import read_model_config
 
 _MASK = (1 << 64) - 1
+# What makes the id of a call unique among all that have the client's id.
+_UNIQUE_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class PreparedRequest:
 
     request_id: str
     tenant: str
-    # Whose KV it shares.
+    # Whose prefixes it shares.
     sharing_group: str
     priority: int
     prompt: bytes
@@ -136,21 +139,22 @@ class Preprocessor:
         prompt: bytes,
         limits: ServingLimits,
         *,
-        fingerprint: bytes,
+        request_id: str,
         sharing_group: str,
+        fingerprint: bytes,
         deadline_at: float | None,
     ) -> tuple[PreparedRequest, list[SampleText]]:
-        """Prepare a checked and tokenized request of this group, with the text of each sample so far.
+        """Prepare a checked and tokenized request, with the text of each sample so far. `request_id` is the
+        client's, or drawn.
 
         Raises `InvalidRequestError` when the request is too long.
         """
         max_tokens = max_tokens_of(request, len(prompt) // TOKEN_BYTES, limits)
         seed = request.seed if request.HasField("seed") else self._draw_seed()
         starts, texts = self._samples(request, seed, max_tokens)
-        unique = secrets.token_hex(16)
         chain = self._key_roots.chain(prompt, fingerprint, sharing_group)
         prepared = PreparedRequest(
-            request_id=f"{request.request_id}~{unique[:8]}" if request.request_id else unique,
+            request_id=f"{request_id}~{secrets.token_hex(_UNIQUE_BYTES)}",
             tenant=request.tenant,
             sharing_group=sharing_group,
             priority=request.priority,
@@ -247,7 +251,6 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_PENALTY = 2.0
-MAX_PRIORITY = 100
 MAX_CHAT_MESSAGES = 4096
 FINISH_REASONS = ("", "stop", "length")
 
@@ -489,6 +492,8 @@ def _resume_violations(request: pb.GenerateRequest, limits: ServingLimits) -> It
         return
     if not request.HasField("seed"):
         yield FieldViolation("seed", "is missing; a resumed request needs the seed that `accepted` gave")
+    if not request.request_id:
+        yield FieldViolation("request_id", "is missing; a resumed request needs the one that `accepted` gave")
     num_samples = max(1, request.n)
     seen: set[int] = set()
     for index, resumed in enumerate(request.resume[: limits.max_samples + 1]):

@@ -37,7 +37,7 @@ async def test_a_replica_of_another_model_is_refused_and_the_others_serve(
     monkeypatch.setattr(type(harness.replicas["d0"]), "compatibility", lambda self: other)
     await harness.add_replica("d1", "decode")
     await until(lambda: states(gateway) == ["ready", "refused"], "the stranger is refused")
-    status = await harness.client(address).status()
+    status = await harness.admin().status()
     assert "model_fingerprint" in status.replicas[1].note
     for _ in range(3):
         done = await harness.client(address).complete(PROMPT, GenerateOptions(max_tokens=2))

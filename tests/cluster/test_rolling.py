@@ -68,6 +68,7 @@ STAY = {"prefill": "stay", "decode": "stay", "gateways": "stay"}
         ({"scaling": {"ttft_slo_s": 9.0}}, {"gateways"}),
         ({"gateway": {"model_name": "other"}}, {"prefill", "decode", "gateways"}),
         ({"debug": {"allow_pins": True}}, {"gateways"}),
+        ({"auth": {"resume_s": 60}}, {"gateways"}),
         ({"decode": {"replicas": 3}}, set()),
         ({"gateway": {"replicas": 2}}, set()),
         ({"decode": {"health_check_period_s": 1.0}}, set()),
@@ -99,6 +100,7 @@ def test_every_setting_is_some_deployment_s_or_changes_without_a_restart() -> No
         "logs",
         "tracing",
         "debug",
+        "auth",
     }
     assert parts - used == {"secret_file"}
 

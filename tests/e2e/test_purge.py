@@ -43,7 +43,7 @@ class Purged:
 
     async def purge(self, **chosen: Any) -> pb.StorePurgeResponse:
         asked = pb.StorePurgeRequest(filter=pb.StoreFilter(**chosen), all=not chosen)
-        return await self.front.client.store_purge(asked, 30.0)
+        return await self.front.admin.store_purge(asked, 30.0)
 
     async def settled(self) -> None:
         """What is finished is stored, nothing is under way."""

@@ -14,7 +14,7 @@ import yaml
 from chart_harness import (
     EXAMPLES,
     LOADER,
-    MONITORING,
+    WITHOUT_SCHEMA,
     Object,
     check,
     matches,
@@ -29,9 +29,15 @@ from chart_harness import (
 from chart_schema import BEGIN, CHART, END, schema, table, values
 
 CASES: dict[str, Object] = {"defaults": {}, **EXAMPLES}
+PUBLIC: Object = {"auth": {"publishUnauthenticated": True}}
+SCRAPED: Object = {"networkPolicy": {"metricsFrom": [{"namespaceSelector": {}}]}}
 # What must be said besides, when a boolean is changed.
 NEEDS: dict[str, Object] = {
     "gateway.tls.enabled": {"gateway": {"tls": {"secretName": "tandem-tls"}}},
+    "gateway.ingress.enabled": {**PUBLIC, "gateway": {"ingress": {"host": "llm.example"}}},
+    "gateway.grpcRoute.enabled": {**PUBLIC, "gateway": {"grpcRoute": {"parentRefs": [{"name": "public"}]}}},
+    "monitoring.serviceMonitor.enabled": SCRAPED,
+    "monitoring.podMonitor.enabled": SCRAPED,
     # Tandem's own autoscaler would have no pods to grow into.
     "autoscaler.enabled": {"config": {"scaling": {"autoscale": False}}},
 }
@@ -47,7 +53,9 @@ def booleans(below: Any = None, path: str = "") -> Iterator[tuple[str, bool]]:
             yield from booleans(value, here)
 
 
-BOOLEANS = dict(booleans())
+# Permissions: they change nothing but what is refused.
+PERMISSIONS = {"auth.publishUnauthenticated", "gateway.adminService.publish"}
+BOOLEANS = {path: default for path, default in booleans() if path not in PERMISSIONS}
 FLIPPED = {f"{path}={not default}".lower(): (path, not default) for path, default in BOOLEANS.items()}
 
 
@@ -125,7 +133,7 @@ def test_the_schema_and_the_table_of_values_are_up_to_date() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_selector_finds_its_pods(case: str) -> None:
-    everything = with_value(CASES[case], "monitoring.serviceMonitor.enabled", True)
+    everything = with_value(merged(CASES[case], SCRAPED), "monitoring.serviceMonitor.enabled", True)
     everything = with_value(
         everything,
         "pools.more",
@@ -138,10 +146,13 @@ def test_every_selector_finds_its_pods(case: str) -> None:
     expected = {
         "Service/tandem": {"gateway"},
         "Service/tandem-gateways": {"gateway"},
+        "Service/tandem-admin": {"gateway"},
         "Service/tandem-metrics": ray,
         "Service/tandem-redis": {"tandem-redis"},
         "NetworkPolicy/tandem-ray": ray,
+        "NetworkPolicy/tandem-head": {"headgroup"},
         "NetworkPolicy/tandem-gateway": {"gateway"},
+        "NetworkPolicy/tandem-pools": groups - {"gateway"},
         "NetworkPolicy/tandem-redis": {"tandem-redis"},
         "PodDisruptionBudget/tandem-gateway": {"gateway"},
         "PodDisruptionBudget/tandem-pool-more": {"pool-more"},
@@ -224,7 +235,7 @@ def test_dashboards_and_rules_arrive_as_they_are() -> None:
 def check_all(items: list[Object]) -> None:
     """Each object against its schema, Ray's pods as the pods that they become."""
     for item in items:
-        if item["kind"] not in MONITORING | {"RayService"}:
+        if item["kind"] not in WITHOUT_SCHEMA | {"RayService"}:
             check(item)
     for name, pod in pods(items):
         assert name

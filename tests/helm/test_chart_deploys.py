@@ -16,15 +16,18 @@ from chart_harness import (
     Object,
     RayGroups,
     merged,
+    objects,
     places_of,
     ray_service,
     serve_config,
     with_value,
 )
+from chart_policies import Policies
+from chart_schema import values
 from optional_programs import uses_redis_or_valkey
 from serving import TINY, free_port
 
-from cluster.api.blocking_client import BlockingClient
+from cluster.api.blocking_client import BlockingAdminClient, BlockingClient
 from cluster.api.client import GenerateOptions
 from cluster.stores import IndexServer
 from kvtransfer.common.clock import SystemClock
@@ -38,9 +41,15 @@ SCALE = "/api/v1/applications/tandem/deployments/Pool-decode/scale"
 
 
 @pytest.fixture(scope="module")
-def service() -> Object:
-    ports = {"port": free_port(), "consolePort": free_port()}
-    return ray_service(merged(EXAMPLES["cpu"], {"model": {"path": str(TINY)}, "gateway": ports}))
+def chosen() -> Object:
+    """The chart's values."""
+    ports = {"port": free_port(), "consolePort": free_port(), "adminPort": free_port()}
+    return merged(EXAMPLES["cpu"], {"model": {"path": str(TINY)}, "gateway": ports})
+
+
+@pytest.fixture(scope="module")
+def service(chosen: Object) -> Object:
+    return ray_service(chosen)
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +110,23 @@ def test_the_rendered_application_serves(nodes: RayGroups, config: Object, tmp_p
     )
 
 
+def test_the_policies_allow_every_connection_of_the_running_cluster(
+    nodes: RayGroups, config: Object, chosen: Object
+) -> None:
+    """Those between groups, while a stream runs."""
+    policies = Policies(objects(chosen))
+    gateway = config["applications"][0]["args"]["config"]["gateway"]
+    found: set[tuple[str, str, int]] = set()
+    with BlockingClient(f"127.0.0.1:{gateway['port']}") as client:
+        for _ in client.generate(PROMPT, GenerateOptions(max_tokens=256, ignore_eos=True)):
+            found |= nodes.connections()
+    refused = {connection for connection in found if not policies.may(*connection)}
+    assert refused == set()
+    first, last = values()["networkPolicy"]["freePorts"].values()
+    links = {(source, target) for source, target, port in found if first <= port <= last}
+    assert {("gateway", "pool-prefill"), ("gateway", "pool-decode"), ("pool-prefill", "pool-decode")} <= links
+
+
 def test_operators_scale_a_pool_into_a_new_pod(nodes: RayGroups, config: Object) -> None:
     assert nodes.ask(SCALE, {"target_num_replicas": 2}, "POST") is not None
     nodes.start("pool-decode")
@@ -146,7 +172,7 @@ def test_another_count_is_deployed_without_a_restart(nodes: RayGroups, config: O
             deployment["user_config"]["replicas"]["decode"] = 2
     nodes.deploy(other)
     gateway = config["applications"][0]["args"]["config"]["gateway"]
-    with BlockingClient(f"127.0.0.1:{gateway['port']}") as client:
+    with BlockingAdminClient(f"127.0.0.1:{gateway['admin_port']}") as client:
         nodes.until(
             lambda: (
                 {pool.name: pool.configured for pool in client.status().pools} == {"prefill": 1, "decode": 2}

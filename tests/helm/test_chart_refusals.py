@@ -29,6 +29,8 @@ BY_THE_SCHEMA = {
     "config.pools": ([], "'pools' not allowed"),
     "gateway.port": (80, "minimum: got 80, want 1,024"),
     "gateway.service.type": ("ExternalName", "must be one of 'ClusterIP'"),
+    "gateway.service.console": (True, "'console' not allowed"),
+    "networkPolicy.freePorts.first": (80, "minimum: got 80, want 1,024"),
     "gateway.tls.enabled": ("yes", "got string, want boolean"),
     "model.source": ("hub", "must be one of 'image', 'pvc', 'download'"),
     "model.path": ("models/tiny", "does not match pattern"),
@@ -152,8 +154,7 @@ def test_headroom_for_the_autoscaler_is_required_only_where_it_may_use_it() -> N
     [
         ({}, 0),
         ({"config": {"debug": {"allow_pins": True}}}, 1),
-        ({"gateway": {"service": {"type": "LoadBalancer"}}}, 2),
-        ({"gateway": {"service": {"type": "LoadBalancer", "console": False}}}, 1),
+        ({"gateway": {"service": {"type": "LoadBalancer"}}, "auth": {"publishUnauthenticated": True}}, 1),
     ],
 )
 def test_what_is_unwise_is_said_after_the_installation(values: dict[str, Any], warnings: int) -> None:

@@ -72,6 +72,22 @@ def test_silent_strangers_keep_nobody_out_and_are_few(listening: ListenerProcess
         assert listening.peak_bytes - before < MAX_UNPROVEN * UNPROVEN_BYTES
 
 
+# Hello frames whose name is not UTF-8: a byte that begins nothing, half a character, a surrogate.
+NAMES_OF_NOBODY = (b"\xff", b"\xc3(", b"\xed\xa0\x80")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_name_that_is_no_text_closes_only_its_own_connection(listening: ListenerProcess, kind: str) -> None:
+    """It comes before the proof, so that anybody may send it."""
+    for name in NAMES_OF_NOBODY:
+        with listening.connect(kind) as sock:
+            head = b"\x93\xa5Hello" + bytes([0xA0 + len(name)])
+            send_frame(sock, head + name + b"\xc4\x10" + bytes(16))
+            assert sock.recv(1) == b""
+    with listening.connect(kind) as sock:
+        prove_as_client(sock, SECRET, "peer")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_wrong_secret_is_refused_by_both_sides(listening: ListenerProcess, kind: str) -> None:
     with listening.connect(kind) as sock, pytest.raises(ProofError, match="does not know"):

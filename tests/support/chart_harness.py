@@ -31,8 +31,8 @@ from kvtransfer.common.clock import SystemClock
 RELEASE, NAMESPACE = "tandem", "llm"
 KUBERNETES = "1.32"
 EXAMPLES = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(CHART.glob("examples/*.yaml"))}
-# Kinds of the Prometheus operator, for which there is no schema here.
-MONITORING = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
+# Kinds of the Prometheus operator and of the Gateway API, for which there is no schema here.
+WITHOUT_SCHEMA = {"ServiceMonitor", "PodMonitor", "PrometheusRule", "GRPCRoute"}
 
 # The fast one, where PyYAML has it.
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -136,6 +136,14 @@ def _pod(name: str, template: Object, labels: dict[str, str]) -> Object:
 TOKEN = "the-token-of-the-test-cluster"
 _IS_UP = "To terminate the Ray runtime"
 _START_S = START_S
+# Parameters of `ray start` with a port.
+_FIXED_PORTS = {
+    "node-manager-port",
+    "object-manager-port",
+    "runtime-env-agent-port",
+    "dashboard-agent-grpc-port",
+    "dashboard-agent-listen-port",
+}
 
 
 class RayGroups:
@@ -144,30 +152,34 @@ class RayGroups:
     def __init__(self, service: Object) -> None:
         self._cluster = service["spec"]["rayClusterConfig"]
         self._folder = Path(tempfile.mkdtemp(prefix="ray-"))  # short: sockets lie below it
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[tuple[str, subprocess.Popen[bytes]]] = []
         self._clock = SystemClock()
         self.address = f"127.0.0.1:{free_port()}"
         self._dashboard_port = free_port()
+        # Nodes of one host cannot all have the chart's ports: by the port that is used, the chart's.
+        self._chart_ports: dict[int, int] = {}
 
     def start(self, group: str) -> None:
         """One node of it; returns when it is up, since two at once get in each other's way on one host."""
         given = self._group(group)
-        parameters = {
-            **given["rayStartParams"],
-            "node-ip-address": "127.0.0.1",
-            "dashboard-agent-listen-port": str(free_port()),
-            "metrics-export-port": str(free_port()),
-        }
+        parameters = {**given["rayStartParams"], "node-ip-address": "127.0.0.1"}
+        fixed = {name: int(port) for name, port in parameters.items() if name in _FIXED_PORTS}
+        fixed["metrics-export-port"] = 8080
         parameters["resources"] = parameters.get("resources", "'{}'").strip("'")
         if group == "headgroup":
             parameters |= {
                 "port": self.address.rpartition(":")[2],
                 "dashboard-host": "127.0.0.1",
                 "dashboard-port": str(self._dashboard_port),
-                "ray-client-server-port": str(free_port()),
             }
+            fixed["ray-client-server-port"] = 10001
+            self._chart_ports |= {int(parameters["port"]): 6379, self._dashboard_port: 8265}
         else:
             parameters["address"] = self.address
+        for name, port in fixed.items():
+            used = free_port()
+            parameters[name] = str(used)
+            self._chart_ports[used] = port
         container = given["template"]["spec"]["containers"][0]
         variables = {item["name"]: item["value"] for item in container["env"] if item["name"] != "HOME"}
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
@@ -176,7 +188,7 @@ class RayGroups:
         file = self._folder / f"ray-{len(self._processes)}.log"
         with file.open("wb") as log:
             process = subprocess.Popen(command, env=self._environment(variables), stdout=log, stderr=log)
-        self._processes.append(process)
+        self._processes.append((group, process))
         self.until(
             lambda: _IS_UP in file.read_text() or process.poll() is not None,
             _START_S,
@@ -242,6 +254,24 @@ class RayGroups:
         command += ["--reason-message", "the pod ends", "--deadline-remaining-seconds", str(deadline_s)]
         subprocess.run(command, env=self._environment({}), check=True, timeout=60, capture_output=True)
 
+    def connections(self) -> set[tuple[str, str, int]]:
+        """The TCP connections between groups that are open now: from, to, and the port by the chart."""
+        listening: dict[int, str] = {}
+        connected: list[tuple[str, int]] = []
+        for group, process in self._processes:
+            for each in _family(process):
+                with suppress(psutil.Error):
+                    for item in each.net_connections("tcp"):
+                        if item.status == psutil.CONN_LISTEN:
+                            listening[item.laddr.port] = group
+                        elif item.status == psutil.CONN_ESTABLISHED:
+                            connected.append((group, item.raddr.port))
+        return {
+            (group, listening[port], self._chart_ports.get(port, port))
+            for group, port in connected
+            if listening.get(port, group) != group
+        }
+
     def until(self, condition: Callable[[], bool], timeout_s: float, what: Callable[[], str]) -> None:
         """Return when `condition` holds; fail with `what` and the logs after `timeout_s`."""
         pause, end = Event(), self._clock.now() + timeout_s
@@ -257,7 +287,7 @@ class RayGroups:
 
     def close(self) -> None:
         """Kill them: an orderly end is drained for half a minute."""
-        for process in reversed(self._processes):
+        for _, process in reversed(self._processes):
             family = psutil.Process(process.pid).children(recursive=True)
             process.kill()
             process.wait()
@@ -276,6 +306,12 @@ class RayGroups:
     def _environment(self, variables: dict[str, str]) -> dict[str, str]:
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
         return {**environment(), **variables, **token, "RAY_TMPDIR": str(self._folder)}
+
+
+def _family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The process and all below it."""
+    first = psutil.Process(process.pid)
+    return [first, *first.children(recursive=True)]
 
 
 def places_of(deployment: Any) -> list[str]:

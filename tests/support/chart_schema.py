@@ -33,6 +33,7 @@ _SET_BY_THE_CHART = {
         "host",
         "port",
         "console_port",
+        "admin_port",
         "replicas",
         "resources",
         "tls_cert_file",
@@ -45,6 +46,7 @@ _SET_BY_THE_CHART = {
 _TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
 _ANYTHING = {"type": "object"}
 _ITEMS = {"type": "array", "items": {"type": "object"}}
+_STRINGS = {"type": "array", "items": {"type": "string"}}
 _QUANTITY = {"type": ["string", "number"], "pattern": r"^[0-9]+(\.[0-9]+)?(m|[kMGTPE]|[KMGTPE]i)?$"}
 _COUNT = {"type": "integer", "minimum": 1}
 _COUNT_OR_NULL = {"type": ["integer", "null"], "minimum": 1}
@@ -59,7 +61,7 @@ _RULES: dict[str, dict[str, Any]] = {
     "pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
     "model.source": {"enum": ["image", "pvc", "download"]},
     "model.path": {"type": "string", "pattern": "^/"},
-    "command": {"type": "array", "items": {"type": "string"}},
+    "command": _STRINGS,
     "accessModes": {
         "type": "array",
         "minItems": 1,
@@ -89,9 +91,14 @@ _RULES: dict[str, dict[str, Any]] = {
     "gateway.replicas": _COUNT,
     "port": _PORT,
     "consolePort": _PORT,
+    "adminPort": _PORT,
     "healthPort": _PORT,
     "service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
-    "loadBalancerSourceRanges": {"type": "array", "items": {"type": "string"}},
+    "adminService.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
+    "freePorts.first": _PORT,
+    "freePorts.last": _PORT,
+    "operatorNamespace": _NAME,
+    **dict.fromkeys(("loadBalancerSourceRanges", "hostnames"), _STRINGS),
     "rayService.upgradeStrategy": {"enum": ["NewCluster", "None"]},
     "upscalingMode": {"enum": ["Default", "Aggressive", "Conservative"]},
     "idleTimeoutSeconds": _COUNT,
@@ -107,7 +114,9 @@ _RULES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("labels", "annotations", "nodeSelector", "commonLabels", "operatorPodLabels"), _TEXTS),
     **dict.fromkeys(("affinity", "podSecurityContext", "containerSecurityContext"), _ANYTHING),
     **dict.fromkeys(("tolerations", "topologySpreadConstraints", "env", "volumes", "volumeMounts"), _ITEMS),
-    **dict.fromkeys(("gatewayFrom", "dashboardFrom", "metricsFrom", "egressTo"), _ITEMS),
+    **dict.fromkeys(
+        ("gatewayFrom", "adminFrom", "dashboardFrom", "metricsFrom", "egressTo", "parentRefs"), _ITEMS
+    ),
 }
 
 

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from e2e_harness import BLOCK_TOKENS, SINGLE, E2eHarness, Replica, until
 
+from cluster.api.admin_client import AdminClient
 from cluster.api.client import Client, GenerateOptions, GenerateStream, Prompt
 from cluster.config import ClusterConfig, parse_config
 from cluster.errors import CallError
@@ -125,6 +126,7 @@ class Front:
         )
         self.address = ""
         self.client: Client
+        self.admin: AdminClient
         self._clients: list[Client] = []
         self._registered: list[Replica] = []
         self._lives: list[asyncio.Task[None]] = []
@@ -132,6 +134,7 @@ class Front:
     async def open(self) -> None:
         self.address = f"127.0.0.1:{await self.gateway.start()}"
         self.client = self.connect(self.address)
+        self.admin = AdminClient(f"127.0.0.1:{self.gateway.admin_port}")
 
     def connect(self, *addresses: str) -> Client:
         """A client of these gateways; closed with this front."""
@@ -175,7 +178,7 @@ class Front:
         return await self.call(asked, **options).done()
 
     async def close(self) -> None:
-        for client in self._clients:
+        for client in (*self._clients, self.admin):
             await client.close()
         for life in self._lives:
             life.cancel()

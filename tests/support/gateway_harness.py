@@ -16,11 +16,16 @@ import numpy as np
 from patience import WAIT_S
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from cluster.api.admin_client import AdminClient
 from cluster.api.client import Client
 from cluster.config import ClusterConfig, parse_config
-from cluster.console.orders import Operations
+from cluster.gateway.request_manager import resume_digest
+from cluster.identity.identity import LOCAL
+from cluster.identity.resume_tokens import ResumeTokens
+from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import ReplicaRecord
 from cluster.roster.state import LocalRoster
+from cluster.scaling.orders import Operations
 from cluster.serve.gateway_server import Gateway
 from kvtransfer.blocks.keys import extend_keys, root_key
 from kvtransfer.common.clock import SystemClock
@@ -336,7 +341,7 @@ class GatewayHarness:
         self.roster = LocalRoster(self.clock)
         self.replicas: dict[str, ScriptedReplica] = {}
         self.gateways: list[Gateway] = []
-        self.clients: list[Client] = []
+        self.clients: list[Client | AdminClient] = []
 
     def config(self, **gateway: Any) -> ClusterConfig:
         engine = {"block_tokens": BLOCK_TOKENS}
@@ -400,6 +405,21 @@ class GatewayHarness:
         self.clients.append(client)
         return client
 
+    def admin(self, gateway: Gateway | None = None) -> AdminClient:
+        """An operator's client of this gateway, by default of the latest."""
+        port = (gateway or self.gateways[-1]).admin_port
+        client = AdminClient(f"127.0.0.1:{port}")
+        self.clients.append(client)
+        return client
+
+    def allow_resume(self, request: pb.GenerateRequest) -> pb.GenerateRequest:
+        """Give the request an id, where it has none, and the token that a gateway would have given for it."""
+        request.request_id = request.request_id or "resumed"
+        request.resume_token = ResumeTokens(self.secret, self.clock, 60.0).issue(
+            LOCAL, request.tenant, request.request_id, request.seed, resume_digest(request)
+        )
+        return request
+
     async def close(self) -> None:
         for client in self.clients:
             await client.close()
@@ -414,6 +434,7 @@ class Pair:
 
     def __init__(self, harness: GatewayHarness, gateway: Gateway, client: Client) -> None:
         self.harness, self.gateway, self.client = harness, gateway, client
+        self.admin = harness.admin(gateway)
         self.prefill, self.decode = harness.replicas["p0"], harness.replicas["d0"]
 
 

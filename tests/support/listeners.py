@@ -11,7 +11,6 @@ import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Coroutine
 from pathlib import Path
 from types import TracebackType
 
@@ -78,6 +77,7 @@ async def _serve() -> None:
     from torch.distributed import HashStore  # type: ignore[attr-defined]  # the type stubs leave it out
 
     from kvtransfer.common.clock import SystemClock
+    from kvtransfer.common.tasks import SupervisedTasks
     from kvtransfer.rpc.stream import FrameStream, LinkServer
     from kvtransfer.store.server.arena_manager import PeerConnection, await_end, listen_for_peers
     from workers.rank.local_links import Switchboard
@@ -90,14 +90,12 @@ async def _serve() -> None:
     async def hold_stranger(connection: PeerConnection) -> None:
         await await_end(connection.sock)
 
-    tasks: set[asyncio.Task[None]] = set()
+    def end_store(error: BaseException) -> None:
+        """As a store does when one of its tasks fails."""
+        for door in doors:
+            door.close()
 
-    def spawn(work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=name)
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-        return task
-
+    tasks = SupervisedTasks(end_store)
     addresses: dict[str, str] = {}
     links = LinkServer(SECRET, hold, hold)
     addresses["links"] = f"127.0.0.1:{await links.start('127.0.0.1')}"
@@ -120,7 +118,8 @@ async def _serve() -> None:
     over_tcp = socket.create_server(("127.0.0.1", 0), backlog=128)
     addresses["store tcp"] = f"127.0.0.1:{over_tcp.getsockname()[1]}"
     doors = [
-        listen_for_peers(sock, SECRET, hold_stranger, spawn, SystemClock()) for sock in (over_unix, over_tcp)
+        listen_for_peers(sock, SECRET, hold_stranger, tasks.spawn, SystemClock())
+        for sock in (over_unix, over_tcp)
     ]
 
     with Rank(TARGET) as rank:
@@ -134,8 +133,7 @@ async def _serve() -> None:
     await asyncio.gather(starting, return_exceptions=True)
     await group.stop()
     await links.stop()
-    for task in tasks:
-        task.cancel()
+    await tasks.close()
 
 
 def _spec() -> RankSpec:

@@ -307,7 +307,7 @@ def test_a_rank_does_not_start_without_it(
     if broken == "load":
         monkeypatch.setattr(native, "load", lambda: None)
     if broken == "isa":
-        monkeypatch.setattr("workers.model.products.chosen_isa", lambda: None)
+        monkeypatch.setattr("workers.model.products.usable_isas", tuple)
     with pytest.raises(WorkerError, match=f"deterministic: .*{remedy}"):
         ModelRunner(
             model_dir=make_checkpoint("qwen3"),

@@ -216,8 +216,28 @@ marker: {{ $what | quote }}
 {{- $name -}}
 {{- end -}}
 
+{{/* Ports of Ray that are free ones unless they are given: fixed, so that policies can name them. By the parameter of
+`ray start`. */}}
+{{- define "tandem.rayPorts" -}}
+node-manager-port: "9931"
+object-manager-port: "9932"
+runtime-env-agent-port: "9933"
+dashboard-agent-grpc-port: "9934"
+dashboard-agent-listen-port: "52365"
+{{- end -}}
+
+{{/* The parameters of `ray start` that all nodes have. */}}
+{{- define "tandem.rayNode" -}}
+{{ include "tandem.rayPorts" . }}
+min-worker-port: "10002"
+max-worker-port: "19999"
+object-store-memory: "134217728"
+{{- end -}}
+
 {{- define "tandem.operatorPeer" -}}
-- namespaceSelector: {}
+- namespaceSelector:
+    matchLabels:
+      kubernetes.io/metadata.name: {{ .Values.networkPolicy.operatorNamespace }}
   podSelector:
     matchLabels:
       {{- toYaml .Values.networkPolicy.operatorPodLabels | nindent 6 }}

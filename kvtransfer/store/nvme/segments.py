@@ -365,7 +365,7 @@ def read_directory(fd: int, segment: Segment) -> Directory | None:
         return None
     try:
         directory = _decoder.decode(encoded)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
     segment.end = end
     return directory
