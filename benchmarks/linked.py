@@ -12,6 +12,7 @@ from kvtransfer.common.clock import SystemClock
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.rpc.stream import FrameStream, open_link
+from kvtransfer.rpc.trust import Trust, TrustFiles
 from workers.config import EngineConfig, Parallel
 from workers.messages.link import (
     LINK_DOWN_CODEC,
@@ -52,10 +53,10 @@ class Heard:
 class LinkedReplicas:
     """Replicas of one model and secret; `stop` ends them."""
 
-    def __init__(self, model_dir: Path, dtype: str, secret: bytes) -> None:
+    def __init__(self, model_dir: Path, dtype: str, trust: TrustFiles) -> None:
         self._model_dir = model_dir
         self._dtype = dtype
-        self._secret = secret
+        self._trust = trust
         self._cores: dict[str, tuple[EngineCore, FrameStream]] = {}
         self._heard: dict[str, Heard] = {}
         self._changed = asyncio.Event()
@@ -80,12 +81,12 @@ class LinkedReplicas:
             parallel=parallel,
             engine=engine,
             transfer=transfer or TransferConfig(),
-            secret=self._secret,
+            trust=self._trust,
             host="127.0.0.1",
             store=store,
         )
         core = await EngineCore.launch(spec, ProcessLauncher(), CLOCK)
-        stream = await open_link(core.address, "link", self._secret, "benchmark")
+        stream = await open_link(core.address, "link", Trust.read(self._trust), "benchmark")
         stream.send(LINK_DOWN_CODEC.encode(GatewayHello("benchmark", 1)))
         self._cores[name] = core, stream
         self._tasks.append(asyncio.create_task(self._listen(stream)))

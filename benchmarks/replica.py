@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.drawn_trust import draw_trust
 from kvtransfer.blocks.keys import extend_keys
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import ReplicaIdentity
-from kvtransfer.rpc.handshake import draw_secret
+from kvtransfer.rpc.trust import Trust
 from workers.config import EngineConfig, Parallel
 from workers.messages.link import SampleState, Submission
 from workers.messages.rank_channel import RankUp, StepPlan, StepReport
@@ -60,8 +61,8 @@ class BareReplica:
         self._death = ""
         self._changed = asyncio.Event()
         self._num_requests = 0
-        secret = draw_secret()
-        self._group = RankGroup(secret, ProcessLauncher(), self._take, self._died)
+        trust = draw_trust()
+        self._group = RankGroup(Trust.read(trust), ProcessLauncher(), self._take, self._died)
         spec = ReplicaSpec(
             pool="both",
             identity=ReplicaIdentity("bench", 1),
@@ -71,7 +72,7 @@ class BareReplica:
             parallel=parallel,
             engine=engine,
             transfer=TransferConfig(),
-            secret=secret,
+            trust=trust,
         )
         self._shape = Shape(spec)
 

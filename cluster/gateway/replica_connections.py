@@ -27,6 +27,7 @@ from kvtransfer.messages import (
     ReplicaIdentity,
 )
 from kvtransfer.rpc.stream import FrameStream, open_link
+from kvtransfer.rpc.trust import Trust
 from router.messages import ReplicaLoad
 from router.service import RouterService
 from workers.messages.link import (
@@ -139,14 +140,14 @@ class ReplicaConnections:
         block_tokens: int,
         roster: RosterClient,
         router: RouterService,
-        secret: bytes,
+        trust: Trust,
         clock: Clock,
     ) -> None:
         self._hello = GatewayHello(gateway_id, epoch)
         self._block_tokens = block_tokens
         self._roster = roster
         self._router = router
-        self._secret = secret
+        self._trust = trust
         self._clock = clock
         self._events: ConnectionEvents
         self._listed: frozenset[str] = frozenset()
@@ -294,7 +295,7 @@ class ReplicaConnections:
         view = self._views[replica_id]
         while replica_id in self._listed:
             try:
-                stream = await open_link(view.record.address, "link", self._secret, self._hello.gateway_id)
+                stream = await open_link(view.record.address, "link", self._trust, self._hello.gateway_id)
             except TransferError as error:
                 view.note = str(error)
                 _log.info("no link to %s: %s", replica_id, error)

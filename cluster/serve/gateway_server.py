@@ -40,6 +40,7 @@ from cluster.text.preprocess import Preprocessor, draw_seed
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.common.tasks import SupervisedTasks
+from kvtransfer.rpc.trust import Trust
 from router.service import RouterService
 
 _DRAIN_LOOK_S = 0.05
@@ -75,7 +76,7 @@ class Gateway:
         epoch: int,
         config: ClusterConfig,
         roster: ScalingRoster,
-        secret: bytes,
+        trust: Trust,
         clock: Clock,
         seeds: Callable[[], int] = draw_seed,
         draw_bytes: Callable[[int], bytes] = secrets.token_bytes,
@@ -104,7 +105,7 @@ class Gateway:
             block_tokens=block_tokens,
             roster=roster,
             router=router,
-            secret=secret,
+            trust=trust,
             clock=clock,
         )
         history = RequestHistory(block_tokens, clock)
@@ -119,12 +120,12 @@ class Gateway:
             max_requests=config.gateway.max_requests,
             gateway_id=gateway_id,
             auth=config.auth,
-            resume_tokens=ResumeTokens(secret, clock, config.auth.resume_s),
+            resume_tokens=ResumeTokens(trust.secret, clock, config.auth.resume_s),
             on_members=self._on_members,
             observers=[observer for observer in observers if observer is not None],
             counters=_open_counters(config, self.connections),
         )
-        stores = StoreAdmin(self.connections, secret, gateway_id)
+        stores = StoreAdmin(self.connections, trust, gateway_id)
         status = StatusService(
             config, self.requests, self.connections, self._preprocessor, stores, clock, history, gateway_id
         )
@@ -150,7 +151,7 @@ class Gateway:
         )
         self._admin_servicer = AdminServicer(status=status, stores=stores, traffic=self._traffic)
         self._authenticator = Authenticator(config.auth, clock)
-        self._authentication = Authentication(self._authenticator, RelayTokens(secret, clock))
+        self._authentication = Authentication(self._authenticator, RelayTokens(trust.secret, clock))
         self._health: health.aio.HealthServicer | None = None
         self._server: grpc.aio.Server | None = None
         self._port: ClientPort | None = None

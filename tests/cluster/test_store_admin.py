@@ -16,7 +16,8 @@ from gateway_harness import GatewayHarness, until
 from rich.console import Console
 from scripted_store import FINGERPRINT, ScriptedStore, record
 from serving import tandem
-from store_harness import COMPATIBILITY, SECRET, Chain, Replica, StoreHarness
+from store_harness import COMPATIBILITY, Chain, Replica, StoreHarness
+from trust_files import TRUST
 from typer.testing import CliRunner
 
 from cluster.api.admin_client import AdminClient
@@ -48,8 +49,8 @@ class Nodes:
 
     def __init__(self, harness: GatewayHarness) -> None:
         self.harness = harness
-        self.a = ScriptedStore("a", harness.secret, [record(1, "t"), record(2, "u"), record(3, "")])
-        self.b = ScriptedStore("b", harness.secret, [record(4, "t")])
+        self.a = ScriptedStore("a", harness.trust, [record(1, "t"), record(2, "u"), record(3, "")])
+        self.b = ScriptedStore("b", harness.trust, [record(4, "t")])
         self.address = ""
         self.client: AdminClient
 
@@ -263,7 +264,7 @@ async def real_store(tmp_path: Path) -> AsyncIterator[StoreHarness]:
 async def test_what_a_real_store_purged_does_not_come_back_with_it(
     harness: GatewayHarness, real_store: StoreHarness
 ) -> None:
-    harness.secret = SECRET
+    harness.trust = TRUST
     store = real_store
     await store.start()
     replica = await Replica(store).start()

@@ -65,7 +65,7 @@ class Purged:
 async def world(tmp_path: Path) -> AsyncIterator[Purged]:
     model_dir = copy_tiny(tmp_path)
     harness = E2eHarness(model_dir)
-    store = StoreHarness(tmp_path / "store", secret=harness.secret, dram_bytes=64 << 20)
+    store = StoreHarness(tmp_path / "store", harness.trust, dram_bytes=64 << 20)
     async with AsyncExitStack() as ends:
         await ends.enter_async_context(store)
         await ends.enter_async_context(harness)

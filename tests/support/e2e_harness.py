@@ -18,13 +18,14 @@ import pytest
 from patience import WAIT_S
 from rank_processes import NurseryLauncher
 
+from benchmarks.drawn_trust import draw_trust
 from kvtransfer.blocks.keys import extend_keys
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import KvEvents, ReplicaIdentity
-from kvtransfer.rpc.handshake import draw_secret
 from kvtransfer.rpc.stream import FrameStream, open_link
+from kvtransfer.rpc.trust import Trust, TrustFiles
 from workers.config import EngineConfig, Parallel
 from workers.messages.link import (
     LINK_DOWN_CODEC,
@@ -110,8 +111,8 @@ class Replica:
     def target(self) -> HandOverTarget:
         return HandOverTarget(self.core.identity, self.core.address)
 
-    async def connect(self, secret: bytes) -> None:
-        self._stream = await open_link(self.core.address, "link", secret, "walk")
+    async def connect(self, trust: TrustFiles) -> None:
+        self._stream = await open_link(self.core.address, "link", Trust.read(trust), "walk")
         self._stream.send(LINK_DOWN_CODEC.encode(GatewayHello("walk", 1)))
         hello = await self._stream.receive()
         assert hello is not None
@@ -166,7 +167,7 @@ class E2eHarness:
         """`parallel` is the shape of replicas that are given none."""
         self._model_dir = model_dir
         self._parallel = parallel
-        self.secret = draw_secret()
+        self.trust = draw_trust()
         self.heard: dict[tuple[str, int], Heard] = {}
         self.replicas: dict[str, Replica] = {}
 
@@ -192,14 +193,14 @@ class E2eHarness:
             parallel=parallel or self._parallel,
             engine=EngineConfig(**settings),
             transfer=TransferConfig(**(transfer or {})),
-            secret=self.secret,
+            trust=self.trust,
             host="127.0.0.1",
             store=store,
             faults=faults,
         )
         core = await EngineCore.launch(spec, NurseryLauncher(), SystemClock())
         replica = self.replicas[name] = Replica(core, self.heard)
-        await replica.connect(self.secret)
+        await replica.connect(self.trust)
         return replica
 
     async def add_all(self, name_to_role: dict[str, str], **how: Any) -> list[Replica]:

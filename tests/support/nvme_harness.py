@@ -55,7 +55,6 @@ def settings_for(folder: Path, num_segments: int = 8, segment_bytes: int = SEGME
         node_id="n",
         epoch=1,
         name="store",
-        secret=b"",
         host="127.0.0.1",
         dram_bytes=0,
         nvme_path=str(folder),

@@ -10,6 +10,7 @@ from kvtransfer.errors import TransferError
 from kvtransfer.messages import ReplicaIdentity, Shard
 from kvtransfer.rpc.listener import ProvenListener
 from kvtransfer.rpc.stream import frame_stream
+from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     STORE_PROTOCOL,
@@ -51,7 +52,7 @@ class ScriptedStore:
     """Holds `records` in "dram". `answer`, when set, is sent to every request instead; with `is_silent`
     nothing is, and with `hangs_up` the connection ends."""
 
-    def __init__(self, node_id: str, secret: bytes, records: list[RecordInfo]) -> None:
+    def __init__(self, node_id: str, trust: Trust, records: list[RecordInfo]) -> None:
         self.node_id = node_id
         self.records = records
         self.requests: list[ToOwner] = []
@@ -61,7 +62,7 @@ class ScriptedStore:
         self.num_bad = 0
         self.num_pending = 0
         self.address = ""
-        self._secret = secret
+        self._trust = trust
         self._listener: ProvenListener | None = None
         self._tasks = SupervisedTasks()
 
@@ -69,7 +70,7 @@ class ScriptedStore:
         sock = socket.create_server(("127.0.0.1", port))
         self.address = f"127.0.0.1:{sock.getsockname()[1]}"
         self._listener = ProvenListener(
-            sock, self._secret, self._serve, self._tasks.spawn, SystemClock(), "scripted"
+            sock, self._trust, self._serve, self._tasks.spawn, SystemClock(), "scripted"
         )
 
     async def stop(self) -> None:
@@ -80,7 +81,7 @@ class ScriptedStore:
     async def become_stranger(self) -> None:
         """From now on it listens at the same address with another secret."""
         await self.stop()
-        self._secret = b"another" * 4
+        self._trust = Trust.draw()
         await self.start(int(self.address.rpartition(":")[2]))
 
     async def _serve(self, sock: socket.socket, name: str) -> None:

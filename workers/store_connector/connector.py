@@ -25,6 +25,7 @@ from kvtransfer.messages import (
     Shard,
 )
 from kvtransfer.rpc.handshake import draw_id
+from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.messages import (
     STORE_PROTOCOL,
     AttachStore,
@@ -67,7 +68,7 @@ class StoreConnector:
         self,
         *,
         name: str,
-        secret: bytes,
+        trust: Trust,
         identity: ReplicaIdentity,
         ready: Sequence[RankReady],
         pool: BlockPool,
@@ -99,7 +100,7 @@ class StoreConnector:
         self._quiet = asyncio.Event()
         self._quiet.set()
         hello = EngineHello(STORE_PROTOCOL, self._session, identity, compatibility, tuple(shards))
-        self._client = StoreClient(name, secret, hello, self, clock, control.fail)
+        self._client = StoreClient(name, trust, hello, self, clock, control.fail)
         block_bytes = {shard: _block_bytes(compatibility, shard) for shard in shards}
         self.costs = TierCosts(compatibility.block_tokens, sum(block_bytes[shard] for shard in shards))
         self.view = TierView()

@@ -12,6 +12,7 @@ from kvtransfer.common.faults import Faults
 from kvtransfer.common.tasks import Spawn
 from kvtransfer.config import StoreSettings
 from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity, Shard
+from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.dram.arena import Arena, Prefault
 from kvtransfer.store.dram.catalog import Catalog, Purged
 from kvtransfer.store.index.index import Holder, Index
@@ -36,8 +37,11 @@ class StoreNode:
     `run` processes changes together, at the end of the event loop's turn.
     """
 
-    def __init__(self, settings: StoreSettings, clock: Clock, faults: Faults, spawn: Spawn) -> None:
+    def __init__(
+        self, settings: StoreSettings, trust: Trust, clock: Clock, faults: Faults, spawn: Spawn
+    ) -> None:
         self.settings = settings
+        self._trust = trust
         self._clock = clock
         self._faults = faults
         self._spawn = spawn
@@ -75,7 +79,9 @@ class StoreNode:
         self.catalog.attach(arena)
         self._prefault = prefault
         pool = arena_pool(arena.fd, arena.num_bytes, arena.granule_bytes)
-        self.exchange = Exchange(self.settings, pool, self, self._spawn, self._clock, self._faults)
+        self.exchange = Exchange(
+            self.settings, self._trust, pool, self, self._spawn, self._clock, self._faults
+        )
         self.loader.attach(self.exchange)
         self._has_news.set()
 
