@@ -66,7 +66,6 @@ class KeyRoots:
     def __init__(
         self,
         path: Path | None,
-        *,
         draw: Callable[[int], bytes],
         block_tokens: int,
         num_cached_blocks: Callable[[Sequence[bytes]], int],

@@ -92,10 +92,7 @@ class Gateway:
         block_tokens = config.pools[0].engine.block_tokens
         router = RouterService(config.router, block_tokens, clock, seeds())
         self._key_roots = KeyRoots(
-            config.auth.key_root_file,
-            draw=draw_bytes,
-            block_tokens=block_tokens,
-            num_cached_blocks=router.num_cached_blocks,
+            config.auth.key_root_file, draw_bytes, block_tokens, router.num_cached_blocks
         )
         self._preprocessor = _open_preprocessor(config, clock, seeds, self._key_roots)
         self._texts = TextCalls(self._preprocessor)

@@ -42,7 +42,7 @@ class Roots:
 
     def __init__(self, path: Path) -> None:
         self.cached: dict[bytes, int] = {}
-        self.roots = KeyRoots(path, draw=drawing(), block_tokens=BLOCK, num_cached_blocks=self.num_cached)
+        self.roots = KeyRoots(path, drawing(), BLOCK, self.num_cached)
 
     def num_cached(self, keys: Sequence[bytes]) -> int:
         return self.cached.get(keys[0], 0)
@@ -113,12 +113,7 @@ def test_a_file_that_breaks_leaves_the_last_good_roots(path: Path, caplog: pytes
 
 
 def test_without_a_file_a_root_is_drawn_that_nobody_else_has() -> None:
-    keys = {
-        KeyRoots(None, draw=os.urandom, block_tokens=BLOCK, num_cached_blocks=len)
-        .chain(PROMPT, MODEL, "")
-        .root_key
-        for _ in range(2)
-    }
+    keys = {KeyRoots(None, os.urandom, BLOCK, len).chain(PROMPT, MODEL, "").root_key for _ in range(2)}
     assert len(keys) == 2
 
 

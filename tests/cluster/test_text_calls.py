@@ -37,7 +37,7 @@ class HeldPreprocessor(Preprocessor):
 def preprocessor(tmp_path: Path) -> HeldPreprocessor:
     harness = GatewayHarness(write_model(tmp_path / "m"))
     gateway = harness.config().gateway
-    roots = KeyRoots(None, draw=bytes, block_tokens=BLOCK_TOKENS, num_cached_blocks=len)
+    roots = KeyRoots(None, bytes, BLOCK_TOKENS, len)
     made = HeldPreprocessor(
         harness.model_dir, "m", gateway, harness.clock, lambda: 1, key_roots=roots, allow_pins=True
     )
