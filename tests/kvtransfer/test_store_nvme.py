@@ -30,7 +30,7 @@ from kvtransfer.errors import StoreError, StoreIoError
 from kvtransfer.store.messages import RecordInfo
 from kvtransfer.store.nvme import segments
 from kvtransfer.store.nvme.log import NvmeTier
-from kvtransfer.store.record import HEADER_BYTES
+from kvtransfer.store.record import HEADER_BYTES, image_bytes
 
 
 def open_flags(path: Path) -> list[int]:
@@ -273,6 +273,32 @@ def test_a_segment_of_another_version_is_reclaimed(
         assert again.held == {}
         assert again.segments() == []
     assert "another version" in caplog.text or "format version 7" in caplog.text
+
+
+@pytest.mark.parametrize("offset", [-4096, 100, 8192, SEGMENT_BYTES, 1 << 62])
+def test_a_directory_of_impossible_places_is_not_believed(tmp_path: Path, offset: int) -> None:
+    with nvme_harness(tmp_path) as harness:
+        info = harness.put(1)
+        path = harness.segments()[0]
+    sealed = segments.Segment(1, path, SEGMENT_BYTES, end=image_bytes(info.num_bytes))
+    with path.open("r+b") as file:
+        segments.write_directory(file.fileno(), sealed, segments.Directory([(offset, info)], []))
+    with nvme_harness(tmp_path) as harness:
+        assert harness.has(info)  # its header is found in its place
+
+
+@pytest.mark.parametrize("num_bytes", [-1, -8192, -(1 << 60)])
+def test_a_header_of_a_record_that_ends_before_it_begins_is_passed_over(
+    tmp_path: Path, num_bytes: int
+) -> None:
+    with nvme_harness(tmp_path / "a") as harness:
+        infos = [harness.put(key) for key in (1, 2)]
+        folder = crashed(tmp_path / "a", tmp_path / "b")
+    offset = image_bytes(infos[0].num_bytes)
+    odd = msgspec.structs.replace(infos[1], num_bytes=num_bytes, checksum=checksum(b""))
+    damage(next(folder.glob("*.seg")), offset, segments.header_page(odd, 1, offset))
+    with nvme_harness(folder) as again:
+        assert [info for info, _ in again.held.values()] == infos[:1]
 
 
 def test_a_file_under_another_number_holds_nothing(tmp_path: Path) -> None:
