@@ -5,6 +5,7 @@ Imports neither Ray nor torch: `cluster.serve.app` runs a `Gateway` in a Serve r
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 
 import grpc.aio
@@ -24,6 +25,7 @@ from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_manager import RequestManager
 from cluster.gateway.traffic_splitter import TrafficSplitter
 from cluster.identity.authenticator import Authenticator
+from cluster.identity.key_roots import KeyRoots
 from cluster.identity.resume_tokens import RelayTokens, ResumeTokens
 from cluster.metrics.ended_request import Observer
 from cluster.metrics.gateway_counters import GatewayCounters
@@ -63,7 +65,8 @@ class Gateway:
     The caller registers the gateway in the roster. Health is SERVING while a request could be placed.
     `operations` is what the console may order; None: nothing. `open_roster` finds the roster of another
     application, to which requests may be forwarded; None: all are answered here. `advertised_host` is where
-    clients reach the gateway, if that is not where it listens.
+    clients reach the gateway, if that is not where it listens. `draw_bytes` draws the key root of a gateway
+    that has no file of roots.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Gateway:
         trust: Trust,
         clock: Clock,
         seeds: Callable[[], int] = draw_seed,
+        draw_bytes: Callable[[int], bytes] = secrets.token_bytes,
         operations: Operations | None = None,
         open_roster: Callable[[str], RosterClient] | None = None,
         advertised_host: str = "",
@@ -87,7 +91,10 @@ class Gateway:
         self._clock = clock
         block_tokens = config.pools[0].engine.block_tokens
         router = RouterService(config.router, block_tokens, clock, seeds())
-        self._preprocessor = _open_preprocessor(config, clock, seeds)
+        self._key_roots = KeyRoots(
+            config.auth.key_root_file, draw_bytes, block_tokens, router.num_cached_blocks
+        )
+        self._preprocessor = _open_preprocessor(config, clock, seeds, self._key_roots)
         self._texts = TextCalls(self._preprocessor)
         self.connections = ReplicaConnections(
             gateway_id=gateway_id,
@@ -192,6 +199,7 @@ class Gateway:
         await self._server.start()
         await self._admin_server.start()
         self._tasks.spawn(self._authenticator.follow(), "authenticator")
+        self._tasks.spawn(self._key_roots.follow(self._clock), "key-roots")
         if not takes_over:
             self.connections.start(self.requests)
         return self._port.number
@@ -281,14 +289,16 @@ class Gateway:
             await self._health.set(name, value)
 
 
-def _open_preprocessor(config: ClusterConfig, clock: Clock, seeds: Callable[[], int]) -> Preprocessor:
+def _open_preprocessor(
+    config: ClusterConfig, clock: Clock, seeds: Callable[[], int], key_roots: KeyRoots
+) -> Preprocessor:
     return Preprocessor(
         config.model,
         config.model_name,
         config.gateway,
         clock,
         seeds,
-        block_tokens=config.pools[0].engine.block_tokens,
+        key_roots=key_roots,
         allow_pins=config.debug.allow_pins,
     )
 
