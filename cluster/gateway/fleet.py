@@ -32,6 +32,7 @@ from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.errors import TransferError, WireError
 from kvtransfer.rpc.listener import ProvenListener
 from kvtransfer.rpc.stream import FrameStream, frame_stream, open_tcp
+from kvtransfer.rpc.trust import Trust
 
 FLEET_PROTOCOL = 1
 # How long a gateway may take to answer.
@@ -192,14 +193,14 @@ class Fleet:
         requests: RequestManager,
         connections: ReplicaConnections,
         sessions: Sessions,
-        secret: bytes,
+        trust: Trust,
         clock: Clock,
     ) -> None:
         self._gateway_id = gateway_id
         self._sessions = sessions
         self._requests = requests
         self._connections = connections
-        self._secret = secret
+        self._trust = trust
         self._clock = clock
         self._peers: dict[str, _Peer] = {}
         self._listener: ProvenListener | None = None
@@ -212,7 +213,7 @@ class Fleet:
         sock = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         port = int(sock.getsockname()[1])
         self._listener = ProvenListener(
-            sock, self._secret, self._serve, self._tasks.spawn, self._clock, "fleet"
+            sock, self._trust, self._serve, self._tasks.spawn, self._clock, "fleet"
         )
         return port
 
@@ -333,7 +334,7 @@ class Fleet:
                 del self._peers[name]
         for name, record in records.items():
             if name not in self._peers:
-                self._peers[name] = _Peer(record, self._secret, self._gateway_id, self._clock)
+                self._peers[name] = _Peer(record, self._trust, self._gateway_id, self._clock)
         return dict(self._peers)
 
     # --------------------------------------------------------------------------- what others ask this one
@@ -396,9 +397,9 @@ class _Timed(NamedTuple, Generic[A]):
 class _Peer:
     """Another gateway: the stream to it, opened when it is first asked, with one query at a time."""
 
-    def __init__(self, record: GatewayRecord, secret: bytes, own_id: str, clock: Clock) -> None:
+    def __init__(self, record: GatewayRecord, trust: Trust, own_id: str, clock: Clock) -> None:
         self._record = record
-        self._secret = secret
+        self._trust = trust
         self._own_id = own_id
         self._clock = clock
         self._stream: FrameStream | None = None
@@ -451,7 +452,7 @@ class _Peer:
         try:
             if stream is None or stream.closed:
                 hello = FleetHello(FLEET_PROTOCOL, self._record.gateway_id)
-                stream = await open_tcp(self._record.fleet, self._secret, self._own_id, has_heartbeat=True)
+                stream = await open_tcp(self._record.fleet, self._trust, self._own_id, has_heartbeat=True)
                 stream.send(QUERY_CODEC.encode(hello))
             stream.send(QUERY_CODEC.encode(query))
             answer = _decoded(ANSWER_CODEC, await stream.next_frame(), MAX_ANSWER_BYTES)

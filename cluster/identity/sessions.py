@@ -22,6 +22,7 @@ from kvtransfer.codec import Codec, Part
 from kvtransfer.common.clock import Clock
 from kvtransfer.errors import WireError
 from kvtransfer.rpc.handshake import draw_id
+from kvtransfer.rpc.trust import Trust
 
 MAX_COOKIE_CHARS = 512
 # Ended sessions that are remembered; the oldest are forgotten first.
@@ -61,8 +62,8 @@ class NewSession(NamedTuple):
 class Sessions:
     """Makes cookies of API keys, and identities of cookies."""
 
-    def __init__(self, secret: bytes, authenticator: Authenticator, clock: Clock) -> None:
-        self._key = hmac.digest(secret, b"tandem-console-session-1", "sha256")
+    def __init__(self, trust: Trust, authenticator: Authenticator, clock: Clock) -> None:
+        self._key = trust.key_for("tandem-console-session-1")
         self._authenticator = authenticator
         self._clock = clock
         self._ended: dict[bytes, float] = {}

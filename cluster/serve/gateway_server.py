@@ -5,6 +5,7 @@ Imports neither Ray nor torch: `cluster.serve.app` runs a `Gateway` in a Serve r
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping
 
 import grpc.aio
@@ -26,6 +27,7 @@ from cluster.gateway.request_manager import RequestManager
 from cluster.gateway.traffic_splitter import TrafficSplitter
 from cluster.identity.audit import NOBODY, OK, AuditEntry, AuditLog
 from cluster.identity.authenticator import Authenticator
+from cluster.identity.key_roots import KeyRoots
 from cluster.identity.resume_tokens import RelayTokens, ResumeTokens
 from cluster.identity.sessions import Sessions
 from cluster.metrics.ended_request import Observer
@@ -41,6 +43,7 @@ from cluster.text.preprocess import Preprocessor, draw_seed
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.common.tasks import SupervisedTasks
+from kvtransfer.rpc.trust import Trust
 from router.service import RouterService
 
 _DRAIN_LOOK_S = 0.05
@@ -66,7 +69,8 @@ class Gateway:
     `operations` is what operators may order; None: nothing. `open_roster` finds the roster of another
     application, to which requests may be forwarded; None: all are answered here. `advertised_host` is where
     clients reach the gateway, if that is not where it listens, and `inner_host` where it listens for the
-    other gateways; "": where ranks listen for KV.
+    other gateways; "": where ranks listen for KV. `draw_bytes` draws the key root of a gateway that has no
+    file of roots.
     """
 
     def __init__(
@@ -76,9 +80,10 @@ class Gateway:
         epoch: int,
         config: ClusterConfig,
         roster: ScalingRoster,
-        secret: bytes,
+        trust: Trust,
         clock: Clock,
         seeds: Callable[[], int] = draw_seed,
+        draw_bytes: Callable[[int], bytes] = secrets.token_bytes,
         operations: Operations | None = None,
         open_roster: Callable[[str], RosterClient] | None = None,
         advertised_host: str = "",
@@ -92,7 +97,10 @@ class Gateway:
         self._clock = clock
         block_tokens = config.pools[0].engine.block_tokens
         router = RouterService(config.router, block_tokens, clock, seeds())
-        self._preprocessor = _open_preprocessor(config, clock, seeds)
+        self._key_roots = KeyRoots(
+            config.auth.key_root_file, draw_bytes, block_tokens, router.num_cached_blocks
+        )
+        self._preprocessor = _open_preprocessor(config, clock, seeds, self._key_roots)
         self._texts = TextCalls(self._preprocessor)
         self.connections = ReplicaConnections(
             gateway_id=gateway_id,
@@ -100,7 +108,7 @@ class Gateway:
             block_tokens=block_tokens,
             roster=roster,
             router=router,
-            secret=secret,
+            trust=trust,
             clock=clock,
         )
         history = RequestHistory(block_tokens, clock)
@@ -115,17 +123,17 @@ class Gateway:
             max_requests=config.gateway.max_requests,
             gateway_id=gateway_id,
             auth=config.auth,
-            resume_tokens=ResumeTokens(secret, clock, config.auth.resume_s),
+            resume_tokens=ResumeTokens(trust.secret, clock, config.auth.resume_s),
             on_members=self._on_members,
             observers=[observer for observer in observers if observer is not None],
             counters=_open_counters(config, self.connections),
         )
         self._authenticator = Authenticator(config.auth, clock)
         self._audit = AuditLog(config.auth.audit, gateway_id, clock)
-        sessions = Sessions(secret, self._authenticator, clock)
-        self._fleet = Fleet(gateway_id, self.requests, self.connections, sessions, secret, clock)
+        sessions = Sessions(trust, self._authenticator, clock)
+        self._fleet = Fleet(gateway_id, self.requests, self.connections, sessions, trust, clock)
         self.fleet_port = 0  # where the other gateways ask this one, after `start`
-        stores = StoreAdmin(self.connections, secret, gateway_id)
+        stores = StoreAdmin(self.connections, trust, gateway_id)
         self._status = status = StatusService(
             config, self.requests, self.connections, self._preprocessor, stores, clock, history, self._fleet
         )
@@ -154,7 +162,7 @@ class Gateway:
         self._admin_servicer = AdminServicer(
             status=status, stores=stores, orders=ScalerOrders(operations), traffic=self._traffic
         )
-        relays = RelayTokens(secret, clock)
+        relays = RelayTokens(trust.secret, clock)
         self._authentication = Authentication(self._authenticator, relays, self._audit)
         self._health: health.aio.HealthServicer | None = None
         self._server: grpc.aio.Server | None = None
@@ -207,6 +215,7 @@ class Gateway:
         await self._server.start()
         await self._admin_server.start()
         self._tasks.spawn(self._authenticator.follow(self._on_reload), "authenticator")
+        self._tasks.spawn(self._key_roots.follow(self._clock), "key-roots")
         if not takes_over:
             self.connections.start(self.requests)
         return self._port.number
@@ -302,14 +311,16 @@ class Gateway:
             await self._health.set(name, value)
 
 
-def _open_preprocessor(config: ClusterConfig, clock: Clock, seeds: Callable[[], int]) -> Preprocessor:
+def _open_preprocessor(
+    config: ClusterConfig, clock: Clock, seeds: Callable[[], int], key_roots: KeyRoots
+) -> Preprocessor:
     return Preprocessor(
         config.model,
         config.model_name,
         config.gateway,
         clock,
         seeds,
-        block_tokens=config.pools[0].engine.block_tokens,
+        key_roots=key_roots,
         allow_pins=config.debug.allow_pins,
     )
 
