@@ -20,11 +20,11 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from cluster.api.json_text import as_dict
 from cluster.errors import ForbiddenError, RequestError, UnauthenticatedError, to_grpc_status
-from cluster.identity.audit import NOBODY, AuditEntry, AuditLog
-from cluster.identity.authenticator import Authenticator, Credentials, require
+from cluster.identity.access import Access
+from cluster.identity.audit import NOBODY, AuditEntry
+from cluster.identity.authenticator import Credentials, require
 from cluster.identity.certificates import names_of_auth_context
 from cluster.identity.identity import Identity, Role
-from cluster.identity.resume_tokens import RelayTokens
 from cluster.proto import RELAYED_CERTIFICATE_KEY
 from cluster.proto import tandem_pb2 as pb
 
@@ -33,7 +33,7 @@ AUTHORIZATION_KEY = "authorization"
 # grpc.aio.ServicerContext, which has no types.
 Context = Any
 # Names a method for which an identity is enough, whatever its roles; and one for everybody.
-Access = Role | Literal["identified", "open"]
+MethodAccess = Role | Literal["identified", "open"]
 
 _INFERENCE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 _ADMIN = pb.DESCRIPTOR.services_by_name["Admin"].full_name
@@ -41,7 +41,7 @@ _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
 
 # What each method needs. One without an entry is refused.
-METHOD_ACCESS: Mapping[str, Access] = {
+METHOD_ACCESS: Mapping[str, MethodAccess] = {
     f"/{_INFERENCE}/Generate": "user",
     f"/{_INFERENCE}/Tokenize": "user",
     f"/{_INFERENCE}/Detokenize": "user",
@@ -83,10 +83,10 @@ class Authentication(grpc.aio.ServerInterceptor):
     """Refuses calls whose caller is not known, or lacks the role; gives the others an identity. Refusals, and
     what is called of `Admin`, are in the audit log."""
 
-    def __init__(self, authenticator: Authenticator, relays: RelayTokens, audit: AuditLog) -> None:
-        self._authenticator = authenticator
-        self._relays = relays
-        self._audit = audit
+    def __init__(self, access: Access) -> None:
+        self._authenticator = access.authenticator
+        self._relays = access.relays
+        self._audit = access.audit
 
     async def intercept_service(
         self,
@@ -128,7 +128,7 @@ class Authentication(grpc.aio.ServerInterceptor):
         return Credentials(certificate_names=self._relays.names(str(relayed[0])) if relayed else ())
 
     def _by_certificate(
-        self, handler: grpc.RpcMethodHandler, method: str, access: Access
+        self, handler: grpc.RpcMethodHandler, method: str, access: MethodAccess
     ) -> grpc.RpcMethodHandler:
         """Return a handler that looks at the certificate of the connection before it reads a message: the
         interceptor itself does not see the connection."""
@@ -230,7 +230,7 @@ class Authentication(grpc.aio.ServerInterceptor):
             )
 
 
-def _check(identity: Identity, access: Access) -> None:
+def _check(identity: Identity, access: MethodAccess) -> None:
     if access not in ("identified", "open"):
         require(identity, access)  # type: ignore[arg-type]  # a role
 

@@ -31,7 +31,6 @@ class InferenceServicer:
 
     def __init__(
         self,
-        *,
         requests: RequestManager,
         connections: ReplicaConnections,
         texts: TextCalls,

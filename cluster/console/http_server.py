@@ -30,11 +30,12 @@ from cluster.errors import (
     to_grpc_status,
 )
 from cluster.gateway.fleet import Fleet
+from cluster.identity.access import Access
 from cluster.identity.api_keys import split_key
-from cluster.identity.audit import NOBODY, OK, AuditEntry, AuditLog
-from cluster.identity.authenticator import Authenticator, Credentials, require
+from cluster.identity.audit import NOBODY, OK, AuditEntry
+from cluster.identity.authenticator import Credentials, require
 from cluster.identity.identity import Identity, Role
-from cluster.identity.sessions import MAX_COOKIE_CHARS, Sessions
+from cluster.identity.sessions import MAX_COOKIE_CHARS
 from cluster.scaling.orders import MAX_REPLICAS, Operations, ScalerOrders
 from kvtransfer.common.clock import Clock
 
@@ -48,11 +49,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # Is told who sends the request.
 IdentifiedHandler = Callable[[web.Request, Identity], Awaitable[web.StreamResponse]]
 Method = Literal["GET", "POST"]
-Access = Role | Literal["open"]
+RouteAccess = Role | Literal["open"]
 
 # What each route needs, of everything but the page's own files, which are open. The key of a route that is
 # registered without an entry here is an error at start.
-ROUTE_ACCESS: Mapping[tuple[Method, str], Access] = {
+ROUTE_ACCESS: Mapping[tuple[Method, str], RouteAccess] = {
     ("GET", f"{API}/session"): "open",
     ("POST", f"{API}/sign-in"): "open",
     ("POST", f"{API}/sign-out"): "open",
@@ -74,9 +75,7 @@ class ConsoleServices(NamedTuple):
     fleet: Fleet
     stores: StoreAdmin
     operations: Operations | None
-    authenticator: Authenticator
-    sessions: Sessions
-    audit: AuditLog
+    access: Access
 
 
 def open_console(
@@ -131,10 +130,10 @@ class Console:
         self._port = port
         self._takes_over = gateway.takes_over
         self._names = frozenset(name.lower() for name in (gateway.host, *gateway.console_hosts))
-        self._auth = config.auth
         self._api = api
         self._orders = ScalerOrders(services.operations)
-        self._services = services
+        self._access = services.access
+        self._fleet = services.fleet
         self._certificate = (
             Certificate(gateway.tls_cert_file, gateway.tls_key_file)
             if gateway.tls_cert_file is not None and gateway.tls_key_file is not None
@@ -221,7 +220,7 @@ class Console:
 
     # -------------------------------------------------------------------------------- who is signed in
 
-    def _allowed(self, access: Access, handler: IdentifiedHandler) -> Handler:
+    def _allowed(self, access: RouteAccess, handler: IdentifiedHandler) -> Handler:
         """Return the handler for those who have the role."""
         assert access != "open"
 
@@ -239,11 +238,11 @@ class Console:
 
     def _identify(self, request: web.Request) -> Identity:
         """Return who sends the request: by the header that programs send, or by the session's cookie."""
-        authenticator = self._services.authenticator
+        authenticator = self._access.authenticator
         if not authenticator.is_required or "Authorization" in request.headers:
             return authenticator.identify(Credentials(request.headers.get("Authorization", "")))
         if cookie := request.cookies.get(self._cookie):
-            return self._services.sessions.identify(cookie[: MAX_COOKIE_CHARS + 1])
+            return self._access.sessions.identify(cookie[: MAX_COOKIE_CHARS + 1])
         raise UnauthenticatedError("sign in with an API key")
 
     async def _session(self, request: web.Request) -> web.Response:
@@ -255,12 +254,12 @@ class Console:
         return _json(self._session_fields(identity))
 
     async def _sign_in(self, request: web.Request) -> web.Response:
-        if not self._services.authenticator.is_required:
+        if not self._access.authenticator.is_required:
             raise OrderError("there is nothing to sign in to: auth.mode is none")
         body = await _read(request, _SignIn)
         key_id, _ = split_key(body.key) or ("", "")
         try:
-            session = self._services.sessions.begin(body.key)
+            session = self._access.sessions.begin(body.key)
         except RequestError as error:
             self._record(request, None, {"key_id": key_id}, error=error)
             raise
@@ -282,9 +281,9 @@ class Console:
         await _read(request, _SignOut)
         if cookie := request.cookies.get(self._cookie):
             try:
-                who = self._services.sessions.identify(cookie)
-                ended = self._services.sessions.end(cookie)
-                missing = await self._services.fleet.end_session(ended)
+                who = self._access.sessions.identify(cookie)
+                ended = self._access.sessions.end(cookie)
+                missing = await self._fleet.end_session(ended)
                 self._record(request, who, {"not_reached": ", ".join(sorted(missing))} if missing else {})
             except UnauthenticatedError:
                 pass  # it was over already
@@ -298,7 +297,7 @@ class Console:
             "tenant": identity.tenant,
             "roles": sorted({role for role in ("user", "viewer", "operator") if identity.has_role(role)}),
         }
-        return {"auth": self._auth.mode, "insecure": self._auth.insecure, "identity": shown}
+        return {"auth": self._access.config.mode, "insecure": self._access.config.insecure, "identity": shown}
 
     # ------------------------------------------------------------------------------ questions and orders
 
@@ -354,7 +353,7 @@ class Console:
             result=to_grpc_status(error).code.name if error else OK,
             detail=str(error) if error else "",
         )
-        self._services.audit.record(entry)
+        self._access.audit.record(entry)
 
 
 async def _read(request: web.Request, kind: type[B]) -> B:

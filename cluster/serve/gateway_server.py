@@ -6,7 +6,7 @@ Imports neither Ray nor torch: `cluster.serve.app` runs a `Gateway` in a Serve r
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -25,11 +25,9 @@ from cluster.gateway.history import RequestHistory
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_manager import RequestManager
 from cluster.gateway.traffic_splitter import TrafficSplitter
-from cluster.identity.audit import NOBODY, OK, AuditEntry, AuditLog
-from cluster.identity.authenticator import Authenticator
+from cluster.identity.access import Access
 from cluster.identity.key_roots import KeyRoots
-from cluster.identity.resume_tokens import RelayTokens, ResumeTokens
-from cluster.identity.sessions import Sessions
+from cluster.identity.resume_tokens import ResumeTokens
 from cluster.metrics.ended_request import Observer
 from cluster.metrics.gateway_counters import GatewayCounters
 from cluster.metrics.logs import log_access, log_relayed
@@ -113,8 +111,6 @@ class Gateway:
         )
         history = RequestHistory(block_tokens, clock)
         self._tracer = _open_tracer(config, gateway_id, clock)
-        log = log_access if config.logs.access else None
-        observers: list[Observer | None] = [history.ended, log, self._tracer]
         self.requests = RequestManager(
             preprocessor=self._preprocessor,
             connections=self.connections,
@@ -125,21 +121,17 @@ class Gateway:
             auth=config.auth,
             resume_tokens=ResumeTokens(trust.secret, clock, config.auth.resume_s),
             on_members=self._on_members,
-            observers=[observer for observer in observers if observer is not None],
+            observers=_observers(config, history, self._tracer),
             counters=_open_counters(config, self.connections),
         )
-        self._authenticator = Authenticator(config.auth, clock)
-        self._audit = AuditLog(config.auth.audit, gateway_id, clock)
-        sessions = Sessions(trust, self._authenticator, clock)
-        self._fleet = Fleet(gateway_id, self.requests, self.connections, sessions, trust, clock)
+        self._access = access = Access(config.auth, gateway_id, trust, clock)
+        self._fleet = Fleet(gateway_id, self.requests, self.connections, access.sessions, trust, clock)
         self.fleet_port = 0  # where the other gateways ask this one, after `start`
         stores = StoreAdmin(self.connections, trust, gateway_id)
         self._status = status = StatusService(
             config, self.requests, self.connections, self._preprocessor, stores, clock, history, self._fleet
         )
-        services = ConsoleServices(
-            status, self._fleet, stores, operations, self._authenticator, sessions, self._audit
-        )
+        services = ConsoleServices(status, self._fleet, stores, operations, access)
         self._console = open_console(gateway_id, config, services, clock)
         self.console_port = 0  # where the console listens after `start`; 0: there is none
         self._traffic = TrafficSplitter(
@@ -151,19 +143,14 @@ class Gateway:
             clock=clock,
             on_end=log_relayed if config.logs.access else None,
         )
+        faults = Faults(config.debug.fault_rules)
         self._servicer = InferenceServicer(
-            requests=self.requests,
-            connections=self.connections,
-            texts=self._texts,
-            status=status,
-            faults=Faults(config.debug.fault_rules),
-            traffic=self._traffic,
+            self.requests, self.connections, self._texts, status, faults, self._traffic
         )
         self._admin_servicer = AdminServicer(
             status=status, stores=stores, orders=ScalerOrders(operations), traffic=self._traffic
         )
-        relays = RelayTokens(trust.secret, clock)
-        self._authentication = Authentication(self._authenticator, relays, self._audit)
+        self._authentication = Authentication(access)
         self._health: health.aio.HealthServicer | None = None
         self._server: grpc.aio.Server | None = None
         self._port: ClientPort | None = None
@@ -214,7 +201,7 @@ class Gateway:
             self.console_port = await self._console.start(is_shared=takes_over)
         await self._server.start()
         await self._admin_server.start()
-        self._tasks.spawn(self._authenticator.follow(self._on_reload), "authenticator")
+        self._tasks.spawn(self._access.follow(), "credentials")
         self._tasks.spawn(self._key_roots.follow(self._clock), "key-roots")
         if not takes_over:
             self.connections.start(self.requests)
@@ -262,7 +249,7 @@ class Gateway:
         if self._tracer is not None:
             await self._tracer.stop()
         await self._tasks.close()
-        self._audit.close()
+        self._access.close()
 
     async def _move_clients(self, port: ClientPort, end_at: float) -> None:
         """Return when no client is connected any more, or they cannot be moved: no other gateway is there,
@@ -294,10 +281,6 @@ class Gateway:
     def _num_running(self) -> int:
         return self.requests.num_running + self._traffic.num_running
 
-    def _on_reload(self, field: str, changes: Mapping[str, str]) -> None:
-        what = {"file": field, **changes}
-        self._audit.record(AuditEntry(who=NOBODY, method="credentials/reload", what=what, result=OK))
-
     def _on_members(self) -> None:
         if self.connections.has_route() != self._is_serving:
             self._is_serving = not self._is_serving
@@ -323,6 +306,13 @@ def _open_preprocessor(
         key_roots=key_roots,
         allow_pins=config.debug.allow_pins,
     )
+
+
+def _observers(
+    config: ClusterConfig, history: RequestHistory, tracer: RequestTracer | None
+) -> list[Observer]:
+    log = log_access if config.logs.access else None
+    return [observer for observer in (history.ended, log, tracer) if observer is not None]
 
 
 def _open_counters(config: ClusterConfig, connections: ReplicaConnections) -> GatewayCounters:
