@@ -9,7 +9,7 @@ import pytest
 from authority import Authority
 from doctor_harness import config_of, context_of, only, said
 
-from cluster.doctor import certificates
+from cluster.doctor import tls
 from cluster.doctor.checks import CheckContext, Severity
 from cluster.serve.machine import Machine
 from kvtransfer.common.clock import ManualClock, SystemClock
@@ -40,7 +40,7 @@ AGES = [
 def test_a_gateways_certificate_is_valid_now_and_for_some_time(
     tmp_path: Path, in_days: int, severity: Severity, word: str
 ) -> None:
-    result = only(certificates.tls, context(in_days, gateway=pair(tmp_path)))
+    result = only(tls.gateway_tls, context(in_days, gateway=pair(tmp_path)))
     assert result.severity is severity
     assert word in result.seen
     assert "localhost, 127.0.0.1" in result.seen
@@ -50,21 +50,21 @@ def test_a_certificate_and_its_key_are_a_pair_that_can_be_read(tmp_path: Path) -
     here = context(gateway=pair(tmp_path))
     key_file = tmp_path / "tls.key"
     key_file.chmod(0o644)
-    assert [severity for severity, _ in said(certificates.tls, here)] == [WARNING, OK]
+    assert [severity for severity, _ in said(tls.gateway_tls, here)] == [WARNING, OK]
     (tmp_path / "other").mkdir()
     key_file.write_bytes(Path(pair(tmp_path / "other")["tls_key_file"]).read_bytes())
-    assert only(certificates.tls, here).severity is ERROR
+    assert only(tls.gateway_tls, here).severity is ERROR
     key_file.unlink()
-    assert only(certificates.tls, here).severity is ERROR
+    assert only(tls.gateway_tls, here).severity is ERROR
 
 
 def test_without_tls_keys_can_be_read_on_the_way() -> None:
-    assert not said(certificates.tls, context())
+    assert not said(tls.gateway_tls, context())
     everywhere = {"host": "0.0.0.0"}
     open_to_all = context(gateway=everywhere, auth={"insecure": True})
-    assert only(certificates.tls, open_to_all).severity is NOTE
+    assert only(tls.gateway_tls, open_to_all).severity is NOTE
     with_keys = context(gateway=everywhere, auth={"mode": "required", "keys_file": "/keys"})
-    result = only(certificates.tls, with_keys)
+    result = only(tls.gateway_tls, with_keys)
     assert result.severity is WARNING
     assert "API keys" in result.why
 
@@ -78,11 +78,11 @@ def test_the_authority_of_clients_is_one_and_somebody_has_a_name(tmp_path: Path)
         settings = {"ca_file": str(path), "identities": identities}
         return context(in_days, gateway=gateway, auth={"mode": "required", "certificates": settings})
 
-    assert only(certificates.client_authority, with_authority(ca_file, names)).severity is OK
-    assert only(certificates.client_authority, with_authority(ca_file, names, 95)).severity is WARNING
-    found = said(certificates.client_authority, with_authority(ca_file, []))
+    assert only(tls.client_authority, with_authority(ca_file, names)).severity is OK
+    assert only(tls.client_authority, with_authority(ca_file, names, 95)).severity is WARNING
+    found = said(tls.client_authority, with_authority(ca_file, []))
     assert [severity for severity, _ in found] == [OK, WARNING]
     leaf = with_authority(Path(gateway["tls_cert_file"]), names)
-    assert said(certificates.client_authority, leaf)[0][0] is ERROR
-    assert only(certificates.client_authority, with_authority(tmp_path / "none", names)).severity is ERROR
-    assert not said(certificates.client_authority, context())
+    assert said(tls.client_authority, leaf)[0][0] is ERROR
+    assert only(tls.client_authority, with_authority(tmp_path / "none", names)).severity is ERROR
+    assert not said(tls.client_authority, context())

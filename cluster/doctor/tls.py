@@ -19,7 +19,7 @@ _RENEW = "renew the files: a running process reads them again"
 _Reading = Generator[CheckResult, None, tuple[x509.Certificate, ...]]
 
 
-def tls(context: CheckContext) -> Iterator[CheckResult]:
+def gateway_tls(context: CheckContext) -> Iterator[CheckResult]:
     """Check the gateway's certificate: readable, with its key, valid, and for which names."""
     gateway = context.config.gateway
     cert_file, key_file = gateway.tls_cert_file, gateway.tls_key_file
@@ -133,7 +133,7 @@ def _is_authority(certificate: x509.Certificate) -> bool:
 
 
 CHECKS = (
-    Check("tls", GROUP, "The gateway's certificate and key: a pair, readable, not expired", tls),
+    Check("tls", GROUP, "The gateway's certificate and key: a pair, readable, not expired", gateway_tls),
     Check(
         "client-authority",
         GROUP,
