@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from cluster.api.json_text import as_dict
 from cluster.errors import ForbiddenError, RequestError, UnauthenticatedError, to_grpc_status
-from cluster.identity.access import Access
+from cluster.identity.access_control import AccessControl
 from cluster.identity.audit import NOBODY, AuditEntry
 from cluster.identity.authenticator import Credentials, require
 from cluster.identity.certificates import names_of_auth_context
@@ -83,7 +83,7 @@ class Authentication(grpc.aio.ServerInterceptor):
     """Refuses calls whose caller is not known, or lacks the role; gives the others an identity. Refusals, and
     what is called of `Admin`, are in the audit log."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: AccessControl) -> None:
         self._authenticator = access.authenticator
         self._relays = access.relays
         self._audit = access.audit

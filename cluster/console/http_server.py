@@ -30,7 +30,7 @@ from cluster.errors import (
     to_grpc_status,
 )
 from cluster.gateway.fleet import Fleet
-from cluster.identity.access import Access
+from cluster.identity.access_control import AccessControl
 from cluster.identity.api_keys import split_key
 from cluster.identity.audit import NOBODY, OK, AuditEntry
 from cluster.identity.authenticator import Credentials, require
@@ -75,7 +75,7 @@ class ConsoleServices(NamedTuple):
     fleet: Fleet
     stores: StoreAdmin
     operations: Operations | None
-    access: Access
+    access: AccessControl
 
 
 def open_console(

@@ -25,7 +25,7 @@ from cluster.gateway.history import RequestHistory
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_manager import RequestManager
 from cluster.gateway.traffic_splitter import TrafficSplitter
-from cluster.identity.access import Access
+from cluster.identity.access_control import AccessControl
 from cluster.identity.key_roots import KeyRoots
 from cluster.identity.resume_tokens import ResumeTokens
 from cluster.metrics.ended_request import Observer
@@ -124,7 +124,7 @@ class Gateway:
             observers=_observers(config, history, self._tracer),
             counters=_open_counters(config, self.connections),
         )
-        self._access = access = Access(config.auth, gateway_id, trust, clock)
+        self._access = access = AccessControl(config.auth, gateway_id, trust, clock)
         self._fleet = Fleet(gateway_id, self.requests, self.connections, access.sessions, trust, clock)
         self.fleet_port = 0  # where the other gateways ask this one, after `start`
         stores = StoreAdmin(self.connections, trust, gateway_id)

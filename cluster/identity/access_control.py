@@ -14,7 +14,7 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.rpc.trust import Trust
 
 
-class Access:
+class AccessControl:
     """One gateway's. `follow` keeps it up to date, `close` ends the audit log's file."""
 
     def __init__(self, config: AuthConfig, gateway_id: str, trust: Trust, clock: Clock) -> None:
