@@ -132,7 +132,7 @@ def test_opening_a_sealed_segment_reads_its_end_only(tmp_path: Path) -> None:
 
 def test_a_large_directory_is_read(tmp_path: Path) -> None:
     harness = NvmeHarness(settings_for(tmp_path, 2, 24 << 20))
-    infos = [info_of(key, 100, tenant="t" * 900) for key in range(400)]
+    infos = [info_of(key, 100, group="t" * 900) for key in range(400)]
     image = empty_image(100)
     for start in range(0, 400, 50):
         assert len(harness.tier.write_run([(image, info) for info in infos[start : start + 50]])) == 50
@@ -147,7 +147,7 @@ def test_a_large_directory_is_read(tmp_path: Path) -> None:
 def test_a_full_segment_has_space_for_its_directory(tmp_path: Path) -> None:
     with nvme_harness(tmp_path) as harness:
         for key in range(40):
-            harness.put(key, 100, tenant="t" * 900)
+            harness.put(key, 100, group="t" * 900)
         full = harness.segments()[:-1]
         assert len(full) > 1
         for path in full:

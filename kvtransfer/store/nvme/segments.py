@@ -30,7 +30,7 @@ from kvtransfer.store.messages import RecordInfo
 from kvtransfer.store.record import PAGE_BYTES, Header, RecordPlace, encode_header, image_bytes
 from kvtransfer.store.record import VERSION as RECORD_VERSION
 
-VERSION = 1
+VERSION = 2
 SUFFIX = ".seg"
 # Files that stay open though nobody reads or writes them.
 MAX_IDLE_FILES = 256
