@@ -115,7 +115,9 @@ async def test_a_request_of_another_tenant_is_none(pair: Pair) -> None:
     assert [(gateway_id, it.request_id) for gateway_id, it in given.requests] == [("g1", "same")]
 
 
-async def test_of_a_request_that_was_resumed_elsewhere_the_latest_call_is_explained(pair: Pair) -> None:
+async def test_the_latest_call_of_a_request_that_was_resumed_at_another_gateway_is_explained(
+    pair: Pair,
+) -> None:
     """Its id names the gateway where it began, and failed."""
     script = pair.harness.replicas["d0"].script
     script.stop_after = 4
