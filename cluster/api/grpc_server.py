@@ -67,11 +67,11 @@ def bind(
     server: grpc.aio.Server,
     gateway: GatewayConfig,
     port: int,
-    credentials: grpc.ServerCredentials | None,
+    certificate: Certificate | None,
     *,
     is_shared: bool = False,
 ) -> ClientPort:
-    """Give `server` its port (0: a free one), with TLS where there are credentials.
+    """Give `server` its port (0: a free one), with TLS where there is a certificate.
 
     `is_shared`: an older gateway of the application listens there, and this one takes over from it. Raises
     `StartError` when anybody else does.
@@ -81,10 +81,10 @@ def bind(
         if gateway.takes_over and port and not is_shared:
             check_free(gateway.host, port)
         before = _listeners()
-        if credentials is None:
+        if certificate is None:
             number = int(server.add_insecure_port(place))
         else:
-            number = int(server.add_secure_port(place, credentials))
+            number = int(server.add_secure_port(place, certificate.credentials()))
     except (OSError, RuntimeError) as error:
         raise StartError(f"the gateway cannot listen on {place}: {_TAKEN}") from error
     return ClientPort(number, {fd for fd, port in _listeners() - before if port == number})
@@ -99,16 +99,16 @@ def check_free(host: str, port: int) -> None:
             probe.listen()
 
 
-def server_credentials(
+def open_certificate(
     gateway: GatewayConfig, auth: AuthConfig, name: Literal["inference", "admin"]
-) -> grpc.ServerCredentials | None:
-    """Return the credentials of the port with this name; None where it speaks no TLS. `StartError` when a
+) -> Certificate | None:
+    """Return the certificate of the port with this name; None where it speaks no TLS. `StartError` when a
     file cannot be read."""
     if gateway.tls_cert_file is None or gateway.tls_key_file is None:
         return None
     clients = auth.certificates
     ca_file = clients.ca_file if clients is not None and name in clients.ports else None
-    return Certificate(gateway.tls_cert_file, gateway.tls_key_file, ca_file).credentials()
+    return Certificate(gateway.tls_cert_file, gateway.tls_key_file, ca_file)
 
 
 async def open_health(
@@ -147,6 +147,14 @@ class Certificate:
             self._changed,
             require_client_authentication="auth.certificates.ca_file" in self._files,
         )
+
+    def chain(self) -> str:
+        """PEM of the certificate chain in use."""
+        return self._current[0].decode("ascii", "replace")
+
+    def pair(self) -> tuple[bytes, bytes]:
+        """PEM of the chain in use and of its key."""
+        return self._current[0], self._current[1]
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
         """What the files hold now, where it is new and complete; None: go on with what was last given."""

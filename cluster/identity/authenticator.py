@@ -59,6 +59,14 @@ class Authenticator:
             return identify_certificate(credentials.certificate_names, self.config.certificates, self.config)
         raise UnauthenticatedError(f"no credentials: {_REMEDY}")
 
+    def identify_key(self, key_id: str) -> Identity:
+        """Return who has the API key of this id, without its secret: for a session that was opened with the
+        key. `UnauthenticatedError` when it was revoked or has expired."""
+        entry = self._keys.content.get(key_id) if self._keys is not None else None
+        if entry is None:
+            raise UnauthenticatedError("the key of this session is not valid any more")
+        return self._identity(entry)
+
     def reload(self) -> None:
         """Read the files that have changed; blocks."""
         for file in self._files():
@@ -84,6 +92,9 @@ class Authenticator:
         entry = entries.get(key_id)
         if not (entry or NO_ENTRY).opens_with(secret) or entry is None:
             raise UnauthenticatedError("the key or token is not valid here")
+        return self._identity(entry)
+
+    def _identity(self, entry: KeyEntry) -> Identity:
         expires_at = entry.expires_at
         if expires_at is not None and self._clock.wall() >= expires_at:
             raise UnauthenticatedError(f"the key {entry.id} has expired")

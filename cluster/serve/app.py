@@ -330,6 +330,7 @@ class GatewayActor:
                 process_id=os.getpid(),
                 console=console,
                 admin=f"{self._host}:{self._gateway.admin_port}",
+                certificate=self._gateway.certificate_chain(),
             )
         )
 

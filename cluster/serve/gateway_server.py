@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from cluster.api.admin_servicer import AdminServicer
 from cluster.api.authentication import Authentication
-from cluster.api.grpc_server import ClientPort, bind, open_health, open_server, server_credentials
+from cluster.api.grpc_server import ClientPort, bind, open_certificate, open_health, open_server
 from cluster.api.replies import StatusService
 from cluster.api.servicer import InferenceServicer, TextCalls
 from cluster.api.store_admin import StoreAdmin
@@ -121,6 +121,8 @@ class Gateway:
         self._console = open_console(gateway_id, config, status, self.requests, stores, operations, clock)
         self.console_port = 0  # where the console listens after `start`; 0: there is none
         self._status = status
+        relays = RelayTokens(secret, clock)
+        self._certificate = open_certificate(config.gateway, config.auth, "inference")
         self._traffic = TrafficSplitter(
             app=config.app,
             gateway_id=gateway_id,
@@ -128,6 +130,8 @@ class Gateway:
             roster=roster,
             open_roster=open_roster,
             clock=clock,
+            relays=relays,
+            certificate=self._certificate,
             on_end=log_relayed if config.logs.access else None,
         )
         self._servicer = InferenceServicer(
@@ -140,7 +144,7 @@ class Gateway:
         )
         self._admin_servicer = AdminServicer(status=status, stores=stores, traffic=self._traffic)
         self._authenticator = Authenticator(config.auth, clock)
-        self._authentication = Authentication(self._authenticator, RelayTokens(secret, clock))
+        self._authentication = Authentication(self._authenticator, relays)
         self._health: health.aio.HealthServicer | None = None
         self._server: grpc.aio.Server | None = None
         self._port: ClientPort | None = None
@@ -176,14 +180,14 @@ class Gateway:
             self.connections.start(self.requests)
             end_at = self._clock.now() + _TAKE_OVER_S
             await self._wait_while(lambda: not self.connections.has_route(), end_at)
-        auth = self._config.auth
-        own_tls = server_credentials(settings, auth, "inference")
-        self._port = bind(self._server, settings, settings.port, own_tls, is_shared=takes_over)
+        self._port = bind(self._server, settings, settings.port, self._certificate, is_shared=takes_over)
         admin = f"{self._advertised_host}:{settings.admin_port}"
-        shares_admin = takes_over and any(it.admin == admin for it in others)
-        admin_tls = server_credentials(settings, auth, "admin")
         self.admin_port = bind(
-            self._admin_server, settings, settings.admin_port, admin_tls, is_shared=shares_admin
+            self._admin_server,
+            settings,
+            settings.admin_port,
+            open_certificate(settings, self._config.auth, "admin"),
+            is_shared=takes_over and any(it.admin == admin for it in others),
         ).number
         self._health_server = await open_health(settings, self._health, is_shared=takes_over)
         if self._console is not None:
@@ -194,6 +198,10 @@ class Gateway:
         if not takes_over:
             self.connections.start(self.requests)
         return self._port.number
+
+    def certificate_chain(self) -> str:
+        """Return PEM of what the gateway shows to clients now; "" where it speaks no TLS."""
+        return self._certificate.chain() if self._certificate is not None else ""
 
     def _open_server(self, service: str) -> grpc.aio.Server:
         """Return a server that authenticates its callers, with health and reflection of one service."""
