@@ -24,6 +24,8 @@ from cluster.metrics.config import LogConfig, TracingConfig
 from cluster.scaling.config import ScalingConfig
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.config import StoreConfig, TransferConfig
+from kvtransfer.errors import TrustError
+from kvtransfer.rpc.trust import Trust, TrustFiles
 from kvtransfer.transports import TRANSPORTS
 from router.config import RouterConfig
 from workers.config import EngineSettings
@@ -273,7 +275,8 @@ class ClusterConfig(_Settings):
     logs: LogConfig = LogConfig()
     tracing: TracingConfig = TracingConfig()
     auth: AuthConfig = AuthConfig()
-    # Holds the cluster secret; None: drawn at start. Relative to the file that names it.
+    # Holds the cluster secret, at the same path on every node; None: drawn at start, which serves one host.
+    # Relative to the file that names it.
     secret_file: Path | None = None
     debug: DebugConfig = DebugConfig()
 
@@ -285,6 +288,10 @@ class ClusterConfig(_Settings):
     def with_redis_url(self, url: str) -> Self:
         """Return a copy whose store keeps its index on this server."""
         return self.model_copy(update={"store": self.store.model_copy(update={"redis_url": url})})
+
+    def with_secret_file(self, path: Path | None) -> Self:
+        """Return a copy whose processes read the cluster secret from this file."""
+        return self.model_copy(update={"secret_file": path})
 
     @model_validator(mode="after")
     def _pools_work_together(self) -> Self:
@@ -430,18 +437,23 @@ def _field_path(location: tuple[int | str, ...]) -> str:
 
 
 # ----------------------------------------------------------------------------------------------
-# Secrets, which are read from files of their own: mounted from a vault, or from a Kubernetes Secret.
+# Secrets, which are read from files of their own: mounted from a vault, or from a Kubernetes Secret. Each
+# process reads them itself; only their paths are in a configuration, which passes through Ray.
 
-MIN_SECRET_BYTES = 16
+
+def trust_files(config: ClusterConfig) -> TrustFiles:
+    """Return the paths of the files by which processes prove themselves to each other. `tandem serve` has
+    named a `secret_file` where the configuration names none."""
+    assert config.secret_file is not None, "decided before the application is deployed"
+    return TrustFiles(str(config.secret_file))
 
 
-def read_cluster_secret(path: Path) -> bytes:
-    """Read the secret by which connections authenticate, without surrounding white space; `ConfigError` when
-    the file cannot be read or is too short."""
-    secret = _read(path, "secret_file")
-    if len(secret) < MIN_SECRET_BYTES:
-        raise ConfigError(f"secret_file: needs at least {MIN_SECRET_BYTES} bytes, has {len(secret)}")
-    return secret
+def read_trust(config: ClusterConfig) -> Trust:
+    """Read these files; `ConfigError` names the setting whose file cannot be used."""
+    try:
+        return Trust.read(trust_files(config))
+    except TrustError as error:
+        raise ConfigError(str(error)) from error
 
 
 def read_redis_url(path: Path) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from cluster.config import ClusterConfig
+from cluster.config import ClusterConfig, read_trust, trust_files
 from cluster.dtypes import resolve_dtype
 from cluster.metrics.exporters import GatewayMetrics, ReplicaMetrics
 from cluster.metrics.logs import log_to_stderr
@@ -64,7 +64,6 @@ _ONE_MORE = 1
 def build_application(
     config: ClusterConfig,
     cpus: Mapping[str, float],
-    secret: bytes,
     *,
     life: str = "",
     counts: Mapping[str, int] | None = None,
@@ -74,7 +73,8 @@ def build_application(
 
     `cpus` are per rank of a pool; `life` names the application's life where it is not a new one; `counts`
     take precedence over the file's replicas; orders are kept in the store's Redis under `counts_key` ("":
-    nowhere). When it is deployed over a running one, Serve replaces, one after the other, the replicas of the
+    nowhere). Of secrets only the paths of their files are in the arguments, which Ray keeps. When it is
+    deployed over a running one, Serve replaces, one after the other, the replicas of the
     deployments whose version differs (`cluster.serve.rollout`).
     """
     config_json, life = config.model_dump_json(), life or draw_life()
@@ -96,7 +96,7 @@ def build_application(
             max_constructor_retry_count=2,
             max_surge_percent=_ONE_MORE if pool.surge else 0,
         )
-        .bind(config_json, pool.name, secret, life, dict(cpus))
+        .bind(config_json, pool.name, life, dict(cpus))
         for pool in config.pools
     ]
     return (
@@ -117,7 +117,7 @@ def build_application(
                 REPLICAS_KEY: {pool.name: pool.replicas for pool in config.pools},
             },
         )
-        .bind(config_json, secret, mark, counts_key, *pools)
+        .bind(config_json, mark, counts_key, *pools)
     )
 
 
@@ -130,7 +130,7 @@ class ReplicaActor:
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config_json: str, pool_name: str, secret: bytes, life: str, cpus: dict[str, float]
+        self, config_json: str, pool_name: str, life: str, cpus: dict[str, float]
     ) -> None:
         config = ClusterConfig.model_validate_json(config_json)
         unique_id = serve.get_replica_context().replica_id.unique_id
@@ -143,7 +143,7 @@ class ReplicaActor:
         host = node_host(config.transfer.data_host)
         self._identity = ReplicaIdentity(f"{pool_name}-{unique_id}", int(self._clock.wall() * 1000))
         self._leaving = False
-        self._storing = asyncio.create_task(keep_store(config, life, secret, self._clock))
+        self._storing = asyncio.create_task(keep_store(config, life, self._clock))
         spec = ReplicaSpec(
             identity=self._identity,
             pool=pool_name,
@@ -154,7 +154,7 @@ class ReplicaActor:
             engine=engine,
             kv_share=self._pool.device_kv_share,
             transfer=config.transfer,
-            secret=secret,
+            trust=trust_files(config),
             host=host,
             faults=config.debug.fault_rules,
             store=own_store_name(config, life),
@@ -252,7 +252,7 @@ class GatewayActor:
     """Represents one gateway: the gRPC server in the Serve replica's event loop, and its registration."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config_json: str, secret: bytes, mark: str, counts_key: str, *_pools: object
+        self, config_json: str, mark: str, counts_key: str, *_pools: object
     ) -> None:
         config = ClusterConfig.model_validate_json(config_json)
         unique_id = serve.get_replica_context().replica_id.unique_id
@@ -271,7 +271,7 @@ class GatewayActor:
             epoch=self._epoch,
             config=config,
             roster=self._roster,
-            secret=secret,
+            trust=read_trust(config),
             clock=self._clock,
             operations=Operations(dashboard_url, self._scaler.order),
             open_roster=find_roster,
@@ -355,7 +355,7 @@ def deploy(config: ClusterConfig, deployed: Deployed, counts: Mapping[str, int] 
     """Hand the application to Serve and return at once; `deployed` is recorded for later updates."""
     remember(config.app, deployed)
     target = serve.RunTarget(
-        build_application(config, deployed.cpus, deployed.secret, life=deployed.life, counts=counts),
+        build_application(config, deployed.cpus, life=deployed.life, counts=counts),
         name=config.app,
         route_prefix=None,
         external_scaler_enabled=True,

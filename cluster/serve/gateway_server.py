@@ -5,6 +5,7 @@ Imports neither Ray nor torch: `cluster.serve.app` runs a `Gateway` in a Serve r
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 
 import grpc.aio
@@ -24,6 +25,7 @@ from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_manager import RequestManager
 from cluster.gateway.traffic_splitter import TrafficSplitter
 from cluster.identity.authenticator import Authenticator
+from cluster.identity.key_roots import KeyRoots
 from cluster.identity.resume_tokens import RelayTokens, ResumeTokens
 from cluster.metrics.ended_request import Observer
 from cluster.metrics.gateway_counters import GatewayCounters
@@ -38,6 +40,7 @@ from cluster.text.preprocess import Preprocessor, draw_seed
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.common.tasks import SupervisedTasks
+from kvtransfer.rpc.trust import Trust
 from router.service import RouterService
 
 _DRAIN_LOOK_S = 0.05
@@ -62,7 +65,8 @@ class Gateway:
     The caller registers the gateway in the roster. Health is SERVING while a request could be placed.
     `operations` is what the console may order; None: nothing. `open_roster` finds the roster of another
     application, to which requests may be forwarded; None: all are answered here. `advertised_host` is where
-    clients reach the gateway, if that is not where it listens.
+    clients reach the gateway, if that is not where it listens. `draw_bytes` draws the key root of a gateway
+    that has no file of roots.
     """
 
     def __init__(
@@ -72,9 +76,10 @@ class Gateway:
         epoch: int,
         config: ClusterConfig,
         roster: ScalingRoster,
-        secret: bytes,
+        trust: Trust,
         clock: Clock,
         seeds: Callable[[], int] = draw_seed,
+        draw_bytes: Callable[[int], bytes] = secrets.token_bytes,
         operations: Operations | None = None,
         open_roster: Callable[[str], RosterClient] | None = None,
         advertised_host: str = "",
@@ -86,7 +91,10 @@ class Gateway:
         self._clock = clock
         block_tokens = config.pools[0].engine.block_tokens
         router = RouterService(config.router, block_tokens, clock, seeds())
-        self._preprocessor = _open_preprocessor(config, clock, seeds)
+        self._key_roots = KeyRoots(
+            config.auth.key_root_file, draw_bytes, block_tokens, router.num_cached_blocks
+        )
+        self._preprocessor = _open_preprocessor(config, clock, seeds, self._key_roots)
         self._texts = TextCalls(self._preprocessor)
         self.connections = ReplicaConnections(
             gateway_id=gateway_id,
@@ -94,7 +102,7 @@ class Gateway:
             block_tokens=block_tokens,
             roster=roster,
             router=router,
-            secret=secret,
+            trust=trust,
             clock=clock,
         )
         history = RequestHistory(block_tokens, clock)
@@ -109,19 +117,19 @@ class Gateway:
             max_requests=config.gateway.max_requests,
             gateway_id=gateway_id,
             auth=config.auth,
-            resume_tokens=ResumeTokens(secret, clock, config.auth.resume_s),
+            resume_tokens=ResumeTokens(trust.secret, clock, config.auth.resume_s),
             on_members=self._on_members,
             observers=[observer for observer in observers if observer is not None],
             counters=_open_counters(config, self.connections),
         )
-        stores = StoreAdmin(self.connections, secret, gateway_id)
+        stores = StoreAdmin(self.connections, trust, gateway_id)
         status = StatusService(
             config, self.requests, self.connections, self._preprocessor, stores, clock, history, gateway_id
         )
         self._console = open_console(gateway_id, config, status, self.requests, stores, operations, clock)
         self.console_port = 0  # where the console listens after `start`; 0: there is none
         self._status = status
-        relays = RelayTokens(secret, clock)
+        relays = RelayTokens(trust.secret, clock)
         self._certificate = open_certificate(config.gateway, config.auth, "inference")
         self._traffic = TrafficSplitter(
             app=config.app,
@@ -195,6 +203,7 @@ class Gateway:
         await self._server.start()
         await self._admin_server.start()
         self._tasks.spawn(self._authenticator.follow(), "authenticator")
+        self._tasks.spawn(self._key_roots.follow(self._clock), "key-roots")
         if not takes_over:
             self.connections.start(self.requests)
         return self._port.number
@@ -288,14 +297,16 @@ class Gateway:
             await self._health.set(name, value)
 
 
-def _open_preprocessor(config: ClusterConfig, clock: Clock, seeds: Callable[[], int]) -> Preprocessor:
+def _open_preprocessor(
+    config: ClusterConfig, clock: Clock, seeds: Callable[[], int], key_roots: KeyRoots
+) -> Preprocessor:
     return Preprocessor(
         config.model,
         config.model_name,
         config.gateway,
         clock,
         seeds,
-        block_tokens=config.pools[0].engine.block_tokens,
+        key_roots=key_roots,
         allow_pins=config.debug.allow_pins,
     )
 

@@ -3,7 +3,7 @@ affected replicas one after the other, while the others continue.
 
     connecting -> planning -> rolling -> done
 
-What `tandem serve` drew and decided (secret, life, CPU shares, index server) stays as it is.
+What `tandem serve` drew and decided (the secret's file, life, CPU shares, index server) stays as it is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from ray import serve
 from ray.serve.schema import ApplicationStatusOverview
 
-from cluster.config import ClusterConfig, PoolConfig, read_cluster_secret
+from cluster.config import ClusterConfig, PoolConfig, read_trust
 from cluster.errors import ConfigError, RosterAwayError, StartError
 from cluster.metrics.tracing import check_tracing
 from cluster.roster.actor import await_roster, find_roster, read_roster
@@ -220,7 +220,10 @@ def _check(config: ClusterConfig, deployed: Deployed) -> None:
     check_model(config)
     check_tracing(config.tracing)
     check_hosts(config, len(node_resources()))
-    if config.secret_file is not None and read_cluster_secret(config.secret_file) != deployed.secret:
+    in_use = deployed.config
+    if config.secret_file in (None, in_use.secret_file):
+        return
+    if read_trust(config).secret != read_trust(in_use).secret:
         raise ConfigError(
             "secret_file: it holds another secret than the application uses; stop it and start it anew"
         )

@@ -190,7 +190,7 @@ def test_changes_are_named_by_their_path() -> None:
 
 def test_the_deployed_application_carries_the_versions() -> None:
     config = make(decode={"surge": False}, gateway={"surge": False})
-    application = build_application(config, CPUS, b"s" * 16, life="l", counts={"decode": 3})
+    application = build_application(config, CPUS, life="l", counts={"decode": 3})
     gateway = application._bound_deployment
     bound = [it for it in gateway.init_args if not isinstance(it, str | bytes)]
     pools = [pool._bound_deployment for pool in bound]
@@ -202,7 +202,7 @@ def test_the_deployed_application_carries_the_versions() -> None:
     assert [pool._deployment_config.num_replicas for pool in pools] == [1, 3]
     assert [pool._deployment_config.max_surge_percent for pool in pools] == [1, 0]
     assert gateway._deployment_config.max_surge_percent == 0
-    surging = build_application(make(), CPUS, b"s" * 16)._bound_deployment
+    surging = build_application(make(), CPUS)._bound_deployment
     assert surging._deployment_config.max_surge_percent == 1
     assert all(int(100 * pool._deployment_config.rolling_update_percentage) == 1 for pool in pools)
     assert gateway._deployment_config.user_config["replicas"] == {"prefill": 1, "decode": 1}
@@ -227,4 +227,4 @@ def test_a_plan_is_shown_and_printed_as_json() -> None:
 
 def test_what_was_deployed_is_read_back_as_it_was() -> None:
     config = make(gateway={"port": 9000})
-    assert Deployed(config.model_dump_json(), CPUS, b"s", "l").config == config
+    assert Deployed(config.model_dump_json(), CPUS, "l").config == config

@@ -32,7 +32,7 @@ raw = known.config.model_dump(mode="json")
 for pool in raw["pools"]:
     pool["health_check_period_s"] = 1.5
 config = type(known.config).model_validate(raw)
-application = build_application(config, known.cpus, known.secret, life=known.life)
+application = build_application(config, known.cpus, life=known.life)
 target = serve.RunTarget(application, name="tandem", route_prefix=None, external_scaler_enabled=True)
 serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 """

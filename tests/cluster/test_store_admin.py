@@ -16,7 +16,8 @@ from gateway_harness import GatewayHarness, until
 from rich.console import Console
 from scripted_store import FINGERPRINT, ScriptedStore, record
 from serving import tandem
-from store_harness import COMPATIBILITY, SECRET, Chain, Replica, StoreHarness
+from store_harness import COMPATIBILITY, Chain, Replica, StoreHarness
+from trust_files import TRUST
 from typer.testing import CliRunner
 
 from cluster.api.admin_client import AdminClient
@@ -48,8 +49,8 @@ class Nodes:
 
     def __init__(self, harness: GatewayHarness) -> None:
         self.harness = harness
-        self.a = ScriptedStore("a", harness.secret, [record(1, "t"), record(2, "u"), record(3, "")])
-        self.b = ScriptedStore("b", harness.secret, [record(4, "t")])
+        self.a = ScriptedStore("a", harness.trust, [record(1, "t"), record(2, "u"), record(3, "")])
+        self.b = ScriptedStore("b", harness.trust, [record(4, "t")])
         self.address = ""
         self.client: AdminClient
 
@@ -133,7 +134,7 @@ async def test_purge_deletes_of_the_tenant_and_of_nobody_else(
     chosen = Selection("t", None)
     text = await shown(lambda console: purge_records(stores.address, chosen, None, console, as_json=False))
     assert "1 of them are in use" in text
-    assert [info.tenant for info in stores.a.records + stores.b.records] == ["u", ""]
+    assert [info.sharing_group for info in stores.a.records + stores.b.records] == ["u", ""]
     await purge_records(stores.address, EVERYTHING, 30.0, Console(), as_json=True)
     nodes = json.loads(capsys.readouterr().out)["nodes"]
     assert [node["num_records"] for node in nodes] == [{"dram": 2}, {"dram": 0}]
@@ -242,7 +243,7 @@ async def test_a_node_that_could_not_be_asked_fails_the_command(stores: Nodes) -
     assert done.returncode == 1
     assert f"node b (host, {stores.b.address}) not purged: not reached" in done.stderr
     assert "dram" in done.stdout
-    assert [info.tenant for info in stores.a.records] == ["u", ""]
+    assert [info.sharing_group for info in stores.a.records] == ["u", ""]
 
 
 async def test_a_cluster_without_a_store_says_so(harness: GatewayHarness) -> None:
@@ -263,7 +264,7 @@ async def real_store(tmp_path: Path) -> AsyncIterator[StoreHarness]:
 async def test_what_a_real_store_purged_does_not_come_back_with_it(
     harness: GatewayHarness, real_store: StoreHarness
 ) -> None:
-    harness.secret = SECRET
+    harness.trust = TRUST
     store = real_store
     await store.start()
     replica = await Replica(store).start()

@@ -52,7 +52,7 @@ class TwoApps:
             epoch=1,
             config=harness.config().model_copy(update={"app": app}),
             roster=harness.roster,
-            secret=harness.secret,
+            trust=harness.trust,
             clock=harness.clock,
             open_roster=self.roster,
         )

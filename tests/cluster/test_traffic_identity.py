@@ -30,7 +30,7 @@ class TwoApps:
 
     def __init__(self, model: Path) -> None:
         self.front, self.behind = GatewayHarness(model), GatewayHarness(model)
-        self.behind.secret = self.front.secret
+        self.behind.trust = self.front.trust
         self.address = ""
 
     async def start(self, front: dict[str, Any], behind: dict[str, Any]) -> None:
@@ -50,7 +50,7 @@ class TwoApps:
             epoch=1,
             config=harness.config(**settings).model_copy(update={"app": app}),
             roster=harness.roster,
-            secret=harness.secret,
+            trust=harness.trust,
             clock=harness.clock,
             open_roster=self._roster,
         )

@@ -55,7 +55,7 @@ class Purged:
 
     async def bytes_of(self, tenant: str) -> int:
         stat = await self.store.ask(StatRequest(), StoreStat)
-        return stat.bytes_by_tenant.get(tenant, 0)
+        return stat.bytes_by_group.get(tenant, 0)
 
     def num_cached(self) -> int:
         return sum(self.replica(name).core.pool.num_cached for name in ("p0", "d0"))
@@ -65,7 +65,7 @@ class Purged:
 async def world(tmp_path: Path) -> AsyncIterator[Purged]:
     model_dir = copy_tiny(tmp_path)
     harness = E2eHarness(model_dir)
-    store = StoreHarness(tmp_path / "store", secret=harness.secret, dram_bytes=64 << 20)
+    store = StoreHarness(tmp_path / "store", harness.trust, dram_bytes=64 << 20)
     async with AsyncExitStack() as ends:
         await ends.enter_async_context(store)
         await ends.enter_async_context(harness)

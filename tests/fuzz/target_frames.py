@@ -15,13 +15,14 @@ from engine_fakes import LinkEnd
 from kvtransfer.codec import LENGTH, MAX_FRAME_BYTES, Codec, framed
 from kvtransfer.errors import ProofError, StoreError, WireError
 from kvtransfer.rpc.handshake import HANDSHAKE_CODEC, ClientHandshake, ServerHandshake
+from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.index.values import NodeRecord, decode_entries, decode_node, encode_node
 from tests.fuzz.message_grammar import MessageGrammar
 from tests.fuzz.mutation import any_text, mutate_bytes
 from tests.fuzz.target import FindingError, Target, outcome
 
 ROOT = Path(__file__).parents[2]
-SECRET, OTHER_SECRET = bytes(32), bytes(31) + b"\1"
+TRUST, OTHER_TRUST = Trust.of(bytes(32)), Trust.of(bytes(31) + b"\1")
 # What only Ray's own storage and actors carry needs Ray to be imported.
 _NOT_HERE = ("import ray", "from ray")
 
@@ -133,8 +134,8 @@ def _is_same(frame: bytes, honest: bytes) -> bool:
 def _server_proof(grammar: MessageGrammar, rng: Random) -> str:
     """Only who knows the secret and sends both honest frames is welcome."""
     knows = rng.random() < 0.6
-    server = ServerHandshake(SECRET)
-    client = ClientHandshake(SECRET if knows else OTHER_SECRET, any_text(rng))
+    server = ServerHandshake(TRUST)
+    client = ClientHandshake(TRUST if knows else OTHER_TRUST, any_text(rng))
     welcomed: list[bytes] = []
 
     def talk() -> None:
@@ -156,8 +157,8 @@ def _server_proof(grammar: MessageGrammar, rng: Random) -> str:
 def _client_proof(grammar: MessageGrammar, rng: Random) -> str:
     """A client sends its proof to nobody who does not know the secret."""
     knows = rng.random() < 0.6
-    server = ServerHandshake(SECRET if knows else OTHER_SECRET)
-    client = ClientHandshake(SECRET, any_text(rng))
+    server = ServerHandshake(TRUST if knows else OTHER_TRUST)
+    client = ClientHandshake(TRUST, any_text(rng))
 
     def talk() -> None:
         challenge, is_honest = _frame(rng, grammar, server.challenge(client.hello()))

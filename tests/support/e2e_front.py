@@ -27,6 +27,7 @@ from cluster.serve.gateway_server import Gateway
 from cluster.text.preprocess import sample_seed
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule
+from kvtransfer.rpc.trust import Trust
 from workers.config import Parallel
 from workers.errors import RankDiedError
 from workers.messages.link import HandOverTarget
@@ -118,9 +119,11 @@ class Front:
             epoch=1,
             config=front_config(model_dir, settings),
             roster=self.roster,
-            secret=harness.secret,
+            trust=Trust.read(harness.trust),
             clock=self.clock,
             seeds=_drawing(number),
+            # All zero: gateways over the same replicas share what is cached there.
+            draw_bytes=bytes,
         )
         self.address = ""
         self.client: Client

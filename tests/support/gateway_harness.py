@@ -28,7 +28,7 @@ from cluster.roster.messages import ReplicaRecord
 from cluster.roster.state import LocalRoster
 from cluster.scaling.orders import Operations
 from cluster.serve.gateway_server import Gateway
-from kvtransfer.blocks.keys import block_keys
+from kvtransfer.blocks.keys import extend_keys, root_key
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.messages import (
     PROTOCOL_VERSION,
@@ -38,8 +38,8 @@ from kvtransfer.messages import (
     KvSnapshotRequest,
     ReplicaIdentity,
 )
-from kvtransfer.rpc.handshake import draw_secret
 from kvtransfer.rpc.stream import FrameStream, LinkServer
+from kvtransfer.rpc.trust import Trust
 from workers.messages.link import (
     LINK_DOWN_CODEC,
     LINK_UP_CODEC,
@@ -113,7 +113,7 @@ class ScriptedReplica:
         self.snapshot_requests: list[str] = []
         self.purged: tuple[int, int, int] | None = (0, 0, 0)
         self.address = ""
-        self._server = LinkServer(harness.secret, self._on_link, self._on_peer)
+        self._server = LinkServer(harness.trust, self._on_link, self._on_peer)
         self._streams: dict[str, FrameStream] = {}
         self._running: dict[tuple[str, int], list[asyncio.Task[None]]] = defaultdict(list)
         # With the output index that comes next, of each sample.
@@ -152,7 +152,7 @@ class ScriptedReplica:
 
     def hold(self, prompt: bytes, tenant: str) -> None:
         """Tell the gateways that the prompt's blocks are cached here."""
-        keys = block_keys(prompt, BLOCK_TOKENS, FINGERPRINT, tenant)
+        keys = extend_keys(root_key(bytes(32), FINGERPRINT, tenant), prompt, BLOCK_TOKENS)
         self._sequence += 1
         self.broadcast(KvSnapshot(self.identity, self._sequence, (BlocksStored(b"", keys),)))
 
@@ -337,7 +337,7 @@ class GatewayHarness:
 
     def __init__(self, model_dir: Path) -> None:
         self.model_dir = model_dir
-        self.secret = draw_secret()
+        self.trust = Trust.draw()
         self.clock = SystemClock()
         self.roster = LocalRoster(self.clock)
         self.replicas: dict[str, ScriptedReplica] = {}
@@ -378,8 +378,9 @@ class GatewayHarness:
             epoch=1,
             config=config,
             roster=self.roster,
-            secret=self.secret,
+            trust=self.trust,
             clock=self.clock,
+            draw_bytes=bytes,
             operations=operations,
         )
 
@@ -422,7 +423,7 @@ class GatewayHarness:
     def allow_resume(self, request: pb.GenerateRequest) -> pb.GenerateRequest:
         """Give the request an id, where it has none, and the token that a gateway would have given for it."""
         request.request_id = request.request_id or "resumed"
-        request.resume_token = ResumeTokens(self.secret, self.clock, 60.0).issue(
+        request.resume_token = ResumeTokens(self.trust.secret, self.clock, 60.0).issue(
             LOCAL, request.tenant, request.request_id, request.seed, resume_digest(request)
         )
         return request
