@@ -139,6 +139,8 @@ class Certificate:
         if ca_file is not None:
             self._files["auth.certificates.ca_file"] = ca_file
         self._current = self._read()
+        # What the server was given last.
+        self._given = self._current
 
     def credentials(self) -> grpc.ServerCredentials:
         """Every handshake asks `_changed`, so that a renewed certificate is used without a restart."""
@@ -149,24 +151,31 @@ class Certificate:
         )
 
     def chain(self) -> str:
-        """PEM of the certificate chain in use."""
+        """PEM of the certificate chain that the next handshake shows; reads the files."""
+        self._refresh()
         return self._current[0].decode("ascii", "replace")
 
     def pair(self) -> tuple[bytes, bytes]:
-        """PEM of the chain in use and of its key."""
+        """PEM of the chain and of its key, as the files were when they were read last."""
         return self._current[0], self._current[1]
 
-    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """What the files hold now, where it is new and complete; None: go on with what was last given."""
+    def _refresh(self) -> None:
+        """Take over what the files hold now, where it is complete."""
         try:
             now = self._read()
         except StartError as error:
             _log.error("the certificate in use stays: %s", error)
-            return None
-        if now == self._current:
-            return None
+            return
+        if now != self._current:
+            _log.info("a renewed certificate is used from now on")
         self._current = now
-        _log.info("a renewed certificate is used from now on")
+
+    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """What the files hold now, where it is new and complete; None: go on with what was last given."""
+        self._refresh()
+        if self._current == self._given:
+            return None
+        self._given = self._current
         return self._configuration()
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
