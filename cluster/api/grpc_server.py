@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import ssl
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -159,6 +160,37 @@ class Certificate:
         """PEM of the chain and of its key, as the files were when they were read last."""
         return self._current[0], self._current[1]
 
+    def ssl_context(self) -> ssl.SSLContext:
+        """Return the context of a server other than gRPC's, which uses a renewed certificate as well."""
+        context, given = self._ssl_context(), self._current
+
+        def renew(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
+            nonlocal context, given
+            self._refresh()
+            if self._current != given:
+                context, given = self._ssl_context(), self._current
+            connection.context = context
+
+        context.sni_callback = renew
+        return context
+
+    def _ssl_context(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        cert_file, key_file, *_ = self._files.values()
+        try:
+            context.load_cert_chain(cert_file, key_file)
+        except (OSError, ValueError) as error:  # an SSLError is an OSError
+            raise StartError(f"gateway.tls_cert_file, gateway.tls_key_file: {error}") from error
+        return context
+
+    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """What the files hold now, where it is new and complete; None: go on with what was last given."""
+        self._refresh()
+        if self._current == self._given:
+            return None
+        self._given = self._current
+        return self._configuration()
+
     def _refresh(self) -> None:
         """Take over what the files hold now, where it is complete."""
         try:
@@ -169,14 +201,6 @@ class Certificate:
         if now != self._current:
             _log.info("a renewed certificate is used from now on")
         self._current = now
-
-    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """What the files hold now, where it is new and complete; None: go on with what was last given."""
-        self._refresh()
-        if self._current == self._given:
-            return None
-        self._given = self._current
-        return self._configuration()
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
         cert, key, *authorities = self._current

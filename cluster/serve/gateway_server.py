@@ -16,14 +16,15 @@ from cluster.api.replies import StatusService
 from cluster.api.servicer import InferenceServicer, TextCalls
 from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig
-from cluster.console.http_server import open_console
+from cluster.console.http_server import ConsoleServices, open_console
+from cluster.gateway.fleet import Fleet
 from cluster.gateway.history import RequestHistory
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_manager import RequestManager
 from cluster.gateway.traffic_splitter import TrafficSplitter
-from cluster.identity.authenticator import Authenticator
+from cluster.identity.access_control import AccessControl
 from cluster.identity.key_roots import KeyRoots
-from cluster.identity.resume_tokens import RelayTokens, ResumeTokens
+from cluster.identity.resume_tokens import ResumeTokens
 from cluster.metrics.ended_request import Observer
 from cluster.metrics.gateway_counters import GatewayCounters
 from cluster.metrics.logs import log_access, log_relayed
@@ -31,7 +32,7 @@ from cluster.metrics.tracing import RequestTracer
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import GatewayRecord
 from cluster.roster.state import RosterClient, ScalingRoster
-from cluster.scaling.orders import Operations
+from cluster.scaling.orders import Operations, ScalerOrders
 from cluster.text.preprocess import Preprocessor, draw_seed
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
@@ -57,10 +58,11 @@ class Gateway:
                                                  +-- ReplicaConnections --links--> engine cores
 
     The caller registers the gateway in the roster. Health is SERVING while a request could be placed.
-    `operations` is what the console may order; None: nothing. `open_roster` finds the roster of another
+    `operations` is what operators may order; None: nothing. `open_roster` finds the roster of another
     application, to which requests may be forwarded; None: all are answered here. `advertised_host` is where
-    clients reach the gateway, if that is not where it listens. `draw_bytes` draws the key root of a gateway
-    that has no file of roots.
+    clients reach the gateway, if that is not where it listens, and `inner_host` where it listens for the
+    other gateways; "": where ranks listen for KV. `draw_bytes` draws the key root of a gateway that has no
+    file of roots.
     """
 
     def __init__(
@@ -77,9 +79,11 @@ class Gateway:
         operations: Operations | None = None,
         open_roster: Callable[[str], RosterClient] | None = None,
         advertised_host: str = "",
+        inner_host: str = "",
     ) -> None:
         self._gateway_id = gateway_id
         self._advertised_host = advertised_host or config.gateway.host
+        self._inner_host = inner_host or config.transfer.data_host
         self._roster = roster
         self._config = config
         self._clock = clock
@@ -114,14 +118,16 @@ class Gateway:
             observers=_observers(config, history, self._tracer),
             counters=_open_counters(config, self.connections),
         )
+        self._access = access = AccessControl(config.auth, gateway_id, trust, clock)
+        self._fleet = Fleet(gateway_id, self.requests, self.connections, access.sessions, trust, clock)
+        self.fleet_port = 0  # where the other gateways ask this one, after `start`
         stores = StoreAdmin(self.connections, trust, gateway_id)
-        status = StatusService(
-            config, self.requests, self.connections, self._preprocessor, stores, clock, history, gateway_id
+        self._status = status = StatusService(
+            config, self.requests, self.connections, self._preprocessor, stores, clock, history, self._fleet
         )
-        self._console = open_console(gateway_id, config, status, self.requests, stores, operations, clock)
+        services = ConsoleServices(status, self._fleet, stores, operations, access)
+        self._console = open_console(gateway_id, config, services, clock)
         self.console_port = 0  # where the console listens after `start`; 0: there is none
-        self._status = status
-        relays = RelayTokens(trust.secret, clock)
         self._certificate = open_certificate(config.gateway, config.auth, "inference")
         self._traffic = TrafficSplitter(
             app=config.app,
@@ -130,26 +136,20 @@ class Gateway:
             roster=roster,
             open_roster=open_roster,
             clock=clock,
-            relays=relays,
+            relays=access.relays,
             certificate=self._certificate,
             on_end=log_relayed if config.logs.access else None,
         )
-        servicer = InferenceServicer(
-            requests=self.requests,
-            connections=self.connections,
-            texts=self._texts,
-            status=status,
-            faults=Faults(config.debug.fault_rules),
-            traffic=self._traffic,
-        )
-        self._authenticator = Authenticator(config.auth, clock)
+        faults = Faults(config.debug.fault_rules)
         self._ports = PublicPorts(
             config.gateway,
             self._certificate,
             open_certificate(config.gateway, config.auth, "admin"),
-            Authentication(self._authenticator, relays),
-            servicer,
-            AdminServicer(status=status, stores=stores, traffic=self._traffic),
+            Authentication(access),
+            InferenceServicer(self.requests, self.connections, self._texts, status, faults, self._traffic),
+            AdminServicer(
+                status=status, stores=stores, orders=ScalerOrders(operations), traffic=self._traffic
+            ),
         )
         self._is_serving = False
         self._tasks = SupervisedTasks()
@@ -170,6 +170,7 @@ class Gateway:
         settings = self._config.gateway
         others = (await self._roster.view(-1, 0.0)).gateways
         takes_over = settings.takes_over and any(self._shares_address(it, settings.port) for it in others)
+        self.fleet_port = await self._fleet.start(self._inner_host)
         if takes_over:  # connections come as soon as it listens, and the older one could serve them
             self.connections.start(self.requests)
             end_at = self._clock.now() + _TAKE_OVER_S
@@ -183,7 +184,7 @@ class Gateway:
         if self._console is not None:
             self.console_port = await self._console.start(is_shared=takes_over)
         await self._ports.start()
-        self._tasks.spawn(self._authenticator.follow(), "authenticator")
+        self._tasks.spawn(self._access.follow(), "credentials")
         self._tasks.spawn(self._key_roots.follow(self._clock), "key-roots")
         if not takes_over:
             self.connections.start(self.requests)
@@ -218,6 +219,7 @@ class Gateway:
         self._traffic.close()
         await self._ports.stop()
         await self._traffic.stop()
+        await self._fleet.stop()
         await self.connections.stop()
         await self._preprocessor.close()
         self._texts.close()
@@ -225,6 +227,7 @@ class Gateway:
         if self._tracer is not None:
             await self._tracer.stop()
         await self._tasks.close()
+        self._access.close()
 
     async def _move_clients(self, port: ClientPort, end_at: float) -> None:
         """Return when no client is connected any more, or they cannot be moved: no other gateway is there,
@@ -280,8 +283,7 @@ def _observers(
 ) -> list[Observer]:
     """Return who is told of every request that ends."""
     log = log_access if config.logs.access else None
-    observers: list[Observer | None] = [history.ended, log, tracer]
-    return [observer for observer in observers if observer is not None]
+    return [observer for observer in (history.ended, log, tracer) if observer is not None]
 
 
 def _open_counters(config: ClusterConfig, connections: ReplicaConnections) -> GatewayCounters:

@@ -156,11 +156,12 @@ def test_a_session_is_over_when_its_key_is_revoked(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     key = key_of(path, "acme", "viewer")
     known = opened(path)
-    assert known.identify_key(key[7:15]) == known.identify(shown(key))
+    entry = known.key_entry(key)
+    assert known.recheck(entry.id, entry.mark) == known.identify(shown(key))
     revoke_key(path, key[7:15])
     known.reload()
     with pytest.raises(UnauthenticatedError, match="not valid any more"):
-        known.identify_key(key[7:15])
+        known.recheck(entry.id, entry.mark)
 
 
 def test_a_broken_file_leaves_the_last_good_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -32,6 +32,7 @@ class ListenerProcess:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         assert self._process.stdout is not None
+        self.process_id = self._process.pid
         self.addresses: dict[str, str] = json.loads(self._process.stdout.readline())
 
     def connect(self, kind: str) -> socket.socket:
