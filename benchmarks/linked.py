@@ -7,7 +7,7 @@ import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvtransfer.blocks.keys import block_keys
+from kvtransfer.blocks.keys import extend_keys
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import ReplicaIdentity
@@ -31,6 +31,7 @@ from workers.replica.partition import ReplicaSpec
 from workers.replica.rank_group import ProcessLauncher
 
 CLOCK = SystemClock()
+_ROOT_KEY = bytes(16)
 
 
 @dataclass
@@ -102,9 +103,11 @@ class LinkedReplicas:
             request_id=request_id,
             attempt=0,
             tenant="",
+            sharing_group="",
             priority=0,
             prompt=prompt,
-            block_keys=block_keys(prompt, compatibility.block_tokens, compatibility.model_fingerprint, ""),
+            root_key=_ROOT_KEY,
+            block_keys=extend_keys(_ROOT_KEY, prompt, compatibility.block_tokens),
             samples=(SampleState(0, 1),),
             sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
             decode=HandOverTarget(target.identity, target.address) if target else None,

@@ -39,7 +39,7 @@ from cluster.roster.actor import VIEW_CODEC
 from cluster.roster.messages import ReplicaRecord, RosterView
 from cluster.roster.state import LocalRoster
 from cluster.serve.gateway_server import Gateway
-from kvtransfer.blocks.keys import block_keys
+from kvtransfer.blocks.keys import extend_keys
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import ReplicaIdentity
@@ -56,7 +56,6 @@ from workers.messages.link import (
 )
 from workers.messages.rank_channel import StepPlan
 from workers.messages.sampling import SamplingParams
-from workers.model.fingerprint import DigestCache, model_fingerprint
 from workers.model.model_config import read_model_config
 from workers.rank.model_runner import ModelRunner, read_dtype
 from workers.replica.engine_core import EngineCore
@@ -68,6 +67,7 @@ from workers.scheduler.scheduler import Scheduler
 
 BLOCK_TOKENS = 16
 CLOCK = SystemClock()
+_ROOT_KEY = bytes(16)
 
 
 @dataclass
@@ -106,15 +106,16 @@ class Setting:
         return SamplingParams(max_tokens=self.num_tokens, ignore_eos=True)
 
     def submissions(self, prompts: list[bytes], prefix: str) -> list[Submission]:
-        fingerprint = model_fingerprint(self.model, DigestCache.of_node(CLOCK))
         return [
             Submission(
                 request_id=f"{prefix}{index}",
                 attempt=1,
                 tenant="",
+                sharing_group="",
                 priority=0,
                 prompt=prompt,
-                block_keys=block_keys(prompt, BLOCK_TOKENS, fingerprint, ""),
+                root_key=_ROOT_KEY,
+                block_keys=extend_keys(_ROOT_KEY, prompt, BLOCK_TOKENS),
                 samples=(SampleState(0, index),),
                 sampling=self.sampling,
                 decode=None,
@@ -167,7 +168,6 @@ class BareRunner:
             pool,
             eos_token_ids=fields.eos_token_ids,
             max_context_tokens=fields.max_context_tokens,
-            fingerprint=fields.compatibility.model_fingerprint,
         )
         for submission in self._setting.submissions(prompts, "plan"):
             scheduler.submit(submission, CLOCK.now())

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.drawn_trust import draw_trust
-from kvtransfer.blocks.keys import block_keys
+from kvtransfer.blocks.keys import extend_keys
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import ReplicaIdentity
@@ -22,7 +22,6 @@ from workers.config import EngineConfig, Parallel
 from workers.messages.link import SampleState, Submission
 from workers.messages.rank_channel import RankUp, StepPlan, StepReport
 from workers.messages.sampling import SamplingParams
-from workers.model.fingerprint import DigestCache, model_fingerprint
 from workers.model.model_config import read_model_config
 from workers.replica.partition import ReplicaSpec, Shape
 from workers.replica.rank_group import ProcessLauncher, RankGroup
@@ -31,6 +30,7 @@ from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
 
 CLOCK = SystemClock()
+_ROOT_KEY = bytes(16)
 
 
 class Span(NamedTuple):
@@ -57,7 +57,6 @@ class BareReplica:
         self._model_dir = model_dir
         self._engine = engine
         self._draw = np.random.default_rng(0)
-        self._fingerprint = model_fingerprint(model_dir, DigestCache.of_node(SystemClock()))
         self._vocab_size = read_model_config(model_dir).vocab_size
         self._death = ""
         self._changed = asyncio.Event()
@@ -87,7 +86,6 @@ class BareReplica:
             self.pool,
             eos_token_ids=ready.eos_token_ids,
             max_context_tokens=ready.max_context_tokens,
-            fingerprint=ready.compatibility.model_fingerprint,
             num_stages=self.parallel.pp,
             attention_ratio=self.attention_ratio,
         )
@@ -105,9 +103,11 @@ class BareReplica:
             request_id=name,
             attempt=1,
             tenant="",
+            sharing_group="",
             priority=0,
             prompt=tokens,
-            block_keys=block_keys(tokens, self._engine.block_tokens, self._fingerprint, ""),
+            root_key=_ROOT_KEY,
+            block_keys=extend_keys(_ROOT_KEY, tokens, self._engine.block_tokens),
             samples=(SampleState(0, self._num_requests),),
             sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
             decode=None,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import ssl
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -148,18 +149,43 @@ class Certificate:
             require_client_authentication="auth.certificates.ca_file" in self._files,
         )
 
+    def ssl_context(self) -> ssl.SSLContext:
+        """Return the context of a server other than gRPC's, which uses a renewed certificate as well."""
+        context = self._ssl_context()
+
+        def renew(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
+            nonlocal context
+            if self._is_renewed():
+                context = self._ssl_context()
+            connection.context = context
+
+        context.sni_callback = renew
+        return context
+
+    def _ssl_context(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        cert_file, key_file, *_ = self._files.values()
+        try:
+            context.load_cert_chain(cert_file, key_file)
+        except (OSError, ValueError) as error:  # an SSLError is an OSError
+            raise StartError(f"gateway.tls_cert_file, gateway.tls_key_file: {error}") from error
+        return context
+
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
         """What the files hold now, where it is new and complete; None: go on with what was last given."""
+        return self._configuration() if self._is_renewed() else None
+
+    def _is_renewed(self) -> bool:
         try:
             now = self._read()
         except StartError as error:
             _log.error("the certificate in use stays: %s", error)
-            return None
+            return False
         if now == self._current:
-            return None
+            return False
         self._current = now
         _log.info("a renewed certificate is used from now on")
-        return self._configuration()
+        return True
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
         cert, key, *authorities = self._current

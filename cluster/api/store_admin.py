@@ -195,7 +195,7 @@ def _stat(member: pb.StoreMember, stat: StoreStat) -> pb.StoreNodeStat:
         member=member,
         tiers=[_in_ms(tier, pb.StoreTier) for tier in stat.tiers],
         index=_in_ms(stat.index, pb.StoreIndex),
-        bytes_by_tenant=stat.bytes_by_tenant,
+        bytes_by_tenant=stat.bytes_by_group,
         num_sessions=stat.num_sessions,
     )
 
@@ -219,7 +219,7 @@ def _record(listed: ListedRecord) -> pb.StoreRecord:
     return pb.StoreRecord(
         key=info.id.key.hex(),
         parent=info.parent.hex(),
-        tenant=info.tenant,
+        tenant=info.sharing_group,
         model=info.model.hex(),
         layer_start=shard.layer_start,
         layer_end=shard.layer_end,

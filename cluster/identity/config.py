@@ -103,6 +103,8 @@ class AuthConfig(_Settings):
     tenants: dict[str, TenantLimits] = {}
     # How long after `accepted` a client may resume a stream.
     resume_s: float = Field(default=3600.0, gt=0)
+    # How long after signing in to the console one must sign in again.
+    session_s: float = Field(default=8 * 3600.0, gt=0)
     # The secrets under which block keys are made, one or two lines `<id> <base64 of 32 bytes>`, the newest
     # first; None: drawn at start. Read again when it changes.
     key_root_file: Path | None = None

@@ -51,6 +51,8 @@ class GatewayRecord(Message, frozen=True):
     console: str = ""
     # host:port where it answers operators.
     admin: str = ""
+    # host:port where the other gateways ask it (`cluster.gateway.fleet`).
+    fleet: str = ""
 
     @property
     def member_id(self) -> str:

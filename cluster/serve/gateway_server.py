@@ -5,6 +5,7 @@ Imports neither Ray nor torch: `cluster.serve.app` runs a `Gateway` in a Serve r
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 
 import grpc.aio
@@ -18,13 +19,15 @@ from cluster.api.replies import StatusService
 from cluster.api.servicer import InferenceServicer, TextCalls
 from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig
-from cluster.console.http_server import open_console
+from cluster.console.http_server import ConsoleServices, open_console
+from cluster.gateway.fleet import Fleet
 from cluster.gateway.history import RequestHistory
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_manager import RequestManager
 from cluster.gateway.traffic_splitter import TrafficSplitter
-from cluster.identity.authenticator import Authenticator
-from cluster.identity.resume_tokens import RelayTokens, ResumeTokens
+from cluster.identity.access_control import AccessControl
+from cluster.identity.key_roots import KeyRoots
+from cluster.identity.resume_tokens import ResumeTokens
 from cluster.metrics.ended_request import Observer
 from cluster.metrics.gateway_counters import GatewayCounters
 from cluster.metrics.logs import log_access, log_relayed
@@ -33,7 +36,7 @@ from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc
 from cluster.roster.messages import GatewayRecord
 from cluster.roster.state import RosterClient, ScalingRoster
-from cluster.scaling.orders import Operations
+from cluster.scaling.orders import Operations, ScalerOrders
 from cluster.text.preprocess import Preprocessor, draw_seed
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
@@ -61,9 +64,11 @@ class Gateway:
                                                  +-- ReplicaConnections --links--> engine cores
 
     The caller registers the gateway in the roster. Health is SERVING while a request could be placed.
-    `operations` is what the console may order; None: nothing. `open_roster` finds the roster of another
+    `operations` is what operators may order; None: nothing. `open_roster` finds the roster of another
     application, to which requests may be forwarded; None: all are answered here. `advertised_host` is where
-    clients reach the gateway, if that is not where it listens.
+    clients reach the gateway, if that is not where it listens, and `inner_host` where it listens for the
+    other gateways; "": where ranks listen for KV. `draw_bytes` draws the key root of a gateway that has no
+    file of roots.
     """
 
     def __init__(
@@ -76,18 +81,24 @@ class Gateway:
         trust: Trust,
         clock: Clock,
         seeds: Callable[[], int] = draw_seed,
+        draw_bytes: Callable[[int], bytes] = secrets.token_bytes,
         operations: Operations | None = None,
         open_roster: Callable[[str], RosterClient] | None = None,
         advertised_host: str = "",
+        inner_host: str = "",
     ) -> None:
         self._gateway_id = gateway_id
         self._advertised_host = advertised_host or config.gateway.host
+        self._inner_host = inner_host or config.transfer.data_host
         self._roster = roster
         self._config = config
         self._clock = clock
         block_tokens = config.pools[0].engine.block_tokens
         router = RouterService(config.router, block_tokens, clock, seeds())
-        self._preprocessor = _open_preprocessor(config, clock, seeds)
+        self._key_roots = KeyRoots(
+            config.auth.key_root_file, draw_bytes, block_tokens, router.num_cached_blocks
+        )
+        self._preprocessor = _open_preprocessor(config, clock, seeds, self._key_roots)
         self._texts = TextCalls(self._preprocessor)
         self.connections = ReplicaConnections(
             gateway_id=gateway_id,
@@ -100,8 +111,6 @@ class Gateway:
         )
         history = RequestHistory(block_tokens, clock)
         self._tracer = _open_tracer(config, gateway_id, clock)
-        log = log_access if config.logs.access else None
-        observers: list[Observer | None] = [history.ended, log, self._tracer]
         self.requests = RequestManager(
             preprocessor=self._preprocessor,
             connections=self.connections,
@@ -112,16 +121,19 @@ class Gateway:
             auth=config.auth,
             resume_tokens=ResumeTokens(trust.secret, clock, config.auth.resume_s),
             on_members=self._on_members,
-            observers=[observer for observer in observers if observer is not None],
+            observers=_observers(config, history, self._tracer),
             counters=_open_counters(config, self.connections),
         )
+        self._access = access = AccessControl(config.auth, gateway_id, trust, clock)
+        self._fleet = Fleet(gateway_id, self.requests, self.connections, access.sessions, trust, clock)
+        self.fleet_port = 0  # where the other gateways ask this one, after `start`
         stores = StoreAdmin(self.connections, trust, gateway_id)
-        status = StatusService(
-            config, self.requests, self.connections, self._preprocessor, stores, clock, history, gateway_id
+        self._status = status = StatusService(
+            config, self.requests, self.connections, self._preprocessor, stores, clock, history, self._fleet
         )
-        self._console = open_console(gateway_id, config, status, self.requests, stores, operations, clock)
+        services = ConsoleServices(status, self._fleet, stores, operations, access)
+        self._console = open_console(gateway_id, config, services, clock)
         self.console_port = 0  # where the console listens after `start`; 0: there is none
-        self._status = status
         self._traffic = TrafficSplitter(
             app=config.app,
             gateway_id=gateway_id,
@@ -131,17 +143,14 @@ class Gateway:
             clock=clock,
             on_end=log_relayed if config.logs.access else None,
         )
+        faults = Faults(config.debug.fault_rules)
         self._servicer = InferenceServicer(
-            requests=self.requests,
-            connections=self.connections,
-            texts=self._texts,
-            status=status,
-            faults=Faults(config.debug.fault_rules),
-            traffic=self._traffic,
+            self.requests, self.connections, self._texts, status, faults, self._traffic
         )
-        self._admin_servicer = AdminServicer(status=status, stores=stores, traffic=self._traffic)
-        self._authenticator = Authenticator(config.auth, clock)
-        self._authentication = Authentication(self._authenticator, RelayTokens(trust.secret, clock))
+        self._admin_servicer = AdminServicer(
+            status=status, stores=stores, orders=ScalerOrders(operations), traffic=self._traffic
+        )
+        self._authentication = Authentication(access)
         self._health: health.aio.HealthServicer | None = None
         self._server: grpc.aio.Server | None = None
         self._port: ClientPort | None = None
@@ -173,6 +182,7 @@ class Gateway:
         self._admin_server = self._open_server(ADMIN_NAME)
         tandem_pb2_grpc.add_AdminServicer_to_server(self._admin_servicer, self._admin_server)
         await self._set_health()
+        self.fleet_port = await self._fleet.start(self._inner_host)
         if takes_over:  # connections come as soon as it listens, and the older one could serve them
             self.connections.start(self.requests)
             end_at = self._clock.now() + _TAKE_OVER_S
@@ -191,7 +201,8 @@ class Gateway:
             self.console_port = await self._console.start(is_shared=takes_over)
         await self._server.start()
         await self._admin_server.start()
-        self._tasks.spawn(self._authenticator.follow(), "authenticator")
+        self._tasks.spawn(self._access.follow(), "credentials")
+        self._tasks.spawn(self._key_roots.follow(self._clock), "key-roots")
         if not takes_over:
             self.connections.start(self.requests)
         return self._port.number
@@ -230,6 +241,7 @@ class Gateway:
         if self._health_server is not None:
             await self._health_server.stop(grace=0.0)
         await self._traffic.stop()
+        await self._fleet.stop()
         await self.connections.stop()
         await self._preprocessor.close()
         self._texts.close()
@@ -237,6 +249,7 @@ class Gateway:
         if self._tracer is not None:
             await self._tracer.stop()
         await self._tasks.close()
+        self._access.close()
 
     async def _move_clients(self, port: ClientPort, end_at: float) -> None:
         """Return when no client is connected any more, or they cannot be moved: no other gateway is there,
@@ -281,16 +294,25 @@ class Gateway:
             await self._health.set(name, value)
 
 
-def _open_preprocessor(config: ClusterConfig, clock: Clock, seeds: Callable[[], int]) -> Preprocessor:
+def _open_preprocessor(
+    config: ClusterConfig, clock: Clock, seeds: Callable[[], int], key_roots: KeyRoots
+) -> Preprocessor:
     return Preprocessor(
         config.model,
         config.model_name,
         config.gateway,
         clock,
         seeds,
-        block_tokens=config.pools[0].engine.block_tokens,
+        key_roots=key_roots,
         allow_pins=config.debug.allow_pins,
     )
+
+
+def _observers(
+    config: ClusterConfig, history: RequestHistory, tracer: RequestTracer | None
+) -> list[Observer]:
+    log = log_access if config.logs.access else None
+    return [observer for observer in (history.ended, log, tracer) if observer is not None]
 
 
 def _open_counters(config: ClusterConfig, connections: ReplicaConnections) -> GatewayCounters:

@@ -19,10 +19,11 @@ import numpy as np
 from cluster.config import GatewayConfig
 from cluster.errors import FieldViolation, InvalidRequestError, TemplateError, UnknownModelError
 from cluster.identity.identity import MAX_PRIORITY
+from cluster.identity.key_roots import KeyRoots
 from cluster.proto import tandem_pb2 as pb
 from cluster.text.chat_template import ChatRenderer, ChatTurn, load_chat_template
 from cluster.text.tokenizer import SHORT_CHARS, ModelText, SampleText
-from kvtransfer.blocks.keys import TOKEN_BYTES, block_keys
+from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.clock import Clock
 from workers.messages.sampling import SamplingParams
 from workers.model.model_config import read_model_config
@@ -52,6 +53,8 @@ class PreparedRequest:
     sharing_group: str
     priority: int
     prompt: bytes
+    # Where the chain of `block_keys` begins.
+    root_key: bytes
     block_keys: tuple[bytes, ...]
     sampling: SamplingParams
     samples: tuple[SampleStart, ...]
@@ -91,14 +94,14 @@ class Preprocessor:
         clock: Clock,
         draw_seed: Callable[[], int],
         *,
-        block_tokens: int,
+        key_roots: KeyRoots,
         allow_pins: bool,
     ) -> None:
         self._model_name = model_name
         self._gateway = gateway
         self._clock = clock
         self._draw_seed = draw_seed
-        self._block_tokens = block_tokens
+        self._key_roots = key_roots
         self._allow_pins = allow_pins
         self._model = read_model_config(model_dir)
         self._text = ModelText.load(model_dir)
@@ -149,13 +152,15 @@ class Preprocessor:
         max_tokens = max_tokens_of(request, len(prompt) // TOKEN_BYTES, limits)
         seed = request.seed if request.HasField("seed") else self._draw_seed()
         starts, texts = self._samples(request, seed, max_tokens)
+        chain = self._key_roots.chain(prompt, fingerprint, sharing_group)
         prepared = PreparedRequest(
             request_id=f"{request_id}~{secrets.token_hex(_UNIQUE_BYTES)}",
             tenant=request.tenant,
             sharing_group=sharing_group,
             priority=request.priority,
             prompt=prompt,
-            block_keys=block_keys(prompt, self._block_tokens, fingerprint, request.tenant),
+            root_key=chain.root_key,
+            block_keys=chain.block_keys,
             sampling=sampling_of(request, max_tokens),
             samples=tuple(starts),
             deadline_at=deadline_at,

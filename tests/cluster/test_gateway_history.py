@@ -26,13 +26,13 @@ from cluster.gateway.history import (
 from cluster.metrics.ended_request import Caller, EndedRequest, SampleResult, Summary
 from cluster.roster.messages import GatewayRecord
 from cluster.text.preprocess import PreparedRequest, SampleStart
-from kvtransfer.blocks.keys import block_keys
+from kvtransfer.blocks.keys import extend_keys, root_key
 from kvtransfer.common.clock import ManualClock, SystemClock
 from workers.messages.link import HandOverReport, PrefillReport, StageTimes
 from workers.messages.sampling import SamplingParams
 
 BLOCK = 16
-ROOT = bytes(16)
+SECRET = bytes(32)
 Tokens = list[int]
 
 
@@ -45,7 +45,9 @@ def put(
 ) -> int:
     """By default each begins after all before have ended."""
     prompt = raw(tokens)
-    return book.saw(tenant, block_keys(prompt, BLOCK, ROOT, tenant), prompt, began, ended)[1]
+    return book.saw(
+        tenant, extend_keys(root_key(SECRET, b"model", tenant), prompt, BLOCK), prompt, began, ended
+    )[1]
 
 
 def drawn(seed: int, num_tokens: int) -> Tokens:
@@ -193,7 +195,8 @@ def ended(
         sharing_group="t",
         priority=0,
         prompt=raw(tokens),
-        block_keys=block_keys(raw(tokens), BLOCK, ROOT, "t"),
+        root_key=b"root",
+        block_keys=extend_keys(b"root", raw(tokens), BLOCK),
         sampling=SamplingParams(max_tokens=11),
         samples=(SampleStart(0, 0, b"", ""),),
         deadline_at=None,

@@ -43,7 +43,9 @@ class Front:
 
     def arrive(self, name: str, now: float, *, tenant: str = "t", prompt: int = 10, samples: int = 1) -> None:
         starts = tuple(SampleStart(index, 0) for index in range(samples))
-        plan = PreparedRequest(name, tenant, tenant, 0, bytes(4 * prompt), (), SamplingParams(), starts, None)
+        plan = PreparedRequest(
+            name, tenant, tenant, 0, bytes(4 * prompt), b"", (), SamplingParams(), starts, None
+        )
         self.counters.arrived(plan, now)
 
     def prefill(

@@ -134,7 +134,7 @@ async def test_purge_deletes_of_the_tenant_and_of_nobody_else(
     chosen = Selection("t", None)
     text = await shown(lambda console: purge_records(stores.address, chosen, None, console, as_json=False))
     assert "1 of them are in use" in text
-    assert [info.tenant for info in stores.a.records + stores.b.records] == ["u", ""]
+    assert [info.sharing_group for info in stores.a.records + stores.b.records] == ["u", ""]
     await purge_records(stores.address, EVERYTHING, 30.0, Console(), as_json=True)
     nodes = json.loads(capsys.readouterr().out)["nodes"]
     assert [node["num_records"] for node in nodes] == [{"dram": 2}, {"dram": 0}]
@@ -243,7 +243,7 @@ async def test_a_node_that_could_not_be_asked_fails_the_command(stores: Nodes) -
     assert done.returncode == 1
     assert f"node b (host, {stores.b.address}) not purged: not reached" in done.stderr
     assert "dram" in done.stdout
-    assert [info.tenant for info in stores.a.records] == ["u", ""]
+    assert [info.sharing_group for info in stores.a.records] == ["u", ""]
 
 
 async def test_a_cluster_without_a_store_says_so(harness: GatewayHarness) -> None:

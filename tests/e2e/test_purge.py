@@ -55,7 +55,7 @@ class Purged:
 
     async def bytes_of(self, tenant: str) -> int:
         stat = await self.store.ask(StatRequest(), StoreStat)
-        return stat.bytes_by_tenant.get(tenant, 0)
+        return stat.bytes_by_group.get(tenant, 0)
 
     def num_cached(self) -> int:
         return sum(self.replica(name).core.pool.num_cached for name in ("p0", "d0"))

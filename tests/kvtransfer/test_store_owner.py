@@ -115,8 +115,8 @@ async def test_two_replicas_share_records(running: StoreHarness) -> None:
 
 async def test_what_one_tenant_put_under_other_keys_is_not_another_tenants(running: StoreHarness) -> None:
     replica = await Replica(running).start()
-    await replica.put(Chain.of("prompt", 2, tenant="alice"))
-    assert await replica.find(Chain.of("prompt", 2, tenant="bob")) == ()
+    await replica.put(Chain.of("prompt", 2, group="alice"))
+    assert await replica.find(Chain.of("prompt", 2, group="bob")) == ()
     await replica.close()
 
 

@@ -122,6 +122,8 @@ class Front:
             trust=Trust.read(harness.trust),
             clock=self.clock,
             seeds=_drawing(number),
+            # All zero: gateways over the same replicas share what is cached there.
+            draw_bytes=bytes,
         )
         self.address = ""
         self.client: Client

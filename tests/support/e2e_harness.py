@@ -19,7 +19,7 @@ from patience import WAIT_S
 from rank_processes import NurseryLauncher
 
 from benchmarks.drawn_trust import draw_trust
-from kvtransfer.blocks.keys import block_keys
+from kvtransfer.blocks.keys import extend_keys
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.config import TransferConfig
@@ -50,6 +50,7 @@ from workers.replica.engine_core import EngineCore
 from workers.replica.partition import ReplicaSpec
 
 BLOCK_TOKENS = 16
+ROOT_KEY = b"root"
 SINGLE = Parallel()
 # Of the replicas in tests of faults.
 SHAPES = [
@@ -221,14 +222,15 @@ class E2eHarness:
         deadline_s: float | None = None,
         **sampling: Any,
     ) -> Submission:
-        fingerprint = next(iter(self.replicas.values())).core.compatibility.model_fingerprint
         return Submission(
             request_id=request_id,
             attempt=attempt,
             tenant="",
+            sharing_group="",
             priority=0,
             prompt=raw(prompt),
-            block_keys=block_keys(raw(prompt), BLOCK_TOKENS, fingerprint, ""),
+            root_key=ROOT_KEY,
+            block_keys=extend_keys(ROOT_KEY, raw(prompt), BLOCK_TOKENS),
             samples=tuple(SampleState(i, seed + i, raw(output)) for i in range(num_samples)),
             sampling=SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **sampling}),
             decode=None if decode is None else decode.target,

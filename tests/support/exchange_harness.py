@@ -182,7 +182,7 @@ class StoreNode:
         assert offset is not None
         data = payload(number, num_bytes)
         info = RecordInfo(
-            record_id(number), b"", record_id(0).key, "tenant", b"model", num_bytes, checksum(data)
+            record_id(number), b"", record_id(0).key, "group", b"model", num_bytes, checksum(data)
         )
         self._sequence += 1
         self.arena.write_header(offset, info, "committed", self._sequence)

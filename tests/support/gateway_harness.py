@@ -27,7 +27,7 @@ from cluster.roster.messages import ReplicaRecord
 from cluster.roster.state import LocalRoster
 from cluster.scaling.orders import Operations
 from cluster.serve.gateway_server import Gateway
-from kvtransfer.blocks.keys import block_keys
+from kvtransfer.blocks.keys import extend_keys, root_key
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.messages import (
     PROTOCOL_VERSION,
@@ -151,7 +151,7 @@ class ScriptedReplica:
 
     def hold(self, prompt: bytes, tenant: str) -> None:
         """Tell the gateways that the prompt's blocks are cached here."""
-        keys = block_keys(prompt, BLOCK_TOKENS, FINGERPRINT, tenant)
+        keys = extend_keys(root_key(bytes(32), FINGERPRINT, tenant), prompt, BLOCK_TOKENS)
         self._sequence += 1
         self.broadcast(KvSnapshot(self.identity, self._sequence, (BlocksStored(b"", keys),)))
 
@@ -378,6 +378,7 @@ class GatewayHarness:
             roster=self.roster,
             trust=self.trust,
             clock=self.clock,
+            draw_bytes=bytes,
             operations=operations,
         )
 

@@ -33,6 +33,7 @@ class ListenerProcess:
         command = [sys.executable, __file__, msgspec.json.encode(files).decode()]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
+        self.process_id = self._process.pid
         self.addresses: dict[str, str] = json.loads(self._process.stdout.readline())
 
     def connect(self, kind: str) -> socket.socket:

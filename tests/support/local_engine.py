@@ -108,7 +108,6 @@ class LocalEngine:
             self.pool,
             eos_token_ids=(),
             max_context_tokens=fields.max_context_tokens,
-            fingerprint=b"model",
             num_stages=self.pp,
             num_offload_blocks=fields.num_offload_blocks,
         )

@@ -236,6 +236,7 @@ def make_request(
         sharing_group="t",
         priority=0,
         prompt=raw([1, 2, 3]),
+        root_key=b"root",
         block_keys=(b"k",),
         sampling=SamplingParams(max_tokens=max_tokens),
         samples=starts or tuple(SampleStart(index, sample_seed(5, index)) for index in range(n)),

@@ -36,12 +36,12 @@ from kvtransfer.store.messages import (
 FINGERPRINT = bytes(range(16))
 
 
-def record(number: int, tenant: str) -> RecordInfo:
+def record(number: int, group: str) -> RecordInfo:
     return RecordInfo(
         id=RecordId(b"space---", bytes([number]) * 16, Shard(0, 4, 0, 2)),
         parent=b"",
         chain=bytes([number]) * 16,
-        tenant=tenant,
+        sharing_group=group,
         model=FINGERPRINT,
         num_bytes=3000,
         checksum=number,
@@ -108,7 +108,8 @@ class ScriptedStore:
         found = [
             info
             for info in self.records
-            if request.tenant in (None, info.tenant) and info.model.hex().startswith(request.model or "")
+            if request.sharing_group in (None, info.sharing_group)
+            and info.model.hex().startswith(request.model or "")
         ]
         num_bytes = sum(info.num_bytes for info in found)
         if isinstance(request, ListRequest):
@@ -120,12 +121,12 @@ class ScriptedStore:
         return PurgeResult({"dram": len(found)}, {"dram": num_bytes}, self.num_pending)
 
     def _stat(self) -> StoreStat:
-        by_tenant: dict[str, int] = {}
+        by_group: dict[str, int] = {}
         for info in self.records:
-            by_tenant[info.tenant] = by_tenant.get(info.tenant, 0) + info.num_bytes
+            by_group[info.sharing_group] = by_group.get(info.sharing_group, 0) + info.num_bytes
         dram = TierStat(
             "dram",
-            num_bytes=sum(by_tenant.values()),
+            num_bytes=sum(by_group.values()),
             capacity_bytes=10**9,
             num_records=len(self.records),
             num_hits=30,
@@ -134,4 +135,4 @@ class ScriptedStore:
         nvme = TierStat(
             "nvme", 0, 2 * 10**9, 0, num_put_bytes=1000, num_written_bytes=1500, latency_s=0.002, note="gone"
         )
-        return StoreStat(ReplicaIdentity(self.node_id, 1), (dram, nvme), IndexStat("up", 5), by_tenant, 2)
+        return StoreStat(ReplicaIdentity(self.node_id, 1), (dram, nvme), IndexStat("up", 5), by_group, 2)

@@ -230,15 +230,15 @@ def _layout(shard: Shard) -> BlockLayout:
 class Chain(NamedTuple):
     """Blocks of one prompt. What each holds follows from its key."""
 
-    tenant: str
+    group: str
     keys: tuple[bytes, ...]
 
     @classmethod
-    def of(cls, name: str, num_blocks: int, tenant: str = "alice") -> Chain:
+    def of(cls, name: str, num_blocks: int, group: str = "alice") -> Chain:
         keys = [
-            hashlib.sha256(f"{tenant}/{name}/{index}".encode()).digest()[:16] for index in range(num_blocks)
+            hashlib.sha256(f"{group}/{name}/{index}".encode()).digest()[:16] for index in range(num_blocks)
         ]
-        return cls(tenant, tuple(keys))
+        return cls(group, tuple(keys))
 
     def parent(self, index: int) -> bytes:
         return self.keys[index - 1] if index else b""
@@ -374,7 +374,7 @@ class Replica:
             for index in indices
             for shard in self.shards
         )
-        request = PutRequest(self._number(), chain.tenant, chain.keys[0], records)
+        request = PutRequest(self._number(), chain.group, chain.keys[0], records)
         return await self._answer(PutGrant, request.number) if self.client.send(request) else None
 
     async def write(
@@ -403,7 +403,7 @@ class Replica:
     async def get(self, chain: Chain, *, hold: bool = False) -> tuple[Tier, ...]:
         """Load the chain into the ranks; the tiers of the leading blocks that came, whose bytes are compared.
         With `hold` the leases stay (`release`)."""
-        request = FetchRequest(self._number(), chain.keys[0], chain.keys, True)
+        request = FetchRequest(self._number(), chain.group, chain.keys[0], chain.keys, True)
         if not self.client.send(request):
             return ()
         tiers: list[Tier] = []
@@ -430,7 +430,7 @@ class Replica:
         self.client.send(FetchRelease(number))
 
     def prefetch(self, chain: Chain) -> None:
-        self.client.send(FetchRequest(self._number(), chain.keys[0], chain.keys, False))
+        self.client.send(FetchRequest(self._number(), chain.group, chain.keys[0], chain.keys, False))
 
     async def _read(self, key: bytes, arena: bytes, sources: Sequence[Source]) -> set[int]:
         """Have the ranks copy one block; the offsets of the records that were bad. Right bytes, or none."""

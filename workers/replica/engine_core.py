@@ -325,13 +325,13 @@ class EngineCore:
                 _log.warning("gateway %s introduced itself twice", gateway[0])
 
     def _purge(self, order: PurgeCache) -> CachePurged:
-        """Forget a tenant's cached blocks, and what is on its way to the store or from it. Requests under way
+        """Forget a group's cached blocks, and what is on its way to the store or from it. Requests under way
         keep their blocks until they end, and leave nothing behind."""
         if self.connector is not None:
-            self.connector.purge(order.tenant)
-        num_requests = self.scheduler.keep_private(order.tenant)
-        num_blocks, num_held = self.pool.purge(order.tenant)
-        num_landings = self.kv_receiver.landings.num_of(order.tenant)
+            self.connector.purge(order.sharing_group)
+        num_requests = self.scheduler.keep_private(order.sharing_group)
+        num_blocks, num_held = self.pool.purge(order.sharing_group)
+        num_landings = self.kv_receiver.landings.num_of(order.sharing_group)
         return CachePurged(order.number, num_blocks, num_held, num_requests + num_landings)
 
     # ------------------------------------------------------------------------------------------ peers
@@ -484,7 +484,6 @@ def _scheduler(
         pool,
         eos_token_ids=first.eos_token_ids,
         max_context_tokens=first.max_context_tokens,
-        fingerprint=first.compatibility.model_fingerprint,
         num_stages=shape.parallel.pp,
         attention_ratio=shape.attention_ratio,
         has_store=has_store,

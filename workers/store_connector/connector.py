@@ -152,7 +152,7 @@ class StoreConnector:
     def arrived(self, submission: Submission) -> None:
         """A request was queued. One that will wait for a while has its blocks brought near meanwhile."""
         if self.is_open and submission.block_keys and self._scheduler.num_waiting > self._max_loading:
-            self.loader.prefetch(submission.block_keys)
+            self.loader.prefetch(submission.sharing_group, submission.block_keys)
 
     def pump(self) -> None:
         """Write what is finished, load what is wanted."""
@@ -175,12 +175,12 @@ class StoreConnector:
             if is_open:
                 break
 
-    def purge(self, tenant: str | None) -> None:
-        """Nothing of this tenant (None: of anybody) that was finished before goes to the store, or comes from
-        it, after this."""
+    def purge(self, group: str | None) -> None:
+        """Nothing of this group (None: of any) that was finished before goes to the store, or comes from it,
+        after this."""
         self.pump()  # what was finished last is queued
-        self.saver.drop(tenant)
-        self.loader.drop(tenant)
+        self.saver.drop(group)
+        self.loader.drop(group)
 
     def tick(self) -> None:
         """Give up on an owner that does not answer; have ranks try again that could not map its arena."""

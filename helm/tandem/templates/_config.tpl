@@ -44,7 +44,7 @@ fills its pod, so the next one can start beside it only where `surge: true` says
 {{- $_ := set $gateway "health_port" .Values.gateway.healthPort -}}
 {{- end -}}
 {{- $_ := set $config "gateway" (mergeOverwrite (dict "surge" false) (default dict $config.gateway) $gateway) -}}
-{{- if not $config.auth -}}{{- $_ := set $config "auth" (dict "insecure" true) -}}{{- end -}}
+{{- $_ := set $config "auth" (include "tandem.authConfig" . | fromYaml) -}}
 {{- if (default dict $config.store).nvme_gb -}}{{- $_ := set $config.store "nvme_path" "/tandem/nvme" -}}{{- end -}}
 {{- $pools := list -}}
 {{- range $name, $pool := include "tandem.pools" . | fromYaml -}}

@@ -173,14 +173,16 @@ class StoreNode:
         """Drop the record that a reader has leased at `offset` from all tiers: its checksum is wrong."""
         dropped = self.catalog.bad(offset)
         if dropped is not None:
-            _log.warning("dropped a record of tenant %r with a wrong checksum", dropped.info.tenant)
+            _log.warning(
+                "dropped a record of sharing group %r with a wrong checksum", dropped.info.sharing_group
+            )
             if dropped.nvme is not None:
                 self.disk.drop(dropped.info.id, dropped.nvme)
 
-    async def purge(self, tenant: str | None, model: str | None) -> tuple[str, Purged]:
+    async def purge(self, group: str | None, model: str | None) -> tuple[str, Purged]:
         """Delete these records from all tiers. Also return why a restart may bring some back from NVMe, or
         ""."""
-        purged = self.catalog.purge(tenant, model)
+        purged = self.catalog.purge(group, model)
         failure = await self.disk.erase(purged.erase)
         await self.writes.passed()
         return failure, purged

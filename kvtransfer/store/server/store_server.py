@@ -312,12 +312,12 @@ class AdminService:
             self._identity,
             tuple(tiers),
             IndexStat("off") if node.index is None else node.index.stat(),
-            node.catalog.bytes_by_tenant(),
+            node.catalog.bytes_by_group(),
             len(self._sessions),
         )
 
     def _list(self, request: ListRequest) -> StoreListing:
-        matching = self._node.catalog.records(request.tenant, request.model)
+        matching = self._node.catalog.records(request.sharing_group, request.model)
         limit = min(max(request.limit, 0), _MAX_LISTED)
         listed = (ListedRecord(held.info, held.tiers, held.num_hits) for held in matching[:limit])
         return StoreListing(tuple(listed), len(matching))
@@ -331,7 +331,7 @@ class AdminService:
         num_bytes = 0
         meant = [
             (held.info.id, held.info.num_bytes)
-            for held in self._node.catalog.records(request.tenant, request.model)
+            for held in self._node.catalog.records(request.sharing_group, request.model)
         ]
         for record, size in meant:
             await self._give_way()
@@ -381,10 +381,10 @@ class AdminService:
     async def _purge(self, request: PurgeRequest) -> PurgeResult | AdminFailed:
         """Delete matching records. They cannot be found from here on; those being read or written are deleted
         when their last user is done."""
-        failure, purged = await self._node.purge(request.tenant, request.model)
+        failure, purged = await self._node.purge(request.sharing_group, request.model)
         if failure:
             return AdminFailed(failure)
-        _log.info("purged: tenant %s, model %s: %s", request.tenant, request.model, purged.num_records)
+        _log.info("purged: group %s, model %s: %s", request.sharing_group, request.model, purged.num_records)
         return PurgeResult(purged.num_records, purged.num_bytes, purged.num_pending)
 
 
