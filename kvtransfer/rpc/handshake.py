@@ -7,7 +7,7 @@
                                       <-     Welcome() or the connection closes
 
 Neither side sends its proof before the other has committed to a nonce, so neither can be replayed. Where
-certificates are configured (`kvtransfer.rpc.tls`) TLS follows on the same connection, so that nobody who does
+certificates are configured (`kvtransfer.rpc.mutual_tls`) TLS follows on the same connection, so that nobody who does
 not know the secret reaches its parser, and then the server's Welcome once more, encrypted: with TLS 1.3 only
 this shows the client that its certificate was accepted.
 """
@@ -23,7 +23,7 @@ import ssl
 
 from kvtransfer.codec import LENGTH, MAX_FRAME_BYTES, Codec, Message, framed
 from kvtransfer.errors import PeerGoneError, ProofError, TransferError, WireError
-from kvtransfer.rpc.tls import TlsSocket, welcome_failure
+from kvtransfer.rpc.mutual_tls import TlsSocket, welcome_failure
 from kvtransfer.rpc.trust import Trust
 
 NONCE_BYTES = 16

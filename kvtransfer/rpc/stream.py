@@ -33,7 +33,7 @@ from kvtransfer.rpc.handshake import (
     prove_as_async_client,
 )
 from kvtransfer.rpc.listener import ProvenListener
-from kvtransfer.rpc.tls import TlsLayer, welcome_failure
+from kvtransfer.rpc.mutual_tls import TlsLayer, welcome_failure
 from kvtransfer.rpc.trust import Trust
 
 LinkKind = Literal["link", "peer"]

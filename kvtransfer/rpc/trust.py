@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from kvtransfer.codec import Part
 from kvtransfer.errors import TrustError
-from kvtransfer.rpc.tls import TlsContexts, TlsFiles
+from kvtransfer.rpc.mutual_tls import TlsContexts, TlsFiles
 
 MIN_SECRET_BYTES = 16
 

@@ -9,7 +9,7 @@ from authority import Authority
 from msgspec.structs import replace
 from trust_files import FILES
 
-from kvtransfer.rpc.tls import TlsFiles
+from kvtransfer.rpc.mutual_tls import TlsFiles
 from kvtransfer.rpc.trust import TrustFiles
 
 _FOLDER = TemporaryDirectory(prefix="tandem-test-tls-")

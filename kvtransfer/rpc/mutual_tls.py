@@ -299,7 +299,7 @@ class TlsLayer(asyncio.Transport, asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._below = cast(asyncio.Transport, transport)
-        self._shake_hands()
+        self._handshake()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return memoryview(self._buffer)
@@ -307,7 +307,7 @@ class TlsLayer(asyncio.Transport, asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         self._incoming.write(memoryview(self._buffer)[:nbytes])
         if not self._is_open:
-            self._shake_hands()
+            self._handshake()
         if self._is_open:
             self._deliver()
 
@@ -355,7 +355,7 @@ class TlsLayer(asyncio.Transport, asyncio.BufferedProtocol):
 
     # ---------------------------------------------------------------------------------------- private
 
-    def _shake_hands(self) -> None:
+    def _handshake(self) -> None:
         if self.opened.done():
             return
         try:
