@@ -7,9 +7,9 @@
                                       <-     Welcome() or the connection closes
 
 Neither side sends its proof before the other has committed to a nonce, so neither can be replayed. Where
-certificates are configured (`kvtransfer.rpc.mutual_tls`) TLS follows on the same connection, so that nobody who does
-not know the secret reaches its parser, and then the server's Welcome once more, encrypted: with TLS 1.3 only
-this shows the client that its certificate was accepted.
+certificates are configured (`kvtransfer.rpc.mutual_tls`) TLS follows on the same connection, so that nobody
+who does not know the secret reaches its parser, and then the server's Welcome once more, encrypted: with
+TLS 1.3 only this shows the client that its certificate was accepted.
 """
 
 from __future__ import annotations
