@@ -14,10 +14,9 @@ from random import Random
 
 import msgspec
 from listeners import KINDS, ListenerProcess
-from listeners import TRUST as LISTENERS_TRUST
 from service_harness import LAYOUT, WRITER
 from store_harness import COMPATIBILITY, MODEL, StoreHarness
-from trust_files import TRUST
+from trust_files import FILES, TRUST
 
 from kvtransfer.codec import framed, read_frame
 from kvtransfer.errors import PeerGoneError
@@ -69,7 +68,7 @@ _PROTOCOLS = ("ranks", "shm", "tcp")
 def open_targets(stack: ExitStack, folder: Path) -> list[Target]:
     """Return targets of strangers and of peers for each kind of listener, and those of a node's store."""
     with stderr_in(folder / "listeners.log"):
-        listening = stack.enter_context(ListenerProcess())
+        listening = stack.enter_context(ListenerProcess(FILES))
     processes = (listening.process_id,)
     listeners = _Listeners(listening)
     store = _Store(stack, folder)
@@ -124,7 +123,7 @@ class _Listeners:
     def peer(self, kind: str, rng: Random) -> str:
         """A peer that breaks the protocol loses its own connection only."""
         with self._connect(kind) as sock:
-            prove_as_client(sock, LISTENERS_TRUST, "peer")
+            prove_as_client(sock, TRUST, "peer")
             sock.settimeout(WAIT_S)
             for frame in self._frames(kind, rng):
                 try:
@@ -153,7 +152,7 @@ class _Listeners:
     def _check(self, kind: str) -> None:
         """Raise where the listener serves nobody any more."""
         with self._connect(kind) as sock:
-            prove_as_client(sock, LISTENERS_TRUST, "check")
+            prove_as_client(sock, TRUST, "check")
 
 
 def _hello_fields() -> dict[str, list[object]]:

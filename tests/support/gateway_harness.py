@@ -18,6 +18,7 @@ from patience import WAIT_S
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from cluster.api.admin_client import AdminClient
+from cluster.api.channel import ClientCredentials
 from cluster.api.client import Client
 from cluster.config import ClusterConfig, parse_config
 from cluster.gateway.request_manager import resume_digest
@@ -344,7 +345,7 @@ class GatewayHarness:
         self.gateways: list[Gateway] = []
         self.clients: list[Client | AdminClient] = []
 
-    def config(self, **gateway: Any) -> ClusterConfig:
+    def config(self, *, auth: dict[str, Any] | None = None, **gateway: Any) -> ClusterConfig:
         engine = {"block_tokens": BLOCK_TOKENS}
         return parse_config(
             {
@@ -356,6 +357,7 @@ class GatewayHarness:
                 "gateway": {"port": 0, "console_port": None, "drain_s": 0, "model_name": "m", **gateway},
                 "router": {"skip_prefill_tokens": 0},
                 "debug": {"allow_pins": True},
+                "auth": auth or {},
             },
             "test",
         )
@@ -427,15 +429,21 @@ class GatewayHarness:
         """The replicas that were given work and have not finished it."""
         return [it for it in self.replicas.values() if not it.is_idle()]
 
-    def client(self, *addresses: str) -> Client:
-        client = Client(addresses)
+    def client(self, *addresses: str, credentials: ClientCredentials | None = None) -> Client:
+        client = Client(addresses, credentials=credentials)
         self.clients.append(client)
         return client
 
-    def admin(self, gateway: Gateway | None = None) -> AdminClient:
+    def admin(
+        self,
+        gateway: Gateway | None = None,
+        *,
+        credentials: ClientCredentials | None = None,
+        scheme: str = "",
+    ) -> AdminClient:
         """An operator's client of this gateway, by default of the latest."""
         port = (gateway or self.gateways[-1]).admin_port
-        client = AdminClient(f"127.0.0.1:{port}")
+        client = AdminClient(f"{scheme}127.0.0.1:{port}", credentials=credentials)
         self.clients.append(client)
         return client
 
