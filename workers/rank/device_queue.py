@@ -18,6 +18,11 @@ from torch import Tensor
 
 from kvtransfer.blocks.device_pool import view_memory
 
+# Torch keeps pinned memory in powers of two. Steps copy less than the largest of these at a time, and those
+# that are under way together have no more copies of a size than this.
+_STAGED_BYTES = tuple(4 << power for power in range(19))
+_NUM_STAGED = 8
+
 
 class Event(Protocol):
     """A point in a device's work."""
@@ -74,6 +79,10 @@ class DeviceQueue(ABC):
         queued."""
 
     @abstractmethod
+    def keep_staging(self) -> None:
+        """Take host memory for copies from and to the device now, so that no step has to wait for it."""
+
+    @abstractmethod
     def event(self) -> Event:
         """Return the point at which all that is queued so far is done."""
 
@@ -100,6 +109,9 @@ class CpuQueue(DeviceQueue):
 
     def _staging(self, num_words: int) -> Tensor:
         return torch.empty(num_words, dtype=torch.int32)
+
+    def keep_staging(self) -> None:
+        pass
 
     def event(self) -> Event:
         return _PASSED
@@ -149,6 +161,11 @@ class CudaQueue(DeviceQueue):
     def _staging(self, num_words: int) -> Tensor:
         # Torch keeps pinned memory, and uses it again when the copy that read it is done.
         return torch.empty(num_words, dtype=torch.int32, pin_memory=True)
+
+    def keep_staging(self) -> None:
+        taken: list[Tensor] = []  # at a time, else they would be one
+        for num_bytes in _STAGED_BYTES * _NUM_STAGED:
+            taken.append(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True))
 
     def event(self) -> Event:
         return self._record_event(torch.cuda.current_stream(self.device))

@@ -136,8 +136,8 @@ class StepRunner:
         self._device = kv.device
         self._unfinished = unfinished
         self._containment = Containment(kv.device)
-        self._queue = queue or make_queue(kv.device)
-        self.progress = Progress(self._queue)
+        self.queue = queue or make_queue(kv.device)
+        self.progress = Progress(self.queue)
         self._step_faults = StepFaults(self.progress, faults, groups.rank)
         num_blocks = len(kv) if queue is None else len(kv) - 1
         self.batch = InputBatch(max_slots, -(-max_context_tokens // block_tokens), block_tokens, num_blocks)
@@ -164,7 +164,7 @@ class StepRunner:
     @property
     def runs_ahead(self) -> bool:
         """Whether a step is still under way when `launch` returns."""
-        return self._queue.runs_behind
+        return self.queue.runs_behind
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Ticket:
@@ -239,7 +239,7 @@ class StepRunner:
             packed = tokens.astype("<u4").tobytes()
         report = self._report(executed.step, executed.started_at)
         report = replace(report, tokens=packed, logprobs=tuple(logprobs))
-        return Ticket(report, self._queue.event())
+        return Ticket(report, self.queue.event())
 
     def _sample_there(self, executed: Executed, masks: NDArray[np.uint32] | None) -> Ticket:
         """Do what `sample` does, with tokens that stay on the device."""
@@ -255,7 +255,7 @@ class StepRunner:
             drawings.append(DrawnRows(rows, drawn.logprobs))
         report = self._report(executed.step, executed.started_at)
         if executed.there is None or not num_samples:
-            return Ticket(report, self._queue.event())
+            return Ticket(report, self.queue.event())
         return self._hand_out_there(report, executed.there.sample_slots, tokens, drawings)
 
     def _hand_out_there(
@@ -267,8 +267,8 @@ class StepRunner:
             self._groups.broadcast(tokens)
         self._there.sampled(slots, tokens)
         if self._sampler_there is None:
-            return Ticket(report, self._queue.event())
-        copied = self._queue.copy_out(tokens)
+            return Ticket(report, self.queue.event())
+        copied = self.queue.copy_out(tokens)
         return Ticket(report, copied.event, Results(copied, drawings))
 
     def _sampled_parts(
@@ -321,10 +321,10 @@ class StepRunner:
         self.progress.mark_layer()
         report = self._report(plan.step, started_at)
         if self._sampler_there is None:
-            return Ticket(report, self._queue.event())
+            return Ticket(report, self.queue.event())
         tokens = decoded.tokens[:num_rows].clone()  # the next replay writes to its memory
         logprobs = self._sampler_there.logprobs(decoded.logits, rows.slots, tokens)
-        copied = self._queue.copy_out(tokens)
+        copied = self.queue.copy_out(tokens)
         return Ticket(report, copied.event, Results(copied, [DrawnRows(rows, logprobs)]))
 
     def _is_recordable(self, rows: PlannedRows) -> bool:
@@ -373,7 +373,7 @@ class StepRunner:
             logits = self._decoder.logits(last)
             draw = self._draw if self._there is None else self._draw_there
             draw(_Sampling(rows, last, logits), logits, None)
-        self._queue.event().synchronize()
+        self.queue.event().synchronize()
 
     def _plan(self, rows: PlannedRows, there: RowsThere | None) -> AttentionPlan:
         device: DeviceStep | None = None
