@@ -321,7 +321,16 @@ def pin(address: int, num_bytes: int, device: torch.device) -> bool:
         status = runtime.cudaHostRegister(address, num_bytes, _PORTABLE)
     if status != runtime.cudaError.success:
         _log.warning("%d bytes of host memory could not be pinned: %s", num_bytes, status)
-    return bool(status == runtime.cudaError.success)
+        _drop_pending_error(device)
+        return False
+    return True
+
+
+def _drop_pending_error(device: torch.device) -> None:
+    """Clear the error that a refused call of the runtime has left to this thread: torch would raise it after
+    the next kernel. Torch has no call for that, so a kernel raises it here."""
+    with torch.inference_mode(), contextlib.suppress(torch.AcceleratorError, torch.OutOfMemoryError):
+        torch.zeros(1, device=device)
 
 
 def unpin(address: int) -> None:

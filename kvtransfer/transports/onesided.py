@@ -136,9 +136,13 @@ class OneSidedChannel(Channel):
                 under_way.append(self._begin_batch(moves[start : start + self._batch], stopped))
                 if len(under_way) == self.most_batches:
                     sums += under_way.popleft()()
-        finally:  # nothing is under way after, however it ends
+            while under_way:
+                sums += under_way.popleft()()
+        except Exception:  # which counts: nothing is under way after, however this ends
             for finish in under_way:
-                sums += finish()
+                with contextlib.suppress(Exception):
+                    finish()
+            raise
         return sums
 
     @abstractmethod

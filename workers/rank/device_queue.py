@@ -87,9 +87,13 @@ class DeviceQueue(ABC):
         """Return the point at which all that is queued so far is done."""
 
     @abstractmethod
-    def copy_out(self, source: Tensor) -> CopiedOut:
-        """Begin to copy what `source` will hold, beside the work that is queued afterwards. That work must
-        not change it."""
+    def host_memory(self, source: Tensor) -> Tensor:
+        """Return host memory for a copy of `source`."""
+
+    @abstractmethod
+    def copy_out(self, source: Tensor, host: Tensor) -> CopiedOut:
+        """Begin to copy what `source` will hold to `host`, as `host_memory` returns it, beside the work that
+        is queued afterwards. That work must not change it."""
 
     @abstractmethod
     def record(self, work: Work) -> Graph:
@@ -116,8 +120,11 @@ class CpuQueue(DeviceQueue):
     def event(self) -> Event:
         return _PASSED
 
-    def copy_out(self, source: Tensor) -> CopiedOut:
-        return CopiedOut(source.clone(), source, _PASSED)
+    def host_memory(self, source: Tensor) -> Tensor:
+        return torch.empty_like(source)
+
+    def copy_out(self, source: Tensor, host: Tensor) -> CopiedOut:
+        return CopiedOut(host.copy_(source), source, _PASSED)
 
     def record(self, work: Work) -> Graph:
         return _Repeated(work)
@@ -170,8 +177,10 @@ class CudaQueue(DeviceQueue):
     def event(self) -> Event:
         return self._record_event(torch.cuda.current_stream(self.device))
 
-    def copy_out(self, source: Tensor) -> CopiedOut:
-        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+    def host_memory(self, source: Tensor) -> Tensor:
+        return torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+
+    def copy_out(self, source: Tensor, host: Tensor) -> CopiedOut:
         self._results.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._results):
             host.copy_(source, non_blocking=True)

@@ -35,10 +35,10 @@ from workers.model.decoder import Decoder
 from workers.model.host_kv import HostKv
 from workers.model.parallel import Unfinished
 from workers.rank.collectives import RankGroups
-from workers.rank.containment import Containment, touch_device
+from workers.rank.containment import Containment
 from workers.rank.decode_graphs import DecodeGraphs, graph_sizes
 from workers.rank.device_batch import DeviceBatch, RowsThere
-from workers.rank.device_queue import DeviceQueue, make_queue
+from workers.rank.device_queue import CopiedOut, DeviceQueue, make_queue
 from workers.rank.device_sampler import DeviceSampler, Drawn, make_device_sampler
 from workers.rank.input_batch import InputBatch, InputTokens, PlannedRows
 from workers.rank.progress import Progress, StepFaults
@@ -211,10 +211,8 @@ class StepRunner:
             there, tokens = self._stage(plan, rows, self._there)
             whole = _Part(rows, tokens, there).only(self._containment.intact(rows))
         if not rows.num_sequences:
-            if self.runs_ahead:
-                torch.ones((), device=self._device)  # its event shows whether the device is usable
-            else:
-                touch_device(self._device)
+            # What runs ahead has an event that shows whether the device is usable.
+            self._containment.touch_device(waits=not self.runs_ahead)
             return Executed(plan.step, rows, started_at, [])
         if there is None:
             whole, waited_s = self._input(plan, rows)
@@ -244,14 +242,17 @@ class StepRunner:
     def _sample_there(self, executed: Executed, masks: NDArray[np.uint32] | None) -> Ticket:
         """Do what `sample` does, with tokens that stay on the device."""
         num_samples = len(executed.rows.sample_slots)
-        tokens = torch.zeros(num_samples, dtype=torch.int32, device=self._device)
+        allocate = partial(torch.zeros, num_samples, dtype=torch.int32, device=self._device)
+        tokens = self._containment.insist(allocate)
         drawings: list[DrawnRows] = []
         draw = partial(self._draw_there, masks=masks)
         for rows, drawn in self._sampled_parts(executed, draw):
+            if self._sampler_there is None:
+                continue  # the tokens come from the rank that samples
             if len(rows.sample_rows) == num_samples:
                 tokens = drawn.tokens
             else:
-                tokens[to_device(rows.sample_rows, self._device)] = drawn.tokens
+                self._containment.insist(partial(_put, tokens, rows.sample_rows, drawn.tokens))
             drawings.append(DrawnRows(rows, drawn.logprobs))
         report = self._report(executed.step, executed.started_at)
         if executed.there is None or not num_samples:
@@ -265,11 +266,14 @@ class StepRunner:
         assert self._there is not None
         if self._groups.tp > 1:
             self._groups.broadcast(tokens)
-        self._there.sampled(slots, tokens)
+        self._containment.insist(partial(self._there.sampled, slots, tokens))
         if self._sampler_there is None:
             return Ticket(report, self.queue.event())
-        copied = self.queue.copy_out(tokens)
+        copied = self._copy_out(tokens)
         return Ticket(report, copied.event, Results(copied, drawings))
+
+    def _copy_out(self, tokens: Tensor) -> CopiedOut:
+        return self.queue.copy_out(tokens, self.queue.host_memory(tokens))
 
     def _sampled_parts(
         self, executed: Executed, draw: Callable[[_Sampling, Tensor], _Sample]
@@ -314,18 +318,44 @@ class StepRunner:
         if not self._groups.agree(size is not None) or size is None:
             return None
         changes = () if self._sampler_there is None else self._sampler_there.changes()
-        changes_there = self._there.stage_for_graph(plan, rows, size, changes)
+        stage = partial(self._there.stage_for_graph, plan, rows, size, changes)
+        changes_there = self._containment.insist(stage)
         if self._sampler_there is not None:
             self._sampler_there.change(changes_there)
         decoded = self._graphs.replay(size)
         self.progress.mark_layer()
-        report = self._report(plan.step, started_at)
         if self._sampler_there is None:
-            return Ticket(report, self.queue.event())
-        tokens = decoded.tokens[:num_rows].clone()  # the next replay writes to its memory
-        logprobs = self._sampler_there.logprobs(decoded.logits, rows.slots, tokens)
-        copied = self.queue.copy_out(tokens)
-        return Ticket(report, copied.event, Results(copied, [DrawnRows(rows, logprobs)]))
+            return Ticket(self._report(plan.step, started_at), self.queue.event())
+        # The next replay writes to its memory.
+        tokens = self._containment.insist(decoded.tokens[:num_rows].clone)
+        drawings = self._replayed_logprobs(self._sampler_there, rows, decoded.logits, tokens)
+        copied = self._copy_out(tokens)
+        report = self._report(plan.step, started_at)
+        return Ticket(report, copied.event, Results(copied, drawings))
+
+    def _replayed_logprobs(
+        self, sampler: DeviceSampler, rows: PlannedRows, logits: Tensor, tokens: Tensor
+    ) -> list[DrawnRows]:
+        """Begin to compute the log-probabilities that go with the `tokens` of a graph, in parts where memory
+        lacks. The graph is not replayed again, for it has counted its tokens: a sequence whose
+        log-probabilities cannot be computed alone is reported as failed, and is as intact as at the other
+        ranks."""
+        drawings: list[DrawnRows] = []
+        pending = [(rows, 0)]
+        while pending:
+            part, first = pending.pop()
+            places = slice(first, first + part.num_sequences)
+            begin = partial(sampler.logprobs, logits[places], part.slots, tokens[places])
+            logprobs = self._containment.attempt(begin)
+            if logprobs is not None:
+                drawings.append(DrawnRows(part, logprobs))
+            elif part.num_sequences == 1:
+                self._containment.withhold(part)
+            else:
+                middle = part.num_sequences // 2
+                is_first = np.arange(part.num_sequences) < middle
+                pending += [(part.only(~is_first), first + middle), (part.only(is_first), first)]
+        return drawings
 
     def _is_recordable(self, rows: PlannedRows) -> bool:
         """Return whether every sequence has one token and samples for its own slot, all on the device."""
@@ -408,7 +438,8 @@ class StepRunner:
     def _stage(self, plan: StepPlan, rows: PlannedRows, there: DeviceBatch) -> tuple[RowsThere, Tensor]:
         """Copy to the device what a plan changes, and return its rows and its tokens [num_tokens] there."""
         changes = () if self._sampler_there is None else self._sampler_there.changes()
-        rows_there, tokens, changes_there = there.stage(plan, rows, changes)
+        stage = partial(there.stage, plan, rows, changes)
+        rows_there, tokens, changes_there = self._containment.insist(stage)
         if self._sampler_there is not None:
             self._sampler_there.change(changes_there)
         return rows_there, tokens
@@ -540,9 +571,8 @@ class StepRunner:
 
     def _draw_there(self, part: _Sampling, logits: Tensor, masks: NDArray[np.uint32] | None) -> Drawn:
         slots = part.rows.sample_slots
-        if self._sampler_there is None:
-            tokens = torch.zeros(len(slots), dtype=torch.int32, device=self._device)
-            return Drawn(tokens, dict)
+        if self._sampler_there is None:  # must not fail: the rank that samples has counted its tokens
+            return _NOTHING_DRAWN
         logits = self._logits_of_samples(part.rows, logits)
         slots_there = to_device(slots, self._device) if part.slots_there is None else part.slots_there
         masks = masks[part.rows.sample_rows] if masks is not None else None
@@ -585,6 +615,14 @@ class StepRunner:
         src = to_device(np.array([copy.src_block for copy in copies]), self._device)
         dst = to_device(np.array([copy.dst_block for copy in copies]), self._device)
         self._kv[dst] = self._kv[src]
+
+
+# At a rank that does not sample.
+_NOTHING_DRAWN = Drawn(torch.zeros(0, dtype=torch.int32), dict)
+
+
+def _put(tokens: Tensor, places: NDArray[np.int32], values: Tensor) -> None:
+    tokens[to_device(places, tokens.device)] = values
 
 
 def _start(sampler: Sampler | DeviceSampler, start: SlotStart) -> bool:
