@@ -7,13 +7,14 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile -c constraints.txt
 
-.PHONY: help setup demo serve test test-all lint bench proto chart
+.PHONY: help setup demo serve test test-all fuzz lint bench proto chart
 
 help:
 	@echo "make demo      one model, one prefill and one decode replica, a few requests; then everything stops"
 	@echo "make serve     the same pools, until Ctrl-C"
 	@echo "make test      lint and the fast tests"
 	@echo "make test-all  lint and all tests"
+	@echo "make fuzz      what strangers, peers and files may send, for MINUTES=1 or CASES=n; CASE=... repeats one"
 	@echo "make bench     the benchmarks of this machine, as JSON lines"
 	@echo "make lint      ruff, mypy, import-linter"
 	@echo "make setup     .venv with everything for development"
@@ -49,6 +50,10 @@ test: lint
 
 test-all: lint
 	$(BIN)/python -m pytest -q --durations=10 $(PYTEST_ARGS)
+
+fuzz: $(VENV)/.dev
+	@PYTHONPATH=.:tests/support $(BIN)/python -m tests.fuzz $(if $(CASE),--case '$(CASE)') \
+		--minutes $(or $(MINUTES),$(if $(CASES),1000000,1)) --cases $(or $(CASES),0) $(FUZZ_ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -30,6 +30,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from benchmarks.drawn_trust import draw_trust
 from benchmarks.random_checkpoint import LLAMA_8B, write_config
 from kvtransfer.blocks.device_pool import DevicePool
 from kvtransfer.blocks.layout import BlockLayout
@@ -48,7 +49,8 @@ from kvtransfer.messages import (
     TransferSettings,
 )
 from kvtransfer.protocol.fence import Gate
-from kvtransfer.rpc.handshake import draw_id, draw_secret
+from kvtransfer.rpc.handshake import draw_id
+from kvtransfer.rpc.trust import Trust, TrustFiles
 from kvtransfer.transports import TRANSPORTS
 from kvtransfer.transports.base import TargetRank, WriterRank
 from workers.engine_bench.driver import EngineDriver
@@ -452,18 +454,16 @@ def push_rate(device: torch.device, sizes: Sizes) -> float:
     """Return the bytes a second at which another process writes blocks into a pool of this one."""
     layout, num_blocks = block_layout(sizes), sizes.num_pushed_blocks
     transport = "cuda_ipc" if device.type == "cuda" else "shm"
-    secret = draw_secret()
+    trust = draw_trust()
     gate = Gate(lambda _: None)
     pool = make_pool(device, layout, num_blocks)
     settings = TransferSettings("127.0.0.1", ())
-    listener = TRANSPORTS[transport].listen(TargetRank(0, pool, gate, secret, settings))
+    listener = TRANSPORTS[transport].listen(TargetRank(0, pool, gate, Trust.read(trust), settings))
     landing_id = draw_id()
     gate.open(OpenLanding(landing_id, _WRITER, tuple(range(num_blocks))))
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    order = PushRate(
-        str(device), layout, num_blocks, transport, listener.endpoint.address, secret, landing_id
-    )
+    order = PushRate(str(device), layout, num_blocks, transport, listener.endpoint.address, trust, landing_id)
     with contextlib.closing(listener):
         writer = context.Process(target=_report_rate, args=(order, sender))
         writer.start()
@@ -484,7 +484,7 @@ class PushRate(NamedTuple):
     num_blocks: int
     transport: str
     address: str
-    secret: bytes
+    trust: TrustFiles
     landing_id: bytes
 
 
@@ -496,7 +496,7 @@ def _report_rate(order: PushRate, sender: Connection) -> None:
     device = torch.device(order.device)
     pool = make_pool(device, order.layout, order.num_blocks)
     settings = TransferSettings("127.0.0.1", ())
-    rank = WriterRank(_WRITER, 0, pool, order.secret, Faults(()), settings)
+    rank = WriterRank(_WRITER, 0, pool, Trust.read(order.trust), Faults(()), settings)
     shard = order.layout.shard
     lane = Lane(RankEndpoints(0, shard, "here", (Endpoint(order.transport, order.address),)), shard)
     channel = TRANSPORTS[order.transport].connect(rank, lane, order.address, draw_id(), lambda _: None)

@@ -103,9 +103,7 @@ class EngineCoreHost:
         num_blocks = batch * (context_tokens // BLOCK_TOKENS + 8)
         pool = BlockPool(num_blocks, BLOCK_TOKENS)
         clock = ManualClock(0.0)
-        self.scheduler = Scheduler(
-            engine, pool, eos_token_ids=(1,), max_context_tokens=1 << 20, fingerprint=b"model"
-        )
+        self.scheduler = Scheduler(engine, pool, eos_token_ids=(1,), max_context_tokens=1 << 20)
         self._frames: list[bytes] = []
         self.steps = StepLoop(
             self.scheduler, self._send, clock, stats=StepStats(Capability(work, 1e12, 1e11))
@@ -129,7 +127,9 @@ class EngineCoreHost:
         for number in range(batch):
             prompt = np.full(context_tokens, number, dtype="<u4").tobytes()
             sample = SampleState(0, number)
-            submission = Submission(f"r{number}", 1, "", 0, prompt, (), (sample,), SAMPLING, None, None)
+            submission = Submission(
+                f"r{number}", 1, "", "", 0, prompt, b"", (), (sample,), SAMPLING, None, None
+            )
             self.scheduler.submit(submission, 0.0)
             table.add(submission, GATEWAY)
         while self.scheduler.num_waiting or len(self._decoding()) < batch:

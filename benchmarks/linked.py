@@ -7,11 +7,12 @@ import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvtransfer.blocks.keys import block_keys
+from kvtransfer.blocks.keys import extend_keys
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.rpc.stream import FrameStream, open_link
+from kvtransfer.rpc.trust import Trust, TrustFiles
 from workers.config import EngineConfig, Parallel
 from workers.messages.link import (
     LINK_DOWN_CODEC,
@@ -30,6 +31,7 @@ from workers.replica.partition import ReplicaSpec
 from workers.replica.rank_group import ProcessLauncher
 
 CLOCK = SystemClock()
+_ROOT_KEY = bytes(16)
 
 
 @dataclass
@@ -51,10 +53,10 @@ class Heard:
 class LinkedReplicas:
     """Replicas of one model and secret; `stop` ends them."""
 
-    def __init__(self, model_dir: Path, dtype: str, secret: bytes) -> None:
+    def __init__(self, model_dir: Path, dtype: str, trust: TrustFiles) -> None:
         self._model_dir = model_dir
         self._dtype = dtype
-        self._secret = secret
+        self._trust = trust
         self._cores: dict[str, tuple[EngineCore, FrameStream]] = {}
         self._heard: dict[str, Heard] = {}
         self._changed = asyncio.Event()
@@ -79,12 +81,12 @@ class LinkedReplicas:
             parallel=parallel,
             engine=engine,
             transfer=transfer or TransferConfig(),
-            secret=self._secret,
+            trust=self._trust,
             host="127.0.0.1",
             store=store,
         )
         core = await EngineCore.launch(spec, ProcessLauncher(), CLOCK)
-        stream = await open_link(core.address, "link", self._secret, "benchmark")
+        stream = await open_link(core.address, "link", Trust.read(self._trust), "benchmark")
         stream.send(LINK_DOWN_CODEC.encode(GatewayHello("benchmark", 1)))
         self._cores[name] = core, stream
         self._tasks.append(asyncio.create_task(self._listen(stream)))
@@ -101,9 +103,11 @@ class LinkedReplicas:
             request_id=request_id,
             attempt=0,
             tenant="",
+            sharing_group="",
             priority=0,
             prompt=prompt,
-            block_keys=block_keys(prompt, compatibility.block_tokens, compatibility.model_fingerprint, ""),
+            root_key=_ROOT_KEY,
+            block_keys=extend_keys(_ROOT_KEY, prompt, compatibility.block_tokens),
             samples=(SampleState(0, 1),),
             sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
             decode=HandOverTarget(target.identity, target.address) if target else None,

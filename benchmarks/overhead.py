@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.drawn_trust import draw_trust
 from cluster.api.client import Client, GenerateOptions
 from cluster.config import parse_config
 from cluster.proto import tandem_pb2 as pb
@@ -38,12 +39,12 @@ from cluster.roster.actor import VIEW_CODEC
 from cluster.roster.messages import ReplicaRecord, RosterView
 from cluster.roster.state import LocalRoster
 from cluster.serve.gateway_server import Gateway
-from kvtransfer.blocks.keys import block_keys
+from kvtransfer.blocks.keys import extend_keys
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import ReplicaIdentity
-from kvtransfer.rpc.handshake import draw_secret
 from kvtransfer.rpc.stream import FrameStream, open_link
+from kvtransfer.rpc.trust import Trust, TrustFiles
 from workers.config import EngineConfig, Parallel
 from workers.messages.link import (
     LINK_DOWN_CODEC,
@@ -55,7 +56,6 @@ from workers.messages.link import (
 )
 from workers.messages.rank_channel import StepPlan
 from workers.messages.sampling import SamplingParams
-from workers.model.fingerprint import DigestCache, model_fingerprint
 from workers.model.model_config import read_model_config
 from workers.rank.model_runner import ModelRunner, read_dtype
 from workers.replica.engine_core import EngineCore
@@ -67,6 +67,7 @@ from workers.scheduler.scheduler import Scheduler
 
 BLOCK_TOKENS = 16
 CLOCK = SystemClock()
+_ROOT_KEY = bytes(16)
 
 
 @dataclass
@@ -105,15 +106,16 @@ class Setting:
         return SamplingParams(max_tokens=self.num_tokens, ignore_eos=True)
 
     def submissions(self, prompts: list[bytes], prefix: str) -> list[Submission]:
-        fingerprint = model_fingerprint(self.model, DigestCache.of_node(CLOCK))
         return [
             Submission(
                 request_id=f"{prefix}{index}",
                 attempt=1,
                 tenant="",
+                sharing_group="",
                 priority=0,
                 prompt=prompt,
-                block_keys=block_keys(prompt, BLOCK_TOKENS, fingerprint, ""),
+                root_key=_ROOT_KEY,
+                block_keys=extend_keys(_ROOT_KEY, prompt, BLOCK_TOKENS),
                 samples=(SampleState(0, index),),
                 sampling=self.sampling,
                 decode=None,
@@ -166,7 +168,6 @@ class BareRunner:
             pool,
             eos_token_ids=fields.eos_token_ids,
             max_context_tokens=fields.max_context_tokens,
-            fingerprint=fields.compatibility.model_fingerprint,
         )
         for submission in self._setting.submissions(prompts, "plan"):
             scheduler.submit(submission, CLOCK.now())
@@ -271,7 +272,7 @@ async def play_engine_core(order: dict[str, Any]) -> None:
         parallel=Parallel(),
         engine=EngineConfig(**order["engine"]),
         transfer=TransferConfig(),
-        secret=bytes.fromhex(order["secret"]),
+        trust=TrustFiles(order["secret_file"]),
         host="127.0.0.1",
     )
     core = await EngineCore.launch(spec, ProcessLauncher(), CLOCK)
@@ -305,8 +306,8 @@ async def play_gateway(order: dict[str, Any]) -> None:
         },
         "overhead",
     )
-    secret = bytes.fromhex(order["secret"])
-    gateway = Gateway(gateway_id="g", epoch=1, config=config, roster=roster, secret=secret, clock=CLOCK)
+    trust = Trust.read(TrustFiles(order["secret_file"]))
+    gateway = Gateway(gateway_id="g", epoch=1, config=config, roster=roster, trust=trust, clock=CLOCK)
     port = await gateway.start()
     while (
         not all(view.takes_requests for view in gateway.connections.views())
@@ -322,8 +323,8 @@ async def play_gateway(order: dict[str, Any]) -> None:
 
 
 async def measure(setting: Setting, batches: list[int], num_prompt_tokens: int, num_rounds: int) -> None:
-    secret = draw_secret()
-    common = {"model": str(setting.model), "secret": secret.hex()}
+    trust = draw_trust()
+    common = {"model": str(setting.model), "secret_file": trust.secret_file}
     engine = setting.engine.model_dump()
     async with AsyncExitStack() as parts:
         views = {
@@ -333,7 +334,7 @@ async def measure(setting: Setting, batches: list[int], num_prompt_tokens: int, 
             for role in ("both", "prefill", "decode")
         }
         (both,) = VIEW_CODEC.decode(bytes.fromhex(views["both"])).replicas
-        link = await open_link(both.address, "link", secret, "bench")
+        link = await open_link(both.address, "link", Trust.read(trust), "bench")
         link.send(LINK_DOWN_CODEC.encode(GatewayHello("bench", 1)))
         await link.receive()
         one = await parts.enter_async_context(part("gateway", views=[views["both"]], **common))

@@ -17,10 +17,10 @@ from statistics import median
 
 import numpy as np
 
+from benchmarks.drawn_trust import draw_trust
 from benchmarks.linked import Heard, LinkedReplicas
 from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.config import TransferConfig
-from kvtransfer.rpc.handshake import draw_secret
 from workers.config import EngineConfig, Parallel
 from workers.messages.link import HandOverReport, PrefillReport
 
@@ -40,7 +40,7 @@ class Pair:
     """A prefill and a decode replica."""
 
     def __init__(self, model_dir: Path, num_tokens: int, chunk_tokens: int) -> None:
-        self._replicas = LinkedReplicas(model_dir, "float32", draw_secret())
+        self._replicas = LinkedReplicas(model_dir, "float32", draw_trust())
         self._engine = EngineConfig(
             block_tokens=BLOCK_TOKENS,
             kv_tokens=2 * num_tokens + 512,

@@ -11,16 +11,16 @@ from typing import Any
 
 from kvtransfer.codec import framed
 from kvtransfer.config import StoreSettings
+from kvtransfer.rpc.trust import TrustFiles
 from kvtransfer.store.server.store_server import SPEC_CODEC, StoreServerSpec
 
 
-def owner_settings(secret: bytes, **changes: Any) -> StoreSettings:
+def owner_settings(**changes: Any) -> StoreSettings:
     """Of a node by itself: no index, and a socket name of its own."""
     fields: dict[str, Any] = {
         "node_id": "node",
         "epoch": 1,
         "name": f"tandem-bench-{secrets.token_hex(8)}",
-        "secret": secret,
         "host": "127.0.0.1",
         "dram_bytes": 1 << 30,
     }
@@ -28,7 +28,7 @@ def owner_settings(secret: bytes, **changes: Any) -> StoreSettings:
 
 
 @contextmanager
-def running_owner(settings: StoreSettings) -> Iterator[str]:
+def running_owner(settings: StoreSettings, trust: TrustFiles) -> Iterator[str]:
     """The owner's address, while it runs; at the end it flushes and leaves."""
     process = subprocess.Popen(
         [sys.executable, "-m", "kvtransfer.store.server.store_server"],
@@ -38,7 +38,7 @@ def running_owner(settings: StoreSettings) -> Iterator[str]:
     )
     assert process.stdin is not None
     assert process.stdout is not None
-    frame = SPEC_CODEC.encode(StoreServerSpec(settings))
+    frame = SPEC_CODEC.encode(StoreServerSpec(settings, trust))
     process.stdin.write(framed(frame))
     process.stdin.flush()
     try:

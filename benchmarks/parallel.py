@@ -49,6 +49,7 @@ from benchmarks.delivery import (
 )
 from benchmarks.random_checkpoint import write_random_checkpoint
 from benchmarks.replica import CLOCK, bare_replica
+from kvtransfer.rpc.trust import Trust
 from workers.config import EngineConfig, Parallel
 from workers.messages.rank_channel import RANK_DOWN_CODEC, StepPlan
 from workers.rank.collectives import RankGroups
@@ -127,7 +128,7 @@ def play_reducer(order: dict[str, Any]) -> None:
         device=device,
         host="127.0.0.1",
         host_id="here",
-        secret=b"between the ranks of this benchmark",
+        trust=Trust.of(b"between the ranks of this benchmark"),
     )
     gloo = gloo_group(store, "gloo", rank, NUM_RANKS)
     ways: dict[str, Callable[[torch.Tensor], object]] = {

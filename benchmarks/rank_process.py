@@ -7,7 +7,6 @@ in which a rank is: a benchmark notes when each phase began, with no event loop 
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 import subprocess
 from collections.abc import Mapping
@@ -17,9 +16,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import psutil
 
+from benchmarks.drawn_trust import draw_trust
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.messages import ReplicaIdentity, TransferSettings
 from kvtransfer.rpc.handshake import prove_as_server, receive_frame, send_frame
+from kvtransfer.rpc.trust import Trust
 from workers.messages.rank_channel import (
     RANK_DOWN_CODEC,
     RANK_UP_CODEC,
@@ -67,7 +68,7 @@ class RankProcess:
             "tp": 1,
             "pp": 1,
             "engine_core_address": f"127.0.0.1:{listener.getsockname()[1]}",
-            "secret": secrets.token_bytes(32),
+            "trust": draw_trust(),
             "model_dir": str(model_dir),
             "dtype": dtype,
             "device": "cpu",
@@ -85,7 +86,7 @@ class RankProcess:
             command.arguments, stdin=subprocess.PIPE, env={**command.environment, **environment}
         )
         try:
-            self._sock = self._connect(listener, command, spec.secret)
+            self._sock = self._connect(listener, command, Trust.read(spec.trust))
             self.joined = self._expect(RankJoined)
             self._send(FormGroup("", ((0, read_model_config(model_dir).num_layers),)))
             self.ready = self._expect(RankReady)
@@ -137,13 +138,13 @@ class RankProcess:
         """The seconds from the launch of the process until it was ready."""
         return self.phases[-1].began_s
 
-    def _connect(self, listener: socket.socket, command: RankCommand, secret: bytes) -> socket.socket:
+    def _connect(self, listener: socket.socket, command: RankCommand, trust: Trust) -> socket.socket:
         assert self.process.stdin is not None
         self._note("importing")
         with self.process.stdin as stream:
             stream.write(command.spec_frame)
         sock, _ = listener.accept()
-        prove_as_server(sock, secret)
+        prove_as_server(sock, trust)
         sock.settimeout(_START_S)
         self._note("joining")
         return sock

@@ -12,16 +12,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtransfer.blocks.keys import block_keys
+from benchmarks.drawn_trust import draw_trust
+from kvtransfer.blocks.keys import extend_keys
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import ReplicaIdentity
-from kvtransfer.rpc.handshake import draw_secret
+from kvtransfer.rpc.trust import Trust
 from workers.config import EngineConfig, Parallel
 from workers.messages.link import SampleState, Submission
 from workers.messages.rank_channel import RankUp, StepPlan, StepReport
 from workers.messages.sampling import SamplingParams
-from workers.model.fingerprint import DigestCache, model_fingerprint
 from workers.model.model_config import read_model_config
 from workers.replica.partition import ReplicaSpec, Shape
 from workers.replica.rank_group import ProcessLauncher, RankGroup
@@ -30,6 +30,7 @@ from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
 
 CLOCK = SystemClock()
+_ROOT_KEY = bytes(16)
 
 
 class Span(NamedTuple):
@@ -56,13 +57,12 @@ class BareReplica:
         self._model_dir = model_dir
         self._engine = engine
         self._draw = np.random.default_rng(0)
-        self._fingerprint = model_fingerprint(model_dir, DigestCache.of_node(SystemClock()))
         self._vocab_size = read_model_config(model_dir).vocab_size
         self._death = ""
         self._changed = asyncio.Event()
         self._num_requests = 0
-        secret = draw_secret()
-        self._group = RankGroup(secret, ProcessLauncher(), self._take, self._died)
+        trust = draw_trust()
+        self._group = RankGroup(Trust.read(trust), ProcessLauncher(), self._take, self._died)
         spec = ReplicaSpec(
             pool="both",
             identity=ReplicaIdentity("bench", 1),
@@ -72,7 +72,7 @@ class BareReplica:
             parallel=parallel,
             engine=engine,
             transfer=TransferConfig(),
-            secret=secret,
+            trust=trust,
         )
         self._shape = Shape(spec)
 
@@ -86,7 +86,6 @@ class BareReplica:
             self.pool,
             eos_token_ids=ready.eos_token_ids,
             max_context_tokens=ready.max_context_tokens,
-            fingerprint=ready.compatibility.model_fingerprint,
             num_stages=self.parallel.pp,
             attention_ratio=self.attention_ratio,
         )
@@ -104,9 +103,11 @@ class BareReplica:
             request_id=name,
             attempt=1,
             tenant="",
+            sharing_group="",
             priority=0,
             prompt=tokens,
-            block_keys=block_keys(tokens, self._engine.block_tokens, self._fingerprint, ""),
+            root_key=_ROOT_KEY,
+            block_keys=extend_keys(_ROOT_KEY, tokens, self._engine.block_tokens),
             samples=(SampleState(0, self._num_requests),),
             sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
             decode=None,

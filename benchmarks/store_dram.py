@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.drawn_trust import draw_trust
 from kvtransfer.agent.qos import TrafficGovernor
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.blocks.pool import HostPool, KvMemory, map_shared
@@ -34,7 +35,8 @@ from kvtransfer.blocks.runs import ByteRegion, copy_runs
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import Faults
 from kvtransfer.messages import Shard, TransferSettings
-from kvtransfer.rpc.handshake import draw_id, draw_secret, prove_as_server, receive_frame, send_frame
+from kvtransfer.rpc.handshake import draw_id, prove_as_server, receive_frame, send_frame
+from kvtransfer.rpc.trust import Trust, TrustFiles
 from kvtransfer.store.dram.arena import Arena
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
@@ -80,7 +82,7 @@ def layout(block_bytes: int) -> BlockLayout:
     return BlockLayout(Shard(0, 8, 0, 8), head_dim=block_bytes // 4096, block_tokens=16, item_bytes=2)
 
 
-def serve(num_bytes: int, secret: bytes, address: str) -> None:
+def serve(num_bytes: int, trust: Trust, address: str) -> None:
     """The owner's part: an arena whose pages are taken, granted to each rank that comes."""
     arena = Arena.create(num_bytes, GRANULE_BYTES, huge_pages=True)
     np.frombuffer(arena.view, dtype=np.uint8)[GRANULE_BYTES:] = 1
@@ -89,7 +91,7 @@ def serve(num_bytes: int, secret: bytes, address: str) -> None:
     listener.listen()
     print(arena.fd, flush=True)
     sock, _ = listener.accept()
-    prove_as_server(sock, secret)
+    prove_as_server(sock, trust)
     receive_frame(sock)
     send_frame(sock, FROM_OWNER_CODEC.encode(ArenaGrant(arena.id, arena.num_bytes, False)))
     socket.send_fds(sock, [b"F"], [arena.fd])
@@ -100,10 +102,11 @@ class Owner:
     """The process of `serve`."""
 
     def __init__(self, num_bytes: int) -> None:
-        self.secret = draw_secret()
+        files = draw_trust()
+        self.trust = Trust.read(files)
         self.address = f"tandem-bench-{draw_id().hex()}"
         command = [sys.executable, "-m", "benchmarks.store_dram", "--serve", self.address]
-        command += ["--bytes", str(num_bytes), "--secret", self.secret.hex()]
+        command += ["--bytes", str(num_bytes), "--secret-file", files.secret_file]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdout is not None
         fd = os.open(f"/proc/{self._process.pid}/fd/{int(self._process.stdout.readline())}", os.O_RDWR)
@@ -129,7 +132,7 @@ class TimedWorker:
         self._reports: queue.SimpleQueue[StoreReport] = queue.SimpleQueue()
         self._sums = [0] * pool.num_blocks
         governor = TrafficGovernor(TransferSettings("127.0.0.1", ()), CLOCK)
-        self._worker = StoreWorker(pool, 0, governor, self._owner.secret, Faults(), CLOCK, self._reports.put)
+        self._worker = StoreWorker(pool, 0, governor, self._owner.trust, Faults(), CLOCK, self._reports.put)
         self._worker.handle(AttachStore(self._owner.address, b"bench"))
         attached = self._reports.get()
         assert isinstance(attached, StoreAttached)
@@ -253,10 +256,10 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--serve", default="", help=argparse.SUPPRESS)
     parser.add_argument("--bytes", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--secret", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--secret-file", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        serve(args.bytes, bytes.fromhex(args.secret), args.serve)
+        serve(args.bytes, Trust.read(TrustFiles(args.secret_file)), args.serve)
         return
     for block_bytes in BLOCK_BYTES:
         measure(block_bytes, args.mib << 20, args.repeat)

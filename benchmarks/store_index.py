@@ -43,7 +43,6 @@ def make_index(node: str, url: str) -> Index:
         node_id=node,
         epoch=1,
         name="",
-        secret=b"",
         host="127.0.0.1",
         dram_bytes=0,
         redis_url=url,

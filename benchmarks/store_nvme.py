@@ -113,7 +113,6 @@ def store(workload: Workload, memory: Memory, folder: Path) -> dict[str, float]:
         node_id="bench",
         epoch=1,
         name="",
-        secret=b"",
         host="127.0.0.1",
         dram_bytes=0,
         nvme_path=str(folder / "tier"),

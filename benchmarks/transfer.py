@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from benchmarks.drawn_trust import draw_trust
 from kvtransfer.blocks.layout import BlockLayout, intersect
 from kvtransfer.blocks.pool import HostPool, KvMemory
 from kvtransfer.common.clock import SystemClock
@@ -44,7 +45,7 @@ from kvtransfer.messages import (
     TransferSettings,
 )
 from kvtransfer.protocol.fence import Gate
-from kvtransfer.rpc.handshake import draw_secret
+from kvtransfer.rpc.trust import Trust, TrustFiles
 from kvtransfer.transports import TRANSPORTS
 from kvtransfer.transports.base import Channel, TargetRank, WriterRank
 
@@ -102,19 +103,19 @@ class Way(NamedTuple):
 class Target:
     """The target process: ranks of every shape on one gate each, and a plain socket loop."""
 
-    def __init__(self, num_blocks: int, settings: TransferSettings, secret: bytes) -> None:
+    def __init__(self, num_blocks: int, settings: TransferSettings, trust: Trust) -> None:
         self._pools: dict[str, HostPool] = {}
         self._ranks: dict[str, RankEndpoints] = {}
         for shape, (_, shards) in SHAPES.items():
             for rank, shard in enumerate(shards):
-                self._serve(f"{shape}/{rank}", rank, filled_pool(shard, num_blocks, rank), settings, secret)
+                self._serve(f"{shape}/{rank}", rank, filled_pool(shard, num_blocks, rank), settings, trust)
         self._plain = socket.create_server(("127.0.0.1", 0))
         threading.Thread(target=self._accept_plain, daemon=True).start()
 
-    def _serve(self, key: str, rank: int, pool: HostPool, settings: TransferSettings, secret: bytes) -> None:
+    def _serve(self, key: str, rank: int, pool: HostPool, settings: TransferSettings, trust: Trust) -> None:
         gate = Gate(lambda report: None)
         gate.open(OpenLanding(LANDING, WRITER, tuple(range(pool.num_blocks))))
-        target = TargetRank(rank, pool, gate, secret, settings)
+        target = TargetRank(rank, pool, gate, trust, settings)
         endpoints = tuple(TRANSPORTS[name].listen(target).endpoint for name in settings.transports)
         self._pools[key] = pool
         self._ranks[key] = RankEndpoints(rank, pool.layout.shard, "here", endpoints)
@@ -155,10 +156,11 @@ class Writer:
     def __init__(self, num_blocks: int, settings: TransferSettings) -> None:
         self._num_blocks = num_blocks
         self._settings = settings
-        self._secret = draw_secret()
+        files = draw_trust()
+        self._trust = Trust.read(files)
         cores = sorted(os.sched_getaffinity(0))
         theirs = cores[len(cores) // 2 :]
-        command = [sys.executable, "-m", "benchmarks.transfer", "--serve", self._secret.hex()]
+        command = [sys.executable, "-m", "benchmarks.transfer", "--serve", files.secret_file]
         command += ["--blocks", str(num_blocks), "--transports", ",".join(settings.transports)]
         command += ["--cores", ",".join(map(str, theirs))]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -258,7 +260,7 @@ class Writer:
         return move
 
     def _connect(self, name: str, pool: HostPool, lane: Lane) -> Channel:
-        rank = WriterRank(WRITER, 0, pool, self._secret, Faults(), self._settings)
+        rank = WriterRank(WRITER, 0, pool, self._trust, Faults(), self._settings)
         address = {each.transport: each.address for each in lane.target.endpoints}[name]
         return TRANSPORTS[name].connect(rank, lane, address, b"c" * 16, lambda reason: None)
 
@@ -315,7 +317,7 @@ def main() -> None:
     settings = TransferSettings("127.0.0.1", tuple(args.transports.split(",")), tcp_streams=args.streams)
     if args.serve:
         os.sched_setaffinity(0, {int(core) for core in args.cores.split(",")})
-        Target(args.blocks, settings, bytes.fromhex(args.serve)).run()
+        Target(args.blocks, settings, Trust.read(TrustFiles(args.serve))).run()
     else:
         measure((args.mib << 20) // layout(ALL_HEADS).block_bytes, args.repeat, settings)
 

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.drawn_trust import draw_trust
 from benchmarks.linked import CLOCK, Heard, LinkedReplicas
 from benchmarks.owner_process import owner_settings, running_owner
 from benchmarks.random_checkpoint import QWEN3_06B, write_random_checkpoint
 from kvtransfer.config import StoreSettings
-from kvtransfer.rpc.handshake import draw_secret
 from workers.config import EngineConfig, Parallel
 from workers.replica.engine_core import EngineCore
 
@@ -40,7 +40,7 @@ class Bench:
         self._folder = folder
         self._num_tokens = num_tokens
         self._num_threads = num_threads
-        self._secret = draw_secret()
+        self._trust = draw_trust()
         tokens = np.random.default_rng(1).integers(3, 150_000, num_tokens + 2 * BLOCK_TOKENS)
         self._known = tokens[:num_tokens].astype("<u4").tobytes()
         self._last = tokens[num_tokens:].astype("<u4").tobytes()
@@ -49,8 +49,8 @@ class Bench:
         """A new store and a new replica; when cold, after a first request that warms the rest up, and until
         the prompt is in the tiers."""
         settings = self._settings()
-        with running_owner(settings):
-            replicas = LinkedReplicas(self._model_dir, "bf16", self._secret)
+        with running_owner(settings, self._trust):
+            replicas = LinkedReplicas(self._model_dir, "bf16", self._trust)
             engine = EngineConfig(
                 block_tokens=BLOCK_TOKENS,
                 kv_tokens=self._num_tokens + 1024,
@@ -75,7 +75,6 @@ class Bench:
 
     def _settings(self) -> StoreSettings:
         return owner_settings(
-            self._secret,
             nvme_path=str(self._folder),
             nvme_bytes=4 << 30,
             flush_s=60.0,

@@ -19,10 +19,13 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cluster.errors import ConfigError
+from cluster.identity.config import AuthConfig
 from cluster.metrics.config import LogConfig, TracingConfig
 from cluster.scaling.config import ScalingConfig
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.config import StoreConfig, TransferConfig
+from kvtransfer.errors import TrustError
+from kvtransfer.rpc.trust import Trust, TrustFiles
 from kvtransfer.transports import TRANSPORTS
 from router.config import RouterConfig
 from workers.config import EngineSettings
@@ -31,6 +34,8 @@ from workers.model.model_config import ModelConfig
 Role = Literal["prefill", "decode", "both"]
 Device = Literal["cpu", "cuda"]
 DtypeName = Literal["fp32", "bf16", "fp16"]
+# Of a replica, in each direction: peers refuse replicas of more.
+MAX_RANKS = 1024
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _SMALL_CONTEXT_TOKENS = 4096
 _RAY_RESOURCES = {"CPU", "GPU", "memory", "object_store_memory"}
@@ -57,9 +62,9 @@ class PoolConfig(_Settings):
     role: Role
     replicas: int = Field(default=1, ge=1)
     # Ranks that share every layer (tensor parallelism); those of a stage are on one node.
-    tp: int = Field(default=1, ge=1)
+    tp: int = Field(default=1, ge=1, le=MAX_RANKS)
     # Stages, each with a range of the layers (pipeline parallelism); they may be on several nodes.
-    pp: int = Field(default=1, ge=1)
+    pp: int = Field(default=1, ge=1, le=MAX_RANKS)
     # How many layers each stage gets; empty: by what a layer and the head cost on each stage's device,
     # measured at start.
     layers: tuple[Annotated[int, Field(ge=1)], ...] = ()
@@ -165,6 +170,9 @@ class GatewayConfig(_Settings):
     # Where the operator's console listens, on `host`; 0: a free one; None: no console. Where another
     # `port` than its default is set and this is not: a free one.
     console_port: int | None = Field(default=8781, ge=0, le=65535)
+    # Where operators' calls (`tandem.v1.Admin`) are answered, on `host`; 0: a free one. As for the console, a
+    # free one where another `port` is set and this is not.
+    admin_port: int = Field(default=8782, ge=0, le=65535)
     # Host names under which browsers may reach the console; addresses and localhost always may.
     console_hosts: tuple[str, ...] = ()
     # Gateways; several on one host need port 0.
@@ -178,7 +186,8 @@ class GatewayConfig(_Settings):
     surge: bool = True
     # Custom Ray resources that each gateway asks: ties gateways to the nodes that have them.
     resources: CustomResources = {}
-    # PEM chain of the gRPC server; with it only TLS is spoken on `port`. Read again when it changes.
+    # PEM chain of the gRPC servers; with it only TLS is spoken on `port` and `admin_port`. Read again when it
+    # changes.
     tls_cert_file: Path | None = None
     # PEM key of `tls_cert_file`.
     tls_key_file: Path | None = None
@@ -208,11 +217,12 @@ class GatewayConfig(_Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _console_beside_the_port(cls, fields: Any) -> Any:
-        """Default to a free console port where `port` is set: the consoles of two gateways would collide."""
+    def _others_beside_the_port(cls, fields: Any) -> Any:
+        """Default to free ports for console and operators where `port` is set: those of two gateways would
+        collide."""
         default = cls.model_fields["port"].default
         if isinstance(fields, dict) and fields.get("port", default) != default:
-            return {"console_port": 0, **fields}
+            return {"console_port": 0, "admin_port": 0, **fields}
         return fields
 
     @property
@@ -264,7 +274,9 @@ class ClusterConfig(_Settings):
     scaling: ScalingConfig = ScalingConfig()
     logs: LogConfig = LogConfig()
     tracing: TracingConfig = TracingConfig()
-    # Holds the cluster secret; None: drawn at start. Relative to the file that names it.
+    auth: AuthConfig = AuthConfig()
+    # Holds the cluster secret, at the same path on every node; None: drawn at start, which serves one host.
+    # Relative to the file that names it.
     secret_file: Path | None = None
     debug: DebugConfig = DebugConfig()
 
@@ -276,6 +288,10 @@ class ClusterConfig(_Settings):
     def with_redis_url(self, url: str) -> Self:
         """Return a copy whose store keeps its index on this server."""
         return self.model_copy(update={"store": self.store.model_copy(update={"redis_url": url})})
+
+    def with_secret_file(self, path: Path | None) -> Self:
+        """Return a copy whose processes read the cluster secret from this file."""
+        return self.model_copy(update={"secret_file": path})
 
     @model_validator(mode="after")
     def _pools_work_together(self) -> Self:
@@ -292,6 +308,26 @@ class ClusterConfig(_Settings):
                     f"pools: {field} must be equal in all pools, which exchange KV; found {sorted(values)}"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _callers_are_known(self) -> Self:
+        self.check_exposure()
+        if self.auth.certificates is not None and self.gateway.tls_cert_file is None:
+            raise ValueError(
+                "auth.certificates: clients show certificates in TLS only; set gateway.tls_cert_file and "
+                "gateway.tls_key_file"
+            )
+        return self
+
+    def check_exposure(self) -> None:
+        """Raise `ValueError` where others than this host could call without authentication."""
+        is_open = self.auth.mode == "none" and not self.auth.insecure
+        if is_open and self.gateway.host not in LOOPBACK:
+            raise ValueError(
+                f"gateway.host: {self.gateway.host} can be reached from other hosts, and nobody is "
+                "authenticated; set auth.mode: required, or auth.insecure: true (`tandem serve --insecure`) "
+                "to serve whoever reaches it"
+            )
 
     @model_validator(mode="after")
     def _pools_share_a_transport(self) -> Self:
@@ -313,7 +349,7 @@ def load_config(path: Path) -> ClusterConfig:
     """Read and check the file; `ConfigError` names the file and each bad field."""
     try:
         raw = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:  # also a date of month 13
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected a mapping with the keys model and pools")
@@ -331,6 +367,7 @@ def load_config(path: Path) -> ClusterConfig:
             "tls_key_file": folder / config.gateway.tls_key_file,
         }
         located["gateway"] = config.gateway.model_copy(update=files)
+    located["auth"] = config.auth.located(folder)
     return config.model_copy(update=located)
 
 
@@ -356,14 +393,16 @@ def default_config(
     decode: int = 1,
     host: str | None = None,
     port: int | None = None,
+    insecure: bool = False,
     context_tokens: int = 0,
     nvme: tuple[Path, float] | None = None,
 ) -> ClusterConfig:
     """Return the configuration that the command line serves without a file. `prefill` 0 makes one pool of the
     role `both`.
 
-    `context_tokens` is the model's context length (0: unknown): small models get small blocks. `nvme` is a
-    folder and how many 1e9 bytes of its disk the store may use.
+    `insecure` lets it listen on other addresses than loopback without authentication. `context_tokens` is the
+    model's context length (0: unknown): small models get small blocks. `nvme` is a folder and how many 1e9
+    bytes of its disk the store may use.
     """
     block_tokens = 16 if 0 < context_tokens <= _SMALL_CONTEXT_TOKENS else 64
     engine = {"block_tokens": block_tokens}
@@ -375,6 +414,8 @@ def default_config(
     raw: dict[str, Any] = {"model": model.resolve(), "pools": pools}
     gateway = {"host": host, "port": port}
     raw["gateway"] = {name: value for name, value in gateway.items() if value is not None}
+    if insecure:
+        raw["auth"] = {"insecure": True}
     if nvme is not None:
         folder, num_gb = nvme
         raw["store"] = {"nvme_path": folder.resolve(), "nvme_gb": num_gb}
@@ -396,18 +437,23 @@ def _field_path(location: tuple[int | str, ...]) -> str:
 
 
 # ----------------------------------------------------------------------------------------------
-# Secrets, which are read from files of their own: mounted from a vault, or from a Kubernetes Secret.
+# Secrets, which are read from files of their own: mounted from a vault, or from a Kubernetes Secret. Each
+# process reads them itself; only their paths are in a configuration, which passes through Ray.
 
-MIN_SECRET_BYTES = 16
+
+def trust_files(config: ClusterConfig) -> TrustFiles:
+    """Return the paths of the files by which processes prove themselves to each other. `tandem serve` has
+    named a `secret_file` where the configuration names none."""
+    assert config.secret_file is not None, "decided before the application is deployed"
+    return TrustFiles(str(config.secret_file))
 
 
-def read_cluster_secret(path: Path) -> bytes:
-    """Read the secret by which connections authenticate, without surrounding white space; `ConfigError` when
-    the file cannot be read or is too short."""
-    secret = _read(path, "secret_file")
-    if len(secret) < MIN_SECRET_BYTES:
-        raise ConfigError(f"secret_file: needs at least {MIN_SECRET_BYTES} bytes, has {len(secret)}")
-    return secret
+def read_trust(config: ClusterConfig) -> Trust:
+    """Read these files; `ConfigError` names the setting whose file cannot be used."""
+    try:
+        return Trust.read(trust_files(config))
+    except TrustError as error:
+        raise ConfigError(str(error)) from error
 
 
 def read_redis_url(path: Path) -> str:

@@ -7,11 +7,14 @@ ClusterError
 │   ├── UnknownModelError         ask for a model that `ListModels` names
 │   ├── UnknownRequestError       the request is not among the running and recent ones
 │   ├── DuplicateRequestError     the request id is in use: choose another, or resume it
+│   ├── UnauthenticatedError      who calls is not known: send a valid key, token or certificate
+│   ├── ForbiddenError            the caller may not do this: ask whoever gives out the roles
 │   ├── OverloadedError           no capacity now: try again after `retry_after_s`
 │   ├── SlowClientError           the client did not read its stream: read faster, or ask for less
 │   ├── DeadlineError             the deadline passed: allow more time
 │   ├── UnavailableError          nothing can serve the request now: try again after `retry_after_s`
 │   ├── PoisonRequestError        replicas break when they run the request: do not send it again
+│   ├── OrderError                an operator's order cannot be carried out as things are: the text says why
 │   └── AbandonedError            the request was cancelled, or taken over by another call that resumes it
 ├── CallError                 a call of our own client ended with a gRPC status, as the table says
 ├── ConfigError               the configuration cannot be used: one line per field, named by its path
@@ -78,6 +81,14 @@ class DuplicateRequestError(RequestError):
     """A running request has this id."""
 
 
+class UnauthenticatedError(RequestError):
+    """The call proves no identity; the text does not help to guess one."""
+
+
+class ForbiddenError(RequestError):
+    """The caller is known, and may not do this."""
+
+
 class RetryableError(RequestError):
     """A later or repeated call may succeed; `retry_after_s` says when to try."""
 
@@ -104,6 +115,10 @@ class DeadlineError(RequestError):
 
 class PoisonRequestError(RequestError):
     """Two replicas broke while they ran this request; the text names them and why."""
+
+
+class OrderError(RequestError):
+    """The cluster cannot do what an operator has ordered: the text says what would have to change."""
 
 
 class AbandonedError(RequestError):
@@ -187,12 +202,28 @@ STATUS_TABLE: dict[type[RequestError], grpc.StatusCode] = {
     UnknownModelError: grpc.StatusCode.NOT_FOUND,
     UnknownRequestError: grpc.StatusCode.NOT_FOUND,
     DuplicateRequestError: grpc.StatusCode.ALREADY_EXISTS,
+    UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
+    ForbiddenError: grpc.StatusCode.PERMISSION_DENIED,
     OverloadedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     SlowClientError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
     UnavailableError: grpc.StatusCode.UNAVAILABLE,
     PoisonRequestError: grpc.StatusCode.INTERNAL,
+    OrderError: grpc.StatusCode.FAILED_PRECONDITION,
     AbandonedError: grpc.StatusCode.CANCELLED,
+}
+
+# The same over HTTP: the statuses that gRPC's own gateways use.
+HTTP_STATUS: dict[grpc.StatusCode, int] = {
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.ALREADY_EXISTS: 409,
+    grpc.StatusCode.FAILED_PRECONDITION: 412,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
+    grpc.StatusCode.CANCELLED: 499,
+    grpc.StatusCode.INTERNAL: 500,
+    grpc.StatusCode.UNAVAILABLE: 503,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
 }
 
 _MAX_MESSAGE_CHARS = 1000

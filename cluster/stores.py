@@ -65,7 +65,7 @@ def store_name(app: str, life: str, node_id: str) -> str:
 
 
 def store_settings(
-    config: ClusterConfig, node: NodeAddress, life: str, secret: bytes, epoch: int, nvme_path: Path | None
+    config: ClusterConfig, node: NodeAddress, life: str, epoch: int, nvme_path: Path | None
 ) -> StoreSettings:
     """Return the settings of the node's store process; `nvme_path` is its own folder (None: no such tier)."""
     store = config.store
@@ -78,7 +78,6 @@ def store_settings(
         node_id=node.node_id[:NODE_ID_CHARS],
         epoch=epoch,
         name=store_name(config.app, life, node.node_id),
-        secret=secret,
         host=node.host,
         dram_bytes=max(int(store.dram_gb * _GB) // HUGE_PAGE_BYTES, 1) * HUGE_PAGE_BYTES,
         granule_bytes=granule_bytes(smallest_record_bytes(config.pools, config.model)),

@@ -90,7 +90,6 @@ class StoreSettings(Part, frozen=True):
     node_id: str
     epoch: int
     name: str
-    secret: bytes
     host: str
     dram_bytes: int
     granule_bytes: int = GRANULE_BYTES

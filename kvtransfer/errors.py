@@ -3,6 +3,7 @@
 TransferError
 ├── WireError            a frame that is not one of ours: close the connection
 ├── ProofError           the other side does not know the cluster secret: refuse it
+├── TrustError           a file of this side's own secret or certificate cannot be used
 ├── IncompatibleError    the other side's model, dtype or layout differs: do not pair
 ├── PathError            a path could not be opened or fell below its floor: use another, or refuse
 ├── PeerGoneError        the other side closed or died: fail over
@@ -25,6 +26,10 @@ class WireError(TransferError):
 
 class ProofError(TransferError):
     """The mutual proof of the cluster secret failed."""
+
+
+class TrustError(TransferError):
+    """The secret or the certificates of this process cannot be read; the text names the setting."""
 
 
 class IncompatibleError(TransferError):

@@ -127,7 +127,7 @@ class LandingRequest(Message, frozen=True):
     landing_id: bytes
     request_id: str
     attempt: int
-    tenant: str
+    sharing_group: str
     priority: int
     block_keys: tuple[bytes, ...]
     num_tokens: int

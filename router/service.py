@@ -4,7 +4,7 @@ used from one thread."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvtransfer.common.clock import Clock
@@ -164,6 +164,15 @@ class RouterService:
         """Stop counting a request, or an attempt, that ended in any way. `route` ends the earlier attempt
         itself."""
         self._load.on_finished(request_id)
+
+    def num_cached_blocks(self, block_keys: Sequence[bytes]) -> int:
+        """Return how many of the leading blocks the replica with most of them has, on its device or in its
+        node's store."""
+        match = self._tree.match(block_keys)
+        holders = match.device.keys() | match.stored.keys()
+        return max(
+            (match.device.get(it, 0) + sum(match.stored.get(it, NOT_IN_STORE)) for it in holders), default=0
+        )
 
     def explain(self, request_id: str) -> Decision | None:
         """Return the request's last decision while it is among the last `NUM_DECISIONS_KEPT`."""

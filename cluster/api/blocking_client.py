@@ -1,38 +1,35 @@
-"""`cluster.api.client` for code without an event loop."""
+"""`cluster.api.client` and `cluster.api.admin_client` for code without an event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import grpc
 
+from cluster.api.admin_client import AdminClient
+from cluster.api.channel import ClientCredentials, GatewayCaller
 from cluster.api.client import Client, Completion, Event, GenerateOptions, Prompt, Turn
 from cluster.errors import CallError
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.common.clock import Clock
 
 T = TypeVar("T")
+C = TypeVar("C", bound=GatewayCaller)
 
 
-class BlockingClient:
-    """`Client` for code without an event loop: runs one in a thread of its own. `with` closes it.
+class BlockingCaller(Generic[C]):
+    """Runs a client in an event loop in a thread of its own. `with` closes it.
 
     Any thread may call it. Closing it ends the calls of other threads with a `CallError` of CANCELLED.
     """
 
-    def __init__(
-        self,
-        addresses: str | Sequence[str],
-        clock: Clock | None = None,
-        *,
-        root_certificate: bytes | None = None,
-    ) -> None:
-        self._client = Client(addresses, clock, root_certificate=root_certificate)
+    def __init__(self, client: C) -> None:
+        self._client = client
         self._lock = threading.Lock()
         self._is_closed = False
         started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
@@ -71,6 +68,34 @@ class BlockingClient:
         with asyncio.Runner() as runner:
             runner.run(serve())
 
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        with (
+            self._lock
+        ):  # what is scheduled before `close` is cancelled by it, and nothing is scheduled later
+            if self._is_closed:
+                work.close()
+                raise _closed()
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except CancelledError:
+            raise _closed() from None
+        finally:
+            future.cancel()  # when Ctrl-C ended the wait; otherwise it is done
+
+
+class BlockingClient(BlockingCaller[Client]):
+    """`Client` for code without an event loop."""
+
+    def __init__(
+        self,
+        addresses: str | Sequence[str],
+        clock: Clock | None = None,
+        *,
+        credentials: ClientCredentials | None = None,
+    ) -> None:
+        super().__init__(Client(addresses, clock, credentials=credentials))
+
     def generate(
         self,
         prompt: Prompt,
@@ -103,6 +128,25 @@ class BlockingClient:
     def models(self) -> list[pb.Model]:
         return self._wait(self._client.models())
 
+    def explain(self, request_id: str) -> pb.ExplainResponse:
+        return self._wait(self._client.explain(request_id))
+
+    def requests(self, limit: int | None = None) -> list[pb.RequestSummary]:
+        return self._wait(self._client.requests(limit))
+
+
+class BlockingAdminClient(BlockingCaller[AdminClient]):
+    """`AdminClient` for code without an event loop."""
+
+    def __init__(
+        self,
+        addresses: str | Sequence[str],
+        clock: Clock | None = None,
+        *,
+        credentials: ClientCredentials | None = None,
+    ) -> None:
+        super().__init__(AdminClient(addresses, clock, credentials=credentials))
+
     def status(self) -> pb.StatusResponse:
         return self._wait(self._client.status())
 
@@ -110,8 +154,11 @@ class BlockingClient:
         """The measured paths from these replicas, by default from all."""
         return self._wait(self._client.paths(replica_ids))
 
-    def explain(self, request_id: str) -> pb.ExplainResponse:
-        return self._wait(self._client.explain(request_id))
+    def explain(self, request_id: str, tenant: str | None = None) -> pb.ExplainResponse:
+        return self._wait(self._client.explain(request_id, tenant))
+
+    def requests(self, limit: int | None = None) -> list[pb.RequestSummary]:
+        return self._wait(self._client.requests(limit))
 
     def store_stat(self) -> pb.StoreStatResponse:
         return self._wait(self._client.store_stat())
@@ -129,20 +176,8 @@ class BlockingClient:
     ) -> pb.StorePurgeResponse:
         return self._wait(self._client.store_purge(request, timeout_s))
 
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        with (
-            self._lock
-        ):  # what is scheduled before `close` is cancelled by it, and nothing is scheduled later
-            if self._is_closed:
-                work.close()
-                raise _closed()
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except CancelledError:
-            raise _closed() from None
-        finally:
-            future.cancel()  # when Ctrl-C ended the wait; otherwise it is done
+    def traffic(self, weights: Mapping[str, float]) -> dict[str, float]:
+        return self._wait(self._client.traffic(weights))
 
 
 def _closed() -> CallError:

@@ -1,7 +1,7 @@
 """A small client of `tandem.v1.Inference`: streams that survive the loss of a gateway, and everything else.
 
 For asyncio; `cluster.api.blocking_client` is the same for all others. The command line and the benchmarks use
-it.
+it. `cluster.api.admin_client` is for operators.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field, fields
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import grpc
 import grpc.aio
 
-from cluster.errors import CallError, FieldViolation, InvalidRequestError, bad_fields, retry_after_s
+from cluster.api.channel import ClientCredentials, GatewayCaller, call_error
+from cluster.errors import CallError, FieldViolation, InvalidRequestError
 from cluster.proto import APPLICATION_KEY, tandem_pb2_grpc
 from cluster.proto import tandem_pb2 as pb
-from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.common.health import backoff_s
 
 __all__ = [
     "Client",
+    "ClientCredentials",
     "Collector",
     "Completion",
     "Event",
@@ -37,20 +37,6 @@ _FIRST_PATIENCE_S = 10.0
 _PATIENCE_S = 60.0
 _BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 2.0
-_UNARY_TIMEOUT_S = 30.0
-_TLS = "tls://"
-_CHANNEL_OPTIONS: list[tuple[str, int]] = [
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_send_message_length", -1),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    # The wait for the answer to a ping, else a minute: a stopped gateway is noticed by this alone.
-    ("grpc.http2.ping_timeout_ms", 5_000),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 3_000),  # what an attempt may take: TLS, far away, on a busy host
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +76,7 @@ class GenerateStream:
         self._address = ""
         self._is_cancelled = False
         self._accepted: pb.Accepted | None = None
+        self._resume_token = ""
         self._application = ""
         self._outputs: dict[int, _Output] = {}
 
@@ -139,14 +126,15 @@ class GenerateStream:
         if self._is_cancelled:
             raise CallError(grpc.StatusCode.CANCELLED, "cancelled by this client")
         self._address = self._client.address
-        began_at = ((APPLICATION_KEY, self._application),) if self._application else None
+        began_at = ((APPLICATION_KEY, self._application),) if self._application else ()
         self._call = self._client.stub().Generate(
-            self._resumed_request(), timeout=timeout_s, metadata=began_at
+            self._resumed_request(), timeout=timeout_s, metadata=(*began_at, *self._client.metadata())
         )
         try:
             async for response in self._call:
                 kind = response.WhichOneof("event")
                 if kind == "accepted":
+                    self._resume_token = response.accepted.resume_token
                     if self._accepted is None:
                         self._accepted = response.accepted
                         metadata = dict(await self._call.initial_metadata() or ())
@@ -159,7 +147,7 @@ class GenerateStream:
                 elif kind == "finished":
                     yield response.finished
         except grpc.aio.AioRpcError as error:
-            raise _call_error(error) from error
+            raise call_error(error) from error
         except asyncio.CancelledError:
             if not self._is_cancelled:
                 raise
@@ -181,6 +169,7 @@ class GenerateStream:
         request.CopyFrom(self._request)
         request.request_id = self._accepted.request_id
         request.seed = self._accepted.seed
+        request.resume_token = self._resume_token
         for sample, output in sorted(self._outputs.items()):
             request.resume.add(sample=sample, token_ids=output.token_ids, finish_reason=output.finish_reason)
         if not request.resume:
@@ -191,43 +180,14 @@ class GenerateStream:
         return sum(len(output.token_ids) for output in self._outputs.values())
 
 
-class Client:
+class Client(GatewayCaller):
     """Calls one of several gateways. Use it inside one event loop; `async with` closes it.
 
-    `host:port` is reached without TLS, `tls://host:port` with it: `root_certificate` (PEM) is whom to trust
-    then, by default whom gRPC trusts (GRPC_DEFAULT_SSL_ROOTS_FILE_PATH of the environment, or its own list).
+    `host:port` is reached without TLS, `tls://host:port` with it; see `ClientCredentials` for whom to trust
+    then, and for who calls.
     """
 
-    def __init__(
-        self,
-        addresses: str | Sequence[str],
-        clock: Clock | None = None,
-        *,
-        root_certificate: bytes | None = None,
-    ) -> None:
-        self.clock = clock or SystemClock()
-        self._addresses = [addresses] if isinstance(addresses, str) else list(addresses)
-        if not self._addresses:
-            raise ValueError("a client needs the address of at least one gateway")
-        self._root_certificate = root_certificate
-        self._current = 0
-        self._channels: dict[str, Any] = {}
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        for channel in self._channels.values():
-            await channel.close()
-        self._channels.clear()
+    stub_type = tandem_pb2_grpc.InferenceStub
 
     def generate(
         self,
@@ -268,75 +228,22 @@ class Client:
         reply: pb.ListModelsResponse = await self._unary("ListModels", pb.ListModelsRequest())
         return list(reply.models)
 
-    async def status(self) -> pb.StatusResponse:
-        reply: pb.StatusResponse = await self._unary("Status", pb.StatusRequest())
-        return reply
-
-    async def paths(self, replica_ids: Sequence[str] = ()) -> list[pb.ReplicaPaths]:
-        """The measured paths from these replicas, by default from all."""
-        call = self.stub().Paths(pb.PathsRequest(replica_ids=replica_ids), timeout=_UNARY_TIMEOUT_S)
-        try:
-            return [message async for message in call]
-        except grpc.aio.AioRpcError as error:
-            raise _call_error(error) from error
-
     async def explain(self, request_id: str) -> pb.ExplainResponse:
+        """Where a running or recent request of this caller's tenant went, and why."""
         reply: pb.ExplainResponse = await self._unary("Explain", pb.ExplainRequest(request_id=request_id))
         return reply
 
-    async def store_stat(self) -> pb.StoreStatResponse:
-        reply: pb.StoreStatResponse = await self._unary("StoreStat", pb.StoreStatRequest())
-        return reply
-
-    async def store_list(self, request: pb.StoreListRequest) -> pb.StoreListResponse:
-        reply: pb.StoreListResponse = await self._unary("StoreList", request)
-        return reply
-
-    async def store_verify(
-        self, request: pb.StoreVerifyRequest, timeout_s: float | None = None
-    ) -> pb.StoreVerifyResponse:
-        """Reads all that matches, which may take as long as a disk takes; without `timeout_s` no limit."""
-        reply: pb.StoreVerifyResponse = await self._unary("StoreVerify", request, timeout_s)
-        return reply
-
-    async def store_purge(
-        self, request: pb.StorePurgeRequest, timeout_s: float | None = None
-    ) -> pb.StorePurgeResponse:
-        reply: pb.StorePurgeResponse = await self._unary("StorePurge", request, timeout_s)
-        return reply
-
-    @property
-    def address(self) -> str:
-        """The gateway that is called now."""
-        return self._addresses[self._current]
-
-    def stub(self) -> Any:
-        """Of the current address."""
-        if self.address not in self._channels:
-            self._channels[self.address] = self._open_channel()
-        return tandem_pb2_grpc.InferenceStub(self._channels[self.address])
-
-    def _open_channel(self) -> Any:
-        if not self.address.startswith(_TLS):
-            return grpc.aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
-        credentials = grpc.ssl_channel_credentials(self._root_certificate)
-        return grpc.aio.secure_channel(self.address.removeprefix(_TLS), credentials, options=_CHANNEL_OPTIONS)
-
-    def leave_address(self, failed: str) -> None:
-        """Go on at the next address, unless another stream has left `failed` already."""
-        if self.address == failed:
-            self._current = (self._current + 1) % len(self._addresses)
+    async def requests(self, limit: int | None = None) -> list[pb.RequestSummary]:
+        """The running and recent requests of this caller's tenant, the latest arrivals first."""
+        reply: pb.ListRequestsResponse = await self._unary(
+            "ListRequests", pb.ListRequestsRequest(limit=limit)
+        )
+        return list(reply.requests)
 
     async def pause(self, suggested_s: float | None, num_failures: int) -> None:
         """Before another try: as the gateway suggests, at least the growing pause of our own."""
         own_s = backoff_s(num_failures, _BACKOFF_S, _MAX_BACKOFF_S)
         await self.clock.sleep(max(own_s, min(suggested_s or 0.0, _MAX_BACKOFF_S)))
-
-    async def _unary(self, method: str, request: Any, timeout_s: float | None = _UNARY_TIMEOUT_S) -> Any:
-        try:
-            return await getattr(self.stub(), method)(request, timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise _call_error(error) from error
 
 
 class Collector:
@@ -394,11 +301,6 @@ class _Output:
         self.texts.append(delta.text)
         self.logprobs.extend(delta.logprobs)
         self.finish_reason = delta.finish_reason
-
-
-def _call_error(error: Any) -> CallError:
-    trailing = tuple(error.trailing_metadata() or ())
-    return CallError(error.code(), error.details() or "", retry_after_s(trailing), bad_fields(trailing))
 
 
 # ----------------------------------------------------------------------------------------------

@@ -6,7 +6,9 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import grpc
 import grpc.aio
@@ -15,11 +17,14 @@ from grpc_health.v1 import health, health_pb2_grpc
 
 from cluster.config import GatewayConfig
 from cluster.errors import StartError
+from cluster.identity.config import AuthConfig
 
 _log = logging.getLogger("tandem.gateway")
 
 
-def open_server(gateway: GatewayConfig) -> grpc.aio.Server:
+def open_server(
+    gateway: GatewayConfig, interceptors: Sequence[grpc.aio.ServerInterceptor]
+) -> grpc.aio.Server:
     """A gRPC server that listens nowhere yet."""
     options = [
         ("grpc.max_receive_message_length", gateway.max_message_bytes),
@@ -32,7 +37,7 @@ def open_server(gateway: GatewayConfig) -> grpc.aio.Server:
     ]
     if gateway.max_connection_age_s is not None:
         options.append(("grpc.max_connection_age_ms", max(round(gateway.max_connection_age_s * 1e3), 1)))
-    return grpc.aio.server(options=options)
+    return grpc.aio.server(interceptors=interceptors, options=options)
 
 
 class ClientPort:
@@ -58,17 +63,23 @@ class ClientPort:
         )
 
 
-def bind(server: grpc.aio.Server, gateway: GatewayConfig, *, is_shared: bool = False) -> ClientPort:
-    """Give `server` its port, with TLS where the configuration names a certificate.
+def bind(
+    server: grpc.aio.Server,
+    gateway: GatewayConfig,
+    port: int,
+    credentials: grpc.ServerCredentials | None,
+    *,
+    is_shared: bool = False,
+) -> ClientPort:
+    """Give `server` its port (0: a free one), with TLS where there are credentials.
 
     `is_shared`: an older gateway of the application listens there, and this one takes over from it. Raises
-    `StartError` when anybody else does, or when the certificate cannot be read.
+    `StartError` when anybody else does.
     """
-    place = f"{gateway.host}:{gateway.port}"
-    credentials = _credentials(gateway)
+    place = f"{gateway.host}:{port}"
     try:
-        if gateway.takes_over and not is_shared:
-            check_free(gateway.host, gateway.port)
+        if gateway.takes_over and port and not is_shared:
+            check_free(gateway.host, port)
         before = _listeners()
         if credentials is None:
             number = int(server.add_insecure_port(place))
@@ -86,6 +97,18 @@ def check_free(host: str, port: int) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
             probe.listen()
+
+
+def server_credentials(
+    gateway: GatewayConfig, auth: AuthConfig, name: Literal["inference", "admin"]
+) -> grpc.ServerCredentials | None:
+    """Return the credentials of the port with this name; None where it speaks no TLS. `StartError` when a
+    file cannot be read."""
+    if gateway.tls_cert_file is None or gateway.tls_key_file is None:
+        return None
+    clients = auth.certificates
+    ca_file = clients.ca_file if clients is not None and name in clients.ports else None
+    return Certificate(gateway.tls_cert_file, gateway.tls_key_file, ca_file).credentials()
 
 
 async def open_health(
@@ -108,16 +131,21 @@ async def open_health(
 
 
 class Certificate:
-    """A PEM chain and its key in files that whoever renews them replaces."""
+    """A PEM chain and its key in files that whoever renews them replaces; with `ca_file`, clients must show
+    certificates of these authorities."""
 
-    def __init__(self, cert_file: Path, key_file: Path) -> None:
-        self._files = {"tls_cert_file": cert_file, "tls_key_file": key_file}
+    def __init__(self, cert_file: Path, key_file: Path, ca_file: Path | None = None) -> None:
+        self._files = {"gateway.tls_cert_file": cert_file, "gateway.tls_key_file": key_file}
+        if ca_file is not None:
+            self._files["auth.certificates.ca_file"] = ca_file
         self._current = self._read()
 
     def credentials(self) -> grpc.ServerCredentials:
         """Every handshake asks `_changed`, so that a renewed certificate is used without a restart."""
         return grpc.dynamic_ssl_server_credentials(
-            self._configuration(), self._changed, require_client_authentication=False
+            self._configuration(),
+            self._changed,
+            require_client_authentication="auth.certificates.ca_file" in self._files,
         )
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
@@ -134,19 +162,19 @@ class Certificate:
         return self._configuration()
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
-        cert, key = self._current
-        return grpc.ssl_server_certificate_configuration([(key, cert)])
+        cert, key, *authorities = self._current
+        return grpc.ssl_server_certificate_configuration([(key, cert)], b"".join(authorities) or None)
 
-    def _read(self) -> tuple[bytes, bytes]:
+    def _read(self) -> tuple[bytes, ...]:
         texts = []
         for field, path in self._files.items():
             try:
                 texts.append(path.read_bytes())
             except OSError as error:
-                raise StartError(f"gateway.{field}: {error}") from error
+                raise StartError(f"{field}: {error}") from error
             if b"-----BEGIN " not in texts[-1]:
-                raise StartError(f"gateway.{field}: {path} holds no PEM")
-        return texts[0], texts[1]
+                raise StartError(f"{field}: {path} holds no PEM")
+        return tuple(texts)
 
 
 _TAKEN = "the port is taken, or the address is not one of this host"
@@ -159,9 +187,3 @@ def _listeners() -> set[tuple[int, int]]:
         for connection in psutil.Process().net_connections("tcp")
         if connection.status == psutil.CONN_LISTEN
     }
-
-
-def _credentials(gateway: GatewayConfig) -> grpc.ServerCredentials | None:
-    if gateway.tls_cert_file is None or gateway.tls_key_file is None:
-        return None
-    return Certificate(gateway.tls_cert_file, gateway.tls_key_file).credentials()

@@ -13,6 +13,7 @@ import numpy as np
 
 from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig, PoolConfig
+from cluster.errors import FieldViolation, InvalidRequestError
 from cluster.gateway.attempt import OutputDelta
 from cluster.gateway.history import RequestHistory
 from cluster.gateway.replica_connections import ReplicaConnections, ReplicaView
@@ -29,6 +30,9 @@ from router.messages import Decision
 from workers.messages.link import PrefillReport
 from workers.stats_record import PathMeasure, ReplicaStats
 
+# Of the running and of the ended ones each, in one list of requests.
+DEFAULT_REQUESTS = 100
+MAX_REQUESTS = 1000
 # How old a status may be. Replicas report about as often.
 STATUS_S = 0.2
 # Paths built before the event loop may run again.
@@ -50,7 +54,9 @@ class StatusService:
         stores: StoreAdmin,
         clock: Clock,
         history: RequestHistory,
+        gateway_id: str,
     ) -> None:
+        self._gateway_id = gateway_id
         self._history = history
         self._config = config
         self._requests = requests
@@ -111,6 +117,7 @@ class StatusService:
                     address=record.address,
                     process_id=record.process_id,
                     console=record.console,
+                    admin=record.admin,
                 )
                 for record in self._connections.gateways
             ],
@@ -129,11 +136,23 @@ class StatusService:
             moves=moves_of(self._connections.roster_view),
             traffic=self._connections.roster_view.traffic,
             demand=demand_message(counters.demand),
+            authentication=self._config.auth.mode,
         )
 
-    def explain(self, request_id: str) -> pb.ExplainResponse:
-        """Explain a request; raise `UnknownRequestError` when it is neither running nor recent."""
-        return _explanation(self._requests.record(request_id))
+    def explain(self, request_id: str, tenant: str | None) -> pb.ExplainResponse:
+        """Explain a request of the tenant (None: of any); raise `UnknownRequestError` when it is neither
+        running nor recent."""
+        return _explanation(self._requests.record(request_id, tenant), self._gateway_id)
+
+    def list_requests(self, request: pb.ListRequestsRequest, tenant: str | None) -> pb.ListRequestsResponse:
+        """List the running and recent requests of the tenant (None: of all), the latest arrivals first."""
+        limit = request.limit if request.HasField("limit") else DEFAULT_REQUESTS
+        if not 1 <= limit <= MAX_REQUESTS:
+            problem = f"must be from 1 to {MAX_REQUESTS}, not {limit}"
+            raise InvalidRequestError(FieldViolation("limit", problem))
+        now = self._clock.now()
+        found = self._requests.latest(limit, tenant)
+        return pb.ListRequestsResponse(requests=[_summary(it, now, self._gateway_id) for it in found])
 
 
 def delta_of(delta: OutputDelta) -> pb.GenerateResponse:
@@ -196,9 +215,34 @@ def _timing(summary: Summary) -> pb.Timing:
     )
 
 
-def _explanation(record: RequestInfo) -> pb.ExplainResponse:
+def _summary(record: RequestInfo, now: float, gateway_id: str) -> pb.RequestSummary:
+    last = record.decisions[-1].decision if record.decisions else None
+    return pb.RequestSummary(
+        request_id=record.request_id,
+        tenant=record.tenant,
+        state=record.state,
+        reason=record.reason,
+        age_s=now - record.started_at,
+        ttft_ms=_span_ms(record.started_at, record.first_token_at),
+        e2e_ms=_span_ms(record.started_at, record.ended_at),
+        num_prompt_tokens=record.num_prompt_tokens,
+        num_output_tokens=record.num_output_tokens,
+        attempts=len(record.decisions),
+        prefill=last.prefill if last else "",
+        decode=last.decode if last else "",
+        gateway_id=gateway_id,
+    )
+
+
+def _span_ms(start: float, end: float) -> float | None:
+    return 1e3 * (end - start) if end else None
+
+
+def _explanation(record: RequestInfo, gateway_id: str) -> pb.ExplainResponse:
     return pb.ExplainResponse(
         request_id=record.request_id,
+        tenant=record.tenant,
+        gateway_id=gateway_id,
         state=record.state,
         reason=record.reason,
         decisions=[_decision(item.attempt, item.decision) for item in record.decisions],

@@ -1,4 +1,6 @@
-"""The methods of `tandem.v1.Inference`: each translates, calls the gateway, and ends in one reply."""
+"""The methods of `tandem.v1.Inference`: each translates, calls the gateway, and ends in one reply.
+
+Every caller gets what belongs to its own tenant alone."""
 
 from __future__ import annotations
 
@@ -6,24 +8,22 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
+from cluster.api.authentication import Context, abort, caller_identity, claim
 from cluster.api.replies import StatusService, delta_of, finished_of
-from cluster.api.store_admin import StoreAdmin
-from cluster.errors import FieldViolation, InvalidRequestError, OverloadedError, RequestError, to_grpc_status
+from cluster.errors import FieldViolation, InvalidRequestError, OverloadedError, RequestError
 from cluster.gateway.replica_connections import ReplicaConnections
-from cluster.gateway.request_manager import Accepted, RequestManager
+from cluster.gateway.request_manager import Accepted, RequestManager, check_may_use
 from cluster.gateway.traffic_splitter import TrafficSplitter
+from cluster.identity.identity import Identity
 from cluster.metrics.ended_request import Caller, Summary
 from cluster.proto import tandem_pb2 as pb
 from cluster.text.preprocess import Preprocessor, ServingLimits, check_detokenize, check_tokenize
 from kvtransfer.common.clock import let_others_run
 from kvtransfer.common.faults import Faults
-
-# grpc.aio.ServicerContext, which has no types.
-Context = Any
 
 
 class InferenceServicer:
@@ -36,7 +36,6 @@ class InferenceServicer:
         connections: ReplicaConnections,
         texts: TextCalls,
         status: StatusService,
-        stores: StoreAdmin,
         faults: Faults,
         traffic: TrafficSplitter,
     ) -> None:
@@ -45,77 +44,63 @@ class InferenceServicer:
         self._traffic = traffic
         self._texts = texts
         self._status = status
-        self._stores = stores
         self._faults = faults
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
+        identity = caller_identity()
+        claim(request, identity)
         shares = self._connections.roster_view.traffic
         if shares and await self._traffic.answered(request, context, shares):
             return
         try:
-            accepted = await self._requests.accept(request, context.time_remaining(), caller_of(context))
+            caller = caller_of(context, identity)
+            accepted = await self._requests.accept(request, context.time_remaining(), identity, caller)
         except RequestError as error:
-            await _abort(context, error)
+            await abort(context, error)
         try:
             await self._stream(accepted, context)
         except RequestError as error:
-            await _abort(context, error)
+            await abort(context, error)
         finally:
             accepted.task.abandon()
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         try:
-            return await self._texts.tokenize(request, self._requests.limits())
+            limits = self._requests.limits()
+            check_may_use(caller_identity(), limits)
+            return await self._texts.tokenize(request, limits)
         except RequestError as error:
-            await _abort(context, error)
+            await abort(context, error)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         try:
-            return await self._texts.detokenize(request, self._requests.limits())
+            limits = self._requests.limits()
+            check_may_use(caller_identity(), limits)
+            return await self._texts.detokenize(request, limits)
         except RequestError as error:
-            await _abort(context, error)
+            await abort(context, error)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
-        return pb.ListModelsResponse(models=[self._status.model()])
-
-    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
-        return await self._status.status()
-
-    async def Paths(self, request: pb.PathsRequest, context: Context) -> None:
-        async for message in self._status.paths(frozenset(request.replica_ids)):
-            await context.write(message)
+        model = self._status.model()
+        return pb.ListModelsResponse(models=[model] if caller_identity().may_use(model.name) else [])
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
         try:
-            if not request.request_id:
-                problem = "is empty; `accepted` and the command line show it"
-                raise InvalidRequestError(FieldViolation("request_id", problem))
-            if (reply := await self._traffic.explain(request)) is not None:
+            check_explain(request)
+            tenant = _tenant_of(caller_identity())
+            if (reply := await self._traffic.explain(request, tenant, context)) is not None:
                 return reply
-            return self._status.explain(request.request_id)
+            return self._status.explain(request.request_id, tenant)
         except RequestError as error:
-            await _abort(context, error)
+            await abort(context, error)
 
-    async def StoreStat(self, request: pb.StoreStatRequest, context: Context) -> pb.StoreStatResponse:
-        return await self._stores.stat(context.time_remaining())
-
-    async def StoreList(self, request: pb.StoreListRequest, context: Context) -> pb.StoreListResponse:
+    async def ListRequests(
+        self, request: pb.ListRequestsRequest, context: Context
+    ) -> pb.ListRequestsResponse:
         try:
-            return await self._stores.records(request, context.time_remaining())
+            return self._status.list_requests(request, _tenant_of(caller_identity()))
         except RequestError as error:
-            await _abort(context, error)
-
-    async def StoreVerify(self, request: pb.StoreVerifyRequest, context: Context) -> pb.StoreVerifyResponse:
-        try:
-            return await self._stores.verify(request, context.time_remaining())
-        except RequestError as error:
-            await _abort(context, error)
-
-    async def StorePurge(self, request: pb.StorePurgeRequest, context: Context) -> pb.StorePurgeResponse:
-        try:
-            return await self._stores.purge(request, context.time_remaining())
-        except RequestError as error:
-            await _abort(context, error)
+            await abort(context, error)
 
     async def _stream(self, accepted: Accepted, context: Context) -> None:
         """Write one `accepted`, the deltas and one `finished`; raise the error of a failed request."""
@@ -123,6 +108,7 @@ class InferenceServicer:
             request_id=accepted.request_id,
             seed=accepted.seed,
             num_prompt_tokens=accepted.num_prompt_tokens,
+            resume_token=accepted.resume_token,
         )
         await context.write(pb.GenerateResponse(accepted=first))
         while not isinstance(output := await accepted.task.next(), Summary):
@@ -131,20 +117,27 @@ class InferenceServicer:
         await context.write(finished_of(output))
 
 
-def caller_of(context: Context) -> Caller:
-    """Return who calls, and the trace that the call belongs to."""
+def caller_of(context: Context, identity: Identity) -> Caller:
+    """Return who calls, from where, and the trace that the call belongs to."""
     metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
     return Caller(
+        name=identity.name,
         peer=context.peer() or "",
         traceparent=metadata.get("traceparent", ""),
         tracestate=metadata.get("tracestate", ""),
     )
 
 
-async def _abort(context: Context, error: RequestError) -> NoReturn:
-    status = to_grpc_status(error)
-    await context.abort(status.code, status.message, status.trailing_metadata)
-    raise AssertionError("abort does not return")
+def check_explain(request: pb.ExplainRequest) -> None:
+    """Raise `InvalidRequestError` where the request to explain is not named."""
+    if not request.request_id:
+        problem = "is empty; `accepted` and the command line show it"
+        raise InvalidRequestError(FieldViolation("request_id", problem))
+
+
+def _tenant_of(identity: Identity) -> str | None:
+    """Return whose requests the caller may see; None: all, where nobody is authenticated."""
+    return None if identity.names_tenants else identity.tenant
 
 
 # Calls of Tokenize and Detokenize at once, running and waiting. The size of each is limited by the model's

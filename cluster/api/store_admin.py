@@ -16,6 +16,7 @@ from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import StoreRecord
 from kvtransfer.errors import PeerGoneError, TransferError
 from kvtransfer.rpc.stream import FrameStream, open_tcp
+from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     STORE_PROTOCOL,
@@ -60,9 +61,9 @@ class Filter(NamedTuple):
 class StoreAdmin:
     """Asks all registered stores at once, over new connections for each call."""
 
-    def __init__(self, connections: ReplicaConnections, secret: bytes, name: str) -> None:
+    def __init__(self, connections: ReplicaConnections, trust: Trust, name: str) -> None:
         self._connections = connections
-        self._secret = secret
+        self._trust = trust
         self._name = name
 
     def members(self) -> list[pb.StoreMember]:
@@ -137,7 +138,7 @@ class StoreAdmin:
         """Return the store's answer, or in words why there is none and whether it may have begun."""
         try:
             async with asyncio.timeout(_CONNECT_S if limit_s is None else min(_CONNECT_S, limit_s)):
-                stream = await open_tcp(address, self._secret, self._name)
+                stream = await open_tcp(address, self._trust, self._name)
         except (TransferError, TimeoutError) as error:
             return f"not reached, nothing was done: {error or f'no answer within {_CONNECT_S:g} s'}"
         try:
@@ -194,7 +195,7 @@ def _stat(member: pb.StoreMember, stat: StoreStat) -> pb.StoreNodeStat:
         member=member,
         tiers=[_in_ms(tier, pb.StoreTier) for tier in stat.tiers],
         index=_in_ms(stat.index, pb.StoreIndex),
-        bytes_by_tenant=stat.bytes_by_tenant,
+        bytes_by_tenant=stat.bytes_by_group,
         num_sessions=stat.num_sessions,
     )
 
@@ -218,7 +219,7 @@ def _record(listed: ListedRecord) -> pb.StoreRecord:
     return pb.StoreRecord(
         key=info.id.key.hex(),
         parent=info.parent.hex(),
-        tenant=info.tenant,
+        tenant=info.sharing_group,
         model=info.model.hex(),
         layer_start=shard.layer_start,
         layer_end=shard.layer_end,

@@ -13,6 +13,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
+from cluster.api.admin_client import AdminClient
 from cluster.api.client import Client, Collector, Completion, GenerateOptions, Prompt, generate_request
 from cluster.api.json_text import as_dict, status_json
 from cluster.cli.store import members_table, tiers_table
@@ -79,9 +80,9 @@ def completion_json(completion: Completion) -> dict[str, Any]:
     }
 
 
-async def status(address: str, console: Console, *, as_json: bool) -> None:
+async def status(admin_address: str, console: Console, *, as_json: bool) -> None:
     """Print the gateway's view of the cluster."""
-    async with Client(address) as client:
+    async with AdminClient(admin_address) as client:
         reply = await client.status()
         stores = (await client.store_stat()).nodes if reply.stores else []
         paths = await client.paths()
@@ -140,10 +141,12 @@ def status_view(
         parts.append(tiers_table(stores))
     if len(status.traffic) > 1:
         parts.append(Text(f"traffic: {traffic_line(status.traffic)}\n"))
-    gateways = made_table("gateways", "gateway", "address", "process", "console")
+    gateways = made_table("gateways", "gateway", "address", "admin", "process", "console")
     for gateway in status.gateways:
         console = f"http://{gateway.console}/console" if gateway.console else NONE
-        gateways.add_row(gateway.gateway_id, gateway.address, str(gateway.process_id), console)
+        gateways.add_row(
+            gateway.gateway_id, gateway.address, gateway.admin or NONE, str(gateway.process_id), console
+        )
     return Group(*parts, gateways)
 
 

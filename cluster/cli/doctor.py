@@ -59,9 +59,12 @@ REACH_CHECK = "gateway"
 
 def doctor(
     file: Annotated[Path | None, typer.Option("-f", "--file", help="The cluster's YAML file.")] = None,
-    address: Annotated[
+    admin_address: Annotated[
         str,
-        typer.Option(envvar="TANDEM_ADDRESS", help="A running gateway: look at that cluster (too, with -f)."),
+        typer.Option(
+            envvar="TANDEM_ADMIN_ADDRESS",
+            help="A running gateway's port for operators: look at that cluster (too, with -f).",
+        ),
     ] = "",
     as_json_text: AsJson = False,
     ray_address: Annotated[str, typer.Option(help='As for serve: "auto", "local" or host:port.')] = "auto",
@@ -73,8 +76,9 @@ def doctor(
 ) -> None:
     """Look for what would not work here, and for why a running cluster is slow: cause and remedy.
 
-    Without -f and --address: this machine, for what `tandem serve` starts without a file. With -f: this
-    machine, for that file; run it on every node. With --address: a running cluster, wherever it is.
+    Without -f and --admin-address: this machine, for what `tandem serve` starts without a file. With -f: this
+    machine, for that file; run it on every node. With --admin-address: a running cluster, wherever it
+    is.
     """
     given = {
         "RAY_AUTH_MODE": auth_mode,
@@ -82,11 +86,11 @@ def doctor(
         "RAY_AUTH_TOKEN_PATH": auth_token_path,
     }
     environment = {name: value for name, value in given.items() if value}
-    config, findings = _read(file, address, redis_url)
-    if config is not None and (file is not None or not address):
-        findings += _machine(config, environment, ray_address, is_running=bool(address))
-    if address:
-        run(_cluster(address, seconds, config if file is not None else None, findings))
+    config, findings = _read(file, admin_address, redis_url)
+    if config is not None and (file is not None or not admin_address):
+        findings += _machine(config, environment, ray_address, is_running=bool(admin_address))
+    if admin_address:
+        run(_cluster(admin_address, seconds, config if file is not None else None, findings))
     if as_json_text:
         print(json.dumps(as_json(findings)))
     else:
@@ -143,7 +147,7 @@ def _read(file: Path | None, address: str, redis_url: str) -> tuple[ClusterConfi
         elif address:
             return None, []
         else:
-            raise typer.BadParameter("name the cluster's file, or --address", param_hint="-f")
+            raise typer.BadParameter("name the cluster's file, or --admin-address", param_hint="-f")
     except ConfigError as problem:
         return None, config_findings(str(problem))
     return config.with_redis_url(config.store.redis_url or redis_url), []
@@ -184,7 +188,8 @@ async def _cluster(
     except CallError as problem:
         why = "nothing can be said of the cluster behind it"
         remedy = (
-            "does `tandem serve` run there? Is its port open from here? tls:// where it has a certificate"
+            "does `tandem serve` run there (its line `admin`)? Is that port open from here? tls:// where it "
+            "has a certificate"
         )
         result = error(f"no gateway answers at {address}: {problem}", why, remedy)
         findings.append(Finding(REACH_CHECK, "members", result))

@@ -19,7 +19,9 @@ from cluster.cli.scale import scale
 from cluster.cli.store import cli as store_cli
 from cluster.cli.terminal import (
     DEFAULT_ADDRESS,
+    DEFAULT_ADMIN_ADDRESS,
     Address,
+    AdminAddress,
     AsJson,
     Timeout,
     bundled_model,
@@ -109,6 +111,9 @@ def serve(
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Of the gateway; 0: a free one.")] = None,
     nvme: Annotated[Path | None, typer.Option(help="Keep KV in this folder of a local disk too.")] = None,
     nvme_gb: Annotated[float | None, typer.Option(help="How much of the disk, in 1e9 bytes.")] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Let other hosts call without authentication.")
+    ] = False,
     ray_address: RayAddress = "auto",
 ) -> None:
     """Start the pools and the gateway, and serve until Ctrl-C."""
@@ -116,7 +121,14 @@ def serve(
     from cluster.serve.launcher import Service  # here: only this command and the demo need Ray
 
     config = serve_config(
-        file, model or (None if file else bundled_model()), prefill, decode, host, port, (nvme, nvme_gb)
+        file,
+        model or (None if file else bundled_model()),
+        prefill,
+        decode,
+        host,
+        port,
+        (nvme, nvme_gb),
+        insecure=insecure,
     )
     # The index server comes from the environment where the file names none.
     config = config.with_redis_url(config.store.redis_url or os.environ.get("REDIS_URL", ""))
@@ -128,6 +140,7 @@ def serve(
             )
         for name, place in (
             ("gateway", f"[bold]{', '.join(addresses.gateways)}[/]"),
+            ("admin", ", ".join(addresses.admins)),
             ("console", ", ".join(addresses.consoles) or "none"),
             ("Ray", addresses.ray),
             ("dashboard", addresses.dashboard or "none"),
@@ -215,9 +228,9 @@ def generate(
 
 
 @cli.command()
-def status(address: Address = DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
+def status(admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS, as_json: AsJson = False) -> None:
     """The replicas, their loads, and the measured paths between them."""
-    run(calls.status(address, out, as_json=as_json))
+    run(calls.status(admin_address, out, as_json=as_json))
 
 
 @cli.command()

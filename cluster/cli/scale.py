@@ -13,11 +13,11 @@ import typer
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from cluster.api.client import Client
+from cluster.api.admin_client import AdminClient
 from cluster.cli.terminal import (
-    DEFAULT_ADDRESS,
+    DEFAULT_ADMIN_ADDRESS,
     NONE,
-    Address,
+    AdminAddress,
     AsJson,
     err,
     made_table,
@@ -35,8 +35,8 @@ from cluster.errors import (
     UnknownPoolError,
 )
 from cluster.proto import tandem_pb2 as pb
+from cluster.scaling.headroom import Headroom, add_up, amount_text, read_headroom
 from cluster.scaling.serve_client import AppTargets, ServeClient
-from cluster.serve.capacity import Headroom, add_up, amount_text, read_headroom
 from kvtransfer.common.clock import Clock, SystemClock
 
 DEFAULT_DASHBOARD = "http://127.0.0.1:8265"
@@ -69,7 +69,7 @@ def scale(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would change.")] = False,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Until the counts are reached.")] = True,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds to wait.")] = 600.0,
-    address: Address = DEFAULT_ADDRESS,
+    admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS,
     dashboard: Dashboard = "",
     ray_address: RayAddress = "",
     app: App = DEFAULT_APP,
@@ -81,7 +81,9 @@ def scale(
     if not orders and not release:
         raise typer.BadParameter("name a pool and its count, as in decode=3", param_hint="POOL=REPLICAS")
 
-    target = ScaleTarget(address, dashboard_url(dashboard, ray_address), read_token(token, token_file), app)
+    target = ScaleTarget(
+        admin_address, dashboard_url(dashboard, ray_address), read_token(token, token_file), app
+    )
     work = ScaleWork(target, out, SystemClock(), as_json=as_json)
     run(work.scale(orders or (), release or (), dry_run=dry_run, wait_s=timeout if wait else None))
 
@@ -115,7 +117,8 @@ _ANSWER_S = 10.0
 
 
 class ScaleTarget(NamedTuple):
-    """Represents the application to scale: a gateway's address, and the dashboard with its token."""
+    """Represents the application to scale: a gateway's address for operators, and the dashboard with its
+    token."""
 
     gateway: str
     dashboard: str
@@ -227,7 +230,7 @@ class ScaleWork:
     async def _status(self) -> pb.StatusResponse | None:
         """Return None when no gateway answers: Serve scales without one."""
         try:
-            async with Client(self._target.gateway) as client:
+            async with AdminClient(self._target.gateway) as client:
                 return await client.status()
         except CallError:
             return None
@@ -244,7 +247,7 @@ async def _application(client: ServeClient, app: str) -> AppTargets:
 # The plan: what `tandem scale` will change, from what Serve, a gateway and Ray report. No I/O.
 
 
-class PoolChange(NamedTuple):
+class AffectedPool(NamedTuple):
     """Represents one order. `least` and `most` bound the running requests of the replicas that leave, because
     Ray Serve chooses which do; None: no gateway answered."""
 
@@ -269,7 +272,7 @@ class PoolChange(NamedTuple):
 class ScalePlan(NamedTuple):
     """Represents all changes of one command. `shortages` says why added replicas cannot be placed now."""
 
-    changes: tuple[PoolChange, ...]
+    changes: tuple[AffectedPool, ...]
     released: tuple[str, ...]
     # Replicas that play another pool's role and return to their own first.
     recalled: tuple[str, ...]
@@ -368,7 +371,7 @@ def check_decodes(counts: Mapping[str, int], status: pb.StatusResponse, orders: 
         raise ConfigError("no pool that decodes would have a replica: keep one in at least one of them")
 
 
-def _change(pool: str, after: int, targets: AppTargets, status: pb.StatusResponse | None) -> PoolChange:
+def _change(pool: str, after: int, targets: AppTargets, status: pb.StatusResponse | None) -> AffectedPool:
     seen = targets.pools[pool]
     least = most = None
     role = ""
@@ -381,10 +384,10 @@ def _change(pool: str, after: int, targets: AppTargets, status: pb.StatusRespons
         )
         num_leaving = max(0, len(loads) - after)
         least, most = sum(loads[:num_leaving]), sum(loads[len(loads) - num_leaving :])
-    return PoolChange(pool, role, seen.target, after, seen.num_running, least, most)
+    return AffectedPool(pool, role, seen.target, after, seen.num_running, least, most)
 
 
-def _affected(change: PoolChange) -> str:
+def _affected(change: AffectedPool) -> str:
     if change.least is None or change.after >= change.num_running:
         return NONE
     return str(change.most) if change.least == change.most else f"{change.least} to {change.most}"

@@ -11,10 +11,19 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from cluster.api.client import Client
+from cluster.api.admin_client import AdminClient
 from cluster.api.json_text import as_dict
 from cluster.api.store_admin import DEFAULT_LIMIT, MAX_LIMIT
-from cluster.cli.terminal import DEFAULT_ADDRESS, NONE, Address, AsJson, Timeout, made_table, out, run
+from cluster.cli.terminal import (
+    DEFAULT_ADMIN_ADDRESS,
+    NONE,
+    AdminAddress,
+    AsJson,
+    Timeout,
+    made_table,
+    out,
+    run,
+)
 from cluster.errors import StoreAwayError
 from cluster.proto import tandem_pb2 as pb
 
@@ -28,37 +37,37 @@ Model = Annotated[
 
 @cli.command("ls")
 def list_records(
-    address: Address = DEFAULT_ADDRESS,
+    admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS,
     as_json: AsJson = False,
     tenant: Tenant = None,
     model: Model = None,
     limit: Annotated[int, typer.Option(min=1, max=MAX_LIMIT, help="Records of each node.")] = DEFAULT_LIMIT,
 ) -> None:
     """Records, the most recently used first."""
-    run(show_records(address, Selection(tenant, model), limit, out, as_json=as_json))
+    run(show_records(admin_address, Selection(tenant, model), limit, out, as_json=as_json))
 
 
 @cli.command()
-def stat(address: Address = DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
+def stat(admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS, as_json: AsJson = False) -> None:
     """Every tier of every node: space, hits, writes, failures; the index; what each tenant holds."""
-    run(show_stat(address, out, as_json=as_json))
+    run(show_stat(admin_address, out, as_json=as_json))
 
 
 @cli.command()
 def verify(
-    address: Address = DEFAULT_ADDRESS,
+    admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS,
     as_json: AsJson = False,
     tenant: Tenant = None,
     model: Model = None,
     timeout: Timeout = None,
 ) -> None:
     """Read every record of every tier, compare checksums; bad ones are dropped, and fail the command."""
-    run(verify_records(address, Selection(tenant, model), timeout, out, as_json=as_json))
+    run(verify_records(admin_address, Selection(tenant, model), timeout, out, as_json=as_json))
 
 
 @cli.command()
 def purge(
-    address: Address = DEFAULT_ADDRESS,
+    admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS,
     as_json: AsJson = False,
     tenant: Tenant = None,
     model: Model = None,
@@ -75,7 +84,7 @@ def purge(
         typer.confirm(
             f"Delete {selection.text()} from every tier of every node and replica?", abort=True, err=True
         )
-    run(purge_records(address, selection, timeout, out, as_json=as_json))
+    run(purge_records(admin_address, selection, timeout, out, as_json=as_json))
 
 
 # ----------------------------------------------------------------------------------------------
@@ -104,7 +113,7 @@ async def show_records(
     address: str, selection: Selection, limit: int, console: Console, *, as_json: bool
 ) -> None:
     """Print the records of every node."""
-    async with Client(address) as client:
+    async with AdminClient(address) as client:
         asked = pb.StoreListRequest(filter=await _filter(client, selection), limit=limit)
         reply = await client.store_list(asked)
     _show(reply, as_json, console, listing_view)
@@ -113,7 +122,7 @@ async def show_records(
 
 async def show_stat(address: str, console: Console, *, as_json: bool) -> None:
     """Print what every tier of every node reports."""
-    async with Client(address) as client:
+    async with AdminClient(address) as client:
         reply = await client.store_stat()
     _show(reply, as_json, console, stat_view)
     _check(_failures(reply.nodes, "not shown"))
@@ -123,7 +132,7 @@ async def verify_records(
     address: str, selection: Selection, timeout_s: float | None, console: Console, *, as_json: bool
 ) -> None:
     """Have every node read its records; `StoreAwayError` when one was bad."""
-    async with Client(address) as client:
+    async with AdminClient(address) as client:
         asked = pb.StoreVerifyRequest(filter=await _filter(client, selection))
         reply = await client.store_verify(asked, timeout_s)
     _show(reply, as_json, console, verified_view)
@@ -137,7 +146,7 @@ async def purge_records(
     address: str, selection: Selection, timeout_s: float | None, console: Console, *, as_json: bool
 ) -> None:
     """Delete the records from every node and replica."""
-    async with Client(address) as client:
+    async with AdminClient(address) as client:
         chosen = await _filter(client, selection)
         asked = pb.StorePurgeRequest(filter=chosen, all=selection.is_everything)
         reply = await client.store_purge(asked, timeout_s)
@@ -148,14 +157,15 @@ async def purge_records(
     _check(failures)
 
 
-async def _filter(client: Client, selection: Selection) -> pb.StoreFilter:
+async def _filter(client: AdminClient, selection: Selection) -> pb.StoreFilter:
     """Return the filter, in which a served model's name becomes its fingerprint."""
     chosen = pb.StoreFilter()
     if selection.tenant is not None:
         chosen.tenant = selection.tenant
     if selection.model is not None:
-        named = {model.name: model.fingerprint for model in await client.models() if model.fingerprint}
-        chosen.model = named.get(selection.model, selection.model)
+        served = (await client.status()).model
+        is_served = served.name == selection.model and served.fingerprint
+        chosen.model = served.fingerprint if is_served else selection.model
     return chosen
 
 

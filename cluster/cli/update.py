@@ -23,6 +23,7 @@ from cluster.cli.terminal import (
     traffic_line,
 )
 from cluster.config import ClusterConfig, default_config, load_config
+from cluster.errors import ConfigError
 from kvtransfer.common.clock import SystemClock
 from workers.model.model_config import read_model_config
 
@@ -114,6 +115,8 @@ def serve_config(
     host: str | None,
     port: int | None,
     nvme: tuple[Path | None, float | None],
+    *,
+    insecure: bool = False,
 ) -> ClusterConfig:
     """Return the file's configuration as the options change it, or without a file that of the options.
     `ConfigError` or a usage error where they contradict each other. `model` must be given without a file."""
@@ -127,7 +130,7 @@ def serve_config(
             raise typer.BadParameter(
                 "the file says how many replicas there are", param_hint="--prefill, --decode"
             )
-        return overridden(load_config(file), model, host, port)
+        return overridden(load_config(file), model, host, port, insecure=insecure)
     assert model is not None
     return default_config(
         model,
@@ -135,18 +138,34 @@ def serve_config(
         decode=1 if decode is None else decode,
         host=host,
         port=port,
+        insecure=insecure,
         context_tokens=read_model_config(model).max_context_tokens,
         nvme=None if folder is None or num_gb is None else (folder, num_gb),
     )
 
 
 def overridden(
-    config: ClusterConfig, model: Path | None, host: str | None, port: int | None
+    config: ClusterConfig,
+    model: Path | None,
+    host: str | None,
+    port: int | None,
+    *,
+    insecure: bool = False,
 ) -> ClusterConfig:
     """Return the configuration with this model folder, and the gateway at this host and port; None:
-    unchanged."""
+    unchanged. `insecure`: other hosts than this one may reach it without authentication. `ConfigError` where
+    they could and may not."""
     changes: dict[str, Any] = {} if model is None else {"model": model.resolve()}
-    return config.model_copy(update=changes | {"gateway": config.gateway.at(host, port)})
+    if insecure:
+        if config.auth.mode == "required":
+            raise ConfigError("--insecure contradicts the file's auth.mode: required")
+        changes["auth"] = config.auth.model_copy(update={"insecure": True})
+    changed = config.model_copy(update=changes | {"gateway": config.gateway.at(host, port)})
+    try:
+        changed.check_exposure()
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return changed
 
 
 # ----------------------------------------------------------------------------------------------

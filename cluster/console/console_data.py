@@ -12,11 +12,11 @@ from cluster.api.json_text import as_dict, status_json
 from cluster.api.replies import Fresh, StatusService
 from cluster.api.store_admin import STAT_S, StoreAdmin
 from cluster.config import ClusterConfig
-from cluster.console.orders import Operations
 from cluster.errors import DashboardAwayError
 from cluster.gateway.request_manager import RequestInfo, RequestManager
-from cluster.metrics.gateway_counters import CURVE_S
+from cluster.metrics.curves import CURVE_S
 from cluster.proto import tandem_pb2 as pb
+from cluster.scaling.orders import Operations
 from kvtransfer.common.clock import Clock
 
 # Of each kind, running and ended, in one answer.
@@ -72,12 +72,12 @@ class ConsoleApi:
     async def requests(self) -> dict[str, Any]:
         """Return the running and recent requests of this gateway, the latest first."""
         now = self._clock.now()
-        records = self._requests.latest(MAX_REQUESTS)
+        records = self._requests.latest(MAX_REQUESTS, None)
         return {"requests": [_request(record, now) for record in records]}
 
     def explain(self, request_id: str) -> dict[str, Any]:
         """Return what `tandem explain --json` prints; `UnknownRequestError` for an unknown request."""
-        return as_dict(self._status_service.explain(request_id))
+        return as_dict(self._status_service.explain(request_id, None))
 
     async def curves(self) -> dict[str, Any]:
         """Return TTFT and ITL at this gateway, second by second, and the sums of the last minute. A point is

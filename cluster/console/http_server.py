@@ -7,7 +7,7 @@ import ipaddress
 import json
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from importlib.resources import files
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -18,9 +18,9 @@ from cluster.api.replies import StatusService
 from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig, GatewayConfig
 from cluster.console.console_data import ConsoleApi
-from cluster.console.orders import Answer, Operations, Order, Orders, ReleaseOrder, ScaleOrder
-from cluster.errors import StartError, UnknownRequestError
+from cluster.errors import HTTP_STATUS, RequestError, StartError, to_grpc_status
 from cluster.gateway.request_manager import RequestManager
+from cluster.scaling.orders import MAX_REPLICAS, Operations, ScalerOrders
 from kvtransfer.common.clock import Clock
 
 PATH = "/console"
@@ -28,7 +28,7 @@ _KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".
 _STOP_S = 1.0
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-AnOrder = TypeVar("AnOrder", bound=Order)
+AnOrder = TypeVar("AnOrder", bound="_Order")
 
 
 def open_console(
@@ -53,20 +53,32 @@ def open_console(
         operations=operations,
         clock=clock,
     )
-    orders = Orders(config.app, [pool.name for pool in config.pools], operations)
-    return Console(gateway, gateway.console_port, api, orders)
+    return Console(gateway, gateway.console_port, api, ScalerOrders(operations))
+
+
+class _Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of what the page sends: JSON objects with these fields and no other."""
+
+
+class _Scale(_Order, frozen=True):
+    pool: str
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_REPLICAS)]
+
+
+class _Release(_Order, frozen=True):
+    pool: str
 
 
 class Console:
-    """Serves the console from `start` to `stop`. Requests are not logged: headers may carry the operator's
-    token."""
+    """Serves the console from `start` to `stop`. Requests are not logged: headers may carry credentials."""
 
-    def __init__(self, gateway: GatewayConfig, port: int, api: ConsoleApi, orders: Orders) -> None:
+    def __init__(self, gateway: GatewayConfig, port: int, api: ConsoleApi, orders: ScalerOrders) -> None:
         self._host = gateway.host
         self._port = port
         self._takes_over = gateway.takes_over
         self._names = frozenset(name.lower() for name in (gateway.host, *gateway.console_hosts))
         self._api = api
+        self._orders = orders
         app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
         app.add_routes(
             [
@@ -79,8 +91,8 @@ class Console:
                 web.get(f"{PATH}/api/requests", _answers(api.requests)),
                 web.get(f"{PATH}/api/explain", self._explain),
                 web.get(f"{PATH}/api/curves", _answers(api.curves)),
-                web.post(f"{PATH}/api/scale", _obeys(ScaleOrder, orders.scale)),
-                web.post(f"{PATH}/api/release", _obeys(ReleaseOrder, orders.release)),
+                web.post(f"{PATH}/api/scale", _obeys(_Scale, self._scale)),
+                web.post(f"{PATH}/api/release", _obeys(_Release, self._release)),
             ]
         )
         for name in sorted(entry.name for entry in (files("cluster.console") / "static").iterdir()):
@@ -123,6 +135,8 @@ class Console:
                 response = _error(error.status, f"{error.reason}: {request.method} {request.path[:100]}")
                 if "Allow" in error.headers:
                     response.headers["Allow"] = error.headers["Allow"]
+            except RequestError as error:
+                response = _error(HTTP_STATUS[to_grpc_status(error).code], str(error))
         response.headers.update(HEADERS)
         return response
 
@@ -130,10 +144,18 @@ class Console:
         request_id = request.query.get("id", "")
         if not request_id:
             return _error(400, "id: name the request, as in /console/api/explain?id=...")
-        try:
-            return _json(self._api.explain(request_id))
-        except UnknownRequestError as error:
-            return _error(404, str(error))
+        return _json(self._api.explain(request_id))
+
+    async def _scale(self, order: _Scale) -> str:
+        noun = "replica" if order.replicas == 1 else "replicas"
+        done = await self._orders.scale({order.pool: order.replicas}, by="local")
+        if all(change.is_pin for change in done.changes):
+            return f"pool {order.pool} keeps its {order.replicas} {noun}: it is pinned"
+        return f"pool {order.pool} will have {order.replicas} {noun}"
+
+    async def _release(self, order: _Release) -> str:
+        await self._orders.release([order.pool], by="local")
+        return f"pool {order.pool} is released"
 
 
 def _answers(read: Callable[[], Awaitable[dict[str, Any] | str]]) -> Handler:
@@ -145,16 +167,16 @@ def _answers(read: Callable[[], Awaitable[dict[str, Any] | str]]) -> Handler:
     return answer
 
 
-def _obeys(kind: type[AnOrder], obey: Callable[[AnOrder, str], Awaitable[Answer]]) -> Handler:
-    """Return a handler that reads an order of this kind and has it carried out."""
+def _obeys(kind: type[AnOrder], obey: Callable[[AnOrder], Awaitable[str]]) -> Handler:
+    """Return a handler that reads an order of this kind, has it carried out, and answers with a text for the
+    operator."""
 
     async def answer(request: web.Request) -> web.Response:
         try:
             order = msgspec.json.decode(await request.read(), type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             return _error(400, f"the order cannot be read: {error}")
-        result = await obey(order, bearer_token(request.headers.get("Authorization", "")))
-        return _json({"message": result.text}) if result.status == 200 else _error(result.status, result.text)
+        return _json({"message": await obey(order)})
 
     return answer
 

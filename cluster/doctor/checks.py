@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from cluster.api.client import Client
+from cluster.api.admin_client import AdminClient
 from cluster.config import ClusterConfig
 from cluster.errors import CallError
 from cluster.proto import tandem_pb2 as pb
@@ -217,27 +217,27 @@ async def look(
     version: str,
     clock: Clock,
 ) -> Live:
-    """Query the gateway at `address` twice, `interval_s` apart, and once the others that it names.
-    `CallError` when it does not answer."""
-    async with Client(address, clock) as client:
+    """Query the gateway at `address`, its port for operators, twice, `interval_s` apart, and once the others
+    that it names. `CallError` when it does not answer."""
+    async with AdminClient(address, clock) as client:
         before, stores_before = await _ask(client)
         await clock.sleep(interval_s)
         status, stores = await _ask(client)
         paths = await client.paths()
     scheme = _TLS if address.startswith(_TLS) else ""
-    others = [f"{scheme}{item.address}" for item in status.gateways]
+    others = [f"{scheme}{item.admin}" for item in status.gateways if item.admin]
     replies = await asyncio.gather(*(_reply(each, clock) for each in others or [address]))
     return Live(status, before, stores, stores_before, replies, expected, version, paths)
 
 
-async def _ask(client: Client) -> tuple[pb.StatusResponse, list[pb.StoreNodeStat]]:
+async def _ask(client: AdminClient) -> tuple[pb.StatusResponse, list[pb.StoreNodeStat]]:
     status = await client.status()
     return status, list((await client.store_stat()).nodes) if status.stores else []
 
 
 async def _reply(address: str, clock: Clock) -> GatewayReply:
     try:
-        async with Client(address, clock) as client, asyncio.timeout(_ANSWER_S):
+        async with AdminClient(address, clock) as client, asyncio.timeout(_ANSWER_S):
             await client.status()  # opens the connection, which is not to be measured
             asked_at, wall = clock.now(), clock.wall()
             status = await client.status()

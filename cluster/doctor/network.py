@@ -25,7 +25,7 @@ _ERRORS = {errno.EADDRNOTAVAIL: "no such address here", errno.EACCES: "not allow
 def ports(context: CheckContext) -> Iterator[CheckResult]:
     """Check the ports of gateway and console, and the addresses to listen on."""
     gateway = context.config.gateway
-    for name in ("port", "console_port", "health_port"):
+    for name in ("port", "console_port", "admin_port", "health_port"):
         if port := getattr(gateway, name):
             host = "0.0.0.0" if gateway.host == "auto" else gateway.host
             yield from _port(context, f"gateway.{name}", host, port)
@@ -53,7 +53,7 @@ def _port(context: CheckContext, field: str, host: str, port: int) -> Iterator[C
             f"{field}: {host}:{port} is taken by {user}",
             "nothing of ours can listen there; a gateway then does not start",
             f"end that process, or choose another {field} (0: a free one); if it is this very cluster, "
-            "give its --address",
+            "give its --admin-address",
             port=port,
         )
     else:

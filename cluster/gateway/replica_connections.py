@@ -27,6 +27,7 @@ from kvtransfer.messages import (
     ReplicaIdentity,
 )
 from kvtransfer.rpc.stream import FrameStream, open_link
+from kvtransfer.rpc.trust import Trust
 from router.messages import ReplicaLoad
 from router.service import RouterService
 from workers.messages.link import (
@@ -139,14 +140,14 @@ class ReplicaConnections:
         block_tokens: int,
         roster: RosterClient,
         router: RouterService,
-        secret: bytes,
+        trust: Trust,
         clock: Clock,
     ) -> None:
         self._hello = GatewayHello(gateway_id, epoch)
         self._block_tokens = block_tokens
         self._roster = roster
         self._router = router
-        self._secret = secret
+        self._trust = trust
         self._clock = clock
         self._events: ConnectionEvents
         self._listed: frozenset[str] = frozenset()
@@ -220,22 +221,23 @@ class ReplicaConnections:
         return _send(view.stream, message)
 
     async def purge_caches(
-        self, tenant: str | None, model: str | None, remaining_s: float | None
+        self, group: str | None, model: str | None, remaining_s: float | None
     ) -> list[pb.ReplicaPurged]:
-        """Purge the caches of this tenant on replicas of models whose fingerprint begins so; None: of all.
+        """Purge the caches of this sharing group on replicas of models whose fingerprint begins so; None: of
+        all.
 
         Each replica is listed with the outcome, or with the reason why that is not known.
         """
         limit_s = _PURGE_S if remaining_s is None else min(_PURGE_S, remaining_s / 2)
         views = [view for view in self.views() if _serves(view, model)]
-        return list(await asyncio.gather(*(self._purge(view, tenant, limit_s) for view in views)))
+        return list(await asyncio.gather(*(self._purge(view, group, limit_s) for view in views)))
 
-    def purge(self, view: ReplicaView, tenant: str | None) -> asyncio.Future[CachePurged]:
-        """Order a replica to purge what it caches of the tenant (None: of all). The future has the answer, or
+    def purge(self, view: ReplicaView, group: str | None) -> asyncio.Future[CachePurged]:
+        """Order a replica to purge what it caches of the group (None: of all). The future has the answer, or
         `PeerGoneError` when there is no link to the replica or that ends first."""
         self._num_purges = number = self._num_purges + 1
         answer: asyncio.Future[CachePurged] = asyncio.get_running_loop().create_future()
-        if _send(view.stream, PurgeCache(number, tenant)):
+        if _send(view.stream, PurgeCache(number, group)):
             view.purges[number] = answer
             # Also when nobody waits any more.
             answer.add_done_callback(lambda _: view.purges.pop(number, None))
@@ -243,11 +245,11 @@ class ReplicaConnections:
             answer.set_exception(PeerGoneError(view.note or "no link to it yet"))
         return answer
 
-    async def _purge(self, view: ReplicaView, tenant: str | None, limit_s: float) -> pb.ReplicaPurged:
+    async def _purge(self, view: ReplicaView, group: str | None, limit_s: float) -> pb.ReplicaPurged:
         reply = pb.ReplicaPurged(replica_id=view.record.identity.replica_id)
         try:
             async with asyncio.timeout(limit_s):
-                purged = await self.purge(view, tenant)
+                purged = await self.purge(view, group)
         except PeerGoneError as error:
             reply.error = f"not purged for certain: {error}"
         except TimeoutError:
@@ -293,7 +295,7 @@ class ReplicaConnections:
         view = self._views[replica_id]
         while replica_id in self._listed:
             try:
-                stream = await open_link(view.record.address, "link", self._secret, self._hello.gateway_id)
+                stream = await open_link(view.record.address, "link", self._trust, self._hello.gateway_id)
             except TransferError as error:
                 view.note = str(error)
                 _log.info("no link to %s: %s", replica_id, error)

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import re
+import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
@@ -16,6 +18,7 @@ from cluster.errors import (
     AbandonedError,
     DeadlineError,
     DuplicateRequestError,
+    ForbiddenError,
     OverloadedError,
     RequestError,
     UnavailableError,
@@ -24,11 +27,15 @@ from cluster.errors import (
 )
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_task import RequestTask, Router
+from cluster.identity.config import AuthConfig
+from cluster.identity.identity import Identity
+from cluster.identity.resume_tokens import ResumeTokens
 from cluster.metrics.ended_request import Caller, EndedRequest, Observer, RoutedAttempt, TimelineEntry
 from cluster.metrics.gateway_counters import GatewayCounters
 from cluster.proto import tandem_pb2 as pb
 from cluster.text.preprocess import PreparedRequest, Preprocessor, ServingLimits, check_request
 from cluster.text.tokenizer import SampleText
+from kvtransfer.codec import Part
 from kvtransfer.common.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
 from workers.messages.link import Cancel, StepFrame
@@ -43,9 +50,9 @@ _MAX_LOGGED_CHARS = 128
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class RequestInfo:
-    """What is known of a request. `state` is "running", "finished", "cancelled" or "failed"."""
+class RequestInfo(Part, frozen=True):
+    """What is known of a request. `state` is "running", "finished", "cancelled" or "failed"; times are those
+    of the gateway's clock."""
 
     request_id: str
     state: str
@@ -69,13 +76,18 @@ class Accepted(NamedTuple):
     request_id: str
     seed: int
     num_prompt_tokens: int
+    resume_token: str
+
+
+# A tenant and the id of one of its requests.
+RequestKey = tuple[str, str]
 
 
 class RequestManager:
     """All requests of a gateway.
 
-    A request is kept by its id on the wire, which is new for every call; by the client's own id it can be
-    found (`record`) and, when the client calls again to resume it, taken over.
+    A request is kept by its id on the wire, which is new for every call; by its tenant and the client's own
+    id it can be found (`record`) and, when the same caller calls again to resume it, taken over.
     """
 
     def __init__(
@@ -88,8 +100,14 @@ class RequestManager:
         max_requests: int,
         on_members: Callable[[], None],
         counters: GatewayCounters,
+        gateway_id: str,
+        auth: AuthConfig,
+        resume_tokens: ResumeTokens,
         observers: Sequence[Observer] = (),
     ) -> None:
+        self._gateway_id = gateway_id
+        self._auth = auth
+        self._resume_tokens = resume_tokens
         self._preprocessor = preprocessor
         self._connections = connections
         self._router = router
@@ -99,9 +117,9 @@ class RequestManager:
         self._observers = (counters.ended, *observers)
         self.counters = counters
         self._tasks: dict[str, RequestTask] = {}
-        # Running, by the client's request id.
-        self._latest: dict[str, RequestTask] = {}
-        self._records: OrderedDict[str, RequestInfo] = OrderedDict()
+        # Running.
+        self._latest: dict[RequestKey, RequestTask] = {}
+        self._records: OrderedDict[RequestKey, RequestInfo] = OrderedDict()
         self._stale: OrderedDict[tuple[ReplicaIdentity, str, int], None] = OrderedDict()
         self._num_arriving = 0
         self._is_leaving = False
@@ -115,15 +133,20 @@ class RequestManager:
         return self._preprocessor.limits(self._connections.max_context_tokens)
 
     async def accept(
-        self, request: pb.GenerateRequest, deadline_s: float | None, caller: Caller = _NOBODY
+        self,
+        request: pb.GenerateRequest,
+        deadline_s: float | None,
+        identity: Identity,
+        caller: Caller = _NOBODY,
     ) -> Accepted:
         """Check, tokenize and start the request; raise the `RequestError` that says why it cannot be.
 
-        `deadline_s` is what remains of the client's deadline (None: none).
+        The request is the identity's already (`cluster.api.authentication.claim`). `deadline_s` is what
+        remains of the client's deadline (None: none).
         """
         now = self._clock.now()
         try:
-            return await self._accept(request, deadline_s, caller, now)
+            return await self._accept(request, deadline_s, identity, caller, now)
         except RequestError as error:
             self._observe(
                 EndedRequest(
@@ -141,12 +164,23 @@ class RequestManager:
             raise
 
     async def _accept(
-        self, request: pb.GenerateRequest, deadline_s: float | None, caller: Caller, now: float
+        self,
+        request: pb.GenerateRequest,
+        deadline_s: float | None,
+        identity: Identity,
+        caller: Caller,
+        now: float,
     ) -> Accepted:
         if len(self._tasks) + self._num_arriving >= self._max_requests:
             raise OverloadedError(f"this gateway has {self._max_requests} requests, the most it takes")
         limits = self.limits()
         check_request(request, limits)
+        check_may_use(identity, limits)
+        digest = resume_digest(request)
+        if request.resume:
+            self._resume_tokens.check(
+                request.resume_token, identity, request.tenant, request.request_id, request.seed, digest
+            )
         self._num_arriving += 1
         try:
             prompt = await self._preprocessor.prompt_tokens(request, limits)
@@ -157,35 +191,57 @@ class RequestManager:
             raise UnavailableError("this gateway is stopping", 0.0)
         if compatibility is None:
             raise UnavailableError("no replica has connected to this gateway yet")
+        request_id = request.request_id or draw_request_id(self._gateway_id)
         prepared, texts = self._preprocessor.prepare(
             request,
             prompt,
             limits,
+            request_id=request_id,
+            sharing_group=self._sharing_group(identity, request.tenant),
             fingerprint=compatibility.model_fingerprint,
             deadline_at=None if deadline_s is None else now + deadline_s,
         )
         if deadline_s is not None and now + deadline_s <= self._clock.now():
             raise DeadlineError("the deadline passed before the request was accepted")
-        request_id = request.request_id or prepared.request_id
         task = self._begin(request_id, prepared, texts, now, caller, resumes=bool(request.resume))
-        return Accepted(task, request_id, prepared.seed, prepared.num_prompt_tokens)
+        token = self._resume_tokens.issue(identity, request.tenant, request_id, prepared.seed, digest)
+        return Accepted(task, request_id, prepared.seed, prepared.num_prompt_tokens, token)
 
-    def record(self, request_id: str) -> RequestInfo:
-        """Return what is known of a running or recent request, or raise `UnknownRequestError`."""
-        task = self._latest.get(request_id)
-        if task is not None:
-            return _record(request_id, task, "running", "")
-        known = self._records.get(request_id)
-        if known is None:
+    def _sharing_group(self, identity: Identity, tenant: str) -> str:
+        return self._auth.sharing_group(tenant) if identity.names_tenants else identity.sharing_group
+
+    def record(self, request_id: str, tenant: str | None) -> RequestInfo:
+        """Return what is known of a running or recent request of the tenant, or raise `UnknownRequestError`.
+        `tenant` None: the latest of any tenant."""
+        keys = [(tenant, request_id)] if tenant is not None else self._keys_of(request_id)
+        found = [
+            _record(key, task, "running", "") if (task := self._latest.get(key)) else self._records[key]
+            for key in keys
+            if key in self._latest or key in self._records
+        ]
+        if not found:
             what = f"request {request_id[:128]!r} is neither running at this gateway nor"
             raise UnknownRequestError(f"{what} one of the last {NUM_RECORDS} that ended here")
-        return known
+        return max(found, key=lambda it: it.started_at)
 
-    def latest(self, limit: int) -> list[RequestInfo]:
-        """Return at most `limit` running requests and as many that ended, the latest arrivals first."""
-        latest = islice(reversed(self._latest.items()), limit)
-        running = [_record(request_id, task, "running", "") for request_id, task in latest]
-        ended = (it for it in reversed(self._records.values()) if it.request_id not in self._latest)
+    def _keys_of(self, request_id: str) -> list[RequestKey]:
+        """Return the keys of all tenants' requests with this id."""
+        return [key for key in {*self._latest, *self._records} if key[1] == request_id]
+
+    def latest(self, limit: int, tenant: str | None) -> list[RequestInfo]:
+        """Return at most `limit` running requests of the tenant and as many that ended, the latest arrivals
+        first. `tenant` None: of all tenants."""
+
+        def is_asked(key: RequestKey) -> bool:
+            return tenant is None or key[0] == tenant
+
+        latest = ((key, task) for key, task in reversed(self._latest.items()) if is_asked(key))
+        running = [_record(key, task, "running", "") for key, task in islice(latest, limit)]
+        ended = (
+            record
+            for key, record in reversed(self._records.items())
+            if is_asked(key) and key not in self._latest
+        )
         return sorted([*running, *islice(ended, limit)], key=lambda it: it.started_at, reverse=True)
 
     def leave(self) -> None:
@@ -267,14 +323,15 @@ class RequestManager:
         *,
         resumes: bool,
     ) -> RequestTask:
-        older = self._latest.get(request_id)
+        key = prepared.tenant, request_id
+        older = self._latest.get(key)
         if older is not None and not resumes:
             raise DuplicateRequestError(f"request {request_id!r} is running; choose another id, or resume it")
         if older is not None:
             older.abandon(AbandonedError("taken over by a call that resumes it"))
 
         def on_end(error: RequestError | None) -> None:
-            self._end(request_id, task, error, caller)
+            self._end(key, task, error, caller)
 
         task = RequestTask(
             prepared,
@@ -285,16 +342,17 @@ class RequestManager:
             on_end=on_end,
             started_at=now,
         )
-        self._tasks[prepared.request_id] = self._latest[request_id] = task
+        self._tasks[prepared.request_id] = self._latest[key] = task
         self.counters.arrived(prepared, now)
         task.begin()
         return task
 
-    def _end(self, request_id: str, task: RequestTask, error: RequestError | None, caller: Caller) -> None:
+    def _end(self, key: RequestKey, task: RequestTask, error: RequestError | None, caller: Caller) -> None:
         request, prepared = task.state, task.state.prepared
+        request_id = key[1]
         del self._tasks[prepared.request_id]
-        if self._latest.get(request_id) is task:
-            del self._latest[request_id]
+        if self._latest.get(key) is task:
+            del self._latest[key]
         reason = str(error) if error else ""
         if error is None:
             state = "finished"
@@ -303,9 +361,9 @@ class RequestManager:
         else:
             state = "failed"
             _log.info("request %s failed: %s", request_id, error, extra={"request_id": request_id})
-        self._records.pop(request_id, None)
+        self._records.pop(key, None)
         now = self._clock.now()
-        self._records[request_id] = _record(request_id, task, state, reason, now)
+        self._records[key] = _record(key, task, state, reason, now)
         if len(self._records) > NUM_RECORDS:
             self._records.popitem(last=False)
         self._observe(
@@ -331,12 +389,55 @@ class RequestManager:
             observe(ended)
 
 
+# ----------------------------------------------------------------------------------------------
+# Ids of requests whose clients choose none: they begin with the gateway that drew them.
+
+_RANDOM_BYTES = 12
+_PREFIX = "gateway-"
+_DRAWN = re.compile(rf"(.+)-[0-9a-f]{{{2 * _RANDOM_BYTES}}}")
+
+
+def draw_request_id(gateway_id: str) -> str:
+    """Draw an id that names the gateway: `<its unique part>-<random>`."""
+    return f"{gateway_id.removeprefix(_PREFIX)}-{secrets.token_hex(_RANDOM_BYTES)}"
+
+
+def is_drawn_by(gateway_id: str, request_id: str) -> bool:
+    """Whether this gateway may have drawn the id: it is the first to ask where the request went."""
+    found = _DRAWN.fullmatch(request_id)
+    return found is not None and found[1] == gateway_id.removeprefix(_PREFIX)
+
+
+# ----------------------------------------------------------------------------------------------
+# What callers may do.
+
+
+def check_may_use(identity: Identity, limits: ServingLimits) -> None:
+    """Raise `ForbiddenError` where the identity may not use the served model."""
+    if not identity.may_use(limits.model_name):
+        raise ForbiddenError(f"{identity.name} may not use the model {limits.model_name!r}")
+
+
+# Fields of a request that decide none of its tokens, or stand in a resume token by themselves.
+_NOT_DIGESTED = ("model", "request_id", "seed", "tenant", "priority", "resume", "resume_token", "pins")
+
+
+def resume_digest(request: pb.GenerateRequest) -> bytes:
+    """Return the SHA-256 of all that a call that resumes the request must repeat: the prompt, and the
+    parameters that decide its tokens."""
+    digested = pb.GenerateRequest()
+    digested.CopyFrom(request)
+    for field in _NOT_DIGESTED:
+        digested.ClearField(field)
+    return hashlib.sha256(digested.SerializeToString(deterministic=True)).digest()
+
+
 def _record(
-    request_id: str, task: RequestTask, state: str, reason: str, ended_at: float = 0.0
+    key: RequestKey, task: RequestTask, state: str, reason: str, ended_at: float = 0.0
 ) -> RequestInfo:
     request = task.state
     return RequestInfo(
-        request_id=request_id,
+        request_id=key[1],
         state=state,
         reason=reason,
         started_at=request.started_at,

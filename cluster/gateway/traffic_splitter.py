@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -16,14 +17,20 @@ from typing import Any, NamedTuple
 import grpc
 import grpc.aio
 
-from cluster.errors import UnavailableError, to_grpc_status
+from cluster.errors import (
+    FieldViolation,
+    InvalidRequestError,
+    RosterAwayError,
+    UnavailableError,
+    to_grpc_status,
+)
+from cluster.gateway.request_manager import draw_request_id
 from cluster.metrics.ended_request import RelayedRequest
-from cluster.proto import APPLICATION_KEY, tandem_pb2_grpc
+from cluster.proto import APPLICATION_KEY, RELAYED_CERTIFICATE_KEY, tandem_pb2_grpc
 from cluster.proto import tandem_pb2 as pb
-from cluster.roster.messages import GatewayRecord
-from cluster.roster.state import RosterClient
+from cluster.roster.messages import GatewayRecord, SetTraffic
+from cluster.roster.state import RosterClient, ScalingRoster
 from kvtransfer.common.clock import Clock
-from kvtransfer.rpc.handshake import draw_id
 
 # Metadata of a request that a gateway passes on: it is answered where it arrives.
 RELAYED_KEY = "tandem-relayed-by"
@@ -33,6 +40,7 @@ _WATCH_S = 30.0
 _NUM_REMEMBERED = 1024
 _HASH_BYTES = 8
 _OWN_METADATA = {"user-agent", "content-type", "te", "host", RELAYED_KEY, APPLICATION_KEY}
+_OWN_METADATA.add(RELAYED_CERTIFICATE_KEY)
 _CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -61,6 +69,19 @@ def application_of(shares: Mapping[str, float], own: str, tenant: str, request_i
         if place < upto:
             return app
     return own if shares.get(own, 0.0) > 0 or not shares else max(shares, key=lambda app: (shares[app], app))
+
+
+def shares_of(weights: Mapping[str, float]) -> dict[str, float]:
+    """Return shares that sum up to 1; `InvalidRequestError` where the weights make none."""
+    for app, weight in weights.items():
+        if not app or not math.isfinite(weight) or weight < 0:
+            problem = f"the weight of {app[:100]!r} is {weight:g}; give every application a number from 0"
+            raise InvalidRequestError(FieldViolation("weights", problem))
+    total = sum(weights.values())
+    if not 0 < total < math.inf:
+        problem = "at least one application needs a weight above 0"
+        raise InvalidRequestError(FieldViolation("weights", problem))
+    return {app: weight / total for app, weight in weights.items()}
 
 
 class RemoteApp:
@@ -130,13 +151,17 @@ class TrafficSplitter:
         self,
         *,
         app: str,
+        gateway_id: str,
         model_name: str,
+        roster: ScalingRoster,
         open_roster: Callable[[str], RosterClient] | None,
         clock: Clock,
         on_end: Callable[[RelayedRequest], None] | None = None,
     ) -> None:
         """`open_roster` finds the roster of another application; without it, requests stay here."""
         self._app = app
+        self._gateway_id = gateway_id
+        self._roster = roster
         self._model_name = model_name
         self._open_roster = open_roster
         self._clock = clock
@@ -144,8 +169,8 @@ class TrafficSplitter:
         self._others: dict[str, RemoteApp] = {}
         self._channels: dict[str, Any] = {}
         self._calls: set[Any] = set()
-        # Of forwarded requests, by id.
-        self._addresses: OrderedDict[str, str] = OrderedDict()
+        # Of forwarded requests, by tenant and id.
+        self._addresses: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._is_leaving = self._is_closed = False
 
     @property
@@ -164,7 +189,7 @@ class TrafficSplitter:
         metadata = dict(context.invocation_metadata() or ())
         if RELAYED_KEY in metadata:
             return False
-        request.request_id = request.request_id or draw_id().hex()
+        request.request_id = request.request_id or draw_request_id(self._gateway_id)
         began_at = metadata.get(APPLICATION_KEY, "") if request.resume else ""
         must = began_at in shares
         app = began_at if must else application_of(shares, self._app, request.tenant, request.request_id)
@@ -173,16 +198,52 @@ class TrafficSplitter:
         await context.send_initial_metadata(((APPLICATION_KEY, self._app),))
         return False
 
-    async def explain(self, request: pb.ExplainRequest) -> pb.ExplainResponse | None:
-        """Return the answer of the gateway that the request was forwarded to; None where there is none."""
-        address = self._addresses.get(request.request_id)
-        if address is None:
+    async def explain(
+        self, request: pb.ExplainRequest, tenant: str | None, context: Context
+    ) -> pb.ExplainResponse | None:
+        """Return the answer of the gateway that the tenant's request (None: any tenant's) was forwarded to,
+        asked as the caller; None where there is none."""
+        addresses = [
+            address
+            for (owner, request_id), address in self._addresses.items()
+            if request_id == request.request_id and tenant in (None, owner)
+        ]
+        if not addresses:
             return None
         try:
-            reply: pb.ExplainResponse = await self._stub(address).Explain(request, timeout=_FIRST_VIEW_S)
+            reply: pb.ExplainResponse = await self._stub(addresses[-1]).Explain(
+                request, timeout=_FIRST_VIEW_S, metadata=self._metadata(context)
+            )
         except grpc.aio.AioRpcError:
             return None
         return reply
+
+    async def set_shares(self, weights: Mapping[str, float]) -> dict[str, float]:
+        """Set how this application's requests are split; return the shares of all applications.
+
+        Applications that got requests so far and are no longer named keep a share of 0, while they run: so
+        streams that began there and are resumed still find them. `InvalidRequestError` for weights that make
+        no shares, and for an application that does not run.
+        """
+        wanted = shares_of(weights)
+        names = [name for name, share in wanted.items() if share > 0 and name != self._app]
+        if away := [name for name in names if not await self._runs(name)]:
+            problem = f"no gateway of an application {away[0][:100]!r} serves in this Ray cluster"
+            raise InvalidRequestError(FieldViolation("weights", problem))
+        try:
+            before = (await self._roster.view(-1, 0.0)).traffic
+            kept = [name for name in before if name != self._app and await self._runs(name)]
+            shares = {name: wanted.get(name, 0.0) for name in sorted({*kept, *wanted, self._app})}
+            await self._roster.change(SetTraffic(shares))
+        except RosterAwayError as error:
+            raise UnavailableError(f"the split could not be recorded: {error}") from error
+        return shares
+
+    async def _runs(self, app: str) -> bool:
+        """Whether the other application has a gateway."""
+        if self._open_roster is None:
+            return False
+        return bool((await self._open_roster(app).view(-1, 0.0)).gateways)
 
     def leave(self) -> None:
         """Forward no more calls; those that run continue."""
@@ -238,7 +299,7 @@ class TrafficSplitter:
             async for response in call:
                 if not has_begun:
                     has_begun = True
-                    self._remember(request.request_id, address)
+                    self._remember((request.tenant, request.request_id), address)
                     await context.send_initial_metadata(((APPLICATION_KEY, app),))
                 await context.write(response)
             return _Answer(grpc.StatusCode.OK)
@@ -272,8 +333,8 @@ class TrafficSplitter:
             self._channels[address] = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
         return tandem_pb2_grpc.InferenceStub(self._channels[address])
 
-    def _remember(self, request_id: str, address: str) -> None:
-        self._addresses[request_id] = address
+    def _remember(self, key: tuple[str, str], address: str) -> None:
+        self._addresses[key] = address
         if len(self._addresses) > _NUM_REMEMBERED:
             self._addresses.popitem(last=False)
 

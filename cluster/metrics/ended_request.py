@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cluster.text.preprocess import PreparedRequest
+from kvtransfer.codec import Part
 from router.messages import Decision
 from workers.messages.link import HandOverReport, PrefillReport
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Identifies the caller from the connection and its metadata; "": unknown."""
+    """Identifies the caller from its credentials, the connection and its metadata; "": unknown."""
 
+    # Of its identity, such as `key:k3vq7yab`.
+    name: str = ""
     # As gRPC writes it, such as `ipv4:127.0.0.1:40112`.
     peer: str = ""
     # W3C Trace Context.
@@ -79,8 +82,7 @@ class Summary:
         return moved.num_moved_bytes / moved.transfer_gb_s / 1e9 if moved and moved.transfer_gb_s else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class TimelineEntry:
+class TimelineEntry(Part, frozen=True):
     """Something that happened to a request, for `Explain`."""
 
     at: float
@@ -88,8 +90,7 @@ class TimelineEntry:
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class RoutedAttempt:
+class RoutedAttempt(Part, frozen=True):
     """A decision of the router, and the attempt that it placed."""
 
     attempt: int

@@ -6,30 +6,23 @@ import bisect
 import dataclasses
 import math
 import operator
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
+from cluster.metrics.curves import CURVE_S, RING_S, Curves, SecondRing, Window, curves_of, window_of
 from cluster.metrics.definitions import REQUEST_TIMES
 from cluster.metrics.ended_request import EndedRequest, Summary
 from cluster.proto import tandem_pb2 as pb
 from cluster.text.preprocess import PreparedRequest
 from kvtransfer.blocks.keys import TOKEN_BYTES
-from kvtransfer.codec import Part
 from router.messages import Decision
 from workers.messages.link import PrefillReport, TokenDelta
 
-# Seconds that are remembered one by one.
-RING_S = 330
-# How far back `curves` goes.
-CURVE_S = 300
 _NO_CAPACITY = "resource_exhausted"
 # A replica that is gone keeps its histograms for so long after its last request.
 _FORGET_S = 600.0
-# Of one bucket of a `Spread` to the next: a quantile is off by at most 1 %.
-_GROWTH = 1.02
-_LEAST = 1e-6
 
 
 class Histogram:
@@ -65,87 +58,6 @@ def cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str
         so_far += count
         sums.append((name, so_far))
     return sums
-
-
-class Spread:
-    """Values in buckets of 2 % width: quantiles of any number of them in little memory. Values of at most a
-    microsecond are one."""
-
-    def __init__(self) -> None:
-        self._buckets: Counter[int] = Counter()
-        self.num_values = 0
-
-    def add(self, value: float, count: int = 1) -> None:
-        """Add the value `count` times."""
-        self._buckets[_bucket(value)] += count
-        self.num_values += count
-
-    def merge(self, others: Iterable[Spread]) -> Spread:
-        """Add all values of the others; returns itself."""
-        for other in others:
-            self._buckets.update(other._buckets)
-            self.num_values += other.num_values
-        return self
-
-    def quantile(self, share: float) -> float:
-        """The value that `share` of the values do not exceed; 0 without values."""
-        wanted = max(1, math.ceil(share * self.num_values))
-        so_far = 0
-        for bucket in sorted(self._buckets):
-            so_far += self._buckets[bucket]
-            if so_far >= wanted:
-                return float(_LEAST * _GROWTH ** (bucket - 0.5))
-        return 0.0
-
-
-def _bucket(value: float) -> int:
-    return max(0, math.ceil(math.log(max(value, _LEAST) / _LEAST, _GROWTH)))
-
-
-class Point(NamedTuple):
-    """One second of a curve; times in seconds, `at` is unix time."""
-
-    at: float
-    p50: float
-    p90: float
-
-
-class Curves(NamedTuple):
-    """Time to first token, and time between tokens, of each second that had any; oldest first."""
-
-    ttft: list[Point]
-    itl: list[Point]
-
-
-class Window(Part, frozen=True):
-    """What happened at one gateway in the last `window_s` seconds. Quantiles are 0 without values."""
-
-    window_s: float
-    num_arrived: int = 0
-    # Of the requests that arrived.
-    num_prompt_tokens: int = 0
-    # Prompt tokens that prefill had to compute: those that were not cached anywhere.
-    num_computed_tokens: int = 0
-    num_output_tokens: int = 0
-    num_finished: int = 0
-    num_failed: int = 0
-    # Requests that ended for want of capacity, among `num_failed`.
-    num_refused: int = 0
-    ttft_p50_s: float = 0.0
-    ttft_p90_s: float = 0.0
-    itl_p50_s: float = 0.0
-    itl_p90_s: float = 0.0
-
-
-@dataclass(slots=True)
-class _Second:
-    """One second of the ring."""
-
-    at: int
-    # By field of `Window`.
-    counts: Counter[str] = field(default_factory=Counter)
-    ttft: Spread = field(default_factory=Spread)
-    itl: Spread = field(default_factory=Spread)
 
 
 @dataclass(slots=True)
@@ -197,7 +109,7 @@ class GatewayCounters:
         self._ttft_slo_s = ttft_slo_s
         self._itl_slo_s = itl_slo_s
         self._open: dict[str, _Open] = {}
-        self._ring: deque[_Second] = deque()
+        self.seconds = SecondRing()
         # By replica id.
         self.replicas: dict[str, ReplicaCounters] = {}
         # By state ("finished", "failed", "cancelled", "refused": never accepted) and gRPC status.
@@ -227,7 +139,7 @@ class GatewayCounters:
         self.num_prompt_tokens += num_prompt_tokens
         self.demand.num_arrived += 1
         self.demand.num_sequences += len(plan.samples)
-        counts = self._second(now).counts
+        counts = self.seconds.second(now).counts
         counts["num_arrived"] += 1
         counts["num_prompt_tokens"] += num_prompt_tokens
 
@@ -240,7 +152,7 @@ class GatewayCounters:
         num_cached = sum(tier_to_cached.values())
         num_computed = max(0, report.num_prompt_tokens - num_cached)
         self.num_cached_tokens.update(tier_to_cached)
-        self._second(now).counts["num_computed_tokens"] += num_computed
+        self.seconds.second(now).counts["num_computed_tokens"] += num_computed
         self.demand.prompt(num_computed)
         use = self.tenants.use(open_.tenant)
         use.num_cached_tokens += num_cached
@@ -262,7 +174,7 @@ class GatewayCounters:
         open_.sample_to_num_tokens[delta.sample] += num_tokens
         self.num_output_tokens += num_tokens
         self.tenants.use(open_.tenant).num_output_tokens += num_tokens
-        second = self._second(now)
+        second = self.seconds.second(now)
         second.counts["num_output_tokens"] += num_tokens
         last_at = open_.sample_to_last_at.get(delta.sample)
         open_.sample_to_last_at[delta.sample] = now
@@ -324,29 +236,11 @@ class GatewayCounters:
 
     def curves(self, now: float, wall: float) -> Curves:
         """Of the last 5 minutes; `wall` is the unix time of `now`."""
-        seconds = [each for each in self._ring if each.at >= now - CURVE_S]
-        offset = wall - now
-        return Curves(
-            [_point(each.at + offset, each.ttft) for each in seconds if each.ttft.num_values],
-            [_point(each.at + offset, each.itl) for each in seconds if each.itl.num_values],
-        )
+        return curves_of(self.seconds.since(now - CURVE_S), now, wall)
 
     def window(self, now: float, window_s: float = 60.0) -> Window:
         """The sum of the last `window_s` seconds, at most `RING_S`."""
-        seconds = [each for each in self._ring if each.at > now - min(window_s, RING_S) - 1]
-        counts: Counter[str] = Counter()
-        for each in seconds:
-            counts.update(each.counts)
-        ttft = Spread().merge(each.ttft for each in seconds)
-        itl = Spread().merge(each.itl for each in seconds)
-        return Window(
-            window_s=window_s,
-            ttft_p50_s=ttft.quantile(0.5),
-            ttft_p90_s=ttft.quantile(0.9),
-            itl_p50_s=itl.quantile(0.5),
-            itl_p90_s=itl.quantile(0.9),
-            **counts,
-        )
+        return window_of(self.seconds.since(now - RING_S - 1), now, window_s)
 
     # ------------------------------------------------------------------------------------- private
 
@@ -360,7 +254,7 @@ class GatewayCounters:
 
     def _count_end(self, state: str, code: str, now: float) -> None:
         self.num_requests[state, code] += 1
-        counts = self._second(now).counts
+        counts = self.seconds.second(now).counts
         if state == "finished":
             counts["num_finished"] += 1
         elif state != "cancelled":
@@ -404,24 +298,12 @@ class GatewayCounters:
             self.tenants.use(open_.tenant).kv_byte_s += held_bytes * (now - open_.held_since)
             open_.held_since = now
 
-    def _second(self, now: float) -> _Second:
-        at = int(now)
-        if not self._ring or self._ring[-1].at < at:
-            self._ring.append(_Second(at))
-            while self._ring[0].at < at - RING_S:
-                self._ring.popleft()
-        return self._ring[-1]
-
 
 def cached_by_tier(report: PrefillReport) -> dict[str, int]:
     """Cached tokens of the prompt, by where each one's KV was when the request came: what the store brought
     is on the device since."""
     num_loaded = min(sum(report.num_loaded_tokens.values()), report.num_cached_tokens)
     return {"device": report.num_cached_tokens - num_loaded, **report.num_loaded_tokens}
-
-
-def _point(at: float, spread: Spread) -> Point:
-    return Point(at, spread.quantile(0.5), spread.quantile(0.9))
 
 
 # ----------------------------------------------------------------------------------------------

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class InferenceStub:
-    """Missing associated documentation comment in .proto file."""
+    """What clients call. Every answer concerns the caller's own tenant alone.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -54,45 +55,21 @@ class InferenceStub:
                 request_serializer=tandem__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=tandem__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
-        self.Status = channel.unary_unary(
-                '/tandem.v1.Inference/Status',
-                request_serializer=tandem__pb2.StatusRequest.SerializeToString,
-                response_deserializer=tandem__pb2.StatusResponse.FromString,
-                _registered_method=True)
-        self.Paths = channel.unary_stream(
-                '/tandem.v1.Inference/Paths',
-                request_serializer=tandem__pb2.PathsRequest.SerializeToString,
-                response_deserializer=tandem__pb2.ReplicaPaths.FromString,
-                _registered_method=True)
         self.Explain = channel.unary_unary(
                 '/tandem.v1.Inference/Explain',
                 request_serializer=tandem__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=tandem__pb2.ExplainResponse.FromString,
                 _registered_method=True)
-        self.StoreStat = channel.unary_unary(
-                '/tandem.v1.Inference/StoreStat',
-                request_serializer=tandem__pb2.StoreStatRequest.SerializeToString,
-                response_deserializer=tandem__pb2.StoreStatResponse.FromString,
-                _registered_method=True)
-        self.StoreList = channel.unary_unary(
-                '/tandem.v1.Inference/StoreList',
-                request_serializer=tandem__pb2.StoreListRequest.SerializeToString,
-                response_deserializer=tandem__pb2.StoreListResponse.FromString,
-                _registered_method=True)
-        self.StoreVerify = channel.unary_unary(
-                '/tandem.v1.Inference/StoreVerify',
-                request_serializer=tandem__pb2.StoreVerifyRequest.SerializeToString,
-                response_deserializer=tandem__pb2.StoreVerifyResponse.FromString,
-                _registered_method=True)
-        self.StorePurge = channel.unary_unary(
-                '/tandem.v1.Inference/StorePurge',
-                request_serializer=tandem__pb2.StorePurgeRequest.SerializeToString,
-                response_deserializer=tandem__pb2.StorePurgeResponse.FromString,
+        self.ListRequests = channel.unary_unary(
+                '/tandem.v1.Inference/ListRequests',
+                request_serializer=tandem__pb2.ListRequestsRequest.SerializeToString,
+                response_deserializer=tandem__pb2.ListRequestsResponse.FromString,
                 _registered_method=True)
 
 
 class InferenceServicer:
-    """Missing associated documentation comment in .proto file."""
+    """What clients call. Every answer concerns the caller's own tenant alone.
+    """
 
     def Generate(self, request, context):
         """Continue a prompt. The stream is: one `accepted`, any number of `delta`, one `finished`; or it ends
@@ -120,52 +97,15 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Status(self, request, context):
-        """Every replica and gateway, with loads. Made a few times a second at most, for all who ask.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Paths(self, request, context):
-        """The measured paths between replicas, one message for each replica that writes. Their number grows
-        with the square of the replicas.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Explain(self, request, context):
-        """Where a running or recent request went, and why.
+        """Where a running or recent request of the caller's tenant went, and why.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def StoreStat(self, request, context):
-        """The tiered store. Each answers for every node; one that could not be asked says why in `error`, and
-        nothing was done there. The call's deadline limits what each node may take.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def StoreList(self, request, context):
-        """Records, the most recently used first.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def StoreVerify(self, request, context):
-        """Read every matching record of every tier and compare its checksum; bad ones are dropped.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def StorePurge(self, request, context):
-        """Delete matching records from every tier, so that no restart brings them back.
+    def ListRequests(self, request, context):
+        """The running and recent requests of the caller's tenant, the latest arrivals first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -194,40 +134,15 @@ def add_InferenceServicer_to_server(servicer, server):
                     request_deserializer=tandem__pb2.ListModelsRequest.FromString,
                     response_serializer=tandem__pb2.ListModelsResponse.SerializeToString,
             ),
-            'Status': grpc.unary_unary_rpc_method_handler(
-                    servicer.Status,
-                    request_deserializer=tandem__pb2.StatusRequest.FromString,
-                    response_serializer=tandem__pb2.StatusResponse.SerializeToString,
-            ),
-            'Paths': grpc.unary_stream_rpc_method_handler(
-                    servicer.Paths,
-                    request_deserializer=tandem__pb2.PathsRequest.FromString,
-                    response_serializer=tandem__pb2.ReplicaPaths.SerializeToString,
-            ),
             'Explain': grpc.unary_unary_rpc_method_handler(
                     servicer.Explain,
                     request_deserializer=tandem__pb2.ExplainRequest.FromString,
                     response_serializer=tandem__pb2.ExplainResponse.SerializeToString,
             ),
-            'StoreStat': grpc.unary_unary_rpc_method_handler(
-                    servicer.StoreStat,
-                    request_deserializer=tandem__pb2.StoreStatRequest.FromString,
-                    response_serializer=tandem__pb2.StoreStatResponse.SerializeToString,
-            ),
-            'StoreList': grpc.unary_unary_rpc_method_handler(
-                    servicer.StoreList,
-                    request_deserializer=tandem__pb2.StoreListRequest.FromString,
-                    response_serializer=tandem__pb2.StoreListResponse.SerializeToString,
-            ),
-            'StoreVerify': grpc.unary_unary_rpc_method_handler(
-                    servicer.StoreVerify,
-                    request_deserializer=tandem__pb2.StoreVerifyRequest.FromString,
-                    response_serializer=tandem__pb2.StoreVerifyResponse.SerializeToString,
-            ),
-            'StorePurge': grpc.unary_unary_rpc_method_handler(
-                    servicer.StorePurge,
-                    request_deserializer=tandem__pb2.StorePurgeRequest.FromString,
-                    response_serializer=tandem__pb2.StorePurgeResponse.SerializeToString,
+            'ListRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRequests,
+                    request_deserializer=tandem__pb2.ListRequestsRequest.FromString,
+                    response_serializer=tandem__pb2.ListRequestsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -238,7 +153,8 @@ def add_InferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inference:
-    """Missing associated documentation comment in .proto file."""
+    """What clients call. Every answer concerns the caller's own tenant alone.
+    """
 
     @staticmethod
     def Generate(request,
@@ -349,60 +265,6 @@ class Inference:
             _registered_method=True)
 
     @staticmethod
-    def Status(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/tandem.v1.Inference/Status',
-            tandem__pb2.StatusRequest.SerializeToString,
-            tandem__pb2.StatusResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Paths(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/tandem.v1.Inference/Paths',
-            tandem__pb2.PathsRequest.SerializeToString,
-            tandem__pb2.ReplicaPaths.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def Explain(request,
             target,
             options=(),
@@ -430,6 +292,328 @@ class Inference:
             _registered_method=True)
 
     @staticmethod
+    def ListRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Inference/ListRequests',
+            tandem__pb2.ListRequestsRequest.SerializeToString,
+            tandem__pb2.ListRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class AdminStub:
+    """What operators call, on a port of its own. Reading needs the role `viewer`, changing `operator`.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Status = channel.unary_unary(
+                '/tandem.v1.Admin/Status',
+                request_serializer=tandem__pb2.StatusRequest.SerializeToString,
+                response_deserializer=tandem__pb2.StatusResponse.FromString,
+                _registered_method=True)
+        self.Paths = channel.unary_stream(
+                '/tandem.v1.Admin/Paths',
+                request_serializer=tandem__pb2.PathsRequest.SerializeToString,
+                response_deserializer=tandem__pb2.ReplicaPaths.FromString,
+                _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/tandem.v1.Admin/Explain',
+                request_serializer=tandem__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=tandem__pb2.ExplainResponse.FromString,
+                _registered_method=True)
+        self.ListRequests = channel.unary_unary(
+                '/tandem.v1.Admin/ListRequests',
+                request_serializer=tandem__pb2.ListRequestsRequest.SerializeToString,
+                response_deserializer=tandem__pb2.ListRequestsResponse.FromString,
+                _registered_method=True)
+        self.StoreStat = channel.unary_unary(
+                '/tandem.v1.Admin/StoreStat',
+                request_serializer=tandem__pb2.StoreStatRequest.SerializeToString,
+                response_deserializer=tandem__pb2.StoreStatResponse.FromString,
+                _registered_method=True)
+        self.StoreList = channel.unary_unary(
+                '/tandem.v1.Admin/StoreList',
+                request_serializer=tandem__pb2.StoreListRequest.SerializeToString,
+                response_deserializer=tandem__pb2.StoreListResponse.FromString,
+                _registered_method=True)
+        self.StoreVerify = channel.unary_unary(
+                '/tandem.v1.Admin/StoreVerify',
+                request_serializer=tandem__pb2.StoreVerifyRequest.SerializeToString,
+                response_deserializer=tandem__pb2.StoreVerifyResponse.FromString,
+                _registered_method=True)
+        self.StorePurge = channel.unary_unary(
+                '/tandem.v1.Admin/StorePurge',
+                request_serializer=tandem__pb2.StorePurgeRequest.SerializeToString,
+                response_deserializer=tandem__pb2.StorePurgeResponse.FromString,
+                _registered_method=True)
+        self.Traffic = channel.unary_unary(
+                '/tandem.v1.Admin/Traffic',
+                request_serializer=tandem__pb2.TrafficRequest.SerializeToString,
+                response_deserializer=tandem__pb2.TrafficResponse.FromString,
+                _registered_method=True)
+
+
+class AdminServicer:
+    """What operators call, on a port of its own. Reading needs the role `viewer`, changing `operator`.
+    """
+
+    def Status(self, request, context):
+        """Every replica and gateway, with loads. Made a few times a second at most, for all who ask.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Paths(self, request, context):
+        """The measured paths between replicas, one message for each replica that writes. Their number grows with
+        the square of the replicas.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Explain(self, request, context):
+        """Where a running or recent request of any tenant went, and why.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRequests(self, request, context):
+        """The running and recent requests of all tenants, the latest arrivals first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StoreStat(self, request, context):
+        """The tiered store. Each answers for every node; one that could not be asked says why in `error`, and
+        nothing was done there. The call's deadline limits what each node may take.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StoreList(self, request, context):
+        """Records, the most recently used first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StoreVerify(self, request, context):
+        """Read every matching record of every tier and compare its checksum; bad ones are dropped.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StorePurge(self, request, context):
+        """Delete matching records from every tier, so that no restart brings them back.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Traffic(self, request, context):
+        """Split this application's requests between the applications of the Ray cluster.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_AdminServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Status': grpc.unary_unary_rpc_method_handler(
+                    servicer.Status,
+                    request_deserializer=tandem__pb2.StatusRequest.FromString,
+                    response_serializer=tandem__pb2.StatusResponse.SerializeToString,
+            ),
+            'Paths': grpc.unary_stream_rpc_method_handler(
+                    servicer.Paths,
+                    request_deserializer=tandem__pb2.PathsRequest.FromString,
+                    response_serializer=tandem__pb2.ReplicaPaths.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=tandem__pb2.ExplainRequest.FromString,
+                    response_serializer=tandem__pb2.ExplainResponse.SerializeToString,
+            ),
+            'ListRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRequests,
+                    request_deserializer=tandem__pb2.ListRequestsRequest.FromString,
+                    response_serializer=tandem__pb2.ListRequestsResponse.SerializeToString,
+            ),
+            'StoreStat': grpc.unary_unary_rpc_method_handler(
+                    servicer.StoreStat,
+                    request_deserializer=tandem__pb2.StoreStatRequest.FromString,
+                    response_serializer=tandem__pb2.StoreStatResponse.SerializeToString,
+            ),
+            'StoreList': grpc.unary_unary_rpc_method_handler(
+                    servicer.StoreList,
+                    request_deserializer=tandem__pb2.StoreListRequest.FromString,
+                    response_serializer=tandem__pb2.StoreListResponse.SerializeToString,
+            ),
+            'StoreVerify': grpc.unary_unary_rpc_method_handler(
+                    servicer.StoreVerify,
+                    request_deserializer=tandem__pb2.StoreVerifyRequest.FromString,
+                    response_serializer=tandem__pb2.StoreVerifyResponse.SerializeToString,
+            ),
+            'StorePurge': grpc.unary_unary_rpc_method_handler(
+                    servicer.StorePurge,
+                    request_deserializer=tandem__pb2.StorePurgeRequest.FromString,
+                    response_serializer=tandem__pb2.StorePurgeResponse.SerializeToString,
+            ),
+            'Traffic': grpc.unary_unary_rpc_method_handler(
+                    servicer.Traffic,
+                    request_deserializer=tandem__pb2.TrafficRequest.FromString,
+                    response_serializer=tandem__pb2.TrafficResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'tandem.v1.Admin', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('tandem.v1.Admin', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Admin:
+    """What operators call, on a port of its own. Reading needs the role `viewer`, changing `operator`.
+    """
+
+    @staticmethod
+    def Status(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Admin/Status',
+            tandem__pb2.StatusRequest.SerializeToString,
+            tandem__pb2.StatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Paths(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.Admin/Paths',
+            tandem__pb2.PathsRequest.SerializeToString,
+            tandem__pb2.ReplicaPaths.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Admin/Explain',
+            tandem__pb2.ExplainRequest.SerializeToString,
+            tandem__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Admin/ListRequests',
+            tandem__pb2.ListRequestsRequest.SerializeToString,
+            tandem__pb2.ListRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def StoreStat(request,
             target,
             options=(),
@@ -443,7 +627,7 @@ class Inference:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/tandem.v1.Inference/StoreStat',
+            '/tandem.v1.Admin/StoreStat',
             tandem__pb2.StoreStatRequest.SerializeToString,
             tandem__pb2.StoreStatResponse.FromString,
             options,
@@ -470,7 +654,7 @@ class Inference:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/tandem.v1.Inference/StoreList',
+            '/tandem.v1.Admin/StoreList',
             tandem__pb2.StoreListRequest.SerializeToString,
             tandem__pb2.StoreListResponse.FromString,
             options,
@@ -497,7 +681,7 @@ class Inference:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/tandem.v1.Inference/StoreVerify',
+            '/tandem.v1.Admin/StoreVerify',
             tandem__pb2.StoreVerifyRequest.SerializeToString,
             tandem__pb2.StoreVerifyResponse.FromString,
             options,
@@ -524,9 +708,36 @@ class Inference:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/tandem.v1.Inference/StorePurge',
+            '/tandem.v1.Admin/StorePurge',
             tandem__pb2.StorePurgeRequest.SerializeToString,
             tandem__pb2.StorePurgeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Traffic(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Admin/Traffic',
+            tandem__pb2.TrafficRequest.SerializeToString,
+            tandem__pb2.TrafficResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -49,6 +49,8 @@ class GatewayRecord(Message, frozen=True):
     process_id: int
     # host:port of its console; "": none.
     console: str = ""
+    # host:port where it answers operators.
+    admin: str = ""
 
     @property
     def member_id(self) -> str:
@@ -94,7 +96,8 @@ class ScalingMove(Message, frozen=True):
     pool: str
     before: int
     after: int
-    # "operator", "autoscaler" or "deploy" (a config deploy had reset the count, which was restored).
+    # The name of who ordered it; "operator": somebody who called Ray Serve himself; "autoscaler"; "deploy": a
+    # config deploy had reset the count, which was restored.
     by: str
     reason: str
 

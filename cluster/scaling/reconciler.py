@@ -12,9 +12,9 @@ stands beside them (`PoolTarget.declared`). Where that changes, pools that nobod
 autoscaled follow it.
 
 So a look is right after any restart of the scaler, of the roster or of Serve's controller. Two things cannot
-be distinguished: an operator who orders just the configured count within `SETTLE_S` of a deploy, and the
-reset by the deploy itself; the count is restored then. An order of the count that the pool has already
-cannot be seen at all: `tandem scale` and the console report it to the roster themselves.
+be distinguished: an operator who orders just the configured count within `SETTLE_S` of a deploy from Serve,
+and the reset by the deploy itself; the count is restored then. An order of the count that the pool has
+already cannot be seen at all. Neither holds for orders through a gateway (`cluster.scaling.orders`).
 """
 
 from __future__ import annotations
@@ -110,6 +110,13 @@ class Reconciler:
             move,
             SetTarget(move.pool, move.after),
         ]
+
+    def ordered(self, move: ScalingMove) -> list[Action]:
+        """An operator's move that Serve has taken already, or that leaves its target as it is."""
+        actions: list[Action] = [SetDesired(move.pool, move.after, pinned=True), move]
+        if move.before != move.after:
+            actions.insert(0, RestoreRoles(f"{move.by} set pool {move.pool} to {move.after}"))
+        return actions
 
     def pulled(self, pull: SetTarget) -> Observed:
         """Serve has taken the order: from now on another target is somebody else's."""

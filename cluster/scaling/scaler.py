@@ -1,17 +1,44 @@
-"""The scaler's loop: look at Serve, keep the desired counts, ask the policy, carry out. No Ray here."""
+"""The scaler: its loop looks at Serve, keeps the desired counts, asks the policy and carries out; between two
+looks it carries out the orders of operators. No Ray here."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from cluster.config import ClusterConfig
-from cluster.errors import DashboardError, RosterAwayError
+from cluster.errors import (
+    DashboardError,
+    FieldViolation,
+    InvalidRequestError,
+    RosterAwayError,
+    UnknownPoolError,
+)
 from cluster.proto import tandem_pb2 as pb
-from cluster.roster.messages import DropLease, Observed, RoleLease, RosterView, ScalingMove, SetDesired
+from cluster.roster.messages import (
+    DropLease,
+    Observed,
+    ReleasePool,
+    RoleLease,
+    RosterOrder,
+    RosterView,
+    ScalingMove,
+    SetDesired,
+)
 from cluster.roster.state import ScalingRoster
 from cluster.scaling.counts import KeptCounts
+from cluster.scaling.orders import (
+    ORDER_ANSWER_CODEC,
+    ORDER_CODEC,
+    OrderDone,
+    PoolChange,
+    ReleaseOrder,
+    ScaleOrder,
+    plan_order,
+    refusal_of,
+)
 from cluster.scaling.policy import Policy, RoleAssignment, ScalingPlan, decide, history_span_s
 from cluster.scaling.reconciler import Action, Reconciler, RestoreRoles, SetTarget
 from cluster.scaling.roles import RoleTable
@@ -47,6 +74,8 @@ class Scaler:
         self._reports = GatewayReports()
         self._problem = ""
         self._notes: tuple[str, ...] = ()
+        # A look and an order never run at the same time: both begin with what Serve has in mind.
+        self._turn = asyncio.Lock()
         self.configure(config)
 
     def configure(self, config: ClusterConfig) -> None:
@@ -73,22 +102,101 @@ class Scaler:
 
     async def tick(self) -> None:
         """One look. `DashboardError` or `RosterAwayError`: nothing, or not all, could be done."""
-        view = await self._roster.view(0, 0.0)
-        if view.version == 0:
-            return
-        await self._end_leases(view)
+        async with self._turn:
+            view = await self._roster.view(0, 0.0)
+            if view.version == 0:
+                return
+            await self._end_leases(view)
+            async with await self._open_client() as client:
+                seen = await client.application()
+                is_calm = await self._look(seen, view, client)
+                if seen is not None and is_calm:
+                    await self._follow_policy(await self._roster.view(0, 0.0), seen, client)
+            if self._counts is not None:
+                await self._counts.keep(await self._roster.view(0, 0.0))
+
+    async def obey(self, frame: bytes) -> bytes:
+        """Carry out the order in a frame; return the frame of the answer."""
+        order = ORDER_CODEC.decode(frame)
+        try:
+            async with self._turn:
+                done = await (self._scale(order) if isinstance(order, ScaleOrder) else self._release(order))
+        except (InvalidRequestError, DashboardError, RosterAwayError) as error:
+            return ORDER_ANSWER_CODEC.encode(refusal_of(error))
+        return ORDER_ANSWER_CODEC.encode(done)
+
+    async def _look(self, seen: AppTargets | None, view: RosterView, client: ServeClient) -> bool:
+        """Compare what Serve has in mind with what is desired; returns whether nothing had to be changed."""
+        if self._counts is not None and seen is not None:
+            view = await self._take_over(self._counts, seen, view)
+        now, wall = self._clock.now(), self._clock.wall()
+        actions = self._reconciler.look(seen, view, self._autoscaled(), now, wall)
+        await self._carry_out(actions, client)
+        return all(isinstance(action, Observed) for action in actions)
+
+    async def _scale(self, order: ScaleOrder) -> OrderDone:
+        """Order the counts from Serve first: what Serve refuses is not desired."""
         async with await self._open_client() as client:
             seen = await client.application()
-            if self._counts is not None and seen is not None:
-                view = await self._take_over(self._counts, seen, view)
-            now, wall = self._clock.now(), self._clock.wall()
-            actions = self._reconciler.look(seen, view, self._autoscaled(), now, wall)
-            await self._carry_out(actions, client)
-            is_calm = all(isinstance(action, Observed) for action in actions)
-            if seen is not None and is_calm:
-                await self._follow_policy(await self._roster.view(0, 0.0), seen, client)
-        if self._counts is not None:
-            await self._counts.keep(await self._roster.view(0, 0.0))
+            if seen is None:
+                raise UnknownPoolError(f"Ray Serve does not run the application {self._config.app!r} now")
+            done = await plan_order(client, self._config.app, seen, order.counts)
+            self._check_decodes({pool: target.target for pool, target in seen.pools.items()}, order.counts)
+            if order.is_dry_run:
+                return done
+            # What others have ordered meanwhile comes first, under their name.
+            await self._look(seen, await self._known_view(), client)
+            ordered: list[str] = []
+            for change in done.changes:
+                try:
+                    await self._order(change, order.by, client)
+                except (DashboardError, RosterAwayError) as error:
+                    if not ordered:
+                        raise
+                    text = f"{', '.join(ordered)} was ordered, {change.pool} was not: {error}"
+                    raise type(error)(text) from error
+                ordered.append(f"{change.pool}={change.after}")
+        return done
+
+    async def _order(self, change: PoolChange, by: str, client: ServeClient) -> None:
+        pull = SetTarget(change.pool, change.after)
+        if not change.is_pin:
+            await client.scale(*pull)
+        reason = "pinned to its present count" if change.is_pin else "ordered through a gateway"
+        move = ScalingMove(self._clock.wall(), change.pool, change.before, change.after, by, reason)
+        await self._carry_out(self._reconciler.ordered(move), client)
+        if not change.is_pin:
+            await self._roster.change(self._reconciler.pulled(pull))
+
+    async def _release(self, order: ReleaseOrder) -> OrderDone:
+        names = sorted(pool.name for pool in self._config.pools)
+        for pool in order.pools:
+            if pool not in names:
+                problem = f"there is no pool {pool[:100]!r}, but {', '.join(names)}"
+                raise InvalidRequestError(FieldViolation("pool", problem))
+        for pool in order.pools:
+            view = await self._known_view()
+            if pool in view.pinned:
+                count, reason = view.desired[pool], "released: the autoscaler may change it again"
+                await self._roster.change(ReleasePool(pool))
+                move = ScalingMove(self._clock.wall(), pool, count, count, order.by, reason)
+                await self._record(move)
+        return OrderDone()
+
+    async def _known_view(self) -> RosterView:
+        view = await self._roster.view(0, 0.0)
+        if view.version == 0:
+            raise RosterAwayError("the roster was restarted, and collects its members: try again in seconds")
+        return view
+
+    def _check_decodes(self, targets: Mapping[str, int], counts: Mapping[str, int]) -> None:
+        """Refuse to leave no replica that decodes."""
+        if all(counts.values()):
+            return
+        decoding = [pool.name for pool in self._config.pools if pool.role != "prefill"]
+        if not any(counts.get(pool, targets.get(pool, 0)) for pool in decoding):
+            problem = "no pool that decodes would have a replica: keep one in at least one of them"
+            raise InvalidRequestError(FieldViolation("replicas", problem))
 
     async def _take_over(self, kept: KeptCounts, seen: AppTargets, view: RosterView) -> RosterView:
         """Take over what was ordered in an earlier Ray cluster: the roster of this one is new."""
@@ -158,9 +266,12 @@ class Scaler:
                 case SetTarget():
                     await self._pull(action, client)
                 case _:
-                    if isinstance(action, ScalingMove):
-                        _log.warning("pool %s: %d -> %d by %s: %s", *move_fields(action))
-                    await self._roster.change(action)
+                    await self._record(action)
+
+    async def _record(self, order: RosterOrder) -> None:
+        if isinstance(order, ScalingMove):
+            _log.warning("pool %s: %d -> %d by %s: %s", *move_fields(order))
+        await self._roster.change(order)
 
     async def _pull(self, pull: SetTarget, client: ServeClient) -> None:
         try:

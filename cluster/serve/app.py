@@ -19,8 +19,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from cluster.config import ClusterConfig
-from cluster.console.orders import Operations
+from cluster.config import ClusterConfig, read_trust, trust_files
 from cluster.dtypes import resolve_dtype
 from cluster.metrics.exporters import GatewayMetrics, ReplicaMetrics
 from cluster.metrics.logs import log_to_stderr
@@ -28,6 +27,7 @@ from cluster.metrics.registry import ray_registry
 from cluster.roster.actor import find_roster, open_roster
 from cluster.roster.messages import GatewayRecord, ReplicaRecord
 from cluster.roster.state import keep_registered
+from cluster.scaling.orders import Operations
 from cluster.scaling.roles import role_of
 from cluster.scaling.serve_client import MARK_DEPLOYMENT, MARK_KEY, REPLICAS_KEY, deployment_name
 from cluster.serve.capacity import bundles, gateway_bundle, placement_strategy
@@ -37,7 +37,7 @@ from cluster.serve.memory import NodeResources, engine_config
 from cluster.serve.rank_actors import RayRankLauncher, node_host, only
 from cluster.serve.ray_private import with_version
 from cluster.serve.rollout import Deployed, gateway_version, pool_version, remember, with_replicas
-from cluster.serve.scaler_actor import ScalerReports, dashboard_url
+from cluster.serve.scaler_actor import ScalerHandle, dashboard_url
 from cluster.serve.store_actors import keep_store, own_store_name
 from cluster.stores import draw_life
 from cluster.text.tokenizer import ModelText
@@ -64,7 +64,6 @@ _ONE_MORE = 1
 def build_application(
     config: ClusterConfig,
     cpus: Mapping[str, float],
-    secret: bytes,
     *,
     life: str = "",
     counts: Mapping[str, int] | None = None,
@@ -74,7 +73,8 @@ def build_application(
 
     `cpus` are per rank of a pool; `life` names the application's life where it is not a new one; `counts`
     take precedence over the file's replicas; orders are kept in the store's Redis under `counts_key` ("":
-    nowhere). When it is deployed over a running one, Serve replaces, one after the other, the replicas of the
+    nowhere). Of secrets only the paths of their files are in the arguments, which Ray keeps. When it is
+    deployed over a running one, Serve replaces, one after the other, the replicas of the
     deployments whose version differs (`cluster.serve.rollout`).
     """
     config_json, life = config.model_dump_json(), life or draw_life()
@@ -96,7 +96,7 @@ def build_application(
             max_constructor_retry_count=2,
             max_surge_percent=_ONE_MORE if pool.surge else 0,
         )
-        .bind(config_json, pool.name, secret, life, dict(cpus))
+        .bind(config_json, pool.name, life, dict(cpus))
         for pool in config.pools
     ]
     return (
@@ -117,7 +117,7 @@ def build_application(
                 REPLICAS_KEY: {pool.name: pool.replicas for pool in config.pools},
             },
         )
-        .bind(config_json, secret, mark, counts_key, *pools)
+        .bind(config_json, mark, counts_key, *pools)
     )
 
 
@@ -130,7 +130,7 @@ class ReplicaActor:
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config_json: str, pool_name: str, secret: bytes, life: str, cpus: dict[str, float]
+        self, config_json: str, pool_name: str, life: str, cpus: dict[str, float]
     ) -> None:
         config = ClusterConfig.model_validate_json(config_json)
         unique_id = serve.get_replica_context().replica_id.unique_id
@@ -143,7 +143,7 @@ class ReplicaActor:
         host = node_host(config.transfer.data_host)
         self._identity = ReplicaIdentity(f"{pool_name}-{unique_id}", int(self._clock.wall() * 1000))
         self._leaving = False
-        self._storing = asyncio.create_task(keep_store(config, life, secret, self._clock))
+        self._storing = asyncio.create_task(keep_store(config, life, self._clock))
         spec = ReplicaSpec(
             identity=self._identity,
             pool=pool_name,
@@ -154,7 +154,7 @@ class ReplicaActor:
             engine=engine,
             kv_share=self._pool.device_kv_share,
             transfer=config.transfer,
-            secret=secret,
+            trust=trust_files(config),
             host=host,
             faults=config.debug.fault_rules,
             store=own_store_name(config, life),
@@ -252,12 +252,12 @@ class GatewayActor:
     """Represents one gateway: the gRPC server in the Serve replica's event loop, and its registration."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config_json: str, secret: bytes, mark: str, counts_key: str, *_pools: object
+        self, config_json: str, mark: str, counts_key: str, *_pools: object
     ) -> None:
         config = ClusterConfig.model_validate_json(config_json)
         unique_id = serve.get_replica_context().replica_id.unique_id
         log_to_stderr(config.logs, f"gateway-{unique_id}")
-        self._config, self._mark, self._counts_key = config, mark, counts_key
+        self._config, self._mark = config, mark
         self._clock = SystemClock()
         self._roster = open_roster(config.app)
         self._host = node_host(config.gateway.host)
@@ -265,14 +265,15 @@ class GatewayActor:
             everywhere = config.gateway.model_copy(update={"host": "0.0.0.0"})
             config = config.model_copy(update={"gateway": everywhere})
         self._gateway_id, self._epoch = f"gateway-{unique_id}", int(self._clock.wall() * 1000)
+        self._scaler = ScalerHandle(self._config, mark, f"{self._gateway_id}/{self._epoch}", counts_key)
         self._gateway = Gateway(
             gateway_id=self._gateway_id,
             epoch=self._epoch,
             config=config,
             roster=self._roster,
-            secret=secret,
+            trust=read_trust(config),
             clock=self._clock,
-            operations=Operations(dashboard_url, self._roster.change),
+            operations=Operations(dashboard_url, self._scaler.order),
             open_roster=find_roster,
             advertised_host=self._host,
         )
@@ -291,12 +292,9 @@ class GatewayActor:
         counts."""
         self._config = with_replicas(self._config, settings[REPLICAS_KEY])
         self._gateway.configure(self._config)
-        if self._reporting is not None:
-            self._reporting.cancel()
-        name = f"{self._gateway_id}/{self._epoch}"
-        mark = settings.get(MARK_KEY, self._mark)
-        reports = ScalerReports(self._config, mark, name, self._counts_key)
-        self._reporting = asyncio.create_task(self._report(reports))
+        self._scaler.configure(self._config, settings.get(MARK_KEY, self._mark))
+        if self._reporting is None:
+            self._reporting = asyncio.create_task(self._report())
 
     async def _export_metrics(self) -> None:
         while True:
@@ -306,10 +304,10 @@ class GatewayActor:
                 await self._clock.sleep(0)
             await self._clock.sleep(_METRICS_S)
 
-    async def _report(self, reports: ScalerReports) -> None:
+    async def _report(self) -> None:
         """Send this gateway's status to the scaler, and start the scaler where it is missing."""
         while True:
-            await reports.send(await self._gateway.status())
+            await self._scaler.report(await self._gateway.status())
             await self._clock.sleep(self._config.scaling.interval_s)
 
     def check_health(self) -> None:
@@ -331,6 +329,7 @@ class GatewayActor:
                 address=f"{self._host}:{self._port}",
                 process_id=os.getpid(),
                 console=console,
+                admin=f"{self._host}:{self._gateway.admin_port}",
             )
         )
 
@@ -355,7 +354,7 @@ def deploy(config: ClusterConfig, deployed: Deployed, counts: Mapping[str, int] 
     """Hand the application to Serve and return at once; `deployed` is recorded for later updates."""
     remember(config.app, deployed)
     target = serve.RunTarget(
-        build_application(config, deployed.cpus, deployed.secret, life=deployed.life, counts=counts),
+        build_application(config, deployed.cpus, life=deployed.life, counts=counts),
         name=config.app,
         route_prefix=None,
         external_scaler_enabled=True,

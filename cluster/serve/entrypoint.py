@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from cluster.config import ClusterConfig, parse_config, read_cluster_secret, read_redis_url
+from cluster.config import ClusterConfig, parse_config, read_redis_url, read_trust
 from cluster.errors import ConfigError, RosterAwayError, StartError
 from cluster.roster.actor import await_roster
 from cluster.scaling.counts import KnownCounts, RedisCounts, counts_key, counts_of, counts_to_deploy
@@ -42,8 +42,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     store's index. Raises `ConfigError`, one line per field, which Serve shows as the application's message.
     """
     config = declared_config(args)
-    assert config.secret_file is not None, "declared_config checks it"
-    secret = read_cluster_secret(config.secret_file)
+    secret = read_trust(config).secret
     check_model(config)
     cpus = {pool.name: pool.cpus_per_rank or 0.0 for pool in config.pools}
     life = declared_life(config.app, secret)
@@ -51,7 +50,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     key = counts_key(config.store.redis_namespace, life) if config.store.redis_url else ""
     counts = counts_to_deploy(config, known_counts(config, key))
     _log.info("building %s for the model %s with %s", config.app, config.model, counts)
-    return build_application(config, cpus, secret, life=life, counts=counts, counts_key=key)
+    return build_application(config, cpus, life=life, counts=counts, counts_key=key)
 
 
 def with_declared_counts(config: ClusterConfig, deployed: Mapping[str, Any] | None) -> ClusterConfig:

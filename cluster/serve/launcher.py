@@ -8,12 +8,15 @@ resource, and so is a replica that cannot load its model.
 
 from __future__ import annotations
 
+import hmac
 import logging
 import re
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
@@ -23,15 +26,17 @@ from ray.exceptions import RayError
 from ray.serve.schema import ApplicationStatusOverview
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.config import LOOPBACK, ClusterConfig, PoolConfig, read_cluster_secret
+from cluster.config import LOOPBACK, ClusterConfig, PoolConfig, read_trust, trust_files
 from cluster.dtypes import may_compute, needs_flags, settle_dtype
 from cluster.errors import ConfigError, RayEndedError, StartError
 from cluster.metrics.tracing import check_tracing
 from cluster.roster.actor import read_roster, start_roster, stop_roster
+from cluster.scaling.headroom import ReplicaDemand, shortages
 from cluster.scaling.serve_client import deployment_name
 from cluster.serve.app import check_model, deploy
-from cluster.serve.capacity import ReplicaDemand, demands, gateway_bundle, plan_cpus, shortages
+from cluster.serve.capacity import demands, gateway_bundle, plan_cpus
 from cluster.serve.local_ray import LocalRay, own_signals
+from cluster.serve.private_folder import PrivateFolder
 from cluster.serve.rank_actors import node_host
 from cluster.serve.ray_private import free_resources, session_logs
 from cluster.serve.rollout import Deployed, forget
@@ -40,8 +45,8 @@ from cluster.serve.store_actors import stop_stores
 from cluster.stores import IndexServer, check_redis_url, check_store, draw_life
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.host import cpu_flags
-from kvtransfer.errors import StoreError
-from kvtransfer.rpc.handshake import draw_secret
+from kvtransfer.errors import StoreError, TrustError
+from kvtransfer.rpc.trust import Trust, TrustFiles, draw_files
 
 # How long resources may be missing before that is an error.
 SCHEDULE_S = 20.0
@@ -66,6 +71,8 @@ class Addresses(NamedTuple):
     """Represents where a started application is reached."""
 
     gateways: tuple[str, ...]
+    # Of their operators' calls.
+    admins: tuple[str, ...]
     # URLs.
     consoles: tuple[str, ...]
     # host:port of the Ray cluster, for `ray status --address` and for joining it.
@@ -91,6 +98,7 @@ class Service:
         self._deployed = False
         self._dashboard = ""
         self._index_server: IndexServer | None = None
+        self._folder: PrivateFolder | None = None
         # After `start`: the dtype of all pools, and why it is this one.
         self.dtype_reason = ""
 
@@ -102,11 +110,17 @@ class Service:
         check_model(self._config)
         check_redis_url(self._config.store)
         check_tracing(self._config.tracing)
-        file = self._config.secret_file
-        secret = draw_secret() if file is None else read_cluster_secret(file)
+        is_secret_drawn = self._config.secret_file is None
+        if is_secret_drawn:
+            self._folder = PrivateFolder()
+            drawn = draw_files(self._folder.path)
+            self._config = self._config.with_secret_file(Path(drawn.secret_file))
+        trust = read_trust(self._config)
         _check_interrupted(interrupted)
         report(StartProgress("starting Ray", {}))
         self._connect()
+        if self._ray is None:
+            check_secret(self._config, trust, is_drawn=is_secret_drawn)
         _check_interrupted(interrupted)
         report(StartProgress("checking resources", {}))
         cpus = self._wait_for_resources(interrupted)
@@ -116,7 +130,7 @@ class Service:
         _log.info("dtype %s", self.dtype_reason)
         _check_interrupted(interrupted)
         report(StartProgress("deploying", {}))
-        self._deploy(cpus, secret)
+        self._deploy(cpus, trust)
         return self._wait_until_serving(report, interrupted)
 
     def wait(self, interrupted: threading.Event) -> None:
@@ -142,6 +156,9 @@ class Service:
             if self._index_server is not None:
                 self._index_server.close()
             self._index_server = None
+            if self._folder is not None:
+                self._folder.close()
+            self._folder = None
             self._deployed = False
 
     def _take_down(self) -> None:
@@ -216,23 +233,25 @@ class Service:
             if self._clock.now() >= deadline or interrupted.wait(1.0):
                 raise StartError("the Ray cluster lacks resources: " + "; ".join(missing))
 
-    def _deploy(self, cpus: dict[str, float], secret: bytes) -> None:
+    def _deploy(self, cpus: dict[str, float], trust: Trust) -> None:
         serve.start(proxy_location="Disabled")
         if self._config.app in serve.status().applications:
             raise StartError(f"the application {self._config.app!r} already runs in this Ray cluster")
         start_roster(self._config.app)
         self._deployed = True
-        config, life = self._with_index(secret), draw_life()
-        deploy(config, Deployed(config.model_dump_json(), cpus, secret, life))
+        config, life = self._with_index(trust), draw_life()
+        deploy(config, Deployed(config.model_dump_json(), cpus, life))
 
-    def _with_index(self, secret: bytes) -> ClusterConfig:
+    def _with_index(self, trust: Trust) -> ClusterConfig:
         """Return the configuration with a server for the store's index, which is started here where none is
         named."""
         store = self._config.store
         if not (store.index and store.dram_gb) or store.redis_url:
             return self._config
         try:
-            self._index_server = IndexServer(node_host(self._config.transfer.data_host), secret, self._clock)
+            self._index_server = IndexServer(
+                node_host(self._config.transfer.data_host), trust.secret, self._clock
+            )
         except StoreError as error:
             _log.warning("each node's store knows its own records only: %s", error)
             return self._config
@@ -271,11 +290,52 @@ class Service:
         view = read_roster(self._config.app)
         return Addresses(
             gateways=tuple(record.address for record in view.gateways),
+            admins=tuple(record.admin for record in view.gateways),
             consoles=tuple(f"http://{record.console}/console" for record in view.gateways if record.console),
             ray=ray.get_runtime_context().gcs_address,
             dashboard=self._dashboard,
             logs=session_logs(),
         )
+
+
+def check_secret(config: ClusterConfig, trust: Trust, *, is_drawn: bool) -> None:
+    """Raise `ConfigError` where another node of the Ray cluster does not read the same cluster secret from
+    the same path, and `StartError` for a node that does not answer."""
+    here = ray.get_runtime_context().get_node_id()
+    others = {
+        node["NodeID"]: node["NodeManagerAddress"]
+        for node in ray.nodes()
+        if node["Alive"] and node["Resources"].get("CPU") and node["NodeID"] != here
+    }
+    files, question = trust_files(config), secrets.token_hex(16)
+    asked = [
+        ray.remote(secret_proof)
+        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
+        .remote(files, question)
+        for node_id in others
+    ]
+    try:
+        answers: list[bytes | str] = ray.get(asked, timeout=_ANSWER_S)
+    except RayError as error:
+        addresses = ", ".join(others.values())
+        raise StartError(f"not every one of the Ray nodes {addresses} answers: {error}") from error
+    remedy = "write the same 16 bytes or more to a file at the same path of every node, such as by " + (
+        "`openssl rand -hex 32`, and name it" if is_drawn else "copying it"
+    )
+    for address, answer in zip(others.values(), answers, strict=True):
+        if isinstance(answer, str):
+            lacks = "cannot read the secret that was drawn here" if is_drawn else f"has none: {answer}"
+            raise ConfigError(f"secret_file: the node {address} {lacks}; {remedy}")
+        if not hmac.compare_digest(answer, trust.key_for(f"same secret {question}")):
+            raise ConfigError(f"secret_file: the node {address} has another secret there; {remedy}")
+
+
+def secret_proof(files: TrustFiles, question: str) -> bytes | str:
+    """Return what only who knows the cluster secret can answer, or why this node cannot read it."""
+    try:
+        return Trust.read(files).key_for(f"same secret {question}")
+    except TrustError as error:
+        return str(error)
 
 
 def node_cpu_flags(pools: Sequence[PoolConfig]) -> dict[str, frozenset[str]]:
@@ -313,7 +373,7 @@ def check_hosts(config: ClusterConfig, num_nodes: int) -> None:
             f"transfer.data_host: {data_host} cannot be reached from the other {num_nodes - 1} Ray nodes; "
             "set it to auto"
         )
-    for field in ("port", "console_port", "health_port"):
+    for field in ("port", "console_port", "admin_port", "health_port"):
         port = getattr(gateway, field)
         if port and gateway.replicas > num_nodes:
             raise ConfigError(

@@ -81,6 +81,7 @@ def gateway_version(config: ClusterConfig) -> str:
         router=config.router.model_dump(mode="json"),
         gateway=config.gateway.model_dump(mode="json", exclude={"replicas", "resources", "surge"}),
         scaling=config.scaling.model_dump(mode="json"),
+        auth=config.auth.model_dump(mode="json"),
         logs=config.logs.model_dump(mode="json"),
         tracing=config.tracing.model_dump(mode="json"),
         debug=config.debug.model_dump(mode="json"),
@@ -118,12 +119,12 @@ def check_update(old: ClusterConfig, new: ClusterConfig) -> None:
 
 
 def carried_over(old: ClusterConfig, new: ClusterConfig) -> ClusterConfig:
-    """Return `new` with what `tandem serve` decided at its start: the server of the store's index, and the
-    dtype for which `auto` stands, which replicas that exchange KV must not change, whatever nodes have joined
-    since."""
+    """Return `new` with what `tandem serve` decided at its start: the file of the cluster secret, the server
+    of the store's index, and the dtype for which `auto` stands, which replicas that exchange KV must not
+    change, whatever nodes have joined since."""
     if new.store.redis_url not in ("", old.store.redis_url):
         raise ConfigError(f"store.redis_url: another server cannot be taken while stores run; {_ANEW}")
-    new = new.with_redis_url(old.store.redis_url)
+    new = new.with_redis_url(old.store.redis_url).with_secret_file(old.secret_file)
     running = old.pools[0].dtype
     return with_dtype(new, running) if new.pools[0].dtype == "auto" and running != "auto" else new
 
@@ -215,7 +216,6 @@ class Deployed(Part, frozen=True):
     config_json: str
     # Per rank, by pool.
     cpus: dict[str, float]
-    secret: bytes
     life: str
 
     @property

@@ -1,6 +1,7 @@
-"""The scaler as a Ray actor: named, detached, restarted by Ray, made by the gateways, which report to it.
+"""The scaler as a Ray actor: named, detached, restarted by Ray, made by the gateways, which report to it and
+pass it the orders of operators.
 
-Also the address of Ray's dashboard, and the token for it.
+It alone reads the Ray token, for Ray's dashboard, behind which Serve's scale endpoint is.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from cluster.config import ClusterConfig
-from cluster.errors import DashboardAwayError
+from cluster.errors import DashboardAwayError, UnavailableError
 from cluster.metrics.logs import log_to_stderr
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.actor import NAMESPACE, open_roster
@@ -26,6 +27,8 @@ from cluster.serve.ray_private import HEAD_RESOURCE, dashboard_address, ray_toke
 from kvtransfer.common.clock import SystemClock
 
 _CALL_S = 5.0
+# An order waits for a look that has begun, and each of both for the dashboard.
+_ORDER_S = 40.0
 _A_PLACE_THERE = 0.001
 _KV_NAMESPACE = b"tandem"
 _log = logging.getLogger(__name__)
@@ -70,6 +73,10 @@ class RayScaler:
         self._scaler.report(gateway, pb.StatusResponse.FromString(frame))
         return self._mark
 
+    async def order(self, frame: bytes) -> bytes:
+        """Carry out an operator's order; the answer says how that went."""
+        return await self._scaler.obey(frame)
+
     async def configure(self, config_json: str, mark: str) -> None:
         """Follow this configuration, unless it is of an earlier deploy."""
         if mark > self._mark:
@@ -86,24 +93,26 @@ class RayScaler:
         return ServeClient(url, self._app, ray_token())
 
 
-class ScalerReports:
-    """Sends a gateway's reports to the scaler, which is started when it is missing."""
+class ScalerHandle:
+    """Reaches the scaler from a gateway, and starts it when it is missing."""
 
     def __init__(self, config: ClusterConfig, mark: str, gateway: str, counts_key: str = "") -> None:
-        """`counts_key`: where orders are kept for the next Ray cluster (`RememberedCounts`); "": nowhere."""
+        """`counts_key`: where orders are kept for the next Ray cluster (`RedisCounts`); "": nowhere."""
         self._counts_key = counts_key
-        self._config_json = config.model_dump_json()
         self._app = config.app
-        self._mark = mark
         self._gateway = gateway
         self._actor: ActorHandle[RayScaler] | None = None
+        self.configure(config, mark)
 
-    async def send(self, status: pb.StatusResponse) -> None:
+    def configure(self, config: ClusterConfig, mark: str) -> None:
+        """Go on with the configuration of the deploy with this mark."""
+        self._config_json, self._mark = config.model_dump_json(), mark
+
+    async def report(self, status: pb.StatusResponse) -> None:
         """Send a report. A scaler that is away is no error: the next report may reach it, or another."""
         try:
             async with asyncio.timeout(_CALL_S):
-                actor: ActorHandle[RayScaler] = self._actor or await asyncio.to_thread(self._find)
-                self._actor = actor
+                actor = await self._reach()
                 # What the scaler uses, small enough to be passed inside Ray's call.
                 part = pb.StatusResponse(replicas=status.replicas, demand=status.demand)
                 mark = await actor.report.remote(self._gateway, part.SerializeToString())
@@ -112,6 +121,26 @@ class ScalerReports:
         except (RayError, TimeoutError, ValueError) as error:
             self._actor = None
             _log.info("scaler: %r", error)
+
+    async def order(self, frame: bytes) -> bytes:
+        """Pass on the frame of an order and return that of the answer; `UnavailableError` without one."""
+        try:
+            async with asyncio.timeout(_ORDER_S):
+                actor = await self._reach()
+                answer: bytes = await actor.order.remote(frame)
+                return answer
+        except (RayError, TimeoutError, ValueError) as error:
+            self._actor = None
+            _log.warning("an order got no answer of the scaler: %r", error)
+            raise UnavailableError(
+                "the scaler does not answer, so it is not known whether the order is carried out; "
+                "`tandem status` shows the desired counts"
+            ) from error
+
+    async def _reach(self) -> ActorHandle[RayScaler]:
+        actor: ActorHandle[RayScaler] = self._actor or await asyncio.to_thread(self._find)
+        self._actor = actor
+        return actor
 
     def _find(self) -> ActorHandle[RayScaler]:
         make: Callable[..., ActorHandle[RayScaler]] = (

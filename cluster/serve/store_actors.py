@@ -15,7 +15,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.config import ClusterConfig
+from cluster.config import ClusterConfig, read_trust
 from cluster.metrics.exporters import StoreMetrics
 from cluster.metrics.logs import log_to_stderr
 from cluster.metrics.registry import ray_registry
@@ -47,7 +47,7 @@ class StoreActor:
     """
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
-        self, config_json: str, life: str, secret: bytes
+        self, config_json: str, life: str
     ) -> None:
         config = ClusterConfig.model_validate_json(config_json)
         context = ray.get_runtime_context()
@@ -62,12 +62,11 @@ class StoreActor:
             config,
             node,
             life,
-            secret,
             epoch=int(self._clock.wall() * 1000),
             nvme_path=self._folder.path if self._folder else None,
         )
         self._node_id, self._epoch = settings.node_id, settings.epoch
-        self._owner = StoreServer(settings, self._clock, Faults(config.debug.fault_rules))
+        self._owner = StoreServer(settings, read_trust(config), self._clock, Faults(config.debug.fault_rules))
         try:
             await self._owner.start()
         except (TransferError, OSError):
@@ -133,7 +132,7 @@ def own_store_name(config: ClusterConfig, life: str) -> str | None:
     return store_name(config.app, life, ray.get_runtime_context().get_node_id())
 
 
-async def keep_store(config: ClusterConfig, life: str, secret: bytes, clock: Clock) -> None:
+async def keep_store(config: ClusterConfig, life: str, clock: Clock) -> None:
     """Keep this node's store running until cancelled. Ray restarts one that dies; one that could not start is
     made again. Serving does not depend on it. Returns at once where no store is configured."""
     if not config.store.dram_gb:
@@ -141,7 +140,7 @@ async def keep_store(config: ClusterConfig, life: str, secret: bytes, clock: Clo
     node_id = ray.get_runtime_context().get_node_id()
     reported = ""
     while True:
-        problem = await _ensure_store(config, life, secret, node_id)
+        problem = await _ensure_store(config, life, node_id)
         if problem and problem != reported:
             _log.error("serving continues without the store of node %s: %s", node_id, problem)
         elif reported and not problem:
@@ -150,11 +149,11 @@ async def keep_store(config: ClusterConfig, life: str, secret: bytes, clock: Clo
         await clock.sleep(_LOOK_S)
 
 
-async def _ensure_store(config: ClusterConfig, life: str, secret: bytes, node_id: str) -> str:
+async def _ensure_store(config: ClusterConfig, life: str, node_id: str) -> str:
     """Return why the store is not up; "" when it is."""
     try:
         async with asyncio.timeout(_START_S):
-            actor = await asyncio.to_thread(_store_actor, config, life, secret, node_id)
+            actor = await asyncio.to_thread(_store_actor, config, life, node_id)
             await actor.ready.remote()
     except TimeoutError:
         return f"it has not answered within {_START_S:g} s; it is waited for"
@@ -177,7 +176,7 @@ def stop_stores(app: str, flush_s: float) -> None:
         ray.kill(actor, no_restart=True)
 
 
-def _store_actor(config: ClusterConfig, life: str, secret: bytes, node_id: str) -> ActorHandle[StoreActor]:
+def _store_actor(config: ClusterConfig, life: str, node_id: str) -> ActorHandle[StoreActor]:
     with contextlib.suppress(ValueError):  # there is none yet
         return cast(
             "ActorHandle[StoreActor]", ray.get_actor(_actor_name(config.app, node_id), namespace=NAMESPACE)
@@ -195,7 +194,7 @@ def _store_actor(config: ClusterConfig, life: str, secret: bytes, node_id: str) 
         )
         .remote
     )
-    return make(config.model_dump_json(), life, secret)
+    return make(config.model_dump_json(), life)
 
 
 def _actor_name(app: str, node_id: str) -> str:

@@ -3,7 +3,7 @@ affected replicas one after the other, while the others continue.
 
     connecting -> planning -> rolling -> done
 
-What `tandem serve` drew and decided (secret, life, CPU shares, index server) stays as it is.
+What `tandem serve` drew and decided (the secret's file, life, CPU shares, index server) stays as it is.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from msgspec.structs import replace
 from ray import serve
 from ray.serve.schema import ApplicationStatusOverview
 
-from cluster.config import ClusterConfig, PoolConfig, read_cluster_secret
+from cluster.config import ClusterConfig, PoolConfig, read_trust
 from cluster.errors import ConfigError, RosterAwayError, StartError
 from cluster.metrics.tracing import check_tracing
 from cluster.roster.actor import await_roster, find_roster, read_roster
 from cluster.roster.messages import RosterView, SetTraffic
 from cluster.scaling.counts import KnownCounts, counts_to_deploy
+from cluster.scaling.headroom import ReplicaDemand, shortages
 from cluster.scaling.serve_client import MARK_DEPLOYMENT, deployment_name
 from cluster.serve.app import check_model, deploy
-from cluster.serve.capacity import ReplicaDemand, bundles, demands, gateway_bundle, plan_cpus, shortages
+from cluster.serve.capacity import bundles, demands, gateway_bundle, plan_cpus
 from cluster.serve.launcher import (
     SCHEDULE_S,
     StartProgress,
@@ -219,7 +220,10 @@ def _check(config: ClusterConfig, deployed: Deployed) -> None:
     check_model(config)
     check_tracing(config.tracing)
     check_hosts(config, len(node_resources()))
-    if config.secret_file is not None and read_cluster_secret(config.secret_file) != deployed.secret:
+    in_use = deployed.config
+    if config.secret_file in (None, in_use.secret_file):
+        return
+    if read_trust(config).secret != read_trust(in_use).secret:
         raise ConfigError(
             "secret_file: it holds another secret than the application uses; stop it and start it anew"
         )

@@ -32,6 +32,7 @@ from kvtransfer.errors import PeerGoneError
 from kvtransfer.rpc.handshake import receive_frame, send_frame
 from kvtransfer.rpc.stream import FrameStream, frame_stream
 from workers.errors import CheckpointError
+from workers.model.model_config import read_json
 
 _RENDER_TIMEOUT_S = 5.0
 _START_TIMEOUT_S = 30.0
@@ -95,16 +96,17 @@ RESULT_CODEC: Codec[Rendered | RenderRefused] = Codec(Rendered | RenderRefused)
 def load_chat_template(model_dir: Path) -> ChatTemplate | None:
     """From `chat_template.jinja`, else `tokenizer_config.json`; None when the model has none."""
     path = model_dir / "tokenizer_config.json"
-    try:
-        config = json.loads(path.read_text()) if path.is_file() else {}
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    config = read_json(path) if path.is_file() else {}
     source = config.get("chat_template")
     if isinstance(source, list):  # several templates by name
-        source = {item["name"]: item["template"] for item in source}.get("default")
+        named = [item for item in source if isinstance(item, dict) and item.get("name") == "default"]
+        source = named[-1].get("template") if named else None
     separate = model_dir / "chat_template.jinja"
     if separate.is_file():
-        source = separate.read_text()
+        try:
+            source = separate.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{separate}: unreadable: {error}") from error
     if not isinstance(source, str):
         return None
     tokens: dict[str, str] = {}

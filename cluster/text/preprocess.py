@@ -18,15 +18,19 @@ import numpy as np
 
 from cluster.config import GatewayConfig
 from cluster.errors import FieldViolation, InvalidRequestError, TemplateError, UnknownModelError
+from cluster.identity.identity import MAX_PRIORITY
+from cluster.identity.key_roots import KeyRoots
 from cluster.proto import tandem_pb2 as pb
 from cluster.text.chat_template import ChatRenderer, ChatTurn, load_chat_template
 from cluster.text.tokenizer import SHORT_CHARS, ModelText, SampleText
-from kvtransfer.blocks.keys import TOKEN_BYTES, block_keys
+from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.clock import Clock
 from workers.messages.sampling import SamplingParams
 from workers.model.model_config import read_model_config
 
 _MASK = (1 << 64) - 1
+# What makes the id of a call unique among all that have the client's id.
+_UNIQUE_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +49,12 @@ class PreparedRequest:
 
     request_id: str
     tenant: str
+    # Whose prefixes it shares.
+    sharing_group: str
     priority: int
     prompt: bytes
+    # Where the chain of `block_keys` begins.
+    root_key: bytes
     block_keys: tuple[bytes, ...]
     sampling: SamplingParams
     samples: tuple[SampleStart, ...]
@@ -86,14 +94,14 @@ class Preprocessor:
         clock: Clock,
         draw_seed: Callable[[], int],
         *,
-        block_tokens: int,
+        key_roots: KeyRoots,
         allow_pins: bool,
     ) -> None:
         self._model_name = model_name
         self._gateway = gateway
         self._clock = clock
         self._draw_seed = draw_seed
-        self._block_tokens = block_tokens
+        self._key_roots = key_roots
         self._allow_pins = allow_pins
         self._model = read_model_config(model_dir)
         self._text = ModelText.load(model_dir)
@@ -131,23 +139,28 @@ class Preprocessor:
         prompt: bytes,
         limits: ServingLimits,
         *,
+        request_id: str,
+        sharing_group: str,
         fingerprint: bytes,
         deadline_at: float | None,
     ) -> tuple[PreparedRequest, list[SampleText]]:
-        """Prepare a checked and tokenized request, with the text of each sample so far.
+        """Prepare a checked and tokenized request, with the text of each sample so far. `request_id` is the
+        client's, or drawn.
 
         Raises `InvalidRequestError` when the request is too long.
         """
         max_tokens = max_tokens_of(request, len(prompt) // TOKEN_BYTES, limits)
         seed = request.seed if request.HasField("seed") else self._draw_seed()
         starts, texts = self._samples(request, seed, max_tokens)
-        unique = secrets.token_hex(16)
+        chain = self._key_roots.chain(prompt, fingerprint, sharing_group)
         prepared = PreparedRequest(
-            request_id=f"{request.request_id}~{unique[:8]}" if request.request_id else unique,
+            request_id=f"{request_id}~{secrets.token_hex(_UNIQUE_BYTES)}",
             tenant=request.tenant,
+            sharing_group=sharing_group,
             priority=request.priority,
             prompt=prompt,
-            block_keys=block_keys(prompt, self._block_tokens, fingerprint, request.tenant),
+            root_key=chain.root_key,
+            block_keys=chain.block_keys,
             sampling=sampling_of(request, max_tokens),
             samples=tuple(starts),
             deadline_at=deadline_at,
@@ -238,7 +251,6 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_PENALTY = 2.0
-MAX_PRIORITY = 100
 MAX_CHAT_MESSAGES = 4096
 FINISH_REASONS = ("", "stop", "length")
 
@@ -480,6 +492,8 @@ def _resume_violations(request: pb.GenerateRequest, limits: ServingLimits) -> It
         return
     if not request.HasField("seed"):
         yield FieldViolation("seed", "is missing; a resumed request needs the seed that `accepted` gave")
+    if not request.request_id:
+        yield FieldViolation("request_id", "is missing; a resumed request needs the one that `accepted` gave")
     num_samples = max(1, request.n)
     seen: set[int] = set()
     for index, resumed in enumerate(request.resume[: limits.max_samples + 1]):

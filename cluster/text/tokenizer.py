@@ -54,7 +54,14 @@ class ModelText:
         path = model_dir / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(f"{path} is missing: the gateway needs the model's fast tokenizer")
-        return cls(Tokenizer.from_file(str(path)))
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except BaseException as error:
+            # The library raises no class of its own, and panics of its Rust code are no `Exception`.
+            if isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime":
+                raise CheckpointError(f"{path}: unreadable: {error}") from error
+            raise
+        return cls(tokenizer)
 
     @property
     def vocab_size(self) -> int:

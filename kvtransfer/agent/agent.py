@@ -39,6 +39,7 @@ from kvtransfer.messages import (
     VerifyOrder,
 )
 from kvtransfer.protocol.fence import Gate, PushFence
+from kvtransfer.rpc.trust import Trust
 from kvtransfer.transports import TRANSPORTS
 from kvtransfer.transports.base import Listener, TargetRank, WriterRank
 
@@ -57,7 +58,7 @@ class TransferAgent:
         identity: ReplicaIdentity,
         rank: int,
         pool: KvPool,
-        secret: bytes,
+        trust: Trust,
         clock: Clock,
         faults: Faults,
         report: Callable[[TransferReport], None],
@@ -83,9 +84,9 @@ class TransferAgent:
             target=self._verify_all, name=f"{TRANSFER_THREADS}verify", daemon=True
         )
         self._verifier.start()
-        self._listeners, unoffered = _listen(TargetRank(rank, pool, self._gate, secret, settings))
+        self._listeners, unoffered = _listen(TargetRank(rank, pool, self._gate, trust, settings))
         self._context = WriterContext(
-            WriterRank(identity, rank, pool, secret, faults, settings),
+            WriterRank(identity, rank, pool, trust, faults, settings),
             host_id(),
             frozenset(listener.endpoint.transport for listener in self._listeners),
             unoffered,

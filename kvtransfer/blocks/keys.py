@@ -1,33 +1,32 @@
-"""Block keys: chained names of blocks, equal exactly where the KV bytes are interchangeable.
+"""Block keys: chained names of blocks, equal exactly where the KV is interchangeable and may be shared.
 
-    root     = H(len-prefixed "tandem-key-1", model fingerprint, tenant)
+    root     = HMAC(root secret, "tandem-root-1" | model fingerprint | sharing group), each with its length
     key of a = H(parent's key, the block's token ids as uint32 little-endian)
 
-H is SHA-256 cut to 128 bits: a fast hash could be forged to read another tenant's cache.
+HMAC and H are SHA-256 cut to 128 bits. Gateways alone know the root secret. Without it nobody can compute the
+keys of a prompt that is guessed, or find out from keys that two groups have sent the same prompt. Replicas
+continue a chain from its root, which does not reveal the secret.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import struct
 
 KEY_BYTES = 16
 TOKEN_BYTES = 4
 
-_DOMAIN = b"tandem-key-1"
+_DOMAIN = b"tandem-root-1"
 _LENGTH = struct.Struct("<I")
 
 
-def block_keys(prompt: bytes, block_tokens: int, fingerprint: bytes, tenant: str) -> tuple[bytes, ...]:
-    """Compute the keys of the prompt's full blocks; a last partial block has none.
-
-    `prompt` holds token ids as uint32 little-endian. Raises `ValueError` if it is not whole tokens.
-    """
-    return extend_keys(root_key(fingerprint, tenant), prompt, block_tokens)
-
-
 def extend_keys(parent: bytes, tokens: bytes, block_tokens: int) -> tuple[bytes, ...]:
-    """Compute the keys of the full blocks of `tokens` that follow the block `parent` (or a root)."""
+    """Compute the keys of the full blocks of `tokens` that follow the block `parent` (or a root); a last
+    partial block has none.
+
+    `tokens` are token ids as uint32 little-endian. Raises `ValueError` if they are not whole.
+    """
     if len(tokens) % TOKEN_BYTES:
         raise ValueError(f"{len(tokens)} bytes are not whole uint32 token ids")
     stride = block_tokens * TOKEN_BYTES
@@ -39,10 +38,10 @@ def extend_keys(parent: bytes, tokens: bytes, block_tokens: int) -> tuple[bytes,
     return tuple(keys)
 
 
-def root_key(fingerprint: bytes, tenant: str) -> bytes:
-    """Compute the parent of every first block of one tenant under one model."""
-    digest = hashlib.sha256()
-    for field in (_DOMAIN, fingerprint, tenant.encode()):
+def root_key(secret: bytes, fingerprint: bytes, sharing_group: str) -> bytes:
+    """Compute the parent of every first block of one sharing group under one model."""
+    digest = hmac.new(secret, digestmod=hashlib.sha256)
+    for field in (_DOMAIN, fingerprint, sharing_group.encode()):
         digest.update(_LENGTH.pack(len(field)))
         digest.update(field)
     return digest.digest()[:KEY_BYTES]

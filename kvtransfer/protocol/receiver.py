@@ -96,10 +96,10 @@ class LandingTable:
     def num_open(self) -> int:
         return sum(landing.state is _State.OPEN for landing in self._landings.values())
 
-    def num_of(self, tenant: str | None) -> int:
-        """Landings of this tenant (None: all) that wait or are open."""
+    def num_of(self, group: str | None) -> int:
+        """Landings of this sharing group (None: all) that wait or are open."""
         return sum(
-            tenant is None or landing.request.tenant == tenant
+            group is None or landing.request.sharing_group == group
             for landing in self._landings.values()
             if landing.state in (_State.WAITING, _State.OPEN)
         )

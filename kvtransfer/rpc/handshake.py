@@ -19,6 +19,7 @@ import socket
 
 from kvtransfer.codec import LENGTH, MAX_FRAME_BYTES, Codec, Message, framed
 from kvtransfer.errors import PeerGoneError, ProofError, WireError
+from kvtransfer.rpc.trust import Trust
 
 NONCE_BYTES = 16
 
@@ -64,8 +65,8 @@ def draw_id() -> bytes:
 class ClientHandshake:
     """The connecting side. Send `hello()`, feed the reply to `answer()`, send its result, await Welcome."""
 
-    def __init__(self, secret: bytes, name: str) -> None:
-        self._secret = secret
+    def __init__(self, trust: Trust, name: str) -> None:
+        self._trust = trust
         self._name = name
         self._nonce = secrets.token_bytes(NONCE_BYTES)
 
@@ -77,10 +78,10 @@ class ClientHandshake:
         challenge = HANDSHAKE_CODEC.decode(frame)
         if not isinstance(challenge, Challenge):
             raise ProofError(f"expected Challenge, got {type(challenge).__name__}")
-        expected = _mac(self._secret, b"server", self._nonce, challenge.nonce, self._name)
+        expected = _mac(self._trust, b"server", self._nonce, challenge.nonce, self._name)
         if not hmac.compare_digest(expected, challenge.proof):
             raise ProofError("the server does not know the cluster secret")
-        proof = _mac(self._secret, b"client", self._nonce, challenge.nonce, self._name)
+        proof = _mac(self._trust, b"client", self._nonce, challenge.nonce, self._name)
         return HANDSHAKE_CODEC.encode(Proof(proof))
 
     def finish(self, frame: bytes) -> None:
@@ -92,8 +93,8 @@ class ClientHandshake:
 class ServerHandshake:
     """The accepting side. Feed Hello to `challenge()`, send the result, feed Proof to `welcome()`."""
 
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
+    def __init__(self, trust: Trust) -> None:
+        self._trust = trust
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._client_nonce = b""
         self.client_name = ""
@@ -104,7 +105,7 @@ class ServerHandshake:
             raise ProofError("expected Hello with a nonce")
         self.client_name = hello.name
         self._client_nonce = hello.nonce
-        proof = _mac(self._secret, b"server", hello.nonce, self._nonce, hello.name)
+        proof = _mac(self._trust, b"server", hello.nonce, self._nonce, hello.name)
         return HANDSHAKE_CODEC.encode(Challenge(self._nonce, proof))
 
     def welcome(self, frame: bytes) -> bytes:
@@ -112,15 +113,15 @@ class ServerHandshake:
         proof = HANDSHAKE_CODEC.decode(frame)
         if not isinstance(proof, Proof):
             raise ProofError(f"expected Proof, got {type(proof).__name__}")
-        expected = _mac(self._secret, b"client", self._client_nonce, self._nonce, self.client_name)
+        expected = _mac(self._trust, b"client", self._client_nonce, self._nonce, self.client_name)
         if not hmac.compare_digest(expected, proof.proof):
             raise ProofError(f"{self.client_name!r} does not know the cluster secret")
         return HANDSHAKE_CODEC.encode(Welcome())
 
 
-def _mac(secret: bytes, role: bytes, client_nonce: bytes, server_nonce: bytes, name: str) -> bytes:
+def _mac(trust: Trust, role: bytes, client_nonce: bytes, server_nonce: bytes, name: str) -> bytes:
     text = b"|".join((b"tandem-1", role, client_nonce, server_nonce, name.encode()))
-    return hmac.new(secret, text, hashlib.sha256).digest()
+    return hmac.new(trust.secret, text, hashlib.sha256).digest()
 
 
 # Frames on a socket, blocking and asyncio. Both sides exchange the proof on the bare socket: nothing is read
@@ -159,9 +160,9 @@ def receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:
     return bytes(buffer)
 
 
-def prove_as_client(sock: socket.socket, secret: bytes, name: str) -> None:
+def prove_as_client(sock: socket.socket, trust: Trust, name: str) -> None:
     """The connecting side's handshake; `ProofError` or `PeerGoneError` when it fails."""
-    handshake = ClientHandshake(secret, name)
+    handshake = ClientHandshake(trust, name)
     sock.settimeout(HANDSHAKE_TIMEOUT_S)
     send_frame(sock, handshake.hello())
     send_frame(sock, handshake.answer(receive_frame(sock, _HANDSHAKE_BYTES)))
@@ -169,9 +170,9 @@ def prove_as_client(sock: socket.socket, secret: bytes, name: str) -> None:
     sock.settimeout(None)
 
 
-def prove_as_server(sock: socket.socket, secret: bytes) -> str:
+def prove_as_server(sock: socket.socket, trust: Trust) -> str:
     """The accepting side's handshake; returns the client's name."""
-    handshake = ServerHandshake(secret)
+    handshake = ServerHandshake(trust)
     sock.settimeout(HANDSHAKE_TIMEOUT_S)
     send_frame(sock, handshake.challenge(receive_frame(sock, _HANDSHAKE_BYTES)))
     send_frame(sock, handshake.welcome(receive_frame(sock, _HANDSHAKE_BYTES)))
@@ -194,18 +195,18 @@ async def receive_from(sock: socket.socket, max_bytes: int = MAX_FRAME_BYTES) ->
     return await _receive_bytes(sock, length)
 
 
-async def prove_as_async_client(sock: socket.socket, secret: bytes, name: str) -> None:
+async def prove_as_async_client(sock: socket.socket, trust: Trust, name: str) -> None:
     """Run the connecting side's handshake on a non-blocking socket."""
-    handshake = ClientHandshake(secret, name)
+    handshake = ClientHandshake(trust, name)
     async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
         await send_to(sock, handshake.hello())
         await send_to(sock, handshake.answer(await receive_from(sock, _HANDSHAKE_BYTES)))
         handshake.finish(await receive_from(sock, _HANDSHAKE_BYTES))
 
 
-async def prove_as_async_server(sock: socket.socket, secret: bytes) -> str:
+async def prove_as_async_server(sock: socket.socket, trust: Trust) -> str:
     """Run the accepting side's handshake on a non-blocking socket; returns the client's name."""
-    handshake = ServerHandshake(secret)
+    handshake = ServerHandshake(trust)
     async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):  # as a whole: also for who sends byte by byte
         await send_to(sock, handshake.challenge(await receive_from(sock, _HANDSHAKE_BYTES)))
         await send_to(sock, handshake.welcome(await receive_from(sock, _HANDSHAKE_BYTES)))

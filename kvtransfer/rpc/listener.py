@@ -19,6 +19,7 @@ from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.common.tasks import Spawn, SupervisedTasks
 from kvtransfer.errors import PeerGoneError, TransferError
 from kvtransfer.rpc.handshake import prove_as_async_server
+from kvtransfer.rpc.trust import Trust
 
 MAX_UNPROVEN = 64
 _ACCEPT_PAUSE_S = 0.1
@@ -40,7 +41,7 @@ class ProvenListener:
     def __init__(
         self,
         sock: socket.socket,
-        secret: bytes,
+        trust: Trust,
         serve: Serve,
         spawn: Spawn,
         clock: Clock,
@@ -48,7 +49,7 @@ class ProvenListener:
     ) -> None:
         """Listen from now on, on the running loop. `label` names the listener in logs and tasks."""
         self._sock = sock
-        self._secret = secret
+        self._trust = trust
         self._serve = serve
         self._spawn = spawn
         self._clock = clock
@@ -97,7 +98,7 @@ class ProvenListener:
     async def _run(self, sock: socket.socket) -> None:
         try:
             try:
-                name = await prove_as_async_server(sock, self._secret)
+                name = await prove_as_async_server(sock, self._trust)
                 if sock not in self._unproven:
                     raise PeerGoneError("it was evicted for newer connections before it was proven")
             finally:
@@ -122,10 +123,10 @@ class ListeningThread:
     """
 
     def __init__(
-        self, sock: socket.socket, secret: bytes, take: Callable[[socket.socket, str], None], label: str
+        self, sock: socket.socket, trust: Trust, take: Callable[[socket.socket, str], None], label: str
     ) -> None:
         self._sock = sock
-        self._secret = secret
+        self._trust = trust
         self._take = take
         self._label = label
         self._tasks = SupervisedTasks(self._broke)
@@ -148,7 +149,7 @@ class ListeningThread:
 
     async def _serve_until_closed(self) -> None:
         listener = ProvenListener(
-            self._sock, self._secret, self._serve, self._tasks.spawn, SystemClock(), self._label
+            self._sock, self._trust, self._serve, self._tasks.spawn, SystemClock(), self._label
         )
         await self._closing.wait()
         listener.close()

@@ -26,6 +26,7 @@ from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.errors import PeerGoneError
 from kvtransfer.rpc.handshake import HANDSHAKE_TIMEOUT_S, connect_tcp, prove_as_async_client
 from kvtransfer.rpc.listener import ProvenListener
+from kvtransfer.rpc.trust import Trust
 
 LinkKind = Literal["link", "peer"]
 
@@ -273,7 +274,7 @@ class FrameStream(asyncio.BufferedProtocol):
             self._transport.abort()
 
 
-async def open_unix(socket_name: str, secret: bytes, name: str) -> FrameStream:
+async def open_unix(socket_name: str, trust: Trust, name: str) -> FrameStream:
     """Connect to an abstract unix socket and prove the secret.
 
     Raises `ProofError` when the other side does not know the secret, `PeerGoneError` when it cannot be
@@ -287,17 +288,17 @@ async def open_unix(socket_name: str, secret: bytes, name: str) -> FrameStream:
         return sock
 
     with sock:
-        return await _open(connect(), socket_name, secret, name)
+        return await _open(connect(), socket_name, trust, name)
 
 
-async def open_tcp(address: str, secret: bytes, name: str, *, has_heartbeat: bool = False) -> FrameStream:
+async def open_tcp(address: str, trust: Trust, name: str, *, has_heartbeat: bool = False) -> FrameStream:
     """Connect to "host:port", as `open_unix` does to a unix socket."""
-    return await _open(connect_tcp(address), address, secret, name, has_heartbeat=has_heartbeat)
+    return await _open(connect_tcp(address), address, trust, name, has_heartbeat=has_heartbeat)
 
 
-async def open_link(address: str, kind: LinkKind, secret: bytes, name: str) -> FrameStream:
+async def open_link(address: str, kind: LinkKind, trust: Trust, name: str) -> FrameStream:
     """Open a link to the `LinkServer` of a replica, as `open_tcp` does."""
-    stream = await open_tcp(address, secret, name, has_heartbeat=True)
+    stream = await open_tcp(address, trust, name, has_heartbeat=True)
     stream.send(kind.encode())
     return stream
 
@@ -322,7 +323,7 @@ async def frame_stream(sock: socket.socket, name: str, *, has_heartbeat: bool = 
 async def _open(
     connecting: Coroutine[None, None, socket.socket],
     address: str,
-    secret: bytes,
+    trust: Trust,
     name: str,
     *,
     has_heartbeat: bool = False,
@@ -330,7 +331,7 @@ async def _open(
     try:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             with await connecting as sock:
-                await prove_as_async_client(sock, secret, name)
+                await prove_as_async_client(sock, trust, name)
                 return await frame_stream(sock, address, has_heartbeat=has_heartbeat)
     except (OSError, ValueError, OverflowError) as error:  # TimeoutError is an OSError
         raise PeerGoneError(f"{address} cannot be reached: {error or 'not in time'}") from error
@@ -342,8 +343,8 @@ class LinkServer:
     A handler runs for the life of its stream; when it returns, the stream closes.
     """
 
-    def __init__(self, secret: bytes, on_link: _Handler, on_peer: _Handler) -> None:
-        self._secret = secret
+    def __init__(self, trust: Trust, on_link: _Handler, on_peer: _Handler) -> None:
+        self._trust = trust
         self._handlers: dict[bytes, _Handler] = {b"link": on_link, b"peer": on_peer}
         self._listener: ProvenListener | None = None
         self._tasks = SupervisedTasks()
@@ -356,7 +357,7 @@ class LinkServer:
         sock = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         self.port = sock.getsockname()[1]
         self._listener = ProvenListener(
-            sock, self._secret, self._serve, self._tasks.spawn, SystemClock(), "links"
+            sock, self._trust, self._serve, self._tasks.spawn, SystemClock(), "links"
         )
         return self.port
 

@@ -14,7 +14,7 @@ from kvtransfer.codec import Codec, Message, Part
 from kvtransfer.errors import StoreError, WireError
 from kvtransfer.messages import BlocksStored, CompatibilityRecord, RankEndpoints, ReplicaIdentity, Shard
 
-STORE_PROTOCOL = 3
+STORE_PROTOCOL = 4
 HEADER_BYTES = 4096
 
 # Where a block is held, the cheapest tier first. "remote": in a tier of another node.
@@ -22,7 +22,7 @@ Tier = Literal["dram", "nvme", "remote"]
 
 # In a `PutGrant`: the record is already in the host tier, or is being written.
 HELD = -1
-# In a `PutGrant`: there is no space or no arena, or the tenant's share is used up.
+# In a `PutGrant`: there is no space or no arena, or the share of the group is used up.
 REFUSED = -2
 
 
@@ -46,7 +46,7 @@ class RecordInfo(Part, frozen=True):
     id: RecordId
     parent: bytes
     chain: bytes
-    tenant: str
+    sharing_group: str
     # The model's fingerprint: what `tandem store purge --model` compares.
     model: bytes
     num_bytes: int
@@ -91,11 +91,11 @@ class NewRecord(Part, frozen=True):
 
 
 class PutRequest(Message, frozen=True):
-    """Engine core to owner: reserve space for these records of one chain and tenant. Answered by
+    """Engine core to owner: reserve space for these records of one chain and sharing group. Answered by
     `PutGrant`."""
 
     number: int
-    tenant: str
+    sharing_group: str
     chain: bytes
     records: tuple[NewRecord, ...]
 
@@ -137,9 +137,10 @@ class FindAnswer(Message, frozen=True):
 class FetchRequest(Message, frozen=True):
     """Engine core to owner: bring these blocks into the host tier. With `to_device`, their sources are sent
     as they arrive (`FetchedBlocks`) and leased until `FetchRelease`. Otherwise this is a prefetch: the blocks
-    are kept there for a while, and there is no answer."""
+    are kept there for a while, and there is no answer. Their records belong to the sharing group."""
 
     number: int
+    sharing_group: str
     chain: bytes
     keys: tuple[bytes, ...]
     to_device: bool
@@ -390,7 +391,7 @@ class StoreStat(Message, frozen=True):
     owner: ReplicaIdentity
     tiers: tuple[TierStat, ...]
     index: IndexStat
-    bytes_by_tenant: dict[str, int] = {}
+    bytes_by_group: dict[str, int] = {}
     num_sessions: int = 0
 
 
@@ -398,7 +399,7 @@ class ListRequest(Message, frozen=True):
     """List records of this node; `model` is a prefix of the fingerprint in hex. Answered by
     `StoreListing`."""
 
-    tenant: str | None
+    sharing_group: str | None
     model: str | None
     limit: int
 
@@ -421,7 +422,7 @@ class StoreListing(Message, frozen=True):
 class VerifyRequest(Message, frozen=True):
     """Verify the checksum of every record in every tier of this node, and drop the bad ones."""
 
-    tenant: str | None
+    sharing_group: str | None
     model: str | None
 
 
@@ -438,7 +439,7 @@ class PurgeRequest(Message, frozen=True):
     """Delete matching records (None: any) from every tier of this node, so that no restart brings them
     back."""
 
-    tenant: str | None
+    sharing_group: str | None
     model: str | None
 
 

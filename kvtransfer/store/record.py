@@ -23,9 +23,9 @@ from kvtransfer.store.messages import RecordInfo
 
 PAGE_BYTES = 4096
 MAGIC = b"tandem\x9dR"
-VERSION = 1
+VERSION = 2
 SPACE_BYTES = 8
-MAX_TENANT_BYTES = 1024
+MAX_GROUP_BYTES = 1024
 
 State = Literal["allocated", "committed"]
 
@@ -87,11 +87,13 @@ def encode_header(
     writer: Writer | None = None,
     place: RecordPlace | None = None,
 ) -> bytes:
-    """Return the header page, of `HEADER_BYTES`. `StoreError` when the tenant's name or the rest is too
+    """Return the header page, of `HEADER_BYTES`. `StoreError` when the group's name or the rest is too
     long."""
-    num_tenant_bytes = len(info.tenant.encode())
-    if num_tenant_bytes > MAX_TENANT_BYTES:
-        raise StoreError(f"the tenant's name has {num_tenant_bytes} bytes; a record takes {MAX_TENANT_BYTES}")
+    num_group_bytes = len(info.sharing_group.encode())
+    if num_group_bytes > MAX_GROUP_BYTES:
+        raise StoreError(
+            f"the sharing group's name has {num_group_bytes} bytes; a record takes {MAX_GROUP_BYTES}"
+        )
     fields = _CODEC.encode(Header(info, state, sequence, writer, place))
     if len(fields) > _MAX_FIELDS_BYTES:
         raise StoreError(f"the record's fields take {len(fields)} bytes; a header takes {_MAX_FIELDS_BYTES}")

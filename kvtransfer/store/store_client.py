@@ -17,6 +17,7 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.health import Backoff
 from kvtransfer.errors import TransferError, WireError
 from kvtransfer.rpc.stream import FrameStream, open_unix
+from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     TO_OWNER_CODEC,
@@ -73,7 +74,7 @@ class StoreClient:
     def __init__(
         self,
         name: str,
-        secret: bytes,
+        trust: Trust,
         hello: EngineHello,
         events: StoreEvents,
         clock: Clock,
@@ -82,7 +83,7 @@ class StoreClient:
         """`on_error` receives the error of a receiver of events, or of this class, that has ended the
         client."""
         self._name = name
-        self._secret = secret
+        self._trust = trust
         self._hello = hello
         self._events = events
         self._clock = clock
@@ -142,7 +143,7 @@ class StoreClient:
         while True:
             await self._events.ready_to_connect()
             try:
-                stream = await open_unix(self._name, self._secret, self._hello.replica.replica_id)
+                stream = await open_unix(self._name, self._trust, self._hello.replica.replica_id)
             except TransferError as error:
                 _log.debug("store: %s", error)
             else:

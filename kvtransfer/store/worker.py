@@ -40,6 +40,7 @@ from kvtransfer.rpc.handshake import (
     send_frame,
 )
 from kvtransfer.rpc.listener import shut_down
+from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     HEADER_BYTES,
@@ -130,7 +131,7 @@ class StoreWorker:
         pool: KvPool,
         rank: int,
         governor: TrafficGovernor,
-        secret: bytes,
+        trust: Trust,
         faults: Faults,
         clock: Clock,
         report: Callable[[StoreReport], None],
@@ -139,7 +140,7 @@ class StoreWorker:
         self._pool = pool
         self._rank = rank
         self._governor = governor
-        self._secret = secret
+        self._trust = trust
         self._faults = faults
         self._clock = clock
         self._report = report
@@ -189,7 +190,7 @@ class StoreWorker:
         self._drop_all("the store is attached again")
         self._disconnect()
         try:
-            sock, arena = attach(order, self._rank, self._secret, self._arena)
+            sock, arena = attach(order, self._rank, self._trust, self._arena)
         except TransferError as error:
             self._report(StoreAttached(b"", str(error)))
             return
@@ -319,7 +320,7 @@ class MappedArena:
 
 
 def attach(
-    order: AttachStore, rank: int, secret: bytes, earlier: MappedArena | None
+    order: AttachStore, rank: int, trust: Trust, earlier: MappedArena | None
 ) -> tuple[socket.socket, MappedArena]:
     """Connect to the owner; return the open connection and its arena, which is `earlier` if the owner adopted
     that one. `TransferError` says why that failed; then `earlier` is unchanged."""
@@ -327,7 +328,7 @@ def attach(
     try:
         sock.settimeout(HANDSHAKE_TIMEOUT_S)
         sock.connect(f"\0{order.address}")
-        arena = _map_arena(sock, order, rank, secret, earlier)
+        arena = _map_arena(sock, order, rank, trust, earlier)
         sock.settimeout(None)
     except OSError as error:
         sock.close()
@@ -339,9 +340,9 @@ def attach(
 
 
 def _map_arena(
-    sock: socket.socket, order: AttachStore, rank: int, secret: bytes, earlier: MappedArena | None
+    sock: socket.socket, order: AttachStore, rank: int, trust: Trust, earlier: MappedArena | None
 ) -> MappedArena:
-    prove_as_client(sock, secret, f"rank {rank} of {order.session.hex()[:8]}")
+    prove_as_client(sock, trust, f"rank {rank} of {order.session.hex()[:8]}")
     sock.settimeout(HANDSHAKE_TIMEOUT_S)
     hello = RankHello(STORE_PROTOCOL, order.session, rank, earlier.id if earlier else b"")
     send_frame(sock, TO_OWNER_CODEC.encode(hello))

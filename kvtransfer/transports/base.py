@@ -40,6 +40,7 @@ from kvtransfer.messages import (
 from kvtransfer.protocol.fence import Gate, RecentIds
 from kvtransfer.rpc.handshake import HANDSHAKE_TIMEOUT_S, prove_as_client, receive_frame, send_frame
 from kvtransfer.rpc.listener import ListeningThread, shut_down
+from kvtransfer.rpc.trust import Trust
 
 _NUM_ROUND_TRIPS = 8
 _NUM_RATE_PASSES = 2
@@ -55,7 +56,7 @@ class TargetRank:
     rank: int
     pool: KvPool
     gate: Gate
-    secret: bytes
+    trust: Trust
     settings: TransferSettings
 
 
@@ -66,7 +67,7 @@ class WriterRank:
     identity: ReplicaIdentity
     rank: int
     pool: KvPool
-    secret: bytes
+    trust: Trust
     faults: Faults
     settings: TransferSettings
 
@@ -107,7 +108,7 @@ class Listener(ABC):
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread] = {}
-        self._listening = ListeningThread(sock, target.secret, self._accepted, self.transport)
+        self._listening = ListeningThread(sock, target.trust, self._accepted, self.transport)
 
     def close(self) -> None:
         """Stop listening and end every connection; returns when its threads have ended."""
@@ -410,10 +411,10 @@ def opening(transport: str, address: str) -> Iterator[contextlib.ExitStack]:
         undo.pop_all()
 
 
-def greet(sock: socket.socket, secret: bytes, hello: ChannelHello) -> ChannelWelcome:
+def greet(sock: socket.socket, trust: Trust, hello: ChannelHello) -> ChannelWelcome:
     """The writer's opening: proof, hello. `ProofError`, `PathError` or `PeerGoneError` when it fails. The
     socket keeps a timeout until a `Connection` takes it."""
-    prove_as_client(sock, secret, hello.writer.replica_id)
+    prove_as_client(sock, trust, hello.writer.replica_id)
     sock.settimeout(HANDSHAKE_TIMEOUT_S)
     send_frame(sock, HELLO_CODEC.encode(hello))
     answer = HELLO_CODEC.decode(receive_frame(sock))

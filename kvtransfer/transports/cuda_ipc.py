@@ -245,7 +245,7 @@ def connect_over(
     """`connect` with a given driver."""
     with opening("cuda_ipc", address) as undo:
         sock = undo.enter_context(connect_unix(address))
-        welcome = greet(sock, rank.secret, rank.hello(lane, connection_id))
+        welcome = greet(sock, rank.trust, rank.hello(lane, connection_id))
         undo.callback(_say_unmapped, sock)
         offer = OFFER_CODEC.decode(receive_frame(sock))
         mapped = Mapped(driver, offer, replace(pool.layout, shard=lane.target.shard), welcome.num_blocks)

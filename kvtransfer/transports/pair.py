@@ -339,7 +339,7 @@ def connect_pair(
         raise PathError(f"{kind.backend}: not for KV on {rank.pool.device}")
     with opening(kind.backend, address) as undo:
         sock = undo.enter_context(open_socket(address))
-        welcome = greet(sock, rank.secret, rank.hello(lane, connection_id))
+        welcome = greet(sock, rank.trust, rank.hello(lane, connection_id))
         store = OFFER_CODEC.decode(receive_frame(sock)).store
         group = form_pair(kind, store, WRITER, rank.pool.device, sock.getsockname()[0])
         connection = Connection(sock, kind.backend)

@@ -345,7 +345,7 @@ def connect(
     with opening("rdma", address) as undo:
         undo.callback(agent.close)
         sock = undo.enter_context(open_socket(address))
-        welcome = greet(sock, rank.secret, rank.hello(lane, connection_id))
+        welcome = greet(sock, rank.trust, rank.hello(lane, connection_id))
         offer = _OFFER_CODEC.decode(receive_frame(sock))
         channel = RdmaChannel(rank, lane, Connection(sock, "rdma"), welcome, agent, offer, on_lost)
     channel.start()

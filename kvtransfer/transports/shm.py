@@ -131,7 +131,7 @@ def connect(
     _host_pool(rank)
     with opening("shm", address) as undo:
         sock = undo.enter_context(connect_unix(address))
-        welcome = greet(sock, rank.secret, rank.hello(lane, connection_id))
+        welcome = greet(sock, rank.trust, rank.hello(lane, connection_id))
         block_bytes = replace(rank.pool.layout, shard=lane.target.shard).block_bytes
         mapping = _receive_mapping(sock, welcome.num_blocks * block_bytes)
         channel = ShmChannel(rank, lane, Connection(sock, "shm"), welcome, mapping, on_lost)

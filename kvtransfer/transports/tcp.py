@@ -216,7 +216,7 @@ def connect(
     with opening("tcp", address) as undo:
         for _ in range(rank.settings.tcp_streams):
             sock = undo.enter_context(open_socket(address))
-            welcome = greet(sock, rank.secret, hello)
+            welcome = greet(sock, rank.trust, hello)
             connections.append(Connection(sock, "tcp"))
         channel = TcpChannel(rank, lane, connections, welcome.num_blocks, on_lost)
     channel.start()

@@ -15,9 +15,9 @@ from cluster.serve.launcher import check_hosts, check_reachable
 
 def test_each_pool_is_a_deployment_of_placement_groups_below_the_gateway() -> None:
     config = default_config(TINY, prefill=2, decode=3)
-    application = build_application(config, {"prefill": 0.25, "decode": 0.5}, b"secret" * 4)
+    application = build_application(config, {"prefill": 0.25, "decode": 0.5})
     assert application._bound_deployment.name == "Gateway"
-    pools = [pool._bound_deployment for pool in application._bound_deployment.init_args[4:]]
+    pools = [pool._bound_deployment for pool in application._bound_deployment.init_args[3:]]
     assert [pool.name for pool in pools] == ["Pool-prefill", "Pool-decode"]
     for pool, num_replicas, cpus in zip(pools, (2, 3), (0.25, 0.5), strict=True):
         settings = pool._deployment_config

@@ -9,15 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config import PoolConfig
+from cluster.scaling.headroom import ReplicaDemand, shortages
 from cluster.serve.capacity import (
     ENGINE_CORE_CPUS,
     GATEWAY_CPUS,
-    ReplicaDemand,
     bundles,
     demands,
     placement_strategy,
     plan_cpus,
-    shortages,
 )
 
 GATEWAY = ReplicaDemand("gateway", ({"CPU": GATEWAY_CPUS},))

@@ -120,9 +120,19 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     found = load_chat_template(folder)
     assert found is not None
     assert found.source == "file"
-    (folder / "tokenizer_config.json").write_text("{")
-    with pytest.raises(CheckpointError, match="tokenizer_config"):
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja: unreadable"):
         load_chat_template(folder)
+    for damaged in ("{", "7", "[" * 100_000):
+        (folder / "tokenizer_config.json").write_text(damaged)
+        with pytest.raises(CheckpointError, match="tokenizer_config"):
+            load_chat_template(folder)
+
+
+@pytest.mark.parametrize("templates", [[], ["default"], [{"name": "default"}], [{"template": "d"}], 7])
+def test_templates_that_are_none_are_none(tmp_path: Path, templates: object) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    assert load_chat_template(tmp_path) is None
 
 
 @pytest.fixture

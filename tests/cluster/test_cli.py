@@ -47,9 +47,9 @@ def test_replicas_are_not_counted_twice(tmp_path: Path) -> None:
     assert "--prefill" in done.stderr
 
 
-@pytest.mark.parametrize("command", [("status",), ("explain", "r")])
+@pytest.mark.parametrize("command", [("status", "--admin-address"), ("explain", "r", "--address")])
 def test_an_unreachable_gateway_is_one_line(command: tuple[str, ...]) -> None:
-    done = tandem(*command, "--address", f"127.0.0.1:{free_port()}")
+    done = tandem(*command, f"127.0.0.1:{free_port()}")
     assert done.returncode == 1
     assert done.stderr.startswith("tandem: UNAVAILABLE")
     assert "Traceback" not in done.stderr
@@ -148,7 +148,7 @@ def test_a_prompt_that_is_not_utf8_is_refused() -> None:
 
 
 def test_an_unreachable_gateway_comes_with_a_hint() -> None:
-    done = tandem("status", "--address", f"127.0.0.1:{free_port()}")
+    done = tandem("status", "--admin-address", f"127.0.0.1:{free_port()}")
     assert "does `tandem serve` run there?" in done.stderr
 
 
@@ -166,11 +166,12 @@ def test_values_that_no_gateway_accepts_are_refused_before_a_connection() -> Non
 
 
 def test_where_the_gateway_listens_is_an_option_with_and_without_a_file(tmp_path: Path) -> None:
-    plain = serve_config(None, TINY, 1, 2, "0.0.0.0", 9000, (None, None)).gateway
+    plain = serve_config(None, TINY, 1, 2, "0.0.0.0", 9000, (None, None), insecure=True).gateway
     assert (plain.host, plain.port, plain.console_port) == ("0.0.0.0", 9000, 0)
     file = tmp_path / "cluster.yaml"
     file.write_text(
         f"model: {TINY}\npools: [{{name: both, role: both}}]\ngateway: {{host: auto, port: 7000}}\n"
+        "auth: {insecure: true}\n"
     )
 
     def of_file(host: str | None, port: int | None) -> tuple[str, int]:

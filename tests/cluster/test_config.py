@@ -23,6 +23,16 @@ def refused(raw: dict[str, Any]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "text", ["model: 2020-13-45", "model: 0x_", "[" * 5000, "model: " + "9" * 5000, "\xff"]
+)
+def test_a_file_that_is_no_yaml_is_named(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"cluster\.yaml: "):
+        load_config(file)
+
+
 def test_defaults_are_one_prefill_and_one_decode_replica() -> None:
     config = parse_config({"model": "m", "pools": POOLS}, "test")
     assert [(pool.name, pool.role, pool.replicas, pool.num_ranks) for pool in config.pools] == [
@@ -40,6 +50,8 @@ def test_defaults_are_one_prefill_and_one_decode_replica() -> None:
     [
         ({"tp": 0}, "pools[1].tp: Input should be greater"),
         ({"pp": 0}, "pools[1].pp: Input should be greater"),
+        ({"tp": 1 << 70}, "pools[1].tp: Input should be less"),
+        ({"pp": 1 << 70}, "pools[1].pp: Input should be less"),
         (
             {"pp": 2, "layers": [1, 2, 3]},
             "pools[1]: layers needs one entry for each of the pp = 2 stages, not 3",

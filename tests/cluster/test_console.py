@@ -9,17 +9,18 @@ from typing import Any
 
 import aiohttp
 import pytest
-from console_harness import TOKEN, ConsoleHarness, FakeDashboard, Page
+from console_harness import ConsoleHarness, Page
 from gateway_harness import PROMPT, GatewayHarness, encode, until
 from google.protobuf.json_format import ParseDict
 from rich.console import Console as Terminal
+from scaling_harness import TOKEN
 
 from cluster.api.client import Client, Collector, GenerateOptions
 from cluster.cli import calls
 from cluster.config import ClusterConfig, GatewayConfig, parse_config
-from cluster.console.orders import Operations
-from cluster.errors import CallError, ConfigError, DashboardAwayError, RosterAwayError, StartError
+from cluster.errors import CallError, ConfigError, DashboardAwayError, StartError, UnavailableError
 from cluster.proto import tandem_pb2 as pb
+from cluster.scaling.orders import Operations
 from cluster.serve.launcher import check_hosts
 from kvtransfer.common.clock import SystemClock
 from workers.stats_record import PathMeasure
@@ -45,7 +46,7 @@ async def test_the_status_is_that_of_the_command_line(
     front.harness.replicas["p0"].report([path])
     await until(lambda: any(view.paths for view in front.gateway.connections.views()), "the path is known")
     await client.complete(PROMPT, GenerateOptions(seed=1, max_tokens=3))
-    await calls.status(front.address, Terminal(), as_json=True)
+    await calls.status(f"127.0.0.1:{front.gateway.admin_port}", Terminal(), as_json=True)
     reported = json.loads(capsys.readouterr().out)
     shown = await page.get("/console/api/status")
     reported_paths = reported.pop("paths")
@@ -63,7 +64,7 @@ async def test_a_request_is_shown_while_it_runs_and_when_it_has_ended(
     stream, collector = aiter(client.generate(PROMPT, options)), Collector()
     while collector.num_tokens < 5:
         collector.add(await anext(stream))
-    assert front.gateway.requests.latest(1)[0].num_output_tokens == 5
+    assert front.gateway.requests.latest(1, None)[0].num_output_tokens == 5
     (shown,) = (await page.get("/console/api/requests"))["requests"]
     assert (shown["request_id"], shown["state"], shown["tenant"]) == ("slow-one", "running", "them")
     assert (shown["num_prompt_tokens"], shown["num_output_tokens"]) == (len(encode(PROMPT)), 5)
@@ -85,7 +86,7 @@ async def test_the_latest_requests_come_first(front: ConsoleHarness, page: Page,
         await client.complete(PROMPT, GenerateOptions(max_tokens=1, request_id=name))
     shown = [request["request_id"] for request in (await page.get("/console/api/requests"))["requests"]]
     assert shown == ["three", "two", "one"]
-    assert [record.request_id for record in front.gateway.requests.latest(2)] == ["three", "two"]
+    assert [record.request_id for record in front.gateway.requests.latest(2, None)] == ["three", "two"]
 
 
 async def test_a_failed_request_says_why(front: ConsoleHarness, page: Page, client: Client) -> None:
@@ -143,87 +144,75 @@ async def test_the_page_is_found_from_the_root(front: ConsoleHarness, page: Page
 # --------------------------------------------------------------------------------------------------- orders
 
 
-async def test_an_order_reaches_the_dashboard_with_the_operators_token(
+async def test_an_order_reaches_serve_through_the_scaler_which_alone_has_the_token(
     front: ConsoleHarness, page: Page, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG")
     status, fields = await page.order("scale", {"pool": "decode", "replicas": 3})
     assert (status, fields) == (200, {"message": "pool decode will have 3 replicas"})
-    assert front.dashboard.orders == [("Pool-decode", 3)]
+    assert front.dashboard.orders == [("decode", 3)]
+    view = await front.view()
+    assert (view.desired, view.pinned) == ({"decode": 3}, ("decode",))
+    status, fields = await page.order("scale", {"pool": "decode", "replicas": 3})
+    assert (status, fields) == (200, {"message": "pool decode keeps its 3 replicas: it is pinned"})
+    assert front.dashboard.orders == [("decode", 3)]
     status, fields = await page.order("release", {"pool": "decode"})
     assert (status, fields) == (200, {"message": "pool decode is released"})
-    assert front.dashboard.released == ["decode"]
+    view = await front.view()
+    assert (view.desired, view.pinned) == ({"decode": 3}, ())
+    assert [(move.before, move.after, move.by) for move in view.moves] == [
+        (1, 3, "local"),
+        (3, 3, "local"),
+        (3, 3, "local"),
+    ]
     assert TOKEN not in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("what", "order"), [("scale", {"pool": "decode", "replicas": 3}), ("release", {"pool": "decode"})]
-)
-async def test_without_the_token_nothing_changes(
-    front: ConsoleHarness, page: Page, what: str, order: dict[str, Any]
-) -> None:
-    assert (await page.order(what, order, token=""))[0] == 401
-    assert (await page.order(what, order, token="another"))[0] == 403
-    cookie = {"Content-Type": "application/json", "Cookie": f"ray-authentication-token={TOKEN}"}
-    status, _ = await page.ask("POST", f"/console/api/{what}", cookie, json.dumps(order).encode())
-    assert status == 401
-    assert (front.dashboard.orders, front.dashboard.released) == ([], [])
 
 
 @pytest.mark.parametrize(
     ("refusal", "status"),
     [
-        ((404, "Application or Deployment not found"), 404),
+        ((404, "Application or Deployment not found"), 400),
         ((412, "external_scaler_enabled=false"), 412),
         ((503, "Serve controller is not available"), 503),
-        ((418, "I am a teapot"), 502),
+        ((418, "I am a teapot"), 412),
     ],
 )
-async def test_the_dashboards_refusals_are_passed_on(
+async def test_serves_refusals_are_passed_on_and_change_nothing(
     front: ConsoleHarness, page: Page, refusal: tuple[int, str], status: int
 ) -> None:
     front.dashboard.refusal = refusal
     answered, fields = await page.order("scale", {"pool": "decode", "replicas": 3})
     assert answered == status
-    assert refusal[1] in fields["error"] or status == 404
-    assert front.dashboard.orders == []
+    assert refusal[1] in fields["error"] or status == 400
+    view = await front.view()
+    assert (view.desired, view.moves) == ({}, ())
 
 
-async def test_orders_that_reach_no_dashboard_say_so(front: ConsoleHarness, page: Page) -> None:
-    order = {"pool": "decode", "replicas": 3}
+async def test_an_order_that_reaches_no_dashboard_says_so(front: ConsoleHarness, page: Page) -> None:
     await front.dashboard.stop()
-    status, fields = await page.order("scale", order)
+    status, fields = await page.order("scale", {"pool": "decode", "replicas": 3})
     assert (status, front.dashboard.url in fields["error"]) == (503, True)
-    front.dashboard.url = ""
-    status, fields = await page.order("scale", order)
-    assert (status, "no dashboard" in fields["error"]) == (503, True)
-    assert (await page.get("/console/api/about"))["dashboard"] == ""
+    assert (await front.view()).desired == {}
 
 
 async def test_what_cannot_be_reached_is_named(harness: GatewayHarness) -> None:
     async def unreachable() -> str:
         raise DashboardAwayError("the GCS is away")
 
-    async def away(*order: object) -> None:
-        raise RosterAwayError("the roster is away")
+    async def no_scaler(frame: bytes) -> bytes:
+        raise UnavailableError("the scaler does not answer")
 
-    async def known() -> str:
-        return dashboard.url
-
-    dashboard = FakeDashboard()
-    await dashboard.start()
     reported = []
-    for operations in (None, Operations(unreachable, away), Operations(known, away)):
+    for operations in (None, Operations(unreachable, no_scaler)):
         gateway, _ = await harness.add_gateway(harness.config(console_port=0), operations)
         async with aiohttp.ClientSession() as session:
             page = Page(f"http://127.0.0.1:{gateway.console_port}", session)
-            status, fields = await page.order("release", {"pool": "decode"})
-            assert status == 503
-            reported.append(fields["error"])
-            assert (await page.get("/console/api/about"))["app"] == "tandem"
-    await dashboard.stop()
-    assert "without Ray" in reported[0]
-    assert reported[1:] == ["the GCS is away", "the roster is away"]
+            reported.append(await page.order("release", {"pool": "decode"}))
+            about = await page.get("/console/api/about")
+            assert (about["app"], about["dashboard"]) == ("tandem", "")
+    assert [status for status, _ in reported] == [412, 503]
+    assert "without Ray" in reported[0][1]["error"]
+    assert reported[1][1]["error"] == "the scaler does not answer"
 
 
 # ------------------------------------------------------------------------------------------------ listening

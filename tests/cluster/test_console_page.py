@@ -1,4 +1,4 @@
-"""The console's page in headless Chromium, over scripted replicas: orders, tokens, a gateway that goes."""
+"""The console's page in headless Chromium, over scripted replicas: orders, a gateway that goes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from console_harness import TOKEN, Browser, ConsoleHarness
+from console_harness import Browser, ConsoleHarness
 from gateway_harness import PROMPT, until
 from optional_programs import needs_chromium
 from selenium.webdriver.common.keys import Keys
@@ -91,58 +91,22 @@ async def test_the_focus_stays_while_the_page_updates(front: ConsoleHarness, bro
     await look(check)
 
 
-async def test_an_order_asks_for_the_token_and_then_is_given(front: ConsoleHarness, browser: Browser) -> None:
-    more = '.pool:nth-child(2) [data-act="more"]'
-
+async def test_an_order_is_given_at_once(front: ConsoleHarness, browser: Browser) -> None:
     def order() -> None:
         browser.open(f"{front.page.url}/console")
-        browser.click(more)
-        browser.wait_text("#token-why", "wants your token")
-        assert browser.text(".pool:nth-child(2) .desired") == "1"
-        browser.type("#token-input", "wrong")
-        browser.wait_text("#token-why", "did not accept this token")
-        assert front.dashboard.orders == []
-        browser.type("#token-input", TOKEN)
+        browser.click('.pool:nth-child(2) [data-act="more"]')
         browser.wait_text("#message", "pool decode will have 2 replicas")
         assert browser.text(".pool:nth-child(2) .desired").startswith("2")
+        browser.wait_text("#moves", "local")
+        assert browser.errors() == []
 
     await look(order)
-    assert front.dashboard.orders == [("Pool-decode", 2)]
-    errors = [each for each in await look(browser.errors) if "401" not in each and "403" not in each]
-    assert errors == []
-
-    def order_again() -> None:
-        browser.open(f"{front.page.url}/console")  # the same tab: it still has the token
-        browser.click(more)
-        browser.wait_text("#message", "pool decode will have 2 replicas")
-        browser.click("#token-button")
-        browser.click("#token-forget")
-        browser.open(f"{front.page.url}/console")
-        browser.click(more)
-        browser.wait_text("#token-why", "wants your token")
-        browser.press(Keys.ESCAPE)
-        browser.wait_text("#message", "Nothing was changed")
-
-    await look(order_again)
-    assert front.dashboard.orders == [("Pool-decode", 2)] * 2
-
-
-async def test_no_token_is_taken_from_the_address(front: ConsoleHarness, browser: Browser) -> None:
-    def order() -> None:
-        browser.open(f"{front.page.url}/console#token={TOKEN}")
-        browser.click('.pool:nth-child(1) [data-act="more"]')
-        browser.wait_text("#token-why", "wants your token")
-        browser.errors()
-
-    await look(order)
-    assert front.dashboard.orders == []
+    assert front.dashboard.orders == [("decode", 2)]
 
 
 async def test_fewer_replicas_are_ordered_after_a_question(front: ConsoleHarness, browser: Browser) -> None:
     def order() -> None:
         browser.open(f"{front.page.url}/console")
-        browser.click("#token-button")
-        browser.type("#token-input", TOKEN)
         browser.click('.pool:nth-child(2) [data-act="more"]')
         browser.wait_text("#message", "pool decode will have 2 replicas")
         less = '.pool:nth-child(2) [data-act="less"]'
@@ -154,10 +118,9 @@ async def test_fewer_replicas_are_ordered_after_a_question(front: ConsoleHarness
         browser.click(less)
         browser.click("#fewer-yes")
         browser.wait_text("#message", "pool decode will have 1 replica")
-        browser.run("sessionStorage.clear()")
 
     await look(order)
-    assert front.dashboard.orders == [("Pool-decode", 2), ("Pool-decode", 1)]
+    assert front.dashboard.orders == [("decode", 2), ("decode", 1)]
 
 
 async def test_a_refused_order_says_why(front: ConsoleHarness, browser: Browser) -> None:
@@ -165,12 +128,9 @@ async def test_a_refused_order_says_why(front: ConsoleHarness, browser: Browser)
 
     def order() -> None:
         browser.open(f"{front.page.url}/console")
-        browser.click("#token-button")
-        browser.type("#token-input", TOKEN)
         browser.click('.pool:nth-child(2) [data-act="more"]')
         browser.wait_text("#message", "external_scaler_enabled=false")
         assert browser.text(".pool:nth-child(2) .desired") == "1"
-        browser.run("sessionStorage.clear()")
         browser.errors()
 
     await look(order)

@@ -21,7 +21,7 @@ from chart_harness import with_value
 from index_harness import RawRedis
 from serving import ROOT, TINY, environment, free_port
 
-from cluster.api.blocking_client import BlockingClient
+from cluster.api.blocking_client import BlockingAdminClient
 from cluster.errors import CallError
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.common.clock import SystemClock
@@ -160,10 +160,14 @@ def heads() -> Iterator[list[Head]]:
         head.close()
 
 
+def admin_address(application: dict[str, Any]) -> str:
+    return f"127.0.0.1:{application['args']['config']['gateway']['admin_port']}"
+
+
 def gateway_pool(application: dict[str, Any]) -> pb.Pool | None:
     """The pool as the gateway tells it; None while there is no gateway."""
     try:
-        with BlockingClient(f"127.0.0.1:{application['args']['config']['gateway']['port']}") as client:
+        with BlockingAdminClient(admin_address(application)) as client:
             (pool,) = client.status().pools
             return pool
     except CallError:

@@ -146,7 +146,7 @@ def test_a_taken_port_ends_in_status_1(tmp_path: Path) -> None:
 
 
 def test_a_gateway_that_is_not_there_is_an_error() -> None:
-    status, answer = checked("--address", f"127.0.0.1:{free_port()}", "--seconds", "0")
+    status, answer = checked("--admin-address", f"127.0.0.1:{free_port()}", "--seconds", "0")
     assert status == 1
     (finding,) = answer["findings"]
     assert finding["check"] == "gateway"
@@ -154,7 +154,9 @@ def test_a_gateway_that_is_not_there_is_an_error() -> None:
 
 
 async def test_a_gateway_that_is_there_is_looked_at(pair: Pair) -> None:
-    status, answer = await asyncio.to_thread(checked, "--address", pair.client.address, "--seconds", "0.1")
+    status, answer = await asyncio.to_thread(
+        checked, "--admin-address", pair.admin.address, "--seconds", "0.1"
+    )
     assert status == 0
     named = {item["check"] for item in answer["findings"]}
     assert {"route", "ttft", "replicas", "gateways", "clocks", "versions"} <= named
@@ -177,7 +179,7 @@ def test_a_running_cluster_is_well_and_says_what_its_prompts_share(tmp_path: Pat
                 "generate", f"{number * 7919:012d} {text}", "--address", cluster.address, "--max-tokens", "4"
             )
             assert done.returncode == 0, done.stderr
-        status, answer = checked("-f", str(file), "--address", cluster.address)
+        status, answer = checked("-f", str(file), "--admin-address", cluster.admin_address)
         by_check = {item["check"]: item for item in answer["findings"]}
         assert status == 0, [item for item in answer["findings"] if item["severity"] == "error"]
         assert by_check["ports"]["severity"] == "ok"

@@ -31,7 +31,8 @@ def listening() -> Iterator[socket.socket]:
 
 
 def with_port(port: int, console: int | None = None, host: str = "127.0.0.1") -> ClusterConfig:
-    return config_of(gateway={"port": port, "console_port": console, "host": host})
+    gateway = {"port": port, "console_port": console, "admin_port": 0, "host": host}
+    return config_of(gateway=gateway, auth={"insecure": True})
 
 
 def free_port() -> int:
@@ -213,4 +214,5 @@ def test_a_certificate_and_its_key_are_a_pair_that_can_be_read(tmp_path: Path) -
     key_file.unlink()
     assert only(network.tls, context_of(Machine(), config)).severity is ERROR
     assert not said(network.tls, context_of(Machine()))
-    assert only(network.tls, context_of(Machine(), config_of(gateway={"host": "auto"}))).severity is NOTE
+    everywhere = config_of(gateway={"host": "auto"}, auth={"insecure": True})
+    assert only(network.tls, context_of(Machine(), everywhere)).severity is NOTE

@@ -136,7 +136,7 @@ async def test_a_cancel_reaches_both_replicas(pair: Pair) -> None:
     assert pair.decode.cancels
     assert pair.prefill.cancels
     await until(lambda: pair.gateway.requests.num_running == 0, "the gateway forgets it")
-    assert pair.gateway.requests.record(stream.request_id).state == "cancelled"
+    assert pair.gateway.requests.record(stream.request_id, "").state == "cancelled"
 
 
 async def test_leaving_the_iteration_cancels(pair: Pair) -> None:
@@ -306,7 +306,7 @@ async def shown_paths(pair: Pair, num_paths: int) -> list[pb.Path]:
     clock = SystemClock()
     async with asyncio.timeout(WAIT_S):
         while True:
-            (written,) = await pair.client.paths(["p0"])
+            (written,) = await pair.admin.paths(["p0"])
             if len(written.paths) == num_paths:
                 return list(written.paths)
             await clock.sleep(0.01)
@@ -321,12 +321,12 @@ async def test_missing_paths_are_told_of_those_to_replicas_that_there_are(pair: 
     assert [(it.peer_replica_id, it.transport, it.instead_of) for it in found] == [("d0", "", "too slow")]
     p0.report([])
     assert await shown_paths(pair, 0) == []
-    assert [it.replica_id for it in await pair.client.paths()] == ["d0", "p0"]
-    assert await pair.client.paths(["d9"]) == []
+    assert [it.replica_id for it in await pair.admin.paths()] == ["d0", "p0"]
+    assert await pair.admin.paths(["d9"]) == []
 
 
 async def test_status_names_replicas_and_models(pair: Pair) -> None:
-    status = await pair.client.status()
+    status = await pair.admin.status()
     assert [(it.replica_id, it.role, it.state) for it in status.replicas] == [
         ("d0", "decode", "ready"),
         ("p0", "prefill", "ready"),

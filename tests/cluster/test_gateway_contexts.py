@@ -17,7 +17,11 @@ async def test_a_prompt_too_long_for_a_prefill_replica_goes_around_it(harness: G
     decode = await harness.add_replica("d0", "decode")
     gateway, address = await harness.add_gateway()
     client = harness.client(address)
-    assert (await client.status()).model.max_context_tokens == gateway.connections.max_context_tokens == 512
+    assert (
+        (await harness.admin().status()).model.max_context_tokens
+        == gateway.connections.max_context_tokens
+        == 512
+    )
     near = await client.complete([5] * 100, SHORT)
     assert (near.finished.prefill_replica, near.finished.decode_replica) == ("p0", "d0")
     far = await client.complete([6] * 300, SHORT)
@@ -33,7 +37,7 @@ async def test_the_context_is_that_of_the_least_replica_that_can_serve_alone(har
     await harness.add_replica("d1", "decode", num_blocks=16)
     _, address = await harness.add_gateway()
     client = harness.client(address)
-    assert (await client.status()).model.max_context_tokens == 256
+    assert (await harness.admin().status()).model.max_context_tokens == 256
     with pytest.raises(CallError, match="256") as refused:
         await client.complete([5] * 256, SHORT)
     assert refused.value.code is grpc.StatusCode.INVALID_ARGUMENT

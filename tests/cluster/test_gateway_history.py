@@ -26,13 +26,13 @@ from cluster.gateway.history import (
 from cluster.metrics.ended_request import Caller, EndedRequest, SampleResult, Summary
 from cluster.roster.messages import GatewayRecord
 from cluster.text.preprocess import PreparedRequest, SampleStart
-from kvtransfer.blocks.keys import block_keys
+from kvtransfer.blocks.keys import extend_keys, root_key
 from kvtransfer.common.clock import ManualClock, SystemClock
 from workers.messages.link import HandOverReport, PrefillReport, StageTimes
 from workers.messages.sampling import SamplingParams
 
 BLOCK = 16
-ROOT = bytes(16)
+SECRET = bytes(32)
 Tokens = list[int]
 
 
@@ -45,7 +45,9 @@ def put(
 ) -> int:
     """By default each begins after all before have ended."""
     prompt = raw(tokens)
-    return book.saw(tenant, block_keys(prompt, BLOCK, ROOT, tenant), prompt, began, ended)[1]
+    return book.saw(
+        tenant, extend_keys(root_key(SECRET, b"model", tenant), prompt, BLOCK), prompt, began, ended
+    )[1]
 
 
 def drawn(seed: int, num_tokens: int) -> Tokens:
@@ -190,9 +192,11 @@ def ended(
     plan = PreparedRequest(
         request_id="r",
         tenant="t",
+        sharing_group="t",
         priority=0,
         prompt=raw(tokens),
-        block_keys=block_keys(raw(tokens), BLOCK, ROOT, "t"),
+        root_key=b"root",
+        block_keys=extend_keys(b"root", raw(tokens), BLOCK),
         sampling=SamplingParams(max_tokens=11),
         samples=(SampleStart(0, 0, b"", ""),),
         deadline_at=None,
@@ -281,7 +285,7 @@ async def test_a_gateway_tells_where_its_prompts_diverge(pair: Pair) -> None:
     for number in range(15):
         prompt = [*head, 300 + number, *tail]
         await pair.client.complete(prompt, GenerateOptions(max_tokens=3, tenant="acme"))
-    live = await look(pair.client.address, 0.0, Expected.of(None), "", SystemClock())
+    live = await look(pair.admin.address, 0.0, Expected.of(None), "", SystemClock())
     assert live.status.recent.num_requests == 15
     # The scripted replicas say that they queued for 0.25 s and computed for 0.75 s.
     assert live.status.recent.slow_queue_ms == pytest.approx(250.0)
@@ -297,9 +301,10 @@ async def test_a_gateway_tells_where_its_prompts_diverge(pair: Pair) -> None:
 async def test_every_gateway_is_asked_and_one_that_is_gone_is_told(harness: GatewayHarness) -> None:
     await harness.add_replica("b0", "both")
     gateway, address = await harness.add_gateway()
-    for gateway_id, where in (("g0", address), ("g1", "127.0.0.1:1")):
-        await harness.roster.register(GatewayRecord(gateway_id, 1, where, 1))
+    own = f"127.0.0.1:{gateway.admin_port}"
+    for gateway_id, where in (("g0", own), ("g1", "127.0.0.1:1")):
+        await harness.roster.register(GatewayRecord(gateway_id, 1, address, 1, admin=where))
     await until(lambda: len(gateway.connections.gateways) == 2, "both gateways are known")
-    live = await look(address, 0.0, Expected.of(None), "", SystemClock())
+    live = await look(own, 0.0, Expected.of(None), "", SystemClock())
     assert [reply.status is not None for reply in live.gateways] == [True, False]
     assert said(members.gateways, live)[0][0] is Severity.WARNING

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from patience import WAIT_S
 from serving import free_port
 
-from cluster.api.client import Client, GenerateOptions
+from cluster.api.client import Client, ClientCredentials, GenerateOptions
 from cluster.config import parse_config
 from cluster.errors import CallError, ConfigError, StartError
 from cluster.serve.gateway_server import SERVICE_NAME
@@ -44,21 +44,25 @@ async def shown_name(address: str) -> str:
     return name_of(certificate)
 
 
+def trusting(cert_file: Path) -> ClientCredentials:
+    return ClientCredentials(root_certificate=cert_file.read_bytes())
+
+
 async def test_with_a_certificate_only_tls_is_spoken(harness: GatewayHarness, tmp_path: Path) -> None:
     cert_file, key_file = write_certificate(tmp_path, "one")
     address = await start(harness, tls_cert_file=str(cert_file), tls_key_file=str(key_file))
-    async with Client(f"tls://{address}", root_certificate=cert_file.read_bytes()) as client:
+    async with Client(f"tls://{address}", credentials=trusting(cert_file)) as client:
         done = await client.complete(PROMPT, GenerateOptions(seed=7, max_tokens=12))
         assert list(done.token_ids[0]) == expected(7, 12)
     (tmp_path / "elsewhere").mkdir()
     other, _ = write_certificate(tmp_path / "elsewhere", "somebody else")
-    async with Client(f"tls://{address}", root_certificate=other.read_bytes()) as stranger:
+    async with Client(f"tls://{address}", credentials=trusting(other)) as stranger:
         with pytest.raises(CallError) as caught:
-            await stranger.status()
+            await stranger.models()
         assert caught.value.code is grpc.StatusCode.UNAVAILABLE
     async with Client(address) as plain:
         with pytest.raises(CallError):
-            await plain.status()
+            await plain.models()
 
 
 async def test_a_renewed_certificate_is_shown_without_a_restart(
@@ -95,7 +99,7 @@ async def test_probes_that_speak_no_tls_have_a_port_with_health_alone(
     address = await start(
         harness, tls_cert_file=str(cert_file), tls_key_file=str(key_file), health_port=health_port
     )
-    async with Client(f"tls://{address}", root_certificate=cert_file.read_bytes()) as client:
+    async with Client(f"tls://{address}", credentials=trusting(cert_file)) as client:
         await client.complete(PROMPT, GenerateOptions(max_tokens=1))
     probe = f"127.0.0.1:{health_port}"
     async with grpc.aio.insecure_channel(probe) as channel:
@@ -104,7 +108,7 @@ async def test_probes_that_speak_no_tls_have_a_port_with_health_alone(
         assert answer.status == SERVING
     async with Client(probe) as client:
         with pytest.raises(CallError) as caught:
-            await client.status()
+            await client.models()
         assert caught.value.code is grpc.StatusCode.UNIMPLEMENTED
 
 

@@ -91,7 +91,7 @@ async def test_a_replica_that_becomes_a_prefill_replica_loses_its_streams_and_ge
     client = harness.client(address)
     told = [await client.complete(PROMPT, GenerateOptions(seed=i, max_tokens=3)) for i in range(6)]
     assert {it.finished.decode_replica for it in told} == {"d1"}
-    assert {replica.replica_id: replica.role for replica in (await client.status()).replicas} == {
+    assert {replica.replica_id: replica.role for replica in (await harness.admin().status()).replicas} == {
         "p0": "prefill",
         "d0": "prefill",
         "d1": "decode",

@@ -9,15 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.metrics.ended_request import Caller, EndedRequest, RoutedAttempt, SampleResult, Summary
-from cluster.metrics.gateway_counters import (
+from cluster.metrics.curves import (
     CURVE_S,
     RING_S,
-    GatewayCounters,
-    Histogram,
+    SecondCounts,
+    SecondRing,
     Spread,
-    cached_by_tier,
+    curves_of,
+    merged,
+    window_of,
 )
+from cluster.metrics.ended_request import Caller, EndedRequest, RoutedAttempt, SampleResult, Summary
+from cluster.metrics.gateway_counters import GatewayCounters, Histogram, cached_by_tier
 from cluster.text.preprocess import PreparedRequest, SampleStart
 from router.messages import Decision
 from workers.messages.link import HandOverReport, PrefillReport, StageTimes, TokenDelta
@@ -40,7 +43,9 @@ class Front:
 
     def arrive(self, name: str, now: float, *, tenant: str = "t", prompt: int = 10, samples: int = 1) -> None:
         starts = tuple(SampleStart(index, 0) for index in range(samples))
-        plan = PreparedRequest(name, tenant, 0, bytes(4 * prompt), (), SamplingParams(), starts, None)
+        plan = PreparedRequest(
+            name, tenant, tenant, 0, bytes(4 * prompt), b"", (), SamplingParams(), starts, None
+        )
         self.counters.arrived(plan, now)
 
     def prefill(
@@ -221,6 +226,29 @@ def test_curves_and_the_window_are_of_the_last_minutes() -> None:
     assert everything.num_output_tokens == sum(
         len(gaps) for second, gaps in second_to_gaps.items() if second >= int(at) - RING_S
     )
+
+
+def test_percentiles_of_several_gateways_are_those_of_all_their_values() -> None:
+    """One gateway is fast and one slow: the mean of their percentiles would be neither's."""
+    fast, slow, rng = SecondRing(), SecondRing(), np.random.default_rng(3)
+    values = {5: rng.uniform(0.01, 0.02, 300), 9: rng.uniform(1.0, 2.0, 100)}
+    for value in values[5]:
+        fast.second(5.25).ttft.add(float(value))
+    for value in values[9]:
+        second = slow.second(9.5)
+        second.ttft.add(float(value))
+        second.counts["num_arrived"] += 1
+    # At unix time 1005 both: the clocks began at other times.
+    seconds = merged([(1000.0, fast.counts_since(0)), (996.0, slow.counts_since(0))])
+    assert [second.at for second in seconds] == [1005]
+    every = np.concatenate(list(values.values()))
+    (point,) = curves_of(seconds, 1006.0, 1006.0).ttft
+    assert point.at == 1005.0
+    assert point.p50 == pytest.approx(np.median(every), rel=0.011)
+    assert point.p90 == pytest.approx(np.quantile(every, 0.9, method="inverted_cdf"), rel=0.011)
+    assert window_of(seconds, 1006.0).num_arrived == 100
+    assert merged([(0.0, (SecondCounts(1, {"num_new": 7}, {}, {}),))])[0].counts["num_new"] == 0
+    assert slow.counts_since(10) == ()
 
 
 def test_late_is_what_exceeds_the_objective() -> None:

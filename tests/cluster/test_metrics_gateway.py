@@ -35,7 +35,7 @@ async def test_a_call_is_measured_and_told_to_the_scaler(pair: Pair) -> None:
     held_s = ended.total + done.finished.timing.prefill_ms / 1e3
     bound = held_s * (NUM_PROMPT + 24) * KV_BYTES
     assert 0 < use.kv_byte_s <= bound
-    demand = (await pair.client.status()).demand
+    demand = (await pair.admin.status()).demand
     assert (demand.num_arrived, demand.num_sequences, demand.num_ended) == (1, 2, 2)
     assert (demand.num_output_tokens, demand.output_tokens_squared) == (24, 2 * 12**2)
     assert (demand.num_prompts, demand.num_computed_tokens) == (1, 1)

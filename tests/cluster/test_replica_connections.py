@@ -10,6 +10,7 @@ from cluster.gateway import replica_connections
 from cluster.proto import tandem_pb2 as pb
 from cluster.serve.gateway_server import Gateway
 from kvtransfer.messages import BlocksStored, CompatibilityRecord, KvEvents
+from kvtransfer.rpc.trust import Trust
 
 
 def states(gateway: Gateway) -> list[str]:
@@ -37,7 +38,7 @@ async def test_a_replica_of_another_model_is_refused_and_the_others_serve(
     monkeypatch.setattr(type(harness.replicas["d0"]), "compatibility", lambda self: other)
     await harness.add_replica("d1", "decode")
     await until(lambda: states(gateway) == ["ready", "refused"], "the stranger is refused")
-    status = await harness.client(address).status()
+    status = await harness.admin().status()
     assert "model_fingerprint" in status.replicas[1].note
     for _ in range(3):
         done = await harness.client(address).complete(PROMPT, GenerateOptions(max_tokens=2))
@@ -56,7 +57,7 @@ async def test_another_block_size_is_refused(
 
 async def test_a_replica_that_does_not_know_the_secret_is_not_used(harness: GatewayHarness) -> None:
     gateway, _ = await harness.add_gateway()
-    harness.secret = b"x" * 32
+    harness.trust = Trust.draw()
     await harness.add_replica("d0", "decode")
     await until(lambda: any("secret" in view.note for view in gateway.connections.views()), "the proof fails")
     assert states(gateway) == ["connecting"]

@@ -97,8 +97,10 @@ def make_task(
     prepared = PreparedRequest(
         request_id="r",
         tenant="",
+        sharing_group="",
         priority=0,
         prompt=tokens(1),
+        root_key=b"",
         block_keys=(),
         sampling=SamplingParams(max_tokens=1 << 20),
         samples=(SampleStart(0, 1),),

@@ -68,6 +68,7 @@ STAY = {"prefill": "stay", "decode": "stay", "gateways": "stay"}
         ({"scaling": {"ttft_slo_s": 9.0}}, {"gateways"}),
         ({"gateway": {"model_name": "other"}}, {"prefill", "decode", "gateways"}),
         ({"debug": {"allow_pins": True}}, {"gateways"}),
+        ({"auth": {"resume_s": 60}}, {"gateways"}),
         ({"decode": {"replicas": 3}}, set()),
         ({"gateway": {"replicas": 2}}, set()),
         ({"decode": {"health_check_period_s": 1.0}}, set()),
@@ -99,6 +100,7 @@ def test_every_setting_is_some_deployment_s_or_changes_without_a_restart() -> No
         "logs",
         "tracing",
         "debug",
+        "auth",
     }
     assert parts - used == {"secret_file"}
 
@@ -188,7 +190,7 @@ def test_changes_are_named_by_their_path() -> None:
 
 def test_the_deployed_application_carries_the_versions() -> None:
     config = make(decode={"surge": False}, gateway={"surge": False})
-    application = build_application(config, CPUS, b"s" * 16, life="l", counts={"decode": 3})
+    application = build_application(config, CPUS, life="l", counts={"decode": 3})
     gateway = application._bound_deployment
     bound = [it for it in gateway.init_args if not isinstance(it, str | bytes)]
     pools = [pool._bound_deployment for pool in bound]
@@ -200,7 +202,7 @@ def test_the_deployed_application_carries_the_versions() -> None:
     assert [pool._deployment_config.num_replicas for pool in pools] == [1, 3]
     assert [pool._deployment_config.max_surge_percent for pool in pools] == [1, 0]
     assert gateway._deployment_config.max_surge_percent == 0
-    surging = build_application(make(), CPUS, b"s" * 16)._bound_deployment
+    surging = build_application(make(), CPUS)._bound_deployment
     assert surging._deployment_config.max_surge_percent == 1
     assert all(int(100 * pool._deployment_config.rolling_update_percentage) == 1 for pool in pools)
     assert gateway._deployment_config.user_config["replicas"] == {"prefill": 1, "decode": 1}
@@ -225,4 +227,4 @@ def test_a_plan_is_shown_and_printed_as_json() -> None:
 
 def test_what_was_deployed_is_read_back_as_it_was() -> None:
     config = make(gateway={"port": 9000})
-    assert Deployed(config.model_dump_json(), CPUS, b"s", "l").config == config
+    assert Deployed(config.model_dump_json(), CPUS, "l").config == config

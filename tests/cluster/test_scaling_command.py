@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import typer
+from console_harness import ConsoleHarness
 from gateway_harness import GatewayHarness, until
 from rich.console import Console
 from scaling_harness import TOKEN, FakeApp, FakeDashboard, FakePool
@@ -28,12 +29,11 @@ from cluster.cli.scale import (
     read_token,
     scale,
 )
-from cluster.console.orders import Operations
 from cluster.errors import ConfigError, DashboardError, PinError, ScaleTimeoutError, UnknownPoolError
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import GatewayRecord
+from cluster.scaling.headroom import make_headroom
 from cluster.scaling.serve_client import AppTargets, PoolTarget
-from cluster.serve.capacity import make_headroom
 from kvtransfer.common.clock import SystemClock
 
 RUNNING = ["RUNNING"]
@@ -185,7 +185,8 @@ def two_pools() -> FakeApp:
 async def test_a_dry_run_orders_nothing_and_shows_the_cluster(harness: GatewayHarness) -> None:
     await harness.add_replica("p0", "prefill")
     await harness.add_replica("d0", "decode")
-    _, address = await harness.add_gateway()
+    gateway, _ = await harness.add_gateway()
+    address = f"127.0.0.1:{gateway.admin_port}"
     async with FakeDashboard(two_pools()) as dashboard:
         text = await CommandHarness(dashboard, address).scale("decode=3", dry_run=True)
         assert dashboard.orders == []
@@ -199,7 +200,8 @@ async def test_an_order_that_leaves_nothing_to_decode_is_refused_before_the_dash
 ) -> None:
     await harness.add_replica("p0", "prefill")
     await harness.add_replica("d0", "decode")
-    _, address = await harness.add_gateway()
+    gateway, _ = await harness.add_gateway()
+    address = f"127.0.0.1:{gateway.admin_port}"
     work = ScaleWork(
         ScaleTarget(address, f"http://127.0.0.1:{free_port()}", TOKEN, "tandem"),
         Console(file=io.StringIO()),
@@ -252,38 +254,27 @@ async def test_an_application_that_does_not_run_is_named() -> None:
             await harness.scale("decode=2")
 
 
-async def test_the_count_that_a_pool_has_already_is_pinned_through_the_console(
-    harness: GatewayHarness,
-) -> None:
-    await harness.add_replica("p0", "prefill")
-    await harness.add_replica("d0", "decode")
-    async with FakeDashboard(two_pools()) as dashboard:
-
-        async def url() -> str:
-            return dashboard.url
-
-        operations = Operations(url, harness.roster.change)
-        gateway, address = await harness.add_gateway(harness.config(console_port=0), operations)
-        view = await harness.roster.view(-1, 0.0)
-        record = GatewayRecord("g0", 1, address, 1, f"127.0.0.1:{gateway.console_port}")
-        await harness.roster.register(record)
-        await until(lambda: bool(gateway.connections.gateways), "the gateway knows itself")
-        text = await CommandHarness(dashboard, address).scale("decode=1", dry_run=True)
-        assert "decode has this target already, and is pinned to it" in text
-        assert (await harness.roster.view(-1, 0.0)).pinned == view.pinned
-        text = await CommandHarness(dashboard, address).scale("decode=1", "prefill=2")
-        assert dashboard.orders == [("prefill", 2)]
-        told = await harness.roster.view(-1, 0.0)
-        assert (dict(told.desired), set(told.pinned)) == ({"decode": 1}, {"decode"})
-        stranger = CommandHarness(dashboard, address)
-        stranger.door = stranger.door._replace(token="another")
-        with pytest.raises(DashboardError, match="token"):
-            await stranger.scale("decode=1")
+async def test_the_count_that_a_pool_has_already_is_pinned_through_the_console(front: ConsoleHarness) -> None:
+    record = GatewayRecord("g0", 1, front.address, 1, f"127.0.0.1:{front.gateway.console_port}")
+    await front.harness.roster.register(record)
+    await until(lambda: bool(front.gateway.connections.gateways), "the gateway knows itself")
+    text = await CommandHarness(front.dashboard, front.admin_address).scale("decode=1", dry_run=True)
+    assert "decode has this target already, and is pinned to it" in text
+    assert (await front.view()).pinned == ()
+    await CommandHarness(front.dashboard, front.admin_address).scale("decode=1", "prefill=2")
+    assert front.dashboard.orders == [("prefill", 2)]
+    view = await front.view()
+    assert (view.desired["decode"], "decode" in view.pinned) == (1, True)
+    stranger = CommandHarness(front.dashboard, front.admin_address)
+    stranger.door = stranger.door._replace(token="another")
+    with pytest.raises(DashboardError, match="token"):
+        await stranger.scale("decode=1")
 
 
 async def test_releasing_without_a_console_says_what_to_set(harness: GatewayHarness) -> None:
     await harness.add_replica("d0", "decode")
-    _, address = await harness.add_gateway()
+    gateway, _ = await harness.add_gateway()
+    address = f"127.0.0.1:{gateway.admin_port}"
     async with FakeDashboard(two_pools()) as dashboard:
         door = ScaleTarget(address, dashboard.url, TOKEN, "tandem")
         work = ScaleWork(door, Console(file=io.StringIO()), SystemClock(), as_json=False)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from gateway_harness import until
 from scaling_harness import TOKEN, FakeApp, FakeDashboard, FakePool
 from serving import TINY
 
 from cluster.config import ClusterConfig, parse_config
-from cluster.errors import DashboardError
+from cluster.errors import DashboardError, InvalidRequestError, OrderError, UnavailableError
 from cluster.metrics.gateway_counters import Demand
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import ReplicaRecord, RosterView
 from cluster.roster.state import LocalRoster
 from cluster.scaling.config import PoolLimits, ScalingConfig
+from cluster.scaling.orders import Operations, ScalerOrders
 from cluster.scaling.policy import PoolMove, RoleAssignment, RoleReturn, ScalingPlan
 from cluster.scaling.samples import History, PoolView
 from cluster.scaling.scaler import Scaler
@@ -64,6 +66,10 @@ class ScalerHarness:
         self.roster = LocalRoster(self.clock)
         self.policy = Script()
         self.scaler = Scaler(_config(**scaling), self.roster, self._open, self.clock, self.policy)
+        self.orders = ScalerOrders(Operations(self._url, self.scaler.obey))
+
+    async def _url(self) -> str:
+        return self.dashboard.url
 
     async def _open(self) -> ServeClient:
         return ServeClient(self.dashboard.url, "tandem", TOKEN)
@@ -121,6 +127,121 @@ async def test_an_order_is_kept_over_a_deploy_and_shown() -> None:
             (1, 3, "deploy"),
         ]
         assert harness.policy.num_asked == 0
+
+
+async def test_an_order_of_a_gateway_is_obeyed_pinned_and_told_under_its_name() -> None:
+    app = _app()
+    async with FakeDashboard(app) as dashboard:
+        harness = ScalerHarness(dashboard, lend_roles=True)
+        await harness.register("p0", "prefill")
+        harness.policy.plan = ScalingPlan(role_changes=(RoleAssignment("p0", "prefill", "decode", "idle"),))
+        view = await harness.tick()
+        assert [lease.role for lease in view.leases] == ["decode"]
+        done = await harness.orders.scale({"decode": 3, "prefill": 1}, by="key:abcdefgh")
+        assert [(it.pool, it.before, it.after, it.is_pin) for it in done.changes] == [
+            ("decode", 1, 3, False),
+            ("prefill", 1, 1, True),
+        ]
+        assert dashboard.orders == [("decode", 3)]
+        view = await harness.roster.view(0, 0.0)
+        assert (view.desired, view.pinned) == ({"decode": 3, "prefill": 1}, ("decode", "prefill"))
+        assert (view.targets["decode"], [lease.role for lease in view.leases]) == (3, ["prefill"])
+        told = [(it.pool, it.before, it.after, it.by) for it in view.moves if it.by != "autoscaler"]
+        assert told == [("decode", 1, 3, "key:abcdefgh"), ("prefill", 1, 1, "key:abcdefgh")]
+        assert (await harness.tick()).moves == view.moves  # it is not taken for somebody else's order
+        await harness.orders.release(["decode", "decode"], by="jwt:ann")
+        view = await harness.roster.view(0, 0.0)
+        assert (view.desired["decode"], view.pinned, view.moves[-1].by) == (3, ("prefill",), "jwt:ann")
+        assert len([it for it in view.moves if it.by == "jwt:ann"]) == 1
+
+
+async def test_a_dry_run_changes_nothing_and_says_what_the_cluster_has_free() -> None:
+    app = _app()
+    async with FakeDashboard(app) as dashboard:
+        nodes = {"data": {"result": {"result": [
+            {"node_id": "n", "state": "ALIVE", "resources_total": {"CPU": 2.0}}
+        ]}}}  # fmt: skip
+        empty = msgspec.json.encode({"data": {"result": {"result": []}}})
+        dashboard.bodies = {"/api/v0/nodes": msgspec.json.encode(nodes)}
+        dashboard.bodies |= {f"/api/v0/{what}": empty for what in ("placement_groups", "actors")}
+        harness = ScalerHarness(dashboard)
+        await harness.register("d0", "decode")
+        done = await harness.orders.scale({"decode": 3}, by="somebody", is_dry_run=True)
+        assert (done.free, done.unsized, done.shortages) == ({"CPU": 2.0}, ("decode",), ())
+        everything = await harness.orders.scale({}, by="somebody", is_dry_run=True)
+        assert [(it.pool, it.before, it.after) for it in everything.changes] == [
+            ("decode", 1, 1),
+            ("prefill", 1, 1),
+        ]
+        view = await harness.roster.view(0, 0.0)
+        assert (dashboard.orders, view.desired, view.moves) == ([], {}, ())
+
+
+async def test_an_operator_who_called_serve_himself_keeps_his_order_beside_a_gateways() -> None:
+    app = _app()
+    async with FakeDashboard(app) as dashboard:
+        harness = ScalerHarness(dashboard)
+        await harness.register("d0", "decode")
+        await harness.tick()
+        app.pools["prefill"].target = 2
+        await harness.orders.scale({"decode": 2}, by="key:abcdefgh")
+        view = await harness.roster.view(0, 0.0)
+        assert [(it.pool, it.before, it.after, it.by) for it in view.moves] == [
+            ("prefill", 1, 2, "operator"),
+            ("decode", 1, 2, "key:abcdefgh"),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("counts", "named"),
+    [
+        ({"decoder": 1}, "there is no pool 'decoder', but decode, prefill"),
+        ({"decode": 0}, "no pool that decodes would have a replica"),
+        ({"decode": 1001}, "0 to 1000 replicas, not 1001"),
+    ],
+)
+async def test_an_order_that_cannot_be_meant_is_refused(counts: dict[str, int], named: str) -> None:
+    async with FakeDashboard(_app()) as dashboard:
+        harness = ScalerHarness(dashboard)
+        await harness.register("d0", "decode")
+        with pytest.raises(InvalidRequestError, match=named):
+            await harness.orders.scale(counts, by="somebody")
+        with pytest.raises(InvalidRequestError, match="no pool 'x', but decode, prefill"):
+            await harness.orders.release(["decode", "x"], by="somebody")
+        assert dashboard.orders == []
+
+
+async def test_what_serve_refuses_is_not_desired_and_what_it_took_before_is() -> None:
+    app = _app()
+    async with FakeDashboard(app) as dashboard:
+        harness = ScalerHarness(dashboard)
+        with pytest.raises(UnavailableError, match="the roster was restarted"):
+            await harness.orders.scale({"decode": 2}, by="somebody")
+        await harness.register("d0", "decode")
+        app.is_scalable = False
+        with pytest.raises(OrderError, match="external_scaler_enabled"):
+            await harness.orders.scale({"decode": 2}, by="somebody")
+        assert (await harness.roster.view(0, 0.0)).desired == {}
+        app.is_scalable, dashboard.name = True, "other"
+        with pytest.raises(InvalidRequestError, match="does not run the application 'tandem'"):
+            await harness.orders.scale({"decode": 2}, by="somebody")
+        dashboard.name, dashboard.refused_pool = "tandem", "prefill"
+        with pytest.raises(UnavailableError, match="decode=2 was ordered, prefill was not"):
+            await harness.orders.scale({"decode": 2, "prefill": 2}, by="somebody")
+        view = await harness.roster.view(0, 0.0)
+        assert (view.desired, dashboard.orders) == ({"decode": 2}, [("decode", 2)])
+
+
+async def test_an_order_waits_for_the_look_that_runs() -> None:
+    app = _app()
+    async with FakeDashboard(app) as dashboard:
+        harness = ScalerHarness(dashboard, **AUTOSCALE)
+        await harness.register("d0", "decode")
+        harness.policy.plan = ScalingPlan(moves=(PoolMove("decode", 1, 2, "more"),))
+        await asyncio.gather(harness.tick(), harness.orders.scale({"decode": 4}, by="somebody"))
+        view = await harness.roster.view(0, 0.0)
+        assert [(it.before, it.after) for it in view.moves] == [(1, 2), (2, 4)]
+        assert (app.pools["decode"].target, view.pinned) == (4, ("decode",))
 
 
 async def test_the_policy_moves_pools_through_the_same_client() -> None:

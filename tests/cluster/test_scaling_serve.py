@@ -32,7 +32,7 @@ raw = known.config.model_dump(mode="json")
 for pool in raw["pools"]:
     pool["health_check_period_s"] = 1.5
 config = type(known.config).model_validate(raw)
-application = build_application(config, known.cpus, known.secret, life=known.life)
+application = build_application(config, known.cpus, life=known.life)
 target = serve.RunTarget(application, name="tandem", route_prefix=None, external_scaler_enabled=True)
 serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 """
@@ -168,7 +168,7 @@ def test_a_deploy_resets_the_count_and_it_is_restored(cluster: RunningCluster, o
 def test_the_command_says_what_changes_and_waits_until_it_has(
     cluster: RunningCluster, operator: Operator
 ) -> None:
-    places = ["--address", cluster.address, "--dashboard", operator.dashboard]
+    places = ["--admin-address", cluster.admin_address, "--dashboard", operator.dashboard]
     places += ["--token-file", operator.token_file]
     operator.scale("decode", 2)
     dry = tandem("scale", "decode=1", "prefill=2", "--dry-run", "--json", *places)
@@ -188,7 +188,7 @@ def test_the_command_says_what_changes_and_waits_until_it_has(
     status = cluster.status()
     assert ready("decode", 1)(status)
     assert pool_of(status, "decode").desired == 1
-    shown = tandem("status", "--address", cluster.address).stdout
+    shown = tandem("status", "--admin-address", cluster.admin_address).stdout
     assert "operator (pinned)" in shown
     released = tandem("scale", "--release", "decode", *places)
     assert released.returncode == 0, released.stderr

@@ -17,7 +17,7 @@ import pytest
 from patience import WAIT_S
 from serving import TINY, RunningCluster, free_port, object_store_counters, tandem
 
-from cluster.api.blocking_client import BlockingClient
+from cluster.api.blocking_client import BlockingAdminClient, BlockingClient
 from cluster.api.client import GenerateOptions
 from cluster.proto import tandem_pb2 as pb
 
@@ -54,10 +54,16 @@ def client(cluster: RunningCluster) -> Iterator[BlockingClient]:
         yield opened
 
 
-def store_is_open(client: BlockingClient) -> bool:
+@pytest.fixture
+def admin(cluster: RunningCluster) -> Iterator[BlockingAdminClient]:
+    with BlockingAdminClient(cluster.admin_address) as opened:
+        yield opened
+
+
+def store_is_open(admin: BlockingAdminClient) -> bool:
     """Both replicas use it: what they finish from now on is written through."""
     return any(
-        node.num_sessions == 2 and node.tiers[0].capacity_bytes > 0 for node in client.store_stat().nodes
+        node.num_sessions == 2 and node.tiers[0].capacity_bytes > 0 for node in admin.store_stat().nodes
     )
 
 
@@ -70,8 +76,8 @@ def measured_paths(cluster: RunningCluster) -> list[pb.Path]:
     found: list[pb.Path] = []
 
     def are_there(status: pb.StatusResponse) -> bool:
-        with BlockingClient(cluster.address) as client:
-            found[:] = [path for replica in client.paths() for path in replica.paths]
+        with BlockingAdminClient(cluster.admin_address) as admin:
+            found[:] = [path for replica in admin.paths() for path in replica.paths]
         return bool(found)
 
     cluster.wait_for(are_there, 15)
@@ -96,7 +102,9 @@ def test_it_says_where_everything_is(cluster: RunningCluster) -> None:
     assert cluster.addresses["dashboard"].startswith("http://")
 
 
-def test_a_long_prompt_is_prefilled_here_and_decoded_there(client: BlockingClient) -> None:
+def test_a_long_prompt_is_prefilled_here_and_decoded_there(
+    client: BlockingClient, admin: BlockingAdminClient
+) -> None:
     first = client.complete(PROMPT, GenerateOptions(max_tokens=12), timeout_s=60)
     assert first.finished.prefill_replica.startswith("prefill-")
     assert first.finished.decode_replica.startswith("decode-")
@@ -108,13 +116,13 @@ def test_a_long_prompt_is_prefilled_here_and_decoded_there(client: BlockingClien
 
 
 def test_every_path_is_logged_and_metrics_are_exported_to_prometheus(
-    cluster: RunningCluster, client: BlockingClient
+    cluster: RunningCluster, client: BlockingClient, admin: BlockingAdminClient
 ) -> None:
     """Ray hands the figures on some seconds later."""
     (path,) = measured_paths(cluster)
     prefill, decode = cluster.replica("prefill"), cluster.replica("decode")
     pause = threading.Event()
-    cluster.wait_for(lambda _: store_is_open(client))
+    cluster.wait_for(lambda _: store_is_open(admin))
     for number in range(8):  # cancelled ever later, so that some have a landing
         stream = client.generate(f"# {number}\n{PROMPT * 8}", GenerateOptions(max_tokens=4), timeout_s=60)
         next(iter(stream))
@@ -192,10 +200,10 @@ def test_generate_as_text_and_as_json(cluster: RunningCluster) -> None:
 
 
 def test_status_as_table_and_as_json(cluster: RunningCluster) -> None:
-    shown = tandem("status", "--address", cluster.address).stdout
+    shown = tandem("status", "--admin-address", cluster.admin_address).stdout
     assert "prefill" in shown
     assert "GB/s" in shown
-    status = json.loads(tandem("status", "--address", cluster.address, "--json").stdout)
+    status = json.loads(tandem("status", "--admin-address", cluster.admin_address, "--json").stdout)
     assert sorted(replica["role"] for replica in status["replicas"]) == ["decode", "prefill"]
     assert all(replica["load"]["num_leaked_blocks"] == 0 for replica in status["replicas"])
     assert any(written["paths"] for written in status["paths"])
@@ -226,15 +234,15 @@ def test_the_serving_benchmark(cluster: RunningCluster) -> None:
 
 
 def test_the_store_of_the_node_is_restarted_and_a_tenants_records_are_purged(
-    cluster: RunningCluster, client: BlockingClient
+    cluster: RunningCluster, client: BlockingClient, admin: BlockingAdminClient
 ) -> None:
     def held(tenant: str) -> int:
-        listed = client.store_list(pb.StoreListRequest(filter=pb.StoreFilter(tenant=tenant)))
+        listed = admin.store_list(pb.StoreListRequest(filter=pb.StoreFilter(tenant=tenant)))
         return sum(node.num_matching for node in listed.nodes if not node.error)
 
     def serve_and_wait(tenant: str) -> tuple[tuple[int, ...], ...]:
         options = GenerateOptions(max_tokens=4, tenant=tenant)
-        cluster.wait_for(lambda _: store_is_open(client))
+        cluster.wait_for(lambda _: store_is_open(admin))
         done = client.complete(PROMPT, options, timeout_s=60)
         cluster.wait_for(lambda _: held(tenant) >= 10)
         return done.token_ids
@@ -246,12 +254,13 @@ def test_the_store_of_the_node_is_restarted_and_a_tenants_records_are_purged(
     restarted = cluster.wait_for(lambda status: [it.epoch for it in status.stores] > [store.epoch])
     assert restarted.stores[0].node_id == store.node_id
     assert serve_and_wait("second") == tokens
-    purged = tandem("store", "purge", "--tenant", "second", "--yes", "--json", "--address", cluster.address)
+    at = ("--admin-address", cluster.admin_address)
+    purged = tandem("store", "purge", "--tenant", "second", "--yes", "--json", *at)
     assert purged.returncode == 0, purged.stderr
     (node,) = json.loads(purged.stdout)["nodes"]
     assert node["num_records"]["dram"] >= 10
     assert held("second") == 0
-    shown = tandem("status", "--address", cluster.address).stdout
+    shown = tandem("status", "--admin-address", cluster.admin_address).stdout
     assert re.search(rf"{store.node_id} dram .* up", shown)
     assert held("first") > 0, "the arena was taken over from the ranks, and the purge was of the other tenant"
 

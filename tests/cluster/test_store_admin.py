@@ -16,10 +16,11 @@ from gateway_harness import GatewayHarness, until
 from rich.console import Console
 from scripted_store import FINGERPRINT, ScriptedStore, record
 from serving import tandem
-from store_harness import COMPATIBILITY, SECRET, Chain, Replica, StoreHarness
+from store_harness import COMPATIBILITY, Chain, Replica, StoreHarness
+from trust_files import TRUST
 from typer.testing import CliRunner
 
-from cluster.api.client import Client
+from cluster.api.admin_client import AdminClient
 from cluster.cli.calls import status
 from cluster.cli.store import Selection, cli, purge_records, show_records, show_stat, verify_records
 from cluster.errors import CallError, StoreAwayError
@@ -48,10 +49,10 @@ class Nodes:
 
     def __init__(self, harness: GatewayHarness) -> None:
         self.harness = harness
-        self.a = ScriptedStore("a", harness.secret, [record(1, "t"), record(2, "u"), record(3, "")])
-        self.b = ScriptedStore("b", harness.secret, [record(4, "t")])
+        self.a = ScriptedStore("a", harness.trust, [record(1, "t"), record(2, "u"), record(3, "")])
+        self.b = ScriptedStore("b", harness.trust, [record(4, "t")])
         self.address = ""
-        self.client: Client
+        self.client: AdminClient
 
     async def start(self) -> None:
         for number, store in enumerate((self.a, self.b)):
@@ -59,8 +60,9 @@ class Nodes:
             await self.harness.roster.register(
                 StoreRecord(store.node_id, 1, store.address, 100 + number, "host")
             )
-        gateway, self.address = await self.harness.add_gateway()
-        self.client = self.harness.client(self.address)
+        gateway, _ = await self.harness.add_gateway()
+        self.address = f"127.0.0.1:{gateway.admin_port}"
+        self.client = self.harness.admin(gateway)
         await until(lambda: len(gateway.connections.stores) == 2, "the gateway knows the stores")
 
     async def stop(self) -> None:
@@ -132,7 +134,7 @@ async def test_purge_deletes_of_the_tenant_and_of_nobody_else(
     chosen = Selection("t", None)
     text = await shown(lambda console: purge_records(stores.address, chosen, None, console, as_json=False))
     assert "1 of them are in use" in text
-    assert [info.tenant for info in stores.a.records + stores.b.records] == ["u", ""]
+    assert [info.sharing_group for info in stores.a.records + stores.b.records] == ["u", ""]
     await purge_records(stores.address, EVERYTHING, 30.0, Console(), as_json=True)
     nodes = json.loads(capsys.readouterr().out)["nodes"]
     assert [node["num_records"] for node in nodes] == [{"dram": 2}, {"dram": 0}]
@@ -167,7 +169,8 @@ async def test_replicas_forget_what_they_cache_and_the_silent_are_named(
 
 async def test_without_a_store_replicas_are_purged_all_the_same(harness: GatewayHarness) -> None:
     await harness.add_replica("d0", "decode")
-    _, address = await harness.add_gateway()
+    gateway, _ = await harness.add_gateway()
+    address = f"127.0.0.1:{gateway.admin_port}"
     text = await shown(lambda console: purge_records(address, EVERYTHING, None, console, as_json=False))
     assert re.search(r"d0 +device +0", text)
 
@@ -235,16 +238,17 @@ async def test_a_store_that_does_not_answer_is_named_and_the_others_do_their_par
 async def test_a_node_that_could_not_be_asked_fails_the_command(stores: Nodes) -> None:
     await stores.b.stop()
     done = await asyncio.to_thread(
-        tandem, "store", "purge", "--tenant", "t", "--yes", "--address", stores.address
+        tandem, "store", "purge", "--tenant", "t", "--yes", "--admin-address", stores.address
     )
     assert done.returncode == 1
     assert f"node b (host, {stores.b.address}) not purged: not reached" in done.stderr
     assert "dram" in done.stdout
-    assert [info.tenant for info in stores.a.records] == ["u", ""]
+    assert [info.sharing_group for info in stores.a.records] == ["u", ""]
 
 
 async def test_a_cluster_without_a_store_says_so(harness: GatewayHarness) -> None:
-    _, address = await harness.add_gateway()
+    gateway, _ = await harness.add_gateway()
+    address = f"127.0.0.1:{gateway.admin_port}"
     with pytest.raises(StoreAwayError, match="no store is registered"):
         await purge_records(address, EVERYTHING, None, nowhere(), as_json=False)
 
@@ -260,7 +264,7 @@ async def real_store(tmp_path: Path) -> AsyncIterator[StoreHarness]:
 async def test_what_a_real_store_purged_does_not_come_back_with_it(
     harness: GatewayHarness, real_store: StoreHarness
 ) -> None:
-    harness.secret = SECRET
+    harness.trust = TRUST
     store = real_store
     await store.start()
     replica = await Replica(store).start()
@@ -273,10 +277,10 @@ async def test_what_a_real_store_purged_does_not_come_back_with_it(
         assert await harness.roster.register(record)
         return harness.gateways[0]
 
-    _, address = await harness.add_gateway()
+    await harness.add_gateway()
     gateway = await register()
     await until(lambda: bool(gateway.connections.stores), "the gateway knows the store")
-    client = harness.client(address)
+    client = harness.admin(gateway)
     listed = (await client.store_list(pb.StoreListRequest())).nodes[0]
     assert sorted(item.tenant for item in listed.records) == ["alice"] * 3 + ["bob"] * 2
     assert {tuple(item.tiers) for item in listed.records} == {("dram", "nvme")}

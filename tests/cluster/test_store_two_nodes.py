@@ -11,7 +11,7 @@ import pytest
 from ray_nodes import RayNodes
 from serving import TINY, RunningCluster, free_port
 
-from cluster.api.blocking_client import BlockingClient
+from cluster.api.blocking_client import BlockingAdminClient, BlockingClient
 from cluster.api.client import Completion, GenerateOptions
 from cluster.proto import tandem_pb2 as pb
 
@@ -55,10 +55,13 @@ def cluster(tmp_path: Path) -> Iterator[RunningCluster]:
 
 def test_what_one_node_computed_another_fetches(cluster: RunningCluster) -> None:
     prompt = [100 + number % 170 for number in range(NUM_TOKENS)]
-    with BlockingClient(cluster.address) as client:
+    with (
+        BlockingClient(cluster.address) as client,
+        BlockingAdminClient(cluster.admin_address) as admin,
+    ):
 
         def is_open(_: pb.StatusResponse) -> bool:
-            nodes = client.store_stat().nodes
+            nodes = admin.store_stat().nodes
             return [node.num_sessions for node in nodes] == [1, 1] and all(
                 node.index.state == "up" and node.tiers[0].capacity_bytes for node in nodes
             )
@@ -81,7 +84,7 @@ def test_what_one_node_computed_another_fetches(cluster: RunningCluster) -> None
 
         def held(tenant: str) -> list[int]:
             asked = pb.StoreListRequest(filter=pb.StoreFilter(tenant=tenant))
-            return sorted(node.num_matching for node in client.store_list(asked).nodes)
+            return sorted(node.num_matching for node in admin.store_list(asked).nodes)
 
         num_blocks = NUM_TOKENS // 16
         for number in range(10):  # a look-up may be late: then the next
@@ -95,6 +98,6 @@ def test_what_one_node_computed_another_fetches(cluster: RunningCluster) -> None
             if fetched.finished.usage.cached.remote:
                 break
         assert fetched.finished.usage.cached.remote >= (num_blocks - 1) * 16
-        stat = client.store_stat()
+        stat = admin.store_stat()
     hits = [tier.num_hits for node in stat.nodes for tier in node.tiers if tier.tier == "remote"]
     assert sorted(hits) >= [0, num_blocks - 1]

@@ -174,6 +174,24 @@ def test_a_folder_without_tokenizer_is_named(tmp_path: Path) -> None:
         ModelText.load(tmp_path)
 
 
+@pytest.mark.parametrize("change", [{"version": 7}, {"model": {"type": "BPE"}}, None, {"pre_tokenizer": []}])
+def test_a_tokenizer_that_cannot_be_read_is_named(change: dict[str, Any] | None, tmp_path: Path) -> None:
+    file = write_model(tmp_path) / "tokenizer.json"
+    file.write_text("{" if change is None else json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: unreadable: "):
+        ModelText.load(tmp_path)
+
+
+def test_a_tokenizer_whose_merges_break_its_reader_is_named(tmp_path: Path) -> None:
+    """The reader then panics, which is no `Exception`."""
+    file = write_model(tmp_path) / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["model"] |= {"continuing_subword_prefix": "x" * 300}
+    file.write_text(json.dumps(tokenizer))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: unreadable: "):
+        ModelText.load(tmp_path)
+
+
 def test_encode_and_decode(tmp_path: Path) -> None:
     model = ModelText.load(write_model(tmp_path))
     tokens = model.encode("<|im_start|>the fox")

@@ -13,6 +13,7 @@ from gateway_harness import BLOCK_TOKENS, MAX_CONTEXT, GatewayHarness, Pair, enc
 from cluster.api import servicer
 from cluster.api.servicer import MAX_CALLS, TextCalls
 from cluster.errors import CallError, OverloadedError
+from cluster.identity.key_roots import KeyRoots
 from cluster.proto import tandem_pb2 as pb
 from cluster.text.preprocess import Preprocessor
 from cluster.text.tokenizer import ModelText
@@ -36,8 +37,9 @@ class HeldPreprocessor(Preprocessor):
 def preprocessor(tmp_path: Path) -> HeldPreprocessor:
     harness = GatewayHarness(write_model(tmp_path / "m"))
     gateway = harness.config().gateway
+    roots = KeyRoots(None, bytes, BLOCK_TOKENS, len)
     made = HeldPreprocessor(
-        harness.model_dir, "m", gateway, harness.clock, lambda: 1, block_tokens=BLOCK_TOKENS, allow_pins=True
+        harness.model_dir, "m", gateway, harness.clock, lambda: 1, key_roots=roots, allow_pins=True
     )
     made.held, made.threads = threading.Event(), set()
     return made

@@ -52,7 +52,7 @@ class TwoApps:
             epoch=1,
             config=harness.config().model_copy(update={"app": app}),
             roster=harness.roster,
-            secret=harness.secret,
+            trust=harness.trust,
             clock=harness.clock,
             open_roster=self.roster,
         )
@@ -133,7 +133,7 @@ async def test_each_request_is_answered_by_the_application_that_its_id_falls_to(
     assert await apps.letters(client, ids) == answered, "the same again"
     await apps.split(tandem=1.0, tandem_v2=0.0)
     assert await apps.letters(client, ids) == "A" * 24
-    assert (await client.status()).traffic == {OWN: 1.0, OTHER: 0.0}
+    assert (await apps.front.admin().status()).traffic == {OWN: 1.0, OTHER: 0.0}
 
 
 async def test_a_request_without_an_id_gets_one_and_can_be_explained(apps: TwoApps) -> None:
@@ -254,6 +254,7 @@ async def test_a_resumed_stream_waits_for_the_application_that_it_began_at(apps:
     await apps.behind.gateways.pop().stop()
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=encode(PROMPT)), max_tokens=5, seed=1)
     request.resume.add(sample=0, token_ids=[66, 66])
+    apps.front.allow_resume(request)
     async with grpc.aio.insecure_channel(apps.address) as channel:
         stub: Any = tandem_pb2_grpc.InferenceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as failed:
@@ -266,6 +267,7 @@ async def test_an_unknown_application_in_the_metadata_is_of_no_use(apps: TwoApps
     await apps.split(tandem=1.0, tandem_v2=0.0)
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=encode(PROMPT)), max_tokens=3, seed=1)
     request.resume.add(sample=0)
+    apps.front.allow_resume(request)
     async with grpc.aio.insecure_channel(apps.address) as channel:
         stub: Any = tandem_pb2_grpc.InferenceStub(channel)
         for metadata in (((APPLICATION_KEY, "elsewhere"),), ((RELAYED_KEY, "elsewhere"),)):

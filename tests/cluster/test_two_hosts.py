@@ -33,6 +33,7 @@ FILE = f"""
 model: {TINY}
 transfer: {{data_host: auto}}
 router: {{skip_prefill_tokens: 0}}
+auth: {{insecure: true}}
 gateway: {{host: auto, resources: {{host_a: 1}}, max_connection_age_s: null}}
 pools:
   - {{name: prefill, role: prefill, resources: {{host_a: 1}}, dtype: fp32, cpus_per_rank: 0.2, engine: &small

@@ -306,7 +306,8 @@ def test_a_second_version_gets_its_share_and_gives_it_back(setup: Setup, tmp_pat
             assert answered_by(client, ids) & own
             assert answered_by(client, ids) & other
             assert (
-                "tandem 50 %, tandem-v2 50 %" in tandem("status", "--address", setup.cluster.address).stdout
+                "tandem 50 %, tandem-v2 50 %"
+                in tandem("status", "--admin-address", setup.cluster.admin_address).stdout
             )
             assert setup.command("traffic", "tandem=100").returncode == 0
             setup.cluster.wait_for(lambda status: status.traffic["tandem"] == 1.0)

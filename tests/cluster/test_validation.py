@@ -77,14 +77,19 @@ BAD: dict[str, tuple[str, Callable[[], pb.GenerateRequest]]] = {
     "a bad tenant": ("tenant", lambda: request(tenant="a b")),
     "a bad request id": ("request_id", lambda: request(request_id="x" * 200)),
     "priority": ("priority", lambda: request(priority=1000)),
-    "resume without seed": ("seed", lambda: request(resume=[pb.ResumedSample(sample=0)])),
+    "resume without seed": ("seed", lambda: request(request_id="r", resume=[pb.ResumedSample(sample=0)])),
+    "resume without id": ("request_id", lambda: request(seed=1, resume=[pb.ResumedSample(sample=0)])),
+    "resume without token": (
+        "resume_token",
+        lambda: request(request_id="r", seed=1, resume=[pb.ResumedSample(sample=0)]),
+    ),
     "resume of an unknown sample": (
         "resume[0].sample",
-        lambda: request(seed=1, resume=[pb.ResumedSample(sample=1)]),
+        lambda: request(request_id="r", seed=1, resume=[pb.ResumedSample(sample=1)]),
     ),
     "resume with an unknown token": (
         "resume[0].token_ids",
-        lambda: request(seed=1, resume=[pb.ResumedSample(token_ids=[400])]),
+        lambda: request(request_id="r", seed=1, resume=[pb.ResumedSample(token_ids=[400])]),
     ),
 }
 

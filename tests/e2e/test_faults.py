@@ -176,7 +176,7 @@ async def test_replicas_of_different_models_refuse_each_other(harness: E2eHarnes
     prefill = await harness.add("p0", "prefill")
     write_random_checkpoint(tmp_path / "other", "llama", seed=4)
     other = E2eHarness(tmp_path / "other")
-    other.secret = harness.secret
+    other.trust = harness.trust
     decode = await other.add("d0", "decode")
     try:
         heard = await harness.run(prefill, harness.submission("r", prompt(8), decode=decode))

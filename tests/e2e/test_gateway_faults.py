@@ -86,7 +86,7 @@ async def test_a_prefill_rank_is_killed(stage: Stage, tmp_path: Path, point: str
         await all_right(stage, calls, 100 + after)
         assert all(call.finished is not None and call.finished.timing.attempts > 1 for call in calls)
         await stage.harness.quiet(stage.p0, stage.d0)
-        status = await front.client.status()
+        status = await front.admin.status()
         assert {it.replica_id for it in status.replicas if it.state == "ready"} == {"p0", "d0"}
 
 

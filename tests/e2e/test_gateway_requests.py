@@ -333,14 +333,14 @@ def least(decision: pb.Decision) -> tuple[str, str]:
 
 
 async def test_status_names_replicas_and_measured_paths(front: Front) -> None:
-    status = await front.client.status()
+    status = await front.admin.status()
     assert status.ready
     replicas = {replica.replica_id: replica for replica in status.replicas}
     assert {(name, it.role, it.state) for name, it in replicas.items()} == {
         ("p0", "prefill", "ready"),
         ("d0", "decode", "ready"),
     }
-    (written,) = await front.client.paths(["p0"])
+    (written,) = await front.admin.paths(["p0"])
     path = next(path for path in written.paths if path.peer_replica_id == "d0")
     assert path.transport == "shm"
     assert path.gb_s > 0

@@ -131,7 +131,7 @@ async def test_a_decode_replica_becomes_a_prefill_replica_and_back(stage: Stage)
         await stage.all_right(calls, 600, 400)
         assert attempts(calls) == [1] * 3
         assert {call.finished.decode_replica for call in calls if call.finished} == {"d0"}
-        status = await front.client.status()
+        status = await front.admin.status()
         assert {it.role for it in status.replicas if it.replica_id.startswith("guest")} == {"prefill"}
         later = stage.calls(front, 610, 6, 8)
         await stage.all_right(later, 610, 8)

@@ -43,7 +43,7 @@ class Purged:
 
     async def purge(self, **chosen: Any) -> pb.StorePurgeResponse:
         asked = pb.StorePurgeRequest(filter=pb.StoreFilter(**chosen), all=not chosen)
-        return await self.front.client.store_purge(asked, 30.0)
+        return await self.front.admin.store_purge(asked, 30.0)
 
     async def settled(self) -> None:
         """What is finished is stored, nothing is under way."""
@@ -55,7 +55,7 @@ class Purged:
 
     async def bytes_of(self, tenant: str) -> int:
         stat = await self.store.ask(StatRequest(), StoreStat)
-        return stat.bytes_by_tenant.get(tenant, 0)
+        return stat.bytes_by_group.get(tenant, 0)
 
     def num_cached(self) -> int:
         return sum(self.replica(name).core.pool.num_cached for name in ("p0", "d0"))
@@ -65,7 +65,7 @@ class Purged:
 async def world(tmp_path: Path) -> AsyncIterator[Purged]:
     model_dir = copy_tiny(tmp_path)
     harness = E2eHarness(model_dir)
-    store = StoreHarness(tmp_path / "store", secret=harness.secret, dram_bytes=64 << 20)
+    store = StoreHarness(tmp_path / "store", harness.trust, dram_bytes=64 << 20)
     async with AsyncExitStack() as ends:
         await ends.enter_async_context(store)
         await ends.enter_async_context(harness)

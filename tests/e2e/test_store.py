@@ -33,7 +33,7 @@ def prompt(seed: int, num_tokens: int = NUM_TOKENS) -> list[int]:
 async def stored(model_dir: Path, tmp_path: Path) -> AsyncIterator[tuple[E2eHarness, StoreHarness]]:
     """An empty harness of replicas, and a store that is not started."""
     harness = E2eHarness(model_dir)
-    async with StoreHarness(tmp_path, secret=harness.secret) as store, harness:
+    async with StoreHarness(tmp_path, harness.trust) as store, harness:
         yield harness, store
 
 

@@ -149,7 +149,7 @@ async def node(
     harness = E2eHarness(model_dir, request.param)
     store = StoreHarness(
         folder,
-        secret=harness.secret,
+        harness.trust,
         dram_bytes=2 << 20,
         nvme_path=str(folder / "nvme"),
         nvme_bytes=NUM_SEGMENTS * SEGMENT_BYTES,

@@ -139,8 +139,8 @@ async def town(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Asy
     first, second = (
         StoreHarness(
             folder,
+            harness.trust,
             node_id=f"node-{number}",
-            secret=harness.secret,
             redis_url=redis.url,
             dram_bytes=32 << 20,
             lookup_budget_s=0.1,

@@ -27,17 +27,16 @@ from channel_process import (
     landed,
     piece_of,
 )
+from trust_files import FILES
 
 from kvtransfer.blocks.checksum import checksum
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.messages import Shard
-from kvtransfer.rpc.handshake import draw_secret
 from kvtransfer.transports.nccl import make_group
 
 pytestmark = pytest.mark.gpu
 
 SHARD = LAYOUT.shard
-SECRET = draw_secret()
 NUM_BLOCKS = 40
 MOVES = [(3, 7), (0, 5), (1, 6), (9, 0), (8, 33)]
 LANES = [
@@ -54,7 +53,7 @@ def processes() -> Iterator[RankProcesses]:
 
 
 def setup(transport: str, shard: Shard, seed: int, device: str, *faults: FaultRule) -> Setup:
-    return Setup(transport, shard, NUM_BLOCKS, seed, device, SECRET, faults)
+    return Setup(transport, shard, NUM_BLOCKS, seed, device, FILES, faults)
 
 
 def devices(transport: str) -> tuple[str, str]:

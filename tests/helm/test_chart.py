@@ -29,13 +29,16 @@ from chart_harness import (
 from chart_schema import BEGIN, CHART, END, schema, table, values
 
 CASES: dict[str, Object] = {"defaults": {}, **EXAMPLES}
-PUBLIC: Object = {"auth": {"publishUnauthenticated": True}}
 SCRAPED: Object = {"networkPolicy": {"metricsFrom": [{"namespaceSelector": {}}]}}
 # What must be said besides, when a boolean is changed.
 NEEDS: dict[str, Object] = {
     "gateway.tls.enabled": {"gateway": {"tls": {"secretName": "tandem-tls"}}},
-    "gateway.ingress.enabled": {**PUBLIC, "gateway": {"ingress": {"host": "llm.example"}}},
-    "gateway.grpcRoute.enabled": {**PUBLIC, "gateway": {"grpcRoute": {"parentRefs": [{"name": "public"}]}}},
+    "gateway.ingress.enabled": {"gateway": {"ingress": {"host": "llm.example"}}},
+    "gateway.grpcRoute.enabled": {"gateway": {"grpcRoute": {"parentRefs": [{"name": "public"}]}}},
+    "auth.apiKeys.enabled": {
+        "auth": {"jwt": {"keys": "{}"}},
+        "config": {"auth": {"jwt": {"issuer": "https://issuer.example", "audience": "tandem"}}},
+    },
     "monitoring.serviceMonitor.enabled": SCRAPED,
     "monitoring.podMonitor.enabled": SCRAPED,
     # Tandem's own autoscaler would have no pods to grow into.

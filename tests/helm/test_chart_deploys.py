@@ -3,6 +3,7 @@ started as KubeRay would start the rendered groups."""
 
 from __future__ import annotations
 
+import base64
 import json
 import threading
 import urllib.request
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 from chart_harness import (
     EXAMPLES,
@@ -27,8 +29,10 @@ from chart_schema import values
 from optional_programs import uses_redis_or_valkey
 from serving import TINY, free_port
 
-from cluster.api.blocking_client import BlockingClient
+from cluster.api.blocking_client import BlockingAdminClient, BlockingClient
+from cluster.api.channel import ClientCredentials
 from cluster.api.client import GenerateOptions
+from cluster.errors import CallError
 from cluster.stores import IndexServer
 from kvtransfer.common.clock import SystemClock
 
@@ -43,7 +47,7 @@ SCALE = "/api/v1/applications/tandem/deployments/Pool-decode/scale"
 @pytest.fixture(scope="module")
 def chosen() -> Object:
     """The chart's values."""
-    ports = {"port": free_port(), "consolePort": free_port()}
+    ports = {"port": free_port(), "consolePort": free_port(), "adminPort": free_port()}
     return merged(EXAMPLES["cpu"], {"model": {"path": str(TINY)}, "gateway": ports})
 
 
@@ -53,21 +57,49 @@ def service(chosen: Object) -> Object:
 
 
 @pytest.fixture(scope="module")
-def config(service: Object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Object]:
-    """What KubeRay would send, with this machine's places in the place of the pods'."""
+def mounted(chosen: Object, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each Secret of the release, with its keys."""
     folder = tmp_path_factory.mktemp("mounted")
+    for item in objects(chosen):
+        if item["kind"] == "Secret":
+            place = folder / item["metadata"]["name"].removeprefix("tandem-")
+            place.mkdir()
+            for name, value in item["data"].items():
+                (place / name).write_bytes(base64.b64decode(value))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def config(service: Object, mounted: Path) -> Iterator[Object]:
+    """What KubeRay would send, with this machine's places in the place of the pods'."""
     index = IndexServer("127.0.0.1", SECRET, SystemClock())
-    (folder / "secret").write_bytes(SECRET)
-    (folder / "url").write_text(index.url)
+    (mounted / "url").write_text(index.url)
     rendered = serve_config(service)
     (application,) = rendered["applications"]
-    application["args"] |= {"secret_file": str(folder / "secret"), "redis_url_file": str(folder / "url")}
+    secret_file = mounted / "cluster" / "cluster-secret"
+    application["args"] |= {"secret_file": str(secret_file), "redis_url_file": str(mounted / "url")}
+    application["args"]["config"]["auth"] |= {
+        "keys_file": str(mounted / "api-keys" / "keys.yaml"),
+        "key_root_file": str(mounted / "key-root" / "key-root"),
+    }
     application["args"]["config"]["gateway"]["host"] = "127.0.0.1"
     application["args"]["config"]["transfer"]["data_host"] = "127.0.0.1"
     # All nodes are on this host, which can have one proxy.
     rendered |= {"proxy_location": "HeadOnly", "http_options": {"host": "127.0.0.1", "port": free_port()}}
     yield rendered
     index.close()
+
+
+@pytest.fixture(scope="module")
+def user(mounted: Path) -> ClientCredentials:
+    """Whoever has the first user's key."""
+    return ClientCredentials(bearer=(mounted / "first-keys" / "user").read_text())
+
+
+@pytest.fixture(scope="module")
+def operator(mounted: Path) -> ClientCredentials:
+    """Whoever has the first operator's key."""
+    return ClientCredentials(bearer=(mounted / "first-keys" / "operator").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +123,9 @@ def test_a_wrong_field_is_reported_where_kuberay_looks(nodes: RayGroups, config:
     assert "args.config: router.polcy: Extra inputs are not permitted" in failed["message"]
 
 
-def test_the_rendered_application_serves(nodes: RayGroups, config: Object, tmp_path: Path) -> None:
+def test_the_rendered_application_serves_who_has_a_key(
+    nodes: RayGroups, config: Object, user: ClientCredentials
+) -> None:
     nodes.deploy(config)
     running = nodes.application("tandem", "RUNNING", START_S)
     places = {name: places_of(deployment) for name, deployment in running["deployments"].items()}
@@ -99,11 +133,14 @@ def test_the_rendered_application_serves(nodes: RayGroups, config: Object, tmp_p
     assert all(len(place) == 1 for place in places.values()), places
     assert len({head, *(place[0] for place in places.values())}) == 4, "each group has its own"
     gateway = config["applications"][0]["args"]["config"]["gateway"]
-    with BlockingClient(f"127.0.0.1:{gateway['port']}") as client:
+    with BlockingClient(f"127.0.0.1:{gateway['port']}", credentials=user) as client:
         done = client.complete(PROMPT, GenerateOptions(max_tokens=24, ignore_eos=True, seed=3), timeout_s=60)
         assert len(done.token_ids[0]) == 24
         assert done.finished.prefill_replica.startswith("prefill-")
         assert done.finished.decode_replica.startswith("decode-")
+    with BlockingClient(f"127.0.0.1:{gateway['port']}") as stranger, pytest.raises(CallError) as refused:
+        stranger.complete(PROMPT, timeout_s=60)
+    assert refused.value.code is grpc.StatusCode.UNAUTHENTICATED
     url = f"http://127.0.0.1:{config['http_options']['port']}/-/healthz"
     nodes.until(
         lambda: "success" in text_of(url), 60, lambda: f"KubeRay finds the head ready: {text_of(url)}"
@@ -111,13 +148,13 @@ def test_the_rendered_application_serves(nodes: RayGroups, config: Object, tmp_p
 
 
 def test_the_policies_allow_every_connection_of_the_running_cluster(
-    nodes: RayGroups, config: Object, chosen: Object
+    nodes: RayGroups, config: Object, chosen: Object, user: ClientCredentials
 ) -> None:
     """Those between groups, while a stream runs."""
     policies = Policies(objects(chosen))
     gateway = config["applications"][0]["args"]["config"]["gateway"]
     found: set[tuple[str, str, int]] = set()
-    with BlockingClient(f"127.0.0.1:{gateway['port']}") as client:
+    with BlockingClient(f"127.0.0.1:{gateway['port']}", credentials=user) as client:
         for _ in client.generate(PROMPT, GenerateOptions(max_tokens=256, ignore_eos=True)):
             found |= nodes.connections()
     refused = {connection for connection in found if not policies.may(*connection)}
@@ -134,7 +171,7 @@ def test_operators_scale_a_pool_into_a_new_pod(nodes: RayGroups, config: Object)
     assert len(set(places)) == 2
 
 
-def test_a_pod_drains_before_it_ends(nodes: RayGroups, config: Object) -> None:
+def test_a_pod_drains_before_it_ends(nodes: RayGroups, config: Object, user: ClientCredentials) -> None:
     """What the `preStop` hook asks for: the replica is started elsewhere, and no stream is cut."""
     assert nodes.ask(SCALE, {"target_num_replicas": 1}, "POST") is not None
     before = nodes.replicas("tandem", "Pool-decode", lambda places: len(places) == 1, START_S)
@@ -143,7 +180,7 @@ def test_a_pod_drains_before_it_ends(nodes: RayGroups, config: Object) -> None:
 
     def stream() -> list[int]:
         lengths = []
-        with BlockingClient(f"127.0.0.1:{gateway['port']}") as client:
+        with BlockingClient(f"127.0.0.1:{gateway['port']}", credentials=user) as client:
             while not stop.is_set():
                 options = GenerateOptions(max_tokens=256, ignore_eos=True)
                 done = client.complete(PROMPT, options, timeout_s=120)
@@ -163,7 +200,9 @@ def test_a_pod_drains_before_it_ends(nodes: RayGroups, config: Object) -> None:
             assert set(each.result()) == {256}
 
 
-def test_another_count_is_deployed_without_a_restart(nodes: RayGroups, config: Object) -> None:
+def test_another_count_is_deployed_without_a_restart(
+    nodes: RayGroups, config: Object, operator: ClientCredentials
+) -> None:
     """Last: an order of the count in the build, right after a deploy, is taken for a reset by the deploy."""
     before = replica_ids(nodes)
     other = json.loads(json.dumps(config))
@@ -172,7 +211,8 @@ def test_another_count_is_deployed_without_a_restart(nodes: RayGroups, config: O
             deployment["user_config"]["replicas"]["decode"] = 2
     nodes.deploy(other)
     gateway = config["applications"][0]["args"]["config"]["gateway"]
-    with BlockingClient(f"127.0.0.1:{gateway['port']}") as client:
+    address = f"127.0.0.1:{gateway['admin_port']}"
+    with BlockingAdminClient(address, credentials=operator) as client:
         nodes.until(
             lambda: (
                 {pool.name: pool.configured for pool in client.status().pools} == {"prefill": 1, "decode": 2}

@@ -15,9 +15,10 @@ from ray.serve.schema import ServeDeploySchema
 
 from cluster.cli.main import _ENVIRONMENT
 from cluster.config import ClusterConfig, GatewayConfig
+from cluster.scaling.headroom import ReplicaDemand, shortages
 from cluster.scaling.serve_client import MARK_DEPLOYMENT as GATEWAY_DEPLOYMENT
 from cluster.scaling.serve_client import declared_counts
-from cluster.serve.capacity import ReplicaDemand, demands, gateway_bundle, shortages
+from cluster.serve.capacity import demands, gateway_bundle
 from cluster.serve.entrypoint import declared_config, with_declared_counts
 
 SHAPES: dict[str, Object] = {

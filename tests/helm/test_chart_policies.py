@@ -56,6 +56,7 @@ MATRIX: dict[str, dict[str, set[str]]] = {
     },
     "gateway": {
         "grpc": {"client"},
+        "admin": {"operator"},
         "console": {"operator"},
         "serve": NOBODY,
         "metrics": {"prometheus"},
@@ -92,7 +93,7 @@ def test_by_default_clients_come_from_anywhere_and_nobody_administers_or_scrapes
     found = reached(Policies(objects()))
     everybody = {*OUTSIDE, *RAY, "tandem-redis"}
     assert found["gateway"]["grpc"] == everybody
-    assert found["gateway"]["console"] == NOBODY
+    assert found["gateway"]["console"] == found["gateway"]["admin"] == NOBODY
     assert found["headgroup"]["dashboard"] == RAY | {"kuberay"}
     assert {who for ports in found.values() for who in ports.get("metrics", NOBODY)} == NOBODY
 
@@ -118,16 +119,17 @@ def test_a_monitor_needs_peers_that_may_scrape(monitor: str) -> None:
 
 
 def test_operators_have_a_service_of_their_own_which_stays_inside() -> None:
-    for case in ({}, {"gateway": {"service": {"type": "LoadBalancer"}}, **TWICE}, *EXAMPLES.values()):
+    for case in ({}, {"gateway": {"service": {"type": "LoadBalancer"}}}, *EXAMPLES.values()):
         items = objects(case)
         client, admin = only(items, "Service", "tandem"), only(items, "Service", "tandem-admin")
         assert [port["name"] for port in client["spec"]["ports"]] == ["grpc"]
-        assert [port["name"] for port in admin["spec"]["ports"]] == ["console"]
+        assert [port["name"] for port in admin["spec"]["ports"]] == ["admin", "console"]
         assert admin["spec"]["type"] == "ClusterIP"
     assert values()["gateway"]["service"]["type"] == "ClusterIP"
 
 
-TWICE: Object = {"auth": {"publishUnauthenticated": True}}
+OPEN: Object = {"auth": {"mode": "none"}}
+TWICE: Object = {"auth": {"mode": "none", "publishUnauthenticated": True}}
 PUBLISHED: dict[str, Object] = {
     "gateway.service.type: LoadBalancer": {"service": {"type": "LoadBalancer"}},
     "gateway.service.type: NodePort": {"service": {"type": "NodePort"}},
@@ -139,26 +141,30 @@ PUBLISHED: dict[str, Object] = {
 @pytest.mark.parametrize("way", PUBLISHED)
 def test_a_port_without_authentication_is_published_only_when_told_twice(way: str) -> None:
     case = {"gateway": PUBLISHED[way]}
+    assert render(case)
     with pytest.raises(helm_python.HelmError) as caught:
-        render(case)
+        render({**case, **OPEN})
     assert f"{way}: publishes gRPC without authentication" in str(caught.value)
     assert "auth.publishUnauthenticated: true" in str(caught.value)
     assert render({**case, **TWICE})
 
 
-def test_the_console_is_published_only_when_told_twice() -> None:
-    case = {"gateway": {"adminService": {"type": "LoadBalancer"}}}
-    with pytest.raises(helm_python.HelmError, match=r"adminService\.publish: true"):
-        render(merged(case, TWICE))
+@pytest.mark.parametrize("kind", ["LoadBalancer", "NodePort"])
+def test_administration_and_console_are_published_only_when_told_twice(kind: str) -> None:
+    case = {"gateway": {"adminService": {"type": kind}}}
+    for authentication in ({}, TWICE):
+        with pytest.raises(helm_python.HelmError, match=r"adminService\.publish: true"):
+            render(merged(case, authentication))
     told = merged(case, {"gateway": {"adminService": {"publish": True}}})
+    assert render(told)
     with pytest.raises(helm_python.HelmError, match=r"auth\.publishUnauthenticated: true"):
-        render(told)
+        render(merged(told, OPEN))
     assert render(merged(told, TWICE))
 
 
 def test_an_ingress_and_a_route_lead_clients_to_inference_alone() -> None:
     both: Object = {**PUBLISHED["gateway.ingress.enabled"], **PUBLISHED["gateway.grpcRoute.enabled"]}
-    items = objects({"gateway": both, **TWICE})
+    items = objects({"gateway": both})
     (rule,) = only(items, "Ingress")["spec"]["rules"]
     assert [path["path"] for path in rule["http"]["paths"]] == ["/tandem.v1.Inference/"]
     (rule,) = only(items, "GRPCRoute")["spec"]["rules"]
@@ -178,4 +184,4 @@ def test_an_ingress_and_a_route_lead_clients_to_inference_alone() -> None:
 )
 def test_a_way_in_that_cannot_work_is_refused(case: Object, reason: str) -> None:
     with pytest.raises(helm_python.HelmError, match=reason):
-        render({"gateway": case, **TWICE})
+        render({"gateway": case})

@@ -25,6 +25,10 @@ BY_THE_SCHEMA = {
     "config.transfer.transports": (["carrier-pigeon"], "must be one of"),
     "config.store.redis_url": ("redis://elsewhere", "'redis_url' not allowed"),
     "config.gateway.port": (1, "'port' not allowed"),
+    "config.auth.keys_file": ("/keys", "'keys_file' not allowed"),
+    "config.auth.tenants": ({"acme": {"max_priority": 1000}}, "maximum: got 1,000, want 100"),
+    "auth.mode": ("optional", "must be one of 'required', 'none'"),
+    "auth.apiKeys.firstTenant": ("a b", "does not match pattern"),
     "config.scaling.interval_s": (0, "exclusiveMinimum"),
     "config.pools": ([], "'pools' not allowed"),
     "gateway.port": (80, "minimum: got 80, want 1,024"),
@@ -154,7 +158,15 @@ def test_headroom_for_the_autoscaler_is_required_only_where_it_may_use_it() -> N
     [
         ({}, 0),
         ({"config": {"debug": {"allow_pins": True}}}, 1),
-        ({"gateway": {"service": {"type": "LoadBalancer"}}, "auth": {"publishUnauthenticated": True}}, 1),
+        ({"gateway": {"service": {"type": "LoadBalancer"}}}, 1),
+        ({"auth": {"mode": "none"}}, 1),
+        (
+            {
+                "gateway": {"service": {"type": "LoadBalancer"}},
+                "auth": {"mode": "none", "publishUnauthenticated": True},
+            },
+            2,
+        ),
     ],
 )
 def test_what_is_unwise_is_said_after_the_installation(values: dict[str, Any], warnings: int) -> None:

@@ -82,7 +82,6 @@ def test_what_was_ordered_is_bound_and_what_is_declared_is_reported(args: dict[s
     application = build_application(
         declared_config({**args, "config": config}),
         {"prefill": 1.0, "decode": 1.0},
-        b"s" * 16,
         counts={"decode": 5},
     )
     deployments = {each.name: each for each in build_app(application, name="tandem").deployments}

@@ -19,7 +19,9 @@ import pytest
 import torch
 from channel_process import LAYOUT, SETTINGS, WRITER, Setup, eventually, landed, piece_of, pool_data
 from child_processes import killed_on_error
+from trust_files import FILES, TRUST
 
+from benchmarks.drawn_trust import draw_trust
 from kvtransfer.blocks.checksum import checksum
 from kvtransfer.blocks.device_pool import DevicePool, PendingSums
 from kvtransfer.blocks.layout import without
@@ -37,7 +39,8 @@ from kvtransfer.messages import (
     WriterGone,
 )
 from kvtransfer.protocol.fence import Gate
-from kvtransfer.rpc.handshake import draw_id, draw_secret
+from kvtransfer.rpc.handshake import draw_id
+from kvtransfer.rpc.trust import Trust
 from kvtransfer.transports import cuda_ipc
 from kvtransfer.transports.base import HELLO_CODEC, TargetRank, WriterRank
 from kvtransfer.transports.cuda_ipc import (
@@ -51,7 +54,6 @@ from kvtransfer.transports.cuda_ipc import (
 from kvtransfer.transports.onesided import REQUEST_CODEC, Begin, Unmapped
 
 SHARD = LAYOUT.shard
-SECRET = draw_secret()
 NUM_BLOCKS = 12
 MOVES = [(3, 7), (0, 5), (1, 6), (9, 0)]
 
@@ -91,7 +93,7 @@ class CudaIpcHarness:
         self.gate = Gate(self.reports.append)
         self.pool = setup.pool()
         assert isinstance(self.pool, DevicePool)
-        target = TargetRank(0, self.pool, self.gate, SECRET, SETTINGS)
+        target = TargetRank(0, self.pool, self.gate, TRUST, SETTINGS)
         self.listener = CudaIpcListener(target, self.pool, self.driver)
 
     @property
@@ -124,11 +126,11 @@ class CudaIpcHarness:
 
 
 def setup(shard: Shard = SHARD, seed: int = 0, *faults: FaultRule) -> Setup:
-    return Setup("cuda_ipc", shard, NUM_BLOCKS, seed, "cpu", SECRET, faults)
+    return Setup("cuda_ipc", shard, NUM_BLOCKS, seed, "cpu", FILES, faults)
 
 
 def writer_rank(be: Setup) -> WriterRank:
-    return WriterRank(WRITER, 0, be.pool(), be.secret, Faults(be.faults), SETTINGS)
+    return WriterRank(WRITER, 0, be.pool(), Trust.read(be.trust), Faults(be.faults), SETTINGS)
 
 
 def replace_piece(lane: Lane, piece: Shard) -> Lane:
@@ -161,7 +163,7 @@ class WriterProcess:
         script = Path(__file__).parents[1] / "support" / "unix_writer.py"
         address = harness.listener.endpoint.address
         self._process = subprocess.Popen(
-            [sys.executable, str(script), address, SECRET.hex(), HELLO_CODEC.encode(hello).hex()],
+            [sys.executable, str(script), address, FILES.secret_file, HELLO_CODEC.encode(hello).hex()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -338,7 +340,7 @@ def test_a_stranger_is_refused(harness: CudaIpcHarness) -> None:
 
 
 def replace_secret(be: Setup) -> Setup:
-    return Setup(be.transport, be.shard, be.num_blocks, be.seed, be.device, draw_secret())
+    return Setup(be.transport, be.shard, be.num_blocks, be.seed, be.device, draw_trust())
 
 
 # -------------------------------------------------------------------------------------- without CUDA
@@ -346,7 +348,7 @@ def replace_secret(be: Setup) -> Setup:
 
 def test_without_a_device_there_is_neither_listener_nor_channel(harness: CudaIpcHarness) -> None:
     rank = writer_rank(setup(SHARD, 1))
-    assert cuda_ipc.listen(TargetRank(0, rank.pool, harness.gate, SECRET, SETTINGS)) is None
+    assert cuda_ipc.listen(TargetRank(0, rank.pool, harness.gate, TRUST, SETTINGS)) is None
     with pytest.raises(PathError, match="not for KV on cpu"):
         cuda_ipc.connect(rank, harness.lane, harness.listener.endpoint.address, draw_id(), lambda _: None)
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 from patience import WAIT_S
-from service_harness import BOTH, LAYOUT, NUM_BLOCKS, SECRET, TARGET, WHOLE, WRITER, Rank
+from service_harness import BOTH, LAYOUT, NUM_BLOCKS, TARGET, TRUST, WHOLE, WRITER, Rank
 
 from kvtransfer.blocks.pool import mapping_bytes
 from kvtransfer.common.host import host_id
@@ -89,7 +89,7 @@ def test_a_listener_outlives_a_moment_without_threads(
         monkeypatch.setattr(threading.Thread, "start", refuse)
         for _ in range(65):  # more than there are slots
             with reach(target, transport) as sock:
-                prove_as_client(sock, SECRET, "a writer")
+                prove_as_client(sock, TRUST, "a writer")
                 assert sock.recv(1) == b""
         monkeypatch.undo()
         writer.connect(target, transports=[transport])
@@ -112,7 +112,7 @@ def lying_target(transport: str, serve: Serve) -> Iterator[RankEndpoints]:
     def accept() -> None:
         sock, _ = listener.accept()
         with sock:
-            prove_as_server(sock, SECRET)
+            prove_as_server(sock, TRUST)
             receive_frame(sock)
             serve(sock)
             sock.settimeout(WAIT_S)

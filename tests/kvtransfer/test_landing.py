@@ -65,8 +65,8 @@ def test_landings_wait_in_order_and_old_ones_gain_priority() -> None:
     world.ask(request(2, BLOCK, priority=5))
     world.settle()
     assert world.landing.num_waiting == 2
-    tenant = request(1, BLOCK).tenant
-    assert [world.landing.num_of(each) for each in (None, tenant, "somebody else")] == [2, 2, 0]
+    group = request(1, BLOCK).sharing_group
+    assert [world.landing.num_of(each) for each in (None, group, "somebody else")] == [2, 2, 0]
     pool.release(blocker[:2])
     world.do_landing(world.landing.grant(world.now, idle=True))
     granted = [m.landing_id[0] for m in world.to_prefill if isinstance(m, LandingGrant)]

@@ -8,6 +8,8 @@ import gc
 import socket
 from collections.abc import Coroutine
 
+from trust_files import TRUST
+
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.rpc.listener import ProvenListener
 
@@ -26,7 +28,7 @@ async def test_a_connection_that_comes_as_the_listener_closes_is_closed_too() ->
     for _ in range(20):
         accepting = socket.create_server(("127.0.0.1", 0))
         address = accepting.getsockname()
-        listener = ProvenListener(accepting, bytes(32), _refuse, _spawn, SystemClock(), "test")
+        listener = ProvenListener(accepting, TRUST, _refuse, _spawn, SystemClock(), "test")
         await asyncio.sleep(0)  # it waits for connections
         signal, closing = socket.socketpair()
         with signal, closing, socket.create_connection(address) as client:

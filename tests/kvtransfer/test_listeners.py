@@ -8,11 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
-from listeners import KINDS, SECRET, ListenerProcess
+from listeners import KINDS, TRUST, ListenerProcess
 
 from kvtransfer.errors import ProofError
 from kvtransfer.rpc.handshake import ClientHandshake, prove_as_client, receive_frame, send_frame
 from kvtransfer.rpc.listener import MAX_UNPROVEN
+from kvtransfer.rpc.trust import Trust
 
 UNPROVEN_BYTES = 64 << 10
 # What the process takes for other reasons meanwhile.
@@ -24,7 +25,7 @@ def listening() -> Iterator[ListenerProcess]:
     with ListenerProcess() as process:
         for kind in KINDS:  # what every first connection takes once
             with process.connect(kind) as sock:
-                prove_as_client(sock, SECRET, "first")
+                prove_as_client(sock, TRUST, "first")
         yield process
 
 
@@ -50,7 +51,7 @@ def test_strangers_with_large_frames_are_refused_and_cost_nothing(
     with ExitStack() as stack, ThreadPoolExecutor(8) as pool:
         strangers = [stack.enter_context(listening.connect(kind)) for _ in range(8)]
         for stranger in strangers[:4]:
-            send_frame(stranger, ClientHandshake(b"another" * 8, "stranger").hello())
+            send_frame(stranger, ClientHandshake(Trust.draw(), "stranger").hello())
             receive_frame(stranger)
         assert all(pool.map(send_much, strangers, [frame] * 8))
     assert listening.peak_bytes - before < SLACK_BYTES
@@ -66,7 +67,7 @@ def test_silent_strangers_keep_nobody_out_and_are_few(listening: ListenerProcess
             stranger.sendall((4000).to_bytes(4, "little") + bytes(3999))  # all but the last byte of a frame
         for _ in range(3):
             peer = stack.enter_context(listening.connect(kind))
-            prove_as_client(peer, SECRET, "peer")
+            prove_as_client(peer, TRUST, "peer")
         assert strangers[0].recv(1) == b"", "the oldest was evicted"
         assert listening.num_descriptors <= num_before + MAX_UNPROVEN + 3
         assert listening.peak_bytes - before < MAX_UNPROVEN * UNPROVEN_BYTES
@@ -85,10 +86,10 @@ def test_a_name_that_is_no_text_closes_only_its_own_connection(listening: Listen
             send_frame(sock, head + name + b"\xc4\x10" + bytes(16))
             assert sock.recv(1) == b""
     with listening.connect(kind) as sock:
-        prove_as_client(sock, SECRET, "peer")
+        prove_as_client(sock, TRUST, "peer")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_wrong_secret_is_refused_by_both_sides(listening: ListenerProcess, kind: str) -> None:
     with listening.connect(kind) as sock, pytest.raises(ProofError, match="does not know"):
-        prove_as_client(sock, b"another" * 8, "stranger")
+        prove_as_client(sock, Trust.draw(), "stranger")

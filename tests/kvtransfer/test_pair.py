@@ -27,26 +27,26 @@ from channel_process import (
     piece_of,
 )
 from channel_process import WRITER as REPLICA
+from trust_files import FILES, TRUST
 
+from benchmarks.drawn_trust import draw_trust
 from kvtransfer.blocks.checksum import checksum
 from kvtransfer.blocks.pool import HostPool
 from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, TransferError
 from kvtransfer.messages import BlockMove, Lane, RankEndpoints, Shard
 from kvtransfer.protocol.fence import OpenedLanding
-from kvtransfer.rpc.handshake import draw_secret
 from kvtransfer.transports import gloo, nccl
 from kvtransfer.transports.base import TargetRank, WriterRank
 from kvtransfer.transports.pair import TARGET, WRITER, form_pair, open_store
 
 SHARD = LAYOUT.shard
-SECRET = draw_secret()
 NUM_BLOCKS = 40
 MOVES = [(3, 7), (0, 5), (1, 6), (9, 0), (8, 33)]
 
 
 def setup(shard: Shard = SHARD, seed: int = 0, device: str = "cpu", **settings: object) -> Setup:
-    return Setup("gloo", shard, NUM_BLOCKS, seed, device, SECRET, **settings)  # type: ignore[arg-type]
+    return Setup("gloo", shard, NUM_BLOCKS, seed, device, FILES, **settings)  # type: ignore[arg-type]
 
 
 class Ends(ExitStack):
@@ -354,8 +354,8 @@ def test_pairs_are_for_memory_of_their_kind(ends: Ends) -> None:
     target = target_here(ends)
     pool = setup().pool()
     lane = Lane(RankEndpoints(0, SHARD, "here", ()), SHARD)
-    rank = TargetRank(0, pool, target.gate, SECRET, SETTINGS)
-    writer = WriterRank(REPLICA, 0, pool, SECRET, Faults(), SETTINGS)
+    rank = TargetRank(0, pool, target.gate, TRUST, SETTINGS)
+    writer = WriterRank(REPLICA, 0, pool, TRUST, Faults(), SETTINGS)
     assert nccl.listen(rank) is None
     with pytest.raises(PathError, match="not for KV on cpu"):
         nccl.connect(writer, lane, target.address, bytes(16), lambda _: None)
@@ -367,7 +367,7 @@ def test_pairs_are_for_memory_of_their_kind(ends: Ends) -> None:
 
 def test_the_wrong_secret_or_piece_is_refused(ends: Ends) -> None:
     target = target_here(ends)
-    stranger = writer_here(ends, Setup("gloo", SHARD, NUM_BLOCKS, 1, "cpu", draw_secret()))
+    stranger = writer_here(ends, Setup("gloo", SHARD, NUM_BLOCKS, 1, "cpu", draw_trust()))
     with pytest.raises(TransferError, match="secret"):
         stranger.connect(target.address, SHARD, SHARD)
     with pytest.raises(PathError, match="refused by the target"):

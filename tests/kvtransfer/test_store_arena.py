@@ -29,7 +29,7 @@ FULL_GRANULE = GRANULE_BYTES - HEADER_BYTES
 
 def info(number: int, num_bytes: int = 5000) -> RecordInfo:
     record_id = RecordId(b"s" * 8, number.to_bytes(16, "big"), Shard(0, 2, 0, 2))
-    return RecordInfo(record_id, b"", b"chain", "tenant", b"model", num_bytes, number)
+    return RecordInfo(record_id, b"", b"chain", "group", b"model", num_bytes, number)
 
 
 @pytest.fixture

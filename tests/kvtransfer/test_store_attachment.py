@@ -24,6 +24,7 @@ from patience import WAIT_S
 from service_harness import Hooks
 
 from kvtransfer.common.faults import FaultRule
+from kvtransfer.rpc.trust import Trust
 from kvtransfer.store import worker
 from kvtransfer.store.messages import (
     AttachStore,
@@ -62,7 +63,7 @@ def test_refusals_and_wrong_secrets_are_reported(arena: SharedArena) -> None:
             attached = rank.attach(refusing)
             assert attached.arena == b""
             assert "not today" in attached.error
-        with StandInOwner(arena, secret=bytes(32)) as strange:
+        with StandInOwner(arena, trust=Trust.of(bytes(32))) as strange:
             assert "secret" in rank.attach(strange).error
         rank.worker.handle(AttachStore("tandem-test-nobody", SESSION))
         assert "tandem-test-nobody" in rank.reports.take(StoreAttached).error

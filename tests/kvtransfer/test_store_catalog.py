@@ -1,4 +1,4 @@
-"""The catalog of a node, row by row: puts, leases, eviction, pins, tenants' shares and sessions."""
+"""The catalog of a node, row by row: puts, leases, eviction, pins, groups' shares and sessions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from catalog_harness import (
 from kvtransfer.blocks.checksum import checksum
 from kvtransfer.store.messages import HEADER_BYTES, HELD, REFUSED, RecordInfo
 from kvtransfer.store.nvme.segments import NvmeRef
-from kvtransfer.store.record import MAX_TENANT_BYTES, image_bytes
+from kvtransfer.store.record import MAX_GROUP_BYTES, image_bytes
 
 REF, NEWER = NvmeRef(1, 4096, 65536), NvmeRef(2, 8192, 65536)
 
@@ -37,9 +37,9 @@ def harness() -> Iterator[CatalogHarness]:
     harness.close()
 
 
-def info_of(name: str, *, tenant: str = "t", model: bytes = b"model") -> RecordInfo:
+def info_of(name: str, *, group: str = "t", model: bytes = b"model") -> RecordInfo:
     total = checksum(payload_of(name))
-    return RecordInfo(record_id(name), b"", b"chain", tenant, model, ONE_GRANULE, total)
+    return RecordInfo(record_id(name), b"", b"chain", group, model, ONE_GRANULE, total)
 
 
 # ---------------------------------------------------------------------------------------------------- puts
@@ -96,7 +96,7 @@ def test_an_impossible_size_is_refused_and_evicts_nothing(harness: CatalogHarnes
 
 
 def test_a_tenant_whose_name_no_header_takes_is_refused(harness: CatalogHarness) -> None:
-    assert harness.allocate("a", tenant="x" * (MAX_TENANT_BYTES + 1)) == REFUSED
+    assert harness.allocate("a", group="x" * (MAX_GROUP_BYTES + 1)) == REFUSED
     assert harness.catalog.stat().num_bytes == 0
     assert harness.allocate("a") >= 0
 
@@ -282,10 +282,10 @@ def test_a_bad_or_purged_record_is_dropped_though_pinned(harness: CatalogHarness
 
 
 def shared_harness() -> CatalogHarness:
-    """The greedy tenant has 21 of 31 slots, the modest one 10, older ones; a share is 15."""
+    """The greedy group has 21 of 31 slots, the modest one 10, older ones; a share is 15."""
     harness = CatalogHarness(tenant_share=0.5)
-    harness.put_chain(*(f"m{n:02}" for n in range(10)), tenant="modest")
-    harness.put_chain(*(f"g{n:02}" for n in range(NUM_SLOTS - 10)), tenant="greedy")
+    harness.put_chain(*(f"m{n:02}" for n in range(10)), group="modest")
+    harness.put_chain(*(f"g{n:02}" for n in range(NUM_SLOTS - 10)), group="greedy")
     harness.listener.take()
     return harness
 
@@ -296,40 +296,40 @@ def evicted(harness: CatalogHarness) -> str:
 
 def test_a_tenant_may_have_more_than_its_share_while_nobody_wants_it() -> None:
     harness = shared_harness()
-    assert harness.catalog.bytes_by_tenant() == {"modest": 10 * GRANULE_BYTES, "greedy": 21 * GRANULE_BYTES}
+    assert harness.catalog.bytes_by_group() == {"modest": 10 * GRANULE_BYTES, "greedy": 21 * GRANULE_BYTES}
     harness.close()
 
 
 def test_the_greedy_tenant_is_evicted_first_though_it_is_younger() -> None:
     harness = shared_harness()
-    harness.put_chain(*(f"x{n}" for n in range(6)), tenant="new")
+    harness.put_chain(*(f"x{n}" for n in range(6)), group="new")
     assert evicted(harness) == "gggggg"
-    harness.put_chain(*(f"y{n}" for n in range(2)), tenant="new")
+    harness.put_chain(*(f"y{n}" for n in range(2)), group="new")
     assert evicted(harness) == "mm", "from here on nobody has too much: the oldest leave"
     harness.close()
 
 
 def test_the_greedy_tenant_evicts_its_own_or_is_refused() -> None:
     harness = shared_harness()
-    harness.put("g99", tenant="greedy")
+    harness.put("g99", group="greedy")
     assert evicted(harness) == "g"
     for name in sorted(harness.names()):
         if name.startswith("g"):
             assert harness.catalog.lease(record_id(name)) is not None
-    assert harness.allocate("g98", tenant="greedy") == REFUSED
+    assert harness.allocate("g98", group="greedy") == REFUSED
     assert evicted(harness) == ""
-    harness.put("x", tenant="new")
+    harness.put("x", group="new")
     assert evicted(harness) == "m", "the greedy one's cannot leave"
     harness.close()
 
 
 def test_bytes_of_a_tenant_count_all_it_takes(harness: CatalogHarness) -> None:
-    harness.put("a", tenant="one")
-    harness.allocate("b", tenant="one")
-    harness.catalog.added_nvme(info_of("c", tenant="two"), REF)
-    harness.catalog.added_nvme(info_of("d", tenant="one"), NEWER)
+    harness.put("a", group="one")
+    harness.allocate("b", group="one")
+    harness.catalog.added_nvme(info_of("c", group="two"), REF)
+    harness.catalog.added_nvme(info_of("d", group="one"), NEWER)
     nvme_bytes = image_bytes(ONE_GRANULE)
-    assert harness.catalog.bytes_by_tenant() == {"one": 2 * GRANULE_BYTES + nvme_bytes, "two": nvme_bytes}
+    assert harness.catalog.bytes_by_group() == {"one": 2 * GRANULE_BYTES + nvme_bytes, "two": nvme_bytes}
 
 
 # ------------------------------------------------------------------------------------------------ sessions

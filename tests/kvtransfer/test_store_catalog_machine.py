@@ -32,12 +32,9 @@ from kvtransfer.store.record import Writer
 pytestmark = pytest.mark.slow
 
 Name = tuple[str, Shard]
-TENANTS = ("t", "u")
+GROUPS = ("t", "u")
 NAMES: list[Name] = [
-    (f"{tenant}{number}", shard)
-    for tenant in TENANTS
-    for number in range(5)
-    for shard in (WHOLE, LEFT, RIGHT)
+    (f"{group}{number}", shard) for group in GROUPS for number in range(5) for shard in (WHOLE, LEFT, RIGHT)
 ]
 SIZES = (1, 5000, ONE_GRANULE, 3 * GRANULE_BYTES, 8 * GRANULE_BYTES)
 SESSIONS = (b"session-a", b"session-b")
@@ -122,7 +119,7 @@ class CatalogMachine(RuleBasedStateMachine):
             parent_of(name),
             session=session,
             shard=name[1],
-            tenant=name[0][0],
+            group=name[0][0],
             num_bytes=num_bytes,
             writer=Writer(state.rank, 1),
         )
@@ -319,10 +316,10 @@ class CatalogMachine(RuleBasedStateMachine):
 
     # -------------------------------------------------------------------------------------------- purge
 
-    @rule(tenant=st.sampled_from(TENANTS))
-    def purge(self, tenant: str) -> None:
-        meant = {name for name in NAMES if name[0][0] == tenant}
-        purged = self.harness.catalog.purge(tenant, None)
+    @rule(group=st.sampled_from(GROUPS))
+    def purge(self, group: str) -> None:
+        meant = {name for name in NAMES if name[0][0] == group}
+        purged = self.harness.catalog.purge(group, None)
         assert sorted(purged.erase) == sorted(
             ref for name, (_, ref, _) in self.on_nvme.items() if name in meant
         )

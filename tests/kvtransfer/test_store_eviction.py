@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvtransfer.store.dram.slot_allocator import ChainKey, ChainLru, TenantShares
+from kvtransfer.store.dram.slot_allocator import ChainKey, ChainLru, GroupUsage
 
 SPACE = b"space"
 
@@ -17,20 +17,20 @@ def key(name: str) -> ChainKey:
     return ChainKey(SPACE, name.encode())
 
 
-def leaving(lru: ChainLru, tenant: str | None = None) -> list[str]:
+def leaving(lru: ChainLru, group: str | None = None) -> list[str]:
     """Take everything that may leave, in order."""
     names = []
-    while (oldest := lru.oldest(tenant)) is not None:
+    while (oldest := lru.oldest(group)) is not None:
         names.append(oldest.key.decode())
         lru.remove(oldest)
         lru.check()
     return names
 
 
-def chain(lru: ChainLru, *names: str, tenant: str = "t") -> None:
+def chain(lru: ChainLru, *names: str, group: str = "t") -> None:
     parent = b""
     for name in names:
-        lru.add(key(name), parent, tenant)
+        lru.add(key(name), parent, group)
         parent = name.encode()
 
 
@@ -107,15 +107,15 @@ def test_the_same_key_in_another_space_is_another_block() -> None:
 
 def test_one_tenants_blocks_in_their_own_order() -> None:
     lru = ChainLru()
-    chain(lru, "a1", "a2", tenant="a")
-    chain(lru, "b1", "b2", tenant="b")
+    chain(lru, "a1", "a2", group="a")
+    chain(lru, "b1", "b2", group="b")
     assert leaving(lru, "b") == ["b2", "b1"]
     assert leaving(lru, "nobody") == []
     assert leaving(lru) == ["a2", "a1"]
 
 
 def test_tenants_above_their_share_the_furthest_first() -> None:
-    shares = TenantShares(0.25)
+    shares = GroupUsage(0.25)
     shares.limit(1000)
     shares.take("a", 250)
     shares.take("b", 300)
@@ -136,18 +136,18 @@ def test_tenants_above_their_share_the_furthest_first() -> None:
 @dataclass
 class Block:
     parent: str
-    tenant: str
+    group: str
     tick: int
     num_records: int = 1
     num_holds: int = 0
 
 
-NAMES = [f"{tenant}{number}" for tenant in "xy" for number in range(6)]
+NAMES = [f"{group}{number}" for group in "xy" for number in range(6)]
 names = st.sampled_from(NAMES)
 
 
 class ChainMachine(RuleBasedStateMachine):
-    """A tree per tenant: block n follows block (n - 1) // 2; block 0 is the root."""
+    """A tree per group: block n follows block (n - 1) // 2; block 0 is the root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,11 +157,11 @@ class ChainMachine(RuleBasedStateMachine):
 
     @rule(name=names)
     def add(self, name: str) -> None:
-        tenant, number = name[0], int(name[1:])
-        parent = f"{tenant}{(number - 1) // 2}" if number else ""
+        group, number = name[0], int(name[1:])
+        parent = f"{group}{(number - 1) // 2}" if number else ""
         self.tick += 1
-        self.lru.add(key(name), parent.encode(), tenant)
-        block = self.blocks.setdefault(name, Block(parent, tenant, 0, num_records=0))
+        self.lru.add(key(name), parent.encode(), group)
+        block = self.blocks.setdefault(name, Block(parent, group, 0, num_records=0))
         block.num_records += 1
         block.tick = self.tick
 
@@ -195,10 +195,10 @@ class ChainMachine(RuleBasedStateMachine):
         free = sorted(name for name, block in self.blocks.items() if not block.num_holds)
         self.drop(data.draw(st.sampled_from(free)))
 
-    @rule(tenant=st.sampled_from([None, "x", "y"]))
-    def evict(self, tenant: str | None) -> None:
-        expected = self.expected(tenant)
-        found = self.lru.oldest(tenant)
+    @rule(group=st.sampled_from([None, "x", "y"]))
+    def evict(self, group: str | None) -> None:
+        expected = self.expected(group)
+        found = self.lru.oldest(group)
         assert (None if found is None else found.key.decode()) == expected
         if expected is not None:
             self.drop(expected)
@@ -209,12 +209,12 @@ class ChainMachine(RuleBasedStateMachine):
         if not self.blocks[name].num_records:
             del self.blocks[name]
 
-    def expected(self, tenant: str | None) -> str | None:
+    def expected(self, group: str | None) -> str | None:
         parents = {block.parent for block in self.blocks.values()}
         leaves = [
             (block.tick, name)
             for name, block in self.blocks.items()
-            if name not in parents and not block.num_holds and tenant in (None, block.tenant)
+            if name not in parents and not block.num_holds and group in (None, block.group)
         ]
         return min(leaves)[1] if leaves else None
 

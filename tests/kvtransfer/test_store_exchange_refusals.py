@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from exchange_harness import GRANULE_BYTES, StoreNode, eventually, record_id, settings
+from exchange_harness import GRANULE_BYTES, TRUST, StoreNode, eventually, record_id, settings
 from patience import WAIT_S
 
 from kvtransfer.errors import PeerGoneError
 from kvtransfer.messages import RankEndpoints, ReplicaIdentity, Shard
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.rpc.stream import FrameStream, open_tcp
+from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     STORE_PROTOCOL,
@@ -68,8 +69,8 @@ async def test_an_address_that_is_none_is_a_miss(address: str) -> None:
 
 @pytest.mark.parametrize("who", ["another secret", "another life", "nobody"])
 async def test_owners_that_cannot_be_asked_are_a_miss_and_cool_down(who: str) -> None:
-    secret = bytes(32) if who == "another secret" else settings("b").secret
-    async with StoreNode(settings("a")) as a, StoreNode(settings("b", secret=secret)) as b:
+    trust = Trust.draw() if who == "another secret" else TRUST
+    async with StoreNode(settings("a")) as a, StoreNode(settings("b"), trust=trust) as b:
         b.put(1, 50_000)
         holder = ReplicaIdentity("b", 2) if who == "another life" else b.identity
         address = "127.0.0.1:1" if who == "nobody" else b.address
@@ -130,7 +131,7 @@ async def test_nonsense_ends_that_connection_only(message: ToOwner) -> None:
 
 async def introduced(holder: StoreNode) -> FrameStream:
     """A connection of an owner that is not one of ours."""
-    stream = await open_tcp(holder.address, holder.settings.secret, "stranger")
+    stream = await open_tcp(holder.address, TRUST, "stranger")
     hello = OwnerHello(STORE_PROTOCOL, ReplicaIdentity("stranger", 1), GRANULE_BYTES)
     stream.send(TO_OWNER_CODEC.encode(hello))
     FROM_OWNER_CODEC.decode(await stream.next_frame())

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from entered_files import EnteredFiles, documented_files
 from store_harness import Chain, Replica, StoreHarness, eventually
+from trust_files import TRUST
 
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import Faults
@@ -22,7 +23,7 @@ async def test_one_record_enters_the_documented_files(tmp_path: Path) -> None:
     entered = EnteredFiles()
     with entered.watching():
         harness = StoreHarness(tmp_path, nvme_path=str(tmp_path / "nvme"), **NVME)
-        server = StoreServer(harness.settings, SystemClock(), Faults(()), 0.0)
+        server = StoreServer(harness.settings, TRUST, SystemClock(), Faults(()), 0.0)
         await server.start()
         replica = await Replica(harness).start()
         try:

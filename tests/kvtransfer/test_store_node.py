@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from store_harness import COMPATIBILITY, StoreHarness, eventually
+from trust_files import TRUST
 
 from kvtransfer.codec import framed
 from kvtransfer.common.clock import ManualClock
@@ -52,7 +53,7 @@ def put(node: StoreNode) -> int:
 async def connected(tmp_path: Path) -> tuple[StoreNode, EngineSession, FrameStream, socket.socket]:
     """A node, an engine core's session with it, and the two ends of their connection."""
     settings, clock = StoreHarness(tmp_path).settings, ManualClock()
-    node = StoreNode(settings, clock, Faults(), spawn)
+    node = StoreNode(settings, TRUST, clock, Faults(), spawn)
     arena_manager = ArenaManager(settings, clock, 0, node.attach, lambda rank: None, spawn)
     ours, engine_cores = socket.socketpair()
     stream = await frame_stream(ours, "test")
@@ -62,7 +63,7 @@ async def connected(tmp_path: Path) -> tuple[StoreNode, EngineSession, FrameStre
 
 async def test_each_loan_ends_where_it_was_made(tmp_path: Path) -> None:
     """While one is out the record is found bad, dropped, put again elsewhere, and lent again."""
-    node = StoreNode(StoreHarness(tmp_path).settings, ManualClock(), Faults(), spawn)
+    node = StoreNode(StoreHarness(tmp_path).settings, TRUST, ManualClock(), Faults(), spawn)
     node.catalog.attach(Arena.create(2 << 20, 4096, False))
     node.catalog.session_opened(SESSION)
     record = RecordId(SPACE, KEY, SHARD)
@@ -108,8 +109,8 @@ async def test_a_flood_of_prefetches_is_cut_off_without_a_word(tmp_path: Path) -
     """They are hints of requests that wait; too many of them do not end the connection."""
     node, session, _, engine_cores = await connected(tmp_path)
     for number in range(5000):
-        session._handle(FetchRequest(number, KEY, (KEY,), to_device=False))
-    session._handle(FetchRequest(5000, KEY, (KEY,), to_device=True))
+        session._handle(FetchRequest(number, "", KEY, (KEY,), to_device=False))
+    session._handle(FetchRequest(5000, "", KEY, (KEY,), to_device=True))
     assert 5000 in session._fetches
     engine_cores.close()
     with pytest.raises(PeerGoneError):
@@ -120,7 +121,7 @@ async def test_a_flood_of_prefetches_is_cut_off_without_a_word(tmp_path: Path) -
 
 async def test_what_came_before_nvme_was_open_is_written_before_the_end(tmp_path: Path) -> None:
     disk = {"nvme_path": str(tmp_path / "nvme"), "nvme_bytes": 8 << 20, "segment_bytes": 1 << 20}
-    node = StoreNode(StoreHarness(tmp_path, **disk).settings, ManualClock(), Faults(), spawn)
+    node = StoreNode(StoreHarness(tmp_path, **disk).settings, TRUST, ManualClock(), Faults(), spawn)
     node.catalog.attach(Arena.create(2 << 20, 4096, False))
     node.catalog.session_opened(SESSION)
     put(node)

@@ -30,7 +30,7 @@ from kvtransfer.errors import StoreError, StoreIoError
 from kvtransfer.store.messages import RecordInfo
 from kvtransfer.store.nvme import segments
 from kvtransfer.store.nvme.log import NvmeTier
-from kvtransfer.store.record import HEADER_BYTES
+from kvtransfer.store.record import HEADER_BYTES, image_bytes
 
 
 def open_flags(path: Path) -> list[int]:
@@ -132,7 +132,7 @@ def test_opening_a_sealed_segment_reads_its_end_only(tmp_path: Path) -> None:
 
 def test_a_large_directory_is_read(tmp_path: Path) -> None:
     harness = NvmeHarness(settings_for(tmp_path, 2, 24 << 20))
-    infos = [info_of(key, 100, tenant="t" * 900) for key in range(400)]
+    infos = [info_of(key, 100, group="t" * 900) for key in range(400)]
     image = empty_image(100)
     for start in range(0, 400, 50):
         assert len(harness.tier.write_run([(image, info) for info in infos[start : start + 50]])) == 50
@@ -147,7 +147,7 @@ def test_a_large_directory_is_read(tmp_path: Path) -> None:
 def test_a_full_segment_has_space_for_its_directory(tmp_path: Path) -> None:
     with nvme_harness(tmp_path) as harness:
         for key in range(40):
-            harness.put(key, 100, tenant="t" * 900)
+            harness.put(key, 100, group="t" * 900)
         full = harness.segments()[:-1]
         assert len(full) > 1
         for path in full:
@@ -273,6 +273,32 @@ def test_a_segment_of_another_version_is_reclaimed(
         assert again.held == {}
         assert again.segments() == []
     assert "another version" in caplog.text or "format version 7" in caplog.text
+
+
+@pytest.mark.parametrize("offset", [-4096, 100, 8192, SEGMENT_BYTES, 1 << 62])
+def test_a_directory_of_impossible_places_is_not_believed(tmp_path: Path, offset: int) -> None:
+    with nvme_harness(tmp_path) as harness:
+        info = harness.put(1)
+        path = harness.segments()[0]
+    sealed = segments.Segment(1, path, SEGMENT_BYTES, end=image_bytes(info.num_bytes))
+    with path.open("r+b") as file:
+        segments.write_directory(file.fileno(), sealed, segments.Directory([(offset, info)], []))
+    with nvme_harness(tmp_path) as harness:
+        assert harness.has(info)  # its header is found in its place
+
+
+@pytest.mark.parametrize("num_bytes", [-1, -8192, -(1 << 60)])
+def test_a_header_of_a_record_that_ends_before_it_begins_is_passed_over(
+    tmp_path: Path, num_bytes: int
+) -> None:
+    with nvme_harness(tmp_path / "a") as harness:
+        infos = [harness.put(key) for key in (1, 2)]
+        folder = crashed(tmp_path / "a", tmp_path / "b")
+    offset = image_bytes(infos[0].num_bytes)
+    odd = msgspec.structs.replace(infos[1], num_bytes=num_bytes, checksum=checksum(b""))
+    damage(next(folder.glob("*.seg")), offset, segments.header_page(odd, 1, offset))
+    with nvme_harness(folder) as again:
+        assert [info for info, _ in again.held.values()] == infos[:1]
 
 
 def test_a_file_under_another_number_holds_nothing(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from store_harness import (
     LEFT,
     MODEL,
     RIGHT,
-    SECRET,
     TOP,
     Chain,
     Replica,
@@ -25,6 +24,7 @@ from store_harness import (
     block_bytes,
     eventually,
 )
+from trust_files import TRUST
 
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import Faults
@@ -32,6 +32,7 @@ from kvtransfer.errors import PeerGoneError, TransferError
 from kvtransfer.messages import Shard
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.rpc.stream import open_tcp, open_unix
+from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     HELD,
@@ -114,8 +115,8 @@ async def test_two_replicas_share_records(running: StoreHarness) -> None:
 
 async def test_what_one_tenant_put_under_other_keys_is_not_another_tenants(running: StoreHarness) -> None:
     replica = await Replica(running).start()
-    await replica.put(Chain.of("prompt", 2, tenant="alice"))
-    assert await replica.find(Chain.of("prompt", 2, tenant="bob")) == ()
+    await replica.put(Chain.of("prompt", 2, group="alice"))
+    assert await replica.find(Chain.of("prompt", 2, group="bob")) == ()
     await replica.close()
 
 
@@ -292,10 +293,10 @@ async def test_garbage_closes_that_connection_only(running: StoreHarness, garbag
 
 async def test_nobody_gets_in_without_the_secret(running: StoreHarness) -> None:
     with pytest.raises(TransferError):
-        await open_unix(running.settings.name, bytes(32), "stranger")
+        await open_unix(running.settings.name, Trust.draw(), "stranger")
     with pytest.raises(TransferError):
-        await open_tcp(running.address, bytes(32), "stranger")
-    stranger = Replica(running, secret=bytes(32))
+        await open_tcp(running.address, Trust.draw(), "stranger")
+    stranger = Replica(running, trust=Trust.of(bytes(32)))
     await stranger.client.start()
     assert not stranger.client.is_up
     assert (await running.ask(StatRequest(), StoreStat)).num_sessions == 0
@@ -304,7 +305,7 @@ async def test_nobody_gets_in_without_the_secret(running: StoreHarness) -> None:
 
 async def test_engine_cores_and_ranks_come_over_the_nodes_own_socket_only(running: StoreHarness) -> None:
     replica = await Replica(running).start()
-    stream = await open_tcp(running.address, SECRET, "engine_core")
+    stream = await open_tcp(running.address, TRUST, "engine_core")
     stream.send(TO_OWNER_CODEC.encode(replica.client._hello))
     assert isinstance(FROM_OWNER_CODEC.decode(await stream.next_frame()), StoreRefusal)
     stream.close()
@@ -314,7 +315,7 @@ async def test_engine_cores_and_ranks_come_over_the_nodes_own_socket_only(runnin
 
 
 async def test_a_first_message_that_is_none_is_refused(running: StoreHarness) -> None:
-    stream = await open_unix(running.settings.name, SECRET, "?")
+    stream = await open_unix(running.settings.name, TRUST, "?")
     stream.send(TO_OWNER_CODEC.encode(FindRequest(1, b"", ())))
     assert isinstance(FROM_OWNER_CODEC.decode(await stream.next_frame()), StoreRefusal)
     stream.close()
@@ -323,7 +324,7 @@ async def test_a_first_message_that_is_none_is_refused(running: StoreHarness) ->
 
 async def test_an_engine_core_of_another_protocol_is_refused(running: StoreHarness) -> None:
     replica = await Replica(running).start()
-    stream = await open_unix(running.settings.name, SECRET, "engine_core")
+    stream = await open_unix(running.settings.name, TRUST, "engine_core")
     hello = replace(replica.client._hello, protocol=STORE_PROTOCOL + 1, session=draw_id())
     stream.send(TO_OWNER_CODEC.encode(hello))
     refusal = FROM_OWNER_CODEC.decode(await stream.next_frame())
@@ -365,7 +366,7 @@ async def test_a_stopped_owner_is_noticed(running: StoreHarness) -> None:
 
 
 async def test_an_error_of_ours_ends_the_store(harness: StoreHarness) -> None:
-    owner = StoreServer(harness.settings, SystemClock(), Faults())
+    owner = StoreServer(harness.settings, TRUST, SystemClock(), Faults())
     await owner.start()
     owner.check_health()
 

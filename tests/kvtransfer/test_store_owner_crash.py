@@ -63,11 +63,11 @@ async def supervised(harness: StoreHarness) -> AsyncIterator[None]:
         await task
 
 
-async def purge(harness: StoreHarness, tenant: str) -> None:
+async def purge(harness: StoreHarness, group: str) -> None:
     """Again and again, until an owner says that it is done."""
     while True:
         try:
-            await harness.ask(PurgeRequest(tenant, None), PurgeResult)
+            await harness.ask(PurgeRequest(group, None), PurgeResult)
         except (TransferError, AssertionError):  # away, or it has not yet read what it holds
             await SystemClock().sleep(0.05)
         else:
@@ -178,7 +178,7 @@ async def test_killed_at_a_point(harness: StoreHarness, tmp_path: Path, point: s
             fresh = Chain.of(f"fresh {replica.identity.replica_id}", 6)
             assert await replica.put(fresh) == list(range(6))
             assert await replica.get(fresh) == ("dram",) * 6
-            assert await replica.find(Chain.of("secret", 6, tenant="mallory")) == ()
+            assert await replica.find(Chain.of("secret", 6, group="mallory")) == ()
         await harness.check_nothing_leaked()
         for replica in replicas:
             await replica.close()
@@ -187,7 +187,7 @@ async def test_killed_at_a_point(harness: StoreHarness, tmp_path: Path, point: s
 
 async def work(harness: StoreHarness, replicas: list[Replica]) -> None:
     """More than the host tier holds, and more than NVMe does; what is read is compared."""
-    await replicas[0].put(Chain.of("secret", 6, tenant="mallory"))
+    await replicas[0].put(Chain.of("secret", 6, group="mallory"))
     for number in range(12):
         for replica in replicas:
             chain = Chain.of(f"prompt {number} {replica.shards}", 14)
@@ -282,7 +282,7 @@ class History:
                 assert set(chain.keys[: len(got)]) <= self._stored
             case "fill":
                 self._num_filled += 1
-                other = Chain.of(f"other {self._num_filled}", NUM_FITTING // 2, tenant="bob")
+                other = Chain.of(f"other {self._num_filled}", NUM_FITTING // 2, group="bob")
                 stored = await self._replica.put(other)  # some may be refused, while others are written
                 num_leading = sum(index == number for number, index in enumerate(stored))
                 assert len(await self._replica.get(other)) == num_leading

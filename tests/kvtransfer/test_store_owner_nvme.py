@@ -68,7 +68,7 @@ async def push_out(harness: StoreHarness, replica: Replica) -> None:
     """Fill the host tier with something else."""
     before = (await harness.stat("nvme")).num_records
     for number in range(4):
-        other = Chain.of(f"other {number}", NUM_FITTING // 4, tenant="mallory")
+        other = Chain.of(f"other {number}", NUM_FITTING // 4, group="mallory")
         await replica.put(other)
         await written(harness, before + (number + 1) * len(other.keys))
 
@@ -114,7 +114,7 @@ async def test_what_is_not_wanted_any_more_is_not_read(harness: StoreHarness, ho
     await replica.put(chain)
     await written(harness, len(chain.keys))
     await push_out(harness, replica)
-    request = FetchRequest(1000, chain.keys[0], chain.keys, True)
+    request = FetchRequest(1000, chain.group, chain.keys[0], chain.keys, True)
     assert replica.client.send(request)
     if how == "released":
         replica.release(request.number)
@@ -300,7 +300,7 @@ async def test_flipped_bits_are_a_miss_and_counted(harness: StoreHarness, tmp_pa
 async def test_a_purge_deletes_a_tenant_from_all_tiers_for_good(harness: StoreHarness) -> None:
     await harness.start()
     replica = await Replica(harness).start()
-    mine, theirs = Chain.of("prompt", 6, tenant="alice"), Chain.of("prompt", 6, tenant="bob")
+    mine, theirs = Chain.of("prompt", 6, group="alice"), Chain.of("prompt", 6, group="bob")
     await replica.put(mine)
     await replica.put(theirs)
     await written(harness, 12)
@@ -311,7 +311,7 @@ async def test_a_purge_deletes_a_tenant_from_all_tiers_for_good(harness: StoreHa
     assert await replica.get(theirs) == ("dram",) * 6
     await eventually(lambda: set(replica.tiers) == set(theirs.keys), "told")
     stat = await harness.ask(StatRequest(), StoreStat)
-    assert set(stat.bytes_by_tenant) == {"bob"}
+    assert set(stat.bytes_by_group) == {"bob"}
     await harness.kill()
     await replica.close()
     await harness.start()
@@ -354,14 +354,14 @@ async def test_a_purge_reaches_what_is_being_read_and_written(harness: StoreHarn
 async def test_listing_and_verifying(harness: StoreHarness, tmp_path: Path) -> None:
     await harness.start(FaultRule("store.nvme.write", "corrupt", str(tmp_path / "marker")))
     replica = await Replica(harness).start()
-    alice, bob = Chain.of("prompt", 3, tenant="alice"), Chain.of("prompt", 2, tenant="bob")
+    alice, bob = Chain.of("prompt", 3, group="alice"), Chain.of("prompt", 2, group="bob")
     await replica.put(alice)
     await replica.put(bob)
     await written(harness, 5)
     listing = await harness.ask(ListRequest("alice", None, 2), StoreListing)
     assert listing.num_matching == 3
     assert [record.tiers for record in listing.records] == [("dram", "nvme")] * 2
-    assert {record.info.tenant for record in listing.records} == {"alice"}
+    assert {record.info.sharing_group for record in listing.records} == {"alice"}
     model = b"model of tests..".hex()
     assert (await harness.ask(ListRequest(None, model[:6], 10), StoreListing)).num_matching == 5
     assert (await harness.ask(ListRequest(None, "00", 10), StoreListing)).num_matching == 0

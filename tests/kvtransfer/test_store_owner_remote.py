@@ -78,7 +78,7 @@ async def test_another_nodes_blocks_are_found_and_fetched(nodes: Nodes, transpor
     assert remote.num_hits == 20
     assert remote.read_gb_s > 0
     listed = await nodes.second.ask(StatRequest(), StoreStat)
-    assert set(listed.bytes_by_tenant) == {"alice"}
+    assert set(listed.bytes_by_group) == {"alice"}
     for harness in (nodes.first, nodes.second):
         await harness.check_nothing_leaked()
     await writer.close()

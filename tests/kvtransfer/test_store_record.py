@@ -18,7 +18,7 @@ from kvtransfer.messages import CompatibilityRecord, Shard
 from kvtransfer.store.messages import RecordId, RecordInfo
 from kvtransfer.store.record import (
     HEADER_BYTES,
-    MAX_TENANT_BYTES,
+    MAX_GROUP_BYTES,
     Header,
     RecordPlace,
     State,
@@ -32,7 +32,7 @@ from kvtransfer.store.server.arena_manager import is_running, writer_of
 
 SHARD = Shard(0, 28, 0, 8)
 INFO = RecordInfo(
-    RecordId(b"s" * 8, b"k" * 16, SHARD), b"p" * 16, b"c" * 16, "tenant", b"m" * 32, 1 << 20, (1 << 64) - 1
+    RecordId(b"s" * 8, b"k" * 16, SHARD), b"p" * 16, b"c" * 16, "group", b"m" * 32, 1 << 20, (1 << 64) - 1
 )
 PAGE = encode_header(INFO, "allocated", 7, Writer(12, 34, b"session"), RecordPlace(b"a" * 16, 1 << 40))
 COMPATIBILITY = CompatibilityRecord(3, b"f" * 32, "bfloat16", "bfloat16", 16, 28, 8, 128)
@@ -108,9 +108,9 @@ def test_half_a_page_is_an_error() -> None:
 
 
 def test_another_version_is_distinguished_from_damage() -> None:
-    rest = struct.pack("<II", 2, 3) + b"new"
+    rest = struct.pack("<II", 3, 3) + b"new"
     page = (PAGE[:8] + struct.pack("<Q", checksum(rest)) + rest).ljust(HEADER_BYTES, b"\0")
-    with pytest.raises(OtherVersionError, match="version 2; this is version 1"):
+    with pytest.raises(OtherVersionError, match="version 3; this is version 2"):
         decode_header(page)
     damaged = page[:24] + b"N" + page[25:]
     with pytest.raises(StoreError, match="its checksum is wrong") as caught:
@@ -124,7 +124,7 @@ def test_the_format_stays_as_it_is() -> None:
     info = RecordInfo(record_id, b"", b"chain", "acme", b"model", 8192, 99)
     page = encode_header(info, "committed", 5, None, RecordPlace(b"arena", 65536))
     assert page == bytes.fromhex(
-        "74616e64656d9d5251ddd168e41c90170100000056000000959793c4087370616365696438c410303132333435363738396162"
+        "74616e64656d9d52784da65816951c820200000056000000959793c4087370616365696438c410303132333435363738396162"
         "63646566" + "94001c0008c400c405636861696ea461636d65c4056d6f64656ccd200063a9636f6d6d697474656405c092"
         "c4056172656e61ce00010000"
     ).ljust(HEADER_BYTES, b"\0")
@@ -132,9 +132,9 @@ def test_the_format_stays_as_it_is() -> None:
 
 
 def test_a_tenant_whose_name_is_too_long_is_refused_by_name() -> None:
-    encode_header(replace(INFO, tenant="x" * MAX_TENANT_BYTES), "committed", 1)
-    with pytest.raises(StoreError, match=r"tenant's name has 1026 bytes; a record takes 1024"):
-        encode_header(replace(INFO, tenant="é" * 513), "committed", 1)
+    encode_header(replace(INFO, sharing_group="x" * MAX_GROUP_BYTES), "committed", 1)
+    with pytest.raises(StoreError, match=r"group's name has 1026 bytes; a record takes 1024"):
+        encode_header(replace(INFO, sharing_group="é" * 513), "committed", 1)
     with pytest.raises(StoreError, match="fields take"):
         encode_header(replace(INFO, model=bytes(HEADER_BYTES)), "committed", 1)
 

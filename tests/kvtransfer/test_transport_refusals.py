@@ -11,7 +11,6 @@ import pytest
 from patience import WAIT_S
 from transfer_harness import (
     LAYOUT,
-    SECRET,
     SHARD,
     WRITER,
     Rank,
@@ -19,7 +18,9 @@ from transfer_harness import (
     eventually,
     lane,
 )
+from trust_files import TRUST
 
+from benchmarks.drawn_trust import draw_trust
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.messages import PROTOCOL_VERSION, PeerConnected, PeerConnectFailed, Shard
 from kvtransfer.rpc.handshake import prove_as_client, receive_frame, send_frame
@@ -38,7 +39,7 @@ def test_a_path_below_the_floor_is_refused_by_name_or_used_with_a_warning(harnes
 
 
 def test_a_wrong_secret_is_refused(harness: TransferHarness) -> None:
-    writer, target = harness.writer(secret=b"x" * 32), harness.target()
+    writer, target = harness.writer(trust=draw_trust()), harness.target()
     writer.connect([lane(target)], harness.transport)
     assert "does not know the cluster secret" in writer.reports.take(PeerConnectFailed).reason
 
@@ -74,7 +75,7 @@ def test_what_does_not_fit_is_refused_with_the_reason(
     harness: TransferHarness, odd: ChannelHello, reason: str
 ) -> None:
     with reach(harness.target()) as sock:
-        prove_as_client(sock, SECRET, "stranger")
+        prove_as_client(sock, TRUST, "stranger")
         send_frame(sock, HELLO_CODEC.encode(odd))
         refusal = HELLO_CODEC.decode(receive_frame(sock))
     assert isinstance(refusal, ChannelRefusal)

@@ -55,3 +55,15 @@ def test_what_is_loaded_is_no_backlog_and_needs_space() -> None:
     harness.route(keys)
     later = [item for item in harness.route((), num_tokens=1000).candidates if item.side == "prefill"]
     assert [item.backlog_tokens for item in later] == [200.0]
+
+
+def test_the_replica_with_most_of_a_chain_counts() -> None:
+    """On its device and in its store together."""
+    keys = keys_of("x", 50)
+    harness = RouterHarness("p0", "p1", "d0")
+    assert harness.router.num_cached_blocks(keys) == 0
+    harness.store("p0", keys[:20])
+    harness.store("p1", keys[:10])
+    harness.store("p1", keys[10:30], "dram")
+    assert harness.router.num_cached_blocks(keys) == 30
+    assert harness.router.num_cached_blocks(keys_of("y", 50)) == 0

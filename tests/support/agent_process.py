@@ -23,6 +23,7 @@ from kvtransfer.messages import (
     TransferReport,
     TransferSettings,
 )
+from kvtransfer.rpc.trust import Trust, TrustFiles
 
 # A fault's action, here only: wait at the point until the file "<marker>.go" exists.
 HOLD = "hold"
@@ -39,7 +40,7 @@ class StartRank(Message, frozen=True):
     block_tokens: int
     item_bytes: int
     num_blocks: int
-    secret: bytes
+    trust: TrustFiles
     faults: tuple[FaultRule, ...]
     settings: TransferSettings
     is_device: bool = False
@@ -141,7 +142,7 @@ class Ranks:
             identity=start.identity,
             rank=start.rank,
             pool=pool,
-            secret=start.secret,
+            trust=Trust.read(start.trust),
             clock=SystemClock(),
             faults=HoldingFaults(start.faults),
             report=report,

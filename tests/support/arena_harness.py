@@ -27,6 +27,7 @@ from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.errors import TransferError
 from kvtransfer.messages import Shard, TransferSettings
 from kvtransfer.rpc.handshake import prove_as_server, receive_exactly, receive_frame, send_frame
+from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     HEADER_BYTES,
@@ -50,7 +51,7 @@ from kvtransfer.store.worker import StoreWorker
 Bytes = npt.NDArray[np.uint8]
 R = TypeVar("R")
 
-SECRET = bytes(range(32))
+TRUST = Trust.of(bytes(range(32)))
 SESSION = b"session of tests"
 MODEL = Shard(0, 4, 0, 4)
 LEFT, RIGHT = Shard(0, 4, 0, 2), Shard(0, 4, 2, 4)
@@ -78,14 +79,14 @@ class SharedArena:
 class StandInOwner:
     """Grants its arena, or takes the one that a rank offers when it has none of its own."""
 
-    def __init__(self, arena: SharedArena | None, *, secret: bytes = SECRET, refusal: str = "") -> None:
+    def __init__(self, arena: SharedArena | None, *, trust: Trust = TRUST, refusal: str = "") -> None:
         self.arena = arena
         self.adopted = b""
         self.hellos: list[RankHello] = []
         self.address = f"tandem-test-{secrets.token_hex(8)}"
         # Released at the end of each rank's connection.
         self.ended = threading.Semaphore(0)
-        self._secret = secret
+        self._trust = trust
         self._refusal = refusal
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._sock.bind(f"\0{self.address}")
@@ -122,7 +123,7 @@ class StandInOwner:
     def _serve(self, sock: socket.socket) -> None:
         with sock:
             try:
-                prove_as_server(sock, self._secret)
+                prove_as_server(sock, self._trust)
                 hello = TO_OWNER_CODEC.decode(receive_frame(sock))
                 assert isinstance(hello, RankHello)
                 self.hellos.append(hello)
@@ -204,7 +205,7 @@ class WorkerRank:
         self.clock = SystemClock()
         self.governor = governor or TrafficGovernor(TransferSettings("127.0.0.1", ()), self.clock)
         self.worker = StoreWorker(
-            self.pool, 0, self.governor, SECRET, faults or Faults(), self.clock, report or self.reports.put
+            self.pool, 0, self.governor, TRUST, faults or Faults(), self.clock, report or self.reports.put
         )
 
     def __enter__(self) -> Self:

@@ -94,14 +94,14 @@ class CatalogHarness:
         *,
         session: bytes = SESSION,
         shard: Shard = WHOLE,
-        tenant: str = "t",
+        group: str = "t",
         num_bytes: int = ONE_GRANULE,
         model: bytes = b"model",
         writer: Writer | None = None,
     ) -> int:
         record = NewRecord(name.encode(), parent.encode(), shard, num_bytes)
         writer = writer or Writer(os.getpid(), 1)
-        offset = self.catalog.allocate(session, tenant, b"chain", SPACE, model, record, writer)
+        offset = self.catalog.allocate(session, group, b"chain", SPACE, model, record, writer)
         self.catalog.check()
         return offset
 
@@ -117,13 +117,13 @@ class CatalogHarness:
         *,
         session: bytes = SESSION,
         shard: Shard = WHOLE,
-        tenant: str = "t",
+        group: str = "t",
         num_bytes: int = ONE_GRANULE,
         model: bytes = b"model",
     ) -> int:
         """All phases of a put; returns the offset."""
         offset = self.allocate(
-            name, parent, session=session, shard=shard, tenant=tenant, num_bytes=num_bytes, model=model
+            name, parent, session=session, shard=shard, group=group, num_bytes=num_bytes, model=model
         )
         assert offset >= 0, f"{name}: {offset}"
         total = self.write(offset, payload_of(name, shard, num_bytes))
@@ -131,10 +131,10 @@ class CatalogHarness:
         self.catalog.check()
         return offset
 
-    def put_chain(self, *names: str, tenant: str = "t") -> None:
+    def put_chain(self, *names: str, group: str = "t") -> None:
         parent = ""
         for name in names:
-            self.put(name, parent, tenant=tenant)
+            self.put(name, parent, group=group)
             parent = name
 
     def read(self, name: str, shard: Shard = WHOLE) -> bytes | None:

@@ -41,6 +41,7 @@ from kvtransfer.messages import (
 )
 from kvtransfer.protocol.fence import Gate
 from kvtransfer.rpc.handshake import draw_id
+from kvtransfer.rpc.trust import Trust, TrustFiles
 from kvtransfer.transports import TRANSPORTS
 from kvtransfer.transports.base import Channel, Listener, TargetRank, WriterRank
 
@@ -57,7 +58,7 @@ class Setup(Message, frozen=True):
     num_blocks: int
     seed: int
     device: str
-    secret: bytes
+    trust: TrustFiles
     faults: tuple[FaultRule, ...] = ()
 
     @property
@@ -93,7 +94,7 @@ class TargetEnd:
         self.pool = setup.pool()
         self.reports: list[TransferReport] = []
         self.gate = Gate(self.reports.append)
-        rank = TargetRank(0, self.pool, self.gate, setup.secret, SETTINGS)
+        rank = TargetRank(0, self.pool, self.gate, Trust.read(setup.trust), SETTINGS)
         self.listener: Listener = TRANSPORTS[setup.transport].listen(rank)
 
     @property
@@ -131,7 +132,7 @@ class WriterEnd:
 
     def connect(self, address: str, target: Shard, piece: Shard) -> Connected:
         setup = self.setup
-        rank = WriterRank(WRITER, 0, self.pool, setup.secret, Faults(setup.faults), SETTINGS)
+        rank = WriterRank(WRITER, 0, self.pool, Trust.read(setup.trust), Faults(setup.faults), SETTINGS)
         lane = Lane(RankEndpoints(0, target, "here", (Endpoint(setup.transport, address),)), piece)
         transport = TRANSPORTS[setup.transport]
         self._channel = transport.connect(rank, lane, address, draw_id(), self.lost.append)

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from cluster.config import ClusterConfig
+from cluster.identity.identity import TENANT_PATTERN
 
 CHART = Path(__file__).resolve().parent.parent.parent / "helm" / "tandem"
 BEGIN, END = "<!-- values -->", "<!-- /values -->"
@@ -21,6 +22,7 @@ _CONFIG_SECTIONS = {
     "transfer": "TransferConfig",
     "store": "StoreConfig",
     "gateway": "GatewayConfig",
+    "auth": "AuthConfig",
     "scaling": "ScalingConfig",
     "logs": "LogConfig",
     "tracing": "TracingConfig",
@@ -29,10 +31,14 @@ _CONFIG_SECTIONS = {
 _SET_BY_THE_CHART = {
     "PoolConfig": ("name", "resources"),
     "StoreConfig": ("redis_url", "nvme_path"),
+    "AuthConfig": ("mode", "insecure", "keys_file", "key_root_file"),
+    "JwtConfig": ("keys_file",),
+    "CertificateConfig": ("ca_file",),
     "GatewayConfig": (
         "host",
         "port",
         "console_port",
+        "admin_port",
         "replicas",
         "resources",
         "tls_cert_file",
@@ -90,6 +96,7 @@ _RULES: dict[str, dict[str, Any]] = {
     "gateway.replicas": _COUNT,
     "port": _PORT,
     "consolePort": _PORT,
+    "adminPort": _PORT,
     "healthPort": _PORT,
     "service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
     "adminService.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
@@ -100,6 +107,8 @@ _RULES: dict[str, dict[str, Any]] = {
     "rayService.upgradeStrategy": {"enum": ["NewCluster", "None"]},
     "upscalingMode": {"enum": ["Default", "Aggressive", "Conservative"]},
     "idleTimeoutSeconds": _COUNT,
+    "auth.mode": {"enum": ["required", "none"]},
+    "firstTenant": {"type": "string", "pattern": TENANT_PATTERN},
     "rayAuth.mode": {"enum": ["token", "disabled"]},
     "redis.mode": {"enum": ["bundled", "external"]},
     "runAsUser": {"type": "integer", "minimum": 1},

@@ -1,21 +1,21 @@
-"""A gateway with its console over scripted replicas, a stand-in for Ray's dashboard, and a headless
-Chromium that waits for what a test looks for."""
+"""A gateway with its console over scripted replicas, a scaler before a stand-in for Ray's dashboard, and a
+headless Chromium that waits for what a test looks for."""
 
 from __future__ import annotations
 
 import json
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import aiohttp
-from aiohttp import web
 from child_processes import closed_on_error
 from gateway_harness import GatewayHarness
 from optional_programs import find_program
 from patience import WAIT_S
+from scaling_harness import TOKEN, FakeApp, FakeDashboard, FakePool
 from selenium import webdriver
 from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.chrome.service import Service
@@ -24,79 +24,12 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
-from cluster.console.orders import Operations
-from cluster.roster.messages import ReleasePool, RosterOrder, SetDesired
+from cluster.roster.messages import RosterView
+from cluster.scaling.orders import Operations
+from cluster.scaling.scaler import Scaler
+from cluster.scaling.serve_client import ServeClient
 from cluster.serve.gateway_server import Gateway
 from kvtransfer.common.clock import SystemClock
-
-TOKEN = "the-operators-token"
-
-
-@dataclass
-class FakeDashboard:
-    """The two routes that the Serve client uses, for the application `tandem` and the pools of the
-    harness."""
-
-    # Deployment and count, as they were obeyed.
-    orders: list[tuple[str, int]] = field(default_factory=list)
-    pinned: list[tuple[str, int]] = field(default_factory=list)
-    # Pools: what the roster of a real gateway is told.
-    released: list[str] = field(default_factory=list)
-    # In place of an answer to an order of whoever has the token.
-    refusal: tuple[int, str] | None = None
-    url: str = ""
-    _runner: web.AppRunner | None = None
-
-    async def start(self) -> None:
-        app = web.Application()
-        app.router.add_post("/api/v1/applications/tandem/deployments/{name}/scale", self._scale)
-        app.router.add_get("/api/serve/applications/", self._applications)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-
-    async def stop(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
-
-    def operations(self) -> Operations:
-        async def dashboard_url() -> str:
-            return self.url
-
-        async def record(order: RosterOrder) -> None:
-            match order:
-                case SetDesired(pool, num_replicas, pinned):
-                    assert pinned
-                    self.pinned.append((pool, num_replicas))
-                case ReleasePool(pool):
-                    self.released.append(pool)
-                case _:
-                    raise AssertionError(f"no operator gives this order: {order}")
-
-        return Operations(dashboard_url, record)
-
-    def _refused(self, request: web.Request) -> web.Response | None:
-        """As Ray 2.60 does: 401 without a token, 403 with another one."""
-        authorization = request.headers.get("Authorization", "")
-        if not authorization:
-            return web.Response(status=401, text="Unauthorized: Missing authentication token")
-        if authorization != f"Bearer {TOKEN}":
-            return web.Response(status=403, text="Forbidden: Invalid authentication token")
-        return None
-
-    async def _scale(self, request: web.Request) -> web.Response:
-        if refused := self._refused(request):
-            return refused
-        if self.refusal is not None:
-            return web.json_response({"error": self.refusal[1]}, status=self.refusal[0])
-        body = await request.json()
-        assert list(body) == ["target_num_replicas"]
-        self.orders.append((request.match_info["name"], body["target_num_replicas"]))
-        return web.json_response({"message": "Scaling request received."})
-
-    async def _applications(self, request: web.Request) -> web.Response:
-        return self._refused(request) or web.json_response({"applications": {}})
 
 
 @dataclass
@@ -120,20 +53,20 @@ class Page:
         async with self.session.request(method, self.url + path, data=data, headers=headers) as reply:
             return reply.status, await reply.json()
 
-    async def order(self, what: str, order: dict[str, Any], token: str = TOKEN) -> tuple[int, dict[str, Any]]:
-        """As the page gives it; `token` "": without one."""
+    async def order(self, what: str, order: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """As the page gives it."""
         headers = {"Content-Type": "application/json"}
-        if token:
-            headers["Authorization"] = f"Bearer {token}"
         return await self.ask("POST", f"/console/api/{what}", headers, json.dumps(order).encode())
 
 
 class ConsoleHarness:
-    """p0 (prefill), d0 (decode), a gateway with a console, a dashboard, and a page."""
+    """p0 (prefill), d0 (decode), a gateway with a console, a scaler, a dashboard, and a page."""
 
     def __init__(self, harness: GatewayHarness) -> None:
         self.harness = harness
-        self.dashboard = FakeDashboard()
+        self.app = FakeApp({"prefill": FakePool(1, 1, ["RUNNING"]), "decode": FakePool(1, 1, ["RUNNING"])})
+        self.dashboard = FakeDashboard(self.app)
+        self.scaler: Scaler
         self.gateway: Gateway
         self.address = ""
         self.page: Page
@@ -143,13 +76,32 @@ class ConsoleHarness:
         await self.harness.add_replica("p0", "prefill")
         await self.harness.add_replica("d0", "decode")
         config = self.harness.config(console_port=0, console_hosts=["console.example"])
-        self.gateway, self.address = await self.harness.add_gateway(config, self.dashboard.operations())
+        self.scaler = Scaler(config, self.harness.roster, self._open_client, self.harness.clock)
+        self.gateway, self.address = await self.harness.add_gateway(config, self.operations())
         self.page = Page(f"http://127.0.0.1:{self.gateway.console_port}", aiohttp.ClientSession())
+
+    @property
+    def admin_address(self) -> str:
+        return f"127.0.0.1:{self.gateway.admin_port}"
 
     async def stop(self) -> None:
         """The harness itself is its fixture's."""
         await self.page.session.close()
         await self.dashboard.stop()
+
+    def operations(self) -> Operations:
+        """As a gateway's process has them, without Ray."""
+
+        async def dashboard_url() -> str:
+            return self.dashboard.url
+
+        return Operations(dashboard_url, self.scaler.obey)
+
+    async def view(self) -> RosterView:
+        return await self.harness.roster.view(-1, 0.0)
+
+    async def _open_client(self) -> ServeClient:
+        return ServeClient(self.dashboard.url, "tandem", TOKEN)
 
 
 # WCAG 2.1's contrast of every visible text against what lies behind it: those below 4.5 to 1.

@@ -155,8 +155,8 @@ def status() -> pb.StatusResponse:
     return pb.StatusResponse(
         replicas=[replica("p0", "prefill"), replica("d0", "decode")],
         gateways=[
-            pb.GatewayStatus(gateway_id="g0", address="h:1"),
-            pb.GatewayStatus(gateway_id="g1", address="h:2"),
+            pb.GatewayStatus(gateway_id="g0", address="h:1", admin="h:11"),
+            pb.GatewayStatus(gateway_id="g1", address="h:2", admin="h:12"),
         ],
         uptime_s=86_400.0,
         versions=VERSIONS,

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from e2e_harness import BLOCK_TOKENS, SINGLE, E2eHarness, Replica, until
 
+from cluster.api.admin_client import AdminClient
 from cluster.api.client import Client, GenerateOptions, GenerateStream, Prompt
 from cluster.config import ClusterConfig, parse_config
 from cluster.errors import CallError
@@ -26,6 +27,7 @@ from cluster.serve.gateway_server import Gateway
 from cluster.text.preprocess import sample_seed
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule
+from kvtransfer.rpc.trust import Trust
 from workers.config import Parallel
 from workers.errors import RankDiedError
 from workers.messages.link import HandOverTarget
@@ -117,12 +119,15 @@ class Front:
             epoch=1,
             config=front_config(model_dir, settings),
             roster=self.roster,
-            secret=harness.secret,
+            trust=Trust.read(harness.trust),
             clock=self.clock,
             seeds=_drawing(number),
+            # All zero: gateways over the same replicas share what is cached there.
+            draw_bytes=bytes,
         )
         self.address = ""
         self.client: Client
+        self.admin: AdminClient
         self._clients: list[Client] = []
         self._registered: list[Replica] = []
         self._lives: list[asyncio.Task[None]] = []
@@ -130,6 +135,7 @@ class Front:
     async def open(self) -> None:
         self.address = f"127.0.0.1:{await self.gateway.start()}"
         self.client = self.connect(self.address)
+        self.admin = AdminClient(f"127.0.0.1:{self.gateway.admin_port}")
 
     def connect(self, *addresses: str) -> Client:
         """A client of these gateways; closed with this front."""
@@ -173,7 +179,7 @@ class Front:
         return await self.call(asked, **options).done()
 
     async def close(self) -> None:
-        for client in self._clients:
+        for client in (*self._clients, self.admin):
             await client.close()
         for life in self._lives:
             life.cancel()

@@ -18,13 +18,14 @@ import pytest
 from patience import WAIT_S
 from rank_processes import NurseryLauncher
 
-from kvtransfer.blocks.keys import block_keys
+from benchmarks.drawn_trust import draw_trust
+from kvtransfer.blocks.keys import extend_keys
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import KvEvents, ReplicaIdentity
-from kvtransfer.rpc.handshake import draw_secret
 from kvtransfer.rpc.stream import FrameStream, open_link
+from kvtransfer.rpc.trust import Trust, TrustFiles
 from workers.config import EngineConfig, Parallel
 from workers.messages.link import (
     LINK_DOWN_CODEC,
@@ -49,6 +50,7 @@ from workers.replica.engine_core import EngineCore
 from workers.replica.partition import ReplicaSpec
 
 BLOCK_TOKENS = 16
+ROOT_KEY = b"root"
 SINGLE = Parallel()
 # Of the replicas in tests of faults.
 SHAPES = [
@@ -109,8 +111,8 @@ class Replica:
     def target(self) -> HandOverTarget:
         return HandOverTarget(self.core.identity, self.core.address)
 
-    async def connect(self, secret: bytes) -> None:
-        self._stream = await open_link(self.core.address, "link", secret, "walk")
+    async def connect(self, trust: TrustFiles) -> None:
+        self._stream = await open_link(self.core.address, "link", Trust.read(trust), "walk")
         self._stream.send(LINK_DOWN_CODEC.encode(GatewayHello("walk", 1)))
         hello = await self._stream.receive()
         assert hello is not None
@@ -165,7 +167,7 @@ class E2eHarness:
         """`parallel` is the shape of replicas that are given none."""
         self._model_dir = model_dir
         self._parallel = parallel
-        self.secret = draw_secret()
+        self.trust = draw_trust()
         self.heard: dict[tuple[str, int], Heard] = {}
         self.replicas: dict[str, Replica] = {}
 
@@ -191,14 +193,14 @@ class E2eHarness:
             parallel=parallel or self._parallel,
             engine=EngineConfig(**settings),
             transfer=TransferConfig(**(transfer or {})),
-            secret=self.secret,
+            trust=self.trust,
             host="127.0.0.1",
             store=store,
             faults=faults,
         )
         core = await EngineCore.launch(spec, NurseryLauncher(), SystemClock())
         replica = self.replicas[name] = Replica(core, self.heard)
-        await replica.connect(self.secret)
+        await replica.connect(self.trust)
         return replica
 
     async def add_all(self, name_to_role: dict[str, str], **how: Any) -> list[Replica]:
@@ -220,14 +222,15 @@ class E2eHarness:
         deadline_s: float | None = None,
         **sampling: Any,
     ) -> Submission:
-        fingerprint = next(iter(self.replicas.values())).core.compatibility.model_fingerprint
         return Submission(
             request_id=request_id,
             attempt=attempt,
             tenant="",
+            sharing_group="",
             priority=0,
             prompt=raw(prompt),
-            block_keys=block_keys(raw(prompt), BLOCK_TOKENS, fingerprint, ""),
+            root_key=ROOT_KEY,
+            block_keys=extend_keys(ROOT_KEY, raw(prompt), BLOCK_TOKENS),
             samples=tuple(SampleState(i, seed + i, raw(output)) for i in range(num_samples)),
             sampling=SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **sampling}),
             decode=None if decode is None else decode.target,

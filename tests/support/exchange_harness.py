@@ -25,13 +25,14 @@ from kvtransfer.config import StoreSettings
 from kvtransfer.messages import ReplicaIdentity, Shard
 from kvtransfer.rpc.listener import ProvenListener
 from kvtransfer.rpc.stream import frame_stream
+from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.dram.arena import Arena
 from kvtransfer.store.messages import TO_OWNER_CODEC, OwnerHello, RecordId, RecordInfo
 from kvtransfer.store.record import decode_header
 from kvtransfer.store.remote.exchange import Exchange, Wanted, arena_pool
 from kvtransfer.store.remote.serve import LeasedRecord
 
-SECRET = bytes(range(32))
+TRUST = Trust.of(bytes(range(32)))
 SHARD = Shard(0, 2, 0, 2)
 GRANULE_BYTES = 16 << 10
 ARENA_BYTES = 4 << 20
@@ -50,7 +51,6 @@ def settings(
     node_id: str,
     *,
     transports: Sequence[str] = ("shm", "tcp"),
-    secret: bytes = SECRET,
     granule_bytes: int = GRANULE_BYTES,
     dram_bytes: int = ARENA_BYTES,
     remote_min_gb_s: float = 0.0,
@@ -59,7 +59,6 @@ def settings(
         node_id=node_id,
         epoch=1,
         name=f"tandem-test-{node_id}",
-        secret=secret,
         host="127.0.0.1",
         dram_bytes=dram_bytes,
         granule_bytes=granule_bytes,
@@ -81,9 +80,15 @@ class StoreNode:
     """One node: `put` records, let others `fetch` them."""
 
     def __init__(
-        self, settings: StoreSettings, *, faults: Faults | None = None, clock: Clock | None = None
+        self,
+        settings: StoreSettings,
+        *,
+        trust: Trust = TRUST,
+        faults: Faults | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.settings = settings
+        self._trust = trust
         self.identity = ReplicaIdentity(settings.node_id, settings.epoch)
         self.arena = Arena.create(settings.dram_bytes, settings.granule_bytes, False)
         self.records: dict[RecordId, LeasedRecord] = {}
@@ -99,11 +104,13 @@ class StoreNode:
 
     async def __aenter__(self) -> Self:
         pool = arena_pool(self.arena.fd, self.arena.num_bytes, self.arena.granule_bytes)
-        self.exchange = Exchange(self.settings, pool, self, self.spawn, self._clock, self._faults)
+        self.exchange = Exchange(
+            self.settings, self._trust, pool, self, self.spawn, self._clock, self._faults
+        )
         sock = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{sock.getsockname()[1]}"
-        secret, clock = self.settings.secret, SystemClock()
-        self._listener = ProvenListener(sock, secret, self._serve, self.spawn, clock, "exchange")
+        clock = SystemClock()
+        self._listener = ProvenListener(sock, self._trust, self._serve, self.spawn, clock, "exchange")
         return self
 
     async def __aexit__(
@@ -175,7 +182,7 @@ class StoreNode:
         assert offset is not None
         data = payload(number, num_bytes)
         info = RecordInfo(
-            record_id(number), b"", record_id(0).key, "tenant", b"model", num_bytes, checksum(data)
+            record_id(number), b"", record_id(0).key, "group", b"model", num_bytes, checksum(data)
         )
         self._sequence += 1
         self.arena.write_header(offset, info, "committed", self._sequence)

@@ -16,13 +16,18 @@ import numpy as np
 from patience import WAIT_S
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from cluster.api.admin_client import AdminClient
 from cluster.api.client import Client
 from cluster.config import ClusterConfig, parse_config
-from cluster.console.orders import Operations
+from cluster.gateway.request_manager import resume_digest
+from cluster.identity.identity import LOCAL
+from cluster.identity.resume_tokens import ResumeTokens
+from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import ReplicaRecord
 from cluster.roster.state import LocalRoster
+from cluster.scaling.orders import Operations
 from cluster.serve.gateway_server import Gateway
-from kvtransfer.blocks.keys import block_keys
+from kvtransfer.blocks.keys import extend_keys, root_key
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.messages import (
     PROTOCOL_VERSION,
@@ -32,8 +37,8 @@ from kvtransfer.messages import (
     KvSnapshotRequest,
     ReplicaIdentity,
 )
-from kvtransfer.rpc.handshake import draw_secret
 from kvtransfer.rpc.stream import FrameStream, LinkServer
+from kvtransfer.rpc.trust import Trust
 from workers.messages.link import (
     LINK_DOWN_CODEC,
     LINK_UP_CODEC,
@@ -107,7 +112,7 @@ class ScriptedReplica:
         self.snapshot_requests: list[str] = []
         self.purged: tuple[int, int, int] | None = (0, 0, 0)
         self.address = ""
-        self._server = LinkServer(harness.secret, self._on_link, self._on_peer)
+        self._server = LinkServer(harness.trust, self._on_link, self._on_peer)
         self._streams: dict[str, FrameStream] = {}
         self._running: dict[tuple[str, int], list[asyncio.Task[None]]] = defaultdict(list)
         # With the output index that comes next, of each sample.
@@ -146,7 +151,7 @@ class ScriptedReplica:
 
     def hold(self, prompt: bytes, tenant: str) -> None:
         """Tell the gateways that the prompt's blocks are cached here."""
-        keys = block_keys(prompt, BLOCK_TOKENS, FINGERPRINT, tenant)
+        keys = extend_keys(root_key(bytes(32), FINGERPRINT, tenant), prompt, BLOCK_TOKENS)
         self._sequence += 1
         self.broadcast(KvSnapshot(self.identity, self._sequence, (BlocksStored(b"", keys),)))
 
@@ -331,12 +336,12 @@ class GatewayHarness:
 
     def __init__(self, model_dir: Path) -> None:
         self.model_dir = model_dir
-        self.secret = draw_secret()
+        self.trust = Trust.draw()
         self.clock = SystemClock()
         self.roster = LocalRoster(self.clock)
         self.replicas: dict[str, ScriptedReplica] = {}
         self.gateways: list[Gateway] = []
-        self.clients: list[Client] = []
+        self.clients: list[Client | AdminClient] = []
 
     def config(self, **gateway: Any) -> ClusterConfig:
         engine = {"block_tokens": BLOCK_TOKENS}
@@ -371,8 +376,9 @@ class GatewayHarness:
             epoch=1,
             config=config,
             roster=self.roster,
-            secret=self.secret,
+            trust=self.trust,
             clock=self.clock,
+            draw_bytes=bytes,
             operations=operations,
         )
 
@@ -399,6 +405,21 @@ class GatewayHarness:
         self.clients.append(client)
         return client
 
+    def admin(self, gateway: Gateway | None = None) -> AdminClient:
+        """An operator's client of this gateway, by default of the latest."""
+        port = (gateway or self.gateways[-1]).admin_port
+        client = AdminClient(f"127.0.0.1:{port}")
+        self.clients.append(client)
+        return client
+
+    def allow_resume(self, request: pb.GenerateRequest) -> pb.GenerateRequest:
+        """Give the request an id, where it has none, and the token that a gateway would have given for it."""
+        request.request_id = request.request_id or "resumed"
+        request.resume_token = ResumeTokens(self.trust.secret, self.clock, 60.0).issue(
+            LOCAL, request.tenant, request.request_id, request.seed, resume_digest(request)
+        )
+        return request
+
     async def close(self) -> None:
         for client in self.clients:
             await client.close()
@@ -413,6 +434,7 @@ class Pair:
 
     def __init__(self, harness: GatewayHarness, gateway: Gateway, client: Client) -> None:
         self.harness, self.gateway, self.client = harness, gateway, client
+        self.admin = harness.admin(gateway)
         self.prefill, self.decode = harness.replicas["p0"], harness.replicas["d0"]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from local_engine import BLOCK
 from patience import WAIT_S
 from rank_processes import NurseryLauncher
+from trust_files import FILES, TRUST
 
 from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.common.faults import FaultRule
@@ -48,7 +49,7 @@ def make_specs(
             tp=tp,
             pp=pp,
             engine_core_address="",
-            secret=SECRET,
+            trust=FILES,
             model_dir=str(model_dir),
             dtype="float32",
             device="cpu",
@@ -94,7 +95,7 @@ class EngineCore:
     def __init__(self, launcher: RankLauncher, clock: Clock) -> None:
         self.launcher = KeepingLauncher(launcher)
         self.group = RankGroup(
-            SECRET,
+            TRUST,
             self.launcher,
             self._on_message,
             self._on_died,
@@ -150,7 +151,7 @@ def refuse_planning(joined: Sequence[RankJoined]) -> tuple[tuple[int, int], ...]
 async def starting_puppets() -> AsyncIterator[tuple[list[Puppet], asyncio.Task[list[RankReady]]]]:
     """Two of three ranks have joined."""
     launcher = PuppetLauncher()
-    group = RankGroup(SECRET, launcher, lambda rank, message: None, lambda reason: None)
+    group = RankGroup(TRUST, launcher, lambda rank, message: None, lambda reason: None)
     task = asyncio.create_task(group.start(make_specs(Path(), 3, 1), "127.0.0.1", refuse_planning))
     while len(launcher.puppets) < 3:
         await SystemClock().sleep(0.001)
@@ -158,9 +159,6 @@ async def starting_puppets() -> AsyncIterator[tuple[list[Puppet], asyncio.Task[l
         await puppet.join()
     yield launcher.puppets, task
     await group.stop()
-
-
-SECRET = b"s" * 32
 
 
 @dataclass
@@ -188,7 +186,7 @@ class Puppet:
     async def connect(self) -> None:
         host, _, port = self.spec.engine_core_address.rpartition(":")
         self.sock = sock = socket.create_connection((host, int(port)))
-        await asyncio.to_thread(prove_as_client, sock, SECRET, "puppet")
+        await asyncio.to_thread(prove_as_client, sock, TRUST, "puppet")
 
     def say(self, message: RankUp) -> None:
         assert self.sock is not None

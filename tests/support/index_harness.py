@@ -197,7 +197,6 @@ def make_index(
         node_id=node,
         epoch=epoch,
         name="",
-        secret=b"",
         host="127.0.0.1",
         dram_bytes=0,
         redis_url=url,

@@ -73,7 +73,7 @@ def request(number: int, num_tokens: int, **fields: object) -> LandingRequest:
         "landing_id": bytes([number]) * 16,
         "request_id": f"r{number}",
         "attempt": 0,
-        "tenant": "",
+        "sharing_group": "",
         "priority": 0,
         "block_keys": (),
         "num_tokens": num_tokens,

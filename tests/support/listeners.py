@@ -17,10 +17,11 @@ from types import TracebackType
 import psutil
 
 from kvtransfer.messages import ReplicaIdentity, TransferSettings
+from kvtransfer.rpc.trust import Trust, TrustFiles
 from workers.messages.rank_channel import RankSpec
 
 KINDS = ("links", "ranks", "rank links", "store unix", "store tcp", "shm", "tcp")
-SECRET = bytes(32)
+TRUST = Trust.of(bytes(32))
 
 
 class ListenerProcess:
@@ -97,18 +98,18 @@ async def _serve() -> None:
 
     tasks = SupervisedTasks(end_store)
     addresses: dict[str, str] = {}
-    links = LinkServer(SECRET, hold, hold)
+    links = LinkServer(TRUST, hold, hold)
     addresses["links"] = f"127.0.0.1:{await links.start('127.0.0.1')}"
 
     launcher = PuppetLauncher()
-    group = RankGroup(SECRET, launcher, lambda rank, message: None, lambda reason: None)
+    group = RankGroup(TRUST, launcher, lambda rank, message: None, lambda reason: None)
     starting = asyncio.create_task(group.start([_spec()], "127.0.0.1", lambda joined: ((0, 1),)))
     while not launcher.puppets:
         await SystemClock().sleep(0.01)
     addresses["ranks"] = launcher.puppets[0].spec.engine_core_address
 
     store = HashStore()
-    board = Switchboard(store, 0, 1, "here", SECRET)
+    board = Switchboard(store, 0, 1, "here", TRUST)
     addresses["rank links"] = "tandem-" + store.get("local 0").decode().rpartition(" ")[2]
 
     over_unix = socket.socket(socket.AF_UNIX)
@@ -118,7 +119,7 @@ async def _serve() -> None:
     over_tcp = socket.create_server(("127.0.0.1", 0), backlog=128)
     addresses["store tcp"] = f"127.0.0.1:{over_tcp.getsockname()[1]}"
     doors = [
-        listen_for_peers(sock, SECRET, hold_stranger, tasks.spawn, SystemClock())
+        listen_for_peers(sock, TRUST, hold_stranger, tasks.spawn, SystemClock())
         for sock in (over_unix, over_tcp)
     ]
 
@@ -143,7 +144,7 @@ def _spec() -> RankSpec:
         tp=1,
         pp=1,
         engine_core_address="",
-        secret=SECRET,
+        trust=TrustFiles(""),
         model_dir="",
         dtype="float32",
         device="cpu",

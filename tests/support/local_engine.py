@@ -15,6 +15,7 @@ from plan_reader import ExpectedSlots, Work
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.common.faults import Faults
+from kvtransfer.rpc.trust import Trust
 from workers.config import EngineConfig
 from workers.errors import OutOfBlocksError
 from workers.messages.link import RequestFailed, Submission
@@ -39,7 +40,7 @@ from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import StepOutcome
 
 CPU = torch.device("cpu")
-SECRET = b"the ranks' own secret"
+TRUST = Trust.of(b"the ranks' own secret")
 
 
 class LocalEngine:
@@ -75,7 +76,7 @@ class LocalEngine:
                 rank=rank,
                 device=CPU,
                 host="127.0.0.1",
-                secret=SECRET,
+                trust=TRUST,
                 host_id=host_id,
             )
             runner = ModelRunner(
@@ -107,7 +108,6 @@ class LocalEngine:
             self.pool,
             eos_token_ids=(),
             max_context_tokens=fields.max_context_tokens,
-            fingerprint=b"model",
             num_stages=self.pp,
             num_offload_blocks=fields.num_offload_blocks,
         )

@@ -30,11 +30,11 @@ def payload_of(key: int, num_bytes: int) -> bytes:
     return np.random.default_rng(key).bytes(num_bytes)
 
 
-def info_of(key: int, num_bytes: int, tenant: str = "acme", space: bytes = SPACE) -> RecordInfo:
+def info_of(key: int, num_bytes: int, group: str = "acme", space: bytes = SPACE) -> RecordInfo:
     """The record of `payload_of`."""
     identity = RecordId(space, key.to_bytes(16, "big"), SHARD)
     total = checksum(payload_of(key, num_bytes))
-    return RecordInfo(identity, b"", identity.key, tenant, b"m" * 32, num_bytes, total)
+    return RecordInfo(identity, b"", identity.key, group, b"m" * 32, num_bytes, total)
 
 
 def empty_image(num_payload: int) -> memoryview:
@@ -55,7 +55,6 @@ def settings_for(folder: Path, num_segments: int = 8, segment_bytes: int = SEGME
         node_id="n",
         epoch=1,
         name="store",
-        secret=b"",
         host="127.0.0.1",
         dram_bytes=0,
         nvme_path=str(folder),
@@ -77,10 +76,8 @@ class NvmeHarness:
     def open(self) -> None:
         self.held = {info.id: (info, ref) for info, ref in self.tier.open()}
 
-    def put(
-        self, key: int, num_bytes: int = 10_000, tenant: str = "acme", space: bytes = SPACE
-    ) -> RecordInfo:
-        info = info_of(key, num_bytes, tenant, space)
+    def put(self, key: int, num_bytes: int = 10_000, group: str = "acme", space: bytes = SPACE) -> RecordInfo:
+        info = info_of(key, num_bytes, group, space)
         self.held[info.id] = (info, self.tier.write(image_of(info), info))
         return info
 

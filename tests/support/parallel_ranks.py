@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from kvtransfer.rpc.trust import Trust
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import SequenceSpan, StepInput
 from workers.model.decoder import load_decoder
@@ -30,7 +31,7 @@ from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups, find_store, open_store
 
 HOST = "127.0.0.1"
-SECRET = b"the ranks' own secret"
+TRUST = Trust.of(b"the ranks' own secret")
 BLOCK_TOKENS = 16
 CPU = torch.device("cpu")
 
@@ -115,7 +116,7 @@ def form(case: ParallelCase, store: Store | None, rank: int) -> RankGroups:
         device=CPU,
         host=HOST,
         host_id="here",
-        secret=SECRET,
+        trust=TRUST,
     )
 
 

@@ -15,8 +15,8 @@ from engine_fakes import FakeControl, FakeRanks, LinkEnd
 from staged_engine import (
     BLOCK_TOKENS,
     END,
-    FINGERPRINT,
     MAX_CONTEXT,
+    ROOT_KEY,
     VOCABULARY,
     HashRank,
     alone,
@@ -127,7 +127,6 @@ class ReplicaHarness:
             self.pool,
             eos_token_ids=(END,),
             max_context_tokens=MAX_CONTEXT,
-            fingerprint=FINGERPRINT,
             num_offload_blocks=num_offload_blocks,
         )
         self.rank = HashRank()
@@ -206,8 +205,10 @@ class ReplicaHarness:
             request_id=request_id,
             attempt=1,
             tenant="",
+            sharing_group="",
             priority=0,
             prompt=pack(list(prompt)),
+            root_key=ROOT_KEY,
             block_keys=(),
             samples=tuple(SampleState(i, i, pack(list(output))) for i, output in enumerate(outputs)),
             sampling=SamplingParams(

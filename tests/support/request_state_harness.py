@@ -233,8 +233,10 @@ def make_request(
     prepared = PreparedRequest(
         request_id="r",
         tenant="t",
+        sharing_group="t",
         priority=0,
         prompt=raw([1, 2, 3]),
+        root_key=b"root",
         block_keys=(b"k",),
         sampling=SamplingParams(max_tokens=max_tokens),
         samples=starts or tuple(SampleStart(index, sample_seed(5, index)) for index in range(n)),

@@ -286,6 +286,10 @@ class FakeDashboard:
         self.name = name
         # Of the next requests, so many are answered with 503.
         self.failing = 0
+        # The status and text of every answer to an order, in place of obedience.
+        self.refusal: tuple[int, str] | None = None
+        # Orders for this pool are answered with 503.
+        self.refused_pool = ""
         self.orders: list[tuple[str, int]] = []
         # Other paths that it answers.
         self.bodies: dict[str, bytes] = {}
@@ -301,13 +305,19 @@ class FakeDashboard:
         self._runner = web.AppRunner(self._server, access_log=None)
 
     async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         host, port = self._runner.addresses[0]
         self.url = f"http://{host}:{port}"
-        return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def stop(self) -> None:
         await self._runner.cleanup()
 
     @web.middleware
@@ -328,8 +338,12 @@ class FakeDashboard:
         return web.json_response({"applications": shown, "proxies": {}, "target_capacity": None})
 
     async def _scale(self, request: web.Request) -> web.Response:
+        if self.refusal is not None:
+            return web.json_response({"error": self.refusal[1]}, status=self.refusal[0])
         count = (await request.json())["target_num_replicas"]
         pool = request.match_info["deployment"].removeprefix("Pool-")
+        if pool == self.refused_pool:
+            return web.json_response({"error": "Serve controller is not available"}, status=503)
         if self.app is None or request.match_info["app"] != self.name or pool not in self.app.pools:
             return web.json_response({"error": "Application or Deployment not found"}, status=404)
         if not self.app.is_scalable:

@@ -10,6 +10,7 @@ from kvtransfer.errors import TransferError
 from kvtransfer.messages import ReplicaIdentity, Shard
 from kvtransfer.rpc.listener import ProvenListener
 from kvtransfer.rpc.stream import frame_stream
+from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     STORE_PROTOCOL,
@@ -35,12 +36,12 @@ from kvtransfer.store.messages import (
 FINGERPRINT = bytes(range(16))
 
 
-def record(number: int, tenant: str) -> RecordInfo:
+def record(number: int, group: str) -> RecordInfo:
     return RecordInfo(
         id=RecordId(b"space---", bytes([number]) * 16, Shard(0, 4, 0, 2)),
         parent=b"",
         chain=bytes([number]) * 16,
-        tenant=tenant,
+        sharing_group=group,
         model=FINGERPRINT,
         num_bytes=3000,
         checksum=number,
@@ -51,7 +52,7 @@ class ScriptedStore:
     """Holds `records` in "dram". `answer`, when set, is sent to every request instead; with `is_silent`
     nothing is, and with `hangs_up` the connection ends."""
 
-    def __init__(self, node_id: str, secret: bytes, records: list[RecordInfo]) -> None:
+    def __init__(self, node_id: str, trust: Trust, records: list[RecordInfo]) -> None:
         self.node_id = node_id
         self.records = records
         self.requests: list[ToOwner] = []
@@ -61,7 +62,7 @@ class ScriptedStore:
         self.num_bad = 0
         self.num_pending = 0
         self.address = ""
-        self._secret = secret
+        self._trust = trust
         self._listener: ProvenListener | None = None
         self._tasks = SupervisedTasks()
 
@@ -69,7 +70,7 @@ class ScriptedStore:
         sock = socket.create_server(("127.0.0.1", port))
         self.address = f"127.0.0.1:{sock.getsockname()[1]}"
         self._listener = ProvenListener(
-            sock, self._secret, self._serve, self._tasks.spawn, SystemClock(), "scripted"
+            sock, self._trust, self._serve, self._tasks.spawn, SystemClock(), "scripted"
         )
 
     async def stop(self) -> None:
@@ -80,7 +81,7 @@ class ScriptedStore:
     async def become_stranger(self) -> None:
         """From now on it listens at the same address with another secret."""
         await self.stop()
-        self._secret = b"another" * 4
+        self._trust = Trust.draw()
         await self.start(int(self.address.rpartition(":")[2]))
 
     async def _serve(self, sock: socket.socket, name: str) -> None:
@@ -107,7 +108,8 @@ class ScriptedStore:
         found = [
             info
             for info in self.records
-            if request.tenant in (None, info.tenant) and info.model.hex().startswith(request.model or "")
+            if request.sharing_group in (None, info.sharing_group)
+            and info.model.hex().startswith(request.model or "")
         ]
         num_bytes = sum(info.num_bytes for info in found)
         if isinstance(request, ListRequest):
@@ -119,12 +121,12 @@ class ScriptedStore:
         return PurgeResult({"dram": len(found)}, {"dram": num_bytes}, self.num_pending)
 
     def _stat(self) -> StoreStat:
-        by_tenant: dict[str, int] = {}
+        by_group: dict[str, int] = {}
         for info in self.records:
-            by_tenant[info.tenant] = by_tenant.get(info.tenant, 0) + info.num_bytes
+            by_group[info.sharing_group] = by_group.get(info.sharing_group, 0) + info.num_bytes
         dram = TierStat(
             "dram",
-            num_bytes=sum(by_tenant.values()),
+            num_bytes=sum(by_group.values()),
             capacity_bytes=10**9,
             num_records=len(self.records),
             num_hits=30,
@@ -133,4 +135,4 @@ class ScriptedStore:
         nvme = TierStat(
             "nvme", 0, 2 * 10**9, 0, num_put_bytes=1000, num_written_bytes=1500, latency_s=0.002, note="gone"
         )
-        return StoreStat(ReplicaIdentity(self.node_id, 1), (dram, nvme), IndexStat("up", 5), by_tenant, 2)
+        return StoreStat(ReplicaIdentity(self.node_id, 1), (dram, nvme), IndexStat("up", 5), by_group, 2)

@@ -33,11 +33,12 @@ from kvtransfer.messages import (
     VerifyOrder,
 )
 from kvtransfer.rpc.handshake import draw_id
+from kvtransfer.rpc.trust import Trust
 
 WHOLE = Shard(0, 4, 0, 2)
 LAYOUT = BlockLayout(WHOLE, head_dim=64, block_tokens=16, item_bytes=4)
 NUM_BLOCKS = 24
-SECRET = bytes(32)
+TRUST = Trust.of(bytes(32))
 WRITER, TARGET = ReplicaIdentity("writer", 1), ReplicaIdentity("target", 1)
 BOTH = ("shm", "tcp")
 
@@ -90,7 +91,7 @@ class Rank:
             identity=identity,
             rank=rank,
             pool=self.pool,
-            secret=SECRET,
+            trust=TRUST,
             clock=clock or SystemClock(),
             faults=self.faults,
             report=self._report,

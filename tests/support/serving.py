@@ -20,7 +20,7 @@ from child_processes import killed_on_error
 from patience import SETTLE_S, START_S, WAIT_S
 
 from benchmarks.random_checkpoint import write_random_checkpoint
-from cluster.api.blocking_client import BlockingClient
+from cluster.api.blocking_client import BlockingAdminClient
 from cluster.errors import CallError
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.common.clock import SystemClock
@@ -85,8 +85,8 @@ def free_port() -> int:
 
 
 class RunningCluster:
-    """`tandem serve`, started; `addresses` is what it printed: gateway, console, Ray, dashboard, Ray token,
-    logs."""
+    """`tandem serve`, started; `addresses` is what it printed: gateway, admin, console, Ray, dashboard,
+    Ray token, logs."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class RunningCluster:
             if not any(line.startswith(_IS_UP) for line in self.lines):
                 self.stop()
                 raise AssertionError("tandem serve did not come up:\n" + "".join(self.lines))
-        pattern = re.compile(r"(gateway|console|Ray token|Ray|dashboard|logs)\s+(\S.*)")
+        pattern = re.compile(r"(gateway|admin|console|Ray token|Ray|dashboard|logs)\s+(\S.*)")
         self.addresses: dict[str, str] = {
             match[1]: match[2] for line in self.lines if (match := pattern.match(line))
         }
@@ -126,8 +126,12 @@ class RunningCluster:
     def address(self) -> str:
         return self.addresses["gateway"]
 
+    @property
+    def admin_address(self) -> str:
+        return self.addresses["admin"]
+
     def status(self) -> pb.StatusResponse:
-        with BlockingClient(self.address) as client:
+        with BlockingAdminClient(self.admin_address) as client:
             return client.status()
 
     def replica(self, role: str) -> pb.Replica:

@@ -18,7 +18,7 @@ from typing import Any
 
 from plan_reader import ExpectedSlots, PlanReader, Work
 
-from kvtransfer.blocks.keys import block_keys
+from kvtransfer.blocks.keys import extend_keys
 from kvtransfer.messages import ReplicaIdentity
 from workers.config import EngineConfig
 from workers.messages.link import HandOverTarget, SampleState, Submission
@@ -99,7 +99,6 @@ class StagedEngine:
             self.pool,
             eos_token_ids=(END,),
             max_context_tokens=MAX_CONTEXT,
-            fingerprint=FINGERPRINT,
             num_stages=self.num_stages,
             attention_ratio=self.attention_ratio,
             num_offload_blocks=self.num_offload_blocks,
@@ -283,9 +282,11 @@ def ask(
         request_id=name,
         attempt=1,
         tenant="",
+        sharing_group="",
         priority=priority,
         prompt=tokens,
-        block_keys=block_keys(tokens, BLOCK_TOKENS, FINGERPRINT, ""),
+        root_key=ROOT_KEY,
+        block_keys=extend_keys(ROOT_KEY, tokens, BLOCK_TOKENS),
         samples=tuple(SampleState(index, 7 + index, pack(list(output))) for index in range(n)),
         sampling=SamplingParams(
             max_tokens=max_tokens, ignore_eos=True, repetition_penalty=1.0 + ord(name[-1]) % 2
@@ -331,7 +332,7 @@ BLOCK_TOKENS = 4
 VOCABULARY = 24
 END = 0
 MAX_CONTEXT = 40
-FINGERPRINT = b"model"
+ROOT_KEY = b"root"
 
 
 def pack(tokens: list[int]) -> bytes:

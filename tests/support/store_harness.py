@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 from patience import WAIT_S
+from trust_files import FILES, TRUST
 
 from kvtransfer.agent.qos import TrafficGovernor
 from kvtransfer.blocks.layout import BlockLayout
@@ -28,6 +29,7 @@ from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.config import StoreSettings
 from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity, Shard, TransferSettings
 from kvtransfer.rpc.stream import open_tcp, open_unix
+from kvtransfer.rpc.trust import Trust, TrustFiles
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     REFUSED,
@@ -69,7 +71,6 @@ from kvtransfer.store.worker import StoreWorker
 R = TypeVar("R")
 
 ROOT = Path(__file__).parents[2]
-SECRET = bytes(range(32))
 
 
 async def eventually(condition: Callable[[], bool], what: str) -> None:
@@ -83,15 +84,15 @@ async def eventually(condition: Callable[[], bool], what: str) -> None:
 class StoreHarness:
     """The owner of one node: started, killed, started again with the same name and folder."""
 
-    def __init__(self, folder: Path, **settings: object) -> None:
+    def __init__(self, folder: Path, trust: TrustFiles = FILES, /, **settings: object) -> None:
         self.folder = folder
+        self.trust = trust
         self.address = ""
         self.settings = replace(
             StoreSettings(
                 node_id="node-1",
                 epoch=1,
                 name=f"tandem-test-{secrets.token_hex(8)}",
-                secret=SECRET,
                 host="127.0.0.1",
                 dram_bytes=8 << 20,
                 granule_bytes=4096,
@@ -118,7 +119,7 @@ class StoreHarness:
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        spec = SPEC_CODEC.encode(StoreServerSpec(self.settings, faults, offer_wait_s))
+        spec = SPEC_CODEC.encode(StoreServerSpec(self.settings, self.trust, faults, offer_wait_s))
         self.address = ""
         try:
             self._process.stdin.write(framed(spec))
@@ -173,9 +174,9 @@ class StoreHarness:
     async def ask(self, request: AdminRequest, kind: type[R], *, is_remote: bool = False) -> R:
         """One question of an administrator."""
         if is_remote:
-            stream = await open_tcp(self.address, self.settings.secret, "admin")
+            stream = await open_tcp(self.address, Trust.read(self.trust), "admin")
         else:
-            stream = await open_unix(self.settings.name, self.settings.secret, "admin")
+            stream = await open_unix(self.settings.name, Trust.read(self.trust), "admin")
         try:
             async with asyncio.timeout(WAIT_S):
                 stream.send(TO_OWNER_CODEC.encode(AdminHello(STORE_PROTOCOL)))
@@ -229,15 +230,15 @@ def _layout(shard: Shard) -> BlockLayout:
 class Chain(NamedTuple):
     """Blocks of one prompt. What each holds follows from its key."""
 
-    tenant: str
+    group: str
     keys: tuple[bytes, ...]
 
     @classmethod
-    def of(cls, name: str, num_blocks: int, tenant: str = "alice") -> Chain:
+    def of(cls, name: str, num_blocks: int, group: str = "alice") -> Chain:
         keys = [
-            hashlib.sha256(f"{tenant}/{name}/{index}".encode()).digest()[:16] for index in range(num_blocks)
+            hashlib.sha256(f"{group}/{name}/{index}".encode()).digest()[:16] for index in range(num_blocks)
         ]
-        return cls(tenant, tuple(keys))
+        return cls(group, tuple(keys))
 
     def parent(self, index: int) -> bytes:
         return self.keys[index - 1] if index else b""
@@ -265,7 +266,7 @@ class _Rank:
         clock = SystemClock()
         governor = TrafficGovernor(TransferSettings("127.0.0.1", ()), clock)
         self._pool = HostPool(layout, self._memory)
-        self.worker = StoreWorker(self._pool, rank, governor, SECRET, faults, clock, report)
+        self.worker = StoreWorker(self._pool, rank, governor, TRUST, faults, clock, report)
 
     def close(self) -> None:
         self.worker.close()
@@ -281,7 +282,7 @@ class Replica:
         harness: StoreHarness,
         *shards: Shard,
         compatibility: CompatibilityRecord = COMPATIBILITY,
-        secret: bytes = SECRET,
+        trust: Trust = TRUST,
         faults: Faults | None = None,
     ) -> None:
         self.session = secrets.token_bytes(16)
@@ -307,14 +308,14 @@ class Replica:
             _Rank(rank, shard, self._reporter(rank), faults or Faults())
             for rank, shard in enumerate(self.shards)
         ]
-        self._secret = secret
+        self._trust = trust
         self._hello = EngineHello(STORE_PROTOCOL, self.session, self.identity, compatibility, self.shards)
         self.errors: list[BaseException] = []
         self.client = self._new_client()
 
     def _new_client(self) -> StoreClient:
         name, clock = self._harness.settings.name, SystemClock()
-        return StoreClient(name, self._secret, self._hello, self, clock, on_error=self.errors.append)
+        return StoreClient(name, self._trust, self._hello, self, clock, on_error=self.errors.append)
 
     async def start(self) -> Replica:
         """Returns when the owner has welcomed the engine core and every rank has the arena mapped."""
@@ -373,7 +374,7 @@ class Replica:
             for index in indices
             for shard in self.shards
         )
-        request = PutRequest(self._number(), chain.tenant, chain.keys[0], records)
+        request = PutRequest(self._number(), chain.group, chain.keys[0], records)
         return await self._answer(PutGrant, request.number) if self.client.send(request) else None
 
     async def write(
@@ -402,7 +403,7 @@ class Replica:
     async def get(self, chain: Chain, *, hold: bool = False) -> tuple[Tier, ...]:
         """Load the chain into the ranks; the tiers of the leading blocks that came, whose bytes are compared.
         With `hold` the leases stay (`release`)."""
-        request = FetchRequest(self._number(), chain.keys[0], chain.keys, True)
+        request = FetchRequest(self._number(), chain.group, chain.keys[0], chain.keys, True)
         if not self.client.send(request):
             return ()
         tiers: list[Tier] = []
@@ -429,7 +430,7 @@ class Replica:
         self.client.send(FetchRelease(number))
 
     def prefetch(self, chain: Chain) -> None:
-        self.client.send(FetchRequest(self._number(), chain.keys[0], chain.keys, False))
+        self.client.send(FetchRequest(self._number(), chain.group, chain.keys[0], chain.keys, False))
 
     async def _read(self, key: bytes, arena: bytes, sources: Sequence[Source]) -> set[int]:
         """Have the ranks copy one block; the offsets of the records that were bad. Right bytes, or none."""

@@ -32,6 +32,7 @@ from agent_process import (
 )
 from child_processes import close_all, closed_on_error, killed_on_error
 from patience import WAIT_S
+from trust_files import FILES
 
 from kvtransfer.blocks.layout import BlockLayout, piece_runs
 from kvtransfer.codec import read_frame
@@ -57,11 +58,11 @@ from kvtransfer.messages import (
     VerifyOrder,
 )
 from kvtransfer.rpc.handshake import draw_id
+from kvtransfer.rpc.trust import TrustFiles
 
 SHARD = Shard(0, 4, 0, 4)
 LAYOUT = BlockLayout(SHARD, head_dim=32, block_tokens=16, item_bytes=4)
 NUM_BLOCKS = 24
-SECRET = bytes(range(32))
 TRANSPORTS = ("shm", "tcp", "gloo", "rdma")
 ONE_SIDED = ("shm", "rdma")
 WRITER = ReplicaIdentity("writer", 1)
@@ -270,7 +271,7 @@ class AgentProcess:
         rank: int = 0,
         shard: Shard = SHARD,
         num_blocks: int = NUM_BLOCKS,
-        secret: bytes = SECRET,
+        trust: TrustFiles = FILES,
         faults: Sequence[FaultRule] = (),
         is_device: bool = False,
         seed: int | None = None,
@@ -280,7 +281,7 @@ class AgentProcess:
         self._num_started += 1
         sizes = LAYOUT.head_dim, LAYOUT.block_tokens, LAYOUT.item_bytes, num_blocks
         start = StartRank(
-            key, identity, rank, shard, *sizes, secret, tuple(faults), settings(transport), is_device
+            key, identity, rank, shard, *sizes, trust, tuple(faults), settings(transport), is_device
         )
         handle = self._ranks[key] = Rank(self, key, start)
         self.send(start)

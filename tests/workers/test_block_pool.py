@@ -163,12 +163,12 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.forget(blocks[number])
             self.model.forget(blocks[number])
 
-    @rule(tenant=st.sampled_from([None, "a", "b"]))
-    def purge(self, tenant: str | None) -> None:
-        """A chain is the tenant's that its first letter names."""
-        gone = [key for key in self.model.index if tenant is None or key.decode()[0] == tenant]
+    @rule(group=st.sampled_from([None, "a", "b"]))
+    def purge(self, group: str | None) -> None:
+        """A chain is the group's that its first letter names."""
+        gone = [key for key in self.model.index if group is None or key.decode()[0] == group]
         num_held = sum(self.model.refs[self.model.index[key][0]] > 0 for key in gone)
-        assert self.pool.purge(tenant) == (len(gone), num_held)
+        assert self.pool.purge(group) == (len(gone), num_held)
         for key in gone:
             del self.model.index[key]
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.random_checkpoint import write_random_checkpoint
-from kvtransfer.blocks.keys import block_keys
+from kvtransfer.blocks.keys import extend_keys
 from kvtransfer.common.faults import FaultRule, Faults
 from workers.config import EngineConfig
 from workers.errors import RankDiedError
@@ -38,9 +38,11 @@ def ask(name: str, num_prompt: int, max_tokens: int, *, n: int = 1, seed: int = 
         request_id=name,
         attempt=1,
         tenant="",
+        sharing_group="",
         priority=0,
         prompt=prompt,
-        block_keys=block_keys(prompt, BLOCK, b"model", ""),
+        root_key=b"root",
+        block_keys=extend_keys(b"root", prompt, BLOCK),
         samples=tuple(SampleState(index, 31 + index, b"") for index in range(n)),
         sampling=SamplingParams(
             temperature=SEEDED.temperature,

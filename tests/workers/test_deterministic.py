@@ -126,8 +126,10 @@ def ask(number: int) -> Submission:
         request_id=f"r{number}",
         attempt=1,
         tenant="",
+        sharing_group="",
         priority=0,
         prompt=packed(draw(num_prompt, seed=number)),
+        root_key=b"",
         block_keys=(),
         samples=(SampleState(0, 31 + number),),
         sampling=replace(SAMPLINGS[number % len(SAMPLINGS)], max_tokens=48 + number % 3),
@@ -305,7 +307,7 @@ def test_a_rank_does_not_start_without_it(
     if broken == "load":
         monkeypatch.setattr(native, "load", lambda: None)
     if broken == "isa":
-        monkeypatch.setattr("workers.model.products.chosen_isa", lambda: None)
+        monkeypatch.setattr("workers.model.products.usable_isas", tuple)
     with pytest.raises(WorkerError, match=f"deterministic: .*{remedy}"):
         ModelRunner(
             model_dir=make_checkpoint("qwen3"),

@@ -12,7 +12,7 @@ import torch
 from local_engine import BLOCK, SEEDED, LocalEngine, draw, entry, packed, started, step
 
 from benchmarks.random_checkpoint import write_random_checkpoint
-from kvtransfer.blocks.keys import block_keys
+from kvtransfer.blocks.keys import extend_keys
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.common.faults import FaultRule, Faults
 from workers.config import EngineConfig
@@ -46,9 +46,11 @@ def ask(name: str, num_prompt: int, *, n: int = 1, num_logprobs: int | None = No
         request_id=name,
         attempt=1,
         tenant="",
+        sharing_group="",
         priority=0,
         prompt=prompt,
-        block_keys=block_keys(prompt, BLOCK, b"model", ""),
+        root_key=b"root",
+        block_keys=extend_keys(b"root", prompt, BLOCK),
         samples=tuple(SampleState(index, 31 + index, b"") for index in range(n)),
         sampling=sampling,
         decode=None,

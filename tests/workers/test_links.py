@@ -16,10 +16,11 @@ from patience import WAIT_S
 from kvtransfer.codec import MAX_FRAME_BYTES
 from kvtransfer.errors import TransferError
 from kvtransfer.rpc import stream
-from kvtransfer.rpc.handshake import connect_tcp, draw_secret, prove_as_async_client, send_to
+from kvtransfer.rpc.handshake import connect_tcp, prove_as_async_client, send_to
 from kvtransfer.rpc.stream import FrameStream, LinkServer, open_link
+from kvtransfer.rpc.trust import Trust
 
-SECRET = draw_secret()
+TRUST = Trust.draw()
 
 
 class Host:
@@ -27,7 +28,7 @@ class Host:
 
     def __init__(self) -> None:
         self.streams: asyncio.Queue[FrameStream] = asyncio.Queue()
-        self.server = LinkServer(SECRET, self._hold, self._hold)
+        self.server = LinkServer(TRUST, self._hold, self._hold)
         self.clients: list[FrameStream] = []
         self.received: list[bytes] = []
         self.ended = asyncio.Event()
@@ -51,7 +52,7 @@ async def host() -> AsyncIterator[Host]:
 
 
 async def connected(host: Host) -> tuple[FrameStream, FrameStream]:
-    client = await open_link(f"127.0.0.1:{host.server.port}", "link", SECRET, "test")
+    client = await open_link(f"127.0.0.1:{host.server.port}", "link", TRUST, "test")
     host.clients.append(client)
     return client, await host.streams.get()
 
@@ -113,13 +114,13 @@ async def test_a_reader_that_does_not_read_loses_the_stream(
 
 async def test_a_wrong_secret_is_refused(host: Host) -> None:
     with pytest.raises(TransferError):
-        await open_link(f"127.0.0.1:{host.server.port}", "link", draw_secret(), "stranger")
+        await open_link(f"127.0.0.1:{host.server.port}", "link", Trust.draw(), "stranger")
     assert host.streams.empty()
 
 
 async def stranger_that_knows_the_secret(host: Host) -> socket.socket:
     sock = await connect_tcp(f"127.0.0.1:{host.server.port}")
-    await prove_as_async_client(sock, SECRET, "test")
+    await prove_as_async_client(sock, TRUST, "test")
     return sock
 
 

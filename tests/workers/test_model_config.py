@@ -14,7 +14,7 @@ import pytest
 import transformers
 
 from workers.errors import CheckpointError
-from workers.model.model_config import ignored_keys, read_model_config
+from workers.model.model_config import file_problem, ignored_keys, read_model_config, weight_files
 
 MakeCheckpoint = Callable[..., Path]
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -141,6 +141,15 @@ def test_end_tokens_are_those_of_generation_config(tmp_path: Path) -> None:
         ({"layer_types": ["chunked_attention"] * 2}, "layer_types"),
         ({"layer_types": ["sliding_attention"] * 2}, "use_sliding_window is not set"),
         ({"eos_token_id": "</s>"}, "eos_token_id '</s>'"),
+        ({"rms_norm_eps": 10**400}, "is not a positive number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps nan is not a positive number"),
+        ({"rope_scaling": {"type": "linear", "factor": float("inf")}}, "factor inf is not a positive number"),
+        ({"num_hidden_layers": 1 << 40}, "num_hidden_layers 1099511627776 is not a positive integer up to"),
+        (
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": "x"},
+            "max_window_layers 'x'",
+        ),
+        ({"layer_types": [["full_attention"]] * 2}, "layer_types"),
     ],
 )
 def test_a_refusal_names_file_key_and_value(
@@ -160,12 +169,37 @@ def test_mistral_with_layer_types_is_refused(tmp_path: Path) -> None:
         read_model_config(tmp_path)
 
 
-@pytest.mark.parametrize("text", [None, "{", "[]"])
+@pytest.mark.parametrize("text", [None, "{", "[]", "[" * 100_000])
 def test_an_unreadable_config_is_refused_by_name(text: str | None, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"config\.json"):
         read_model_config(tmp_path)
+
+
+def test_a_name_that_no_file_can_have_is_not_in_the_folder(tmp_path: Path) -> None:
+    index = {"weight_map": {"a": "x" * 5000}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="which is not in the folder"):
+        weight_files(tmp_path)
+
+
+@pytest.mark.parametrize("end", ["x", None, [1], True, 1.5])
+def test_a_header_whose_offsets_are_no_numbers_is_refused(end: object, tmp_path: Path) -> None:
+    header = json.dumps({"a": {"data_offsets": [0, 4]}, "b": {"data_offsets": [4, end]}}).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(CheckpointError, match="is not an offset"):
+        file_problem(file)
+
+
+def test_odd_architectures_beside_a_model_type_are_passed_over(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    model_dir = shutil.copytree(make_checkpoint("llama"), tmp_path / "model")
+    _edit(model_dir, architectures={"a": 1}, model_type="llama", sliding_window=8)
+    assert read_model_config(model_dir).family == "llama"
+    assert list(ignored_keys(model_dir)) == ["sliding_window"]
 
 
 def test_engine_cores_and_gateways_get_no_torch_by_it() -> None:

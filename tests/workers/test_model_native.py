@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import tempfile
@@ -104,6 +105,36 @@ def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert native.load() is None
     assert not native.serves(torch.device("cpu"), torch.float32)
+
+
+@needs_compiler
+@pytest.mark.skipif(len(available_isas()) < 2, reason="this CPU has one instruction set with kernels")
+@pytest.mark.usefixtures("forget_kernels")
+@pytest.mark.parametrize("forced", [False, True])
+def test_an_instruction_set_whose_products_are_slower_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, forced: bool
+) -> None:
+    best, second = available_isas()[:2]
+    monkeypatch.setattr(native.Kernels, "floats_are_faster", lambda kernels: kernels.isa is best)
+    monkeypatch.delenv("TANDEM_CPU_ISA", raising=False)
+    if forced:
+        monkeypatch.setenv("TANDEM_CPU_ISA", best.value)
+    kernels = native.load()
+    assert kernels is not None
+    assert kernels.isa is (best if forced else second)
+
+
+@needs_compiler
+@isas
+def test_operands_are_timed_where_there_is_a_choice(isa: Isa) -> None:
+    times = ctypes.c_double(-1), ctypes.c_double(-1)
+    kernels_of(isa).library.tandem_time_operands(*(ctypes.byref(time) for time in times))
+    bf16_ns, float_ns = (time.value for time in times)
+    if isa is Isa.AVX512_BF16:
+        assert 0 < bf16_ns < float("inf")
+        assert 0 < float_ns < float("inf")
+    else:
+        assert bf16_ns == float_ns == 0
 
 
 @needs_compiler

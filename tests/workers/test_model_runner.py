@@ -20,6 +20,7 @@ from kvtransfer.blocks.device_pool import DevicePool
 from kvtransfer.blocks.pool import HostPool
 from kvtransfer.common.clock import Clock, ManualClock
 from kvtransfer.messages import PROTOCOL_VERSION, CompatibilityRecord, Shard
+from kvtransfer.rpc.trust import Trust
 from workers.errors import CapacityError, CheckpointError, WorkerError
 from workers.messages.rank_channel import (
     BatchEntry,
@@ -437,7 +438,13 @@ class Ranks:
             clock=self._clock,
             shard=ShardSpec(first, end, rank % self.tp, self.tp),
             groups=RankGroups(
-                store, tp=self.tp, pp=self.pp, rank=rank, device=cpu, host="127.0.0.1", secret=b"theirs"
+                store,
+                tp=self.tp,
+                pp=self.pp,
+                rank=rank,
+                device=cpu,
+                host="127.0.0.1",
+                trust=Trust.of(b"theirs"),
             ),
         )
 

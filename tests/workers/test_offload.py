@@ -10,7 +10,7 @@ import pytest
 import torch
 from local_engine import BLOCK, GREEDY, SEEDED, LocalEngine, draw, packed
 
-from kvtransfer.blocks.keys import block_keys
+from kvtransfer.blocks.keys import extend_keys
 from workers.config import EngineConfig
 from workers.messages.link import SampleState, Submission
 from workers.messages.sampling import SamplingParams
@@ -56,9 +56,11 @@ def ask(
         request_id=name,
         attempt=1,
         tenant="",
+        sharing_group="",
         priority=priority,
         prompt=prompt,
-        block_keys=block_keys(prompt, BLOCK, b"model", ""),
+        root_key=b"root",
+        block_keys=extend_keys(b"root", prompt, BLOCK),
         samples=tuple(SampleState(index, 31 + index, b"") for index in range(n)),
         sampling=SamplingParams(
             temperature=sampling.temperature,

@@ -16,11 +16,12 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # the typ
 
 from kvtransfer.rpc.handshake import ClientHandshake, send_frame
 from kvtransfer.rpc.listener import MAX_UNPROVEN
+from kvtransfer.rpc.trust import Trust
 from workers.errors import RankDiedError
 from workers.rank.collectives import RankGroups
 from workers.rank.local_links import Switchboard
 
-SECRET = secrets.token_bytes(32)
+TRUST = Trust.draw()
 WAIT_S = 30.0
 
 
@@ -38,7 +39,7 @@ def test_a_rank_that_died_before_its_links_were_made_is_an_error_of_that_kind() 
             device=torch.device("cpu"),
             host="127.0.0.1",
             host_id="here",
-            secret=SECRET,
+            trust=TRUST,
         )
 
 
@@ -80,7 +81,7 @@ def test_strangers_are_dropped_and_the_ranks_meet(num_each: int, first_bytes: by
     strangers = Strangers(store)
 
     def meet(rank: int) -> bytes:
-        with closing(Switchboard(store, rank, 2, "host", SECRET, WAIT_S)) as board:
+        with closing(Switchboard(store, rank, 2, "host", TRUST, WAIT_S)) as board:
             assert ready.wait(WAIT_S)
             (sock,) = board.connect("sum", [1 - rank]).values()
             with sock:
@@ -99,7 +100,7 @@ def test_a_rank_that_never_connects_is_named() -> None:
     store = HashStore()
     store.set("local 1", "host nobody")
     with (
-        closing(Switchboard(store, 0, 2, "host", SECRET, patience_s=0.2)) as board,
+        closing(Switchboard(store, 0, 2, "host", TRUST, patience_s=0.2)) as board,
         pytest.raises(RankDiedError, match=r"rank 1 did not connect 'sum' within 0\.2 s"),
     ):
         board.connect("sum", [1])
@@ -108,9 +109,9 @@ def test_a_rank_that_never_connects_is_named() -> None:
 def test_a_rank_of_another_cluster_is_not_let_in() -> None:
     """It listens where rank 0 should, and its proof is wrong."""
     store = HashStore()
-    with closing(Switchboard(store, 0, 1, "host", secrets.token_bytes(32))):
+    with closing(Switchboard(store, 0, 1, "host", Trust.draw())):
         store.set("local 1", "host unused")
-        board = Switchboard(store, 1, 2, "host", SECRET)
+        board = Switchboard(store, 1, 2, "host", TRUST)
         with closing(board), pytest.raises(RankDiedError, match="rank 0 does not take the link 'sum'"):
             board.connect("sum", [0])
 
@@ -119,12 +120,12 @@ def test_a_proof_that_is_played_back_is_refused() -> None:
     """What a stranger recorded of a rank's proof belongs to other nonces."""
     store = HashStore()
     strangers = Strangers(store)
-    with closing(Switchboard(store, 0, 1, "host", SECRET)) as board:
+    with closing(Switchboard(store, 0, 1, "host", TRUST)) as board:
         strangers.look(1)
         with socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(WAIT_S)
             sock.connect(f"\0{strangers.names[0]}")
-            send_frame(sock, ClientHandshake(b"other" * 8, "sum of rank 1").hello())
+            send_frame(sock, ClientHandshake(Trust.draw(), "sum of rank 1").hello())
             send_frame(sock, b"\x92\xa5Proof\xc4\x20" + bytes(32))
             while sock.recv(1 << 12):
                 pass

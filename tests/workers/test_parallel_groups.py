@@ -24,6 +24,7 @@ from parallel_ranks import CPU, HOST
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from kvtransfer.rpc.trust import Trust
 from workers.errors import RankDiedError
 from workers.rank.collectives import RankGroups, find_store, open_store
 
@@ -36,7 +37,7 @@ from workers.rank.collectives import find_store
 store, cpu = find_store(sys.argv[1]), torch.device("cpu")
 made = [
     RankGroups(PrefixStore(name, store), tp=tp, pp=pp, rank=rank, device=cpu, host="127.0.0.1",
-               host_id=sys.argv[3], secret=b"the ranks' own secret")
+               host_id=sys.argv[3], trust=Trust.of(b"the ranks' own secret"))
     for name, tp, pp, rank in json.loads(sys.argv[2])
 ]
 print("formed", flush=True)
@@ -72,7 +73,7 @@ def _groups(store: Store, tp: int, pp: int, rank: int) -> RankGroups:
         device=CPU,
         host=HOST,
         host_id=_Links.host_id,
-        secret=b"the ranks' own secret",
+        trust=Trust.of(b"the ranks' own secret"),
     )
 
 

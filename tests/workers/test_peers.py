@@ -32,15 +32,15 @@ from kvtransfer.messages import (
     TransferOrder,
     WriterStopped,
 )
-from kvtransfer.rpc.handshake import draw_secret
 from kvtransfer.rpc.stream import FrameStream, LinkServer
+from kvtransfer.rpc.trust import Trust
 from workers.disagg import peers as peers_module
 from workers.disagg.peers import Peers
 from workers.messages.link import HandOverTarget
 from workers.messages.peer_link import PEER_CODEC, PeerLinkMessage
 from workers.stats_record import PathMeasure
 
-SECRET = draw_secret()
+TRUST = Trust.draw()
 HERE, PEER = ReplicaIdentity("here", 1), ReplicaIdentity("peer", 1)
 RECORD = CompatibilityRecord(1, b"model", "float32", "float32", 16, 2, 2, 8)
 
@@ -98,7 +98,7 @@ class PeersHarness:
             compatibility=RECORD,
             ranks=own,
             config=TransferConfig(transports=("shm", "tcp"), below_floor="warn", max_cool_down_s=3.0),
-            secret=SECRET,
+            trust=TRUST,
             clock=self.clock,
             channel=self.ranks,
             control=self.control,
@@ -127,7 +127,7 @@ async def served(
     harness: PeersHarness, handler: Callable[[FrameStream], Awaitable[None]]
 ) -> AsyncIterator[HandOverTarget]:
     """A peer of the harness that answers its links by `handler`."""
-    server = LinkServer(SECRET, handler, handler)
+    server = LinkServer(TRUST, handler, handler)
     port = await server.start("127.0.0.1")
     try:
         yield HandOverTarget(PEER, f"127.0.0.1:{port}")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from local_engine import BLOCK, CPU, LocalEngine, draw, entry, packed, step
 
 from benchmarks.random_checkpoint import write_random_checkpoint
-from kvtransfer.blocks.keys import block_keys
+from kvtransfer.blocks.keys import extend_keys
 from kvtransfer.common.clock import ManualClock
 from workers.config import EngineConfig
 from workers.messages.link import SampleState, Submission
@@ -112,9 +112,11 @@ class World:
             request_id=f"r{self.num_asked}",
             attempt=1,
             tenant="",
+            sharing_group="",
             priority=rank,
             prompt=prompt,
-            block_keys=block_keys(prompt, BLOCK, b"model", ""),
+            root_key=b"root",
+            block_keys=extend_keys(b"root", prompt, BLOCK),
             samples=tuple(SampleState(index, 31 + index) for index in range(n)),
             sampling=SamplingParams(
                 temperature=sampling.temperature,

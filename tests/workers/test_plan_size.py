@@ -31,13 +31,12 @@ def scheduler(num_tokens: int, num_requests: int = 1, num_samples: int = 1) -> S
         BlockPool(num_requests * (num_tokens // 64 + 2) + num_samples, 64),
         eos_token_ids=(),
         max_context_tokens=2 * num_tokens,
-        fingerprint=b"model",
     )
 
 
 def submission(prompt: bytes, sampling: SamplingParams, num_samples: int = 1, name: str = "a") -> Submission:
     samples = tuple(SampleState(index, index) for index in range(num_samples))
-    return Submission(name, 1, "", 0, prompt, (), samples, sampling, None, None)
+    return Submission(name, 1, "", "", 0, prompt, b"", (), samples, sampling, None, None)
 
 
 def plan_of(side: Scheduler) -> StepPlan:
@@ -106,9 +105,7 @@ def decoding_frames(num_tokens: int, num_sequences: int, num_steps: int) -> list
     """The sizes of the plans of a batch that decodes behind prompts of so many tokens."""
     config = EngineConfig(chunk_tokens=1 << 20, max_batch_tokens=1 << 20, max_sequences=num_sequences)
     num_blocks = num_sequences * (num_tokens // 64 + 8)
-    side = Scheduler(
-        config, BlockPool(num_blocks, 64), eos_token_ids=(), max_context_tokens=1 << 20, fingerprint=b"model"
-    )
+    side = Scheduler(config, BlockPool(num_blocks, 64), eos_token_ids=(), max_context_tokens=1 << 20)
     for number in range(num_sequences):
         prompt = pack([number]) * num_tokens
         side.submit(submission(prompt, SamplingParams(max_tokens=999), name=f"r{number}"), 0.0)

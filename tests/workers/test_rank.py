@@ -19,12 +19,14 @@ from child_processes import killed_on_error
 from msgspec.structs import replace
 from patience import SLACK_S, START_S
 from rank_processes import ForkedRank
+from trust_files import FILES, TRUST
 
 from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.errors import PeerGoneError
 from kvtransfer.messages import CloseLanding, LandingClosed, OpenLanding, ReplicaIdentity, TransferSettings
 from kvtransfer.rpc.handshake import prove_as_server, receive_frame, send_frame
+from kvtransfer.rpc.trust import Trust
 from workers.messages.rank_channel import (
     RANK_DOWN_CODEC,
     RANK_UP_CODEC,
@@ -52,7 +54,6 @@ from workers.model.model_config import read_model_config
 from workers.model.rank_memory import RankShape, activation_bytes
 from workers.replica.rank_group import RankCommand
 
-SECRET = b"s" * 32
 IDENTITY = ReplicaIdentity("replica", 1)
 START_TIMEOUT_S = START_S
 
@@ -90,9 +91,9 @@ class EngineCore:
         self.process = ForkedRank(spec) if self.is_forked else start_alone(spec)
         return self.process
 
-    def accept(self, secret: bytes = SECRET) -> str:
+    def accept(self, trust: Trust = TRUST) -> str:
         self.sock, _ = self._listener.accept()
-        name = prove_as_server(self.sock, secret)
+        name = prove_as_server(self.sock, trust)
         self.sock.settimeout(START_TIMEOUT_S)
         return name
 
@@ -186,7 +187,7 @@ def make_spec(
         tp=tp,
         pp=pp,
         engine_core_address=f"127.0.0.1:{core.port}",
-        secret=SECRET,
+        trust=FILES,
         model_dir=str(model_dir),
         dtype=dtype,
         device=device,
@@ -433,7 +434,7 @@ def test_a_rank_does_not_serve_a_stranger(core: EngineCore, model_dir: Path) -> 
     core.is_forked = False
     process = core.start_process(make_spec(core, model_dir))
     with pytest.raises(PeerGoneError):
-        core.accept(secret=b"x" * 32)
+        core.accept(trust=Trust.draw())
     assert process.wait(START_TIMEOUT_S) == 1
     assert isinstance(process, subprocess.Popen)
     assert process.stderr is not None

@@ -12,7 +12,6 @@ import pytest
 from held_ranks import (
     NUM_LAYERS,
     PATIENCE_S,
-    SECRET,
     START_STALL_S,
     PuppetLauncher,
     holding,
@@ -21,6 +20,7 @@ from held_ranks import (
     starting_puppets,
 )
 from msgspec.structs import replace
+from trust_files import TRUST
 
 from kvtransfer.common.clock import ManualClock, SystemClock
 from kvtransfer.common.faults import FaultRule
@@ -81,7 +81,7 @@ async def test_a_rank_that_hangs_while_it_starts_is_named_with_its_phase(
 async def test_a_rank_that_comes_further_has_its_time_anew_and_one_that_never_connects_is_named() -> None:
     launcher, clock = PuppetLauncher(), ManualClock()
     group = RankGroup(
-        SECRET, launcher, lambda rank, message: None, lambda reason: None, clock=clock, start_stall_s=10.0
+        TRUST, launcher, lambda rank, message: None, lambda reason: None, clock=clock, start_stall_s=10.0
     )
     started = asyncio.create_task(group.start(make_specs(Path(), 2, 1), "127.0.0.1", refuse_planning))
     while len(launcher.puppets) < 2:

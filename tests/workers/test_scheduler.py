@@ -7,9 +7,9 @@ from msgspec.structs import replace
 from staged_engine import (
     BLOCK_TOKENS,
     END,
-    FINGERPRINT,
     MAX_CONTEXT,
     PROMPT,
+    ROOT_KEY,
     alone,
     ask,
     engine,
@@ -21,7 +21,7 @@ from staged_engine import (
     unpack,
 )
 
-from kvtransfer.blocks.keys import block_keys
+from kvtransfer.blocks.keys import extend_keys
 from workers.errors import CapacityError, QueueFullError
 from workers.messages.link import Submission
 from workers.messages.sampling import SamplingParams
@@ -125,7 +125,7 @@ def test_a_prompt_without_a_full_block_starts_at_the_tenants_root() -> None:
     side = engine()
     side.scheduler.submit(ask(prompt=[3], max_tokens=8), 0.0)
     output = finish(side)["a", 0]
-    keys = block_keys(pack([3, *output]), BLOCK_TOKENS, FINGERPRINT, "")
+    keys = extend_keys(ROOT_KEY, pack([3, *output]), BLOCK_TOKENS)
     assert side.pool.snapshot()[0].keys == keys
     assert side.pool.snapshot()[0].parent == b""
 

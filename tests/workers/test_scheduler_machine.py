@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from staged_engine import (
     BLOCK_TOKENS,
     END,
-    FINGERPRINT,
+    ROOT_KEY,
     VOCABULARY,
     StagedEngine,
     alone,
@@ -24,7 +24,7 @@ from staged_engine import (
     unpack,
 )
 
-from kvtransfer.blocks.keys import block_keys
+from kvtransfer.blocks.keys import extend_keys
 from kvtransfer.messages import ReplicaIdentity
 from workers.config import EngineConfig
 from workers.errors import OutOfBlocksError
@@ -153,9 +153,11 @@ class Pair(RuleBasedStateMachine):
             request_id=f"r{len(self.lives)}",
             attempt=1,
             tenant="",
+            sharing_group="",
             priority=priority,
             prompt=pack(prompt),
-            block_keys=block_keys(pack(prompt), BLOCK_TOKENS, FINGERPRINT, ""),
+            root_key=ROOT_KEY,
+            block_keys=extend_keys(ROOT_KEY, pack(prompt), BLOCK_TOKENS),
             samples=tuple(SampleState(index, seed, pack(resumed)) for index, seed in enumerate(seeds)),
             sampling=sampling,
             decode=TARGET if where == "outbound" else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from staged_engine import BLOCK_TOKENS, StagedEngine, ask, engine, finish, plan, right, step, unpack
 
-from kvtransfer.blocks.keys import block_keys
+from kvtransfer.blocks.keys import extend_keys
 from workers.errors import CapacityError
 from workers.messages.rank_channel import BlockCopy, StepPlan
 from workers.scheduler.offload import most_local_tokens
@@ -356,7 +356,7 @@ def test_those_behind_a_load_overtake_it_until_it_lacks_blocks_for_long() -> Non
 def test_what_the_device_holds_needs_no_load() -> None:
     side = engine(has_store=True)
     prompt = list(range(1, 13))
-    keys = block_keys(ask(prompt=prompt).prompt, BLOCK_TOKENS, b"model", "")
+    keys = extend_keys(b"root", ask(prompt=prompt).prompt, BLOCK_TOKENS)
     side.scheduler.submit(ask("a", prompt, max_tokens=1), 0.0)
     (need,) = side.scheduler.loads_wanted()
     assert need.keys == tuple(keys[:2]), "the block of the last token is computed"

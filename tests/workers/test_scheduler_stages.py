@@ -26,7 +26,7 @@ from staged_engine import (
     unpack,
 )
 
-from kvtransfer.blocks.keys import block_keys
+from kvtransfer.blocks.keys import extend_keys
 from workers.config import EngineConfig
 from workers.messages.link import SampleState, Submission
 from workers.messages.rank_channel import StepPlan, StepReport
@@ -234,16 +234,17 @@ def scheduler(num_stages: int, ratio: float, *prompts: tuple[int, int]) -> Sched
         BlockPool(1000, 16),
         eos_token_ids=(),
         max_context_tokens=8000,
-        fingerprint=b"f",
         num_stages=num_stages,
         attention_ratio=ratio,
     )
     for number, (num_tokens, max_tokens) in enumerate(prompts):
         prompt = pack([number, *range(1, num_tokens)])
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        keys = block_keys(prompt, 16, b"f", "")
+        keys = extend_keys(b"f", prompt, 16)
         sample = SampleState(0, number)
-        submission = Submission(f"r{number}", 1, "", 0, prompt, keys, (sample,), sampling, None, None)
+        submission = Submission(
+            f"r{number}", 1, "", "", 0, prompt, b"f", keys, (sample,), sampling, None, None
+        )
         side.submit(submission, 0.0)
     return side
 

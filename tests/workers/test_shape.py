@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 import pytest
+from trust_files import FILES
 
 from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.config import TransferConfig
@@ -30,7 +31,7 @@ def shape(model_dir: Path, parallel: Parallel, role: str = "both", engine: Engin
         parallel=parallel,
         engine=engine,
         transfer=TransferConfig(),
-        secret=b"s" * 32,
+        trust=FILES,
     )
     return Shape(spec)
 

@@ -39,7 +39,6 @@ def loop(
         BlockPool(64, 16),
         eos_token_ids=(),
         max_context_tokens=1024,
-        fingerprint=b"f" * 16,
         num_stages=pp,
     )
     prompt = b"".join(number.to_bytes(4, "little") for number in range(NUM_TOKENS))
@@ -47,7 +46,7 @@ def loop(
     for index in range(num_prompts):
         keys = tuple(bytes([index, block] * 8) for block in range(6))
         submission = Submission(
-            f"r{index}", 0, "", 0, prompt, keys, (SampleState(0, 1),), sampling, None, None
+            f"r{index}", 0, "", "", 0, prompt, b"", keys, (SampleState(0, 1),), sampling, None, None
         )
         scheduler.submit(submission, clock.now())
     return StepLoop(scheduler, sent.append, clock, tp, pp)
@@ -238,7 +237,10 @@ def test_the_times_of_a_chunk_are_of_the_sampling_ranks_clock(
     prompt = bytes(4 * NUM_TOKENS)
     scheduler = steps._scheduler
     scheduler.submit(
-        Submission("r", 0, "", 0, prompt, (b"k" * 16,) * 6, (SampleState(0, 1),), sampling, target, None), 0.0
+        Submission(
+            "r", 0, "", "", 0, prompt, b"", (b"k" * 16,) * 6, (SampleState(0, 1),), sampling, target, None
+        ),
+        0.0,
     )
     scheduler.grant_landing("r", 0)
     steps.feed()

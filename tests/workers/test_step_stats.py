@@ -112,7 +112,7 @@ def test_steps_are_counted_by_their_sequences() -> None:
 def test_hits_are_counted_by_where_the_kv_was() -> None:
     stats = StepStats()
     outcome = StepOutcome()
-    submission = Submission("r", 1, "", 0, b"", (), (), None, None, None)  # type: ignore[arg-type]
+    submission = Submission("r", 1, "", "", 0, b"", b"", (), (), None, None, None)  # type: ignore[arg-type]
     for num_cached, loaded in ((0, {}), (48, {}), (64, {"dram": 16, "nvme": 32})):
         outcome.prompts.append(
             PromptDone(

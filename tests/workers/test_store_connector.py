@@ -24,13 +24,13 @@ class SavingHarness:
         shards = {0: (HALVES[0], 512), 1: (HALVES[1], 512), 2: (HALVES[0], 512)}
         self.saver = BlockSaver(self.pool, shards, 8, fake, fake)
 
-    def finish(self, *keys: bytes, chain: bytes = KEYS[0], tenant: str = "t") -> list[int]:
+    def finish(self, *keys: bytes, chain: bytes = KEYS[0], group: str = "t") -> list[int]:
         block_ids = self.pool.allocate(len(keys))
         parent = ROOT
         blocks = []
         for block_id, key in zip(block_ids, keys, strict=True):
-            self.pool.register(block_id, parent, key, tenant)
-            blocks.append(FinishedBlock(key, parent, chain, tenant))
+            self.pool.register(block_id, parent, key, group)
+            blocks.append(FinishedBlock(key, parent, chain, group))
             parent = key
         self.pool.release(block_ids)
         self.saver.finished(blocks)
@@ -114,7 +114,7 @@ def test_what_a_purged_tenant_has_not_stored_yet_is_never_stored() -> None:
     harness = SavingHarness()
     harness.finish(KEYS[0])
     harness.finish(KEYS[1], chain=KEYS[1])
-    harness.finish(KEYS[2], chain=KEYS[2], tenant="u")
+    harness.finish(KEYS[2], chain=KEYS[2], group="u")
     copied, asked = harness.request(), harness.request()
     harness.finish(KEYS[3], chain=KEYS[3])
     harness.saver.granted(PutGrant(copied.number, b"a", (0, 4096)))
@@ -126,7 +126,7 @@ def test_what_a_purged_tenant_has_not_stored_yet_is_never_stored() -> None:
     harness.saver.granted(PutGrant(asked.number, b"a", (8192, HELD)))
     assert harness.wires.take(PutCommit) == PutCommit((), (8192,)), "space was requested; the other was there"
     assert harness.wires.orders[2:] == []
-    assert harness.request().tenant == "u"
+    assert harness.request().sharing_group == "u"
     harness.saver.pump()
     assert not any(isinstance(message, PutRequest) for message in harness.wires.sent)
 
@@ -135,10 +135,13 @@ def test_a_request_holds_blocks_of_one_chain_and_tenant() -> None:
     harness = SavingHarness()
     harness.finish(KEYS[0])
     harness.finish(KEYS[1], chain=KEYS[1])
-    harness.finish(KEYS[2], chain=KEYS[1], tenant="u")
+    harness.finish(KEYS[2], chain=KEYS[1], group="u")
     harness.saver.pump()
     requests = [message for message in harness.wires.sent if isinstance(message, PutRequest)]
-    assert [(request.chain, request.tenant) for request in requests] == [(KEYS[0], "t"), (KEYS[1], "t")]
+    assert [(request.chain, request.sharing_group) for request in requests] == [
+        (KEYS[0], "t"),
+        (KEYS[1], "t"),
+    ]
 
 
 def test_when_the_owner_is_lost_only_copies_under_way_hold_blocks() -> None:

@@ -133,7 +133,7 @@ class KvSender:
             landing_id=secrets.token_bytes(16),
             request_id=submission.request_id,
             attempt=submission.attempt,
-            tenant=submission.tenant,
+            sharing_group=submission.sharing_group,
             priority=submission.priority,
             block_keys=block_keys,
             num_tokens=num_tokens,

@@ -44,6 +44,7 @@ from kvtransfer.messages import (
 )
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.rpc.stream import FrameStream, open_link
+from kvtransfer.rpc.trust import Trust
 from workers.interfaces import EngineControl, RankChannel
 from workers.messages.link import HandOverTarget
 from workers.messages.peer_link import PEER_CODEC, PeerLinkMessage
@@ -103,7 +104,7 @@ class Peers:
         compatibility: CompatibilityRecord,
         ranks: tuple[RankEndpoints, ...],
         config: TransferConfig,
-        secret: bytes,
+        trust: Trust,
         clock: Clock,
         channel: RankChannel,
         control: EngineControl,
@@ -113,7 +114,7 @@ class Peers:
         self._compatibility = compatibility
         self._ranks = ranks
         self._config = config
-        self._secret = secret
+        self._trust = trust
         self._clock = clock
         self._channel = channel
         self._control = control
@@ -221,7 +222,7 @@ class Peers:
     async def _run_link(self, peer: _DecodePeer) -> None:
         try:
             stream = peer.stream = await open_link(
-                peer.target.address, "peer", self._secret, self._identity.replica_id
+                peer.target.address, "peer", self._trust, self._identity.replica_id
             )
             stream.send(PEER_CODEC.encode(self._hello()))
             async with asyncio.timeout(_HELLO_TIMEOUT_S):

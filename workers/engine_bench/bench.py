@@ -39,8 +39,8 @@ from workers.engine_bench.rounds import (
     run_rounds,
 )
 from workers.errors import CapacityError, PeerError
+from workers.model import native
 from workers.model.model_config import ModelConfig, read_model_config
-from workers.model.native.isa import chosen_isa
 from workers.rank.model_runner import ModelRunner, read_dtype
 from workers.rank.probe import MeasureSizes, measure_limits
 
@@ -256,11 +256,11 @@ def _peer_dtype(name: str, dtype: str) -> str:
 
 
 def _machine(runner: ModelRunner) -> dict[str, Any]:
-    isa = chosen_isa()
+    kernels = native.load()
     return {
         "what": "machine",
         "cpu": cpu_name(),
-        "isa": isa.value if isa is not None else "none that the kernels know",
+        "isa": kernels.isa.value if kernels is not None else "none that the kernels know",
         "threads": torch.get_num_threads(),
         "dtype": str(runner.kv.dtype).removeprefix("torch."),
     }

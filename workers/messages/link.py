@@ -46,7 +46,8 @@ class HandOverTarget(Part, frozen=True):
 class Submission(Message, frozen=True):
     """Gateway to engine core: run this request (or hand it over to `decode` after prefill).
 
-    `block_keys` are the chained keys of the prompt's full blocks, computed once at the gateway.
+    `block_keys` are the chained keys of the prompt's full blocks, computed once at the gateway; blocks of
+    output continue their chain, which begins at `root_key`. The KV belongs to the `sharing_group`.
     `samples` share the prompt; more than one only when all outputs are empty (a resumed request is one
     submission per unfinished sample). `deadline_s` is what remains of it (None: none). KV of a private one
     is neither found by others nor stored. A `suspect` was in flight when a replica broke: it runs alone until
@@ -56,8 +57,10 @@ class Submission(Message, frozen=True):
     request_id: str
     attempt: int
     tenant: str
+    sharing_group: str
     priority: int
     prompt: bytes
+    root_key: bytes
     block_keys: tuple[bytes, ...]
     samples: tuple[SampleState, ...]
     sampling: SamplingParams
@@ -84,10 +87,11 @@ class Move(Message, frozen=True):
 
 
 class PurgeCache(Message, frozen=True):
-    """Gateway to engine core: forget all KV of this tenant (None: of all); answered with the same number."""
+    """Gateway to engine core: forget all KV of this sharing group (None: of all); answered with the same
+    number."""
 
     number: int
-    tenant: str | None
+    sharing_group: str | None
 
 
 # ------------------------------------------------------------------------------- engine core to gateway
@@ -240,7 +244,7 @@ class CachePurged(Message, frozen=True):
     num_blocks: int
     # Of them, in use until the requests that hold them end.
     num_held: int
-    # Of the tenant's, under way: their KV is private from now on. One whose prompt is on its way to another
+    # Of the group's, under way: their KV is private from now on. One whose prompt is on its way to another
     # replica in this very moment may leave some there.
     num_requests: int
 

@@ -12,6 +12,7 @@ from kvtransfer.messages import (
     TransferReport,
     TransferSettings,
 )
+from kvtransfer.rpc.trust import TrustFiles
 from kvtransfer.store.messages import StoreOrder, StoreReport
 from workers.messages.sampling import SamplingParams, TokenLogprob
 from workers.stats_record import DeviceMemory
@@ -33,7 +34,7 @@ class RankSpec(Message, frozen=True):
     tp: int
     pp: int
     engine_core_address: str
-    secret: bytes
+    trust: TrustFiles
     model_dir: str
     dtype: str
     device: str

@@ -17,6 +17,10 @@ Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 RopeType = Literal["default", "linear", "llama3"]
 
 _MAX_HEADER_BYTES = 100_000_000
+# Beyond what any model has; lists of as many layers are made.
+_MAX_LAYERS = 1 << 16
+_MAX_COUNT = 1 << 40
+_MAX_NUMBER = 1e30
 _ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -100,9 +104,16 @@ def weight_files(model_dir: Path) -> tuple[Path, ...]:
         raise CheckpointError(f"{index}: weight_map is missing or empty")
     files = tuple(model_dir / name for name in sorted({str(name) for name in weight_map.values()}))
     for file in files:
-        if file.parent != model_dir or not file.is_file():
-            raise CheckpointError(f"{index}: names {file.name}, which is not in the folder")
+        if not _is_in(model_dir, file):
+            raise CheckpointError(f"{index}: names {file.name[:100]}, which is not in the folder")
     return files
+
+
+def _is_in(folder: Path, file: Path) -> bool:
+    try:
+        return file.parent == folder and file.is_file()
+    except OSError:  # no file can have this name
+        return False
 
 
 def read_header(file: Path) -> tuple[bytes, dict[str, Any]]:
@@ -115,7 +126,7 @@ def read_header(file: Path) -> tuple[bytes, dict[str, Any]]:
         raise CheckpointError(f"{file}: not a safetensors file, or cut short")
     try:
         header = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: unreadable safetensors header: {error}") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{file}: unreadable safetensors header: not an object")
@@ -130,6 +141,8 @@ def file_problem(file: Path) -> str:
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     except (KeyError, TypeError, IndexError) as error:
         raise CheckpointError(f"{file}: unreadable safetensors header: {error!r}") from error
+    if odd := [end for end in ends if type(end) is not int]:
+        raise CheckpointError(f"{file}: unreadable safetensors header: {odd[0]!r} is not an offset")
     needed, size = 8 + len(raw) + max(ends, default=0), file.stat().st_size
     return f"{file}: cut short: {size} bytes, its header needs {needed}" if size < needed else ""
 
@@ -140,7 +153,7 @@ def read_json(file: Path) -> dict[str, Any]:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{file}: no such file") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: unreadable: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{file}: not a JSON object")
@@ -159,7 +172,7 @@ class _ConfigReader:
     def read(self) -> ModelConfig:
         self._refuse_unsupported()
         hidden_size, num_heads = self._count("hidden_size"), self._count("num_attention_heads")
-        num_layers = self._count("num_hidden_layers")
+        num_layers = self._count("num_hidden_layers", most=_MAX_LAYERS)
         num_kv_heads = self._count("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
             self._refuse("num_key_value_heads", f"does not divide the {num_heads} attention heads")
@@ -221,19 +234,19 @@ class _ConfigReader:
         if self.raw.get("partial_rotary_factor") not in (None, 1, 1.0):
             self._refuse("partial_rotary_factor", "is not supported")
 
-    def _count(self, key: str, default: int | None = None) -> int:
+    def _count(self, key: str, default: int | None = None, most: int = _MAX_COUNT) -> int:
         value = self.raw.get(key)
         if value is None:
             value = default
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            self._refuse(key, "is not a positive integer")
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+            self._refuse(key, f"is not a positive integer up to {most}")
         return value
 
     def _number(self, key: str, where: dict[str, Any], default: float | None = None) -> float:
         value = where.get(key)
         if value is None:
             value = default
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < _MAX_NUMBER:
             raise CheckpointError(f"{self.file}: {key} {value!r} is not a positive number")
         return float(value)
 
@@ -271,6 +284,8 @@ class _ConfigReader:
         else:
             sliding = self.raw.get("use_sliding_window", False) and self.raw["sliding_window"] is not None
             first = self.raw.get("max_window_layers", 28)
+            if not isinstance(first, int):
+                self._refuse("max_window_layers", "is not a number of layers")
             kinds = [
                 "sliding_attention" if sliding and layer >= first else "full_attention"
                 for layer in range(num_layers)
@@ -288,7 +303,7 @@ class _ConfigReader:
             self._refuse("layer_types", f"is not supported in a {self.family} model")
         if not isinstance(given, list) or len(given) != num_layers:
             self._refuse("layer_types", f"does not name the {num_layers} layers")
-        if not set(given) <= {"full_attention", "sliding_attention"}:
+        if not all(kind in ("full_attention", "sliding_attention") for kind in given):
             self._refuse("layer_types", "is not supported (supported: full_attention, sliding_attention)")
         if "sliding_attention" in given and not self.raw.get("use_sliding_window", False):
             self._refuse("layer_types", "has sliding layers, but use_sliding_window is not set")
@@ -364,7 +379,9 @@ def ignored_keys(model_dir: Path) -> dict[str, str]:
 
 
 def _family(raw: dict[str, Any]) -> str:
-    return str((raw.get("architectures") or [raw.get("model_type")])[0]).lower().removesuffix("forcausallm")
+    architectures = raw.get("architectures")
+    named = architectures if isinstance(architectures, list) and architectures else [raw.get("model_type")]
+    return str(named[0]).lower().removesuffix("forcausallm")
 
 
 def _is_off(value: Any) -> bool:

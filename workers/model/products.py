@@ -21,7 +21,7 @@ from torch import Tensor
 
 from workers.errors import WorkerError
 from workers.model import cuda, native
-from workers.model.native.isa import chosen_isa
+from workers.model.native.isa import usable_isas
 
 _PANEL = 32
 _HUGE_PAGE = 2 << 20
@@ -127,7 +127,7 @@ def refuse_nondeterministic(device: torch.device, dtype: torch.dtype) -> None:
         problem = f"there are no such products on {device.type}; set device: cpu or cuda"
     elif dtype not in native.DTYPES:
         problem = f"there are no such products of {name}; set dtype: bf16 or fp32"
-    elif chosen_isa() is None:
+    elif not usable_isas():
         problem = "there are no such products for this CPU, which has no AVX2"
     elif native.load() is None:
         problem = "the kernels could not be compiled; install a C++ compiler (Debian: g++)"

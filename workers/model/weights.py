@@ -20,7 +20,7 @@ from workers.model.sizes import kv_heads, part, query_heads, refuse_empty_parts
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Buffers that old checkpoints carry and the model computes by itself.
 _NOT_NEEDED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq$")
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

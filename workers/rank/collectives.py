@@ -25,6 +25,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # the type stubs 
 )
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from kvtransfer.rpc.trust import Trust
 from workers.errors import RankDiedError, WorkerError
 from workers.rank.local_links import HiddenReceiver, HiddenSender, LocalTokens, SharedSums, Switchboard
 
@@ -62,8 +63,8 @@ class RankGroups:
 
     All ranks make theirs at the same time, on one `store`; a replica of one rank needs none and forms
     nothing. `host` is the address of this rank's interface that the other ranks can reach. Ranks of equal
-    `host_id` share memory ("" with nobody) and prove `secret` to each other. Every method raises
-    RankDiedError for a broken connection."""
+    `host_id` share memory ("" with nobody) and prove the secret of `trust` to each other. Every method
+    raises RankDiedError for a broken connection."""
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class RankGroups:
         device: torch.device,
         host: str,
         host_id: str = "",
-        secret: bytes = b"",
+        trust: Trust | None = None,
     ) -> None:
         self.tp, self.pp, self.rank = tp, pp, rank
         self.stage, self.tp_rank = divmod(rank, tp)
@@ -90,11 +91,11 @@ class RankGroups:
         self._tokens: LocalTokens | _TokenGroup | None = None
         if tp * pp > 1:
             assert store is not None, "ranks find each other in a store"
-            assert secret, "ranks prove the cluster secret to each other"
+            assert trust is not None, "ranks prove the cluster secret to each other"
             with _broken_connections("forming the replica's groups"):
                 factory = _GroupFactory(store, device, host)
                 board_id = host_id or f"rank {rank}"
-                with closing(Switchboard(store, rank, tp * pp, board_id, secret)) as board:
+                with closing(Switchboard(store, rank, tp * pp, board_id, trust)) as board:
                     self._form(factory, board)
                 self._nccl_groups = factory.nccl_groups
 

@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import Store
 from kvtransfer.errors import TransferError
 from kvtransfer.rpc.handshake import HANDSHAKE_TIMEOUT_S, prove_as_client
 from kvtransfer.rpc.listener import ListeningThread
+from kvtransfer.rpc.trust import Trust
 from workers.errors import RankDiedError
 
 SLOT_BYTES = 4 << 20
@@ -50,12 +51,12 @@ class Switchboard:
         rank: int,
         num_ranks: int,
         host_id: str,
-        secret: bytes,
+        trust: Trust,
         patience_s: float = _PATIENCE_S,
     ) -> None:
         """A rank that does not connect within `patience_s` counts as dead."""
         self._rank = rank
-        self._secret = secret
+        self._trust = trust
         self._patience_s = patience_s
         self._name = secrets.token_hex(16)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -63,7 +64,7 @@ class Switchboard:
         listener.listen(_BACKLOG)
         self._changed = threading.Condition()
         self._arrived: dict[str, socket.socket] = {}
-        self._listening = ListeningThread(listener, secret, self._take, "ranks")
+        self._listening = ListeningThread(listener, trust, self._take, "ranks")
         store.set(f"local {rank}", f"{host_id} {self._name}")
         published = [store.get(f"local {other}").decode().rpartition(" ") for other in range(num_ranks)]
         self.hosts = [host for host, _, _ in published]
@@ -96,7 +97,7 @@ class Switchboard:
                 sock.settimeout(HANDSHAKE_TIMEOUT_S)
                 try:
                     sock.connect(f"\0tandem-{self._names[peer]}")
-                    prove_as_client(sock, self._secret, name)
+                    prove_as_client(sock, self._trust, name)
                 except (BlockingIOError, TransferError) as error:  # strangers crowd its listener
                     reason = str(error)
                     _pause.wait(_DIAL_PAUSE_S)

@@ -32,6 +32,7 @@ from kvtransfer.common.host import host_id
 from kvtransfer.errors import PeerGoneError, TransferError
 from kvtransfer.messages import RankEndpoints
 from kvtransfer.rpc.handshake import prove_as_client, receive_frame, send_frame
+from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.messages import StoreOrder
 from kvtransfer.store.worker import StoreWorker
 from workers.errors import RankDiedError, WorkerError
@@ -72,12 +73,14 @@ def run_rank(spec: RankSpec, fingerprint: FingerprintTask | None = None) -> None
     the spec's checkpoint, if it is being computed already.
 
     The process ends with status 0 when the connection to the engine core ends, and with status 1, after a
-    `RankFailed`, on any exception. Raises `TransferError` if the engine core cannot be reached at all.
+    `RankFailed`, on any exception. Raises `TransferError` if the engine core cannot be reached at all, or the
+    files of `spec.trust` cannot be used.
     """
-    channel = _EngineCoreChannel(_connect(spec))
+    trust = Trust.read(spec.trust)
+    channel = _EngineCoreChannel(_connect(spec, trust))
     _end_with_transfer_threads(channel, spec.rank)
     with _reporting_failure(channel, spec.rank):
-        _Rank(spec, channel, SystemClock(), fingerprint).serve()
+        _Rank(spec, trust, channel, SystemClock(), fingerprint).serve()
 
 
 class _OrderHandlers(NamedTuple):
@@ -92,9 +95,15 @@ class _Rank:
     order."""
 
     def __init__(
-        self, spec: RankSpec, channel: _EngineCoreChannel, clock: Clock, fingerprint: FingerprintTask | None
+        self,
+        spec: RankSpec,
+        trust: Trust,
+        channel: _EngineCoreChannel,
+        clock: Clock,
+        fingerprint: FingerprintTask | None,
     ) -> None:
         self._spec = spec
+        self._trust = trust
         self._fingerprint = fingerprint
         self._channel = channel
         self._clock = clock
@@ -161,7 +170,7 @@ class _Rank:
             device=self._device,
             host=spec.transfer.data_host,
             host_id=host_id(),
-            secret=spec.secret,
+            trust=self._trust,
         )
         first_layer, end_layer = form.stages[spec.stage]
         free_at_start = memory.total_bytes - memory.used_bytes
@@ -191,14 +200,14 @@ class _Rank:
             identity=spec.replica,
             rank=spec.rank,
             pool=runner.pool,
-            secret=spec.secret,
+            trust=self._trust,
             clock=self._clock,
             faults=self._faults,
             report=send,
             settings=spec.transfer,
         )
         store_worker = StoreWorker(
-            runner.pool, spec.rank, agent.governor, spec.secret, self._faults, self._clock, send
+            runner.pool, spec.rank, agent.governor, self._trust, self._faults, self._clock, send
         )
         return _OrderHandlers(agent, store_worker)
 
@@ -402,7 +411,7 @@ def _end_with_transfer_threads(channel: _EngineCoreChannel, rank: int) -> None:
     threading.excepthook = on_failure
 
 
-def _connect(spec: RankSpec) -> socket.socket:
+def _connect(spec: RankSpec, trust: Trust) -> socket.socket:
     host, _, port = spec.engine_core_address.rpartition(":")
     try:
         sock = socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S)
@@ -411,5 +420,5 @@ def _connect(spec: RankSpec) -> socket.socket:
             f"the engine core at {spec.engine_core_address} is unreachable: {error}"
         ) from error
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    prove_as_client(sock, spec.secret, f"rank {spec.rank}")
+    prove_as_client(sock, trust, f"rank {spec.rank}")
     return sock

@@ -37,6 +37,7 @@ from kvtransfer.messages import (
     WriterGone,
 )
 from kvtransfer.rpc.stream import FrameStream, LinkServer
+from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.messages import StoreAttached, StoreGetDone, StorePutDone
 from workers.config import EngineConfig
 from workers.disagg.kv_receiver import KvReceiver
@@ -82,15 +83,13 @@ class EngineCore:
         self, spec: ReplicaSpec, shape: Shape, group: RankGroup, ready: Sequence[RankReady], clock: Clock
     ) -> None:
         """`ready` are the reports of all ranks of the `group`."""
-        first, engine, faults = ready[0], spec.engine, Faults(spec.faults)
+        first, engine, faults, trust = ready[0], spec.engine, Faults(spec.faults), group.trust
         has_store = reaches_store(spec.store, ready)
         self.identity, self.pool_name = spec.identity, spec.pool
         self.role, self.role_epoch = spec.role, 0
         self.address, self.ready = "", ready
         self.stages = shape.stages
-        self._engine = engine
-        self._clock = clock
-        self._group = group
+        self._engine, self._clock, self._group = engine, clock, group
         self._tasks = SupervisedTasks(self.fail)
         self._pump_scheduled = False
         self._death = ""
@@ -104,7 +103,7 @@ class EngineCore:
             compatibility=first.compatibility,
             ranks=tuple(each.endpoints for each in ready),
             config=spec.transfer,
-            secret=spec.secret,
+            trust=trust,
             clock=clock,
             channel=group,
             control=self,
@@ -154,7 +153,7 @@ class EngineCore:
             clock=clock,
             vocab_size=first.vocab_size,
         )
-        self.connector = self._store_connector(spec, ready) if has_store else None
+        self.connector = self._store_connector(spec, trust, ready) if has_store else None
         self.reports = ReplicaReports(
             identity=spec.identity,
             pool=self.pool,
@@ -167,12 +166,12 @@ class EngineCore:
             connector=self.connector,
             ready=ready,
         )
-        self._server = LinkServer(spec.secret, self._serve_gateway, self._serve_peer)
+        self._server = LinkServer(trust, self._serve_gateway, self._serve_peer)
 
-    def _store_connector(self, spec: ReplicaSpec, ready: Sequence[RankReady]) -> StoreConnector:
+    def _store_connector(self, spec: ReplicaSpec, trust: Trust, ready: Sequence[RankReady]) -> StoreConnector:
         return StoreConnector(
             name=spec.store or "",
-            secret=spec.secret,
+            trust=trust,
             identity=spec.identity,
             ready=ready,
             pool=self.pool,
@@ -190,12 +189,13 @@ class EngineCore:
     async def launch(cls, spec: ReplicaSpec, launcher: RankLauncher, clock: Clock) -> EngineCore:
         """Load and warm up the ranks, build the engine core from what they report, and listen.
 
-        Raises `RankDiedError` with the reason when the ranks cannot serve; then nothing is left running.
+        Raises `RankDiedError` with the reason when the ranks cannot serve, and `TrustError` when the files of
+        `spec.trust` cannot be used; then nothing is left running.
         """
-        shape = Shape(spec)
+        shape, trust = Shape(spec), Trust.read(spec.trust)
         core: EngineCore
         group = RankGroup(
-            spec.secret,
+            trust,
             launcher,
             lambda rank, message: core.on_rank_message(rank, message),
             lambda reason: core.kill_ranks(reason),
@@ -325,13 +325,13 @@ class EngineCore:
                 _log.warning("gateway %s introduced itself twice", gateway[0])
 
     def _purge(self, order: PurgeCache) -> CachePurged:
-        """Forget a tenant's cached blocks, and what is on its way to the store or from it. Requests under way
+        """Forget a group's cached blocks, and what is on its way to the store or from it. Requests under way
         keep their blocks until they end, and leave nothing behind."""
         if self.connector is not None:
-            self.connector.purge(order.tenant)
-        num_requests = self.scheduler.keep_private(order.tenant)
-        num_blocks, num_held = self.pool.purge(order.tenant)
-        num_landings = self.kv_receiver.landings.num_of(order.tenant)
+            self.connector.purge(order.sharing_group)
+        num_requests = self.scheduler.keep_private(order.sharing_group)
+        num_blocks, num_held = self.pool.purge(order.sharing_group)
+        num_landings = self.kv_receiver.landings.num_of(order.sharing_group)
         return CachePurged(order.number, num_blocks, num_held, num_requests + num_landings)
 
     # ------------------------------------------------------------------------------------------ peers
@@ -484,7 +484,6 @@ def _scheduler(
         pool,
         eos_token_ids=first.eos_token_ids,
         max_context_tokens=first.max_context_tokens,
-        fingerprint=first.compatibility.model_fingerprint,
         num_stages=shape.parallel.pp,
         attention_ratio=shape.attention_ratio,
         has_store=has_store,

@@ -12,6 +12,7 @@ from statistics import median
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import ITEM_BYTES, ReplicaIdentity
+from kvtransfer.rpc.trust import TrustFiles
 from workers.config import EngineConfig, Parallel
 from workers.errors import WorkerError
 from workers.messages.rank_channel import RankJoined, RankSpec, StageCost
@@ -40,7 +41,7 @@ class ReplicaSpec:
     # device's memory.
     kv_share: float = 0.0
     transfer: TransferConfig
-    secret: bytes
+    trust: TrustFiles
     # The address at which it listens for gateways, peers and its ranks.
     host: str = "127.0.0.1"
     # The socket of the node's store (None: there is none).
@@ -70,7 +71,7 @@ class Shape:
                 tp=parallel.tp,
                 pp=parallel.pp,
                 engine_core_address="",
-                secret=spec.secret,
+                trust=spec.trust,
                 model_dir=spec.model_dir,
                 dtype=spec.dtype,
                 device=parallel.devices[rank // parallel.tp],

@@ -26,6 +26,7 @@ from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.errors import PeerGoneError, TransferError
 from kvtransfer.rpc.listener import ProvenListener
 from kvtransfer.rpc.stream import FrameStream, frame_stream
+from kvtransfer.rpc.trust import Trust
 from workers.errors import RankDiedError, WorkerError
 from workers.messages.rank_channel import (
     RANK_DOWN_CODEC,
@@ -128,7 +129,7 @@ class RankGroup:
 
     def __init__(
         self,
-        secret: bytes,
+        trust: Trust,
         launcher: RankLauncher,
         on_message: Callable[[int, RankUp], None],
         on_died: Callable[[str], None],
@@ -137,7 +138,7 @@ class RankGroup:
         start_stall_s: float = 600.0,
     ) -> None:
         """The start fails when no rank has come further for `start_stall_s` seconds."""
-        self._secret = secret
+        self.trust = trust
         self._launcher = launcher
         self._on_message = on_message
         self._on_died = on_died
@@ -173,7 +174,7 @@ class RankGroup:
         sock = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         address = f"{host}:{sock.getsockname()[1]}"
         self._listener = ProvenListener(
-            sock, self._secret, self._serve, self._connections.spawn, self._clock, "ranks"
+            sock, self.trust, self._serve, self._connections.spawn, self._clock, "ranks"
         )
         try:
             located = [replace(spec, engine_core_address=address) for spec in specs]

@@ -38,8 +38,8 @@ class BlockPool:
         self._key_to_block: dict[bytes, int] = {}
         self._key_to_parent: dict[bytes, bytes] = {}
         self._key_to_children: dict[bytes, dict[bytes, None]] = {}
-        # Of the first block of each prompt; a chain is one tenant's (`kvtransfer.blocks.keys`).
-        self._head_to_tenant: dict[bytes, str] = {}
+        # Of the first block of each prompt; a chain is one sharing group's (`kvtransfer.blocks.keys`).
+        self._head_to_group: dict[bytes, str] = {}
         self._evictable: list[tuple[int, int]] = []  # heap of (released_at, block); stale entries are skipped
         self._num_cached = 0
         self._private_key_to_block: dict[bytes, int] = {}
@@ -159,7 +159,7 @@ class BlockPool:
 
     # ------------------------------------------------------------------------------------ prefix index
 
-    def register(self, block_id: int, parent_key: bytes, key: bytes, tenant: str) -> bool:
+    def register(self, block_id: int, parent_key: bytes, key: bytes, group: str) -> bool:
         """Make a full, computed block findable; `parent_key` is b"" for a prompt's first block.
 
         False, and the block stays private, when another block has the key already or when the parent is
@@ -177,7 +177,7 @@ class BlockPool:
         self._key_to_parent[key] = parent_key
         self._key_to_children.setdefault(parent_key, {})[key] = None
         if parent_key == ROOT:
-            self._head_to_tenant[key] = tenant
+            self._head_to_group[key] = group
         if key in self._removed:
             del self._removed[key]
         else:
@@ -213,10 +213,10 @@ class BlockPool:
             if other_id != block_id and self._refs[other_id] > 0:
                 self.remember(other_id, below)
 
-    def purge(self, tenant: str | None) -> tuple[int, int]:
-        """Nothing finds blocks of this tenant (None: of anybody) any more. How many those were, and how many
-        of them are still referenced; they are free when they are released."""
-        heads = [head for head, its in self._head_to_tenant.items() if tenant is None or its == tenant]
+    def purge(self, group: str | None) -> tuple[int, int]:
+        """Nothing finds blocks of this group (None: of any) any more. How many those were, and how many of
+        them are still referenced; they are free when they are released."""
+        heads = [head for head, its in self._head_to_group.items() if group in (None, its)]
         num_found = num_held = 0
         for head in heads:
             for key in reversed(list(self._subtree(head))):
@@ -248,7 +248,7 @@ class BlockPool:
         block_id = self._key_to_block.pop(key)
         parent_key = self._key_to_parent.pop(key)
         self._keys[block_id] = None
-        self._head_to_tenant.pop(key, None)
+        self._head_to_group.pop(key, None)
         siblings = self._key_to_children[parent_key]
         del siblings[key]
         if not siblings:
@@ -350,7 +350,7 @@ class BlockPool:
             assert parent == ROOT or parent in self._key_to_block, "a registered block's parent is not"
             assert key in self._key_to_children[parent]
         assert sum(map(len, self._key_to_children.values())) == len(self._key_to_block)
-        assert self._head_to_tenant.keys() == self._key_to_children.get(ROOT, {}).keys()
+        assert self._head_to_group.keys() == self._key_to_children.get(ROOT, {}).keys()
         private = {key: block for block, key in self._block_to_private_key.items()}
         assert private == self._private_key_to_block
         assert all(self._refs[block] > 0 and self._keys[block] is None for block in private.values())

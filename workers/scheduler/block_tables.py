@@ -28,11 +28,10 @@ class BlockTables:
     until that plan is settled. Full blocks may lie in the ranks' host memory: their ids are `host`'s.
     """
 
-    def __init__(self, pool: BlockPool, fingerprint: bytes, num_offload_blocks: int = 0) -> None:
+    def __init__(self, pool: BlockPool, num_offload_blocks: int = 0) -> None:
         self.pool = pool
         self.host = HostBlocks(pool.num_total, num_offload_blocks)
         self._block_tokens = pool.block_tokens
-        self._fingerprint = fingerprint
         self._copy_src_to_step: dict[int, int] = {}
         self._retired: list[list[int]] = []
         self._at_hand: list[int] = []
@@ -114,17 +113,18 @@ class BlockTables:
         submission = sequence.request.submission
         if num_full <= first or submission.is_private:
             return
-        keys = sequence.block_keys(num_full, self._block_tokens, self._fingerprint)
+        group = submission.sharing_group
+        keys = sequence.block_keys(num_full, self._block_tokens)
         for index in range(first, num_full):
             block_id = sequence.block_ids[index]
             if self.host.holds(block_id):
                 continue
             parent_key = keys[index - 1] if index else ROOT
-            is_new = self.pool.register(block_id, parent_key, keys[index], submission.tenant)
+            is_new = self.pool.register(block_id, parent_key, keys[index], group)
             # Behind a block that was moved out none can be reached; the store gets it all the same.
             is_new = is_new or (self.host.num_total > 0 and self.pool.remember(block_id, keys[index]))
             if is_new and self.has_store:
-                self._finished.append(FinishedBlock(keys[index], parent_key, keys[0], submission.tenant))
+                self._finished.append(FinishedBlock(keys[index], parent_key, keys[0], group))
         sequence.num_registered_blocks = num_full
 
     def move_out(self, batch: StepBatch, sequence: Sequence, index: int, *, to_hand: bool) -> None:
@@ -190,7 +190,7 @@ class BlockTables:
         # A leader with forks computes the prompt only; every sequence computes at least its last token.
         num_tokens = sequence.request.num_prompt_tokens if sequence.forks else sequence.num_tokens
         num_blocks = (num_tokens - 1) // self._block_tokens
-        return sequence.block_keys(num_blocks, self._block_tokens, self._fingerprint)
+        return sequence.block_keys(num_blocks, self._block_tokens)
 
     def _foreign(self, sequence: Sequence, end: int) -> list[int]:
         """Table indices of blocks under [num_scheduled, end) that others use or can find."""

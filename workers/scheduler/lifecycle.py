@@ -37,10 +37,8 @@ class Lifecycle:
     request start as the `forks` of the first one, which computes the prompt for all of them.
     """
 
-    def __init__(
-        self, pool: BlockPool, fingerprint: bytes, max_sequences: int, num_offload_blocks: int = 0
-    ) -> None:
-        self.tables = BlockTables(pool, fingerprint, num_offload_blocks)
+    def __init__(self, pool: BlockPool, max_sequences: int, num_offload_blocks: int = 0) -> None:
+        self.tables = BlockTables(pool, num_offload_blocks)
         self.requests: dict[RequestKey, Request] = {}
         # Of `requests`: those that run alone until they are cleared (`Isolation`).
         self.suspects: dict[RequestKey, Request] = {}
@@ -99,9 +97,9 @@ class Lifecycle:
         request.submission = replace(request.submission, suspect=False)
         del self.suspects[request.key]
 
-    def keep_private(self, tenant: str | None) -> int:
-        """KV of this tenant's requests (None: of all) is theirs alone from now on. How many there are."""
-        chosen = [it for it in self.requests.values() if tenant is None or it.submission.tenant == tenant]
+    def keep_private(self, group: str | None) -> int:
+        """KV of this group's requests (None: of all) is theirs alone from now on. How many there are."""
+        chosen = [it for it in self.requests.values() if group in (None, it.submission.sharing_group)]
         for request in chosen:
             request.submission = replace(request.submission, is_private=True)
         return len(chosen)
@@ -337,9 +335,8 @@ class SequenceMigration:
                                         +-- preempted, moved out -----+-- resume --> RUNNING
     """
 
-    def __init__(self, life: Lifecycle, fingerprint: bytes) -> None:
+    def __init__(self, life: Lifecycle) -> None:
         self._life = life
-        self._fingerprint = fingerprint
 
     def position(self, key: RequestKey) -> Position | None:
         """Of a sequence that can move now; None for any other."""
@@ -360,7 +357,7 @@ class SequenceMigration:
         assert sequence is not None
         block_tokens = self._life.tables.pool.block_tokens
         num_blocks = sequence.num_tokens // block_tokens
-        return tuple(sequence.block_keys(num_blocks, block_tokens, self._fingerprint))
+        return tuple(sequence.block_keys(num_blocks, block_tokens))
 
     def submission(self, key: RequestKey) -> Submission:
         """As it came, of a request that is here."""

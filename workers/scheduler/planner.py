@@ -435,8 +435,8 @@ def load_needs(waiting: Iterable[Sequence], tables: BlockTables, most: int) -> l
             keys, num_held = tables.wanted_keys(sequence)
             sequence.load = StoreLoad.ASKED if num_held < len(keys) else StoreLoad.DONE
             if sequence.load is StoreLoad.ASKED:
-                key, tenant = sequence.request.key, sequence.request.submission.tenant
-                needs.append(LoadNeed(*key, sequence.index, tenant, tuple(keys), num_held))
+                key, group = sequence.request.key, sequence.request.submission.sharing_group
+                needs.append(LoadNeed(*key, sequence.index, group, tuple(keys), num_held))
         num_loading += sequence.load is StoreLoad.ASKED
     return needs
 

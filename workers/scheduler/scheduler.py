@@ -52,15 +52,12 @@ class Scheduler:
         *,
         eos_token_ids: Seq[int],
         max_context_tokens: int,
-        fingerprint: bytes,
         num_stages: int = 1,
         attention_ratio: float = 0.0,
         has_store: bool = False,
         num_offload_blocks: int = 0,
     ) -> None:
-        """`fingerprint` is the model's: keys of generated blocks must equal those of equal prompts.
-
-        `num_stages` compute one plan after another; `attention_ratio`, see `MicroBatches`, is used with
+        """`num_stages` compute one plan after another; `attention_ratio`, see `MicroBatches`, is used with
         several. With `has_store` a waiting sequence is admitted only after its `loads_wanted` has ended.
         Every rank has `num_offload_blocks` in host memory; their ids follow on those of the pool.
         """
@@ -78,9 +75,9 @@ class Scheduler:
         )
         micro = MicroBatches(num_stages, config.longest_chunk_tokens, pool.block_tokens, attention_ratio)
         self._landing_window_tokens = config.max_batch_tokens * num_stages
-        self._life = Lifecycle(pool, fingerprint, config.max_sequences, num_offload_blocks)
+        self._life = Lifecycle(pool, config.max_sequences, num_offload_blocks)
         self._life.has_store = self._life.tables.has_store = has_store
-        self.migration = SequenceMigration(self._life, fingerprint)
+        self.migration = SequenceMigration(self._life)
         self.isolation = Isolation(self._life, num_stages)
         self._planner = Planner(config, self._life, micro, self.isolation)
         self._issued: deque[IssuedPlan] = deque()
@@ -201,9 +198,9 @@ class Scheduler:
             self._life.drop(request)
         return request is not None
 
-    def keep_private(self, tenant: str | None) -> int:
-        """Nothing more of this tenant's requests (None: of any) is found by others. How many there are."""
-        return self._life.keep_private(tenant)
+    def keep_private(self, group: str | None) -> int:
+        """Nothing more of this group's requests (None: of any) is found by others. How many there are."""
+        return self._life.keep_private(group)
 
     def in_flight(self, steps: Collection[int]) -> set[RequestKey]:
         """Requests that a fault in one of these steps may be due to."""

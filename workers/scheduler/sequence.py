@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from kvtransfer.blocks.keys import TOKEN_BYTES, extend_keys, root_key
+from kvtransfer.blocks.keys import TOKEN_BYTES, extend_keys
 from workers.messages.link import RequestKey, SampleState, Submission
 
 
@@ -267,11 +267,11 @@ class Sequence:
         self.tokens += token
         self.num_tokens += 1
 
-    def block_keys(self, num_blocks: int, block_tokens: int, fingerprint: bytes) -> list[bytes]:
+    def block_keys(self, num_blocks: int, block_tokens: int) -> list[bytes]:
         """Keys of the first `num_blocks` blocks, generated tokens included; their tokens must be known."""
         num_keys = len(self.keys)
         if num_keys < num_blocks:
-            parent = self.keys[-1] if self.keys else root_key(fingerprint, self.request.submission.tenant)
+            parent = self.keys[-1] if self.keys else self.request.submission.root_key
             tokens = self.token_bytes(num_keys * block_tokens, num_blocks * block_tokens)
             self.keys += extend_keys(parent, tokens, block_tokens)
         return self.keys[:num_blocks]

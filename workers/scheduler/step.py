@@ -41,7 +41,7 @@ class LoadNeed:
     request_id: str
     attempt: int
     sample: int
-    tenant: str
+    sharing_group: str
     keys: tuple[bytes, ...]
     num_held: int
 
@@ -54,7 +54,7 @@ class FinishedBlock:
     key: bytes
     parent: bytes
     chain: bytes
-    tenant: str
+    sharing_group: str
 
 
 @dataclass(frozen=True, slots=True)

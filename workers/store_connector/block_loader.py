@@ -130,10 +130,10 @@ class BlockLoader:
         if not self._client.send(FindRequest(self._number, need.keys[0], load.keys)):
             self._end(self._number)
 
-    def prefetch(self, keys: tuple[bytes, ...]) -> None:
+    def prefetch(self, group: str, keys: tuple[bytes, ...]) -> None:
         """A request that will want these stands further back: bring them near."""
         self._number += 1
-        self._client.send(FetchRequest(self._number, keys[0], keys, to_device=False))
+        self._client.send(FetchRequest(self._number, group, keys[0], keys, to_device=False))
 
     def found(self, answer: FindAnswer) -> None:
         """The owner has looked: fetch what is worth it, once there are free blocks (`pump`)."""
@@ -181,7 +181,8 @@ class BlockLoader:
                 self._scheduler.hold_others(load.need, True)
             return
         keys = load.keys[: len(load.tiers)]
-        if not self._client.send(FetchRequest(number, load.need.keys[0], keys, to_device=True)):
+        group, chain = load.need.sharing_group, load.need.keys[0]
+        if not self._client.send(FetchRequest(number, group, chain, keys, to_device=True)):
             self._end(number)
             return
         if load.holds_others:
@@ -241,10 +242,10 @@ class BlockLoader:
             del self._gets[done.number], load.parts[done.number]
             self._settle(number)
 
-    def drop(self, tenant: str | None) -> None:
-        """What is under way for this tenant (None: for all) is not used: it is computed instead."""
+    def drop(self, group: str | None) -> None:
+        """What is under way for this sharing group (None: for all) is not used: it is computed instead."""
         for number, load in list(self._loads.items()):
-            if tenant is None or load.need.tenant == tenant:
+            if group in (None, load.need.sharing_group):
                 load.num_good = 0
                 if not load.is_fetching:
                     self._end(number)
@@ -286,7 +287,7 @@ class BlockLoader:
             return
         parent = load.need.keys[load.need.num_held - 1] if load.need.num_held else ROOT
         for key, block_id in zip(load.keys[: load.num_good], load.block_ids, strict=False):
-            self._pool.register(block_id, parent, key, load.need.tenant)
+            self._pool.register(block_id, parent, key, load.need.sharing_group)
             parent = key
         self._client.send(FetchRelease(number, tuple(sorted(load.bad_offsets))))
         self._end(number)

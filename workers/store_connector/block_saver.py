@@ -40,10 +40,10 @@ class _Batch:
 
     block_ids: list[int]
     places: list[tuple[int, int]]
-    tenant: str
+    group: str
     # By rank: what it copies, from the grant on.
     copies: dict[int, list[StoreCopy]] = field(default_factory=dict)
-    # Its records shall not come into being: the tenant was purged meanwhile.
+    # Its records shall not come into being: the group was purged meanwhile.
     is_void: bool = False
     sums: dict[int, StorePutDone] = field(default_factory=dict)
 
@@ -109,7 +109,7 @@ class BlockSaver:
         blocks: list[tuple[FinishedBlock, int]] = []
         while self._queue and len(blocks) < self._batch_blocks:
             block = self._queue[0]
-            if (block.chain, block.tenant) != (first.chain, first.tenant):
+            if (block.chain, block.sharing_group) != (first.chain, first.sharing_group):
                 break
             self._queue.popleft()
             block_id = self._pool.find(block.key)
@@ -126,12 +126,12 @@ class BlockSaver:
             for shard, (_, num_bytes) in self._writers.items()
         )
         self._number += 1
-        if not self._client.send(PutRequest(self._number, first.tenant, first.chain, records)):
+        if not self._client.send(PutRequest(self._number, first.sharing_group, first.chain, records)):
             self.num_unstored["failed"] += len(blocks)
             return
         block_ids = [block_id for _, block_id in blocks]
         self._pool.acquire(block_ids)
-        self._batches[self._number] = _Batch(block_ids, places, first.tenant)
+        self._batches[self._number] = _Batch(block_ids, places, first.sharing_group)
 
     def granted(self, grant: PutGrant) -> None:
         """The owner has answered: the ranks copy what it gave slots for."""
@@ -180,13 +180,13 @@ class BlockSaver:
             self.num_unstored["purged" if batch.is_void else "failed"] += len(bad_blocks)
         self._end(done.number)
 
-    def drop(self, tenant: str | None) -> None:
-        """Nothing of this tenant (None: of anybody) that is not in the store yet comes there any more."""
-        kept = [block for block in self._queue if tenant is not None and block.tenant != tenant]
+    def drop(self, group: str | None) -> None:
+        """Nothing of this sharing group (None: of any) that is not in the store yet comes there any more."""
+        kept = [block for block in self._queue if group is not None and block.sharing_group != group]
         self.num_unstored["purged"] += len(self._queue) - len(kept)
         self._queue = deque(kept)
         for batch in self._batches.values():
-            batch.is_void = batch.is_void or tenant is None or batch.tenant == tenant
+            batch.is_void = batch.is_void or group in (None, batch.group)
 
     def lost(self) -> None:
         """The owner is gone: what it was asked is void. Copies under way are waited for, not committed."""

@@ -25,6 +25,7 @@ from kvtransfer.messages import (
     Shard,
 )
 from kvtransfer.rpc.handshake import draw_id
+from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.messages import (
     STORE_PROTOCOL,
     AttachStore,
@@ -67,7 +68,7 @@ class StoreConnector:
         self,
         *,
         name: str,
-        secret: bytes,
+        trust: Trust,
         identity: ReplicaIdentity,
         ready: Sequence[RankReady],
         pool: BlockPool,
@@ -99,7 +100,7 @@ class StoreConnector:
         self._quiet = asyncio.Event()
         self._quiet.set()
         hello = EngineHello(STORE_PROTOCOL, self._session, identity, compatibility, tuple(shards))
-        self._client = StoreClient(name, secret, hello, self, clock, control.fail)
+        self._client = StoreClient(name, trust, hello, self, clock, control.fail)
         block_bytes = {shard: _block_bytes(compatibility, shard) for shard in shards}
         self.costs = TierCosts(compatibility.block_tokens, sum(block_bytes[shard] for shard in shards))
         self.view = TierView()
@@ -151,7 +152,7 @@ class StoreConnector:
     def arrived(self, submission: Submission) -> None:
         """A request was queued. One that will wait for a while has its blocks brought near meanwhile."""
         if self.is_open and submission.block_keys and self._scheduler.num_waiting > self._max_loading:
-            self.loader.prefetch(submission.block_keys)
+            self.loader.prefetch(submission.sharing_group, submission.block_keys)
 
     def pump(self) -> None:
         """Write what is finished, load what is wanted."""
@@ -174,12 +175,12 @@ class StoreConnector:
             if is_open:
                 break
 
-    def purge(self, tenant: str | None) -> None:
-        """Nothing of this tenant (None: of anybody) that was finished before goes to the store, or comes from
-        it, after this."""
+    def purge(self, group: str | None) -> None:
+        """Nothing of this group (None: of any) that was finished before goes to the store, or comes from it,
+        after this."""
         self.pump()  # what was finished last is queued
-        self.saver.drop(tenant)
-        self.loader.drop(tenant)
+        self.saver.drop(group)
+        self.loader.drop(group)
 
     def tick(self) -> None:
         """Give up on an owner that does not answer; have ranks try again that could not map its arena."""

@@ -5,10 +5,10 @@ import { badge, byId, duration, el, keyed, millis, show, text } from "/console/d
 import { openExplain } from "/console/explain.js";
 import { askFewer, confirm, ordered, release, scale, startOrders } from "/console/orders.js";
 import { notesOf, showPools } from "/console/pools.js";
+import { ANSWER_MS, get } from "/console/session.js";
 import { showGateways, showMoves, showPaths, showRequests, showTiers, showTraffic } from "/console/tables.js";
 
 const PERIOD_MS = 1000;
-const ANSWER_MS = 5000;
 const AWAY_MS = 3000;
 const PATHS_MS = 5000; // they change seldom, and are many
 
@@ -19,13 +19,6 @@ let pathsAt = -Infinity;
 let updatedAt = 0;
 let problem = "";
 let isPolling = false;
-
-async function get(path) {
-  const reply = await fetch(path, { credentials: "omit", signal: AbortSignal.timeout(ANSWER_MS) });
-  const fields = await reply.json();
-  if (!reply.ok) throw new Error(fields.error || `status ${reply.status}`);
-  return fields;
-}
 
 async function poll() {
   if (isPolling || document.hidden) return;
@@ -62,7 +55,7 @@ function showAll(requests, curves) {
     { p50: curves.minute.ttft_p50_s, p90: curves.minute.ttft_p90_s }, about.ttft_slo_s);
   draw(byId("itl"), "Time between tokens", curves, curves.itl,
     { p50: curves.minute.itl_p50_s, p90: curves.minute.itl_p90_s }, about.itl_slo_s);
-  showRequests(requests, (requestId) => openExplain(requestId, get));
+  showRequests(requests, (requestId) => openExplain(requestId));
   showTiers(status.store_stats);
   showPaths(paths);
   showMoves(status.moves, about.autoscale);

@@ -1,6 +1,7 @@
 // Where one request went, and why: each decision with all its candidates, and what happened when.
 
 import { byId, el, text } from "/console/dom.js";
+import { get } from "/console/session.js";
 
 const COLUMNS = [
   ["Replica", "", (it) => it.replica_id],
@@ -14,7 +15,7 @@ const COLUMNS = [
   ["Note", "", (it) => it.note],
 ];
 
-export async function openExplain(requestId, get) {
+export async function openExplain(requestId) {
   const dialog = byId("explain");
   text(byId("explain-title"), `Request ${requestId}`);
   byId("explain-body").replaceChildren(el("p", { className: "muted" }, "loading"));

@@ -1,42 +1,17 @@
-// Orders to the gateway, which hands them to Ray's dashboard with the operator's own token. The token is typed
-// into the dialog and kept in this tab only; addresses end up in histories and logs, so none is taken from there.
+// Orders to the gateway, which passes them to the scaler under the name of who is signed in.
 
 import { byId, show, text } from "/console/dom.js";
+import { post } from "/console/session.js";
 
-const KEY = "tandem-ray-token";
-const ORDER_MS = 15000;
 const KEEP_MS = 20000; // an order that the status does not show after so long is not waited for
 
-let token = "";
 let notifyChange = () => {};
-let afterToken = null;
 
 export const ordered = new Map(); // pool name to the count that was ordered and is not in the status yet
 const orderedAt = new Map();
 
 export function startOrders(onChange) {
   notifyChange = onChange;
-  keep(stored());
-  byId("token-button").onclick = () => ask("", null);
-  byId("token-cancel").onclick = () => byId("token-dialog").close();
-  byId("token-forget").onclick = () => {
-    keep("");
-    byId("token-dialog").close();
-  };
-  byId("token-dialog").onclose = () => {
-    byId("token-input").value = "";
-    const resume = afterToken;
-    afterToken = null;
-    if (resume) resume();
-  };
-  byId("token-form").onsubmit = (event) => {
-    event.preventDefault();
-    keep(byId("token-input").value.trim());
-    const again = afterToken && afterToken.again;
-    afterToken = null;
-    byId("token-dialog").close();
-    if (again) again();
-  };
 }
 
 // Call `then` once the operator has agreed that the pool gets fewer replicas.
@@ -65,49 +40,20 @@ export function confirm(pools) {
 export function scale(pool, replicas) {
   ordered.set(pool, replicas);
   orderedAt.set(pool, performance.now());
-  return send("/console/api/scale", { pool, replicas }, () => scale(pool, replicas), () => ordered.delete(pool));
+  return send("scale", { pool, replicas }, () => ordered.delete(pool));
 }
 
-export const release = (pool) => send("/console/api/release", { pool }, () => release(pool), () => {});
+export const release = (pool) => send("release", { pool }, () => {});
 
-async function send(path, order, again, undo) {
+async function send(what, order, undo) {
   showMessage("", "");
-  const headers = { "Content-Type": "application/json" };
-  if (token) headers.Authorization = `Bearer ${token}`;
-  let reply;
-  try {
-    reply = await fetch(path, {
-      method: "POST", headers, body: JSON.stringify(order), credentials: "omit", signal: AbortSignal.timeout(ORDER_MS),
-    });
-  } catch (error) {
-    undo();
-    showMessage(`The order did not reach the gateway: ${error.message}`, "bad");
-    return;
-  }
-  const fields = await reply.json().catch(() => ({}));
-  if (reply.ok) {
+  const { error, fields, status } = await post(what, order);
+  if (!error) {
     showMessage(fields.message || "done", "good");
     return;
   }
   undo();
-  const problem = fields.error || `status ${reply.status}`;
-  if (reply.status === 401 || reply.status === 403) {
-    ask(token ? `Ray did not accept this token (${problem}).` : "Ray wants your token for this order.", again);
-  } else {
-    showMessage(`The order was refused: ${problem}`, "bad");
-  }
-}
-
-function ask(why, again) {
-  const dialog = byId("token-dialog");
-  const hint = byId("token-why");
-  if (!hint.dataset.usual) hint.dataset.usual = hint.textContent.replace(/\s+/g, " ");
-  text(hint, [why, hint.dataset.usual].filter(Boolean).join(" "));
-  show(byId("token-forget"), Boolean(token));
-  afterToken = again ? Object.assign(() => showMessage("Nothing was changed.", ""), { again }) : null;
-  if (!dialog.open) dialog.showModal();
-  byId("token-input").focus();
-  notifyChange();
+  showMessage(status ? `The order was refused: ${error}` : `The order did not reach the gateway: ${error}`, "bad");
 }
 
 function showMessage(words, kind) {
@@ -116,23 +62,4 @@ function showMessage(words, kind) {
   node.className = `banner ${kind}`.trim();
   show(node, Boolean(words));
   notifyChange();
-}
-
-function keep(value) {
-  token = value;
-  try {
-    if (value) sessionStorage.setItem(KEY, value);
-    else sessionStorage.removeItem(KEY);
-  } catch {
-    // Storage is forbidden here: the token lives as long as the page.
-  }
-  text(byId("token-button"), value ? "Token is set" : "Set token");
-}
-
-function stored() {
-  try {
-    return sessionStorage.getItem(KEY) || "";
-  } catch {
-    return "";
-  }
 }

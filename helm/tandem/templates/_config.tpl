@@ -35,6 +35,7 @@ fills its pod, so the next one can start beside it only where `surge: true` says
 {{- $config := deepCopy .Values.config -}}
 {{- $gateway := dict "host" "auto" "port" .Values.gateway.port "resources" (dict "tandem_gateway" 1) -}}
 {{- $_ := set $gateway "console_port" (ternary .Values.gateway.consolePort nil .Values.gateway.console) -}}
+{{- $_ := set $gateway "admin_port" .Values.gateway.adminPort -}}
 {{- $_ := set $gateway "max_connection_age_s" .Values.gateway.maxConnectionAgeSeconds -}}
 {{- with include "tandem.modelName" . -}}{{- $_ := set $gateway "model_name" . -}}{{- end -}}
 {{- if .Values.gateway.tls.enabled -}}
@@ -43,6 +44,7 @@ fills its pod, so the next one can start beside it only where `surge: true` says
 {{- $_ := set $gateway "health_port" .Values.gateway.healthPort -}}
 {{- end -}}
 {{- $_ := set $config "gateway" (mergeOverwrite (dict "surge" false) (default dict $config.gateway) $gateway) -}}
+{{- $_ := set $config "auth" (include "tandem.authConfig" . | fromYaml) -}}
 {{- if (default dict $config.store).nvme_gb -}}{{- $_ := set $config.store "nvme_path" "/tandem/nvme" -}}{{- end -}}
 {{- $pools := list -}}
 {{- range $name, $pool := include "tandem.pools" . | fromYaml -}}

@@ -15,10 +15,15 @@
 {{- define "tandem.gatewayPod" -}}
 {{- $gateway := .Values.gateway -}}
 {{- $grace := include "tandem.gatewayGrace" . | int -}}
-{{- $ports := dict "grpc" $gateway.port "metrics" 8080 "serve" 8000 -}}
+{{- $ports := dict "grpc" $gateway.port "admin" $gateway.adminPort "metrics" 8080 "serve" 8000 -}}
 {{- if $gateway.console -}}{{- $_ := set $ports "console" $gateway.consolePort -}}{{- end -}}
 {{- $probed := $gateway.port -}}
-{{- $volumes := list -}}{{- $mounts := list -}}
+{{- $files := include "tandem.authFiles" . | fromYamlArray -}}
+{{- $volumes := include "tandem.fileVolumes" $files | fromYamlArray -}}
+{{- $mounts := list -}}
+{{- range $files -}}
+{{- $mounts = append $mounts (dict "name" .name "mountPath" (printf "/tandem/secrets/%s" .name) "readOnly" true) -}}
+{{- end -}}
 {{- if $gateway.tls.enabled -}}
 {{- $secret := required "gateway.tls.secretName: must be given with gateway.tls.enabled: a Secret of the type kubernetes.io/tls" $gateway.tls.secretName -}}
 {{- $volumes = append $volumes (dict "name" "tls" "secret" (dict "secretName" $secret "defaultMode" 0440)) -}}

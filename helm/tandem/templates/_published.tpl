@@ -2,11 +2,11 @@
 of it is a LoadBalancer or a NodePort, or where an Ingress or a route leads to it. */}}
 {{- define "tandem.checkPublished" -}}
 {{- $gateway := .Values.gateway -}}
-{{- $mayBeOpen := .Values.auth.publishUnauthenticated -}}
-{{- $twice := "callers are not authenticated: where everybody who reaches the port may use it, auth.publishUnauthenticated: true" -}}
+{{- $mayBeOpen := or (eq .Values.auth.mode "required") .Values.auth.publishUnauthenticated -}}
+{{- $twice := "set auth.mode required, or, where everybody who reaches the port may use it, auth.publishUnauthenticated: true" -}}
 {{- $ways := include "tandem.publishedWays" . -}}
 {{- if and $ways (not $mayBeOpen) -}}
-{{- fail (printf "%s: publishes gRPC without authentication: %s" $ways $twice) -}}
+{{- fail (printf "%s: publishes gRPC without authentication (auth.mode none): %s" $ways $twice) -}}
 {{- end -}}
 {{- range $name := list "ingress" "grpcRoute" -}}
 {{- if and (get $gateway $name).enabled (not $gateway.service.enabled) -}}
@@ -23,10 +23,10 @@ of it is a LoadBalancer or a NodePort, or where an Ingress or a route leads to i
 {{- if and $admin.enabled (ne $admin.type "ClusterIP") -}}
 {{- $way := printf "gateway.adminService.type: %s" $admin.type -}}
 {{- if not $admin.publish -}}
-{{- fail (printf "%s: publishes the console: leave it ClusterIP and use kubectl port-forward, or set gateway.adminService.publish: true" $way) -}}
+{{- fail (printf "%s: publishes the administration of the cluster and the console: leave it ClusterIP and use kubectl port-forward, or set gateway.adminService.publish: true" $way) -}}
 {{- end -}}
 {{- if not $mayBeOpen -}}
-{{- fail (printf "%s: publishes the console without authentication: %s" $way $twice) -}}
+{{- fail (printf "%s: publishes the administration without authentication (auth.mode none): %s" $way $twice) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -27,7 +27,7 @@ class Catalog:
     filled, doomed or in quarantine. Eviction drops all records of a block from the host tier, when no lease
     or pin holds any of them.
 
-    `tenant_share` is the largest part of the arena that one tenant gets while others need space.
+    `tenant_share` is the largest part of the arena that one group gets while others need space.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Catalog:
     def allocate(
         self,
         session: bytes,
-        tenant: str,
+        group: str,
         chain: bytes,
         space: bytes,
         model: bytes,
@@ -105,7 +105,7 @@ class Catalog:
     ) -> int:
         """Return the offset at which `writer` (of this open session) may write; or `HELD`, `REFUSED`."""
         record_id = RecordId(space, record.key, record.shard)
-        info = RecordInfo(record_id, record.parent, chain, tenant, model, record.num_bytes, 0)
+        info = RecordInfo(record_id, record.parent, chain, group, model, record.num_bytes, 0)
         if self._is_kept(record_id):
             self._use(self._table.enter(info))
             return HELD
@@ -266,17 +266,17 @@ class Catalog:
 
     # ------------------------------------------------------------------------------------------- admin
 
-    def records(self, tenant: str | None = None, model: str | None = None) -> list[Held]:
-        """Return the findable records of this tenant and model (`is_meant`), the most recently used first."""
-        matching = (held for held in self._table if is_meant(held.info, tenant, model))
+    def records(self, group: str | None = None, model: str | None = None) -> list[Held]:
+        """Return the findable records of this group and model (`is_meant`), the most recently used first."""
+        matching = (held for held in self._table if is_meant(held.info, group, model))
         return sorted(matching, key=lambda held: -held.used_at)
 
-    def purge(self, tenant: str | None, model: str | None) -> Purged:
+    def purge(self, group: str | None, model: str | None) -> Purged:
         """Remove these records (`is_meant`) from the catalog; a slot with a reader or a writer is free after
-        the last one. Reads of records whose tenant is not known yet are not kept either."""
+        the last one."""
         self._faults.at("store.purge")
         num_records, num_bytes, erase = {"dram": 0, "nvme": 0}, {"dram": 0, "nvme": 0}, []
-        for held in [held for held in self._table if is_meant(held.info, tenant, model)]:
+        for held in [held for held in self._table if is_meant(held.info, group, model)]:
             if held.nvme is not None and held.nvme_info is not None:
                 num_records["nvme"] += 1
                 num_bytes["nvme"] += image_bytes(held.nvme_info.num_bytes)
@@ -290,8 +290,7 @@ class Catalog:
                 self._forget(held)
         num_pending = 0
         for slot in self._allocator.slots.values():
-            is_unknown = slot.state == "read" and not slot.info.tenant
-            if slot.state != "kept" and (is_unknown or is_meant(slot.info, tenant, model)):
+            if slot.state != "kept" and is_meant(slot.info, group, model):
                 num_pending += 1
                 slot.is_wanted = False
                 self._end_put(slot)
@@ -319,8 +318,8 @@ class Catalog:
             num_quarantined=self._allocator.num_quarantined,
         )
 
-    def bytes_by_tenant(self) -> dict[str, int]:
-        """Return the bytes of each tenant in the arena and on NVMe."""
+    def bytes_by_group(self) -> dict[str, int]:
+        """Return the bytes of each group in the arena and on NVMe."""
         return dict(Counter(self._allocator.shares.num_bytes) + Counter(self._table.nvme_bytes))
 
     def check(self) -> None:
@@ -472,17 +471,17 @@ class CatalogEvents(Protocol):
         """A record is in no tier of this node any more."""
 
 
-def is_meant(info: RecordInfo, tenant: str | None, model: str | None) -> bool:
-    """Whether a record is of this tenant and of a model whose fingerprint in hex has this prefix (None:
+def is_meant(info: RecordInfo, group: str | None, model: str | None) -> bool:
+    """Whether a record is of this group and of a model whose fingerprint in hex has this prefix (None:
     any)."""
-    return tenant in (None, info.tenant) and (model is None or info.model.hex().startswith(model))
+    return group in (None, info.sharing_group) and (model is None or info.model.hex().startswith(model))
 
 
 class RecordTable:
     """The records of a node by block and shard. A record that is entered must be put in a tier at once."""
 
     def __init__(self) -> None:
-        # Whole records on NVMe, by tenant.
+        # Whole records on NVMe, by group.
         self.nvme_bytes: dict[str, int] = {}
         self._blocks: dict[ChainKey, dict[Shard, Held]] = {}
         self._nothing: Mapping[Shard, Held] = {}
@@ -531,13 +530,13 @@ class RecordTable:
                 assert (held.nvme is None) == (held.nvme_info is None)
                 assert held.offset is not None or held.info is held.nvme_info
                 if held.nvme_info is not None:
-                    tenant, num_bytes = held.nvme_info.tenant, image_bytes(held.nvme_info.num_bytes)
-                    nvme_bytes[tenant] = nvme_bytes.get(tenant, 0) + num_bytes
+                    group, num_bytes = held.nvme_info.sharing_group, image_bytes(held.nvme_info.num_bytes)
+                    nvme_bytes[group] = nvme_bytes.get(group, 0) + num_bytes
         assert nvme_bytes == self.nvme_bytes
 
     def _count_nvme(self, info: RecordInfo, sign: int) -> None:
-        total = self.nvme_bytes.get(info.tenant, 0) + sign * image_bytes(info.num_bytes)
+        total = self.nvme_bytes.get(info.sharing_group, 0) + sign * image_bytes(info.num_bytes)
         if total:
-            self.nvme_bytes[info.tenant] = total
+            self.nvme_bytes[info.sharing_group] = total
         else:
-            del self.nvme_bytes[info.tenant]
+            del self.nvme_bytes[info.sharing_group]

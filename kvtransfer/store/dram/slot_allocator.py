@@ -70,7 +70,7 @@ class SlotAllocator:
     def __init__(self, clock: Clock, tenant_share: float, evict: Callable[[ChainKey], None]) -> None:
         self.arena: Arena | None = None
         self.slots: dict[int, ArenaSlot] = {}
-        self.shares = TenantShares(tenant_share)
+        self.shares = GroupUsage(tenant_share)
         self.num_leases = 0
         self.num_quarantined = 0
         self._clock = clock
@@ -109,7 +109,7 @@ class SlotAllocator:
 
     def reserve(self, info: RecordInfo, writer: Writer | None) -> ArenaSlot | None:
         """Allocate a slot, to be filled by `writer` for its open session (None: by the owner), with eviction
-        if needed. None: there is no space, the tenant has its share, or the fields are too long."""
+        if needed. None: there is no space, the group has its share, or the fields are too long."""
         if self.arena is None or info.num_bytes <= 0:
             return None
         offset = self._allocate(info)
@@ -122,7 +122,7 @@ class SlotAllocator:
             self._sessions[slot.session].add(offset)
         try:
             self._write_header(slot, "allocated")
-        except StoreError:  # the tenant's name is too long for a header
+        except StoreError:  # the group's name is too long for a header
             self.free(slot)
             return None
         return slot
@@ -130,8 +130,8 @@ class SlotAllocator:
     def keep(self, slot: ArenaSlot, info: RecordInfo) -> None:
         """Keep the slot, whose bytes are complete and have the checksum of `info`."""
         self._settle(slot)
-        self.shares.take(slot.info.tenant, -slot.num_bytes)
-        self.shares.take(info.tenant, slot.num_bytes)
+        self.shares.take(slot.info.sharing_group, -slot.num_bytes)
+        self.shares.take(info.sharing_group, slot.num_bytes)
         slot.info = info
         slot.session, slot.writer = b"", None
         self._write_header(slot, "committed")
@@ -144,7 +144,7 @@ class SlotAllocator:
             self._settle(slot)
         assert not slot.num_leases
         assert slot.pinned_until is None
-        self.shares.take(slot.info.tenant, -slot.num_bytes)
+        self.shares.take(slot.info.sharing_group, -slot.num_bytes)
         del self.slots[slot.offset]
         self.arena.free(slot.offset)
 
@@ -249,15 +249,15 @@ class SlotAllocator:
             self.arena.check()
             used = sum(slot.num_bytes for slot in self.slots.values())
             assert used + self.arena.num_free_bytes == self.arena.capacity_bytes
-        by_tenant: dict[str, int] = {}
+        by_group: dict[str, int] = {}
         for offset, slot in self.slots.items():
             assert slot.offset == offset
             assert slot.state in ("kept", "doomed") or not (slot.num_leases or slot.pinned_until)
             assert slot.state != "doomed" or slot.num_leases, "a doomed slot has no reader"
             assert (slot.state == "written") == (offset in self._sessions.get(slot.session, ()))
             assert (slot.state == "quarantined") == (offset in self._quarantined.get(slot.session, ()))
-            by_tenant[slot.info.tenant] = by_tenant.get(slot.info.tenant, 0) + slot.num_bytes
-        assert by_tenant == self.shares.num_bytes
+            by_group[slot.info.sharing_group] = by_group.get(slot.info.sharing_group, 0) + slot.num_bytes
+        assert by_group == self.shares.num_bytes
         kept = [slot for slot in self.slots.values() if slot.state == "kept"]
         assert all(slot.key in self._chain for slot in kept)
         assert len({slot.key for slot in kept}) == self._chain.num_resident
@@ -277,18 +277,18 @@ class SlotAllocator:
             return None
         least_free = self.arena.num_free_bytes + MAX_EVICTED_RATIO * num_bytes
         while (offset := self.arena.allocate(info.num_bytes)) is None:
-            key = self._victim(info.tenant, num_bytes)
+            key = self._victim(info.sharing_group, num_bytes)
             if key is None or self.arena.num_free_bytes >= least_free:
                 return None
             self._evict(key)
         return offset
 
-    def _victim(self, tenant: str, num_bytes: int) -> ChainKey | None:
-        """Return the block to evict for so many bytes of this tenant: its own when it has its share, else one
-        of a tenant that exceeds its share, else the least recently used of all."""
+    def _victim(self, group: str, num_bytes: int) -> ChainKey | None:
+        """Return the block to evict for so many bytes of this group: its own when it has its share, else one
+        of a group that exceeds its share, else the least recently used of all."""
         self._end_pins()
-        if self.shares.would_exceed(tenant, num_bytes):
-            return self._chain.oldest(tenant)
+        if self.shares.would_exceed(group, num_bytes):
+            return self._chain.oldest(group)
         for other in self.shares.greediest():
             key = self._chain.oldest(other)
             if key is not None:
@@ -302,11 +302,11 @@ class SlotAllocator:
 
     def _take(self, slot: ArenaSlot) -> None:
         self.slots[slot.offset] = slot
-        self.shares.take(slot.info.tenant, slot.num_bytes)
+        self.shares.take(slot.info.sharing_group, slot.num_bytes)
 
     def _mark_kept(self, slot: ArenaSlot) -> None:
         slot.state = "kept"
-        self._chain.add(slot.key, slot.info.parent, slot.info.tenant)
+        self._chain.add(slot.key, slot.info.parent, slot.info.sharing_group)
 
     def _quarantine(self, slot: ArenaSlot) -> None:
         slot.state = "quarantined"
@@ -347,11 +347,11 @@ class SlotAllocator:
 
 # ----------------------------------------------------------------------------------------------
 # The order of eviction from the host tier: the least recently used block first, and a chain from its end; and
-# the shares of tenants.
+# the shares of groups.
 
 
 class ChainKey(NamedTuple):
-    """A block's key in its space. Each key belongs to one tenant, as keys are rooted in the tenant's name."""
+    """A block's key in its space. Each key belongs to one group, as keys are rooted in the group's name."""
 
     space: bytes
     key: bytes
@@ -368,7 +368,7 @@ class ChainLru:
     def __init__(self) -> None:
         self._nodes: dict[ChainKey, _Node] = {}
         self._queue = _Queue()
-        self._tenant_to_queue: dict[str, _Queue] = {}
+        self._group_to_queue: dict[str, _Queue] = {}
         self._tick = 0
         self.num_resident = 0
 
@@ -376,14 +376,14 @@ class ChainLru:
         node = self._nodes.get(key)
         return node is not None and node.num_records > 0
 
-    def add(self, key: ChainKey, parent: bytes, tenant: str) -> None:
+    def add(self, key: ChainKey, parent: bytes, group: str) -> None:
         """Add a record of the block, which follows `parent` (b"": none), and is used just now."""
         node = self._node(key)
         node.num_records += 1
         if node.num_records == 1:
             self.num_resident += 1
-            node.tenant = tenant
-            self._tenant_to_queue.setdefault(tenant, _Queue()).num_blocks += 1
+            node.group = group
+            self._group_to_queue.setdefault(group, _Queue()).num_blocks += 1
             # A block that claims to follow itself could never leave.
             if parent and parent != key.key:
                 node.parent = self._node(ChainKey(key.space, parent))
@@ -398,10 +398,10 @@ class ChainLru:
             return
         assert not node.num_holds, "a held block loses its last record"
         self.num_resident -= 1
-        of_tenant = self._tenant_to_queue[node.tenant]
-        of_tenant.num_blocks -= 1
-        if not of_tenant.num_blocks:
-            del self._tenant_to_queue[node.tenant]
+        of_group = self._group_to_queue[node.group]
+        of_group.num_blocks -= 1
+        if not of_group.num_blocks:
+            del self._group_to_queue[node.group]
         parent, node.parent = node.parent, None
         if not node.num_children:
             del self._nodes[key]
@@ -427,17 +427,17 @@ class ChainLru:
         node.num_holds -= 1
         self._offer(node)
 
-    def oldest(self, tenant: str | None = None) -> ChainKey | None:
-        """Return the block to evict next (of this tenant); None when none may leave."""
-        queue = self._queue if tenant is None else self._tenant_to_queue.get(tenant)
+    def oldest(self, group: str | None = None) -> ChainKey | None:
+        """Return the block to evict next (of this group); None when none may leave."""
+        queue = self._queue if group is None else self._group_to_queue.get(group)
         node = None if queue is None else queue.oldest()
         return None if node is None else node.key
 
     def check(self) -> None:
         """Assert every invariant; O(n log n)."""
         assert self.num_resident == sum(1 for node in self._nodes.values() if node.num_records)
-        tenants = Counter(node.tenant for node in self._nodes.values() if node.num_records)
-        assert tenants == {tenant: queue.num_blocks for tenant, queue in self._tenant_to_queue.items()}
+        groups = Counter(node.group for node in self._nodes.values() if node.num_records)
+        assert groups == {group: queue.num_blocks for group, queue in self._group_to_queue.items()}
         num_children: dict[ChainKey, int] = {}
         for node in self._nodes.values():
             if node.parent is not None:
@@ -449,7 +449,7 @@ class ChainLru:
             assert node.num_records or node.num_children, "a forgotten block is still known"
             assert node.num_records or not node.num_holds
             if node.may_leave:
-                queues = self._queue, self._tenant_to_queue[node.tenant]
+                queues = self._queue, self._group_to_queue[node.group]
                 assert all(node in queue for queue in queues), "a block is out of reach"
 
     def _node(self, key: ChainKey) -> _Node:
@@ -466,18 +466,18 @@ class ChainLru:
     def _offer(self, node: _Node) -> None:
         if node.may_leave:
             self._queue.push(node)
-            self._tenant_to_queue[node.tenant].push(node)
+            self._group_to_queue[node.group].push(node)
 
 
 class _Node:
     """A resident block, or one that is known only as the parent of a resident block."""
 
-    __slots__ = ("key", "num_children", "num_holds", "num_records", "parent", "tenant", "tick")
+    __slots__ = ("group", "key", "num_children", "num_holds", "num_records", "parent", "tick")
 
     def __init__(self, key: ChainKey) -> None:
         self.key = key
         self.parent: _Node | None = None
-        self.tenant = ""
+        self.group = ""
         self.tick = 0
         self.num_records = 0
         self.num_holds = 0
@@ -493,7 +493,7 @@ class _Queue:
     was used since or may not leave any more, and is then renewed or dropped; it never comes up too late."""
 
     def __init__(self) -> None:
-        # In a tenant's queue: its resident blocks.
+        # In a group's queue: its resident blocks.
         self.num_blocks = 0
         self._heap: list[tuple[int, int, _Node]] = []
         self._queued: set[_Node] = set()
@@ -527,8 +527,8 @@ class _Queue:
         return None
 
 
-class TenantShares:
-    """The memory of each tenant, and the tenants that exceed their share."""
+class GroupUsage:
+    """The memory of each group, and the groups that exceed their share."""
 
     def __init__(self, share: float) -> None:
         self._share = share
@@ -540,23 +540,23 @@ class TenantShares:
         """Set the size of the memory."""
         self._limit_bytes = int(capacity_bytes * self._share)
 
-    def take(self, tenant: str, num_bytes: int) -> None:
-        """Add to the bytes of a tenant (subtract, when negative)."""
-        now = self.num_bytes.get(tenant, 0) + num_bytes
+    def take(self, group: str, num_bytes: int) -> None:
+        """Add to the bytes of a group (subtract, when negative)."""
+        now = self.num_bytes.get(group, 0) + num_bytes
         assert now >= 0
         if now:
-            self.num_bytes[tenant] = now
+            self.num_bytes[group] = now
         else:
-            self.num_bytes.pop(tenant, None)
+            self.num_bytes.pop(group, None)
         if now > self._limit_bytes:
-            self._over.add(tenant)
+            self._over.add(group)
         else:
-            self._over.discard(tenant)
+            self._over.discard(group)
 
-    def would_exceed(self, tenant: str, num_bytes: int) -> bool:
-        """Whether so many more bytes would exceed the tenant's share."""
-        return self.num_bytes.get(tenant, 0) + num_bytes > self._limit_bytes
+    def would_exceed(self, group: str, num_bytes: int) -> bool:
+        """Whether so many more bytes would exceed the group's share."""
+        return self.num_bytes.get(group, 0) + num_bytes > self._limit_bytes
 
     def greediest(self) -> Iterator[str]:
-        """Yield the tenants that exceed their share, the largest first."""
-        yield from sorted(self._over, key=lambda tenant: (-self.num_bytes[tenant], tenant))
+        """Yield the groups that exceed their share, the largest first."""
+        yield from sorted(self._over, key=lambda group: (-self.num_bytes[group], group))

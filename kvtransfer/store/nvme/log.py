@@ -76,7 +76,7 @@ class NvmeTier:
     # --------------------------------------------------------------------------------- open and close
 
     def open(self) -> list[tuple[RecordInfo, NvmeRef]]:
-        """Lock the folder and find its records, of all spaces and tenants. `StoreError` when another owner
+        """Lock the folder and find its records, of all spaces and groups. `StoreError` when another owner
         has it or the capacity is below two segments, `StoreIoError` when it cannot be used at all."""
         if self._capacity_bytes < 2 * self._segment_bytes:
             raise StoreError(

@@ -199,7 +199,7 @@ class _Window:
         except StoreError:
             return None
         is_here = header.state == "committed" and header.place == place_of(self._segment.number, offset)
-        return header if is_here else None
+        return header if is_here and header.info.num_bytes >= 0 else None
 
     def is_whole(self, offset: int, info: RecordInfo) -> bool:
         """Whether the payload is complete and has the right checksum."""

@@ -27,10 +27,10 @@ from kvtransfer.blocks.checksum import checksum
 from kvtransfer.codec import Codec, Part
 from kvtransfer.errors import OtherVersionError, StoreIoError
 from kvtransfer.store.messages import RecordInfo
-from kvtransfer.store.record import PAGE_BYTES, Header, RecordPlace, encode_header
+from kvtransfer.store.record import PAGE_BYTES, Header, RecordPlace, encode_header, image_bytes
 from kvtransfer.store.record import VERSION as RECORD_VERSION
 
-VERSION = 1
+VERSION = 2
 SUFFIX = ".seg"
 # Files that stay open though nobody reads or writes them.
 MAX_IDLE_FILES = 256
@@ -367,8 +367,21 @@ def read_directory(fd: int, segment: Segment) -> Directory | None:
         directory = _decoder.decode(encoded)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
+    if not all(_fits(offset, info, end) for offset, info in directory.live):
+        return None
+    if not all(_is_page(offset, end) for offset in directory.stale):
+        return None
     segment.end = end
     return directory
+
+
+def _fits(offset: int, info: RecordInfo, end: int) -> bool:
+    """Whether the image of the record lies before the end of the images."""
+    return _is_page(offset, end) and info.num_bytes >= 0 and offset + image_bytes(info.num_bytes) <= end
+
+
+def _is_page(offset: int, end: int) -> bool:
+    return 0 <= offset < end and offset % PAGE_BYTES == 0
 
 
 def _padded(num_bytes: int) -> int:

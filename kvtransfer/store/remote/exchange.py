@@ -40,6 +40,7 @@ from kvtransfer.messages import (
 )
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.rpc.stream import FrameStream, open_tcp
+from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     STORE_PROTOCOL,
@@ -80,6 +81,7 @@ class Exchange:
     def __init__(
         self,
         settings: StoreSettings,
+        trust: Trust,
         pool: HostPool,
         records: LocalRecords,
         spawn: Spawn,
@@ -89,6 +91,7 @@ class Exchange:
         """Runs on the running event loop, on which `records` is called too."""
         self._identity = ReplicaIdentity(settings.node_id, settings.epoch)
         self._settings = settings
+        self._trust = trust
         self._pool = pool
         self._records = records
         self._spawn = spawn
@@ -105,7 +108,7 @@ class Exchange:
             identity=self._identity,
             rank=0,
             pool=pool,
-            secret=settings.secret,
+            trust=trust,
             clock=clock,
             faults=faults,
             report=self._report,
@@ -222,7 +225,7 @@ class Exchange:
         link: OwnerLink | None = None
         reason = "this owner ends"
         try:
-            link = await open_link(holder, address, settings.secret, self._identity, settings.granule_bytes)
+            link = await open_link(holder, address, self._trust, self._identity, settings.granule_bytes)
             opened.set_result(link)
             while True:
                 message = await link.receive()
@@ -318,13 +321,13 @@ class OwnerLink:
 
 
 async def open_link(
-    holder: ReplicaIdentity, address: str, secret: bytes, requester: ReplicaIdentity, granule_bytes: int
+    holder: ReplicaIdentity, address: str, trust: Trust, requester: ReplicaIdentity, granule_bytes: int
 ) -> OwnerLink:
     """Connect and exchange hellos. `TransferError` says why that failed: a wrong secret, another epoch of the
     owner, other granules."""
     try:
         async with asyncio.timeout(_OPEN_S):
-            stream = await open_tcp(address, secret, requester.replica_id)
+            stream = await open_tcp(address, trust, requester.replica_id)
             try:
                 stream.send(TO_OWNER_CODEC.encode(OwnerHello(STORE_PROTOCOL, requester, granule_bytes)))
                 answer = expect(FROM_OWNER_CODEC.decode(await stream.next_frame()), OwnerHello)

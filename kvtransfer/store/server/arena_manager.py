@@ -24,6 +24,7 @@ from kvtransfer.config import StoreSettings
 from kvtransfer.errors import PeerGoneError, StoreError, WireError
 from kvtransfer.rpc.handshake import HANDSHAKE_TIMEOUT_S, receive_from, send_to
 from kvtransfer.rpc.listener import ProvenListener
+from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.dram.arena import Arena, Prefault, arena_bytes
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
@@ -237,7 +238,7 @@ class PeerConnection(NamedTuple):
 
 def listen_for_peers(
     sock: socket.socket,
-    secret: bytes,
+    trust: Trust,
     serve: Callable[[PeerConnection], Awaitable[None]],
     spawn: Spawn,
     clock: Clock,
@@ -249,7 +250,7 @@ def listen_for_peers(
             hello = TO_OWNER_CODEC.decode(await receive_from(sock, _HELLO_BYTES))
         await serve(PeerConnection(sock, name, hello, sock.family == socket.AF_UNIX))
 
-    return ProvenListener(sock, secret, receive_hello, spawn, clock, "store")
+    return ProvenListener(sock, trust, receive_hello, spawn, clock, "store")
 
 
 async def refuse(peer: PeerConnection, reason: str) -> None:

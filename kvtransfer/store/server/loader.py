@@ -201,7 +201,12 @@ class RecordLoader:
             info = decode_header(arena.view[offset : offset + HEADER_BYTES]).info
         except StoreError:
             info = load.info
-        same = info.id == load.info.id and info.num_bytes == load.info.num_bytes
+        wanted = load.info
+        same = (info.id, info.sharing_group, info.num_bytes) == (
+            wanted.id,
+            wanted.sharing_group,
+            wanted.num_bytes,
+        )
         if same and info.checksum == checksum:
             self._catalog.commit_read(offset, checksum, info)
         else:

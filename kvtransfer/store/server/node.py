@@ -12,6 +12,7 @@ from kvtransfer.common.faults import Faults
 from kvtransfer.common.tasks import Spawn
 from kvtransfer.config import StoreSettings
 from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity, Shard
+from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.dram.arena import Arena, Prefault
 from kvtransfer.store.dram.catalog import Catalog, Purged
 from kvtransfer.store.index.index import Holder, Index
@@ -36,8 +37,11 @@ class StoreNode:
     `run` processes changes together, at the end of the event loop's turn.
     """
 
-    def __init__(self, settings: StoreSettings, clock: Clock, faults: Faults, spawn: Spawn) -> None:
+    def __init__(
+        self, settings: StoreSettings, trust: Trust, clock: Clock, faults: Faults, spawn: Spawn
+    ) -> None:
         self.settings = settings
+        self._trust = trust
         self._clock = clock
         self._faults = faults
         self._spawn = spawn
@@ -75,7 +79,9 @@ class StoreNode:
         self.catalog.attach(arena)
         self._prefault = prefault
         pool = arena_pool(arena.fd, arena.num_bytes, arena.granule_bytes)
-        self.exchange = Exchange(self.settings, pool, self, self._spawn, self._clock, self._faults)
+        self.exchange = Exchange(
+            self.settings, self._trust, pool, self, self._spawn, self._clock, self._faults
+        )
         self.loader.attach(self.exchange)
         self._has_news.set()
 
@@ -167,14 +173,16 @@ class StoreNode:
         """Drop the record that a reader has leased at `offset` from all tiers: its checksum is wrong."""
         dropped = self.catalog.bad(offset)
         if dropped is not None:
-            _log.warning("dropped a record of tenant %r with a wrong checksum", dropped.info.tenant)
+            _log.warning(
+                "dropped a record of sharing group %r with a wrong checksum", dropped.info.sharing_group
+            )
             if dropped.nvme is not None:
                 self.disk.drop(dropped.info.id, dropped.nvme)
 
-    async def purge(self, tenant: str | None, model: str | None) -> tuple[str, Purged]:
+    async def purge(self, group: str | None, model: str | None) -> tuple[str, Purged]:
         """Delete these records from all tiers. Also return why a restart may bring some back from NVMe, or
         ""."""
-        purged = self.catalog.purge(tenant, model)
+        purged = self.catalog.purge(group, model)
         failure = await self.disk.erase(purged.erase)
         await self.writes.passed()
         return failure, purged

@@ -136,7 +136,7 @@ class EngineSession:
             return REFUSED
         return self._node.catalog.allocate(
             self.id,
-            request.tenant,
+            request.sharing_group,
             request.chain,
             self._view.space,
             self._hello.compatibility.model_fingerprint,
@@ -316,7 +316,13 @@ class Fetch:
     def _load(self, record: RecordId, parent: bytes) -> asyncio.Future[LoadedRecord]:
         view = self._view
         info = RecordInfo(
-            record, parent, self._request.chain, "", view.model, view.payload_bytes(record.shard), 0
+            record,
+            parent,
+            self._request.chain,
+            self._request.sharing_group,
+            view.model,
+            view.payload_bytes(record.shard),
+            0,
         )
         holders = [each for each in view.holders(record.key) if each.shard == record.shard]
         return self._node.load(info, holders, is_urgent=self._request.to_device)

@@ -31,6 +31,7 @@ from kvtransfer.errors import WireError
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.rpc.listener import ProvenListener
 from kvtransfer.rpc.stream import FrameStream, frame_stream
+from kvtransfer.rpc.trust import Trust, TrustFiles
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
     STORE_PROTOCOL,
@@ -84,14 +85,20 @@ class StoreServer:
     """
 
     def __init__(
-        self, settings: StoreSettings, clock: Clock, faults: Faults, offer_wait_s: float = OFFER_WAIT_S
+        self,
+        settings: StoreSettings,
+        trust: Trust,
+        clock: Clock,
+        faults: Faults,
+        offer_wait_s: float = OFFER_WAIT_S,
     ) -> None:
         self.identity = ReplicaIdentity(settings.node_id, settings.epoch)
         self.address = ""
         self._settings = settings
+        self._trust = trust
         self._clock = clock
         self._tasks = SupervisedTasks(self._broke)
-        self._node = StoreNode(settings, clock, faults, self._tasks.spawn)
+        self._node = StoreNode(settings, trust, clock, faults, self._tasks.spawn)
         self._arena_manager = ArenaManager(
             settings, clock, offer_wait_s, self._node.attach, self._rank_left, self._tasks.spawn
         )
@@ -120,7 +127,7 @@ class StoreServer:
         for sock in (local, remote):
             sock.setblocking(False)
             self._listeners.append(
-                listen_for_peers(sock, self._settings.secret, self._serve, self._tasks.spawn, self._clock)
+                listen_for_peers(sock, self._trust, self._serve, self._tasks.spawn, self._clock)
             )
 
     async def stop(self) -> None:
@@ -292,12 +299,12 @@ class AdminService:
             self._identity,
             tuple(tiers),
             IndexStat("off") if node.index is None else node.index.stat(),
-            node.catalog.bytes_by_tenant(),
+            node.catalog.bytes_by_group(),
             len(self._sessions),
         )
 
     def _list(self, request: ListRequest) -> StoreListing:
-        matching = self._node.catalog.records(request.tenant, request.model)
+        matching = self._node.catalog.records(request.sharing_group, request.model)
         limit = min(max(request.limit, 0), _MAX_LISTED)
         listed = (ListedRecord(held.info, held.tiers, held.num_hits) for held in matching[:limit])
         return StoreListing(tuple(listed), len(matching))
@@ -311,7 +318,7 @@ class AdminService:
         num_bytes = 0
         meant = [
             (held.info.id, held.info.num_bytes)
-            for held in self._node.catalog.records(request.tenant, request.model)
+            for held in self._node.catalog.records(request.sharing_group, request.model)
         ]
         for record, size in meant:
             await self._give_way()
@@ -361,10 +368,10 @@ class AdminService:
     async def _purge(self, request: PurgeRequest) -> PurgeResult | AdminFailed:
         """Delete matching records. They cannot be found from here on; those being read or written are deleted
         when their last user is done."""
-        failure, purged = await self._node.purge(request.tenant, request.model)
+        failure, purged = await self._node.purge(request.sharing_group, request.model)
         if failure:
             return AdminFailed(failure)
-        _log.info("purged: tenant %s, model %s: %s", request.tenant, request.model, purged.num_records)
+        _log.info("purged: group %s, model %s: %s", request.sharing_group, request.model, purged.num_records)
         return PurgeResult(purged.num_records, purged.num_bytes, purged.num_pending)
 
 
@@ -375,6 +382,7 @@ class StoreServerSpec(Message, frozen=True):
     """The arguments of an owner process, read from its standard input."""
 
     settings: StoreSettings
+    trust: TrustFiles
     faults: tuple[FaultRule, ...] = ()
     offer_wait_s: float = OFFER_WAIT_S
 
@@ -384,7 +392,8 @@ SPEC_CODEC: Codec[StoreServerSpec] = Codec(StoreServerSpec)
 
 async def run_store_server(spec: StoreServerSpec, stdin: BinaryIO) -> None:
     """Serve until standard input ends, or SIGTERM; the first line printed is the owner's address."""
-    owner = StoreServer(spec.settings, SystemClock(), Faults(spec.faults), spec.offer_wait_s)
+    trust = Trust.read(spec.trust)
+    owner = StoreServer(spec.settings, trust, SystemClock(), Faults(spec.faults), spec.offer_wait_s)
     await owner.start()
     print(owner.address, flush=True)
     loop = asyncio.get_running_loop()

@@ -23,11 +23,6 @@ class Isa(enum.Enum):
     AVX2 = "avx2"
 
     @property
-    def rank(self) -> int:
-        """Its place among all, 0 the best."""
-        return list(Isa).index(self)
-
-    @property
     def needed_flags(self) -> frozenset[str]:
         """The CPU flags, as the kernel names them, that a CPU must have."""
         return frozenset(_NEEDED[self])
@@ -63,16 +58,20 @@ def available_isas(flags: frozenset[str] | None = None) -> tuple[Isa, ...]:
     return tuple(isa for isa in Isa if isa.needed_flags <= found)
 
 
-def chosen_isa() -> Isa | None:
-    """Return the best instruction set of this CPU, None if there are no kernels for it. The environment
-    variable TANDEM_CPU_ISA names a lower one, for tests and benchmarks; `WorkerError` if this CPU lacks
-    it."""
+def is_forced() -> bool:
+    """Whether the environment variable TANDEM_CPU_ISA names an instruction set, for tests and benchmarks."""
+    return bool(os.environ.get(_FORCED))
+
+
+def usable_isas() -> tuple[Isa, ...]:
+    """Return the instruction sets of this CPU, best first, from the forced one on if one is forced;
+    `WorkerError` if this CPU lacks that one."""
     available = available_isas()
     forced = os.environ.get(_FORCED)
     if not forced:
-        return available[0] if available else None
-    for isa in available:
+        return available
+    for place, isa in enumerate(available):
         if isa.value == forced:
-            return isa
+            return available[place:]
     names = ", ".join(isa.value for isa in available) or "none"
     raise WorkerError(f"{_FORCED}={forced}: this CPU has {names}")

@@ -8,8 +8,12 @@
 
 #include <omp.h>
 
+#include <algorithm>
+#include <chrono>
+#include <cmath>
 #include <cstdlib>
 #include <memory>
+#include <vector>
 
 #include "panel.h"
 
@@ -264,6 +268,31 @@ void gather_outputs(const LinearWeights& weights, const int64_t* ids, int64_t co
       memcpy(out + i * out_stride + k, from + k * PANEL, sizeof(uint32_t));
   }
 }
+
+// Nanoseconds of a product in cache with bfloat16 operands, and of the same with operands widened to float: of
+// each the least of several, which take turns. Both 0 where products have float operands anyway, or tiles.
+#if defined(TANDEM_BF16_PRODUCTS) && !defined(TANDEM_AMX)
+constexpr int64_t TIMED_ROWS = 192, TIMED_INPUTS = 512, TIMED_TURNS = 9;
+
+template <typename A>
+double timed_product(const A* a, const Bf16* panel, float* sums) {
+  auto began_at = std::chrono::steady_clock::now();
+  multiply_group<A, Bf16>(a, TIMED_INPUTS, TIMED_ROWS, panel, TIMED_INPUTS, sums, {});
+  return std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now() - began_at).count();
+}
+
+extern "C" void tandem_time_operands(double* bf16_ns, double* float_ns) {
+  std::vector<float> rows(TIMED_ROWS * TIMED_INPUTS, 1), sums(TIMED_ROWS * PANEL);
+  std::vector<Bf16> packed(TIMED_ROWS * TIMED_INPUTS, Bf16{0x3f80}), panel(PANEL * TIMED_INPUTS, Bf16{0x3f80});
+  *bf16_ns = *float_ns = INFINITY;
+  for (int64_t turn = 0; turn < TIMED_TURNS; turn++) {
+    *bf16_ns = std::min(*bf16_ns, timed_product(packed.data(), panel.data(), sums.data()));
+    *float_ns = std::min(*float_ns, timed_product(rows.data(), panel.data(), sums.data()));
+  }
+}
+#else
+extern "C" void tandem_time_operands(double* bf16_ns, double* float_ns) { *bf16_ns = *float_ns = 0; }
+#endif
 
 extern "C" void tandem_linear(const LinearWeights* weights, const void* x, int64_t x_stride, int64_t num_rows,
                               int64_t epilogue, void* out, int64_t out_stride) {

@@ -1,0 +1,74 @@
+"""A client of `tandem.v1.Admin`, for operators. The command line uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import grpc.aio
+
+from cluster.api.channel import UNARY_TIMEOUT_S, GatewayCaller, call_error
+from cluster.proto import tandem_pb2 as pb
+from cluster.proto import tandem_pb2_grpc
+
+
+class AdminClient(GatewayCaller):
+    """Calls one of several gateways, at the addresses of their `admin_port`. Use it inside one event loop;
+    `async with` closes it.
+
+    `host:port` is reached without TLS, `tls://host:port` with it.
+    """
+
+    stub_type = tandem_pb2_grpc.AdminStub
+
+    async def status(self) -> pb.StatusResponse:
+        reply: pb.StatusResponse = await self._unary("Status", pb.StatusRequest())
+        return reply
+
+    async def paths(self, replica_ids: Sequence[str] = ()) -> list[pb.ReplicaPaths]:
+        """The measured paths from these replicas, by default from all."""
+        call = self.stub().Paths(
+            pb.PathsRequest(replica_ids=replica_ids), timeout=UNARY_TIMEOUT_S, metadata=self.metadata()
+        )
+        try:
+            return [message async for message in call]
+        except grpc.aio.AioRpcError as error:
+            raise call_error(error) from error
+
+    async def explain(self, request_id: str, tenant: str | None = None) -> pb.ExplainResponse:
+        """Where a running or recent request went, and why. `tenant` None: the latest with this id."""
+        request = pb.ExplainRequest(request_id=request_id, tenant=tenant)
+        reply: pb.ExplainResponse = await self._unary("Explain", request)
+        return reply
+
+    async def requests(self, limit: int | None = None) -> list[pb.RequestSummary]:
+        """The running and recent requests of all tenants, the latest arrivals first."""
+        reply: pb.ListRequestsResponse = await self._unary(
+            "ListRequests", pb.ListRequestsRequest(limit=limit)
+        )
+        return list(reply.requests)
+
+    async def store_stat(self) -> pb.StoreStatResponse:
+        reply: pb.StoreStatResponse = await self._unary("StoreStat", pb.StoreStatRequest())
+        return reply
+
+    async def store_list(self, request: pb.StoreListRequest) -> pb.StoreListResponse:
+        reply: pb.StoreListResponse = await self._unary("StoreList", request)
+        return reply
+
+    async def store_verify(
+        self, request: pb.StoreVerifyRequest, timeout_s: float | None = None
+    ) -> pb.StoreVerifyResponse:
+        """Reads all that matches, which may take as long as a disk takes; without `timeout_s` no limit."""
+        reply: pb.StoreVerifyResponse = await self._unary("StoreVerify", request, timeout_s)
+        return reply
+
+    async def store_purge(
+        self, request: pb.StorePurgeRequest, timeout_s: float | None = None
+    ) -> pb.StorePurgeResponse:
+        reply: pb.StorePurgeResponse = await self._unary("StorePurge", request, timeout_s)
+        return reply
+
+    async def traffic(self, weights: Mapping[str, float]) -> dict[str, float]:
+        """Split the application's requests by these weights; returns the share of each application."""
+        reply: pb.TrafficResponse = await self._unary("Traffic", pb.TrafficRequest(weights=weights))
+        return dict(reply.shares)

@@ -1,0 +1,188 @@
+"""Who may call which gRPC method: checked before a call's message is read.
+
+call --> Authentication --> Authenticator.identify --> METHOD_ACCESS --> the method, which finds the caller
+         (interceptor)      (key, token, certificate)                    by `caller_identity`
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
+from typing import Any, Literal, NoReturn
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+
+from cluster.errors import ForbiddenError, RequestError, UnauthenticatedError, to_grpc_status
+from cluster.identity.authenticator import Authenticator, Credentials, require
+from cluster.identity.certificates import names_of_auth_context
+from cluster.identity.identity import Identity, Role
+from cluster.identity.resume_tokens import RelayTokens
+from cluster.proto import RELAYED_CERTIFICATE_KEY
+from cluster.proto import tandem_pb2 as pb
+
+AUTHORIZATION_KEY = "authorization"
+
+# grpc.aio.ServicerContext, which has no types.
+Context = Any
+# Names a method for which an identity is enough, whatever its roles; and one for everybody.
+Access = Role | Literal["identified", "open"]
+
+_INFERENCE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+_ADMIN = pb.DESCRIPTOR.services_by_name["Admin"].full_name
+_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
+_REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
+
+# What each method needs. One without an entry is refused.
+METHOD_ACCESS: Mapping[str, Access] = {
+    f"/{_INFERENCE}/Generate": "user",
+    f"/{_INFERENCE}/Tokenize": "user",
+    f"/{_INFERENCE}/Detokenize": "user",
+    f"/{_INFERENCE}/ListModels": "user",
+    f"/{_INFERENCE}/Explain": "user",
+    f"/{_INFERENCE}/ListRequests": "user",
+    f"/{_ADMIN}/Status": "viewer",
+    f"/{_ADMIN}/Paths": "viewer",
+    f"/{_ADMIN}/Explain": "viewer",
+    f"/{_ADMIN}/ListRequests": "viewer",
+    f"/{_ADMIN}/StoreStat": "viewer",
+    f"/{_ADMIN}/StoreList": "viewer",
+    f"/{_ADMIN}/StoreVerify": "operator",
+    f"/{_ADMIN}/StorePurge": "operator",
+    f"/{_ADMIN}/Traffic": "operator",
+    **{f"/{_HEALTH.full_name}/{method.name}": "open" for method in _HEALTH.methods},
+    **{f"/{_REFLECTION.full_name}/{method.name}": "identified" for method in _REFLECTION.methods},
+}
+
+_caller: ContextVar[Identity] = ContextVar("caller")
+
+
+def caller_identity() -> Identity:
+    """Return who makes the call that this task serves."""
+    return _caller.get()
+
+
+def claim(request: pb.GenerateRequest, identity: Identity) -> None:
+    """Give the request to its caller: replace its tenant, and cut its priority to the caller's highest."""
+    if identity.names_tenants:
+        return
+    request.tenant = identity.tenant
+    request.priority = min(request.priority, identity.max_priority)
+
+
+class Authentication(grpc.aio.ServerInterceptor):
+    """Refuses calls whose caller is not known, or lacks the role; gives the others an identity."""
+
+    def __init__(self, authenticator: Authenticator, relays: RelayTokens) -> None:
+        self._authenticator = authenticator
+        self._relays = relays
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        """Return what serves the call: the method's own handler, or one that refuses."""
+        handler = await continuation(handler_call_details)
+        access = METHOD_ACCESS.get(handler_call_details.method)
+        if handler is None or access == "open":
+            return handler
+        if access is None:
+            return _refusal(ForbiddenError("nobody may call this method"))
+        try:
+            shown = self._shown(handler_call_details.invocation_metadata or ())
+            if not (shown.authorization or shown.certificate_names) and self._sees_certificates:
+                return self._by_certificate(handler, access)
+            identity = self._admitted(shown, access)
+        except RequestError as error:
+            return _refusal(error)
+        return _with_identity(handler, identity)
+
+    @property
+    def _sees_certificates(self) -> bool:
+        return self._authenticator.config.certificates is not None
+
+    def _admitted(self, shown: Credentials, access: Access) -> Identity:
+        identity = self._authenticator.identify(shown)
+        if access not in ("identified", "open"):
+            require(identity, access)  # type: ignore[arg-type]  # a role
+        return identity
+
+    def _shown(self, metadata: Any) -> Credentials:
+        """Return the credentials in the metadata: the caller's, or those that a relaying gateway vouches
+        for."""
+        found = [value for key, value in metadata if key == AUTHORIZATION_KEY]
+        if len(found) > 1:
+            raise UnauthenticatedError("there is more than one `authorization` in the metadata")
+        if found:
+            return Credentials(authorization=str(found[0]))
+        relayed = [value for key, value in metadata if key == RELAYED_CERTIFICATE_KEY]
+        return Credentials(certificate_names=self._relays.names(str(relayed[0])) if relayed else ())
+
+    def _by_certificate(self, handler: grpc.RpcMethodHandler, access: Access) -> grpc.RpcMethodHandler:
+        """Return a handler that looks at the certificate of the connection before it reads a message: the
+        interceptor itself does not see the connection."""
+        behaviour = _behaviour(handler)
+
+        async def call(requests: Any, context: Context) -> None:
+            try:
+                shown = Credentials(certificate_names=names_of_auth_context(context.auth_context()))
+                _caller.set(self._admitted(shown, access))
+            except RequestError as error:
+                await abort(context, error)
+            request = requests if handler.request_streaming else await anext(aiter(requests), None)
+            if request is None:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")
+            if inspect.isasyncgenfunction(behaviour):
+                async for response in behaviour(request, context):
+                    await context.write(response)
+            elif handler.response_streaming:
+                await behaviour(request, context)
+            else:
+                await context.write(await behaviour(request, context))
+
+        return grpc.stream_stream_rpc_method_handler(
+            call, handler.request_deserializer, handler.response_serializer
+        )
+
+
+async def abort(context: Context, error: RequestError) -> NoReturn:
+    """End the call with the status of the error."""
+    status = to_grpc_status(error)
+    await context.abort(status.code, status.message, status.trailing_metadata)
+    raise AssertionError("abort does not return")
+
+
+def _refusal(error: RequestError) -> grpc.RpcMethodHandler:
+    """Return a handler that ends every call with this error, without reading a message."""
+
+    async def refuse(requests: Any, context: Context) -> None:
+        await abort(context, error)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _with_identity(handler: grpc.RpcMethodHandler, identity: Identity) -> grpc.RpcMethodHandler:
+    """Return the handler, with this caller."""
+    behaviour = _behaviour(handler)
+    if inspect.isasyncgenfunction(behaviour):  # reflection, which asks for no caller
+        return handler
+
+    async def call(request: Any, context: Context) -> Any:
+        _caller.set(identity)
+        return await behaviour(request, context)
+
+    make = (
+        grpc.unary_stream_rpc_method_handler
+        if handler.response_streaming
+        else grpc.unary_unary_rpc_method_handler
+    )
+    return make(call, handler.request_deserializer, handler.response_serializer)
+
+
+def _behaviour(handler: grpc.RpcMethodHandler) -> Any:
+    """Return the method itself, which is under another name for each kind."""
+    return handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream

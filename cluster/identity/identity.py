@@ -1,0 +1,66 @@
+"""Who calls, and what the caller may do."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+# `user` sends requests as a tenant, `viewer` reads what concerns the whole cluster, `operator` changes it and
+# reads all that a viewer does.
+Role = Literal["user", "viewer", "operator"]
+ROLES: tuple[Role, ...] = get_args(Role)
+TENANT_PATTERN = r"^[A-Za-z0-9._:-]{1,64}$"
+# The highest priority that a request may have at all.
+MAX_PRIORITY = 100
+
+_TENANT = re.compile(TENANT_PATTERN)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Represents an authenticated caller."""
+
+    # What logs and the audit log show: `key:<id>`, `jwt:<subject>`, `cert:<name>` or `local`.
+    name: str
+    # Owner of its requests; "" where the caller names the tenant itself, or is none.
+    tenant: str
+    roles: frozenset[Role]
+    # Whose prefixes its requests share; "": the tenant's own.
+    sharing_group: str
+    max_priority: int
+    # Names of the models that it may use; None: all.
+    models: frozenset[str] | None
+    method: Literal["key", "jwt", "certificate", "none"]
+    # Unix time; None: does not expire by itself.
+    expires_at: float | None = None
+
+    def has_role(self, role: Role) -> bool:
+        """Whether it has the role, or one that includes it."""
+        return role in self.roles or (role == "viewer" and "operator" in self.roles)
+
+    def may_use(self, model: str) -> bool:
+        """Whether it may use the model of this name."""
+        return self.models is None or model in self.models
+
+    @property
+    def names_tenants(self) -> bool:
+        """Whether its requests name their tenant themselves: nobody is authenticated here."""
+        return self.method == "none"
+
+
+# The caller of a cluster that authenticates nobody.
+LOCAL = Identity(
+    name="local",
+    tenant="",
+    roles=frozenset(ROLES),
+    sharing_group="",
+    max_priority=MAX_PRIORITY,
+    models=None,
+    method="none",
+)
+
+
+def is_tenant(name: str) -> bool:
+    """Whether the text can name a tenant."""
+    return _TENANT.fullmatch(name) is not None

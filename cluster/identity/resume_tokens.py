@@ -1,0 +1,94 @@
+"""Proofs that gateways of one cluster secret make for each other and for themselves: that a caller may resume
+a request, and which names the certificate of a relayed caller has."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+
+import msgspec
+
+from cluster.errors import FieldViolation, ForbiddenError, InvalidRequestError
+from cluster.identity.identity import Identity
+from kvtransfer.common.clock import Clock
+
+_MAC_BYTES = 32
+_TIME_BYTES = 8
+# How long a relayed call may take from one gateway to the next, their clocks' difference included.
+RELAY_S = 60.0
+_FIELD = "resume_token"
+
+
+class ResumeTokens:
+    """Issues and checks the tokens that let a caller resume its own request, at any gateway."""
+
+    def __init__(self, secret: bytes, clock: Clock, lifetime_s: float) -> None:
+        self._key = _derived(secret, b"tandem-resume-1")
+        self._clock = clock
+        self._lifetime_s = lifetime_s
+
+    def issue(self, identity: Identity, tenant: str, request_id: str, seed: int, prompt: bytes) -> str:
+        """Return a token for this request; `prompt` is the digest of all that decides its tokens."""
+        expires_at = int(self._clock.wall() + self._lifetime_s).to_bytes(_TIME_BYTES, "big")
+        return _text(expires_at + self._mac(expires_at, identity, tenant, request_id, seed, prompt))
+
+    def check(
+        self, token: str, identity: Identity, tenant: str, request_id: str, seed: int, prompt: bytes
+    ) -> None:
+        """Raise `InvalidRequestError` without a token, and `ForbiddenError` for one of another caller or
+        request, or an expired one."""
+        if not token:
+            problem = "is missing; a resumed request needs the one that `accepted` gave"
+            raise InvalidRequestError(FieldViolation(_FIELD, problem))
+        data = _data(token)
+        expires_at, mac = data[:_TIME_BYTES], data[_TIME_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(expires_at, identity, tenant, request_id, seed, prompt)):
+            raise ForbiddenError(f"{_FIELD}: it is not the one of this caller, request id, seed and prompt")
+        if int.from_bytes(expires_at, "big") <= self._clock.wall():
+            raise ForbiddenError(f"{_FIELD}: it has expired; send the request as a new one")
+
+    def _mac(
+        self, expires_at: bytes, identity: Identity, tenant: str, request_id: str, seed: int, prompt: bytes
+    ) -> bytes:
+        parts = (expires_at, identity.name, tenant, request_id, seed, prompt)
+        return hmac.digest(self._key, msgspec.msgpack.encode(parts), "sha256")
+
+
+class RelayTokens:
+    """Vouches for the certificate of a caller whose request one gateway relays to another."""
+
+    def __init__(self, secret: bytes, clock: Clock) -> None:
+        self._key = _derived(secret, b"tandem-relay-1")
+        self._clock = clock
+
+    def issue(self, certificate_names: tuple[str, ...]) -> str:
+        """Return a token that holds the names."""
+        body = msgspec.msgpack.encode((self._clock.wall() + RELAY_S, certificate_names))
+        return _text(hmac.digest(self._key, body, "sha256") + body)
+
+    def names(self, token: str) -> tuple[str, ...]:
+        """Return the names; () when no gateway of this secret has issued the token lately."""
+        data = _data(token)
+        mac, body = data[:_MAC_BYTES], data[_MAC_BYTES:]
+        if not hmac.compare_digest(mac, hmac.digest(self._key, body, "sha256")):
+            return ()
+        expires_at, names = msgspec.msgpack.decode(body, type=tuple[float, tuple[str, ...]])
+        return names if self._clock.wall() < expires_at else ()
+
+
+def _derived(secret: bytes, purpose: bytes) -> bytes:
+    return hmac.digest(secret, purpose, hashlib.sha256)
+
+
+def _text(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).decode()
+
+
+def _data(text: str) -> bytes:
+    """Return the bytes of a token; b"" for a text that is none."""
+    try:
+        return base64.b64decode(text, altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError):
+        return b""

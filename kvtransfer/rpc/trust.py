@@ -1,0 +1,84 @@
+"""What the processes of a cluster know each other by: the cluster secret.
+
+Only the paths of the files (`TrustFiles`) pass between processes; each process reads the files itself, so
+that no secret is in an actor's arguments, in Ray's GCS or in a process list.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+from pathlib import Path
+from typing import NoReturn
+
+from kvtransfer.codec import Part
+from kvtransfer.errors import TrustError
+
+MIN_SECRET_BYTES = 16
+
+
+class TrustFiles(Part, frozen=True):
+    """The paths of the files from which a process makes its `Trust`."""
+
+    secret_file: str
+
+
+class Trust:
+    """What a process proves itself by, and checks others by. It stays in its process: it cannot be pickled,
+    and its text shows nothing of the secret."""
+
+    def __init__(self, secret: bytes) -> None:
+        self.secret = secret
+
+    @classmethod
+    def of(cls, secret: bytes) -> Trust:
+        """Return the trust of those who know `secret`."""
+        return cls(secret)
+
+    @classmethod
+    def read(cls, files: TrustFiles) -> Trust:
+        """Read the files; `TrustError` names the one that cannot be used."""
+        return cls(read_secret(Path(files.secret_file)))
+
+    @classmethod
+    def draw(cls) -> Trust:
+        """Return the trust of a cluster of its own, with a fresh secret of 256 bits."""
+        return cls(secrets.token_bytes(32))
+
+    def key_for(self, purpose: str) -> bytes:
+        """Return 256 bits that all who know the secret derive for this purpose, and nobody else can."""
+        return hmac.digest(self.secret, purpose.encode(), hashlib.sha256)
+
+    def __repr__(self) -> str:
+        return "Trust()"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Trust stays in its process; pass the paths of its files (TrustFiles)")
+
+
+def read_secret(path: Path) -> bytes:
+    """Read a cluster secret, without surrounding white space; `TrustError` when the file cannot be read or is
+    too short."""
+    try:
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise TrustError(f"secret_file: {error}") from error
+    if len(secret) < MIN_SECRET_BYTES:
+        raise TrustError(f"secret_file: needs at least {MIN_SECRET_BYTES} bytes, has {len(secret)}")
+    return secret
+
+
+def draw_files(folder: Path) -> TrustFiles:
+    """Write a fresh secret of 256 bits into a new file of the folder."""
+    path = folder / "cluster-secret"
+    write_private(path, secrets.token_hex(32))
+    return TrustFiles(str(path))
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a new file that only this user can read."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)

@@ -1,0 +1,13 @@
+"""All targets, in groups that are opened together."""
+
+from __future__ import annotations
+
+from tests.fuzz import target_files, target_frames, target_nvme, target_transports
+from tests.fuzz.target import OpenTargets
+
+GROUPS: dict[str, OpenTargets] = {
+    "frames": target_frames.open_targets,
+    "transports": target_transports.open_targets,
+    "files": target_files.open_targets,
+    "nvme": target_nvme.open_targets,
+}
