@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvtransfer.codec import Codec, Message
-from kvtransfer.errors import PeerGoneError, PushStoppedError
+from kvtransfer.errors import PeerGoneError, PushStoppedError, TransferError
 from kvtransfer.messages import BlockMove, Lane
 from kvtransfer.protocol.fence import RecentIds
 from kvtransfer.rpc.handshake import HANDSHAKE_TIMEOUT_S, receive_frame, send_frame
@@ -138,11 +138,10 @@ class OneSidedChannel(Channel):
                     sums += under_way.popleft()()
             while under_way:
                 sums += under_way.popleft()()
-        except Exception:  # which counts: nothing is under way after, however this ends
+        finally:  # nothing is under way after, however this ends; the first error is the one that counts
             for finish in under_way:
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(TransferError, RuntimeError):
                     finish()
-            raise
         return sums
 
     @abstractmethod

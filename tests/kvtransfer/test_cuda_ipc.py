@@ -405,14 +405,14 @@ def test_batches_are_written_ahead_and_none_is_left_under_way(
             channel.write(landing_id, blocks(moves), lambda: next(answers))
         assert len(begun) == 7
         assert ended == begun
-        errors = iter([ValueError("first"), ValueError("second")])
+        errors = iter([RuntimeError("first"), RuntimeError("second")])
 
         def fail(pending: PendingSums) -> list[int]:
             ended.append(pending)
             raise next(errors)
 
         monkeypatch.setattr(PendingSums, "result", fail)
-        with pytest.raises(ValueError, match="first"):
+        with pytest.raises(RuntimeError, match="first"):
             channel.write(landing_id, blocks(moves), never)
         assert len(begun) == 9
         assert ended == begun, "those after one that failed, too"
