@@ -52,7 +52,17 @@ class Graph(ABC):
 
     @abstractmethod
     def replay(self) -> tuple[Tensor, ...]:
-        """Queue the work. What it returns is overwritten by the next replay of any graph of the queue."""
+        """Queue the work. What it returns is overwritten by the next replay of any graph of its recorder."""
+
+
+class Recorder(ABC):
+    """Records graphs that share memory: they are replayed one after another, so each may use what the others
+    used."""
+
+    @abstractmethod
+    def record(self, work: Work) -> Graph:
+        """Record work, which must not read the device from the host. Tensors that it does not make itself
+        must stay where they are."""
 
 
 class DeviceQueue(ABC):
@@ -96,9 +106,8 @@ class DeviceQueue(ABC):
         is queued afterwards. That work must not change it."""
 
     @abstractmethod
-    def record(self, work: Work) -> Graph:
-        """Record work, which must not read the device from the host. Tensors that it does not make itself
-        must stay where they are."""
+    def recorder(self) -> Recorder:
+        """Return what records graphs, apart from those of other recorders."""
 
 
 class CpuQueue(DeviceQueue):
@@ -126,8 +135,8 @@ class CpuQueue(DeviceQueue):
     def copy_out(self, source: Tensor, host: Tensor) -> CopiedOut:
         return CopiedOut(host.copy_(source), source, _PASSED)
 
-    def record(self, work: Work) -> Graph:
-        return _Repeated(work)
+    def recorder(self) -> Recorder:
+        return _Repeater()
 
 
 class _Passed:
@@ -141,6 +150,11 @@ class _Passed:
 _PASSED = _Passed()
 
 
+class _Repeater(Recorder):
+    def record(self, work: Work) -> Graph:
+        return _Repeated(work)
+
+
 class _Repeated(Graph):
     """Work that is done again."""
 
@@ -152,10 +166,7 @@ class _Repeated(Graph):
 
 
 class CudaQueue(DeviceQueue):
-    """A CUDA device, its current stream, and a stream on which results are copied out.
-
-    Graphs share one memory pool: they are replayed one after another, so each may use what the others used.
-    """
+    """A CUDA device, its current stream, and a stream on which results are copied out."""
 
     runs_behind = True
 
@@ -163,7 +174,6 @@ class CudaQueue(DeviceQueue):
         super().__init__(device)
         self.has_triton = importlib.util.find_spec("triton") is not None
         self._results = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pool = torch.cuda.graph_pool_handle()
 
     def _staging(self, num_words: int) -> Tensor:
         # Torch keeps pinned memory, and uses it again when the copy that read it is done.
@@ -186,13 +196,8 @@ class CudaQueue(DeviceQueue):
             host.copy_(source, non_blocking=True)
         return CopiedOut(host, source, self._record_event(self._results))
 
-    def record(self, work: Work) -> Graph:
-        graph = torch.cuda.CUDAGraph()
-        # Other threads of the process (transfers, NCCL's watchdog) may call CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            results = work()
-        # Without owners, their memory serves the graphs that are recorded next as well.
-        return _CudaGraph(graph, tuple(_unowned(result) for result in results))
+    def recorder(self) -> Recorder:
+        return _CudaRecorder(self.device)
 
     @staticmethod
     def _record_event(stream: torch.cuda.Stream) -> Event:
@@ -200,6 +205,24 @@ class CudaQueue(DeviceQueue):
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
+
+
+class _CudaRecorder(Recorder):
+    """Records into a memory pool and on a stream of its own. Torch refuses a pool whose graphs are gone while
+    something of it is in use, and keeps the workspace of cuBLAS by stream, in the pool of the graph that used
+    it first."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def record(self, work: Work) -> Graph:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of the process (transfers, NCCL's watchdog) may call CUDA meanwhile.
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            results = work()
+        # Without owners, their memory serves the graphs that are recorded next as well.
+        return _CudaGraph(graph, tuple(_unowned(result) for result in results))
 
 
 class _CudaGraph(Graph):
@@ -217,6 +240,16 @@ def _unowned(tensor: Tensor) -> Tensor:
     if not tensor.numel():
         return tensor
     return view_memory(tensor.data_ptr(), tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+
+
+def take_device(device: torch.device) -> torch.device:
+    """Make a CUDA device that of this thread, on which kernels of Triton are launched. Returns the device
+    with its index, which NCCL needs; one without is that of this thread already."""
+    if device.type != "cuda":
+        return device
+    index = torch.cuda.current_device() if device.index is None else device.index
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def make_queue(device: torch.device) -> DeviceQueue:

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvtransfer.blocks.device_pool import DevicePool
+from kvtransfer.blocks.device_pool import DevicePool, transfer_bytes
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.blocks.pool import HostPool, KvMemory, KvPool
 from kvtransfer.common.clock import Clock
@@ -33,7 +33,7 @@ from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import AttentionBackend
 from workers.model.decoder import load_decoder
 from workers.model.fingerprint import FingerprintTask
-from workers.model.host_kv import MODES, HostKv, OffloadMode
+from workers.model.host_kv import MODES, HostKv, OffloadMode, streaming_bytes
 from workers.model.model_config import ModelConfig
 from workers.model.parallel import Unfinished, parallelize
 from workers.model.products import refuse_nondeterministic
@@ -41,7 +41,7 @@ from workers.model.rank_memory import least_kv_tokens
 from workers.model.sizes import kv_heads
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups
-from workers.rank.device_queue import DeviceQueue, make_queue
+from workers.rank.device_queue import DeviceQueue, make_queue, take_device
 from workers.rank.input_batch import InputBatch
 from workers.rank.memory_profile import MemoryMeter, MemoryProfile, largest_steps, trial_blocks
 from workers.rank.probe import device_memory
@@ -154,6 +154,7 @@ class ModelRunner:
         is called with the name of each phase that begins.
         """
         torch.set_num_threads(num_threads)
+        device = take_device(device)
         if is_deterministic:
             refuse_nondeterministic(device, dtype)
         self._clock = clock
@@ -185,11 +186,12 @@ class ModelRunner:
         self._offload_mode = offload_mode
         self.host: HostKv | None = None
         self._num_scratch = 0 if self._queue is None else 1
-        num_blocks = self._num_blocks(num_kv_tokens, auto_kv)
+        num_host_blocks = num_offload_tokens // block_tokens
+        num_blocks = self._num_blocks(num_kv_tokens, num_host_blocks, auto_kv)
         progress("allocating KV memory")
         memory, self.pool = _allocate(self.layout, num_blocks, self._num_scratch, dtype, device)
         self.kv = memory[:num_blocks]
-        self.host = self._allocate_host(num_offload_tokens // block_tokens)
+        self.host = self._allocate_host(num_host_blocks)
         self.attention = self._choose_attention(memory, clock)
         self._num_offload_blocks = len(self.host.kv) if self.host is not None else 0
         num_kv_tokens = (num_blocks + self._num_offload_blocks) * block_tokens
@@ -376,7 +378,7 @@ class ModelRunner:
             num_graph_rows=self._max_sequences,
         )
 
-    def _num_blocks(self, num_kv_tokens: int, auto: AutoKv | None) -> int:
+    def _num_blocks(self, num_kv_tokens: int, num_host_blocks: int, auto: AutoKv | None) -> int:
         num_blocks = num_kv_tokens // self._block_tokens
         if num_blocks < 1:
             raise CapacityError(
@@ -387,14 +389,17 @@ class ModelRunner:
         fitting = sys.maxsize  # host memory was divided before the ranks started
         if self._device.type == "cuda":
             self._report_phase("measuring memory")
-            fitting = self._fitting_blocks(auto)
+            fitting = self._fitting_blocks(auto, num_host_blocks)
         return self._groups.smallest(min(num_blocks, fitting))
 
-    def _fitting_blocks(self, auto: AutoKv) -> int:
+    def _fitting_blocks(self, auto: AutoKv, num_host_blocks: int) -> int:
         """Return how many blocks the device has memory for. Not yet validated on CUDA."""
+        buffer_bytes = transfer_bytes(self.layout)
+        if self._offload_mode != "in_place":
+            buffer_bytes += streaming_bytes(self.layout, num_host_blocks)
         meter = MemoryMeter(self._device, auto.free_at_start)
         try:
-            profile = self._profile(meter, auto.max_batch_tokens)
+            profile = self._profile(meter, auto.max_batch_tokens, buffer_bytes)
         except torch.OutOfMemoryError as error:
             raise CapacityError(
                 f"{self._device} has no memory for the largest step beside the weights: raise tp or pp, or "
@@ -414,7 +419,7 @@ class ModelRunner:
             )
         return num_blocks
 
-    def _profile(self, meter: MemoryMeter, num_rows: int) -> MemoryProfile:
+    def _profile(self, meter: MemoryMeter, num_rows: int, buffer_bytes: int) -> MemoryProfile:
         """Run the largest steps, and record graphs, over as little KV as they need."""
         limits = num_rows, self._max_sequences, self.config.max_context_tokens, self._block_tokens
         num_blocks = trial_blocks(num_rows, self.config.max_context_tokens, self._block_tokens)
@@ -432,7 +437,7 @@ class ModelRunner:
             meter.graph_done()
         num_graphs = len(steps.graph_sizes)
         del steps, memory
-        return meter.profile(num_graphs)
+        return meter.profile(num_graphs, buffer_bytes)
 
     def _allocate_host(self, num_blocks: int) -> HostKv | None:
         if not num_blocks:

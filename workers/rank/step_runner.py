@@ -38,7 +38,7 @@ from workers.rank.collectives import RankGroups
 from workers.rank.containment import Containment
 from workers.rank.decode_graphs import DecodeGraphs, graph_sizes
 from workers.rank.device_batch import DeviceBatch, RowsThere
-from workers.rank.device_queue import CopiedOut, DeviceQueue, make_queue
+from workers.rank.device_queue import DeviceQueue, make_queue
 from workers.rank.device_sampler import DeviceSampler, Drawn, make_device_sampler
 from workers.rank.input_batch import InputBatch, InputTokens, PlannedRows
 from workers.rank.progress import Progress, StepFaults
@@ -269,11 +269,8 @@ class StepRunner:
         self._containment.insist(partial(self._there.sampled, slots, tokens))
         if self._sampler_there is None:
             return Ticket(report, self.queue.event())
-        copied = self._copy_out(tokens)
+        copied = self.queue.copy_out(tokens, self.queue.host_memory(tokens))
         return Ticket(report, copied.event, Results(copied, drawings))
-
-    def _copy_out(self, tokens: Tensor) -> CopiedOut:
-        return self.queue.copy_out(tokens, self.queue.host_memory(tokens))
 
     def _sampled_parts(
         self, executed: Executed, draw: Callable[[_Sampling, Tensor], _Sample]
@@ -311,51 +308,14 @@ class StepRunner:
 
     def _replay(self, plan: StepPlan, rows: PlannedRows, started_at: float) -> Ticket | None:
         """Compute a step by a graph, if there is one for it."""
-        if self._graphs is None or self._there is None:
+        if self._graphs is None:
             return None
-        num_rows = rows.num_sequences
-        size = self._graphs.size_for(num_rows) if self._is_recordable(rows) else None
+        size = self._graphs.size_for(rows.num_sequences) if self._is_recordable(rows) else None
         if not self._groups.agree(size is not None) or size is None:
             return None
-        changes = () if self._sampler_there is None else self._sampler_there.changes()
-        stage = partial(self._there.stage_for_graph, plan, rows, size, changes)
-        changes_there = self._containment.insist(stage)
-        if self._sampler_there is not None:
-            self._sampler_there.change(changes_there)
-        decoded = self._graphs.replay(size)
+        event, results = self._graphs.run(plan, rows, size, self._containment)
         self.progress.mark_layer()
-        if self._sampler_there is None:
-            return Ticket(self._report(plan.step, started_at), self.queue.event())
-        # The next replay writes to its memory.
-        tokens = self._containment.insist(decoded.tokens[:num_rows].clone)
-        drawings = self._replayed_logprobs(self._sampler_there, rows, decoded.logits, tokens)
-        copied = self._copy_out(tokens)
-        report = self._report(plan.step, started_at)
-        return Ticket(report, copied.event, Results(copied, drawings))
-
-    def _replayed_logprobs(
-        self, sampler: DeviceSampler, rows: PlannedRows, logits: Tensor, tokens: Tensor
-    ) -> list[DrawnRows]:
-        """Begin to compute the log-probabilities that go with the `tokens` of a graph, in parts where memory
-        lacks. The graph is not replayed again, for it has counted its tokens: a sequence whose
-        log-probabilities cannot be computed alone is reported as failed, and is as intact as at the other
-        ranks."""
-        drawings: list[DrawnRows] = []
-        pending = [(rows, 0)]
-        while pending:
-            part, first = pending.pop()
-            places = slice(first, first + part.num_sequences)
-            begin = partial(sampler.logprobs, logits[places], part.slots, tokens[places])
-            logprobs = self._containment.attempt(begin)
-            if logprobs is not None:
-                drawings.append(DrawnRows(part, logprobs))
-            elif part.num_sequences == 1:
-                self._containment.withhold(part)
-            else:
-                middle = part.num_sequences // 2
-                is_first = np.arange(part.num_sequences) < middle
-                pending += [(part.only(~is_first), first + middle), (part.only(is_first), first)]
-        return drawings
+        return Ticket(self._report(plan.step, started_at), event, results)
 
     def _is_recordable(self, rows: PlannedRows) -> bool:
         """Return whether every sequence has one token and samples for its own slot, all on the device."""
