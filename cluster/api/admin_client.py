@@ -10,6 +10,9 @@ from cluster.api.channel import UNARY_TIMEOUT_S, GatewayCaller, call_error
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc
 
+# The scaler may wait for Ray's dashboard.
+SCALE_TIMEOUT_S = 45.0
+
 
 class AdminClient(GatewayCaller):
     """Calls one of several gateways, at the addresses of their `admin_port`. Use it inside one event loop;
@@ -40,12 +43,12 @@ class AdminClient(GatewayCaller):
         reply: pb.ExplainResponse = await self._unary("Explain", request)
         return reply
 
-    async def requests(self, limit: int | None = None) -> list[pb.RequestSummary]:
+    async def requests(self, limit: int | None = None) -> pb.ListRequestsResponse:
         """The running and recent requests of all tenants, the latest arrivals first."""
         reply: pb.ListRequestsResponse = await self._unary(
             "ListRequests", pb.ListRequestsRequest(limit=limit)
         )
-        return list(reply.requests)
+        return reply
 
     async def store_stat(self) -> pb.StoreStatResponse:
         reply: pb.StoreStatResponse = await self._unary("StoreStat", pb.StoreStatRequest())
@@ -67,6 +70,17 @@ class AdminClient(GatewayCaller):
     ) -> pb.StorePurgeResponse:
         reply: pb.StorePurgeResponse = await self._unary("StorePurge", request, timeout_s)
         return reply
+
+    async def scale(self, replicas: Mapping[str, int], *, dry_run: bool = False) -> pb.ScaleResponse:
+        """Set how many replicas each of these pools has. `dry_run`: only say what would change; of all pools
+        where none is named."""
+        request = pb.ScaleRequest(replicas=replicas, dry_run=dry_run)
+        reply: pb.ScaleResponse = await self._unary("Scale", request, SCALE_TIMEOUT_S)
+        return reply
+
+    async def release(self, pools: Sequence[str]) -> None:
+        """Let the autoscaler change these pools again."""
+        await self._unary("Release", pb.ReleaseRequest(pools=pools), SCALE_TIMEOUT_S)
 
     async def traffic(self, weights: Mapping[str, float]) -> dict[str, float]:
         """Split the application's requests by these weights; returns the share of each application."""

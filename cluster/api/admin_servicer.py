@@ -3,20 +3,24 @@ reply."""
 
 from __future__ import annotations
 
-from cluster.api.authentication import Context, abort
-from cluster.api.replies import StatusService
+from cluster.api.authentication import Context, abort, caller_identity
+from cluster.api.replies import StatusService, scale_reply
 from cluster.api.servicer import check_explain
 from cluster.api.store_admin import StoreAdmin
-from cluster.errors import RequestError
+from cluster.errors import FieldViolation, InvalidRequestError, RequestError
 from cluster.gateway.traffic_splitter import TrafficSplitter
 from cluster.proto import tandem_pb2 as pb
+from cluster.scaling.orders import ScalerOrders
 
 
 class AdminServicer:
     """Serves the calls of viewers and operators, for all tenants."""
 
-    def __init__(self, *, status: StatusService, stores: StoreAdmin, traffic: TrafficSplitter) -> None:
+    def __init__(
+        self, *, status: StatusService, stores: StoreAdmin, orders: ScalerOrders, traffic: TrafficSplitter
+    ) -> None:
         self._status = status
+        self._orders = orders
         self._stores = stores
         self._traffic = traffic
 
@@ -33,7 +37,7 @@ class AdminServicer:
             tenant = request.tenant if request.HasField("tenant") else None
             if (reply := await self._traffic.explain(request, tenant, context)) is not None:
                 return reply
-            return self._status.explain(request.request_id, tenant)
+            return await self._status.explain(request.request_id, tenant)
         except RequestError as error:
             await abort(context, error)
 
@@ -41,7 +45,7 @@ class AdminServicer:
         self, request: pb.ListRequestsRequest, context: Context
     ) -> pb.ListRequestsResponse:
         try:
-            return self._status.list_requests(request, None)
+            return await self._status.list_requests(request, None)
         except RequestError as error:
             await abort(context, error)
 
@@ -63,6 +67,24 @@ class AdminServicer:
     async def StorePurge(self, request: pb.StorePurgeRequest, context: Context) -> pb.StorePurgeResponse:
         try:
             return await self._stores.purge(request, context.time_remaining())
+        except RequestError as error:
+            await abort(context, error)
+
+    async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleResponse:
+        try:
+            if not (request.replicas or request.dry_run):
+                raise InvalidRequestError(FieldViolation("replicas", "is empty; name a pool and its count"))
+            who = caller_identity().name
+            return scale_reply(await self._orders.scale(request.replicas, by=who, is_dry_run=request.dry_run))
+        except RequestError as error:
+            await abort(context, error)
+
+    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
+        try:
+            if not request.pools:
+                raise InvalidRequestError(FieldViolation("pools", "is empty; name the pools to release"))
+            await self._orders.release(request.pools, by=caller_identity().name)
+            return pb.ReleaseResponse()
         except RequestError as error:
             await abort(context, error)
 

@@ -6,8 +6,10 @@ call --> Authentication --> Authenticator.identify --> METHOD_ACCESS --> the met
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, Literal, NoReturn
 
@@ -16,11 +18,13 @@ import grpc.aio
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
+from cluster.api.json_text import as_dict
 from cluster.errors import ForbiddenError, RequestError, UnauthenticatedError, to_grpc_status
-from cluster.identity.authenticator import Authenticator, Credentials, require
+from cluster.identity.access_control import AccessControl
+from cluster.identity.audit import NOBODY, AuditEntry
+from cluster.identity.authenticator import Credentials, require
 from cluster.identity.certificates import names_of_auth_context
 from cluster.identity.identity import Identity, Role
-from cluster.identity.resume_tokens import RelayTokens
 from cluster.proto import RELAYED_CERTIFICATE_KEY
 from cluster.proto import tandem_pb2 as pb
 
@@ -29,7 +33,7 @@ AUTHORIZATION_KEY = "authorization"
 # grpc.aio.ServicerContext, which has no types.
 Context = Any
 # Names a method for which an identity is enough, whatever its roles; and one for everybody.
-Access = Role | Literal["identified", "open"]
+MethodAccess = Role | Literal["identified", "open"]
 
 _INFERENCE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 _ADMIN = pb.DESCRIPTOR.services_by_name["Admin"].full_name
@@ -37,7 +41,7 @@ _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
 
 # What each method needs. One without an entry is refused.
-METHOD_ACCESS: Mapping[str, Access] = {
+METHOD_ACCESS: Mapping[str, MethodAccess] = {
     f"/{_INFERENCE}/Generate": "user",
     f"/{_INFERENCE}/Tokenize": "user",
     f"/{_INFERENCE}/Detokenize": "user",
@@ -52,6 +56,8 @@ METHOD_ACCESS: Mapping[str, Access] = {
     f"/{_ADMIN}/StoreList": "viewer",
     f"/{_ADMIN}/StoreVerify": "operator",
     f"/{_ADMIN}/StorePurge": "operator",
+    f"/{_ADMIN}/Scale": "operator",
+    f"/{_ADMIN}/Release": "operator",
     f"/{_ADMIN}/Traffic": "operator",
     **{f"/{_HEALTH.full_name}/{method.name}": "open" for method in _HEALTH.methods},
     **{f"/{_REFLECTION.full_name}/{method.name}": "identified" for method in _REFLECTION.methods},
@@ -74,11 +80,13 @@ def claim(request: pb.GenerateRequest, identity: Identity) -> None:
 
 
 class Authentication(grpc.aio.ServerInterceptor):
-    """Refuses calls whose caller is not known, or lacks the role; gives the others an identity."""
+    """Refuses calls whose caller is not known, or lacks the role; gives the others an identity. Refusals, and
+    what is called of `Admin`, are in the audit log."""
 
-    def __init__(self, authenticator: Authenticator, relays: RelayTokens) -> None:
-        self._authenticator = authenticator
-        self._relays = relays
+    def __init__(self, access: AccessControl) -> None:
+        self._authenticator = access.authenticator
+        self._relays = access.relays
+        self._audit = access.audit
 
     async def intercept_service(
         self,
@@ -87,29 +95,26 @@ class Authentication(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler:
         """Return what serves the call: the method's own handler, or one that refuses."""
         handler = await continuation(handler_call_details)
-        access = METHOD_ACCESS.get(handler_call_details.method)
+        method = handler_call_details.method
+        access = METHOD_ACCESS.get(method)
         if handler is None or access == "open":
             return handler
         if access is None:
-            return _refusal(ForbiddenError("nobody may call this method"))
+            return self._refusal(method, None, ForbiddenError("nobody may call this method"))
+        identity: Identity | None = None
         try:
             shown = self._shown(handler_call_details.invocation_metadata or ())
             if not (shown.authorization or shown.certificate_names) and self._sees_certificates:
-                return self._by_certificate(handler, access)
-            identity = self._admitted(shown, access)
+                return self._by_certificate(handler, method, access)
+            identity = self._authenticator.identify(shown)
+            _check(identity, access)
         except RequestError as error:
-            return _refusal(error)
-        return _with_identity(handler, identity)
+            return self._refusal(method, identity, error)
+        return self._with_identity(handler, method, identity)
 
     @property
     def _sees_certificates(self) -> bool:
         return self._authenticator.config.certificates is not None
-
-    def _admitted(self, shown: Credentials, access: Access) -> Identity:
-        identity = self._authenticator.identify(shown)
-        if access not in ("identified", "open"):
-            require(identity, access)  # type: ignore[arg-type]  # a role
-        return identity
 
     def _shown(self, metadata: Any) -> Credentials:
         """Return the credentials in the metadata: the caller's, or those that a relaying gateway vouches
@@ -122,31 +127,112 @@ class Authentication(grpc.aio.ServerInterceptor):
         relayed = [value for key, value in metadata if key == RELAYED_CERTIFICATE_KEY]
         return Credentials(certificate_names=self._relays.names(str(relayed[0])) if relayed else ())
 
-    def _by_certificate(self, handler: grpc.RpcMethodHandler, access: Access) -> grpc.RpcMethodHandler:
+    def _by_certificate(
+        self, handler: grpc.RpcMethodHandler, method: str, access: MethodAccess
+    ) -> grpc.RpcMethodHandler:
         """Return a handler that looks at the certificate of the connection before it reads a message: the
         interceptor itself does not see the connection."""
         behaviour = _behaviour(handler)
 
         async def call(requests: Any, context: Context) -> None:
+            identity: Identity | None = None
             try:
                 shown = Credentials(certificate_names=names_of_auth_context(context.auth_context()))
-                _caller.set(self._admitted(shown, access))
+                identity = self._authenticator.identify(shown)
+                _check(identity, access)
             except RequestError as error:
+                self._record_refusal(method, identity, error, context)
                 await abort(context, error)
+            _caller.set(identity)
             request = requests if handler.request_streaming else await anext(aiter(requests), None)
             if request is None:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")
             if inspect.isasyncgenfunction(behaviour):
                 async for response in behaviour(request, context):
                     await context.write(response)
-            elif handler.response_streaming:
-                await behaviour(request, context)
-            else:
-                await context.write(await behaviour(request, context))
+                return
+            with self._recorded(method, identity, request, context):
+                response = await behaviour(request, context)
+            if not handler.response_streaming:
+                await context.write(response)
 
         return grpc.stream_stream_rpc_method_handler(
             call, handler.request_deserializer, handler.response_serializer
         )
+
+    def _with_identity(
+        self, handler: grpc.RpcMethodHandler, method: str, identity: Identity
+    ) -> grpc.RpcMethodHandler:
+        """Return the handler, with this caller."""
+        behaviour = _behaviour(handler)
+        if inspect.isasyncgenfunction(behaviour):  # reflection, which asks for no caller
+            return handler
+
+        async def call(request: Any, context: Context) -> Any:
+            _caller.set(identity)
+            with self._recorded(method, identity, request, context):
+                return await behaviour(request, context)
+
+        make = (
+            grpc.unary_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.unary_unary_rpc_method_handler
+        )
+        return make(call, handler.request_deserializer, handler.response_serializer)
+
+    def _refusal(self, method: str, identity: Identity | None, error: RequestError) -> grpc.RpcMethodHandler:
+        """Return a handler that ends every call with this error, without reading a message."""
+
+        async def refuse(requests: Any, context: Context) -> None:
+            self._record_refusal(method, identity, error, context)
+            await abort(context, error)
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+    def _record_refusal(
+        self, method: str, identity: Identity | None, error: RequestError, context: Context
+    ) -> None:
+        self._audit.record(
+            AuditEntry(
+                who=identity.name if identity else NOBODY,
+                tenant=identity.tenant if identity else "",
+                method=method,
+                peer=context.peer() or "",
+                result=to_grpc_status(error).code.name,
+                detail=str(error),
+            )
+        )
+
+    @contextlib.contextmanager
+    def _recorded(self, method: str, identity: Identity, request: Any, context: Context) -> Iterator[None]:
+        """Record the call of `Admin` that is served within, and its end."""
+        if not method.startswith(f"/{_ADMIN}/"):
+            yield
+            return
+        unset = grpc.StatusCode.UNKNOWN
+        try:
+            yield
+            unset = grpc.StatusCode.OK
+        except asyncio.CancelledError:
+            unset = grpc.StatusCode.CANCELLED
+            raise
+        finally:
+            self._audit.record(
+                AuditEntry(
+                    who=identity.name,
+                    tenant=identity.tenant,
+                    method=method,
+                    what=as_dict(request),
+                    peer=context.peer() or "",
+                    result=(context.code() or unset).name,
+                    detail=context.details() or "",
+                )
+            )
+
+
+def _check(identity: Identity, access: MethodAccess) -> None:
+    if access not in ("identified", "open"):
+        require(identity, access)  # type: ignore[arg-type]  # a role
 
 
 async def abort(context: Context, error: RequestError) -> NoReturn:
@@ -154,33 +240,6 @@ async def abort(context: Context, error: RequestError) -> NoReturn:
     status = to_grpc_status(error)
     await context.abort(status.code, status.message, status.trailing_metadata)
     raise AssertionError("abort does not return")
-
-
-def _refusal(error: RequestError) -> grpc.RpcMethodHandler:
-    """Return a handler that ends every call with this error, without reading a message."""
-
-    async def refuse(requests: Any, context: Context) -> None:
-        await abort(context, error)
-
-    return grpc.stream_stream_rpc_method_handler(refuse)
-
-
-def _with_identity(handler: grpc.RpcMethodHandler, identity: Identity) -> grpc.RpcMethodHandler:
-    """Return the handler, with this caller."""
-    behaviour = _behaviour(handler)
-    if inspect.isasyncgenfunction(behaviour):  # reflection, which asks for no caller
-        return handler
-
-    async def call(request: Any, context: Context) -> Any:
-        _caller.set(identity)
-        return await behaviour(request, context)
-
-    make = (
-        grpc.unary_stream_rpc_method_handler
-        if handler.response_streaming
-        else grpc.unary_unary_rpc_method_handler
-    )
-    return make(call, handler.request_deserializer, handler.response_serializer)
 
 
 def _behaviour(handler: grpc.RpcMethodHandler) -> Any:

@@ -157,8 +157,14 @@ class BlockingAdminClient(BlockingCaller[AdminClient]):
     def explain(self, request_id: str, tenant: str | None = None) -> pb.ExplainResponse:
         return self._wait(self._client.explain(request_id, tenant))
 
-    def requests(self, limit: int | None = None) -> list[pb.RequestSummary]:
+    def requests(self, limit: int | None = None) -> pb.ListRequestsResponse:
         return self._wait(self._client.requests(limit))
+
+    def scale(self, replicas: Mapping[str, int], *, dry_run: bool = False) -> pb.ScaleResponse:
+        return self._wait(self._client.scale(replicas, dry_run=dry_run))
+
+    def release(self, pools: Sequence[str]) -> None:
+        return self._wait(self._client.release(pools))
 
     def store_stat(self) -> pb.StoreStatResponse:
         return self._wait(self._client.store_stat())

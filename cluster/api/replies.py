@@ -15,14 +15,16 @@ from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.errors import FieldViolation, InvalidRequestError
 from cluster.gateway.attempt import OutputDelta
+from cluster.gateway.fleet import Fleet, FleetStats, FoundRequest, ListedRequest
 from cluster.gateway.history import RequestHistory
 from cluster.gateway.replica_connections import ReplicaConnections, ReplicaView
-from cluster.gateway.request_manager import RequestInfo, RequestManager
+from cluster.gateway.request_manager import RequestManager
 from cluster.metrics.ended_request import Summary
 from cluster.metrics.gateway_counters import cached_by_tier, demand_message
 from cluster.metrics.replica_stats import load_of
 from cluster.proto import tandem_pb2 as pb
-from cluster.roster.messages import ReplicaRecord, RosterView
+from cluster.roster.messages import GatewayRecord, ReplicaRecord, RosterView
+from cluster.scaling.orders import OrderDone
 from cluster.text.preprocess import Preprocessor
 from kvtransfer.common.clock import Clock, let_others_run
 from kvtransfer.messages import ReplicaIdentity
@@ -54,9 +56,9 @@ class StatusService:
         stores: StoreAdmin,
         clock: Clock,
         history: RequestHistory,
-        gateway_id: str,
+        fleet: Fleet,
     ) -> None:
-        self._gateway_id = gateway_id
+        self._fleet = fleet
         self._history = history
         self._config = config
         self._requests = requests
@@ -68,6 +70,8 @@ class StatusService:
         self._versions = _versions()
         self._thread = StatusThread()
         self._status = Fresh(self._make_status, STATUS_S, clock)
+        # What happened at all gateways; as old as a status.
+        self.stats: Fresh[FleetStats] = Fresh(fleet.stats, STATUS_S, clock)
 
     def configure(self, config: ClusterConfig) -> None:
         """Take over the replica counts of another deploy."""
@@ -101,26 +105,16 @@ class StatusService:
         self._thread.close()
 
     async def _make_status(self) -> pb.StatusResponse:
-        now = self._clock.now()
+        stats, now = await self.stats.get(), self._clock.now()
         return await self._thread.add_replicas(
-            self._status_without_replicas(now), self._connections.views(), now
+            self._status_without_replicas(now, stats), self._connections.views(), now
         )
 
-    def _status_without_replicas(self, now: float) -> pb.StatusResponse:
+    def _status_without_replicas(self, now: float, stats: FleetStats) -> pb.StatusResponse:
         counters = self._requests.counters
         return pb.StatusResponse(
             model=self.model(),
-            gateways=[
-                pb.GatewayStatus(
-                    gateway_id=record.gateway_id,
-                    epoch=record.epoch,
-                    address=record.address,
-                    process_id=record.process_id,
-                    console=record.console,
-                    admin=record.admin,
-                )
-                for record in self._connections.gateways
-            ],
+            gateways=[_gateway(record, stats) for record in self._connections.gateways],
             uptime_s=now - self._started_at,
             versions=self._versions,
             num_running_requests=self._requests.num_running,
@@ -139,20 +133,45 @@ class StatusService:
             authentication=self._config.auth.mode,
         )
 
-    def explain(self, request_id: str, tenant: str | None) -> pb.ExplainResponse:
+    async def explain(self, request_id: str, tenant: str | None) -> pb.ExplainResponse:
         """Explain a request of the tenant (None: of any); raise `UnknownRequestError` when it is neither
-        running nor recent."""
-        return _explanation(self._requests.record(request_id, tenant), self._gateway_id)
+        running nor recent at any gateway."""
+        return _explanation(await self._fleet.explain(request_id, tenant))
 
-    def list_requests(self, request: pb.ListRequestsRequest, tenant: str | None) -> pb.ListRequestsResponse:
-        """List the running and recent requests of the tenant (None: of all), the latest arrivals first."""
+    async def list_requests(
+        self, request: pb.ListRequestsRequest, tenant: str | None
+    ) -> pb.ListRequestsResponse:
+        """List the running and recent requests of the tenant (None: of all) at all gateways, the latest
+        arrivals first."""
         limit = request.limit if request.HasField("limit") else DEFAULT_REQUESTS
         if not 1 <= limit <= MAX_REQUESTS:
             problem = f"must be from 1 to {MAX_REQUESTS}, not {limit}"
             raise InvalidRequestError(FieldViolation("limit", problem))
+        found = await self._fleet.latest(limit, tenant)
         now = self._clock.now()
-        found = self._requests.latest(limit, tenant)
-        return pb.ListRequestsResponse(requests=[_summary(it, now, self._gateway_id) for it in found])
+        requests = [_summary(it, now, gateway_id) for gateway_id, it in found.requests]
+        return pb.ListRequestsResponse(requests=requests, missing=found.missing)
+
+
+def scale_reply(done: OrderDone) -> pb.ScaleResponse:
+    """Return what an order changes."""
+    return pb.ScaleResponse(
+        pools=[
+            pb.PoolChange(
+                name=it.pool,
+                before=it.before,
+                after=it.after,
+                num_running=it.num_running,
+                states=it.states,
+                needed=it.needed,
+            )
+            for it in done.changes
+        ],
+        free=done.free or {},
+        free_known=done.free is not None,
+        shortages=done.shortages,
+        unsized_pools=done.unsized,
+    )
 
 
 def delta_of(delta: OutputDelta) -> pb.GenerateResponse:
@@ -215,8 +234,26 @@ def _timing(summary: Summary) -> pb.Timing:
     )
 
 
-def _summary(record: RequestInfo, now: float, gateway_id: str) -> pb.RequestSummary:
-    last = record.decisions[-1].decision if record.decisions else None
+def _gateway(record: GatewayRecord, stats: FleetStats) -> pb.GatewayStatus:
+    status = pb.GatewayStatus(
+        gateway_id=record.gateway_id,
+        epoch=record.epoch,
+        address=record.address,
+        process_id=record.process_id,
+        console=record.console,
+        admin=record.admin,
+    )
+    if (totals := stats.totals.get(record.gateway_id)) is not None:
+        status.num_running_requests = totals.num_running
+        status.num_finished_requests = totals.num_finished
+        status.num_failed_requests = totals.num_failed
+        status.num_cancelled_requests = totals.num_cancelled
+    else:
+        status.note = stats.missing.get(record.gateway_id, "has just started")
+    return status
+
+
+def _summary(record: ListedRequest, now: float, gateway_id: str) -> pb.RequestSummary:
     return pb.RequestSummary(
         request_id=record.request_id,
         tenant=record.tenant,
@@ -227,9 +264,9 @@ def _summary(record: RequestInfo, now: float, gateway_id: str) -> pb.RequestSumm
         e2e_ms=_span_ms(record.started_at, record.ended_at),
         num_prompt_tokens=record.num_prompt_tokens,
         num_output_tokens=record.num_output_tokens,
-        attempts=len(record.decisions),
-        prefill=last.prefill if last else "",
-        decode=last.decode if last else "",
+        attempts=record.num_attempts,
+        prefill=record.prefill,
+        decode=record.decode,
         gateway_id=gateway_id,
     )
 
@@ -238,11 +275,12 @@ def _span_ms(start: float, end: float) -> float | None:
     return 1e3 * (end - start) if end else None
 
 
-def _explanation(record: RequestInfo, gateway_id: str) -> pb.ExplainResponse:
+def _explanation(found: FoundRequest) -> pb.ExplainResponse:
+    record = found.info
     return pb.ExplainResponse(
         request_id=record.request_id,
         tenant=record.tenant,
-        gateway_id=gateway_id,
+        gateway_id=found.gateway_id,
         state=record.state,
         reason=record.reason,
         decisions=[_decision(item.attempt, item.decision) for item in record.decisions],

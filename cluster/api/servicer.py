@@ -31,7 +31,6 @@ class InferenceServicer:
 
     def __init__(
         self,
-        *,
         requests: RequestManager,
         connections: ReplicaConnections,
         texts: TextCalls,
@@ -90,7 +89,7 @@ class InferenceServicer:
             tenant = _tenant_of(caller_identity())
             if (reply := await self._traffic.explain(request, tenant, context)) is not None:
                 return reply
-            return self._status.explain(request.request_id, tenant)
+            return await self._status.explain(request.request_id, tenant)
         except RequestError as error:
             await abort(context, error)
 
@@ -98,7 +97,7 @@ class InferenceServicer:
         self, request: pb.ListRequestsRequest, context: Context
     ) -> pb.ListRequestsResponse:
         try:
-            return self._status.list_requests(request, _tenant_of(caller_identity()))
+            return await self._status.list_requests(request, _tenant_of(caller_identity()))
         except RequestError as error:
             await abort(context, error)
 

@@ -203,7 +203,7 @@ async def _cluster(
 
 def machine_checks() -> tuple[Check[CheckContext], ...]:
     """Return the checks of a machine, in the order in which they run."""
-    from cluster.doctor import hardware, limits, model, network, redis, storage
+    from cluster.doctor import access, hardware, limits, model, network, redis, storage, tls
 
     return (
         *model.CHECKS,
@@ -211,6 +211,8 @@ def machine_checks() -> tuple[Check[CheckContext], ...]:
         *hardware.CHECKS,
         *storage.CHECKS,
         *network.CHECKS,
+        *access.CHECKS,
+        *tls.CHECKS,
         *redis.CHECKS,
     )
 

@@ -1,4 +1,4 @@
-"""The console's data as JSON, taken from the gateway that serves the page."""
+"""The console's data as JSON: of the cluster, and of all its gateways."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cluster.api.replies import Fresh, StatusService
 from cluster.api.store_admin import STAT_S, StoreAdmin
 from cluster.config import ClusterConfig
 from cluster.errors import DashboardAwayError
-from cluster.gateway.request_manager import RequestInfo, RequestManager
+from cluster.gateway.fleet import Fleet, ListedRequest
 from cluster.metrics.curves import CURVE_S
 from cluster.proto import tandem_pb2 as pb
 from cluster.scaling.orders import Operations
@@ -37,7 +37,7 @@ class ConsoleApi:
         gateway_id: str,
         config: ClusterConfig,
         status: StatusService,
-        requests: RequestManager,
+        fleet: Fleet,
         stores: StoreAdmin,
         operations: Operations | None,
         clock: Clock,
@@ -45,8 +45,7 @@ class ConsoleApi:
         self._gateway_id = gateway_id
         self._config = config
         self._status_service = status
-        self._requests = requests
-        self._counters = requests.counters
+        self._fleet = fleet
         self._operations = operations
         self._clock = clock
         # The JSON of `tandem status --json`, without the paths.
@@ -66,30 +65,33 @@ class ConsoleApi:
             "autoscale": scaling.autoscale,
             "ttft_slo_s": scaling.ttft_slo_s,
             "itl_slo_s": scaling.itl_slo_s,
+            "auth": self._config.auth.mode,
             "dashboard": await self._dashboard_url(),
         }
 
     async def requests(self) -> dict[str, Any]:
-        """Return the running and recent requests of this gateway, the latest first."""
+        """Return the running and recent requests of all gateways, the latest first."""
+        found = await self._fleet.latest(MAX_REQUESTS, None)
         now = self._clock.now()
-        records = self._requests.latest(MAX_REQUESTS, None)
-        return {"requests": [_request(record, now) for record in records]}
+        requests = [_request(gateway_id, request, now) for gateway_id, request in found.requests]
+        return {"requests": requests, "missing": found.missing}
 
-    def explain(self, request_id: str) -> dict[str, Any]:
+    async def explain(self, request_id: str, tenant: str | None) -> dict[str, Any]:
         """Return what `tandem explain --json` prints; `UnknownRequestError` for an unknown request."""
-        return as_dict(self._status_service.explain(request_id, None))
+        return as_dict(await self._status_service.explain(request_id, tenant))
 
     async def curves(self) -> dict[str, Any]:
-        """Return TTFT and ITL at this gateway, second by second, and the sums of the last minute. A point is
-        [Unix time, median, 90th percentile], in seconds."""
-        now, wall = self._clock.now(), self._clock.wall()
-        curves = self._counters.curves(now, wall)
+        """Return TTFT and ITL at all gateways together, second by second, the sums of the last minute, and
+        the totals of each gateway. A point is [Unix time, median, 90th percentile], in seconds."""
+        stats = await self._status_service.stats.get()
         return {
-            "at": wall,
+            "at": self._clock.wall(),
             "span_s": CURVE_S,
-            "ttft": curves.ttft,
-            "itl": curves.itl,
-            "minute": msgspec.structs.asdict(self._counters.window(now)),
+            "ttft": stats.curves.ttft,
+            "itl": stats.curves.itl,
+            "minute": msgspec.structs.asdict(stats.minute),
+            "totals": {name: msgspec.structs.asdict(totals) for name, totals in stats.totals.items()},
+            "missing": stats.missing,
         }
 
     async def _dashboard_url(self) -> str:
@@ -120,22 +122,22 @@ class ConsoleApi:
         )
 
 
-def _request(record: RequestInfo, now: float) -> dict[str, Any]:
+def _request(gateway_id: str, request: ListedRequest, now: float) -> dict[str, Any]:
     """Times are milliseconds, null while not known; `age_s` counts from the request's arrival."""
-    last = record.decisions[-1].decision if record.decisions else None
     return {
-        "request_id": record.request_id,
-        "state": record.state,
-        "reason": record.reason,
-        "tenant": record.tenant,
-        "num_prompt_tokens": record.num_prompt_tokens,
-        "num_output_tokens": record.num_output_tokens,
-        "age_s": now - record.started_at,
-        "ttft_ms": _span_ms(record.started_at, record.first_token_at),
-        "e2e_ms": _span_ms(record.started_at, record.ended_at),
-        "attempts": len(record.decisions),
-        "prefill": last.prefill if last else "",
-        "decode": last.decode if last else "",
+        "request_id": request.request_id,
+        "gateway_id": gateway_id,
+        "state": request.state,
+        "reason": request.reason,
+        "tenant": request.tenant,
+        "num_prompt_tokens": request.num_prompt_tokens,
+        "num_output_tokens": request.num_output_tokens,
+        "age_s": now - request.started_at,
+        "ttft_ms": _span_ms(request.started_at, request.first_token_at),
+        "e2e_ms": _span_ms(request.started_at, request.ended_at),
+        "attempts": request.num_attempts,
+        "prefill": request.prefill,
+        "decode": request.decode,
     }
 
 

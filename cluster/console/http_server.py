@@ -1,103 +1,159 @@
-"""The console's HTTP server, in the gateway's event loop: the page, its JSON, orders, and which requests are
-refused."""
+"""The console's HTTP server, in the gateway's event loop: the page, its JSON, orders, who is signed in, and
+which requests are refused."""
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from importlib.resources import files
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
 
-from cluster.api.grpc_server import check_free
+from cluster.api.grpc_server import Certificate, check_free
 from cluster.api.replies import StatusService
 from cluster.api.store_admin import StoreAdmin
-from cluster.config import ClusterConfig, GatewayConfig
+from cluster.config import ClusterConfig
 from cluster.console.console_data import ConsoleApi
-from cluster.errors import HTTP_STATUS, RequestError, StartError, to_grpc_status
-from cluster.gateway.request_manager import RequestManager
+from cluster.errors import (
+    HTTP_STATUS,
+    FieldViolation,
+    InvalidRequestError,
+    OrderError,
+    RequestError,
+    StartError,
+    UnauthenticatedError,
+    to_grpc_status,
+)
+from cluster.gateway.fleet import Fleet
+from cluster.identity.access_control import AccessControl
+from cluster.identity.api_keys import split_key
+from cluster.identity.audit import NOBODY, OK, AuditEntry
+from cluster.identity.authenticator import Credentials, require
+from cluster.identity.identity import Identity, Role
+from cluster.identity.sessions import MAX_COOKIE_CHARS
 from cluster.scaling.orders import MAX_REPLICAS, Operations, ScalerOrders
 from kvtransfer.common.clock import Clock
 
 PATH = "/console"
+API = f"{PATH}/api"
 _KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _STOP_S = 1.0
+_MAX_KEY_CHARS = 256
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-AnOrder = TypeVar("AnOrder", bound="_Order")
+# Is told who sends the request.
+IdentifiedHandler = Callable[[web.Request, Identity], Awaitable[web.StreamResponse]]
+Method = Literal["GET", "POST"]
+RouteAccess = Role | Literal["open"]
+
+# What each route needs, of everything but the page's own files, which are open. The key of a route that is
+# registered without an entry here is an error at start.
+ROUTE_ACCESS: Mapping[tuple[Method, str], RouteAccess] = {
+    ("GET", f"{API}/session"): "open",
+    ("POST", f"{API}/sign-in"): "open",
+    ("POST", f"{API}/sign-out"): "open",
+    ("GET", f"{API}/about"): "viewer",
+    ("GET", f"{API}/status"): "viewer",
+    ("GET", f"{API}/paths"): "viewer",
+    ("GET", f"{API}/requests"): "viewer",
+    ("GET", f"{API}/explain"): "viewer",
+    ("GET", f"{API}/curves"): "viewer",
+    ("POST", f"{API}/scale"): "operator",
+    ("POST", f"{API}/release"): "operator",
+}
+
+
+class ConsoleServices(NamedTuple):
+    """What the console needs of its gateway."""
+
+    status: StatusService
+    fleet: Fleet
+    stores: StoreAdmin
+    operations: Operations | None
+    access: AccessControl
 
 
 def open_console(
-    gateway_id: str,
-    config: ClusterConfig,
-    status: StatusService,
-    requests: RequestManager,
-    stores: StoreAdmin,
-    operations: Operations | None,
-    clock: Clock,
+    gateway_id: str, config: ClusterConfig, services: ConsoleServices, clock: Clock
 ) -> Console | None:
     """Return the console of a gateway, not yet listening; None where none is configured."""
-    gateway = config.gateway
-    if gateway.console_port is None:
+    port = config.gateway.console_port
+    if port is None:
         return None
     api = ConsoleApi(
         gateway_id=gateway_id,
         config=config,
-        status=status,
-        requests=requests,
-        stores=stores,
-        operations=operations,
+        status=services.status,
+        fleet=services.fleet,
+        stores=services.stores,
+        operations=services.operations,
         clock=clock,
     )
-    return Console(gateway, gateway.console_port, api, ScalerOrders(operations))
+    return Console(config, port, api, services)
 
 
-class _Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of what the page sends: JSON objects with these fields and no other."""
 
 
-class _Scale(_Order, frozen=True):
+class _SignIn(_Body, frozen=True):
+    key: Annotated[str, msgspec.Meta(min_length=1, max_length=_MAX_KEY_CHARS)]
+
+
+class _SignOut(_Body, frozen=True):
+    pass
+
+
+class _Scale(_Body, frozen=True):
     pool: str
     replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_REPLICAS)]
 
 
-class _Release(_Order, frozen=True):
+class _Release(_Body, frozen=True):
     pool: str
 
 
-class Console:
-    """Serves the console from `start` to `stop`. Requests are not logged: headers may carry credentials."""
+B = TypeVar("B", bound=_Body)
 
-    def __init__(self, gateway: GatewayConfig, port: int, api: ConsoleApi, orders: ScalerOrders) -> None:
+
+class Console:
+    """Serves the console from `start` to `stop`. Requests are not logged: headers carry credentials."""
+
+    def __init__(self, config: ClusterConfig, port: int, api: ConsoleApi, services: ConsoleServices) -> None:
+        gateway = config.gateway
         self._host = gateway.host
         self._port = port
         self._takes_over = gateway.takes_over
         self._names = frozenset(name.lower() for name in (gateway.host, *gateway.console_hosts))
         self._api = api
-        self._orders = orders
-        app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
-        app.add_routes(
-            [
-                web.get("/", _to_page),
-                web.get(f"{PATH}/", _to_page),
-                web.get(PATH, _file("index.html")),
-                web.get(f"{PATH}/api/about", _answers(api.about)),
-                web.get(f"{PATH}/api/status", _answers(api.status.get)),
-                web.get(f"{PATH}/api/paths", _answers(api.paths.get)),
-                web.get(f"{PATH}/api/requests", _answers(api.requests)),
-                web.get(f"{PATH}/api/explain", self._explain),
-                web.get(f"{PATH}/api/curves", _answers(api.curves)),
-                web.post(f"{PATH}/api/scale", _obeys(_Scale, self._scale)),
-                web.post(f"{PATH}/api/release", _obeys(_Release, self._release)),
-            ]
+        self._orders = ScalerOrders(services.operations)
+        self._access = services.access
+        self._fleet = services.fleet
+        self._certificate = (
+            Certificate(gateway.tls_cert_file, gateway.tls_key_file)
+            if gateway.tls_cert_file is not None and gateway.tls_key_file is not None
+            else None
         )
+        # Cookies know hosts and no ports, so the name tells the applications of a host apart.
+        prefix = "" if self._certificate is None else "__Host-"
+        self._cookie = f"{prefix}tandem-session-{config.app}"
+        app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
+        app.router.add_get("/", _to_page)
+        app.router.add_get(f"{PATH}/", _to_page)
+        app.router.add_get(PATH, _file("index.html"))
         for name in sorted(entry.name for entry in (files("cluster.console") / "static").iterdir()):
             if name != "index.html":
                 app.router.add_get(f"{PATH}/{name}", _file(name))
+        for (method, path), open_handler in self._open_handlers().items():
+            assert ROUTE_ACCESS[method, path] == "open"
+            app.router.add_route(method, path, open_handler)
+        for (method, path), handler in self._handlers().items():
+            app.router.add_route(method, path, self._allowed(ROUTE_ACCESS[method, path], handler))
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_STOP_S)
 
     async def start(self, *, is_shared: bool = False) -> int:
@@ -105,10 +161,12 @@ class Console:
         that this one takes over from listens there."""
         await self._runner.setup()
         may_share = self._takes_over and self._port != 0
+        tls = None if self._certificate is None else self._certificate.ssl_context()
         try:
             if may_share and not is_shared:
                 check_free(self._host, self._port)
-            await web.TCPSite(self._runner, self._host, self._port, reuse_port=may_share).start()
+            site = web.TCPSite(self._runner, self._host, self._port, reuse_port=may_share, ssl_context=tls)
+            await site.start()
         except OSError as error:
             await self._runner.cleanup()
             raise StartError(
@@ -119,6 +177,26 @@ class Console:
 
     async def stop(self) -> None:
         await self._runner.cleanup()
+
+    def _open_handlers(self) -> dict[tuple[Method, str], Handler]:
+        return {
+            ("GET", f"{API}/session"): self._session,
+            ("POST", f"{API}/sign-in"): self._sign_in,
+            ("POST", f"{API}/sign-out"): self._sign_out,
+        }
+
+    def _handlers(self) -> dict[tuple[Method, str], IdentifiedHandler]:
+        api = self._api
+        return {
+            ("GET", f"{API}/about"): _answers(api.about),
+            ("GET", f"{API}/status"): _answers(api.status.get),
+            ("GET", f"{API}/paths"): _answers(api.paths.get),
+            ("GET", f"{API}/requests"): _answers(api.requests),
+            ("GET", f"{API}/explain"): self._explain,
+            ("GET", f"{API}/curves"): _answers(api.curves),
+            ("POST", f"{API}/scale"): self._scale,
+            ("POST", f"{API}/release"): self._release,
+        }
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -140,43 +218,156 @@ class Console:
         response.headers.update(HEADERS)
         return response
 
-    async def _explain(self, request: web.Request) -> web.Response:
+    # -------------------------------------------------------------------------------- who is signed in
+
+    def _allowed(self, access: RouteAccess, handler: IdentifiedHandler) -> Handler:
+        """Return the handler for those who have the role."""
+        assert access != "open"
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            identity: Identity | None = None
+            try:
+                identity = self._identify(request)
+                require(identity, access)
+            except RequestError as error:
+                self._record(request, identity, error=error)
+                raise
+            return await handler(request, identity)
+
+        return answer
+
+    def _identify(self, request: web.Request) -> Identity:
+        """Return who sends the request: by the header that programs send, or by the session's cookie."""
+        authenticator = self._access.authenticator
+        if not authenticator.is_required or "Authorization" in request.headers:
+            return authenticator.identify(Credentials(request.headers.get("Authorization", "")))
+        if cookie := request.cookies.get(self._cookie):
+            return self._access.sessions.identify(cookie[: MAX_COOKIE_CHARS + 1])
+        raise UnauthenticatedError("sign in with an API key")
+
+    async def _session(self, request: web.Request) -> web.Response:
+        """Answer who is signed in, also to nobody."""
+        try:
+            identity: Identity | None = self._identify(request)
+        except RequestError:
+            identity = None
+        return _json(self._session_fields(identity))
+
+    async def _sign_in(self, request: web.Request) -> web.Response:
+        if not self._access.authenticator.is_required:
+            raise OrderError("there is nothing to sign in to: auth.mode is none")
+        body = await _read(request, _SignIn)
+        key_id, _ = split_key(body.key) or ("", "")
+        try:
+            session = self._access.sessions.begin(body.key)
+        except RequestError as error:
+            self._record(request, None, {"key_id": key_id}, error=error)
+            raise
+        self._record(request, session.identity, {"lifetime_s": round(session.lifetime_s)})
+        response = _json(self._session_fields(session.identity))
+        response.set_cookie(
+            self._cookie,
+            session.cookie,
+            max_age=round(session.lifetime_s),
+            path="/",
+            httponly=True,
+            samesite="Strict",
+            secure=self._certificate is not None,
+        )
+        return response
+
+    async def _sign_out(self, request: web.Request) -> web.Response:
+        """End the session at all gateways, and have the browser forget its cookie."""
+        await _read(request, _SignOut)
+        if cookie := request.cookies.get(self._cookie):
+            try:
+                who = self._access.sessions.identify(cookie)
+                ended = self._access.sessions.end(cookie)
+                missing = await self._fleet.end_session(ended)
+                self._record(request, who, {"not_reached": ", ".join(sorted(missing))} if missing else {})
+            except UnauthenticatedError:
+                pass  # it was over already
+        response = _json(self._session_fields(None))
+        response.del_cookie(self._cookie, path="/", secure=self._certificate is not None, httponly=True)
+        return response
+
+    def _session_fields(self, identity: Identity | None) -> dict[str, Any]:
+        shown = identity and {
+            "name": identity.name,
+            "tenant": identity.tenant,
+            "roles": sorted({role for role in ("user", "viewer", "operator") if identity.has_role(role)}),
+        }
+        return {"auth": self._access.config.mode, "insecure": self._access.config.insecure, "identity": shown}
+
+    # ------------------------------------------------------------------------------ questions and orders
+
+    async def _explain(self, request: web.Request, identity: Identity) -> web.Response:
         request_id = request.query.get("id", "")
         if not request_id:
-            return _error(400, "id: name the request, as in /console/api/explain?id=...")
-        return _json(self._api.explain(request_id))
+            problem = "name the request, as in /console/api/explain?id=..."
+            raise InvalidRequestError(FieldViolation("id", problem))
+        return _json(await self._api.explain(request_id, request.query.get("tenant")))
 
-    async def _scale(self, order: _Scale) -> str:
+    async def _scale(self, request: web.Request, identity: Identity) -> web.Response:
+        order = await _read(request, _Scale)
+        what = {"pool": order.pool, "replicas": order.replicas}
+        with self._recorded(request, identity, what):
+            done = await self._orders.scale({order.pool: order.replicas}, by=identity.name)
         noun = "replica" if order.replicas == 1 else "replicas"
-        done = await self._orders.scale({order.pool: order.replicas}, by="local")
         if all(change.is_pin for change in done.changes):
-            return f"pool {order.pool} keeps its {order.replicas} {noun}: it is pinned"
-        return f"pool {order.pool} will have {order.replicas} {noun}"
+            return _json({"message": f"pool {order.pool} keeps its {order.replicas} {noun}: it is pinned"})
+        return _json({"message": f"pool {order.pool} will have {order.replicas} {noun}"})
 
-    async def _release(self, order: _Release) -> str:
-        await self._orders.release([order.pool], by="local")
-        return f"pool {order.pool} is released"
+    async def _release(self, request: web.Request, identity: Identity) -> web.Response:
+        order = await _read(request, _Release)
+        with self._recorded(request, identity, {"pool": order.pool}):
+            await self._orders.release([order.pool], by=identity.name)
+        return _json({"message": f"pool {order.pool} is released"})
+
+    @contextlib.contextmanager
+    def _recorded(
+        self, request: web.Request, identity: Identity, what: Mapping[str, object]
+    ) -> Iterator[None]:
+        """Record what is done within, and how it ended."""
+        try:
+            yield
+        except RequestError as error:
+            self._record(request, identity, what, error=error)
+            raise
+        self._record(request, identity, what)
+
+    def _record(
+        self,
+        request: web.Request,
+        identity: Identity | None,
+        what: Mapping[str, object] | None = None,
+        *,
+        error: RequestError | None = None,
+    ) -> None:
+        entry = AuditEntry(
+            who=identity.name if identity else NOBODY,
+            tenant=identity.tenant if identity else "",
+            method=request.path.removeprefix("/").replace("/api/", "/"),
+            what=what or {},
+            peer=request.remote or "",
+            result=to_grpc_status(error).code.name if error else OK,
+            detail=str(error) if error else "",
+        )
+        self._access.audit.record(entry)
 
 
-def _answers(read: Callable[[], Awaitable[dict[str, Any] | str]]) -> Handler:
+async def _read(request: web.Request, kind: type[B]) -> B:
+    try:
+        return msgspec.json.decode(await request.read(), type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(FieldViolation("body", f"cannot be read: {error}")) from error
+
+
+def _answers(read: Callable[[], Awaitable[dict[str, Any] | str]]) -> IdentifiedHandler:
     """Return a handler that answers with what `read` returns: JSON, or the fields of a JSON object."""
 
-    async def answer(request: web.Request) -> web.Response:
+    async def answer(request: web.Request, identity: Identity) -> web.Response:
         return _json(await read())
-
-    return answer
-
-
-def _obeys(kind: type[AnOrder], obey: Callable[[AnOrder], Awaitable[str]]) -> Handler:
-    """Return a handler that reads an order of this kind, has it carried out, and answers with a text for the
-    operator."""
-
-    async def answer(request: web.Request) -> web.Response:
-        try:
-            order = msgspec.json.decode(await request.read(), type=kind)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            return _error(400, f"the order cannot be read: {error}")
-        return _json({"message": await obey(order)})
 
     return answer
 
@@ -208,11 +399,10 @@ def _error(status: int, reason: str) -> web.Response:
 # ----------------------------------------------------------------------------------------------
 # Which HTTP requests the console answers at all: pure functions over headers.
 #
-# Reading needs no sign-in, so a page of another site must be kept from reading (DNS rebinding: its name leads
-# here) and from sending orders (by a form or a script).
+# Where nobody need sign in, a page of another site must be kept from reading (DNS rebinding: its name leads
+# here); and always from sending orders in the name of who is signed in (by a form or a script).
 
 MAX_BODY_BYTES = 4096
-MAX_TOKEN_CHARS = 4096
 # On every answer: the page loads and reaches nothing but this console, and no other page frames or reads it.
 HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -258,14 +448,6 @@ def refused_order(headers: Mapping[str, str]) -> tuple[int, str] | None:
     if headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
         return 403, "orders from pages of other sites are not taken"
     return None
-
-
-def bearer_token(authorization: str) -> str:
-    """Return the token of the Authorization header; "" where there is none, or none that could be one."""
-    scheme, _, token = authorization.strip().partition(" ")
-    token = token.strip()
-    is_sane = token.isascii() and token.isprintable() and len(token) <= MAX_TOKEN_CHARS
-    return token if scheme.lower() == "bearer" and is_sane else ""
 
 
 def _name(host: str) -> str | None:

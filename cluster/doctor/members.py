@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cluster.doctor.checks import Check, CheckResult, Figures, Live, error, note, ok, warning
+from cluster.config import LOOPBACK
+from cluster.doctor.checks import Check, CheckResult, Figures, GatewayReply, Live, error, note, ok, warning
 
 GROUP = "members"
 # Replicas report several times a second.
@@ -13,6 +14,7 @@ _YOUNG_S = 300.0
 # A gateway that runs for so long has seen the first start of all replicas.
 _SETTLED_S = 600.0
 _MAX_SKEW_S = 1.0
+_LOCAL = tuple(f"{host}:" for host in LOOPBACK)
 
 
 def replicas(live: Live) -> Iterator[CheckResult]:
@@ -167,6 +169,27 @@ def versions(live: Live) -> Iterator[CheckResult]:
         yield ok(f"all gateways have {listed}")
 
 
+def authentication(live: Live) -> Iterator[CheckResult]:
+    """Check that the gateways authenticate their callers."""
+    answering = [reply for reply in live.gateways if reply.status is not None]
+    unasked = [reply.address for reply in answering if _mode(reply) == "none"]
+    if unasked:
+        are_local = all(address.removeprefix("tls://").startswith(_LOCAL) for address in unasked)
+        say = note if are_local else warning
+        yield say(
+            f"callers are NOT authenticated at {', '.join(unasked)} (auth.mode none)",
+            "whoever reaches it is served, names any tenant and administers the cluster",
+            "`tandem key new`, then auth.keys_file and auth.mode: required (docs/security.md)",
+            num_gateways=len(unasked),
+        )
+    elif answering:
+        yield ok(f"{len(answering)} of {len(live.gateways)} gateways authenticate their callers")
+
+
+def _mode(reply: GatewayReply) -> str:
+    return "" if reply.status is None else reply.status.authentication
+
+
 def traffic(live: Live) -> Iterator[CheckResult]:
     shares = dict(live.status.traffic)
     if shares:
@@ -183,5 +206,6 @@ CHECKS = (
     Check("gateways", GROUP, "Gateways that do not answer, or only one", gateways),
     Check("clocks", GROUP, "Clocks of the gateways' hosts against this one", clocks),
     Check("versions", GROUP, "Versions that differ between gateways", versions),
+    Check("authentication", GROUP, "Whether the gateways authenticate their callers", authentication),
     Check("traffic", GROUP, "Requests passed on to another application", traffic),
 )

@@ -1,17 +1,12 @@
-"""Ports, addresses and clock of this machine, the Ray cluster to join, the secret, the gateway's
-certificate."""
+"""Ports, addresses and clock of this machine, and the Ray cluster to join."""
 
 from __future__ import annotations
 
 import errno
 import socket
-import ssl
 import stat
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
-
-from cryptography import x509
 
 from cluster.config import LOOPBACK
 from cluster.doctor.checks import Check, CheckContext, CheckResult, error, note, ok, warning
@@ -171,33 +166,6 @@ def ray_cluster(context: CheckContext) -> Iterator[CheckResult]:
     )
 
 
-def secret(context: CheckContext) -> Iterator[CheckResult]:
-    path = context.config.secret_file
-    if path is None:
-        return
-    try:
-        num_bytes, mode = len(path.read_bytes().strip()), stat.S_IMODE(path.stat().st_mode)
-    except OSError as problem:
-        yield error(
-            f"secret_file: {problem}", "the cluster does not start", "create it, or leave secret_file out"
-        )
-        return
-    if num_bytes < MIN_TOKEN_CHARS:
-        yield error(
-            f"secret_file: {path} has {num_bytes} bytes",
-            "the cluster does not start",
-            f"`openssl rand -hex 32 > {path}`",
-        )
-    elif mode & 0o077:
-        yield warning(
-            f"secret_file: {path} has the mode {mode:04o}",
-            "who can read it can read every prompt and write KV",
-            f"`chmod 600 {path}`",
-        )
-    else:
-        yield ok(f"secret_file: {path} has {num_bytes} bytes")
-
-
 def _bind(host: str, port: int) -> int:
     """Return 0, or the number of the error; a port that is only closing counts as free, as for the
     gateway."""
@@ -215,68 +183,6 @@ def _bind(host: str, port: int) -> int:
     return 0
 
 
-# ----------------------------------------------------------------------------------------------
-# The gateway's certificate: readable, with its key, valid, and for which names.
-
-_SOON_DAYS = 14.0
-_DAY_S = 86_400.0
-_NOT_STARTED = "the gateways do not start"
-
-
-def tls(context: CheckContext) -> Iterator[CheckResult]:
-    gateway = context.config.gateway
-    cert_file, key_file = gateway.tls_cert_file, gateway.tls_key_file
-    if cert_file is None or key_file is None:
-        if gateway.host not in LOOPBACK:
-            yield note(
-                f"the gateways speak no TLS, and listen on {gateway.host}",
-                "prompts and answers can be read on the way, and whoever reaches the port is served",
-                "gateway.tls_cert_file and tls_key_file, or a network that only clients reach",
-            )
-        return
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert_file, key_file)
-        leaf = x509.load_pem_x509_certificates(cert_file.read_bytes())[0]
-        mode = stat.S_IMODE(key_file.stat().st_mode)
-    except (OSError, ValueError) as problem:  # ssl.SSLError is an OSError
-        yield error(
-            f"gateway.tls_cert_file {cert_file} with tls_key_file {key_file}: {problem}",
-            _NOT_STARTED,
-            "name a PEM chain, the gateway's own first, and the PEM key of that one, without a password",
-        )
-        return
-    if mode & 0o007:
-        yield warning(
-            f"gateway.tls_key_file {key_file} has the mode {mode:04o}",
-            "every user of this machine can read the key, and pass for the gateway",
-            f"`chmod 600 {key_file}`",
-        )
-    yield from _validity(leaf, datetime.fromtimestamp(context.clock.wall(), UTC))
-
-
-def _validity(leaf: x509.Certificate, now: datetime) -> Iterator[CheckResult]:
-    begins, ends = leaf.not_valid_before_utc, leaf.not_valid_after_utc
-    days = (ends - now).total_seconds() / _DAY_S
-    seen = f"the gateway's certificate is for {_names(leaf)}, valid until {ends:%Y-%m-%d}"
-    why, remedy = "clients refuse it", "renew the files: a running gateway reads them again"
-    if days <= 0:
-        yield error(f"{seen}: expired", why, remedy, days_left=round(days, 1))
-    elif begins > now:
-        yield error(f"{seen}: not valid before {begins:%Y-%m-%d %H:%M} UTC", why, "see to the clock, or wait")
-    elif days < _SOON_DAYS:
-        yield warning(f"{seen}, {days:.0f} days from now", f"then {why}", remedy, days_left=round(days, 1))
-    else:
-        yield ok(seen, days_left=round(days, 1))
-
-
-def _names(leaf: x509.Certificate) -> str:
-    try:
-        names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
-        return "no name (it has no subjectAltName, so that most clients refuse it)"
-    return ", ".join(str(name.value) for name in names)
-
-
 CHECKS = (
     Check(
         "ports",
@@ -287,6 +193,4 @@ CHECKS = (
     Check("clock", GROUP, "Whether the clock is synchronized", clock),
     Check("ray-token", GROUP, "Ray's token: there, not empty, readable by its owner only", ray_token),
     Check("ray-cluster", GROUP, "Whether something answers at the Ray address to join", ray_cluster),
-    Check("secret", GROUP, "The cluster's secret file", secret),
-    Check("tls", GROUP, "The gateway's certificate and key: a pair, readable, not expired", tls),
 )

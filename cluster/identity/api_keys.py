@@ -29,6 +29,7 @@ from cluster.identity.identity import MAX_PRIORITY, Identity, Role
 KEY_PREFIX = "tandem_"
 SALT_BYTES, SECRET_BYTES, ID_BYTES = 16, 32, 5
 KEYS_FILE_MODE = 0o600
+_MARK_CHARS = 16
 
 _KEY = re.compile(r"tandem_([a-z2-7]{8})_([A-Za-z0-9_-]{43})")
 _HEADER = "# API keys of a Tandem cluster: `tandem key` writes this file. Secrets are hashed, not kept.\n"
@@ -59,6 +60,11 @@ class KeyEntry(BaseModel):
             return None
         zoned = self.expires if self.expires.tzinfo is not None else self.expires.replace(tzinfo=UTC)
         return zoned.timestamp()
+
+    @property
+    def mark(self) -> str:
+        """What another key of the same id has another one of; it tells nothing of the secret."""
+        return hashlib.sha256(f"{self.salt}{self.hash}".encode()).hexdigest()[:_MARK_CHARS]
 
     def opens_with(self, secret: str) -> bool:
         """Whether this is the key's secret; takes the same time for every answer."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from cluster.identity.watched_file import WatchedFile
 from kvtransfer.common.clock import Clock
 
 MAX_AUTHORIZATION_CHARS = 16 << 10
+# Called with the setting whose file was read again, and with what has changed in it.
+OnReload = Callable[[str, Mapping[str, str]], None]
 _REMEDY = "send the metadata `authorization: Bearer KEY`"
 
 
@@ -59,14 +62,44 @@ class Authenticator:
             return identify_certificate(credentials.certificate_names, self.config.certificates, self.config)
         raise UnauthenticatedError(f"no credentials: {_REMEDY}")
 
+    def key_entry(self, api_key: str) -> KeyEntry:
+        """Return the entry of this API key; `UnauthenticatedError` when it is not valid."""
+        key_id, secret = split_key(api_key) or ("", "")
+        entry = self._keys.content.get(key_id) if self._keys is not None else None
+        if not (entry or NO_ENTRY).opens_with(secret) or entry is None:
+            raise UnauthenticatedError("the key or token is not valid here")
+        return self._unexpired(entry)
+
+    def recheck(self, key_id: str, mark: str) -> Identity:
+        """Return who signed in with a key that was valid then, by its id and mark; `UnauthenticatedError`
+        when it is not valid any more."""
+        entry = self._keys.content.get(key_id) if self._keys is not None else None
+        if entry is None or entry.mark != mark:
+            raise UnauthenticatedError("the key of this session is not valid any more")
+        return self._unexpired(entry).identity(self.config)
+
     def reload(self) -> None:
         """Read the files that have changed; blocks."""
         for file in self._files():
             file.reload()
 
-    async def follow(self) -> None:
+    async def follow(self, on_reload: OnReload | None = None) -> None:
         """Keep the contents of all files up to date, until cancelled."""
-        await asyncio.gather(*(file.follow(self._clock) for file in self._files()))
+        follows = []
+        if (keys := self._keys) is not None:
+            before = keys.content
+
+            def on_keys() -> None:
+                nonlocal before
+                before, last = keys.content, before
+                if on_reload is not None:
+                    on_reload("auth.keys_file", _key_changes(last, before))
+
+            follows.append(keys.follow(self._clock, on_keys))
+        if self._jwt is not None:
+            on_issuer = functools.partial(on_reload, "auth.jwt.keys_file", {}) if on_reload else None
+            follows.append(self._jwt.keys.follow(self._clock, on_issuer))
+        await asyncio.gather(*follows)
 
     def _files(self) -> list[WatchedFile[Any]]:
         issuer = self._jwt.keys if self._jwt is not None else None
@@ -74,20 +107,27 @@ class Authenticator:
 
     def _by_token(self, token: str) -> Identity:
         if token.startswith(KEY_PREFIX) and self._keys is not None:
-            return self._by_key(token, self._keys.content)
+            return self.key_entry(token).identity(self.config)
         if self._jwt is not None and not token.startswith(KEY_PREFIX):
             return self._jwt.identify(token)
         raise UnauthenticatedError("the key or token is not valid here")
 
-    def _by_key(self, token: str, entries: Mapping[str, KeyEntry]) -> Identity:
-        key_id, secret = split_key(token) or ("", "")
-        entry = entries.get(key_id)
-        if not (entry or NO_ENTRY).opens_with(secret) or entry is None:
-            raise UnauthenticatedError("the key or token is not valid here")
+    def _unexpired(self, entry: KeyEntry) -> KeyEntry:
         expires_at = entry.expires_at
         if expires_at is not None and self._clock.wall() >= expires_at:
             raise UnauthenticatedError(f"the key {entry.id} has expired")
-        return entry.identity(self.config)
+        return entry
+
+
+def _key_changes(before: Mapping[str, KeyEntry], after: Mapping[str, KeyEntry]) -> dict[str, str]:
+    """Return the ids of the keys that came, went and were changed."""
+    both = before.keys() & after.keys()
+    ids = {
+        "added": after.keys() - before.keys(),
+        "removed": before.keys() - after.keys(),
+        "changed": {key_id for key_id in both if before[key_id] != after[key_id]},
+    }
+    return {kind: ", ".join(sorted(found)) for kind, found in ids.items() if found}
 
 
 def require(identity: Identity, role: Role) -> None:

@@ -617,20 +617,30 @@ class Path(_message.Message):
     def __init__(self, peer_replica_id: _Optional[str] = ..., rank: _Optional[int] = ..., peer_rank: _Optional[int] = ..., transport: _Optional[str] = ..., gb_s: _Optional[float] = ..., latency_us: _Optional[float] = ..., device: _Optional[str] = ..., instead_of: _Optional[str] = ...) -> None: ...
 
 class GatewayStatus(_message.Message):
-    __slots__ = ("gateway_id", "epoch", "address", "process_id", "console", "admin")
+    __slots__ = ("gateway_id", "epoch", "address", "process_id", "console", "admin", "num_running_requests", "num_finished_requests", "num_failed_requests", "num_cancelled_requests", "note")
     GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
     CONSOLE_FIELD_NUMBER: _ClassVar[int]
     ADMIN_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FINISHED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FAILED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CANCELLED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
     gateway_id: str
     epoch: int
     address: str
     process_id: int
     console: str
     admin: str
-    def __init__(self, gateway_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., process_id: _Optional[int] = ..., console: _Optional[str] = ..., admin: _Optional[str] = ...) -> None: ...
+    num_running_requests: int
+    num_finished_requests: int
+    num_failed_requests: int
+    num_cancelled_requests: int
+    note: str
+    def __init__(self, gateway_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., process_id: _Optional[int] = ..., console: _Optional[str] = ..., admin: _Optional[str] = ..., num_running_requests: _Optional[int] = ..., num_finished_requests: _Optional[int] = ..., num_failed_requests: _Optional[int] = ..., num_cancelled_requests: _Optional[int] = ..., note: _Optional[str] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("request_id", "tenant")
@@ -717,10 +727,19 @@ class ListRequestsRequest(_message.Message):
     def __init__(self, limit: _Optional[int] = ...) -> None: ...
 
 class ListRequestsResponse(_message.Message):
-    __slots__ = ("requests",)
+    __slots__ = ("requests", "missing")
+    class MissingEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
     requests: _containers.RepeatedCompositeFieldContainer[RequestSummary]
-    def __init__(self, requests: _Optional[_Iterable[_Union[RequestSummary, _Mapping[str, object]]]] = ...) -> None: ...
+    missing: _containers.ScalarMap[str, str]
+    def __init__(self, requests: _Optional[_Iterable[_Union[RequestSummary, _Mapping[str, object]]]] = ..., missing: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class RequestSummary(_message.Message):
     __slots__ = ("request_id", "tenant", "state", "reason", "age_s", "ttft_ms", "e2e_ms", "num_prompt_tokens", "num_output_tokens", "attempts", "prefill", "decode", "gateway_id")
@@ -753,30 +772,80 @@ class RequestSummary(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., age_s: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., e2e_ms: _Optional[float] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., prefill: _Optional[str] = ..., decode: _Optional[str] = ..., gateway_id: _Optional[str] = ...) -> None: ...
 
 class ScaleRequest(_message.Message):
-    __slots__ = ("pool", "replicas")
-    POOL_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("replicas", "dry_run")
+    class ReplicasEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
-    pool: str
-    replicas: int
-    def __init__(self, pool: _Optional[str] = ..., replicas: _Optional[int] = ...) -> None: ...
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    replicas: _containers.ScalarMap[str, int]
+    dry_run: bool
+    def __init__(self, replicas: _Optional[_Mapping[str, int]] = ..., dry_run: _Optional[bool] = ...) -> None: ...
 
 class ScaleResponse(_message.Message):
-    __slots__ = ("message",)
-    MESSAGE_FIELD_NUMBER: _ClassVar[int]
-    message: str
-    def __init__(self, message: _Optional[str] = ...) -> None: ...
+    __slots__ = ("pools", "free", "free_known", "shortages", "unsized_pools")
+    class FreeEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    FREE_KNOWN_FIELD_NUMBER: _ClassVar[int]
+    SHORTAGES_FIELD_NUMBER: _ClassVar[int]
+    UNSIZED_POOLS_FIELD_NUMBER: _ClassVar[int]
+    pools: _containers.RepeatedCompositeFieldContainer[PoolChange]
+    free: _containers.ScalarMap[str, float]
+    free_known: bool
+    shortages: _containers.RepeatedScalarFieldContainer[str]
+    unsized_pools: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, pools: _Optional[_Iterable[_Union[PoolChange, _Mapping[str, object]]]] = ..., free: _Optional[_Mapping[str, float]] = ..., free_known: _Optional[bool] = ..., shortages: _Optional[_Iterable[str]] = ..., unsized_pools: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class PoolChange(_message.Message):
+    __slots__ = ("name", "before", "after", "num_running", "states", "needed")
+    class StatesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class NeededEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
+    NEEDED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    before: int
+    after: int
+    num_running: int
+    states: _containers.ScalarMap[str, int]
+    needed: _containers.ScalarMap[str, float]
+    def __init__(self, name: _Optional[str] = ..., before: _Optional[int] = ..., after: _Optional[int] = ..., num_running: _Optional[int] = ..., states: _Optional[_Mapping[str, int]] = ..., needed: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("pool",)
-    POOL_FIELD_NUMBER: _ClassVar[int]
-    pool: str
-    def __init__(self, pool: _Optional[str] = ...) -> None: ...
+    __slots__ = ("pools",)
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    pools: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, pools: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ReleaseResponse(_message.Message):
-    __slots__ = ("message",)
-    MESSAGE_FIELD_NUMBER: _ClassVar[int]
-    message: str
-    def __init__(self, message: _Optional[str] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class TrafficRequest(_message.Message):
     __slots__ = ("weights",)

@@ -369,6 +369,16 @@ class AdminStub:
                 request_serializer=tandem__pb2.StorePurgeRequest.SerializeToString,
                 response_deserializer=tandem__pb2.StorePurgeResponse.FromString,
                 _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/tandem.v1.Admin/Scale',
+                request_serializer=tandem__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=tandem__pb2.ScaleResponse.FromString,
+                _registered_method=True)
+        self.Release = channel.unary_unary(
+                '/tandem.v1.Admin/Release',
+                request_serializer=tandem__pb2.ReleaseRequest.SerializeToString,
+                response_deserializer=tandem__pb2.ReleaseResponse.FromString,
+                _registered_method=True)
         self.Traffic = channel.unary_unary(
                 '/tandem.v1.Admin/Traffic',
                 request_serializer=tandem__pb2.TrafficRequest.SerializeToString,
@@ -438,6 +448,21 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Scale(self, request, context):
+        """Set how many replicas pools have, until they are released. Answered when Ray Serve has taken the order, not
+        when the replicas are there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Release(self, request, context):
+        """Let the autoscaler change pools again. Their counts stay until somebody changes them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Traffic(self, request, context):
         """Split this application's requests between the applications of the Ray cluster.
         """
@@ -487,6 +512,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.StorePurge,
                     request_deserializer=tandem__pb2.StorePurgeRequest.FromString,
                     response_serializer=tandem__pb2.StorePurgeResponse.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=tandem__pb2.ScaleRequest.FromString,
+                    response_serializer=tandem__pb2.ScaleResponse.SerializeToString,
+            ),
+            'Release': grpc.unary_unary_rpc_method_handler(
+                    servicer.Release,
+                    request_deserializer=tandem__pb2.ReleaseRequest.FromString,
+                    response_serializer=tandem__pb2.ReleaseResponse.SerializeToString,
             ),
             'Traffic': grpc.unary_unary_rpc_method_handler(
                     servicer.Traffic,
@@ -711,6 +746,60 @@ class Admin:
             '/tandem.v1.Admin/StorePurge',
             tandem__pb2.StorePurgeRequest.SerializeToString,
             tandem__pb2.StorePurgeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Admin/Scale',
+            tandem__pb2.ScaleRequest.SerializeToString,
+            tandem__pb2.ScaleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Release(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Admin/Release',
+            tandem__pb2.ReleaseRequest.SerializeToString,
+            tandem__pb2.ReleaseResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -261,6 +261,7 @@ class GatewayActor:
         self._clock = SystemClock()
         self._roster = open_roster(config.app)
         self._host = node_host(config.gateway.host)
+        self._inner_host = node_host(config.transfer.data_host)
         if config.gateway.host == "auto":
             everywhere = config.gateway.model_copy(update={"host": "0.0.0.0"})
             config = config.model_copy(update={"gateway": everywhere})
@@ -276,6 +277,7 @@ class GatewayActor:
             operations=Operations(dashboard_url, self._scaler.order),
             open_roster=find_roster,
             advertised_host=self._host,
+            inner_host=self._inner_host,
         )
         self._port = await self._gateway.start()
         registry = ray_registry(app=config.app, gateway=self._gateway_id, model=config.model_name)
@@ -330,6 +332,8 @@ class GatewayActor:
                 process_id=os.getpid(),
                 console=console,
                 admin=f"{self._host}:{self._gateway.admin_port}",
+                certificate=self._gateway.certificate_chain(),
+                fleet=f"{self._inner_host}:{self._gateway.fleet_port}",
             )
         )
 

@@ -1,12 +1,15 @@
 """The mutual proof of the cluster secret with which every connection starts (sans-I/O).
 
     client                                   server
-    Hello(nonce_c, name)              ->
-                                      <-     Challenge(nonce_s, HMAC("server", nonce_c, nonce_s, name))
+    Hello(nonce_c, name, tls)         ->
+                                      <-     Challenge(nonce_s, tls, HMAC("server", all of the above))
     Proof(HMAC("client", ...))        ->
                                       <-     Welcome() or the connection closes
 
-Neither side sends its proof before the other has committed to a nonce, so neither can be replayed.
+Neither side sends its proof before the other has committed to a nonce, so neither can be replayed. Where
+certificates are configured (`kvtransfer.rpc.mutual_tls`) TLS follows on the same connection, so that nobody
+who does not know the secret reaches its parser, and then the server's Welcome once more, encrypted: with
+TLS 1.3 only this shows the client that its certificate was accepted.
 """
 
 from __future__ import annotations
@@ -16,9 +19,11 @@ import hashlib
 import hmac
 import secrets
 import socket
+import ssl
 
 from kvtransfer.codec import LENGTH, MAX_FRAME_BYTES, Codec, Message, framed
-from kvtransfer.errors import PeerGoneError, ProofError, WireError
+from kvtransfer.errors import PeerGoneError, ProofError, TransferError, WireError
+from kvtransfer.rpc.mutual_tls import TlsSocket, welcome_failure
 from kvtransfer.rpc.trust import Trust
 
 NONCE_BYTES = 16
@@ -29,12 +34,14 @@ class Hello(Message, frozen=True):
 
     name: str
     nonce: bytes
+    has_tls: bool
 
 
 class Challenge(Message, frozen=True):
     """The server's proof and its own nonce."""
 
     nonce: bytes
+    has_tls: bool
     proof: bytes
 
 
@@ -50,6 +57,7 @@ class Welcome(Message, frozen=True):
 
 HandshakeMessage = Hello | Challenge | Proof | Welcome
 HANDSHAKE_CODEC: Codec[HandshakeMessage] = Codec(HandshakeMessage)
+WELCOME = HANDSHAKE_CODEC.encode(Welcome())
 
 
 def draw_secret() -> bytes:
@@ -63,38 +71,48 @@ def draw_id() -> bytes:
 
 
 class ClientHandshake:
-    """The connecting side. Send `hello()`, feed the reply to `answer()`, send its result, await Welcome."""
+    """The connecting side. Send `hello()`, feed the reply to `answer()`, send its result, call `agree`, await
+    Welcome."""
 
-    def __init__(self, trust: Trust, name: str) -> None:
+    def __init__(self, trust: Trust, name: str, *, has_tls: bool = False) -> None:
         self._trust = trust
         self._name = name
+        self._has_tls = self._server_has_tls = has_tls
         self._nonce = secrets.token_bytes(NONCE_BYTES)
 
     def hello(self) -> bytes:
-        return HANDSHAKE_CODEC.encode(Hello(self._name, self._nonce))
+        return HANDSHAKE_CODEC.encode(Hello(self._name, self._nonce, self._has_tls))
 
     def answer(self, frame: bytes) -> bytes:
         """The proof to send; `ProofError` when the server's own proof is wrong."""
         challenge = HANDSHAKE_CODEC.decode(frame)
         if not isinstance(challenge, Challenge):
             raise ProofError(f"expected Challenge, got {type(challenge).__name__}")
-        expected = _mac(self._trust, b"server", self._nonce, challenge.nonce, self._name)
+        self._server_has_tls = challenge.has_tls
+        expected = self._mac(b"server", challenge.nonce)
         if not hmac.compare_digest(expected, challenge.proof):
             raise ProofError("the server does not know the cluster secret")
-        proof = _mac(self._trust, b"client", self._nonce, challenge.nonce, self._name)
-        return HANDSHAKE_CODEC.encode(Proof(proof))
+        return HANDSHAKE_CODEC.encode(Proof(self._mac(b"client", challenge.nonce)))
+
+    def agree(self) -> None:
+        """Raise `ProofError` where one side speaks TLS and the other does not; both know it by now."""
+        _agree("the server", self._server_has_tls, self._has_tls)
 
     def finish(self, frame: bytes) -> None:
         """Check the server's last frame."""
-        if not isinstance(HANDSHAKE_CODEC.decode(frame), Welcome):
-            raise ProofError("the server did not welcome us")
+        check_welcome(frame)
+
+    def _mac(self, role: bytes, server_nonce: bytes) -> bytes:
+        has_tls = self._has_tls, self._server_has_tls
+        return _mac(self._trust, role, self._nonce, server_nonce, self._name, has_tls)
 
 
 class ServerHandshake:
     """The accepting side. Feed Hello to `challenge()`, send the result, feed Proof to `welcome()`."""
 
-    def __init__(self, trust: Trust) -> None:
+    def __init__(self, trust: Trust, *, has_tls: bool = False) -> None:
         self._trust = trust
+        self._has_tls = self._client_has_tls = has_tls
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._client_nonce = b""
         self.client_name = ""
@@ -105,22 +123,47 @@ class ServerHandshake:
             raise ProofError("expected Hello with a nonce")
         self.client_name = hello.name
         self._client_nonce = hello.nonce
-        proof = _mac(self._trust, b"server", hello.nonce, self._nonce, hello.name)
-        return HANDSHAKE_CODEC.encode(Challenge(self._nonce, proof))
+        self._client_has_tls = hello.has_tls
+        return HANDSHAKE_CODEC.encode(Challenge(self._nonce, self._has_tls, self._mac(b"server")))
 
     def welcome(self, frame: bytes) -> bytes:
-        """The last frame to send; `ProofError` when the client's proof is wrong."""
+        """The last frame to send; `ProofError` when the client's proof is wrong, or it speaks TLS and this
+        side does not, or the other way round."""
         proof = HANDSHAKE_CODEC.decode(frame)
         if not isinstance(proof, Proof):
             raise ProofError(f"expected Proof, got {type(proof).__name__}")
-        expected = _mac(self._trust, b"client", self._client_nonce, self._nonce, self.client_name)
-        if not hmac.compare_digest(expected, proof.proof):
+        if not hmac.compare_digest(self._mac(b"client"), proof.proof):
             raise ProofError(f"{self.client_name!r} does not know the cluster secret")
-        return HANDSHAKE_CODEC.encode(Welcome())
+        _agree(repr(self.client_name), self._client_has_tls, self._has_tls)
+        return WELCOME
+
+    def _mac(self, role: bytes) -> bytes:
+        has_tls = self._client_has_tls, self._has_tls
+        return _mac(self._trust, role, self._client_nonce, self._nonce, self.client_name, has_tls)
 
 
-def _mac(trust: Trust, role: bytes, client_nonce: bytes, server_nonce: bytes, name: str) -> bytes:
-    text = b"|".join((b"tandem-1", role, client_nonce, server_nonce, name.encode()))
+def check_welcome(frame: bytes) -> None:
+    """Raise `ProofError` where a server's last frame is not its Welcome."""
+    if not isinstance(HANDSHAKE_CODEC.decode(frame), Welcome):
+        raise ProofError("the server did not welcome us")
+
+
+def _agree(who: str, has_tls: bool, have_tls: bool) -> None:
+    if has_tls and not have_tls:
+        raise ProofError(f"{who} speaks TLS and this side does not: name the same inner_tls on both")
+    if have_tls and not has_tls:
+        raise ProofError(f"{who} does not speak TLS and this side does: name the same inner_tls on both")
+
+
+def _mac(
+    trust: Trust,
+    role: bytes,
+    client_nonce: bytes,
+    server_nonce: bytes,
+    name: str,
+    has_tls: tuple[bool, bool],
+) -> bytes:
+    text = b"|".join((b"tandem-2", role, client_nonce, server_nonce, bytes(has_tls), name.encode()))
     return hmac.new(trust.secret, text, hashlib.sha256).digest()
 
 
@@ -160,24 +203,58 @@ def receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:
     return bytes(buffer)
 
 
-def prove_as_client(sock: socket.socket, trust: Trust, name: str) -> None:
-    """The connecting side's handshake; `ProofError` or `PeerGoneError` when it fails."""
-    handshake = ClientHandshake(trust, name)
+def prove_as_client(sock: socket.socket, trust: Trust, name: str) -> socket.socket:
+    """The connecting side's handshake; `ProofError` or `PeerGoneError` when it fails. Returns the socket to
+    use from then on, which with TLS is another one that takes over."""
+    tls = trust.client_tls(sock)
+    handshake = ClientHandshake(trust, name, has_tls=tls is not None)
     sock.settimeout(HANDSHAKE_TIMEOUT_S)
     send_frame(sock, handshake.hello())
     send_frame(sock, handshake.answer(receive_frame(sock, _HANDSHAKE_BYTES)))
+    handshake.agree()
     handshake.finish(receive_frame(sock, _HANDSHAKE_BYTES))
-    sock.settimeout(None)
+    secured = wrapped(sock, tls)
+    try:
+        secure(secured, "the server")
+    except TransferError:
+        secured.close()
+        raise
+    secured.settimeout(None)
+    return secured
 
 
 def prove_as_server(sock: socket.socket, trust: Trust) -> str:
-    """The accepting side's handshake; returns the client's name."""
-    handshake = ServerHandshake(trust)
+    """The accepting side's handshake; returns the client's name. With TLS `wrapped` and `secure` follow."""
+    handshake = ServerHandshake(trust, has_tls=trust.server_tls(sock) is not None)
     sock.settimeout(HANDSHAKE_TIMEOUT_S)
     send_frame(sock, handshake.challenge(receive_frame(sock, _HANDSHAKE_BYTES)))
     send_frame(sock, handshake.welcome(receive_frame(sock, _HANDSHAKE_BYTES)))
     sock.settimeout(None)
     return handshake.client_name
+
+
+def wrapped(sock: socket.socket, tls: ssl.SSLContext | None) -> socket.socket:
+    """Return the socket that takes over a proven one to speak TLS, at once; the same one without TLS."""
+    if tls is None:
+        return sock
+    is_server = tls.protocol == ssl.PROTOCOL_TLS_SERVER
+    return tls.wrap_socket(sock, server_side=is_server, do_handshake_on_connect=False)
+
+
+def secure(sock: socket.socket, name: str) -> None:
+    """Run the TLS handshake of a `wrapped` socket with `name`; nothing without TLS. `ProofError` or
+    `PeerGoneError` when it fails. The socket keeps the handshake's timeout."""
+    if not isinstance(sock, TlsSocket):
+        return
+    sock.open(name, HANDSHAKE_TIMEOUT_S)
+    sock.settimeout(HANDSHAKE_TIMEOUT_S)
+    if sock.server_side:
+        send_frame(sock, WELCOME)
+        return
+    try:
+        check_welcome(receive_frame(sock, _HANDSHAKE_BYTES))
+    except PeerGoneError as error:
+        raise welcome_failure(error.__cause__, name) from error
 
 
 async def send_to(sock: socket.socket, frame: bytes) -> None:
@@ -196,17 +273,20 @@ async def receive_from(sock: socket.socket, max_bytes: int = MAX_FRAME_BYTES) ->
 
 
 async def prove_as_async_client(sock: socket.socket, trust: Trust, name: str) -> None:
-    """Run the connecting side's handshake on a non-blocking socket."""
-    handshake = ClientHandshake(trust, name)
+    """Run the connecting side's handshake on a non-blocking socket, on which TLS may follow
+    (`kvtransfer.rpc.stream.frame_stream`)."""
+    handshake = ClientHandshake(trust, name, has_tls=trust.client_tls(sock) is not None)
     async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
         await send_to(sock, handshake.hello())
         await send_to(sock, handshake.answer(await receive_from(sock, _HANDSHAKE_BYTES)))
+        handshake.agree()
         handshake.finish(await receive_from(sock, _HANDSHAKE_BYTES))
 
 
 async def prove_as_async_server(sock: socket.socket, trust: Trust) -> str:
-    """Run the accepting side's handshake on a non-blocking socket; returns the client's name."""
-    handshake = ServerHandshake(trust)
+    """Run the accepting side's handshake on a non-blocking socket, on which TLS may follow; returns the
+    client's name."""
+    handshake = ServerHandshake(trust, has_tls=trust.server_tls(sock) is not None)
     async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):  # as a whole: also for who sends byte by byte
         await send_to(sock, handshake.challenge(await receive_from(sock, _HANDSHAKE_BYTES)))
         await send_to(sock, handshake.welcome(await receive_from(sock, _HANDSHAKE_BYTES)))

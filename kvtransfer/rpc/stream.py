@@ -1,10 +1,10 @@
 """Framed streams on asyncio over TCP and unix sockets, and the server of the links between replicas.
 
 A connection starts with the proof of the cluster secret on the bare socket (`kvtransfer.rpc.listener`). A
-`FrameStream` then takes the socket over. On a Link (gateway to replica) and a Peer link (replica to replica)
-the client first sends the kind of link as a frame, then the messages of `workers.messages` follow. Both sides
-of a link send an empty frame when they have nothing else to send, which reveals dead hosts and stopped
-processes.
+`FrameStream` then takes the socket over, with TLS below it where certificates are configured. On a Link
+(gateway to replica) and a Peer link (replica to replica) the client first sends the kind of link as a frame,
+then the messages of `workers.messages` follow. Both sides of a link send an empty frame when they have
+nothing else to send, which reveals dead hosts and stopped processes.
 
 The links are not gRPC streams, because a gRPC server offers no bound on what strangers cost: its size limit
 holds for unproven and proven streams alike, and idle connections are neither counted nor evicted.
@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Literal, cast
@@ -23,9 +24,16 @@ from typing import Literal, cast
 from kvtransfer.codec import LENGTH, MAX_FRAME_BYTES, framed
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.tasks import SupervisedTasks
-from kvtransfer.errors import PeerGoneError
-from kvtransfer.rpc.handshake import HANDSHAKE_TIMEOUT_S, connect_tcp, prove_as_async_client
+from kvtransfer.errors import PeerGoneError, TransferError
+from kvtransfer.rpc.handshake import (
+    HANDSHAKE_TIMEOUT_S,
+    WELCOME,
+    check_welcome,
+    connect_tcp,
+    prove_as_async_client,
+)
 from kvtransfer.rpc.listener import ProvenListener
+from kvtransfer.rpc.mutual_tls import TlsLayer, welcome_failure
 from kvtransfer.rpc.trust import Trust
 
 LinkKind = Literal["link", "peer"]
@@ -73,6 +81,8 @@ class FrameStream(asyncio.BufferedProtocol):
         self._is_closed = False
         self._has_ended = False  # the other side sends nothing more
         self._is_over = asyncio.get_running_loop().create_future()
+        # What the connection was lost by.
+        self.error: Exception | None = None
 
     @property
     def closed(self) -> bool:
@@ -193,6 +203,7 @@ class FrameStream(asyncio.BufferedProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._has_ended = True
+        self.error = error
         if self._pinging is not None:
             self._pinging.cancel()
         self._wake()
@@ -303,8 +314,11 @@ async def open_link(address: str, kind: LinkKind, trust: Trust, name: str) -> Fr
     return stream
 
 
-async def frame_stream(sock: socket.socket, name: str, *, has_heartbeat: bool = False) -> FrameStream:
-    """Return the stream over a proven connection, which it takes over."""
+async def frame_stream(
+    sock: socket.socket, name: str, tls: ssl.SSLContext | None = None, *, has_heartbeat: bool = False
+) -> FrameStream:
+    """Return the stream over a proven connection, which it takes over. `TransferError` or `OSError` says why
+    there is no TLS where `tls` asks for it."""
     taken = socket.socket(fileno=sock.detach())
     loop = asyncio.get_running_loop()
     is_unix = taken.family == socket.AF_UNIX
@@ -312,12 +326,33 @@ async def frame_stream(sock: socket.socket, name: str, *, has_heartbeat: bool = 
     try:
         if not is_unix:
             taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _, stream = await connect(lambda: FrameStream(name, has_heartbeat=has_heartbeat), sock=taken)
+        stream = FrameStream(name, has_heartbeat=has_heartbeat)
+        layer = None if tls is None else TlsLayer(tls, stream, name)
+        await connect(lambda: layer or stream, sock=taken)
     except (OSError, asyncio.CancelledError):
         with contextlib.suppress(OSError):
             taken.close()
         raise
+    if layer is not None:
+        await _secure(layer, stream)
     return stream
+
+
+async def _secure(layer: TlsLayer, stream: FrameStream) -> None:
+    """Finish the TLS handshake, after which the server says welcome."""
+    try:
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+            await layer.opened
+            if layer.is_server:
+                stream.send(WELCOME)
+                return
+            frame = await stream.receive()
+            if frame is None:
+                raise welcome_failure(stream.error, stream.name)
+            check_welcome(frame)
+    except (TransferError, OSError, asyncio.CancelledError):  # TimeoutError is an OSError
+        layer.abort()
+        raise
 
 
 async def _open(
@@ -332,7 +367,8 @@ async def _open(
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             with await connecting as sock:
                 await prove_as_async_client(sock, trust, name)
-                return await frame_stream(sock, address, has_heartbeat=has_heartbeat)
+                tls = trust.client_tls(sock)
+                return await frame_stream(sock, address, tls, has_heartbeat=has_heartbeat)
     except (OSError, ValueError, OverflowError) as error:  # TimeoutError is an OSError
         raise PeerGoneError(f"{address} cannot be reached: {error or 'not in time'}") from error
 
@@ -372,7 +408,7 @@ class LinkServer:
             await stream.wait_closed()
 
     async def _serve(self, sock: socket.socket, name: str) -> None:
-        stream = await frame_stream(sock, name, has_heartbeat=True)
+        stream = await frame_stream(sock, name, self._trust.server_tls(sock), has_heartbeat=True)
         self._streams.add(stream)
         try:
             kind = await stream.receive()

@@ -1,4 +1,4 @@
-"""What the processes of a cluster know each other by: the cluster secret.
+"""What the processes of a cluster know each other by: the cluster secret and, optionally, certificates.
 
 Only the paths of the files (`TrustFiles`) pass between processes; each process reads the files itself, so
 that no secret is in an actor's arguments, in Ray's GCS or in a process list.
@@ -10,11 +10,14 @@ import hashlib
 import hmac
 import os
 import secrets
+import socket
+import ssl
 from pathlib import Path
 from typing import NoReturn
 
 from kvtransfer.codec import Part
 from kvtransfer.errors import TrustError
+from kvtransfer.rpc.mutual_tls import TlsContexts, TlsFiles
 
 MIN_SECRET_BYTES = 16
 
@@ -23,14 +26,17 @@ class TrustFiles(Part, frozen=True):
     """The paths of the files from which a process makes its `Trust`."""
 
     secret_file: str
+    # None: connections between hosts are not encrypted.
+    tls: TlsFiles | None = None
 
 
 class Trust:
     """What a process proves itself by, and checks others by. It stays in its process: it cannot be pickled,
     and its text shows nothing of the secret."""
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes, tls: TlsContexts | None = None) -> None:
         self.secret = secret
+        self._tls = tls
 
     @classmethod
     def of(cls, secret: bytes) -> Trust:
@@ -40,7 +46,8 @@ class Trust:
     @classmethod
     def read(cls, files: TrustFiles) -> Trust:
         """Read the files; `TrustError` names the one that cannot be used."""
-        return cls(read_secret(Path(files.secret_file)))
+        tls = None if files.tls is None else TlsContexts(files.tls)
+        return cls(read_secret(Path(files.secret_file)), tls)
 
     @classmethod
     def draw(cls) -> Trust:
@@ -50,6 +57,15 @@ class Trust:
     def key_for(self, purpose: str) -> bytes:
         """Return 256 bits that all who know the secret derive for this purpose, and nobody else can."""
         return hmac.digest(self.secret, purpose.encode(), hashlib.sha256)
+
+    def client_tls(self, sock: socket.socket) -> ssl.SSLContext | None:
+        """Return the TLS that the connecting side of a connection speaks; None where none is configured, and
+        on unix sockets, which do not leave the host."""
+        return None if self._tls is None or sock.family == socket.AF_UNIX else self._tls.client
+
+    def server_tls(self, sock: socket.socket) -> ssl.SSLContext | None:
+        """Return that of the accepting side."""
+        return None if self._tls is None or sock.family == socket.AF_UNIX else self._tls.server
 
     def __repr__(self) -> str:
         return "Trust()"

@@ -38,7 +38,14 @@ from kvtransfer.messages import (
     TransferSettings,
 )
 from kvtransfer.protocol.fence import Gate, RecentIds
-from kvtransfer.rpc.handshake import HANDSHAKE_TIMEOUT_S, prove_as_client, receive_frame, send_frame
+from kvtransfer.rpc.handshake import (
+    HANDSHAKE_TIMEOUT_S,
+    prove_as_client,
+    receive_frame,
+    secure,
+    send_frame,
+    wrapped,
+)
 from kvtransfer.rpc.listener import ListeningThread, shut_down
 from kvtransfer.rpc.trust import Trust
 
@@ -128,9 +135,12 @@ class Listener(ABC):
     def _send_welcome(self, sock: socket.socket) -> None:
         send_frame(sock, HELLO_CODEC.encode(ChannelWelcome(self._target.pool.num_blocks)))
 
-    def _accepted(self, sock: socket.socket, _: str) -> None:
+    def _accepted(self, proven: socket.socket, name: str) -> None:
         """Serve a proven connection from now on."""
-        thread = threading.Thread(target=self._run, args=(sock,), name=f"{self.transport}-serve", daemon=True)
+        sock = wrapped(proven, self._target.trust.server_tls(proven))
+        thread = threading.Thread(
+            target=self._run, args=(sock, name), name=f"{self.transport}-serve", daemon=True
+        )
         with self._lock:
             self._connections[sock] = thread
         try:
@@ -141,9 +151,10 @@ class Listener(ABC):
                 del self._connections[sock]
             sock.close()
 
-    def _run(self, sock: socket.socket) -> None:
+    def _run(self, sock: socket.socket, name: str) -> None:
         try:
             with sock:
+                secure(sock, name)
                 hello = self._greet(sock)
                 self._serve(sock, hello)
         except (TransferError, OSError) as error:
@@ -411,16 +422,24 @@ def opening(transport: str, address: str) -> Iterator[contextlib.ExitStack]:
         undo.pop_all()
 
 
-def greet(sock: socket.socket, trust: Trust, hello: ChannelHello) -> ChannelWelcome:
-    """The writer's opening: proof, hello. `ProofError`, `PathError` or `PeerGoneError` when it fails. The
-    socket keeps a timeout until a `Connection` takes it."""
-    prove_as_client(sock, trust, hello.writer.replica_id)
+class Greeted(NamedTuple):
+    """A connection whose target has accepted the hello: the socket to use, and its answer."""
+
+    sock: socket.socket
+    welcome: ChannelWelcome
+
+
+def greet(undo: contextlib.ExitStack, connected: socket.socket, trust: Trust, hello: ChannelHello) -> Greeted:
+    """The writer's opening: proof, hello. `ProofError`, `PathError` or `PeerGoneError` when it fails; `undo`
+    closes the connection. It keeps a timeout until a `Connection` takes it."""
+    undo.enter_context(connected)
+    sock = undo.enter_context(prove_as_client(connected, trust, hello.writer.replica_id))
     sock.settimeout(HANDSHAKE_TIMEOUT_S)
     send_frame(sock, HELLO_CODEC.encode(hello))
     answer = HELLO_CODEC.decode(receive_frame(sock))
     if not isinstance(answer, ChannelWelcome):
         raise PathError(f"refused by the target: {getattr(answer, 'reason', answer)}")
-    return answer
+    return Greeted(sock, answer)
 
 
 class Connection:

@@ -244,8 +244,8 @@ def connect_over(
 ) -> CudaIpcChannel:
     """`connect` with a given driver."""
     with opening("cuda_ipc", address) as undo:
-        sock = undo.enter_context(connect_unix(address))
-        welcome = greet(sock, rank.trust, rank.hello(lane, connection_id))
+        hello = rank.hello(lane, connection_id)
+        sock, welcome = greet(undo, connect_unix(address), rank.trust, hello)
         undo.callback(_say_unmapped, sock)
         offer = OFFER_CODEC.decode(receive_frame(sock))
         mapped = Mapped(driver, offer, replace(pool.layout, shard=lane.target.shard), welcome.num_blocks)

@@ -338,8 +338,8 @@ def connect_pair(
     if not kind.is_possible(rank.pool.device):
         raise PathError(f"{kind.backend}: not for KV on {rank.pool.device}")
     with opening(kind.backend, address) as undo:
-        sock = undo.enter_context(open_socket(address))
-        welcome = greet(sock, rank.trust, rank.hello(lane, connection_id))
+        hello = rank.hello(lane, connection_id)
+        sock, welcome = greet(undo, open_socket(address), rank.trust, hello)
         store = OFFER_CODEC.decode(receive_frame(sock)).store
         group = form_pair(kind, store, WRITER, rank.pool.device, sock.getsockname()[0])
         connection = Connection(sock, kind.backend)

@@ -344,8 +344,8 @@ def connect(
     agent = NixlAgent(network_devices(rank.settings))
     with opening("rdma", address) as undo:
         undo.callback(agent.close)
-        sock = undo.enter_context(open_socket(address))
-        welcome = greet(sock, rank.trust, rank.hello(lane, connection_id))
+        hello = rank.hello(lane, connection_id)
+        sock, welcome = greet(undo, open_socket(address), rank.trust, hello)
         offer = _OFFER_CODEC.decode(receive_frame(sock))
         channel = RdmaChannel(rank, lane, Connection(sock, "rdma"), welcome, agent, offer, on_lost)
     channel.start()

@@ -130,8 +130,8 @@ def connect(
     """Open a channel; `TransferError` says why it could not be."""
     _host_pool(rank)
     with opening("shm", address) as undo:
-        sock = undo.enter_context(connect_unix(address))
-        welcome = greet(sock, rank.trust, rank.hello(lane, connection_id))
+        hello = rank.hello(lane, connection_id)
+        sock, welcome = greet(undo, connect_unix(address), rank.trust, hello)
         block_bytes = replace(rank.pool.layout, shard=lane.target.shard).block_bytes
         mapping = _receive_mapping(sock, welcome.num_blocks * block_bytes)
         channel = ShmChannel(rank, lane, Connection(sock, "shm"), welcome, mapping, on_lost)

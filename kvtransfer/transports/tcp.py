@@ -215,8 +215,7 @@ def connect(
     connections: list[Connection] = []
     with opening("tcp", address) as undo:
         for _ in range(rank.settings.tcp_streams):
-            sock = undo.enter_context(open_socket(address))
-            welcome = greet(sock, rank.trust, hello)
+            sock, welcome = greet(undo, open_socket(address), rank.trust, hello)
             connections.append(Connection(sock, "tcp"))
         channel = TcpChannel(rank, lane, connections, welcome.num_blocks, on_lost)
     channel.start()

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.api.replies import Fresh
-from cluster.console.http_server import HEADERS, bearer_token, refused_host, refused_order
+from cluster.console.http_server import HEADERS, refused_host, refused_order
 from kvtransfer.common.clock import ManualClock
 
 STATIC = Path(__file__).resolve().parent.parent.parent / "cluster" / "console" / "static"
@@ -81,24 +81,6 @@ def test_any_host_has_an_answer(host: str) -> None:
 def test_orders_come_from_the_page_itself(headers: dict[str, str], status: int | None) -> None:
     refusal = refused_order({"Host": "127.0.0.1:8781", "Content-Type": "application/json", **headers})
     assert (refusal[0] if refusal else None) == status
-
-
-@pytest.mark.parametrize(
-    ("authorization", "token"),
-    [
-        ("Bearer abc", "abc"),
-        ("bearer  a b ", "a b"),
-        ("", ""),
-        ("abc", ""),
-        ("Basic abc", ""),
-        ("Bearer ", ""),
-        ("Bearer \udcff", ""),
-        ("Bearer a\tb", ""),
-        ("Bearer " + "x" * 5000, ""),
-    ],
-)
-def test_only_bearer_tokens_are_handed_on(authorization: str, token: str) -> None:
-    assert bearer_token(authorization) == token
 
 
 # ------------------------------------------------------------------------------------------------ over HTTP

@@ -190,3 +190,19 @@ def test_shared_traffic_is_noted() -> None:
 
     assert only(members.traffic, live(split)).seen.endswith("tandem 90, tandem-v2 10")
     assert not said(members.traffic, live())
+
+
+def test_gateways_that_know_nobody_are_named_and_worse_where_others_reach_them() -> None:
+    def open_to_all(status: pb.StatusResponse) -> None:
+        status.authentication = "none"
+
+    assert only(members.authentication, live()).severity is OK
+    result = only(members.authentication, live(open_to_all))
+    assert result.severity is WARNING
+    assert "NOT authenticated at h:1, h:2" in result.seen
+    assert "tandem key new" in result.remedy
+    assert only(members.authentication, live(other=open_to_all)).seen.startswith(
+        "callers are NOT authenticated at h:2"
+    )
+    here = (GatewayReply("127.0.0.1:8782", live(open_to_all).status),)
+    assert only(members.authentication, live(replies=here)).severity is NOTE

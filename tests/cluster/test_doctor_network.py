@@ -1,4 +1,4 @@
-"""The checks of ports, addresses, clock, Ray's token and the secret, on real sockets and files."""
+"""The checks of ports, addresses, clock and Ray's token, on real sockets and files."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from certificates import write_certificate
 from doctor_harness import FakeMachine, config_of, context_of, only, said
 
 from cluster.config import ClusterConfig
 from cluster.doctor import network
 from cluster.doctor.checks import Severity
 from cluster.serve.machine import KernelClock, Machine, read_kernel_clock
-from kvtransfer.common.clock import ManualClock, SystemClock
 
 OK, NOTE, WARNING, ERROR = Severity
 TOKEN = "0123456789abcdef0123456789abcdef"
@@ -164,55 +162,3 @@ def test_the_ray_cluster_to_join_answers_or_not(listening: socket.socket) -> Non
     assert only(network.ray_cluster, context_of(Machine(), ray_address=away)).severity is ERROR
     assert only(network.ray_cluster, context_of(Machine(), ray_address="head")).severity is ERROR
     assert not said(network.ray_cluster, context_of(Machine()))
-
-
-def test_the_secret_is_long_enough_and_its_owners_alone(tmp_path: Path) -> None:
-    path = tmp_path / "secret"
-    context = context_of(Machine(), config_of(secret_file=str(path)))
-    assert only(network.secret, context).severity is ERROR
-    path.write_text("short")
-    path.chmod(0o600)
-    assert only(network.secret, context).severity is ERROR
-    path.write_text(TOKEN)
-    assert only(network.secret, context).severity is OK
-    path.chmod(0o640)
-    assert only(network.secret, context).severity is WARNING
-    assert not said(network.secret, context_of(Machine()))
-
-
-@pytest.mark.parametrize(
-    ("in_days", "severity", "word"),
-    [
-        (0, OK, "valid until"),
-        (90, WARNING, "10 days"),
-        (101, ERROR, "expired"),
-        (-3, ERROR, "not valid before"),
-    ],
-)
-def test_a_certificate_is_valid_now_and_for_some_time(
-    tmp_path: Path, in_days: int, severity: Severity, word: str
-) -> None:
-    cert_file, key_file = write_certificate(tmp_path, "g", num_days=100)
-    key_file.chmod(0o600)
-    config = config_of(gateway={"tls_cert_file": str(cert_file), "tls_key_file": str(key_file)})
-    clock = ManualClock(SystemClock().wall() + 86_400 * in_days)
-    result = only(network.tls, context_of(Machine(), config, clock=clock))
-    assert result.severity is severity
-    assert word in result.seen
-    assert "localhost, 127.0.0.1" in result.seen
-
-
-def test_a_certificate_and_its_key_are_a_pair_that_can_be_read(tmp_path: Path) -> None:
-    cert_file, key_file = write_certificate(tmp_path, "g", num_days=100)
-    config = config_of(gateway={"tls_cert_file": str(cert_file), "tls_key_file": str(key_file)})
-    key_file.chmod(0o644)
-    assert [severity for severity, _ in said(network.tls, context_of(Machine(), config))] == [WARNING, OK]
-    (tmp_path / "other").mkdir()
-    _, other_key = write_certificate(tmp_path / "other", "h")
-    key_file.write_bytes(other_key.read_bytes())
-    assert only(network.tls, context_of(Machine(), config)).severity is ERROR
-    key_file.unlink()
-    assert only(network.tls, context_of(Machine(), config)).severity is ERROR
-    assert not said(network.tls, context_of(Machine()))
-    everywhere = config_of(gateway={"host": "auto"}, auth={"insecure": True})
-    assert only(network.tls, context_of(Machine(), everywhere)).severity is NOTE

@@ -17,9 +17,9 @@ from patience import WAIT_S
 from serving import free_port
 
 from cluster.api.client import Client, ClientCredentials, GenerateOptions
+from cluster.api.public_ports import SERVICE_NAME
 from cluster.config import parse_config
 from cluster.errors import CallError, ConfigError, StartError
-from cluster.serve.gateway_server import SERVICE_NAME
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 

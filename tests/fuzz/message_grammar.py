@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -37,14 +37,20 @@ _ODD_MSGPACK = (
 )
 _MAX_ITEMS = 4
 _MAX_DEPTH = 6
+_LIKELY = 0.9
 
 
 class MessageGrammar:
-    """Draws frames of the messages of `union`, the type of a codec."""
+    """Draws frames of the messages of `union`, the type of a codec.
 
-    def __init__(self, union: Any) -> None:
+    `likely` are values by the name of a field, as MessagePack encodes them: mostly, one of them is drawn for
+    a field of that name, so that messages reach what a random id would not.
+    """
+
+    def __init__(self, union: Any, likely: Mapping[str, Sequence[Any]] | None = None) -> None:
         kind = inspect.type_info(union)
         self._kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+        self.likely = likely or {}
 
     def frame(self, rng: Random) -> bytes:
         """Draw a frame; about a quarter of them are well formed."""
@@ -54,66 +60,65 @@ class MessageGrammar:
 
     def message(self, rng: Random, wildness: float = 0.0) -> bytes:
         """Draw a frame of one of the messages. `wildness` is the chance of each value to be of any kind."""
-        return msgspec.msgpack.encode(_value(rng, rng.choice(self._kinds), wildness, 0))
+        return msgspec.msgpack.encode(self._value(rng, rng.choice(self._kinds), wildness, 0))
 
-    @property
-    def names(self) -> frozenset[str]:
-        """The names of the messages."""
-        return frozenset(kind.cls.__name__ for kind in self._kinds if isinstance(kind, inspect.StructType))
+    def _value(self, rng: Random, kind: Any, wildness: float, depth: int) -> Any:
+        if rng.random() < wildness:
+            return _any_value(rng)
+        match kind:
+            case inspect.Metadata():
+                return self._value(rng, kind.type, wildness, depth)
+            case inspect.StructType():
+                return self._struct(rng, kind, wildness, depth)
+            case inspect.UnionType():
+                return self._value(rng, rng.choice(kind.types), wildness, depth)
+            case inspect.IntType():
+                return rng.choice(EDGE_INTS) if rng.random() < 0.3 else rng.randrange(64)
+            case inspect.FloatType():
+                return rng.choice(EDGE_FLOATS) if rng.random() < 0.3 else rng.random()
+            case inspect.StrType():
+                return any_text(rng) if rng.random() < 0.3 else f"name-{rng.randrange(4)}"
+            case inspect.BytesType():
+                return rng.randbytes(rng.choice((0, 1, 4, 8, 16, 16, 16, 32, 40)))
+            case inspect.BoolType():
+                return rng.random() < 0.5
+            case inspect.NoneType():
+                return None
+            case inspect.LiteralType():
+                return rng.choice(kind.values)
+            case inspect.VarTupleType() | inspect.ListType():
+                count = rng.randrange(_MAX_ITEMS) if depth < _MAX_DEPTH else 0
+                return [self._value(rng, kind.item_type, wildness, depth + 1) for _ in range(count)]
+            case inspect.TupleType():
+                return [self._value(rng, item, wildness, depth + 1) for item in kind.item_types]
+            case inspect.NamedTupleType():
+                return [self._value(rng, field.type, wildness, depth + 1) for field in kind.fields]
+            case inspect.DictType():
+                count = rng.randrange(_MAX_ITEMS) if depth < _MAX_DEPTH else 0
+                pairs = [
+                    (
+                        self._value(rng, kind.key_type, 0.0, depth + 1),
+                        self._value(rng, kind.value_type, wildness, depth + 1),
+                    )
+                    for _ in range(count)
+                ]
+                return dict(pairs)
+            case _:
+                raise TypeError(f"messages have no {type(kind).__name__} yet: teach the grammar to draw one")
 
+    def _struct(self, rng: Random, kind: inspect.StructType, wildness: float, depth: int) -> list[Any]:
+        assert kind.array_like, f"{kind.cls.__name__} is not encoded as an array"
+        values = [self._field(rng, field, wildness, depth + 1) for field in kind.fields]
+        num_optional = _num_optional(kind.fields)
+        if num_optional and rng.random() < 0.3:  # an older sender leaves out the last fields
+            del values[len(values) - rng.randint(1, num_optional) :]
+        return values if kind.tag is None else [kind.tag, *values]
 
-def _value(rng: Random, kind: Any, wildness: float, depth: int) -> Any:
-    if rng.random() < wildness:
-        return _any_value(rng)
-    match kind:
-        case inspect.Metadata():
-            return _value(rng, kind.type, wildness, depth)
-        case inspect.StructType():
-            return _struct(rng, kind, wildness, depth)
-        case inspect.UnionType():
-            return _value(rng, rng.choice(kind.types), wildness, depth)
-        case inspect.IntType():
-            return rng.choice(EDGE_INTS) if rng.random() < 0.3 else rng.randrange(64)
-        case inspect.FloatType():
-            return rng.choice(EDGE_FLOATS) if rng.random() < 0.3 else rng.random()
-        case inspect.StrType():
-            return any_text(rng) if rng.random() < 0.3 else f"name-{rng.randrange(4)}"
-        case inspect.BytesType():
-            return rng.randbytes(rng.choice((0, 1, 4, 8, 16, 16, 16, 32, 40)))
-        case inspect.BoolType():
-            return rng.random() < 0.5
-        case inspect.NoneType():
-            return None
-        case inspect.LiteralType():
-            return rng.choice(kind.values)
-        case inspect.VarTupleType() | inspect.ListType():
-            count = rng.randrange(_MAX_ITEMS) if depth < _MAX_DEPTH else 0
-            return [_value(rng, kind.item_type, wildness, depth + 1) for _ in range(count)]
-        case inspect.TupleType():
-            return [_value(rng, item, wildness, depth + 1) for item in kind.item_types]
-        case inspect.NamedTupleType():
-            return [_value(rng, field.type, wildness, depth + 1) for field in kind.fields]
-        case inspect.DictType():
-            count = rng.randrange(_MAX_ITEMS) if depth < _MAX_DEPTH else 0
-            pairs = [
-                (
-                    _value(rng, kind.key_type, 0.0, depth + 1),
-                    _value(rng, kind.value_type, wildness, depth + 1),
-                )
-                for _ in range(count)
-            ]
-            return dict(pairs)
-        case _:
-            raise TypeError(f"messages have no {type(kind).__name__} yet: teach the grammar to draw one")
-
-
-def _struct(rng: Random, kind: inspect.StructType, wildness: float, depth: int) -> list[Any]:
-    assert kind.array_like, f"{kind.cls.__name__} is not encoded as an array"
-    values = [_value(rng, field.type, wildness, depth + 1) for field in kind.fields]
-    num_optional = _num_optional(kind.fields)
-    if num_optional and rng.random() < 0.3:  # an older sender leaves out the last fields
-        del values[len(values) - rng.randint(1, num_optional) :]
-    return values if kind.tag is None else [kind.tag, *values]
+    def _field(self, rng: Random, field: inspect.Field, wildness: float, depth: int) -> Any:
+        likely = self.likely.get(field.name)
+        if likely and rng.random() < _LIKELY:
+            return rng.choice(likely)
+        return self._value(rng, field.type, wildness, depth)
 
 
 def _num_optional(fields: Sequence[inspect.Field]) -> int:

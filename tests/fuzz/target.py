@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -45,6 +46,21 @@ def outcome(action: Callable[[], object], *documented: type[BaseException]) -> s
     except documented as error:
         return type(error).__name__
     return "ok"
+
+
+@contextmanager
+def stderr_in(file: Path) -> Iterator[None]:
+    """Write into the file what code of any language, and the processes that are started, write to standard
+    error in the block."""
+    before = os.dup(2)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        os.dup2(descriptor, 2)
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+        os.close(descriptor)
 
 
 def rng_of(name: str, seed: int, number: int) -> Random:

@@ -79,6 +79,12 @@ def test_by_default_every_call_needs_a_key() -> None:
     assert file_of({}, auth["key_root_file"]) == ("tandem-key-root", "key-root")
 
 
+def test_browsers_reach_the_console_by_the_names_of_its_service() -> None:
+    own = {"config": {"gateway": {"console_hosts": ["console.example"]}}}
+    names = config_of(own)["gateway"]["console_hosts"]
+    assert {"tandem-admin", "tandem-admin.llm", "tandem-admin.llm.svc", "console.example"} == set(names)
+
+
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_keys_and_roots_are_in_no_pod_but_the_gateways(example: str) -> None:
     found = mounted(EXAMPLES[example])

@@ -60,7 +60,7 @@ MATRIX: dict[str, dict[str, set[str]]] = {
         "console": {"operator"},
         "serve": NOBODY,
         "metrics": {"prometheus"},
-        "free port": NOBODY,
+        "free port": {"gateway"},
         **OF_RAY,
     },
     "pool-prefill": OF_POOL,

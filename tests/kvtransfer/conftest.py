@@ -18,7 +18,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-@pytest.fixture(scope="module", params=TRANSPORTS)
+@pytest.fixture(scope="module", params=(*TRANSPORTS, "tcp with TLS"))
 def processes(request: pytest.FixtureRequest) -> Iterator[TransferHarness]:
     harness = TransferHarness(request.param)
     yield harness

@@ -54,7 +54,7 @@ def test_a_stranger_that_sends_byte_by_byte_is_cut_off_in_time(
 ) -> None:
     """Each byte comes before the socket's own patience is over."""
     monkeypatch.setattr("kvtransfer.rpc.handshake.HANDSHAKE_TIMEOUT_S", 0.3)
-    frame = HANDSHAKE_CODEC.encode(Hello("slow" * 50, bytes(16)))
+    frame = HANDSHAKE_CODEC.encode(Hello("slow" * 50, bytes(16), False))
     pause = threading.Event()
 
     def send_slowly(sock: socket.socket) -> None:

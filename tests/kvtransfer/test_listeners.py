@@ -8,7 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
-from listeners import KINDS, TRUST, ListenerProcess
+from inner_tls import TLS_FILES
+from listeners import KINDS, ListenerProcess
+from trust_files import FILES
 
 from kvtransfer.errors import ProofError
 from kvtransfer.rpc.handshake import ClientHandshake, prove_as_client, receive_frame, send_frame
@@ -20,12 +22,11 @@ UNPROVEN_BYTES = 64 << 10
 SLACK_BYTES = 2 << 20
 
 
-@pytest.fixture(scope="module")
-def listening() -> Iterator[ListenerProcess]:
-    with ListenerProcess() as process:
+@pytest.fixture(scope="module", params=[FILES, TLS_FILES], ids=["bare", "TLS"])
+def listening(request: pytest.FixtureRequest) -> Iterator[ListenerProcess]:
+    with ListenerProcess(request.param) as process:
         for kind in KINDS:  # what every first connection takes once
-            with process.connect(kind) as sock:
-                prove_as_client(sock, TRUST, "first")
+            prove_as_client(process.connect(kind), process.trust, "first").close()
         yield process
 
 
@@ -66,8 +67,7 @@ def test_silent_strangers_keep_nobody_out_and_are_few(listening: ListenerProcess
         for stranger in strangers[-MAX_UNPROVEN:]:
             stranger.sendall((4000).to_bytes(4, "little") + bytes(3999))  # all but the last byte of a frame
         for _ in range(3):
-            peer = stack.enter_context(listening.connect(kind))
-            prove_as_client(peer, TRUST, "peer")
+            stack.enter_context(prove_as_client(listening.connect(kind), listening.trust, "peer"))
         assert strangers[0].recv(1) == b"", "the oldest was evicted"
         assert listening.num_descriptors <= num_before + MAX_UNPROVEN + 3
         assert listening.peak_bytes - before < MAX_UNPROVEN * UNPROVEN_BYTES
@@ -82,11 +82,10 @@ def test_a_name_that_is_no_text_closes_only_its_own_connection(listening: Listen
     """It comes before the proof, so that anybody may send it."""
     for name in NAMES_OF_NOBODY:
         with listening.connect(kind) as sock:
-            head = b"\x93\xa5Hello" + bytes([0xA0 + len(name)])
-            send_frame(sock, head + name + b"\xc4\x10" + bytes(16))
+            head = b"\x94\xa5Hello" + bytes([0xA0 + len(name)])
+            send_frame(sock, head + name + b"\xc4\x10" + bytes(16) + b"\xc2")
             assert sock.recv(1) == b""
-    with listening.connect(kind) as sock:
-        prove_as_client(sock, TRUST, "peer")
+    prove_as_client(listening.connect(kind), listening.trust, "peer").close()
 
 
 @pytest.mark.parametrize("kind", KINDS)

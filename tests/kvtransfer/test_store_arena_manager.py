@@ -19,7 +19,7 @@ from kvtransfer.store.server.arena_manager import (
     SPARE_WAIT_S,
     UNUSED_WAIT_S,
     ArenaManager,
-    PeerConnection,
+    LocalPeer,
     send_descriptor,
 )
 
@@ -57,7 +57,7 @@ class Entrance:
         if arena is not None:
             send_descriptor(ranks, arena.fd)
         try:
-            yield self.spawn(self.manager.serve(PeerConnection(ours, "rank 0", hello, True), hello), "rank")
+            yield self.spawn(self.manager.serve(LocalPeer(ours, "rank 0", hello), hello), "rank")
         finally:
             ranks.close()
             ours.close()

@@ -18,12 +18,12 @@ from transfer_harness import (
     eventually,
     lane,
 )
-from trust_files import TRUST
 
 from benchmarks.drawn_trust import draw_trust
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.messages import PROTOCOL_VERSION, PeerConnected, PeerConnectFailed, Shard
 from kvtransfer.rpc.handshake import prove_as_client, receive_frame, send_frame
+from kvtransfer.rpc.trust import Trust
 from kvtransfer.transports.base import HELLO_CODEC, ChannelHello, ChannelRefusal
 
 
@@ -74,8 +74,8 @@ def hello(layout: BlockLayout = LAYOUT) -> ChannelHello:
 def test_what_does_not_fit_is_refused_with_the_reason(
     harness: TransferHarness, odd: ChannelHello, reason: str
 ) -> None:
-    with reach(harness.target()) as sock:
-        prove_as_client(sock, TRUST, "stranger")
+    bare = reach(harness.target())
+    with bare, prove_as_client(bare, Trust.read(harness.trust), "stranger") as sock:
         send_frame(sock, HELLO_CODEC.encode(odd))
         refusal = HELLO_CODEC.decode(receive_frame(sock))
     assert isinstance(refusal, ChannelRefusal)

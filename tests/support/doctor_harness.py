@@ -162,6 +162,7 @@ def status() -> pb.StatusResponse:
         versions=VERSIONS,
         num_finished_requests=1000,
         ready=True,
+        authentication="required",
         pools=[
             pb.Pool(name="prefill", role="prefill", configured=1, desired=1, num_ready=1),
             pb.Pool(name="decode", role="decode", configured=1, desired=1, num_ready=1),

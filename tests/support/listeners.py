@@ -1,6 +1,7 @@
 """Every kind of listener of the cluster, each as what owns it makes it, in one process of their own.
 
-`python listeners.py` prints their addresses as JSON, by kind, and serves until standard input ends.
+`python listeners.py FILES` (`TrustFiles` as JSON) prints their addresses as JSON, by kind, and serves until
+standard input ends.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
+import msgspec
 import psutil
 
 from kvtransfer.messages import ReplicaIdentity, TransferSettings
@@ -21,17 +23,17 @@ from kvtransfer.rpc.trust import Trust, TrustFiles
 from workers.messages.rank_channel import RankSpec
 
 KINDS = ("links", "ranks", "rank links", "store unix", "store tcp", "shm", "tcp")
-TRUST = Trust.of(bytes(32))
 
 
 class ListenerProcess:
     """The process as a test sees it: where it listens, and what it costs."""
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+    def __init__(self, files: TrustFiles) -> None:
+        self.trust = Trust.read(files)
+        command = [sys.executable, __file__, msgspec.json.encode(files).decode()]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
+        self.process_id = self._process.pid
         self.addresses: dict[str, str] = json.loads(self._process.stdout.readline())
 
     def connect(self, kind: str) -> socket.socket:
@@ -72,7 +74,7 @@ class ListenerProcess:
         self._process.stdout.close()
 
 
-async def _serve() -> None:
+async def _serve(files: TrustFiles) -> None:
     from held_ranks import PuppetLauncher
     from service_harness import TARGET, Rank
     from torch.distributed import HashStore  # type: ignore[attr-defined]  # the type stubs leave it out
@@ -80,7 +82,13 @@ async def _serve() -> None:
     from kvtransfer.common.clock import SystemClock
     from kvtransfer.common.tasks import SupervisedTasks
     from kvtransfer.rpc.stream import FrameStream, LinkServer
-    from kvtransfer.store.server.arena_manager import PeerConnection, await_end, listen_for_peers
+    from kvtransfer.store.server.arena_manager import (
+        LocalPeer,
+        RemotePeer,
+        await_end,
+        listen_for_local,
+        listen_for_remote,
+    )
     from workers.rank.local_links import Switchboard
     from workers.replica.rank_group import RankGroup
 
@@ -88,28 +96,31 @@ async def _serve() -> None:
         while await stream.receive() is not None:
             pass
 
-    async def hold_stranger(connection: PeerConnection) -> None:
-        await await_end(connection.sock)
+    async def hold_local(peer: LocalPeer) -> None:
+        await await_end(peer.sock)
+
+    async def hold_remote(peer: RemotePeer) -> None:
+        await hold(peer.stream)
 
     def end_store(error: BaseException) -> None:
         """As a store does when one of its tasks fails."""
         for door in doors:
             door.close()
 
-    tasks = SupervisedTasks(end_store)
+    trust, clock, tasks = Trust.read(files), SystemClock(), SupervisedTasks(end_store)
     addresses: dict[str, str] = {}
-    links = LinkServer(TRUST, hold, hold)
+    links = LinkServer(trust, hold, hold)
     addresses["links"] = f"127.0.0.1:{await links.start('127.0.0.1')}"
 
     launcher = PuppetLauncher()
-    group = RankGroup(TRUST, launcher, lambda rank, message: None, lambda reason: None)
+    group = RankGroup(trust, launcher, lambda rank, message: None, lambda reason: None)
     starting = asyncio.create_task(group.start([_spec()], "127.0.0.1", lambda joined: ((0, 1),)))
     while not launcher.puppets:
         await SystemClock().sleep(0.01)
     addresses["ranks"] = launcher.puppets[0].spec.engine_core_address
 
     store = HashStore()
-    board = Switchboard(store, 0, 1, "here", TRUST)
+    board = Switchboard(store, 0, 1, "here", trust)
     addresses["rank links"] = "tandem-" + store.get("local 0").decode().rpartition(" ")[2]
 
     over_unix = socket.socket(socket.AF_UNIX)
@@ -119,11 +130,11 @@ async def _serve() -> None:
     over_tcp = socket.create_server(("127.0.0.1", 0), backlog=128)
     addresses["store tcp"] = f"127.0.0.1:{over_tcp.getsockname()[1]}"
     doors = [
-        listen_for_peers(sock, TRUST, hold_stranger, tasks.spawn, SystemClock())
-        for sock in (over_unix, over_tcp)
+        listen_for_local(over_unix, trust, hold_local, tasks.spawn, clock),
+        listen_for_remote(over_tcp, trust, hold_remote, tasks.spawn, clock),
     ]
 
-    with Rank(TARGET) as rank:
+    with Rank(TARGET, trust=trust) as rank:
         addresses |= {each.transport: each.address for each in rank.agent.endpoints().endpoints}
         print(json.dumps(addresses), flush=True)
         await asyncio.to_thread(sys.stdin.read)
@@ -158,4 +169,4 @@ def _spec() -> RankSpec:
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve())
+    asyncio.run(_serve(msgspec.json.decode(sys.argv[1], type=TrustFiles)))

@@ -74,6 +74,7 @@ class Rank:
         transports: Sequence[str] = BOTH,
         clock: Clock | None = None,
         seed: int | None = None,
+        trust: Trust = TRUST,
         **settings: float,
     ) -> None:
         self.identity = identity
@@ -91,7 +92,7 @@ class Rank:
             identity=identity,
             rank=rank,
             pool=self.pool,
-            trust=TRUST,
+            trust=trust,
             clock=clock or SystemClock(),
             faults=self.faults,
             report=self._report,

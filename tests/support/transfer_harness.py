@@ -31,6 +31,7 @@ from agent_process import (
     write,
 )
 from child_processes import close_all, closed_on_error, killed_on_error
+from inner_tls import TLS_FILES
 from patience import WAIT_S
 from trust_files import FILES
 
@@ -64,6 +65,7 @@ SHARD = Shard(0, 4, 0, 4)
 LAYOUT = BlockLayout(SHARD, head_dim=32, block_tokens=16, item_bytes=4)
 NUM_BLOCKS = 24
 TRANSPORTS = ("shm", "tcp", "gloo", "rdma")
+TLS = " with TLS"
 ONE_SIDED = ("shm", "rdma")
 WRITER = ReplicaIdentity("writer", 1)
 TARGET = ReplicaIdentity("target", 1)
@@ -341,9 +343,11 @@ class TransferHarness:
     """Two long-lived processes, writers' and targets', and victims that tests start. Its ranks end with the
     test (`one_test`), the processes with the harness."""
 
-    def __init__(self, transport: str) -> None:
-        require(transport)
-        self.transport = transport
+    def __init__(self, kind: str) -> None:
+        """`kind` is a transport, or one with certificates at both ends ("tcp with TLS")."""
+        self.transport = kind.removesuffix(TLS)
+        self.trust = TLS_FILES if kind.endswith(TLS) else FILES
+        require(self.transport)
         self.writers = AgentProcess()
         with closed_on_error(self.writers):
             self.targets = AgentProcess()
@@ -385,6 +389,7 @@ class TransferHarness:
                 rank.end()
 
     def _start(self, process: AgentProcess, identity: object, start: dict[str, object]) -> Rank:
+        start.setdefault("trust", self.trust)
         rank = process.start(self.transport, identity, **start)  # type: ignore[arg-type]
         self._test_ranks.append(rank)
         return rank

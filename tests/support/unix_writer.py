@@ -22,7 +22,7 @@ def main() -> None:
     assert isinstance(hello, ChannelHello)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.connect(f"\0{address}")
-    greet(sock, Trust.read(TrustFiles(secret_file)), hello)
+    greet(contextlib.ExitStack(), sock, Trust.read(TrustFiles(secret_file)), hello)
     receive_frame(sock)  # the offer
     print(flush=True)
     for line in sys.stdin:

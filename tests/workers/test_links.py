@@ -11,24 +11,25 @@ import pytest_asyncio
 from engine_fakes import LinkEnd
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inner_tls import TLS_FILES
 from patience import WAIT_S
+from trust_files import FILES
 
 from kvtransfer.codec import MAX_FRAME_BYTES
 from kvtransfer.errors import TransferError
 from kvtransfer.rpc import stream
-from kvtransfer.rpc.handshake import connect_tcp, prove_as_async_client, send_to
+from kvtransfer.rpc.handshake import prove_as_client, send_frame
 from kvtransfer.rpc.stream import FrameStream, LinkServer, open_link
 from kvtransfer.rpc.trust import Trust
-
-TRUST = Trust.draw()
 
 
 class Host:
     """A server whose streams a test holds."""
 
-    def __init__(self) -> None:
+    def __init__(self, trust: Trust) -> None:
+        self.trust = trust
         self.streams: asyncio.Queue[FrameStream] = asyncio.Queue()
-        self.server = LinkServer(TRUST, self._hold, self._hold)
+        self.server = LinkServer(trust, self._hold, self._hold)
         self.clients: list[FrameStream] = []
         self.received: list[bytes] = []
         self.ended = asyncio.Event()
@@ -40,9 +41,9 @@ class Host:
         self.ended.set()
 
 
-@pytest_asyncio.fixture
-async def host() -> AsyncIterator[Host]:
-    host = Host()
+@pytest_asyncio.fixture(params=[FILES, TLS_FILES], ids=["bare", "TLS"])
+async def host(request: pytest.FixtureRequest) -> AsyncIterator[Host]:
+    host = Host(Trust.read(request.param))
     await host.server.start("127.0.0.1")
     yield host
     for client in host.clients:
@@ -52,7 +53,7 @@ async def host() -> AsyncIterator[Host]:
 
 
 async def connected(host: Host) -> tuple[FrameStream, FrameStream]:
-    client = await open_link(f"127.0.0.1:{host.server.port}", "link", TRUST, "test")
+    client = await open_link(f"127.0.0.1:{host.server.port}", "link", host.trust, "test")
     host.clients.append(client)
     return client, await host.streams.get()
 
@@ -118,17 +119,16 @@ async def test_a_wrong_secret_is_refused(host: Host) -> None:
     assert host.streams.empty()
 
 
-async def stranger_that_knows_the_secret(host: Host) -> socket.socket:
-    sock = await connect_tcp(f"127.0.0.1:{host.server.port}")
-    await prove_as_async_client(sock, TRUST, "test")
-    return sock
+async def stranger_that_is_trusted(host: Host) -> socket.socket:
+    sock = socket.create_connection(("127.0.0.1", host.server.port))
+    return await asyncio.to_thread(prove_as_client, sock, host.trust, "test")
 
 
 async def test_a_side_that_falls_silent_is_left(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a stopped process is: its kernel still acknowledges what it is sent."""
     monkeypatch.setattr(stream, "_PING_S", 0.02)
-    with await stranger_that_knows_the_secret(host) as sock:
-        await send_to(sock, b"link")
+    with await stranger_that_is_trusted(host) as sock:
+        send_frame(sock, b"link")
         async with asyncio.timeout(20):
             await host.ended.wait()
 
@@ -145,10 +145,10 @@ async def test_an_idle_link_stays_open(host: Host, monkeypatch: pytest.MonkeyPat
 
 async def test_a_frame_beyond_the_limit_ends_its_stream_only(host: Host) -> None:
     client, _ = await connected(host)
-    with await stranger_that_knows_the_secret(host) as sock:
-        await send_to(sock, b"peer")
+    with await stranger_that_is_trusted(host) as sock:
+        send_frame(sock, b"peer")
         await host.streams.get()
-        sock.send((MAX_FRAME_BYTES + 1).to_bytes(4, "little"))
+        sock.sendall((MAX_FRAME_BYTES + 1).to_bytes(4, "little"))
         async with asyncio.timeout(20):
             await host.ended.wait()
     client.send(bytes(MAX_FRAME_BYTES + 1))
@@ -156,10 +156,10 @@ async def test_a_frame_beyond_the_limit_ends_its_stream_only(host: Host) -> None
 
 
 async def test_a_link_of_an_unknown_kind_is_closed(host: Host) -> None:
-    with await stranger_that_knows_the_secret(host) as sock:
-        await send_to(sock, b"lunch")
+    with await stranger_that_is_trusted(host) as sock:
+        send_frame(sock, b"lunch")
         async with asyncio.timeout(20):
-            assert await asyncio.get_running_loop().sock_recv(sock, 1) == b""
+            assert await asyncio.to_thread(sock.recv, 1) == b""
     assert host.streams.empty()
 
 

@@ -424,5 +424,4 @@ def _connect(spec: RankSpec, trust: Trust) -> socket.socket:
             f"the engine core at {spec.engine_core_address} is unreachable: {error}"
         ) from error
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    prove_as_client(sock, trust, f"rank {spec.rank}")
-    return sock
+    return prove_as_client(sock, trust, f"rank {spec.rank}")

@@ -279,7 +279,7 @@ class RankGroup:
 
     async def _serve(self, sock: socket.socket, name: str) -> None:
         """Read a rank's proven connection, to its end."""
-        stream = await frame_stream(sock, name)
+        stream = await frame_stream(sock, name, self.trust.server_tls(sock))
         rank = -1
         try:
             while True:

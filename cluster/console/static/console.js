@@ -5,7 +5,7 @@ import { badge, byId, duration, el, keyed, millis, show, text } from "/console/d
 import { openExplain } from "/console/explain.js";
 import { askFewer, confirm, ordered, release, scale, startOrders } from "/console/orders.js";
 import { notesOf, showPools } from "/console/pools.js";
-import { ANSWER_MS, get } from "/console/session.js";
+import { ANSWER_MS, get, isSignedIn, mayOrder, startSession } from "/console/session.js";
 import { showGateways, showMoves, showPaths, showRequests, showTiers, showTraffic } from "/console/tables.js";
 
 const PERIOD_MS = 1000;
@@ -24,6 +24,10 @@ async function poll() {
   if (isPolling || document.hidden) return;
   isPolling = true;
   try {
+    if (!(await isSignedIn())) {
+      problem = "";
+      return;
+    }
     if (!about || problem) about = await get("/console/api/about");
     const [latest, requests, curves] = await Promise.all(
       ["status", "requests", "curves"].map((name) => get(`/console/api/${name}`)),
@@ -46,8 +50,8 @@ async function poll() {
 }
 
 function showAll(requests, curves) {
-  showHead(curves.minute);
-  const notes = notesOf(status, paths.replicas);
+  showHead(curves);
+  const notes = [...missingNotes({ ...requests.missing, ...curves.missing }), ...notesOf(status, paths.replicas)];
   keyed(byId("notes"), notes, (note) => note, () => el("li"), text);
   show(byId("notes-card"), notes.length > 0);
   showOwnPools();
@@ -55,11 +59,11 @@ function showAll(requests, curves) {
     { p50: curves.minute.ttft_p50_s, p90: curves.minute.ttft_p90_s }, about.ttft_slo_s);
   draw(byId("itl"), "Time between tokens", curves, curves.itl,
     { p50: curves.minute.itl_p50_s, p90: curves.minute.itl_p90_s }, about.itl_slo_s);
-  showRequests(requests, (requestId) => openExplain(requestId));
+  showRequests(requests, openExplain);
   showTiers(status.store_stats);
   showPaths(paths);
   showMoves(status.moves, about.autoscale);
-  showGateways(status.gateways, about.gateway_id);
+  showGateways(status.gateways, about.gateway_id, curves.totals);
   showTraffic(status.traffic);
 }
 
@@ -74,18 +78,23 @@ function showOwnPools() {
       else scale(name, to);
     },
     release,
-  });
+  }, mayOrder());
 }
 
-function showHead(minute) {
+function missingNotes(missing) {
+  return Object.entries(missing).sort().map(([id, why]) => `${id} ${why}: its requests are not shown`);
+}
+
+function showHead({ minute, totals }) {
   const model = status.model;
+  const all = (name) => Object.values(totals).reduce((sum, each) => sum + each[name], 0);
   text(byId("model"), `${about.app}: ${model.name}, context ${model.max_context_tokens} tokens`);
   badge(byId("ready"), status.ready ? "ready" : "not ready", status.ready ? "good" : "bad");
   const figures = [
-    ["running", status.num_running_requests],
-    ["finished", status.num_finished_requests],
-    ["failed", status.num_failed_requests],
-    ["cancelled", status.num_cancelled_requests],
+    ["running", all("num_running")],
+    ["finished", all("num_finished")],
+    ["failed", all("num_failed")],
+    ["cancelled", all("num_cancelled")],
     ["tokens/s", (minute.num_output_tokens / minute.window_s).toFixed(1)],
     ["TTFT 90 %", minute.ttft_p90_s ? millis(1000 * minute.ttft_p90_s) : "–"],
     ["ITL 90 %", minute.itl_p90_s ? millis(1000 * minute.itl_p90_s) : "–"],
@@ -103,7 +112,7 @@ function showHead(minute) {
 // Also while nothing arrives.
 function showFreshness() {
   const ageMs = performance.now() - updatedAt;
-  const isAway = Boolean(problem) || (updatedAt > 0 && ageMs > AWAY_MS);
+  const isAway = Boolean(problem) || (updatedAt > 0 && ageMs > AWAY_MS && !byId("main").hidden);
   const since = updatedAt ? `last update ${duration(ageMs / 1000)} ago` : "no data yet";
   text(byId("freshness"), since);
   const what = updatedAt ? `${since}; what you see is from then` : since;
@@ -113,6 +122,7 @@ function showFreshness() {
 }
 
 startOrders(showOwnPools);
+startSession(poll);
 byId("explain-close").onclick = () => byId("explain").close();
 document.addEventListener("visibilitychange", poll);
 setInterval(poll, PERIOD_MS);

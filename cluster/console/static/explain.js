@@ -15,13 +15,13 @@ const COLUMNS = [
   ["Note", "", (it) => it.note],
 ];
 
-export async function openExplain(requestId) {
+export async function openExplain({ request_id: requestId, tenant }) {
   const dialog = byId("explain");
   text(byId("explain-title"), `Request ${requestId}`);
   byId("explain-body").replaceChildren(el("p", { className: "muted" }, "loading"));
   if (!dialog.open) dialog.showModal();
   try {
-    const reply = await get(`/console/api/explain?id=${encodeURIComponent(requestId)}`);
+    const reply = await get(`/console/api/explain?${new URLSearchParams({ id: requestId, tenant })}`);
     byId("explain-body").replaceChildren(...view(reply));
   } catch (error) {
     byId("explain-body").replaceChildren(el("p", { className: "error" }, error.message));
@@ -32,6 +32,7 @@ function view(reply) {
   const end = reply.reason ? `${reply.state}: ${reply.reason}` : reply.state;
   return [
     el("p", { className: "end" }, end),
+    el("p", { className: "muted" }, `at ${reply.gateway_id}${reply.tenant ? `, of ${reply.tenant}` : ""}`),
     ...reply.decisions.map(decisionView),
     el("h3", {}, "Timeline"),
     table(["ms", "Event", "Detail"], ["num", "", ""], reply.timeline.map((event) => (

@@ -65,12 +65,12 @@ function shapeOf(replica) {
 }
 
 // `ordered`: pool name to the count that was ordered here and that the status does not show yet.
-export function showPools(status, ordered, act) {
+export function showPools(status, ordered, act, mayOrder) {
   const loads = status.replicas.map((replica) => loadOf(replica).num_running + loadOf(replica).num_waiting);
   const scale = Math.max(MIN_SCALE, ...loads);
   keyed(byId("pools"), poolsOf(status), (pool) => pool.name, (pool) => makePool(pool, act), (node, pool) => {
     const replicas = status.replicas.filter((replica) => replica.pool === pool.name);
-    updatePool(node, pool, replicas, scale, ordered.get(pool.name));
+    updatePool(node, pool, replicas, scale, ordered.get(pool.name), mayOrder);
   });
 }
 
@@ -119,7 +119,7 @@ function makePool(pool, act) {
   );
 }
 
-function updatePool(node, pool, replicas, scale, ordered) {
+function updatePool(node, pool, replicas, scale, ordered, mayOrder) {
   const find = (selector) => node.querySelector(selector);
   text(find("h3"), pool.name);
   const parts = [`${pool.num_ready} ready`, `${pool.desired} desired`, `${pool.configured} configured`];
@@ -131,10 +131,17 @@ function updatePool(node, pool, replicas, scale, ordered) {
   const wanted = ordered === undefined ? pool.desired : ordered;
   text(find(".desired"), wanted);
   classes(find(".desired"), ordered === undefined ? "desired" : "desired pending");
-  const less = find('[data-act="less"]');
-  if (less.disabled !== wanted <= 1) less.disabled = wanted <= 1;
+  disable(find('[data-act="less"]'), !mayOrder || wanted <= 1, mayOrder);
+  disable(find('[data-act="more"]'), !mayOrder, mayOrder);
+  disable(find('[data-act="release"]'), !mayOrder, mayOrder);
   const items = replicas.map((replica) => ({ replica, scale }));
   rows(find("tbody"), items, ({ replica }) => `${replica.replica_id}/${replica.epoch}`, COLUMNS);
+}
+
+function disable(button, isDisabled, mayOrder) {
+  if (button.disabled !== isDisabled) button.disabled = isDisabled;
+  const title = mayOrder ? "" : "Orders need the role operator";
+  if (button.title !== title) button.title = title;
 }
 
 // What should not be: each a line, and none for healthy replicas and stores.

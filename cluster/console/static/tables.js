@@ -13,9 +13,8 @@ export function showRequests(reply, explain) {
     {
       fill: (cell, request) => {
         if (!cell.firstElementChild) {
-          const open = el("button", { type: "button", className: "link" });
-          open.onclick = () => explain(open.textContent);
-          cell.append(open);
+          cell.append(el("button", { type: "button", className: "link" }));
+          cell.firstElementChild.onclick = () => explain(request); // its id and tenant never change
         }
         text(cell.firstElementChild, request.request_id);
       },
@@ -34,9 +33,11 @@ export function showRequests(reply, explain) {
     column((request) => millis(request.e2e_ms), "num"),
     column((request) => request.attempts, "num wide"),
     column((request) => placeOf(request)),
+    column((request) => request.gateway_id, "wide"),
     column((request) => `${duration(request.age_s)} ago`, "num"),
   ];
-  rows(byId("requests"), reply.requests, (request) => request.request_id, columns);
+  const keyOf = (request) => [request.gateway_id, request.tenant, request.request_id].join("/");
+  rows(byId("requests"), reply.requests, keyOf, columns);
   show(byId("requests-empty"), !reply.requests.length);
 }
 
@@ -141,17 +142,21 @@ export function showMoves(moves, isAutoscaled) {
   show(byId("moves-empty"), !latest.length);
 }
 
-export function showGateways(gateways, ownId) {
+export function showGateways(gateways, ownId, totals) {
+  const total = (name) => (gateway) => (totals[gateway.gateway_id] || {})[name] ?? NONE;
   rows(byId("gateways"), gateways, (gateway) => gateway.gateway_id, [
     column((gateway) => gateway.gateway_id + (gateway.gateway_id === ownId ? " (this one)" : "")),
     column((gateway) => gateway.address),
-    column((gateway) => gateway.process_id, "num"),
+    column((gateway) => gateway.process_id, "num wide"),
+    column(total("num_running"), "num"),
+    column(total("num_finished"), "num"),
+    column(total("num_failed"), "num"),
     {
       fill: (cell, gateway) => {
         if (!cell.firstElementChild) cell.append(el("a"));
         const link = cell.firstElementChild;
         text(link, gateway.console || NONE);
-        if (gateway.console && gateway.gateway_id !== ownId) link.href = `http://${gateway.console}/console`;
+        if (gateway.console && gateway.gateway_id !== ownId) link.href = `${location.protocol}//${gateway.console}/console`;
         else link.removeAttribute("href");
       },
     },

@@ -24,6 +24,7 @@ from kvtransfer.config import StoreSettings
 from kvtransfer.errors import PeerGoneError, StoreError, WireError
 from kvtransfer.rpc.handshake import HANDSHAKE_TIMEOUT_S, receive_from, send_to
 from kvtransfer.rpc.listener import ProvenListener
+from kvtransfer.rpc.stream import FrameStream, frame_stream
 from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.dram.arena import Arena, Prefault, arena_bytes
 from kvtransfer.store.messages import (
@@ -115,10 +116,10 @@ class ArenaManager:
             self._spare[0].close()
             self._spare = None
 
-    async def serve(self, peer: PeerConnection, hello: RankHello) -> None:
+    async def serve(self, peer: LocalPeer, hello: RankHello) -> None:
         """Serve a rank until its connection ends. `StoreError` when the host refuses the memory."""
-        if not peer.is_local or hello.protocol != STORE_PROTOCOL:
-            await refuse(peer, f"expected a rank of this node with protocol {STORE_PROTOCOL}")
+        if hello.protocol != STORE_PROTOCOL:
+            await refuse(peer, f"expected a rank with protocol {STORE_PROTOCOL}")
             return
         if hello.arena:
             self._adopt(hello, await receive_descriptor(peer.sock))
@@ -220,42 +221,76 @@ def _fields(process_id: int) -> list[str] | None:
 # ----------------------------------------------------------------------------------------------
 # The owner's listeners: every connection proves the secret and sends a hello before it is served.
 #
-# Nothing is read beyond the first message, so that a descriptor which may follow it is not lost. A violation
-# of the protocol closes only its own connection.
+# On a unix socket nothing is read beyond the first message, so that a descriptor which may follow it is not
+# lost. A violation of the protocol closes only its own connection.
 
 _HELLO_BYTES = 64 << 10
 _FD_MARK = b"F"
 
 
-class PeerConnection(NamedTuple):
-    """A proven connection: the non-blocking socket, its name (for logs), and the first message."""
+class LocalPeer(NamedTuple):
+    """A proven connection of this node: the non-blocking socket, its name for logs, and the first message."""
 
     sock: socket.socket
     name: str
     hello: ToOwner
-    is_local: bool
 
 
-def listen_for_peers(
+class RemotePeer(NamedTuple):
+    """A proven connection over TCP, and the first message."""
+
+    stream: FrameStream
+    hello: ToOwner
+
+
+def listen_for_local(
     sock: socket.socket,
     trust: Trust,
-    serve: Callable[[PeerConnection], Awaitable[None]],
+    serve: Callable[[LocalPeer], Awaitable[None]],
     spawn: Spawn,
     clock: Clock,
 ) -> ProvenListener:
-    """Listen on one socket. `serve(peer)` runs for the life of a connection, which is closed after it."""
+    """Listen on a unix socket. `serve(peer)` runs for the life of a connection, which is closed after it."""
 
     async def receive_hello(sock: socket.socket, name: str) -> None:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             hello = TO_OWNER_CODEC.decode(await receive_from(sock, _HELLO_BYTES))
-        await serve(PeerConnection(sock, name, hello, sock.family == socket.AF_UNIX))
+        await serve(LocalPeer(sock, name, hello))
 
     return ProvenListener(sock, trust, receive_hello, spawn, clock, "store")
 
 
-async def refuse(peer: PeerConnection, reason: str) -> None:
+def listen_for_remote(
+    sock: socket.socket,
+    trust: Trust,
+    serve: Callable[[RemotePeer], Awaitable[None]],
+    spawn: Spawn,
+    clock: Clock,
+) -> ProvenListener:
+    """Listen on a TCP socket, as `listen_for_local` does."""
+
+    async def receive_hello(sock: socket.socket, name: str) -> None:
+        stream = await frame_stream(sock, name, trust.server_tls(sock))
+        try:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                hello = TO_OWNER_CODEC.decode(await stream.next_frame())
+            await serve(RemotePeer(stream, hello))
+        finally:
+            stream.abort()
+
+    return ProvenListener(sock, trust, receive_hello, spawn, clock, "store")
+
+
+async def refuse(peer: LocalPeer, reason: str) -> None:
     """Send the reason why the connection is refused."""
     await send_message(peer.sock, StoreRefusal(reason))
+
+
+async def refuse_remote(peer: RemotePeer, reason: str) -> None:
+    """Send the reason, and return when the other side has it or is gone."""
+    peer.stream.send(FROM_OWNER_CODEC.encode(StoreRefusal(reason)))
+    peer.stream.close()
+    await peer.stream.wait_closed()
 
 
 async def send_message(sock: socket.socket, message: FromOwner) -> None:

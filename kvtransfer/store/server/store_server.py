@@ -60,11 +60,14 @@ from kvtransfer.store.messages import (
 from kvtransfer.store.server.arena_manager import (
     OFFER_WAIT_S,
     ArenaManager,
+    LocalPeer,
     MappedRank,
-    PeerConnection,
+    RemotePeer,
     is_running,
-    listen_for_peers,
+    listen_for_local,
+    listen_for_remote,
     refuse,
+    refuse_remote,
 )
 from kvtransfer.store.server.node import StoreNode
 from kvtransfer.store.server.session import EngineSession
@@ -124,11 +127,11 @@ class StoreServer:
         self._tasks.spawn(self._node.open(self.address), "store-open")
         self._tasks.spawn(self._arena_manager.make_without_ranks(), "store-spare-arena")
         self._tasks.spawn(self._tick_forever(), "store-tick")
-        for sock in (local, remote):
-            sock.setblocking(False)
-            self._listeners.append(
-                listen_for_peers(sock, self._trust, self._serve, self._tasks.spawn, self._clock)
-            )
+        trust, spawn, clock = self._trust, self._tasks.spawn, self._clock
+        self._listeners = [
+            listen_for_local(local, trust, self._serve_local, spawn, clock),
+            listen_for_remote(remote, trust, self._serve_remote, spawn, clock),
+        ]
 
     async def stop(self) -> None:
         """Write admitted records to NVMe for at most `flush_s`, then end every connection and close."""
@@ -161,7 +164,7 @@ class StoreServer:
 
     # --------------------------------------------------------------------------------------- connections
 
-    async def _serve(self, peer: PeerConnection) -> None:
+    async def _serve_local(self, peer: LocalPeer) -> None:
         match peer.hello:
             case EngineHello():
                 await self._serve_engine_core(peer, peer.hello)
@@ -169,18 +172,28 @@ class StoreServer:
                 await self._arena_manager.serve(peer, peer.hello)
             case AdminHello(protocol) if protocol == STORE_PROTOCOL:
                 await self._admin.serve(await frame_stream(peer.sock, peer.name))
+            case _:
+                await refuse(peer, f"expected a hello of protocol {STORE_PROTOCOL} from this node")
+
+    async def _serve_remote(self, peer: RemotePeer) -> None:
+        match peer.hello:
+            case AdminHello(protocol) if protocol == STORE_PROTOCOL:
+                await self._admin.serve(peer.stream)
             case OwnerHello():
                 exchange = self._node.exchange
                 if exchange is None:
-                    await refuse(peer, "the node has no host tier yet")
+                    await refuse_remote(peer, "the node has no host tier yet")
                 else:
-                    await exchange.sender.serve(await frame_stream(peer.sock, peer.name), peer.hello)
+                    await exchange.sender.serve(peer.stream, peer.hello)
             case _:
-                await refuse(peer, f"expected a hello of protocol {STORE_PROTOCOL}")
+                await refuse_remote(
+                    peer,
+                    f"expected a hello of protocol {STORE_PROTOCOL} from another owner or an administrator",
+                )
 
-    async def _serve_engine_core(self, peer: PeerConnection, hello: EngineHello) -> None:
-        if not peer.is_local or hello.protocol != STORE_PROTOCOL:
-            await refuse(peer, f"expected an engine core of this node with protocol {STORE_PROTOCOL}")
+    async def _serve_engine_core(self, peer: LocalPeer, hello: EngineHello) -> None:
+        if hello.protocol != STORE_PROTOCOL:
+            await refuse(peer, f"expected an engine core with protocol {STORE_PROTOCOL}")
             return
         earlier = self._sessions.get(hello.session)
         if earlier is not None:
