@@ -14,6 +14,8 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from cluster.api.admin_client import AdminClient
+from cluster.api.channel import ClientCredentials
+from cluster.cli.credentials import ApiKey, ApiKeyFile, ClientCertificate, credentials
 from cluster.cli.terminal import (
     DEFAULT_ADMIN_ADDRESS,
     NONE,
@@ -70,6 +72,9 @@ def scale(
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Until the counts are reached.")] = True,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds to wait.")] = 600.0,
     admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS,
+    api_key: ApiKey = "",
+    api_key_file: ApiKeyFile = None,
+    client_certificate: ClientCertificate = None,
     dashboard: Dashboard = "",
     ray_address: RayAddress = "",
     app: App = DEFAULT_APP,
@@ -82,7 +87,11 @@ def scale(
         raise typer.BadParameter("name a pool and its count, as in decode=3", param_hint="POOL=REPLICAS")
 
     target = ScaleTarget(
-        admin_address, dashboard_url(dashboard, ray_address), read_token(token, token_file), app
+        admin_address,
+        dashboard_url(dashboard, ray_address),
+        read_token(token, token_file),
+        app,
+        credentials(api_key, api_key_file, client_certificate),
     )
     work = ScaleWork(target, out, SystemClock(), as_json=as_json)
     run(work.scale(orders or (), release or (), dry_run=dry_run, wait_s=timeout if wait else None))
@@ -124,6 +133,8 @@ class ScaleTarget(NamedTuple):
     dashboard: str
     token: str
     app: str
+    # Of the gateway's caller.
+    who: ClientCredentials | None = None
 
     def open(self) -> ServeClient:
         """Return a client of Serve's scale API."""
@@ -230,7 +241,7 @@ class ScaleWork:
     async def _status(self) -> pb.StatusResponse | None:
         """Return None when no gateway answers: Serve scales without one."""
         try:
-            async with AdminClient(self._target.gateway) as client:
+            async with AdminClient(self._target.gateway, credentials=self._target.who) as client:
                 return await client.status()
         except CallError:
             return None
