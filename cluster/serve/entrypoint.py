@@ -122,6 +122,7 @@ def _undeclared(config: ClusterConfig) -> list[str]:
         "model": config.model,
         "secret_file": config.secret_file,
         "store.nvme_path": config.store.nvme_path,
+        "auth.key_root_file": config.auth.key_root_file,
     }
     paths |= {f"gateway.{name}": getattr(config.gateway, name) for name in ("tls_cert_file", "tls_key_file")}
     problems += [
@@ -131,6 +132,10 @@ def _undeclared(config: ClusterConfig) -> list[str]:
     ]
     if config.secret_file is None:
         problems.append("secret_file: must be given: every node reads the same secret from it")
+    if config.auth.key_root_file is None:
+        problems.append(
+            "auth.key_root_file: must be given: every gateway reads the same roots of block keys from it"
+        )
     for number, pool in enumerate(config.pools):
         if pool.cpus_per_rank is None:
             problems.append(

@@ -29,6 +29,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.config import LOOPBACK, ClusterConfig, PoolConfig, read_trust, trust_files
 from cluster.dtypes import may_compute, needs_flags, settle_dtype
 from cluster.errors import ConfigError, RayEndedError, StartError
+from cluster.identity.key_roots import FIELD as KEY_ROOT_FIELD
+from cluster.identity.key_roots import keep_key_root, key_root_proof
 from cluster.metrics.tracing import check_tracing
 from cluster.roster.actor import read_roster, start_roster, stop_roster
 from cluster.scaling.headroom import ReplicaDemand, shortages
@@ -110,17 +112,15 @@ class Service:
         check_model(self._config)
         check_redis_url(self._config.store)
         check_tracing(self._config.tracing)
-        is_secret_drawn = self._config.secret_file is None
-        if is_secret_drawn:
-            self._folder = PrivateFolder()
-            drawn = draw_files(self._folder.path)
-            self._config = self._config.with_secret_file(Path(drawn.secret_file))
+        given = self._config
+        self._draw_secrets()
         trust = read_trust(self._config)
         _check_interrupted(interrupted)
         report(StartProgress("starting Ray", {}))
         self._connect()
         if self._ray is None:
-            check_secret(self._config, trust, is_drawn=is_secret_drawn)
+            check_secret(self._config, trust, is_drawn=given.secret_file is None)
+            check_key_roots(self._config, is_drawn=given.auth.key_root_file is None)
         _check_interrupted(interrupted)
         report(StartProgress("checking resources", {}))
         cpus = self._wait_for_resources(interrupted)
@@ -132,6 +132,23 @@ class Service:
         report(StartProgress("deploying", {}))
         self._deploy(cpus, trust)
         return self._wait_until_serving(report, interrupted)
+
+    def _draw_secrets(self) -> None:
+        """Draw the secrets for which the configuration names no file. The root of block keys stays beside the
+        NVMe records that it names, if there are any; all else is removed at the end."""
+        config = self._config
+        if config.secret_file is None:
+            drawn = draw_files(self._private_folder())
+            config = config.with_secret_file(Path(drawn.secret_file))
+        if config.auth.key_root_file is None:
+            folder = config.store.nvme_path or self._private_folder()
+            config = config.with_key_root_file(keep_key_root(folder, secrets.token_bytes))
+        self._config = config
+
+    def _private_folder(self) -> Path:
+        if self._folder is None:
+            self._folder = PrivateFolder()
+        return self._folder.path
 
     def wait(self, interrupted: threading.Event) -> None:
         """Return when interrupted; `RayEndedError` when the Ray cluster that was started here ends before."""
@@ -301,28 +318,12 @@ class Service:
 def check_secret(config: ClusterConfig, trust: Trust, *, is_drawn: bool) -> None:
     """Raise `ConfigError` where another node of the Ray cluster does not read the same cluster secret from
     the same path, and `StartError` for a node that does not answer."""
-    here = ray.get_runtime_context().get_node_id()
-    others = {
-        node["NodeID"]: node["NodeManagerAddress"]
-        for node in ray.nodes()
-        if node["Alive"] and node["Resources"].get("CPU") and node["NodeID"] != here
-    }
-    files, question = trust_files(config), secrets.token_hex(16)
-    asked = [
-        ray.remote(secret_proof)
-        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
-        .remote(files, question)
-        for node_id in others
-    ]
-    try:
-        answers: list[bytes | str] = ray.get(asked, timeout=_ANSWER_S)
-    except RayError as error:
-        addresses = ", ".join(others.values())
-        raise StartError(f"not every one of the Ray nodes {addresses} answers: {error}") from error
+    question = secrets.token_hex(16)
+    answers = _ask_other_nodes(secret_proof, trust_files(config), question)
     remedy = "write the same 16 bytes or more to a file at the same path of every node, such as by " + (
         "`openssl rand -hex 32`, and name it" if is_drawn else "copying it"
     )
-    for address, answer in zip(others.values(), answers, strict=True):
+    for address, answer in answers.items():
         if isinstance(answer, str):
             lacks = "cannot read the secret that was drawn here" if is_drawn else f"has none: {answer}"
             raise ConfigError(f"secret_file: the node {address} {lacks}; {remedy}")
@@ -336,6 +337,53 @@ def secret_proof(files: TrustFiles, question: str) -> bytes | str:
         return Trust.read(files).key_for(f"same secret {question}")
     except TrustError as error:
         return str(error)
+
+
+def check_key_roots(config: ClusterConfig, *, is_drawn: bool) -> None:
+    """Raise `ConfigError` where another node of the Ray cluster does not read the same key roots from the
+    same path: its gateways would not find what others have cached. `StartError` for a node that does not
+    answer."""
+    path, question = config.auth.key_root_file, secrets.token_bytes(16)
+    assert path is not None
+    own = key_root_proof(path, question)
+    if isinstance(own, str):
+        raise ConfigError(own)
+    remedy = (
+        "write it with `tandem key rotate-root FILE`, copy it to the same path of every node, and name it"
+        if is_drawn
+        else "copy it to the same path of every node"
+    )
+    for address, answer in _ask_other_nodes(key_root_proof, path, question).items():
+        if isinstance(answer, str):
+            lacks = "cannot read the root that was drawn here" if is_drawn else f"has none: {answer}"
+            raise ConfigError(f"{KEY_ROOT_FIELD}: the node {address} {lacks}; {remedy}")
+        if answer != own:
+            raise ConfigError(f"{KEY_ROOT_FIELD}: the node {address} has other roots there; {remedy}")
+
+
+def _ask_other_nodes(
+    work: Callable[..., bytes | str], *args: TrustFiles | Path | str | bytes
+) -> dict[str, bytes | str]:
+    """Return, by address, what `work` returns on each other node of the Ray cluster that runs processes of an
+    application."""
+    here = ray.get_runtime_context().get_node_id()
+    others = {
+        node["NodeID"]: node["NodeManagerAddress"]
+        for node in ray.nodes()
+        if node["Alive"] and node["Resources"].get("CPU") and node["NodeID"] != here
+    }
+    asked = [
+        ray.remote(work)
+        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
+        .remote(*args)
+        for node_id in others
+    ]
+    try:
+        answers: list[bytes | str] = ray.get(asked, timeout=_ANSWER_S)
+    except RayError as error:
+        addresses = ", ".join(others.values())
+        raise StartError(f"not every one of the Ray nodes {addresses} answers: {error}") from error
+    return dict(zip(others.values(), answers, strict=True))
 
 
 def node_cpu_flags(pools: Sequence[PoolConfig]) -> dict[str, frozenset[str]]:
