@@ -71,14 +71,12 @@ class ConsoleHarness:
         self.address = ""
         self.page: Page
 
-    async def start(self, *, auth: dict[str, Any] | None = None, **gateway: Any) -> None:
-        """`auth` and `gateway` are sections of the configuration."""
+    async def start(self, **settings: Any) -> None:
+        """`settings` are those of `GatewayHarness.config`."""
         await self.dashboard.start()
         await self.harness.add_replica("p0", "prefill")
         await self.harness.add_replica("d0", "decode")
-        self.config = self.harness.config(
-            auth=auth, console_port=0, console_hosts=["console.example"], **gateway
-        )
+        self.config = self.harness.config(console_port=0, console_hosts=["console.example"], **settings)
         config = self.config
         self.scaler = Scaler(config, self.harness.roster, self._open_client, self.harness.clock)
         self.gateway, self.address = await self.harness.add_gateway(config, self.operations())
