@@ -26,7 +26,7 @@ from ray.exceptions import RayError
 from ray.serve.schema import ApplicationStatusOverview
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.config import LOOPBACK, ClusterConfig, PoolConfig, read_trust, trust_files
+from cluster.config import LOOPBACK, ClusterConfig, PoolConfig, read_trust
 from cluster.dtypes import may_compute, needs_flags, settle_dtype
 from cluster.errors import ConfigError, RayEndedError, StartError
 from cluster.metrics.tracing import check_tracing
@@ -42,11 +42,11 @@ from cluster.serve.ray_private import free_resources, session_logs
 from cluster.serve.rollout import Deployed, forget
 from cluster.serve.scaler_actor import stop_scaler
 from cluster.serve.store_actors import stop_stores
-from cluster.stores import IndexServer, check_redis_url, check_store, draw_life
+from cluster.stores import IndexServer, check_redis_url, check_store, draw_life, has_password, index_url
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.host import cpu_flags
-from kvtransfer.errors import StoreError, TrustError
-from kvtransfer.rpc.trust import Trust, TrustFiles, draw_files
+from kvtransfer.errors import StoreError
+from kvtransfer.rpc.trust import Trust, draw_files
 
 # How long resources may be missing before that is an error.
 SCHEDULE_S = 20.0
@@ -110,17 +110,14 @@ class Service:
         check_model(self._config)
         check_redis_url(self._config.store)
         check_tracing(self._config.tracing)
-        is_secret_drawn = self._config.secret_file is None
-        if is_secret_drawn:
-            self._folder = PrivateFolder()
-            drawn = draw_files(self._folder.path)
-            self._config = self._config.with_secret_file(Path(drawn.secret_file))
+        given = self._config
+        self._hide_secrets()
         trust = read_trust(self._config)
         _check_interrupted(interrupted)
         report(StartProgress("starting Ray", {}))
         self._connect()
         if self._ray is None:
-            check_secret(self._config, trust, is_drawn=is_secret_drawn)
+            check_secrets(given, self._config, trust)
         _check_interrupted(interrupted)
         report(StartProgress("checking resources", {}))
         cpus = self._wait_for_resources(interrupted)
@@ -132,6 +129,19 @@ class Service:
         report(StartProgress("deploying", {}))
         self._deploy(cpus, trust)
         return self._wait_until_serving(report, interrupted)
+
+    def _hide_secrets(self) -> None:
+        """Replace what must not pass through Ray by the paths of files: a secret that is drawn here, and a
+        Redis URL with a password."""
+        url = self._config.store.redis_url
+        is_private = has_password(url)
+        if self._config.secret_file is None or is_private:
+            self._folder = PrivateFolder()
+            if self._config.secret_file is None:
+                drawn = draw_files(self._folder.path)
+                self._config = self._config.with_secret_file(Path(drawn.secret_file))
+            if is_private:
+                self._config = self._config.with_redis_url("", self._folder.write("redis-url", url))
 
     def wait(self, interrupted: threading.Event) -> None:
         """Return when interrupted; `RayEndedError` when the Ray cluster that was started here ends before."""
@@ -246,12 +256,16 @@ class Service:
         """Return the configuration with a server for the store's index, which is started here where none is
         named."""
         store = self._config.store
-        if not (store.index and store.dram_gb) or store.redis_url:
+        if not (store.index and store.dram_gb) or store.has_redis:
             return self._config
-        try:
-            self._index_server = IndexServer(
-                node_host(self._config.transfer.data_host), trust.secret, self._clock
+        host = node_host(self._config.transfer.data_host)
+        if self._config.inner_tls is not None and host not in LOOPBACK:
+            raise ConfigError(
+                "store.redis_url: the server that is started here speaks no TLS, which inner_tls asks for; "
+                "name one whose URL begins with rediss://, or set store.index: false"
             )
+        try:
+            self._index_server = IndexServer(host, trust, self._clock)
         except StoreError as error:
             _log.warning("each node's store knows its own records only: %s", error)
             return self._config
@@ -298,44 +312,64 @@ class Service:
         )
 
 
-def check_secret(config: ClusterConfig, trust: Trust, *, is_drawn: bool) -> None:
-    """Raise `ConfigError` where another node of the Ray cluster does not read the same cluster secret from
-    the same path, and `StartError` for a node that does not answer."""
+def check_secrets(given: ClusterConfig, config: ClusterConfig, trust: Trust) -> None:
+    """Raise `ConfigError` where another node of the Ray cluster does not read the same secrets from the files
+    of `config`, of which those that `given` does not name were written here, and `StartError` for a node that
+    does not answer."""
     here = ray.get_runtime_context().get_node_id()
     others = {
         node["NodeID"]: node["NodeManagerAddress"]
         for node in ray.nodes()
         if node["Alive"] and node["Resources"].get("CPU") and node["NodeID"] != here
     }
-    files, question = trust_files(config), secrets.token_hex(16)
+    config_json, question = config.model_dump_json(), secrets.token_hex(16)
     asked = [
-        ray.remote(secret_proof)
+        ray.remote(secret_proofs)
         .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
-        .remote(files, question)
+        .remote(config_json, question)
         for node_id in others
     ]
     try:
-        answers: list[bytes | str] = ray.get(asked, timeout=_ANSWER_S)
+        answers: list[tuple[bytes, bytes] | str] = ray.get(asked, timeout=_ANSWER_S)
     except RayError as error:
         addresses = ", ".join(others.values())
         raise StartError(f"not every one of the Ray nodes {addresses} answers: {error}") from error
-    remedy = "write the same 16 bytes or more to a file at the same path of every node, such as by " + (
-        "`openssl rand -hex 32`, and name it" if is_drawn else "copying it"
-    )
+    wanted = _proofs(config, trust, question)
     for address, answer in zip(others.values(), answers, strict=True):
         if isinstance(answer, str):
-            lacks = "cannot read the secret that was drawn here" if is_drawn else f"has none: {answer}"
-            raise ConfigError(f"secret_file: the node {address} {lacks}; {remedy}")
-        if not hmac.compare_digest(answer, trust.key_for(f"same secret {question}")):
-            raise ConfigError(f"secret_file: the node {address} has another secret there; {remedy}")
+            raise ConfigError(f"the node {address}: {answer}; {_remedy(given)}")
+        for field, ours, theirs in zip(("secret_file", "store.redis_url_file"), wanted, answer, strict=True):
+            if not hmac.compare_digest(ours, theirs):
+                raise ConfigError(f"{field}: the node {address} has another one there; {_remedy(given)}")
 
 
-def secret_proof(files: TrustFiles, question: str) -> bytes | str:
-    """Return what only who knows the cluster secret can answer, or why this node cannot read it."""
+def _remedy(given: ClusterConfig) -> str:
+    if given.secret_file is None:
+        return (
+            "the secret was drawn here: write one, such as by `openssl rand -hex 32`, to a file at the same "
+            "path of every node, and name it as secret_file"
+        )
+    if has_password(given.store.redis_url):
+        return (
+            "store.redis_url holds a password: write it to a file at the same path of every node, and name "
+            "that as store.redis_url_file"
+        )
+    return "every node needs the same files at the same paths"
+
+
+def secret_proofs(config_json: str, question: str) -> tuple[bytes, bytes] | str:
+    """Return what only who knows the cluster secret and the URL of the index can answer, or why this node
+    cannot read them."""
+    config = ClusterConfig.model_validate_json(config_json)
     try:
-        return Trust.read(files).key_for(f"same secret {question}")
-    except TrustError as error:
+        return _proofs(config, read_trust(config), question)
+    except ConfigError as error:
         return str(error)
+
+
+def _proofs(config: ClusterConfig, trust: Trust, question: str) -> tuple[bytes, bytes]:
+    url = index_url(config, trust)
+    return trust.key_for(f"same secret {question}"), trust.key_for(f"same index {question} {url}")
 
 
 def node_cpu_flags(pools: Sequence[PoolConfig]) -> dict[str, frozenset[str]]:

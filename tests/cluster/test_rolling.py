@@ -102,7 +102,7 @@ def test_every_setting_is_some_deployment_s_or_changes_without_a_restart() -> No
         "debug",
         "auth",
     }
-    assert parts - used == {"secret_file"}
+    assert parts - used == {"secret_file", "inner_tls"}, "an update refuses to change them"
 
 
 def test_the_same_file_rolls_nothing() -> None:
