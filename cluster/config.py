@@ -320,6 +320,10 @@ class ClusterConfig(_Settings):
         """Return a copy whose processes read the cluster secret from this file."""
         return self.model_copy(update={"secret_file": path})
 
+    def with_key_root_file(self, path: Path | None) -> Self:
+        """Return a copy whose gateways read the roots of block keys from this file."""
+        return self.model_copy(update={"auth": self.auth.model_copy(update={"key_root_file": path})})
+
     @model_validator(mode="after")
     def _pools_work_together(self) -> Self:
         names = Counter(pool.name for pool in self.pools)

@@ -68,11 +68,11 @@ def bind(
     server: grpc.aio.Server,
     gateway: GatewayConfig,
     port: int,
-    credentials: grpc.ServerCredentials | None,
+    certificate: Certificate | None,
     *,
     is_shared: bool = False,
 ) -> ClientPort:
-    """Give `server` its port (0: a free one), with TLS where there are credentials.
+    """Give `server` its port (0: a free one), with TLS where there is a certificate.
 
     `is_shared`: an older gateway of the application listens there, and this one takes over from it. Raises
     `StartError` when anybody else does.
@@ -82,10 +82,10 @@ def bind(
         if gateway.takes_over and port and not is_shared:
             check_free(gateway.host, port)
         before = _listeners()
-        if credentials is None:
+        if certificate is None:
             number = int(server.add_insecure_port(place))
         else:
-            number = int(server.add_secure_port(place, credentials))
+            number = int(server.add_secure_port(place, certificate.credentials()))
     except (OSError, RuntimeError) as error:
         raise StartError(f"the gateway cannot listen on {place}: {_TAKEN}") from error
     return ClientPort(number, {fd for fd, port in _listeners() - before if port == number})
@@ -100,16 +100,16 @@ def check_free(host: str, port: int) -> None:
             probe.listen()
 
 
-def server_credentials(
+def open_certificate(
     gateway: GatewayConfig, auth: AuthConfig, name: Literal["inference", "admin"]
-) -> grpc.ServerCredentials | None:
-    """Return the credentials of the port with this name; None where it speaks no TLS. `StartError` when a
+) -> Certificate | None:
+    """Return the certificate of the port with this name; None where it speaks no TLS. `StartError` when a
     file cannot be read."""
     if gateway.tls_cert_file is None or gateway.tls_key_file is None:
         return None
     clients = auth.certificates
     ca_file = clients.ca_file if clients is not None and name in clients.ports else None
-    return Certificate(gateway.tls_cert_file, gateway.tls_key_file, ca_file).credentials()
+    return Certificate(gateway.tls_cert_file, gateway.tls_key_file, ca_file)
 
 
 async def open_health(
@@ -140,6 +140,8 @@ class Certificate:
         if ca_file is not None:
             self._files["auth.certificates.ca_file"] = ca_file
         self._current = self._read()
+        # What the server was given last.
+        self._given = self._current
 
     def credentials(self) -> grpc.ServerCredentials:
         """Every handshake asks `_changed`, so that a renewed certificate is used without a restart."""
@@ -149,14 +151,24 @@ class Certificate:
             require_client_authentication="auth.certificates.ca_file" in self._files,
         )
 
+    def chain(self) -> str:
+        """PEM of the certificate chain that the next handshake shows; reads the files."""
+        self._refresh()
+        return self._current[0].decode("ascii", "replace")
+
+    def pair(self) -> tuple[bytes, bytes]:
+        """PEM of the chain and of its key, as the files were when they were read last."""
+        return self._current[0], self._current[1]
+
     def ssl_context(self) -> ssl.SSLContext:
         """Return the context of a server other than gRPC's, which uses a renewed certificate as well."""
-        context = self._ssl_context()
+        context, given = self._ssl_context(), self._current
 
         def renew(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
-            nonlocal context
-            if self._is_renewed():
-                context = self._ssl_context()
+            nonlocal context, given
+            self._refresh()
+            if self._current != given:
+                context, given = self._ssl_context(), self._current
             connection.context = context
 
         context.sni_callback = renew
@@ -173,19 +185,22 @@ class Certificate:
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
         """What the files hold now, where it is new and complete; None: go on with what was last given."""
-        return self._configuration() if self._is_renewed() else None
+        self._refresh()
+        if self._current == self._given:
+            return None
+        self._given = self._current
+        return self._configuration()
 
-    def _is_renewed(self) -> bool:
+    def _refresh(self) -> None:
+        """Take over what the files hold now, where it is complete."""
         try:
             now = self._read()
         except StartError as error:
             _log.error("the certificate in use stays: %s", error)
-            return False
-        if now == self._current:
-            return False
+            return
+        if now != self._current:
+            _log.info("a renewed certificate is used from now on")
         self._current = now
-        _log.info("a renewed certificate is used from now on")
-        return True
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
         cert, key, *authorities = self._current

@@ -24,9 +24,12 @@ from cluster.errors import (
     UnavailableError,
     to_grpc_status,
 )
+from cluster.gateway.relay_channels import OwnCertificate, RelayChannels
 from cluster.gateway.request_manager import draw_request_id
+from cluster.identity.certificates import names_of_auth_context
+from cluster.identity.resume_tokens import RelayTokens
 from cluster.metrics.ended_request import RelayedRequest
-from cluster.proto import APPLICATION_KEY, RELAYED_CERTIFICATE_KEY, tandem_pb2_grpc
+from cluster.proto import APPLICATION_KEY, RELAYED_CERTIFICATE_KEY
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import GatewayRecord, SetTraffic
 from cluster.roster.state import RosterClient, ScalingRoster
@@ -39,16 +42,14 @@ _FIRST_VIEW_S = 2.0
 _WATCH_S = 30.0
 _NUM_REMEMBERED = 1024
 _HASH_BYTES = 8
-_OWN_METADATA = {"user-agent", "content-type", "te", "host", RELAYED_KEY, APPLICATION_KEY}
-_OWN_METADATA.add(RELAYED_CERTIFICATE_KEY)
-_CHANNEL_OPTIONS: list[tuple[str, int]] = [
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_send_message_length", -1),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),
-    ("grpc.http2.max_pings_without_data", 0),
-]
+_OWN_METADATA = {"user-agent", "content-type", "te", "host"}
+_OWN_METADATA |= {RELAYED_KEY, RELAYED_CERTIFICATE_KEY, APPLICATION_KEY}
+# How a gateway refuses a relayed request that another one may answer: it cannot, or does not know the caller.
+_ELSEWHERE = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+)
 _log = logging.getLogger(__name__)
 
 # grpc.aio.ServicerContext, which has no types.
@@ -105,15 +106,12 @@ class RemoteApp:
             self._is_away = True
             _log.warning("the roster of application %s does not answer", self.app)
 
-    def in_order(self, request_id: str) -> list[str]:
-        """Return the addresses to try; the order depends on the request."""
-        return [
-            record.address
-            for record in sorted(
-                self.gateways,
-                key=lambda record: hashlib.sha256(f"{record.gateway_id}\0{request_id}".encode()).digest(),
-            )
-        ]
+    def in_order(self, request_id: str) -> list[GatewayRecord]:
+        """Return the gateways to try; the order depends on the request."""
+        return sorted(
+            self.gateways,
+            key=lambda record: hashlib.sha256(f"{record.gateway_id}\0{request_id}".encode()).digest(),
+        )
 
     def stop(self) -> None:
         self._watching.cancel()
@@ -141,10 +139,11 @@ class _Answer(NamedTuple):
 class TrafficSplitter:
     """Forwards calls of `Generate` to the application that must answer them.
 
-    A gateway of the other application that refuses the request is no reason to fail: the next one is tried,
-    then the request is answered here. Only a resumed stream that began there cannot be answered here, because
-    its tokens are another model's. Messages, deadline, cancellation and errors with their details are passed
-    through as they come.
+    The caller stays the same there: a key or token is passed on, and this gateway vouches for a certificate.
+    A gateway of the other application that refuses the request, or does not know the caller, is no reason to
+    fail: the next one is tried, then the request is answered here. Only a resumed stream that began there
+    cannot be answered here, because its tokens are another model's. Messages, deadline, cancellation and
+    errors with their details are passed through as they come.
     """
 
     def __init__(
@@ -156,6 +155,8 @@ class TrafficSplitter:
         roster: ScalingRoster,
         open_roster: Callable[[str], RosterClient] | None,
         clock: Clock,
+        relays: RelayTokens,
+        certificate: OwnCertificate | None,
         on_end: Callable[[RelayedRequest], None] | None = None,
     ) -> None:
         """`open_roster` finds the roster of another application; without it, requests stay here."""
@@ -167,10 +168,11 @@ class TrafficSplitter:
         self._clock = clock
         self._on_end = on_end
         self._others: dict[str, RemoteApp] = {}
-        self._channels: dict[str, Any] = {}
+        self._relays = relays
+        self._channels = RelayChannels(certificate)
         self._calls: set[Any] = set()
         # Of forwarded requests, by tenant and id.
-        self._addresses: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._relayed_to: OrderedDict[tuple[str, str], GatewayRecord] = OrderedDict()
         self._is_leaving = self._is_closed = False
 
     @property
@@ -203,15 +205,15 @@ class TrafficSplitter:
     ) -> pb.ExplainResponse | None:
         """Return the answer of the gateway that the tenant's request (None: any tenant's) was forwarded to,
         asked as the caller; None where there is none."""
-        addresses = [
-            address
-            for (owner, request_id), address in self._addresses.items()
+        gateways = [
+            gateway
+            for (owner, request_id), gateway in self._relayed_to.items()
             if request_id == request.request_id and tenant in (None, owner)
         ]
-        if not addresses:
+        if not gateways:
             return None
         try:
-            reply: pb.ExplainResponse = await self._stub(addresses[-1]).Explain(
+            reply: pb.ExplainResponse = await self._channels.stub(gateways[-1]).Explain(
                 request, timeout=_FIRST_VIEW_S, metadata=self._metadata(context)
             )
         except grpc.aio.AioRpcError:
@@ -259,8 +261,7 @@ class TrafficSplitter:
         """Close all connections."""
         for other in self._others.values():
             other.stop()
-        for channel in self._channels.values():
-            await channel.close()
+        await self._channels.close()
 
     async def _forward(self, app: str, request: pb.GenerateRequest, context: Context, *, must: bool) -> bool:
         began_at = self._clock.now()
@@ -268,38 +269,41 @@ class TrafficSplitter:
         await other.wait_seen()
         answer = _Answer(grpc.StatusCode.UNAVAILABLE, "it has no gateway", has_begun=False)
         try:
-            for address in other.in_order(request.request_id):
-                answer = await self._ask(address, app, request, context)
-                if answer.has_begun or answer.code is not grpc.StatusCode.UNAVAILABLE:
+            for gateway in other.in_order(request.request_id):
+                answer = await self._ask(gateway, app, request, context)
+                if answer.has_begun or answer.code not in _ELSEWHERE:
                     break
                 about = {"request_id": request.request_id}
-                _log.warning("application %s: %s: %s", app, address, answer.details, extra=about)
+                _log.warning("application %s: %s: %s", app, gateway.address, answer.details, extra=about)
         except asyncio.CancelledError:
             self._ended(request, context, app, grpc.StatusCode.CANCELLED, began_at)
             raise
-        if not answer.has_begun and answer.code is grpc.StatusCode.UNAVAILABLE:
+        if not answer.has_begun and answer.code in _ELSEWHERE:
             if not must:
                 return False
-            answer = _unavailable(f"application {app}, where the request began: {answer.details}", 1.0)
+            if answer.code is grpc.StatusCode.UNAVAILABLE:
+                answer = _unavailable(f"application {app}, where the request began: {answer.details}", 1.0)
         self._ended(request, context, app, answer.code, began_at)
         if answer.code is not grpc.StatusCode.OK:
             await context.abort(answer.code, answer.details, answer.trailing)
         return True
 
-    async def _ask(self, address: str, app: str, request: pb.GenerateRequest, context: Context) -> _Answer:
+    async def _ask(
+        self, gateway: GatewayRecord, app: str, request: pb.GenerateRequest, context: Context
+    ) -> _Answer:
         forwarded = pb.GenerateRequest()
         forwarded.CopyFrom(request)
         if forwarded.model == self._model_name:
             forwarded.model = ""
         timeout_s, metadata = context.time_remaining(), self._metadata(context)
-        call = self._stub(address).Generate(forwarded, timeout=timeout_s, metadata=metadata)
+        call = self._channels.stub(gateway).Generate(forwarded, timeout=timeout_s, metadata=metadata)
         self._calls.add(call)
         has_begun = False
         try:
             async for response in call:
                 if not has_begun:
                     has_begun = True
-                    self._remember((request.tenant, request.request_id), address)
+                    self._remember((request.tenant, request.request_id), gateway)
                     await context.send_initial_metadata(((APPLICATION_KEY, app),))
                 await context.write(response)
             return _Answer(grpc.StatusCode.OK)
@@ -320,6 +324,9 @@ class TrafficSplitter:
             for key, value in context.invocation_metadata() or ()
             if key not in _OWN_METADATA and not key.startswith(("grpc-", ":"))
         ]
+        names = names_of_auth_context(context.auth_context())
+        if names:
+            kept.append((RELAYED_CERTIFICATE_KEY, self._relays.issue(names)))
         return (*kept, (RELAYED_KEY, self._app))
 
     def _remote_app(self, app: str) -> RemoteApp:
@@ -328,15 +335,10 @@ class TrafficSplitter:
             self._others[app] = RemoteApp(app, self._open_roster(app))
         return self._others[app]
 
-    def _stub(self, address: str) -> Any:
-        if address not in self._channels:
-            self._channels[address] = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-        return tandem_pb2_grpc.InferenceStub(self._channels[address])
-
-    def _remember(self, key: tuple[str, str], address: str) -> None:
-        self._addresses[key] = address
-        if len(self._addresses) > _NUM_REMEMBERED:
-            self._addresses.popitem(last=False)
+    def _remember(self, key: tuple[str, str], gateway: GatewayRecord) -> None:
+        self._relayed_to[key] = gateway
+        if len(self._relayed_to) > _NUM_REMEMBERED:
+            self._relayed_to.popitem(last=False)
 
     def _ended(
         self, request: pb.GenerateRequest, context: Context, app: str, code: grpc.StatusCode, began_at: float

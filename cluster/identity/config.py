@@ -106,7 +106,8 @@ class AuthConfig(_Settings):
     # How long after signing in to the console one must sign in again.
     session_s: float = Field(default=8 * 3600.0, gt=0)
     # The secrets under which block keys are made, one or two lines `<id> <base64 of 32 bytes>`, the newest
-    # first; None: drawn at start. Read again when it changes.
+    # first, the same at each gateway. None: drawn at start, which serves one host, and kept as `key-root` in
+    # `store.nvme_path`, if there is one, so that its records are found again. Read again when it changes.
     key_root_file: Path | None = None
     audit: AuditConfig = AuditConfig()
 

@@ -93,6 +93,8 @@ class JwtVerifier:
                     )
                 except jwt.InvalidSignatureError:
                     continue
+                except (jwt.InvalidAudienceError, jwt.InvalidIssuerError) as error:
+                    raise UnauthenticatedError("the token is of another issuer or audience") from error
         except (jwt.PyJWTError, ValueError, TypeError, RecursionError) as error:
             raise UnauthenticatedError(_INVALID) from error
         raise UnauthenticatedError(_INVALID)

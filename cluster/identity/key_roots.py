@@ -16,6 +16,7 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
+import hmac
 import logging
 import os
 import re
@@ -137,6 +138,16 @@ def keep_key_root(folder: Path, draw: Callable[[int], bytes]) -> Path:
     except OSError as error:
         raise ConfigError(f"{FIELD}: none is given, and none can be kept in {folder}: {error}") from error
     return path
+
+
+def key_root_proof(path: Path, question: bytes) -> bytes | str:
+    """Return what only who knows the roots in the file can answer, or why they cannot be read."""
+    try:
+        roots = _read(path)
+    except ConfigError as error:
+        return str(error)
+    secrets = b"".join(root.secret for root in roots)
+    return hmac.digest(secrets, b"same key roots" + question, "sha256")
 
 
 def rotate_key_root(path: Path, draw: Callable[[int], bytes]) -> tuple[KeyRoot, ...]:

@@ -51,6 +51,8 @@ class GatewayRecord(Message, frozen=True):
     console: str = ""
     # host:port where it answers operators.
     admin: str = ""
+    # PEM chain that it shows to clients; "": it speaks no TLS. Other gateways trust this chain alone.
+    certificate: str = ""
     # host:port where the other gateways ask it (`cluster.gateway.fleet`).
     fleet: str = ""
 

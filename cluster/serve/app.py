@@ -332,6 +332,7 @@ class GatewayActor:
                 process_id=os.getpid(),
                 console=console,
                 admin=f"{self._host}:{self._gateway.admin_port}",
+                certificate=self._gateway.certificate_chain(),
                 fleet=f"{self._inner_host}:{self._gateway.fleet_port}",
             )
         )

@@ -129,6 +129,7 @@ def _undeclared(config: ClusterConfig) -> list[str]:
         "store.nvme_path": config.store.nvme_path,
         "store.redis_url_file": config.store.redis_url_file,
         "store.redis_ca_file": config.store.redis_ca_file,
+        "auth.key_root_file": config.auth.key_root_file,
     }
     if config.inner_tls is not None:
         paths |= {f"inner_tls.{name}": path for name, path in config.inner_tls}
@@ -140,6 +141,10 @@ def _undeclared(config: ClusterConfig) -> list[str]:
     ]
     if config.secret_file is None:
         problems.append("secret_file: must be given: every node reads the same secret from it")
+    if config.auth.key_root_file is None:
+        problems.append(
+            "auth.key_root_file: must be given: every gateway reads the same roots of block keys from it"
+        )
     for number, pool in enumerate(config.pools):
         if pool.cpus_per_rank is None:
             problems.append(

@@ -8,13 +8,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 
-import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
-
 from cluster.api.admin_servicer import AdminServicer
 from cluster.api.authentication import Authentication
-from cluster.api.grpc_server import ClientPort, bind, open_health, open_server, server_credentials
+from cluster.api.grpc_server import ClientPort, open_certificate
+from cluster.api.public_ports import PublicPorts
 from cluster.api.replies import StatusService
 from cluster.api.servicer import InferenceServicer, TextCalls
 from cluster.api.store_admin import StoreAdmin
@@ -33,7 +30,6 @@ from cluster.metrics.gateway_counters import GatewayCounters
 from cluster.metrics.logs import log_access, log_relayed
 from cluster.metrics.tracing import RequestTracer
 from cluster.proto import tandem_pb2 as pb
-from cluster.proto import tandem_pb2_grpc
 from cluster.roster.messages import GatewayRecord
 from cluster.roster.state import RosterClient, ScalingRoster
 from cluster.scaling.orders import Operations, ScalerOrders
@@ -51,8 +47,6 @@ _NOTICE_S = 10.0
 _TAKE_OVER_S = 10.0
 # gRPC lets a connection live up to a tenth longer than its age limit.
 _AGE_JITTER = 1.1
-SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
-ADMIN_NAME = pb.DESCRIPTOR.services_by_name["Admin"].full_name
 
 
 class Gateway:
@@ -125,15 +119,16 @@ class Gateway:
             counters=_open_counters(config, self.connections),
         )
         self._access = access = AccessControl(config.auth, gateway_id, trust, clock)
-        self._fleet = Fleet(gateway_id, self.requests, self.connections, access.sessions, trust, clock)
+        self.fleet = Fleet(gateway_id, self.requests, self.connections, access.sessions, trust, clock)
         self.fleet_port = 0  # where the other gateways ask this one, after `start`
         stores = StoreAdmin(self.connections, trust, gateway_id)
         self._status = status = StatusService(
-            config, self.requests, self.connections, self._preprocessor, stores, clock, history, self._fleet
+            config, self.requests, self.connections, self._preprocessor, stores, clock, history, self.fleet
         )
-        services = ConsoleServices(status, self._fleet, stores, operations, access)
+        services = ConsoleServices(status, self.fleet, stores, operations, access)
         self._console = open_console(gateway_id, config, services, clock)
         self.console_port = 0  # where the console listens after `start`; 0: there is none
+        self._certificate = open_certificate(config.gateway, config.auth, "inference")
         self._traffic = TrafficSplitter(
             app=config.app,
             gateway_id=gateway_id,
@@ -141,22 +136,21 @@ class Gateway:
             roster=roster,
             open_roster=open_roster,
             clock=clock,
+            relays=access.relays,
+            certificate=self._certificate,
             on_end=log_relayed if config.logs.access else None,
         )
         faults = Faults(config.debug.fault_rules)
-        self._servicer = InferenceServicer(
-            self.requests, self.connections, self._texts, status, faults, self._traffic
+        self._ports = PublicPorts(
+            config.gateway,
+            self._certificate,
+            open_certificate(config.gateway, config.auth, "admin"),
+            Authentication(access),
+            InferenceServicer(self.requests, self.connections, self._texts, status, faults, self._traffic),
+            AdminServicer(
+                status=status, stores=stores, orders=ScalerOrders(operations), traffic=self._traffic
+            ),
         )
-        self._admin_servicer = AdminServicer(
-            status=status, stores=stores, orders=ScalerOrders(operations), traffic=self._traffic
-        )
-        self._authentication = Authentication(access)
-        self._health: health.aio.HealthServicer | None = None
-        self._server: grpc.aio.Server | None = None
-        self._port: ClientPort | None = None
-        self._admin_server: grpc.aio.Server | None = None
-        self.admin_port = 0  # where operators' calls are answered, after `start`
-        self._health_server: grpc.aio.Server | None = None
         self._is_serving = False
         self._tasks = SupervisedTasks()
 
@@ -176,45 +170,34 @@ class Gateway:
         settings = self._config.gateway
         others = (await self._roster.view(-1, 0.0)).gateways
         takes_over = settings.takes_over and any(self._shares_address(it, settings.port) for it in others)
-        self._health = health.aio.HealthServicer()
-        self._server = self._open_server(SERVICE_NAME)
-        tandem_pb2_grpc.add_InferenceServicer_to_server(self._servicer, self._server)
-        self._admin_server = self._open_server(ADMIN_NAME)
-        tandem_pb2_grpc.add_AdminServicer_to_server(self._admin_servicer, self._admin_server)
-        await self._set_health()
-        self.fleet_port = await self._fleet.start(self._inner_host)
+        self.fleet_port = await self.fleet.start(self._inner_host)
         if takes_over:  # connections come as soon as it listens, and the older one could serve them
             self.connections.start(self.requests)
             end_at = self._clock.now() + _TAKE_OVER_S
             await self._wait_while(lambda: not self.connections.has_route(), end_at)
-        auth = self._config.auth
-        own_tls = server_credentials(settings, auth, "inference")
-        self._port = bind(self._server, settings, settings.port, own_tls, is_shared=takes_over)
         admin = f"{self._advertised_host}:{settings.admin_port}"
-        shares_admin = takes_over and any(it.admin == admin for it in others)
-        admin_tls = server_credentials(settings, auth, "admin")
-        self.admin_port = bind(
-            self._admin_server, settings, settings.admin_port, admin_tls, is_shared=shares_admin
-        ).number
-        self._health_server = await open_health(settings, self._health, is_shared=takes_over)
+        port = await self._ports.listen(
+            is_shared=takes_over,
+            is_admin_shared=takes_over and any(it.admin == admin for it in others),
+            is_serving=self._is_serving,
+        )
         if self._console is not None:
             self.console_port = await self._console.start(is_shared=takes_over)
-        await self._server.start()
-        await self._admin_server.start()
+        await self._ports.start()
         self._tasks.spawn(self._access.follow(), "credentials")
         self._tasks.spawn(self._key_roots.follow(self._clock), "key-roots")
         if not takes_over:
             self.connections.start(self.requests)
-        return self._port.number
+        return port
 
-    def _open_server(self, service: str) -> grpc.aio.Server:
-        """Return a server that authenticates its callers, with health and reflection of one service."""
-        assert self._health is not None
-        server = open_server(self._config.gateway, [self._authentication])
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        names = (service, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
-        return server
+    @property
+    def admin_port(self) -> int:
+        """Where operators' calls are answered, after `start`."""
+        return self._ports.admin_port
+
+    def certificate_chain(self) -> str:
+        """Return PEM of what the gateway shows to clients now; "" where it speaks no TLS."""
+        return self._certificate.chain() if self._certificate is not None else ""
 
     async def stop(self) -> None:
         """Leave without failing a call, as far as `drain_s` allows.
@@ -224,24 +207,19 @@ class Gateway:
         may finish. What is left ends with UNAVAILABLE (clients resume at another gateway).
         """
         end_at = self._clock.now() + self._config.gateway.drain_s
-        if self._health is not None:
-            await self._health.enter_graceful_shutdown()
+        await self._ports.leave()
         if self._console is not None:
             await self._console.stop()
-        if self._port is not None:
-            await self._move_clients(self._port, end_at)
+        if self._ports.clients is not None:
+            await self._move_clients(self._ports.clients, end_at)
         self.requests.leave()
         self._traffic.leave()
         await self._wait_while(lambda: self._num_running and self.connections.is_connected(), end_at)
         self.requests.close()
         self._traffic.close()
-        for server in (self._server, self._admin_server):
-            if server is not None:
-                await server.stop(grace=1.0)
-        if self._health_server is not None:
-            await self._health_server.stop(grace=0.0)
+        await self._ports.stop()
         await self._traffic.stop()
-        await self._fleet.stop()
+        await self.fleet.stop()
         await self.connections.stop()
         await self._preprocessor.close()
         self._texts.close()
@@ -259,8 +237,7 @@ class Gateway:
         if not others or not self.connections.has_route():
             return
         if any(self._shares_address(it, port.number) for it in others):
-            if self._health_server is not None:
-                await self._health_server.stop(grace=0.0)
+            await self._ports.stop_health()
         else:
             await self._wait_while(self.connections.has_route, min(end_at, self._clock.now() + _NOTICE_S))
         port.stop_accepting()
@@ -284,14 +261,7 @@ class Gateway:
     def _on_members(self) -> None:
         if self.connections.has_route() != self._is_serving:
             self._is_serving = not self._is_serving
-            self._tasks.spawn(self._set_health(), "gateway-health")
-
-    async def _set_health(self) -> None:
-        assert self._health is not None
-        status = health_pb2.HealthCheckResponse.ServingStatus
-        value = status.SERVING if self._is_serving else status.NOT_SERVING
-        for name in ("", SERVICE_NAME, ADMIN_NAME):
-            await self._health.set(name, value)
+            self._tasks.spawn(self._ports.set_health(self._is_serving), "gateway-health")
 
 
 def _open_preprocessor(
@@ -311,6 +281,7 @@ def _open_preprocessor(
 def _observers(
     config: ClusterConfig, history: RequestHistory, tracer: RequestTracer | None
 ) -> list[Observer]:
+    """Return who is told of every request that ends."""
     log = log_access if config.logs.access else None
     return [observer for observer in (history.ended, log, tracer) if observer is not None]
 

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import psutil
 import ray
@@ -29,6 +29,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.config import LOOPBACK, ClusterConfig, PoolConfig, read_trust
 from cluster.dtypes import may_compute, needs_flags, settle_dtype
 from cluster.errors import ConfigError, RayEndedError, StartError
+from cluster.identity.key_roots import FIELD as KEY_ROOT_FIELD
+from cluster.identity.key_roots import keep_key_root, key_root_proof
 from cluster.metrics.tracing import check_tracing
 from cluster.roster.actor import read_roster, start_roster, stop_roster
 from cluster.scaling.headroom import ReplicaDemand, shortages
@@ -57,6 +59,9 @@ _REACH_S = 5.0
 _ANSWER_S = 60.0
 _INTERRUPTED = "interrupted while starting"
 _log = logging.getLogger(__name__)
+
+
+Answer = TypeVar("Answer")
 
 
 class StartProgress(NamedTuple):
@@ -118,6 +123,7 @@ class Service:
         self._connect()
         if self._ray is None:
             check_secrets(given, self._config, trust)
+            check_key_roots(self._config, is_drawn=given.auth.key_root_file is None)
         _check_interrupted(interrupted)
         report(StartProgress("checking resources", {}))
         cpus = self._wait_for_resources(interrupted)
@@ -131,17 +137,25 @@ class Service:
         return self._wait_until_serving(report, interrupted)
 
     def _hide_secrets(self) -> None:
-        """Replace what must not pass through Ray by the paths of files: a secret that is drawn here, and a
-        Redis URL with a password."""
-        url = self._config.store.redis_url
-        is_private = has_password(url)
-        if self._config.secret_file is None or is_private:
+        """Replace what must not pass through Ray by the paths of files: secrets that are drawn here, and a
+        Redis URL with a password. The root of block keys stays beside the NVMe records that it names, if
+        there are any; all else is removed at the end."""
+        config = self._config
+        if config.secret_file is None:
+            drawn = draw_files(self._private_folder().path)
+            config = config.with_secret_file(Path(drawn.secret_file))
+        if config.auth.key_root_file is None:
+            folder = config.store.nvme_path or self._private_folder().path
+            config = config.with_key_root_file(keep_key_root(folder, secrets.token_bytes))
+        if has_password(config.store.redis_url):
+            file = self._private_folder().write("redis-url", config.store.redis_url)
+            config = config.with_redis_url("", file)
+        self._config = config
+
+    def _private_folder(self) -> PrivateFolder:
+        if self._folder is None:
             self._folder = PrivateFolder()
-            if self._config.secret_file is None:
-                drawn = draw_files(self._folder.path)
-                self._config = self._config.with_secret_file(Path(drawn.secret_file))
-            if is_private:
-                self._config = self._config.with_redis_url("", self._folder.write("redis-url", url))
+        return self._folder
 
     def wait(self, interrupted: threading.Event) -> None:
         """Return when interrupted; `RayEndedError` when the Ray cluster that was started here ends before."""
@@ -316,26 +330,9 @@ def check_secrets(given: ClusterConfig, config: ClusterConfig, trust: Trust) -> 
     """Raise `ConfigError` where another node of the Ray cluster does not read the same secrets from the files
     of `config`, of which those that `given` does not name were written here, and `StartError` for a node that
     does not answer."""
-    here = ray.get_runtime_context().get_node_id()
-    others = {
-        node["NodeID"]: node["NodeManagerAddress"]
-        for node in ray.nodes()
-        if node["Alive"] and node["Resources"].get("CPU") and node["NodeID"] != here
-    }
-    config_json, question = config.model_dump_json(), secrets.token_hex(16)
-    asked = [
-        ray.remote(secret_proofs)
-        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
-        .remote(config_json, question)
-        for node_id in others
-    ]
-    try:
-        answers: list[tuple[bytes, bytes] | str] = ray.get(asked, timeout=_ANSWER_S)
-    except RayError as error:
-        addresses = ", ".join(others.values())
-        raise StartError(f"not every one of the Ray nodes {addresses} answers: {error}") from error
+    question = secrets.token_hex(16)
     wanted = _proofs(config, trust, question)
-    for address, answer in zip(others.values(), answers, strict=True):
+    for address, answer in _ask_other_nodes(secret_proofs, config.model_dump_json(), question).items():
         if isinstance(answer, str):
             raise ConfigError(f"the node {address}: {answer}; {_remedy(given)}")
         for field, ours, theirs in zip(("secret_file", "store.redis_url_file"), wanted, answer, strict=True):
@@ -370,6 +367,51 @@ def secret_proofs(config_json: str, question: str) -> tuple[bytes, bytes] | str:
 def _proofs(config: ClusterConfig, trust: Trust, question: str) -> tuple[bytes, bytes]:
     url = index_url(config, trust)
     return trust.key_for(f"same secret {question}"), trust.key_for(f"same index {question} {url}")
+
+
+def check_key_roots(config: ClusterConfig, *, is_drawn: bool) -> None:
+    """Raise `ConfigError` where another node of the Ray cluster does not read the same key roots from the
+    same path: its gateways would not find what others have cached. `StartError` for a node that does not
+    answer."""
+    path, question = config.auth.key_root_file, secrets.token_bytes(16)
+    assert path is not None
+    own = key_root_proof(path, question)
+    if isinstance(own, str):
+        raise ConfigError(own)
+    remedy = (
+        "write it with `tandem key rotate-root FILE`, copy it to the same path of every node, and name it"
+        if is_drawn
+        else "copy it to the same path of every node"
+    )
+    for address, answer in _ask_other_nodes(key_root_proof, path, question).items():
+        if isinstance(answer, str):
+            lacks = "cannot read the root that was drawn here" if is_drawn else f"has none: {answer}"
+            raise ConfigError(f"{KEY_ROOT_FIELD}: the node {address} {lacks}; {remedy}")
+        if answer != own:
+            raise ConfigError(f"{KEY_ROOT_FIELD}: the node {address} has other roots there; {remedy}")
+
+
+def _ask_other_nodes(work: Callable[..., Answer], *args: Path | str | bytes) -> dict[str, Answer]:
+    """Return, by address, what `work` returns on each other node of the Ray cluster that runs processes of an
+    application."""
+    here = ray.get_runtime_context().get_node_id()
+    others = {
+        node["NodeID"]: node["NodeManagerAddress"]
+        for node in ray.nodes()
+        if node["Alive"] and node["Resources"].get("CPU") and node["NodeID"] != here
+    }
+    asked = [
+        ray.remote(work)
+        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
+        .remote(*args)
+        for node_id in others
+    ]
+    try:
+        answers: list[Answer] = ray.get(asked, timeout=_ANSWER_S)
+    except RayError as error:
+        addresses = ", ".join(others.values())
+        raise StartError(f"not every one of the Ray nodes {addresses} answers: {error}") from error
+    return dict(zip(others.values(), answers, strict=True))
 
 
 def node_cpu_flags(pools: Sequence[PoolConfig]) -> dict[str, frozenset[str]]:

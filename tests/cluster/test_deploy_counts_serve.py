@@ -23,6 +23,7 @@ from serving import ROOT, TINY, environment, free_port
 
 from cluster.api.blocking_client import BlockingAdminClient
 from cluster.errors import CallError
+from cluster.identity.key_roots import rotate_key_root
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.common.clock import SystemClock
 
@@ -127,6 +128,7 @@ def application(tmp_path: Path) -> Iterator[dict[str, Any]]:
         redis.client().ping()
         (tmp_path / "secret").write_text("0123456789abcdef0123456789abcdef")
         (tmp_path / "url").write_text(redis.url)
+        rotate_key_root(tmp_path / "roots", bytes)
         pool = {"name": "decode", "role": "both", "dtype": "fp32", "cpus_per_rank": 0.05}
         pool["engine"] = {"block_tokens": 16}
         yield {
@@ -143,6 +145,7 @@ def application(tmp_path: Path) -> Iterator[dict[str, Any]]:
                     "pools": [pool],
                     "gateway": {"host": "127.0.0.1", "port": free_port()},
                     "scaling": {"interval_s": 0.5},
+                    "auth": {"key_root_file": str(tmp_path / "roots")},
                 },
             },
             "deployments": [

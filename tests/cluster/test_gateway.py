@@ -13,9 +13,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from patience import WAIT_S
 
 from cluster.api.client import Collector, GenerateOptions, GenerateStream, Turn
+from cluster.api.public_ports import SERVICE_NAME
 from cluster.errors import CallError
 from cluster.proto import tandem_pb2 as pb
-from cluster.serve.gateway_server import SERVICE_NAME
 from cluster.text.preprocess import sample_seed
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.messages import ReplicaIdentity

@@ -17,6 +17,7 @@ from cluster.identity.key_roots import (
     KeyRoots,
     end_rotation,
     keep_key_root,
+    key_root_proof,
     parse_key_roots,
     rotate_key_root,
 )
@@ -167,3 +168,13 @@ def test_a_rotation_has_a_beginning_and_an_end(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no rotation to end"):
         end_rotation(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_only_who_has_the_same_roots_gives_the_same_proof(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("a", "b", "c")]
+    for path, byte in zip(paths, (1, 1, 2), strict=True):
+        path.write_text(line("root", byte))
+    mine, same, other = (key_root_proof(path, b"question") for path in paths)
+    assert mine == same != other
+    assert key_root_proof(paths[0], b"another") != mine
+    assert "No such file" in str(key_root_proof(tmp_path / "d", b"question"))

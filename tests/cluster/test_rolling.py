@@ -175,6 +175,11 @@ def test_the_index_server_of_the_start_is_kept_and_no_other_is_taken() -> None:
     store = make().store.model_copy(update={"redis_url": "redis://a:1"})
     running = make().model_copy(update={"store": store})
     assert carried_over(running, make()).store.redis_url == "redis://a:1"
+    drawn = make().with_key_root_file(Path("/drawn"))
+    assert carried_over(drawn, make()) == drawn
+    assert carried_over(drawn, make().with_key_root_file(Path("/named"))) == make().with_key_root_file(
+        Path("/named")
+    )
     assert carried_over(running, running) == running
     moved = make(store={"redis_url": "redis://b:1"})
     with pytest.raises(ConfigError, match=r"store\.redis_url"):

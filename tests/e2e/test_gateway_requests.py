@@ -23,9 +23,9 @@ from e2e_harness import E2eHarness, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.api.client import GenerateStream, Turn
+from cluster.api.public_ports import SERVICE_NAME
 from cluster.errors import CallError
 from cluster.proto import tandem_pb2 as pb
-from cluster.serve.gateway_server import SERVICE_NAME
 from cluster.text.preprocess import sample_seed
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from tests.fuzz import target_connections, target_files, target_frames, target_nvme, target_transports
+from tests.fuzz import (
+    target_connections,
+    target_credentials,
+    target_files,
+    target_frames,
+    target_nvme,
+    target_transports,
+)
 from tests.fuzz.target import OpenTargets
 
 GROUPS: dict[str, OpenTargets] = {
     "frames": target_frames.open_targets,
     "transports": target_transports.open_targets,
     "connections": target_connections.open_targets,
+    "credentials": target_credentials.open_targets,
     "files": target_files.open_targets,
     "nvme": target_nvme.open_targets,
 }

@@ -13,6 +13,7 @@ from serving import TINY
 
 from cluster.config import parse_config, read_redis_url
 from cluster.errors import ConfigError
+from cluster.identity.key_roots import rotate_key_root
 from cluster.scaling.serve_client import declared_counts
 from cluster.serve.app import build_application
 from cluster.serve.entrypoint import build, declared_config, declared_life, with_declared_counts
@@ -26,6 +27,7 @@ def args(tmp_path: Path) -> dict[str, Any]:
     """Complete, for the bundled model."""
     (tmp_path / "secret").write_text(f"{SECRET}\n")
     (tmp_path / "url").write_text("redis://:pass@redis:6379/0\n")
+    rotate_key_root(tmp_path / "roots", bytes)
     pool = {"cpus_per_rank": 0.5, "dtype": "bf16", "engine": {"block_tokens": 16}}
     return {
         "secret_file": str(tmp_path / "secret"),
@@ -37,6 +39,7 @@ def args(tmp_path: Path) -> dict[str, Any]:
                 {"name": "decode", "role": "decode", "resources": {"tandem_pool_decode": 0.001}, **pool},
             ],
             "gateway": {"resources": {"tandem_gateway": 1}},
+            "auth": {"key_root_file": str(tmp_path / "roots")},
         },
     }
 
@@ -136,7 +139,7 @@ def test_what_is_wrong_is_named(args: dict[str, Any], path: str, value: Any, mes
 
 
 def test_what_tandem_serve_would_settle_must_be_said(args: dict[str, Any], tmp_path: Path) -> None:
-    del args["secret_file"], args["redis_url_file"]
+    del args["secret_file"], args["redis_url_file"], args["config"]["auth"]
     del args["config"]["pools"][1]["cpus_per_rank"]
     for pool in args["config"]["pools"]:
         del pool["dtype"]
@@ -145,6 +148,7 @@ def test_what_tandem_serve_would_settle_must_be_said(args: dict[str, Any], tmp_p
     lines = str(caught.value).splitlines()
     assert [line.split(": ")[1] for line in lines] == [
         "secret_file",
+        "auth.key_root_file",
         "pools[0].dtype",
         "pools[1].cpus_per_rank",
         "pools[1].dtype",
@@ -152,6 +156,7 @@ def test_what_tandem_serve_would_settle_must_be_said(args: dict[str, Any], tmp_p
     ]
     assert all(line.startswith("args.config: ") for line in lines)
     args["config"]["pools"][1]["cpus_per_rank"] = 1
+    args["config"]["auth"] = {"key_root_file": str(tmp_path / "roots")}
     for pool in args["config"]["pools"]:
         pool["dtype"] = "bf16"
     without_index = with_value(args, "config.store", {"index": False})

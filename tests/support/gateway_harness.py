@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,13 +18,14 @@ from patience import WAIT_S
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from cluster.api.admin_client import AdminClient
+from cluster.api.channel import ClientCredentials
 from cluster.api.client import Client
 from cluster.config import ClusterConfig, parse_config
 from cluster.gateway.request_manager import resume_digest
 from cluster.identity.identity import LOCAL
 from cluster.identity.resume_tokens import ResumeTokens
 from cluster.proto import tandem_pb2 as pb
-from cluster.roster.messages import ReplicaRecord
+from cluster.roster.messages import GatewayRecord, ReplicaRecord
 from cluster.roster.state import LocalRoster
 from cluster.scaling.orders import Operations
 from cluster.serve.gateway_server import Gateway
@@ -343,7 +345,7 @@ class GatewayHarness:
         self.gateways: list[Gateway] = []
         self.clients: list[Client | AdminClient] = []
 
-    def config(self, **gateway: Any) -> ClusterConfig:
+    def config(self, *, auth: dict[str, Any] | None = None, **gateway: Any) -> ClusterConfig:
         engine = {"block_tokens": BLOCK_TOKENS}
         return parse_config(
             {
@@ -355,6 +357,7 @@ class GatewayHarness:
                 "gateway": {"port": 0, "console_port": None, "drain_s": 0, "model_name": "m", **gateway},
                 "router": {"skip_prefill_tokens": 0},
                 "debug": {"allow_pins": True},
+                "auth": auth or {},
             },
             "test",
         )
@@ -392,6 +395,32 @@ class GatewayHarness:
         await until(lambda: self.is_connected(gateway), "all replicas are connected")
         return gateway, address
 
+    async def add_known_gateway(
+        self, config: ClusterConfig | None = None, operations: Operations | None = None
+    ) -> tuple[Gateway, str]:
+        """As `add_gateway`, and registered: returns when all gateways that run know it."""
+        gateway, address = await self.add_gateway(config, operations)
+        await self.register(gateway, address)
+        return gateway, address
+
+    async def register(self, gateway: Gateway, address: str) -> None:
+        """Register the gateway as its process would, and wait until all gateways that run know it."""
+        gateway_id = f"g{self.gateways.index(gateway)}"
+        record = GatewayRecord(
+            gateway_id=gateway_id,
+            epoch=1,
+            address=address,
+            process_id=os.getpid(),
+            console=f"127.0.0.1:{gateway.console_port}" if gateway.console_port else "",
+            admin=f"127.0.0.1:{gateway.admin_port}",
+            fleet=f"127.0.0.1:{gateway.fleet_port}",
+        )
+        await self.roster.register(record)
+        await until(
+            lambda: all(record in it.connections.gateways for it in self.gateways if it.fleet_port),
+            f"everybody knows {gateway_id}",
+        )
+
     def is_connected(self, gateway: Gateway) -> bool:
         connected = [view for view in gateway.connections.views() if view.takes_requests]
         return len(connected) == len(self.replicas)
@@ -400,15 +429,21 @@ class GatewayHarness:
         """The replicas that were given work and have not finished it."""
         return [it for it in self.replicas.values() if not it.is_idle()]
 
-    def client(self, *addresses: str) -> Client:
-        client = Client(addresses)
+    def client(self, *addresses: str, credentials: ClientCredentials | None = None) -> Client:
+        client = Client(addresses, credentials=credentials)
         self.clients.append(client)
         return client
 
-    def admin(self, gateway: Gateway | None = None) -> AdminClient:
+    def admin(
+        self,
+        gateway: Gateway | None = None,
+        *,
+        credentials: ClientCredentials | None = None,
+        scheme: str = "",
+    ) -> AdminClient:
         """An operator's client of this gateway, by default of the latest."""
         port = (gateway or self.gateways[-1]).admin_port
-        client = AdminClient(f"127.0.0.1:{port}")
+        client = AdminClient(f"{scheme}127.0.0.1:{port}", credentials=credentials)
         self.clients.append(client)
         return client
 

@@ -1,0 +1,157 @@
+"""What a resume token binds, and what a gateway vouches for when it relays a call."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.errors import ForbiddenError, InvalidRequestError
+from cluster.gateway.request_manager import draw_request_id, is_drawn_by, resume_digest
+from cluster.identity.identity import LOCAL
+from cluster.identity.resume_tokens import RELAY_S, RelayTokens, ResumeTokens
+from cluster.proto import tandem_pb2 as pb
+from kvtransfer.common.clock import ManualClock
+
+SECRET = b"s" * 32
+ALICE = dataclasses.replace(LOCAL, name="key:alice", tenant="acme")
+RIGHT: dict[str, Any] = {
+    "identity": ALICE,
+    "tenant": "acme",
+    "request_id": "r",
+    "seed": 5,
+    "prompt": b"p" * 32,
+}
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(100.0)
+
+
+@pytest.fixture
+def tokens(clock: ManualClock) -> ResumeTokens:
+    return ResumeTokens(SECRET, clock, 60.0)
+
+
+def test_a_token_is_good_at_every_gateway_of_the_secret_until_it_expires(
+    tokens: ResumeTokens, clock: ManualClock
+) -> None:
+    token = tokens.issue(**RIGHT)
+    other = ResumeTokens(SECRET, clock, 1.0)
+    other.check(token, **RIGHT)
+    clock.advance(59)
+    other.check(token, **RIGHT)
+    clock.advance(1)
+    with pytest.raises(ForbiddenError, match="has expired"):
+        other.check(token, **RIGHT)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"identity": dataclasses.replace(ALICE, name="key:mallory")},
+        {"tenant": "mallory"},
+        {"tenant": ""},
+        {"request_id": "s"},
+        {"seed": 6},
+        {"prompt": b"q" * 32},
+        {"tenant": "acm", "request_id": "er"},
+    ],
+)
+def test_a_token_is_of_one_caller_request_and_prompt(tokens: ResumeTokens, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ForbiddenError, match="not the one of this caller"):
+        tokens.check(tokens.issue(**RIGHT), **{**RIGHT, **wrong})
+
+
+def test_a_token_of_another_secret_is_none(tokens: ResumeTokens, clock: ManualClock) -> None:
+    with pytest.raises(ForbiddenError):
+        tokens.check(ResumeTokens(b"t" * 32, clock, 60.0).issue(**RIGHT), **RIGHT)
+
+
+def test_without_a_token_the_field_is_named(tokens: ResumeTokens) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        tokens.check("", **RIGHT)
+    assert [violation.field for violation in caught.value.violations] == ["resume_token"]
+
+
+@given(text=st.text() | st.binary(max_size=80).map(lambda data: base64.urlsafe_b64encode(data).decode()))
+def test_whatever_else_is_sent_is_refused(text: str) -> None:
+    tokens = ResumeTokens(SECRET, ManualClock(100.0), 60.0)
+    with pytest.raises((ForbiddenError, InvalidRequestError)):
+        tokens.check(text, **RIGHT)
+    assert RelayTokens(SECRET, ManualClock(100.0)).names(text) == ()
+
+
+@given(position=st.integers(0, 39), bit=st.integers(0, 7))
+def test_every_bit_of_a_token_counts(position: int, bit: int) -> None:
+    tokens = ResumeTokens(SECRET, ManualClock(100.0), 60.0)
+    data = bytearray(base64.urlsafe_b64decode(tokens.issue(**RIGHT)))
+    data[position] ^= 1 << bit
+    with pytest.raises(ForbiddenError):
+        tokens.check(base64.urlsafe_b64encode(data).decode(), **RIGHT)
+
+
+def test_what_decides_tokens_is_digested() -> None:
+    def request(**fields: Any) -> pb.GenerateRequest:
+        return pb.GenerateRequest(**{"text": "prompt", "logit_bias": {1: 0.5, 2: 1.5}, **fields})
+
+    same = resume_digest(request())
+    assert resume_digest(request(logit_bias={2: 1.5, 1: 0.5})) == same
+    unchanged: dict[str, Any] = {
+        "request_id": "r",
+        "seed": 1,
+        "tenant": "t",
+        "priority": 3,
+        "model": "m",
+        "resume_token": "x",
+        "resume": [pb.ResumedSample(sample=0, token_ids=[1])],
+    }
+    for field, value in unchanged.items():
+        assert resume_digest(request(**{field: value})) == same, field
+    changed: dict[str, Any] = {
+        "text": "another",
+        "temperature": 0.5,
+        "top_k": 0,
+        "max_tokens": 5,
+        "stop": ["x"],
+        "logit_bias": {1: 0.5},
+        "n": 2,
+        "ignore_eos": False,
+    }
+    for field, value in changed.items():
+        assert resume_digest(request(**{field: value})) != same, field
+
+
+def test_a_request_is_digested_as_it_came() -> None:
+    request = pb.GenerateRequest(text="x", seed=1, request_id="r")
+    before = request.SerializeToString()
+    resume_digest(request)
+    assert request.SerializeToString() == before
+
+
+def test_a_relaying_gateway_vouches_for_names_for_a_while(clock: ManualClock) -> None:
+    relays = RelayTokens(SECRET, clock)
+    token = relays.issue(("ops", "spiffe://x"))
+    assert RelayTokens(SECRET, clock).names(token) == ("ops", "spiffe://x")
+    assert RelayTokens(b"t" * 32, clock).names(token) == ()
+    clock.advance(RELAY_S)
+    assert relays.names(token) == ()
+
+
+def test_a_token_of_one_kind_is_none_of_the_other(tokens: ResumeTokens, clock: ManualClock) -> None:
+    assert RelayTokens(SECRET, clock).names(tokens.issue(**RIGHT)) == ()
+    with pytest.raises(ForbiddenError):
+        tokens.check(RelayTokens(SECRET, clock).issue(("ops",)), **RIGHT)
+
+
+def test_a_drawn_id_names_its_gateway() -> None:
+    drawn = {draw_request_id("gateway-abc123") for _ in range(100)}
+    assert len(drawn) == 100
+    assert all(it.startswith("abc123-") and is_drawn_by("gateway-abc123", it) for it in drawn)
+    assert not any(is_drawn_by("gateway-abc", it) for it in drawn)
+    assert not is_drawn_by("gateway-abc123", "abc123-mine")
