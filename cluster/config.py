@@ -483,10 +483,12 @@ def trust_files(config: ClusterConfig) -> TrustFiles:
     return TrustFiles(str(config.secret_file), tls)
 
 
-def read_trust(config: ClusterConfig) -> Trust:
-    """Read these files; `ConfigError` names the setting whose file cannot be used."""
+def read_trust(config: ClusterConfig, *, certificates: bool = True) -> Trust:
+    """Read these files, or the secret alone, for who opens no connection; `ConfigError` names the setting
+    whose file cannot be used."""
+    files = trust_files(config)
     try:
-        return Trust.read(trust_files(config))
+        return Trust.read(files if certificates else TrustFiles(files.secret_file))
     except TrustError as error:
         raise ConfigError(str(error)) from error
 

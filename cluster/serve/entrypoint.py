@@ -42,7 +42,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     store's index. Raises `ConfigError`, one line per field, which Serve shows as the application's message.
     """
     config = declared_config(args)
-    secret = read_trust(config).secret
+    secret = read_trust(config, certificates=False).secret
     check_model(config)
     cpus = {pool.name: pool.cpus_per_rank or 0.0 for pool in config.pools}
     life = declared_life(config.app, secret)
@@ -110,7 +110,7 @@ def declared_config(args: dict[str, Any]) -> ClusterConfig:
 
 
 def _remembered_counts(config: ClusterConfig, key: str) -> RedisCounts:
-    url = index_url(config, read_trust(config))
+    url = index_url(config, read_trust(config, certificates=False))
     return RedisCounts(url, key, str(config.store.redis_ca_file or ""))
 
 

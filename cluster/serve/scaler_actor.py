@@ -56,7 +56,7 @@ class RayScaler:
         self._mark = mark
         keeping: KeptCounts | None = None
         if counts_key and config.store.has_redis:
-            url = index_url(config, read_trust(config))
+            url = index_url(config, read_trust(config, certificates=False))
             remembered = RedisCounts(url, counts_key, str(config.store.redis_ca_file or ""))
             keeping = KeptCounts(remembered, _began_at_ms(config.app), SystemClock())
         self._scaler = Scaler(

@@ -225,7 +225,7 @@ def _check(config: ClusterConfig, deployed: Deployed) -> None:
     in_use = deployed.config
     if config.secret_file in (None, in_use.secret_file):
         return
-    if read_trust(config).secret != read_trust(in_use).secret:
+    if read_trust(config, certificates=False).secret != read_trust(in_use, certificates=False).secret:
         raise ConfigError(
             "secret_file: it holds another secret than the application uses; stop it and start it anew"
         )
@@ -234,7 +234,7 @@ def _check(config: ClusterConfig, deployed: Deployed) -> None:
 def _with_known_index(config: ClusterConfig, in_use: ClusterConfig) -> ClusterConfig:
     """Return the configuration with the index as the running application names it, where both mean the same:
     `tandem serve` keeps a URL with a password in a file."""
-    url, trust = read_redis_url(config.store), read_trust(in_use)
+    url, trust = read_redis_url(config.store), read_trust(in_use, certificates=False)
     if with_password(url, trust) != index_url(in_use, trust):
         return config
     return config.with_redis_url(in_use.store.redis_url, in_use.store.redis_url_file)

@@ -186,6 +186,19 @@ def test_the_index_server_of_the_start_is_kept_and_no_other_is_taken() -> None:
         carried_over(running, moved)
 
 
+def test_certificates_between_hosts_come_and_go_with_the_application_only() -> None:
+    files = {"cert_file": "a.crt", "key_file": "a.key", "ca_file": "ca.crt"}
+    bare, encrypted = make(), make(inner_tls=files)
+    for old, new in (
+        (bare, encrypted),
+        (encrypted, bare),
+        (encrypted, make(inner_tls={**files, "key_file": "b"})),
+    ):
+        with pytest.raises(ConfigError, match=r"^inner_tls.*renewed in its file"):
+            check_update(old, new)
+    check_update(encrypted, make(inner_tls=files))
+
+
 def test_changes_are_named_by_their_path() -> None:
     new = make(decode={"engine": {"max_sequences": 8}}, gateway={"port": 9000})
     reported = changes(make(), new)
