@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.api.admin_client import AdminClient
+from cluster.api.channel import ClientCredentials
 from cluster.api.client import Client, Collector, Completion, GenerateOptions, Prompt, generate_request
 from cluster.api.json_text import as_dict, status_json
 from cluster.cli.store import members_table, tiers_table
@@ -23,7 +24,13 @@ from cluster.text.preprocess import check_values
 
 
 async def generate(
-    address: str, prompt: Prompt, options: GenerateOptions, timeout_s: float | None, *, as_json: bool
+    address: str,
+    prompt: Prompt,
+    options: GenerateOptions,
+    timeout_s: float | None,
+    *,
+    as_json: bool,
+    who: ClientCredentials | None = None,
 ) -> None:
     """Stream the text to standard output as it comes, or print one JSON object at the end.
 
@@ -32,7 +39,7 @@ async def generate(
     """
     check_values(generate_request(prompt, options))
     collector = Collector()
-    async with Client(address) as client:
+    async with Client(address, credentials=who) as client:
         stream = client.generate(prompt, options, timeout_s=timeout_s)
         async for event in stream:
             collector.add(event)
@@ -80,9 +87,11 @@ def completion_json(completion: Completion) -> dict[str, Any]:
     }
 
 
-async def status(admin_address: str, console: Console, *, as_json: bool) -> None:
+async def status(
+    admin_address: str, console: Console, *, as_json: bool, who: ClientCredentials | None = None
+) -> None:
     """Print the gateway's view of the cluster."""
-    async with AdminClient(admin_address) as client:
+    async with AdminClient(admin_address, credentials=who) as client:
         reply = await client.status()
         stores = (await client.store_stat()).nodes if reply.stores else []
         paths = await client.paths()
@@ -92,10 +101,22 @@ async def status(admin_address: str, console: Console, *, as_json: bool) -> None
         console.print(status_view(reply, stores, paths))
 
 
-async def explain(address: str, request_id: str, console: Console, *, as_json: bool) -> None:
-    """Print where a request went, and why."""
-    async with Client(address) as client:
-        reply = await client.explain(request_id)
+async def explain(
+    address: str,
+    admin_address: str,
+    request_id: str,
+    console: Console,
+    *,
+    as_json: bool,
+    who: ClientCredentials | None = None,
+) -> None:
+    """Print where a request of this caller's went, and why; with `admin_address` one of any tenant."""
+    if admin_address:
+        async with AdminClient(admin_address, credentials=who) as admin:
+            reply = await admin.explain(request_id)
+    else:
+        async with Client(address, credentials=who) as client:
+            reply = await client.explain(request_id)
     if as_json:
         print(json.dumps(as_dict(reply)))
     else:

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from cluster.api.admin_client import AdminClient
 from cluster.api.replies import scale_reply
+from cluster.cli.credentials import ApiKey, ApiKeyFile, ClientCertificate, credentials
 from cluster.cli.terminal import (
     DEFAULT_ADMIN_ADDRESS,
     NONE,
@@ -74,6 +75,9 @@ def scale(
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Until the counts are reached.")] = True,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds to wait.")] = 600.0,
     admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS,
+    api_key: ApiKey = "",
+    api_key_file: ApiKeyFile = None,
+    client_certificate: ClientCertificate = None,
     dashboard: Dashboard = "",
     app: App = DEFAULT_APP,
     token_file: TokenFile = None,
@@ -94,7 +98,8 @@ def scale(
                 work = ScaleWork(DashboardTarget(client, app), out, SystemClock(), as_json=as_json)
                 await work.scale(counts, release or (), dry_run=dry_run, wait_s=limit_s)
         else:
-            async with AdminClient(admin_address) as admin:
+            who = credentials(api_key, api_key_file, client_certificate)
+            async with AdminClient(admin_address, credentials=who) as admin:
                 work = ScaleWork(GatewayTarget(admin), out, SystemClock(), as_json=as_json)
                 await work.scale(counts, release or (), dry_run=dry_run, wait_s=limit_s)
 
