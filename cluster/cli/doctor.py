@@ -156,7 +156,7 @@ def _read(file: Path | None, address: str, redis_url: str) -> tuple[ClusterConfi
             raise typer.BadParameter("name the cluster's file, or --admin-address", param_hint="-f")
     except ConfigError as problem:
         return None, config_findings(str(problem))
-    return config.with_redis_url(config.store.redis_url or redis_url), []
+    return config if config.store.has_redis else config.with_redis_url(redis_url), []
 
 
 def _machine(

@@ -134,7 +134,9 @@ def serve(
         insecure=insecure,
     )
     # The index server comes from the environment where the file names none.
-    config = config.with_redis_url(config.store.redis_url or os.environ.get("REDIS_URL", ""))
+    url = os.environ.pop("REDIS_URL", "")  # processes that are started here do not get it
+    if url and not config.store.has_redis:
+        config = config.with_redis_url(url)
     service = Service(config, SystemClock(), ray_address=ray_address)
     try:
         with stages(err, "starting") as report:
