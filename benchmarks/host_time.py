@@ -43,7 +43,7 @@ from workers.model.attention.interface import AttentionPlan, StepInput
 from workers.model.model_config import read_model_config
 from workers.model.sizes import ModelWork
 from workers.rank.decode_graphs import Decoded
-from workers.rank.device_queue import CpuQueue, DeviceQueue, Graph, Work
+from workers.rank.device_queue import CpuQueue, DeviceQueue, Graph, Recorder, Work
 from workers.rank.model_runner import ModelRunner
 from workers.replica.gateway_links import GatewayLinks
 from workers.replica.requests import Requests
@@ -190,6 +190,11 @@ class NoDevice(CpuQueue):
     def __init__(self) -> None:
         super().__init__(has_triton=True)
 
+    def recorder(self) -> Recorder:
+        return OnceDone()
+
+
+class OnceDone(Recorder):
     def record(self, work: Work) -> Graph:
         return Replayed(work())
 

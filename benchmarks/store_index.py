@@ -26,7 +26,7 @@ from redis.asyncio import Redis
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.config import StoreSettings
 from kvtransfer.messages import ReplicaIdentity, Shard
-from kvtransfer.rpc.handshake import draw_secret
+from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.index.index import Index
 from kvtransfer.store.index.redis_server import RedisServer
 from kvtransfer.store.index.values import key_prefix
@@ -123,7 +123,7 @@ async def main() -> None:
     parser.add_argument("--rounds", type=int, default=500)
     parser.add_argument("--url", default="", help="of a running server; else one is started")
     args = parser.parse_args()
-    server = None if args.url else await RedisServer.start("127.0.0.1", draw_secret(), CLOCK)
+    server = None if args.url else await RedisServer.start("127.0.0.1", Trust.draw(), CLOCK)
     try:
         url = args.url if server is None else server.url
         times = await measure(url, args.keys, args.nodes, args.rounds)

@@ -6,15 +6,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cluster.api.blocking_client import BlockingClient
+    from cluster.api.admin_client import AdminClient
+    from cluster.api.blocking_client import BlockingAdminClient, BlockingClient
+    from cluster.api.channel import ClientCredentials
     from cluster.api.client import Client, GenerateOptions
     from cluster.errors import CallError
 
-__all__ = ["BlockingClient", "CallError", "Client", "GenerateOptions"]
+__all__ = [
+    "AdminClient",
+    "BlockingAdminClient",
+    "BlockingClient",
+    "CallError",
+    "Client",
+    "ClientCredentials",
+    "GenerateOptions",
+]
 _NAME_TO_MODULE = {
+    "AdminClient": "cluster.api.admin_client",
+    "BlockingAdminClient": "cluster.api.blocking_client",
     "BlockingClient": "cluster.api.blocking_client",
     "CallError": "cluster.errors",
     "Client": "cluster.api.client",
+    "ClientCredentials": "cluster.api.channel",
     "GenerateOptions": "cluster.api.client",
 }
 

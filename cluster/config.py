@@ -25,6 +25,7 @@ from cluster.scaling.config import ScalingConfig
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.config import StoreConfig, TransferConfig
 from kvtransfer.errors import TrustError
+from kvtransfer.rpc.mutual_tls import TlsFiles
 from kvtransfer.rpc.trust import Trust, TrustFiles
 from kvtransfer.transports import TRANSPORTS
 from router.config import RouterConfig
@@ -173,6 +174,9 @@ class GatewayConfig(_Settings):
     # Where operators' calls (`tandem.v1.Admin`) are answered, on `host`; 0: a free one. As for the console, a
     # free one where another `port` is set and this is not.
     admin_port: int = Field(default=8782, ge=0, le=65535)
+    # Where the other gateways ask this one, on `transfer.data_host`; 0: a free one, which a gateway also has
+    # while it takes over from another one on its host.
+    fleet_port: int = Field(default=0, ge=0, le=65535)
     # Host names under which browsers may reach the console; addresses and localhost always may.
     console_hosts: tuple[str, ...] = ()
     # Gateways; several on one host need port 0.
@@ -237,6 +241,28 @@ class GatewayConfig(_Settings):
         return self.model_validate({**self.model_dump(exclude_unset=True), **changed})
 
 
+class InnerTlsConfig(_Settings):
+    """Configures TLS, with a certificate on both sides, of the connections between the cluster's processes on
+    several hosts (docs/architecture.md, "Trust"). Every node has these PEM files at the same paths. They are
+    read again when they change."""
+
+    # The chain of the processes' certificate, for both uses: server and client.
+    cert_file: Path
+    # Its key, without a password.
+    key_file: Path
+    # The authority that signs these certificates and no others: whoever has one of its certificates, and the
+    # cluster secret, is a part of the cluster.
+    ca_file: Path
+
+    @property
+    def files(self) -> TlsFiles:
+        return TlsFiles(str(self.cert_file), str(self.key_file), str(self.ca_file))
+
+    def located(self, folder: Path) -> Self:
+        """Return a copy whose paths are relative to the folder no more."""
+        return self.model_copy(update={name: folder / path for name, path in self})
+
+
 class FaultConfig(_Settings):
     """Configures one fault to inject, for tests: see `kvtransfer.common.faults.FaultRule`."""
 
@@ -278,6 +304,9 @@ class ClusterConfig(_Settings):
     # Holds the cluster secret, at the same path on every node; None: drawn at start, which serves one host.
     # Relative to the file that names it.
     secret_file: Path | None = None
+    # None: what passes between hosts is not encrypted, and needs a private network. Paths are relative to the
+    # file that names them.
+    inner_tls: InnerTlsConfig | None = None
     debug: DebugConfig = DebugConfig()
 
     @property
@@ -285,9 +314,10 @@ class ClusterConfig(_Settings):
         """The name by which clients ask for the model."""
         return self.gateway.model_name or self.model.name
 
-    def with_redis_url(self, url: str) -> Self:
-        """Return a copy whose store keeps its index on this server."""
-        return self.model_copy(update={"store": self.store.model_copy(update={"redis_url": url})})
+    def with_redis_url(self, url: str, file: Path | None = None) -> Self:
+        """Return a copy whose store keeps its index on this server, or on that whose URL is in the file."""
+        index = {"redis_url": url, "redis_url_file": file}
+        return self.model_copy(update={"store": self.store.model_copy(update=index)})
 
     def with_secret_file(self, path: Path | None) -> Self:
         """Return a copy whose processes read the cluster secret from this file."""
@@ -362,9 +392,12 @@ def load_config(path: Path) -> ClusterConfig:
     located: dict[str, Any] = {"model": folder / config.model}
     if config.secret_file is not None:
         located["secret_file"] = folder / config.secret_file
-    if config.store.nvme_path is not None:
-        nvme_path = folder / config.store.nvme_path
-        located["store"] = config.store.model_copy(update={"nvme_path": nvme_path})
+    if config.inner_tls is not None:
+        located["inner_tls"] = config.inner_tls.located(folder)
+    places = {name: getattr(config.store, name) for name in ("nvme_path", "redis_url_file", "redis_ca_file")}
+    located["store"] = config.store.model_copy(
+        update={name: folder / path for name, path in places.items() if path is not None}
+    )
     if config.gateway.tls_cert_file is not None and config.gateway.tls_key_file is not None:
         files = {
             "tls_cert_file": folder / config.gateway.tls_cert_file,
@@ -449,31 +482,34 @@ def trust_files(config: ClusterConfig) -> TrustFiles:
     """Return the paths of the files by which processes prove themselves to each other. `tandem serve` has
     named a `secret_file` where the configuration names none."""
     assert config.secret_file is not None, "decided before the application is deployed"
-    return TrustFiles(str(config.secret_file))
+    tls = None if config.inner_tls is None else config.inner_tls.files
+    return TrustFiles(str(config.secret_file), tls)
 
 
-def read_trust(config: ClusterConfig) -> Trust:
-    """Read these files; `ConfigError` names the setting whose file cannot be used."""
+def read_trust(config: ClusterConfig, *, certificates: bool = True) -> Trust:
+    """Read these files, or the secret alone, for who opens no connection; `ConfigError` names the setting
+    whose file cannot be used."""
+    files = trust_files(config)
     try:
-        return Trust.read(trust_files(config))
+        return Trust.read(files if certificates else TrustFiles(files.secret_file))
     except TrustError as error:
         raise ConfigError(str(error)) from error
 
 
-def read_redis_url(path: Path) -> str:
-    """Read the URL with user and password; `ConfigError` when the file cannot be read, or is empty or
-    binary."""
+def read_redis_url(store: StoreConfig) -> str:
+    """Return the URL of the index as it is configured, with user and password: not for logs; "" where none
+    is. `ConfigError` when its file cannot be read, or is empty or binary."""
+    path = store.redis_url_file
+    if path is None:
+        return store.redis_url
     try:
-        url = _read(path, "redis_url_file").decode()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"redis_url_file: {path} holds no text") from error
-    if not url:
-        raise ConfigError(f"redis_url_file: {path} is empty; it should hold a URL such as redis://host:6379")
-    return url
-
-
-def _read(path: Path, field: str) -> bytes:
-    try:
-        return path.read_bytes().strip()
+        url = path.read_text().strip()
     except OSError as error:
-        raise ConfigError(f"{field}: {error}") from error
+        raise ConfigError(f"store.redis_url_file: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"store.redis_url_file: {path} holds no text") from error
+    if not url:
+        raise ConfigError(
+            f"store.redis_url_file: {path} is empty; it should hold a URL such as redis://host:6379"
+        )
+    return url

@@ -14,9 +14,9 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
-from cluster.config import ClusterConfig, PoolConfig
+from cluster.config import ClusterConfig, PoolConfig, read_redis_url
 from cluster.dtypes import resolve_dtype
 from cluster.errors import ConfigError
 from kvtransfer.blocks.layout import BlockLayout
@@ -25,8 +25,9 @@ from kvtransfer.config import StoreConfig, StoreSettings
 from kvtransfer.errors import StoreError
 from kvtransfer.messages import ITEM_BYTES, Shard
 from kvtransfer.rpc.handshake import draw_id
+from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES
-from kvtransfer.store.index.redis_server import RedisServer
+from kvtransfer.store.index.redis_server import RedisServer, with_password
 from kvtransfer.store.messages import HEADER_BYTES
 from kvtransfer.transports import TRANSPORTS
 from workers.model.model_config import ModelConfig, read_model_config
@@ -65,7 +66,7 @@ def store_name(app: str, life: str, node_id: str) -> str:
 
 
 def store_settings(
-    config: ClusterConfig, node: NodeAddress, life: str, epoch: int, nvme_path: Path | None
+    config: ClusterConfig, trust: Trust, node: NodeAddress, life: str, epoch: int, nvme_path: Path | None
 ) -> StoreSettings:
     """Return the settings of the node's store process; `nvme_path` is its own folder (None: no such tier)."""
     store = config.store
@@ -92,7 +93,8 @@ def store_settings(
         dram_shares=config.auth.shares("dram_share"),
         nvme_shares=config.auth.shares("nvme_share"),
         prefetch_pin_s=store.prefetch_pin_s,
-        redis_url=store.redis_url if store.index else "",
+        redis_url=index_url(config, trust) if store.index else "",
+        redis_ca_file=str(store.redis_ca_file or ""),
         redis_namespace=store.redis_namespace,
         lookup_budget_s=store.lookup_budget_ms * 1e-3,
         node_lease_s=store.node_lease_s,
@@ -119,11 +121,25 @@ def smallest_record_bytes(pools: Sequence[PoolConfig], model_dir: Path) -> int:
 def check_redis_url(store: StoreConfig) -> None:
     """Raise `ConfigError` where no client could use the URL. The text never shows it: it may hold a
     password."""
-    if store.redis_url and urlsplit(store.redis_url).scheme not in _REDIS_SCHEMES:
+    url = read_redis_url(store)
+    scheme = urlsplit(url).scheme
+    if url and scheme not in _REDIS_SCHEMES:
+        field = "redis_url_file" if store.redis_url_file else "redis_url (or REDIS_URL of the environment)"
         schemes = ", ".join(f"{scheme}://" for scheme in _REDIS_SCHEMES)
-        raise ConfigError(
-            f"store.redis_url (or REDIS_URL of the environment): must begin with one of {schemes}"
-        )
+        raise ConfigError(f"store.{field}: must begin with one of {schemes}")
+    if store.redis_ca_file is not None and scheme != "rediss":
+        raise ConfigError("store.redis_ca_file: is for a server with TLS, whose URL begins with rediss://")
+
+
+def has_password(url: str) -> bool:
+    """Whether a Redis URL holds what must not pass through Ray."""
+    parts = urlsplit(url)
+    return bool(parts.password) or any(name.endswith("password") for name in parse_qs(parts.query))
+
+
+def index_url(config: ClusterConfig, trust: Trust) -> str:
+    """Return the URL of the store's index, with user and password: not for logs; "" where there is none."""
+    return with_password(read_redis_url(config.store), trust)
 
 
 def check_store(store: StoreConfig, *, memory_bytes: int) -> None:
@@ -204,15 +220,15 @@ class IndexServer:
     The stores notice its loss themselves, and announce all they hold to the new one.
     """
 
-    def __init__(self, host: str, secret: bytes, clock: Clock) -> None:
+    def __init__(self, host: str, trust: Trust, clock: Clock) -> None:
         """`StoreError` when there is no server to start, or it does not start."""
         self._host = host
-        self._secret = secret
+        self._trust = trust
         self._clock = clock
         self._ended = threading.Event()
-        self._server = asyncio.run(RedisServer.start(host, secret, clock))
-        # With the password: not for logs.
-        self.url = self._server.url
+        self._server = asyncio.run(RedisServer.start(host, trust, clock))
+        # Without the password, which `index_url` adds.
+        self.url = self._server.public_url
         self._watching = threading.Thread(target=self._watch, name="index-server", daemon=True)
         self._watching.start()
 
@@ -234,7 +250,7 @@ class IndexServer:
             self._server.close()
             try:
                 self._server = asyncio.run(
-                    RedisServer.start(self._host, self._secret, self._clock, port=self._server.port)
+                    RedisServer.start(self._host, self._trust, self._clock, port=self._server.port)
                 )
             except StoreError as error:
                 _log.warning("no index server: %s", error)

@@ -106,6 +106,7 @@ class StoreSettings(Part, frozen=True):
     nvme_shares: GroupShares = GroupShares()
     prefetch_pin_s: float = 10.0
     redis_url: str = ""
+    redis_ca_file: str = ""
     redis_namespace: str = "tandem"
     lookup_budget_s: float = 0.003
     node_lease_s: float = 10.0
@@ -139,9 +140,15 @@ class StoreConfig(BaseModel):
     flush_s: float = Field(default=5.0, ge=0)
     # How long a prefetched block is kept in host memory for the request that will want it.
     prefetch_pin_s: float = Field(default=10.0, gt=0)
-    # The index of all nodes: redis://, rediss:// (TLS) or unix://, with user and password. "": REDIS_URL of
-    # the environment, else a server of our own.
+    # The index of all nodes: redis://, rediss:// (TLS) or unix://. "": REDIS_URL of the environment, else a
+    # server of our own. A URL with a password serves one host only: others read it from `redis_url_file`.
     redis_url: str = ""
+    # Holds the URL with user and password, at the same path on every node, in place of `redis_url`. Relative
+    # to the file that names it, as the next one.
+    redis_url_file: Path | None = None
+    # PEM file of the authority that signed the certificate of a rediss:// server; None: one that the system
+    # knows.
+    redis_ca_file: Path | None = None
     # Begins every key, so that clusters can share a server.
     redis_namespace: str = Field(default="tandem", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     # False: each node knows its own tiers only.
@@ -153,6 +160,17 @@ class StoreConfig(BaseModel):
     node_lease_s: float = Field(default=10.0, gt=0)
     # Blocks of other nodes are not fetched over a path slower than this.
     remote_min_gb_s: float = Field(default=0.0, ge=0)
+
+    @property
+    def has_redis(self) -> bool:
+        """Whether a server for the index is configured."""
+        return bool(self.redis_url or self.redis_url_file)
+
+    @model_validator(mode="after")
+    def _one_redis(self) -> StoreConfig:
+        if self.redis_url and self.redis_url_file:
+            raise ValueError("redis_url and redis_url_file are two places for one URL; name one of them")
+        return self
 
     @model_validator(mode="after")
     def _nvme_needs_both(self) -> StoreConfig:

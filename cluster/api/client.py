@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import grpc
 import grpc.aio
 
-from cluster.api.channel import ClientCredentials, GatewayCaller, call_error
+from cluster.api.channel import GatewayCaller, call_error
 from cluster.errors import CallError, FieldViolation, InvalidRequestError
 from cluster.proto import APPLICATION_KEY, tandem_pb2_grpc
 from cluster.proto import tandem_pb2 as pb
@@ -22,7 +22,6 @@ from kvtransfer.common.health import backoff_s
 
 __all__ = [
     "Client",
-    "ClientCredentials",
     "Collector",
     "Completion",
     "Event",

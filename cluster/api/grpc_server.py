@@ -168,7 +168,10 @@ class Certificate:
             nonlocal context, given
             self._refresh()
             if self._current != given:
-                context, given = self._ssl_context(), self._current
+                try:
+                    context, given = self._ssl_context(), self._current
+                except StartError as error:  # the key is not yet that of the certificate
+                    _log.error("the certificate in use stays: %s", error)
             connection.context = context
 
         context.sni_callback = renew

@@ -25,7 +25,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from cluster.api.channel import ClientCredentials
 from cluster.api.client import Client, GenerateOptions
+from cluster.cli.credentials import ApiKey, ApiKeyFile, ClientCertificate, credentials
 from cluster.cli.terminal import (
     DEFAULT_ADDRESS,
     NONE,
@@ -245,6 +247,7 @@ async def run_serving_bench(
     console: Console,
     *,
     as_json: bool,
+    who: ClientCredentials | None = None,
 ) -> None:
     """Run the workloads one after the other; print a table and a plot (with several rates also the knee), or
     JSON lines.
@@ -253,7 +256,7 @@ async def run_serving_bench(
     """
     runs: list[tuple[str, dict[str, Any]]] = []
     records: list[BenchRequest] = []
-    async with Client(address) as client:
+    async with Client(address, credentials=who) as client:
         model = (await client.models())[0]
         for workload in workloads:
             drawn = replace(workload, vocab_size=workload.vocab_size or model.vocab_size)
@@ -361,6 +364,9 @@ def _empty_figure(title: str, width: int, height: int) -> Any:
 def bench_serve(
     address: Address = DEFAULT_ADDRESS,
     as_json: AsJson = False,
+    api_key: ApiKey = "",
+    api_key_file: ApiKeyFile = None,
+    client_certificate: ClientCertificate = None,
     requests: Annotated[int, typer.Option(min=1, help="Requests of each run.")] = 64,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight, without a rate.")] = 8,
     rate: Annotated[float, typer.Option(min=0, help="Poisson arrivals a second, without a limit.")] = 0.0,
@@ -392,7 +398,9 @@ def bench_serve(
     ]
     objectives = Objectives(slo_ttft_ms, slo_tpot_ms)
     console = err if as_json else out
-    run(run_serving_bench(address, workloads, objectives, timeout, SystemClock(), console, as_json=as_json))
+    who = credentials(api_key, api_key_file, client_certificate)
+    clock = SystemClock()
+    run(run_serving_bench(address, workloads, objectives, timeout, clock, console, as_json=as_json, who=who))
 
 
 @cli.command("engine")

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.api.admin_client import AdminClient
+from cluster.api.channel import ClientCredentials
 from cluster.api.client import Client, Collector, Completion, GenerateOptions, Prompt, generate_request
 from cluster.api.json_text import as_dict, status_json
 from cluster.cli.store import members_table, tiers_table
@@ -23,7 +24,13 @@ from cluster.text.preprocess import check_values
 
 
 async def generate(
-    address: str, prompt: Prompt, options: GenerateOptions, timeout_s: float | None, *, as_json: bool
+    address: str,
+    prompt: Prompt,
+    options: GenerateOptions,
+    timeout_s: float | None,
+    *,
+    as_json: bool,
+    who: ClientCredentials | None = None,
 ) -> None:
     """Stream the text to standard output as it comes, or print one JSON object at the end.
 
@@ -32,7 +39,7 @@ async def generate(
     """
     check_values(generate_request(prompt, options))
     collector = Collector()
-    async with Client(address) as client:
+    async with Client(address, credentials=who) as client:
         stream = client.generate(prompt, options, timeout_s=timeout_s)
         async for event in stream:
             collector.add(event)
@@ -80,9 +87,11 @@ def completion_json(completion: Completion) -> dict[str, Any]:
     }
 
 
-async def status(admin_address: str, console: Console, *, as_json: bool) -> None:
+async def status(
+    admin_address: str, console: Console, *, as_json: bool, who: ClientCredentials | None = None
+) -> None:
     """Print the gateway's view of the cluster."""
-    async with AdminClient(admin_address) as client:
+    async with AdminClient(admin_address, credentials=who) as client:
         reply = await client.status()
         stores = (await client.store_stat()).nodes if reply.stores else []
         paths = await client.paths()
@@ -92,10 +101,22 @@ async def status(admin_address: str, console: Console, *, as_json: bool) -> None
         console.print(status_view(reply, stores, paths))
 
 
-async def explain(address: str, request_id: str, console: Console, *, as_json: bool) -> None:
-    """Print where a request went, and why."""
-    async with Client(address) as client:
-        reply = await client.explain(request_id)
+async def explain(
+    address: str,
+    admin_address: str,
+    request_id: str,
+    console: Console,
+    *,
+    as_json: bool,
+    who: ClientCredentials | None = None,
+) -> None:
+    """Print where a request of this caller's went, and why; with `admin_address` one of any tenant."""
+    if admin_address:
+        async with AdminClient(admin_address, credentials=who) as admin:
+            reply = await admin.explain(request_id)
+    else:
+        async with Client(address, credentials=who) as client:
+            reply = await client.explain(request_id)
     if as_json:
         print(json.dumps(as_dict(reply)))
     else:
@@ -122,8 +143,7 @@ def status_view(
     head = Text(
         f"{model.name}: {'ready' if status.ready else 'not ready'}; "
         f"context {model.max_context_tokens} tokens, blocks of {model.block_tokens}\n"
-        f"requests: {status.num_running_requests} running, {status.num_finished_requests} finished, "
-        f"{status.num_cancelled_requests} cancelled, {status.num_failed_requests} failed\n"
+        f"{_requests_line(status)}\n"
         f"{_kv_capacity(status)}"
     )
     parts: list[RenderableType] = [head, *pool_parts(status), _replica_table(status.replicas)]
@@ -311,6 +331,19 @@ def _rate(value: float, num_digits: int) -> str:
 # The pools: their counts, and the latest changes.
 
 _NUM_MOVES = 5
+
+
+def _requests_line(status: pb.StatusResponse) -> str:
+    """The requests of all gateways that answered; of the one that was asked where none is registered."""
+    silent = [f"{it.gateway_id} {it.note}" for it in status.gateways if it.note]
+    known: Sequence[pb.GatewayStatus | pb.StatusResponse]
+    known = [it for it in status.gateways if not it.note] or [status]
+    running, finished, cancelled, failed = (
+        sum(getattr(it, f"num_{kind}_requests") for it in known)
+        for kind in ("running", "finished", "cancelled", "failed")
+    )
+    line = f"requests: {running} running, {finished} finished, {cancelled} cancelled, {failed} failed"
+    return line + (f" (without {'; '.join(silent)})" if silent else "")
 
 
 def pool_parts(status: pb.StatusResponse) -> list[RenderableType]:

@@ -14,6 +14,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from cluster.api.channel import ClientCredentials
+from cluster.cli.credentials import ApiKey, ApiKeyFile, ClientCertificate, credentials
 from cluster.cli.terminal import BUNDLED_MODEL, AsJson, err, out, run
 from cluster.config import ClusterConfig, default_config, load_config
 from cluster.doctor.checks import (
@@ -67,6 +69,9 @@ def doctor(
         ),
     ] = "",
     as_json_text: AsJson = False,
+    api_key: ApiKey = "",
+    api_key_file: ApiKeyFile = None,
+    client_certificate: ClientCertificate = None,
     ray_address: Annotated[str, typer.Option(help='As for serve: "auto", "local" or host:port.')] = "auto",
     seconds: Annotated[float, typer.Option(min=0.0, help="Between two looks at a running cluster.")] = 2.0,
     redis_url: Annotated[str, typer.Option(envvar="REDIS_URL", hidden=True)] = "",
@@ -90,7 +95,8 @@ def doctor(
     if config is not None and (file is not None or not admin_address):
         findings += _machine(config, environment, ray_address, is_running=bool(admin_address))
     if admin_address:
-        run(_cluster(admin_address, seconds, config if file is not None else None, findings))
+        who = credentials(api_key, api_key_file, client_certificate)
+        run(_cluster(admin_address, seconds, config if file is not None else None, findings, who))
     if as_json_text:
         print(json.dumps(as_json(findings)))
     else:
@@ -150,7 +156,7 @@ def _read(file: Path | None, address: str, redis_url: str) -> tuple[ClusterConfi
             raise typer.BadParameter("name the cluster's file, or --admin-address", param_hint="-f")
     except ConfigError as problem:
         return None, config_findings(str(problem))
-    return config.with_redis_url(config.store.redis_url or redis_url), []
+    return config if config.store.has_redis else config.with_redis_url(redis_url), []
 
 
 def _machine(
@@ -174,7 +180,11 @@ def _machine(
 
 
 async def _cluster(
-    address: str, seconds: float, config: ClusterConfig | None, findings: list[Finding]
+    address: str,
+    seconds: float,
+    config: ClusterConfig | None,
+    findings: list[Finding],
+    who: ClientCredentials,
 ) -> None:
     """Add the findings of the running cluster to `findings`."""
     try:
@@ -184,7 +194,7 @@ async def _cluster(
     if err.is_terminal:
         err.print(f"looking at {address} for {seconds:g} s", style="dim")
     try:
-        live = await look(address, seconds, Expected.of(config), version, SystemClock())
+        live = await look(address, seconds, Expected.of(config), version, SystemClock(), who)
     except CallError as problem:
         why = "nothing can be said of the cluster behind it"
         remedy = (

@@ -14,7 +14,9 @@ from cluster.api.client import GenerateOptions, Turn
 from cluster.cli import calls
 from cluster.cli.bench import cli as bench_cli
 from cluster.cli.bench_traces import bench_scaling, bench_store
+from cluster.cli.credentials import ApiKey, ApiKeyFile, ClientCertificate, credentials
 from cluster.cli.doctor import doctor
+from cluster.cli.key import cli as key_cli
 from cluster.cli.scale import scale
 from cluster.cli.store import cli as store_cli
 from cluster.cli.terminal import (
@@ -66,6 +68,7 @@ cli.add_typer(bench_cli, name="bench")
 bench_cli.command("store")(bench_store)
 bench_cli.command("scaling")(bench_scaling)
 cli.add_typer(store_cli, name="store")
+cli.add_typer(key_cli, name="key")
 cli.command()(update)
 cli.command()(traffic)
 cli.command()(scale)
@@ -131,7 +134,9 @@ def serve(
         insecure=insecure,
     )
     # The index server comes from the environment where the file names none.
-    config = config.with_redis_url(config.store.redis_url or os.environ.get("REDIS_URL", ""))
+    url = os.environ.pop("REDIS_URL", "")  # processes that are started here do not get it
+    if url and not config.store.has_redis:
+        config = config.with_redis_url(url)
     service = Service(config, SystemClock(), ray_address=ray_address)
     try:
         with stages(err, "starting") as report:
@@ -180,6 +185,9 @@ def generate(
     prompt: Annotated[str, typer.Argument(help='The prompt; "-" reads it from standard input.')],
     address: Address = DEFAULT_ADDRESS,
     as_json: AsJson = False,
+    api_key: ApiKey = "",
+    api_key_file: ApiKeyFile = None,
+    client_certificate: ClientCertificate = None,
     chat: Annotated[bool, typer.Option(help="PROMPT is a user's message in a chat.")] = False,
     max_tokens: Annotated[int | None, typer.Option()] = None,
     min_tokens: Annotated[int | None, typer.Option()] = None,
@@ -197,7 +205,9 @@ def generate(
     stop_token_id: Annotated[list[int] | None, typer.Option(help="May be repeated.")] = None,
     ignore_eos: Annotated[bool | None, typer.Option("--ignore-eos")] = None,
     priority: Annotated[int, typer.Option(help="Higher goes first.")] = 0,
-    tenant: Annotated[str, typer.Option(help="Prefixes are shared within a tenant only.")] = "",
+    tenant: Annotated[
+        str, typer.Option(help="Prefixes are shared within a tenant only; where callers are known, theirs.")
+    ] = "",
     request_id: Annotated[str, typer.Option(help="For `tandem explain`; default: drawn.")] = "",
     timeout: Timeout = None,
 ) -> None:
@@ -224,19 +234,38 @@ def generate(
     )
     text = _standard_input() if prompt == "-" else prompt
     asked = [Turn("user", text)] if chat else text
-    run(calls.generate(address, asked, options, timeout, as_json=as_json))
+    who = credentials(api_key, api_key_file, client_certificate)
+    run(calls.generate(address, asked, options, timeout, as_json=as_json, who=who))
 
 
 @cli.command()
-def status(admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS, as_json: AsJson = False) -> None:
+def status(
+    admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS,
+    as_json: AsJson = False,
+    api_key: ApiKey = "",
+    api_key_file: ApiKeyFile = None,
+    client_certificate: ClientCertificate = None,
+) -> None:
     """The replicas, their loads, and the measured paths between them."""
-    run(calls.status(admin_address, out, as_json=as_json))
+    who = credentials(api_key, api_key_file, client_certificate)
+    run(calls.status(admin_address, out, as_json=as_json, who=who))
 
 
 @cli.command()
-def explain(request_id: str, address: Address = DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
+def explain(
+    request_id: str,
+    address: Address = DEFAULT_ADDRESS,
+    admin_address: Annotated[
+        str, typer.Option(help="Ask the gateway's port for operators, for a request of any tenant.")
+    ] = "",
+    as_json: AsJson = False,
+    api_key: ApiKey = "",
+    api_key_file: ApiKeyFile = None,
+    client_certificate: ClientCertificate = None,
+) -> None:
     """Where a running or recent request went, and why."""
-    run(calls.explain(address, request_id, out, as_json=as_json))
+    who = credentials(api_key, api_key_file, client_certificate)
+    run(calls.explain(address, admin_address, request_id, out, as_json=as_json, who=who))
 
 
 def _standard_input() -> str:

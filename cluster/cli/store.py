@@ -12,8 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.api.admin_client import AdminClient
+from cluster.api.channel import ClientCredentials
 from cluster.api.json_text import as_dict
 from cluster.api.store_admin import DEFAULT_LIMIT, MAX_LIMIT
+from cluster.cli.credentials import ApiKey, ApiKeyFile, ClientCertificate, credentials
 from cluster.cli.terminal import (
     DEFAULT_ADMIN_ADDRESS,
     NONE,
@@ -39,36 +41,54 @@ Model = Annotated[
 def list_records(
     admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS,
     as_json: AsJson = False,
+    api_key: ApiKey = "",
+    api_key_file: ApiKeyFile = None,
+    client_certificate: ClientCertificate = None,
     tenant: Tenant = None,
     model: Model = None,
     limit: Annotated[int, typer.Option(min=1, max=MAX_LIMIT, help="Records of each node.")] = DEFAULT_LIMIT,
 ) -> None:
     """Records, the most recently used first."""
-    run(show_records(admin_address, Selection(tenant, model), limit, out, as_json=as_json))
+    who = credentials(api_key, api_key_file, client_certificate)
+    run(show_records(admin_address, Selection(tenant, model), limit, out, as_json=as_json, who=who))
 
 
 @cli.command()
-def stat(admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS, as_json: AsJson = False) -> None:
+def stat(
+    admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS,
+    as_json: AsJson = False,
+    api_key: ApiKey = "",
+    api_key_file: ApiKeyFile = None,
+    client_certificate: ClientCertificate = None,
+) -> None:
     """Every tier of every node: space, hits, writes, failures; the index; what each tenant holds."""
-    run(show_stat(admin_address, out, as_json=as_json))
+    who = credentials(api_key, api_key_file, client_certificate)
+    run(show_stat(admin_address, out, as_json=as_json, who=who))
 
 
 @cli.command()
 def verify(
     admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS,
     as_json: AsJson = False,
+    api_key: ApiKey = "",
+    api_key_file: ApiKeyFile = None,
+    client_certificate: ClientCertificate = None,
     tenant: Tenant = None,
     model: Model = None,
     timeout: Timeout = None,
 ) -> None:
     """Read every record of every tier, compare checksums; bad ones are dropped, and fail the command."""
-    run(verify_records(admin_address, Selection(tenant, model), timeout, out, as_json=as_json))
+    who = credentials(api_key, api_key_file, client_certificate)
+    run(verify_records(admin_address, Selection(tenant, model), timeout, out, as_json=as_json, who=who))
 
 
 @cli.command()
 def purge(
     admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS,
     as_json: AsJson = False,
+    api_key: ApiKey = "",
+    api_key_file: ApiKeyFile = None,
+    client_certificate: ClientCertificate = None,
     tenant: Tenant = None,
     model: Model = None,
     everything: Annotated[bool, typer.Option("--all", help="Of all tenants and models.")] = False,
@@ -84,7 +104,8 @@ def purge(
         typer.confirm(
             f"Delete {selection.text()} from every tier of every node and replica?", abort=True, err=True
         )
-    run(purge_records(admin_address, selection, timeout, out, as_json=as_json))
+    who = credentials(api_key, api_key_file, client_certificate)
+    run(purge_records(admin_address, selection, timeout, out, as_json=as_json, who=who))
 
 
 # ----------------------------------------------------------------------------------------------
@@ -110,29 +131,43 @@ class Selection(NamedTuple):
 
 
 async def show_records(
-    address: str, selection: Selection, limit: int, console: Console, *, as_json: bool
+    address: str,
+    selection: Selection,
+    limit: int,
+    console: Console,
+    *,
+    as_json: bool,
+    who: ClientCredentials | None = None,
 ) -> None:
     """Print the records of every node."""
-    async with AdminClient(address) as client:
+    async with AdminClient(address, credentials=who) as client:
         asked = pb.StoreListRequest(filter=await _filter(client, selection), limit=limit)
         reply = await client.store_list(asked)
     _show(reply, as_json, console, listing_view)
     _check(_failures(reply.nodes, "not listed"))
 
 
-async def show_stat(address: str, console: Console, *, as_json: bool) -> None:
+async def show_stat(
+    address: str, console: Console, *, as_json: bool, who: ClientCredentials | None = None
+) -> None:
     """Print what every tier of every node reports."""
-    async with AdminClient(address) as client:
+    async with AdminClient(address, credentials=who) as client:
         reply = await client.store_stat()
     _show(reply, as_json, console, stat_view)
     _check(_failures(reply.nodes, "not shown"))
 
 
 async def verify_records(
-    address: str, selection: Selection, timeout_s: float | None, console: Console, *, as_json: bool
+    address: str,
+    selection: Selection,
+    timeout_s: float | None,
+    console: Console,
+    *,
+    as_json: bool,
+    who: ClientCredentials | None = None,
 ) -> None:
     """Have every node read its records; `StoreAwayError` when one was bad."""
-    async with AdminClient(address) as client:
+    async with AdminClient(address, credentials=who) as client:
         asked = pb.StoreVerifyRequest(filter=await _filter(client, selection))
         reply = await client.store_verify(asked, timeout_s)
     _show(reply, as_json, console, verified_view)
@@ -143,10 +178,16 @@ async def verify_records(
 
 
 async def purge_records(
-    address: str, selection: Selection, timeout_s: float | None, console: Console, *, as_json: bool
+    address: str,
+    selection: Selection,
+    timeout_s: float | None,
+    console: Console,
+    *,
+    as_json: bool,
+    who: ClientCredentials | None = None,
 ) -> None:
     """Delete the records from every node and replica."""
-    async with AdminClient(address) as client:
+    async with AdminClient(address, credentials=who) as client:
         chosen = await _filter(client, selection)
         asked = pb.StorePurgeRequest(filter=chosen, all=selection.is_everything)
         reply = await client.store_purge(asked, timeout_s)

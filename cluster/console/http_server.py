@@ -43,7 +43,7 @@ PATH = "/console"
 API = f"{PATH}/api"
 _KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _STOP_S = 1.0
-_MAX_KEY_CHARS = 256
+_MAX_KEY_CHARS = 2048
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # Is told who sends the request.

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from cluster.api.admin_client import AdminClient
+from cluster.api.channel import ClientCredentials
 from cluster.config import ClusterConfig
 from cluster.errors import CallError
 from cluster.proto import tandem_pb2 as pb
@@ -216,17 +217,18 @@ async def look(
     expected: Expected,
     version: str,
     clock: Clock,
+    who: ClientCredentials | None = None,
 ) -> Live:
     """Query the gateway at `address`, its port for operators, twice, `interval_s` apart, and once the others
-    that it names. `CallError` when it does not answer."""
-    async with AdminClient(address, clock) as client:
+    that it names, as `who`. `CallError` when it does not answer."""
+    async with AdminClient(address, clock, credentials=who) as client:
         before, stores_before = await _ask(client)
         await clock.sleep(interval_s)
         status, stores = await _ask(client)
         paths = await client.paths()
     scheme = _TLS if address.startswith(_TLS) else ""
     others = [f"{scheme}{item.admin}" for item in status.gateways if item.admin]
-    replies = await asyncio.gather(*(_reply(each, clock) for each in others or [address]))
+    replies = await asyncio.gather(*(_reply(each, clock, who) for each in others or [address]))
     return Live(status, before, stores, stores_before, replies, expected, version, paths)
 
 
@@ -235,9 +237,9 @@ async def _ask(client: AdminClient) -> tuple[pb.StatusResponse, list[pb.StoreNod
     return status, list((await client.store_stat()).nodes) if status.stores else []
 
 
-async def _reply(address: str, clock: Clock) -> GatewayReply:
+async def _reply(address: str, clock: Clock, who: ClientCredentials | None) -> GatewayReply:
     try:
-        async with AdminClient(address, clock) as client, asyncio.timeout(_ANSWER_S):
+        async with AdminClient(address, clock, credentials=who) as client, asyncio.timeout(_ANSWER_S):
             await client.status()  # opens the connection, which is not to be measured
             asked_at, wall = clock.now(), clock.wall()
             status = await client.status()

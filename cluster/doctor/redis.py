@@ -7,11 +7,13 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from cluster.config import read_redis_url
 from cluster.doctor.checks import Check, CheckContext, CheckResult, Figures, error, note, ok, warning
 from cluster.errors import ConfigError
 from cluster.serve.memory import gb
 from cluster.stores import check_redis_url, smallest_record_bytes
 from kvtransfer.common.clock import Clock
+from kvtransfer.config import StoreConfig
 from kvtransfer.errors import StoreError
 from kvtransfer.store.index.redis_client import IndexAwayError, RedisLink, redacted
 from kvtransfer.store.index.redis_server import find_binary
@@ -42,10 +44,10 @@ class IndexReply(NamedTuple):
     skew_s: float
 
 
-async def ask_index(url: str, clock: Clock) -> IndexReply:
+async def ask_index(store: StoreConfig, clock: Clock) -> IndexReply:
     """Look up missing blocks, as a store does, and read the server's state; nothing is written.
     `IndexAwayError`."""
-    link = RedisLink(url, _TIMEOUT_S)
+    link = RedisLink(read_redis_url(store), _TIMEOUT_S, str(store.redis_ca_file or ""))
     await link.connect()
     try:
         info = await link.info()
@@ -68,12 +70,12 @@ def server(context: CheckContext) -> Iterator[CheckResult]:
     store = context.config.store
     if not store.index or not store.dram_gb:
         return
-    if not store.redis_url:
+    if not store.has_redis:
         yield from _own_server(context)
         return
     try:
         check_redis_url(store)
-        reply = asyncio.run(ask_index(store.redis_url, context.clock))
+        reply = asyncio.run(ask_index(store, context.clock))
     except (ConfigError, IndexAwayError) as problem:
         yield error(
             str(problem),
@@ -81,7 +83,7 @@ def server(context: CheckContext) -> Iterator[CheckResult]:
             "see what the server says; the URL is store.redis_url, or REDIS_URL of the environment",
         )
         return
-    place = redacted(store.redis_url)
+    place = redacted(read_redis_url(store))
     yield from version(place, reply.info)
     yield from speed(place, reply.lookups_ms, store.lookup_budget_ms)
     yield from headroom(place, reply.info, index_bytes(context))

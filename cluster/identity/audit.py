@@ -28,6 +28,7 @@ NOBODY = "-"
 OK = "OK"
 MAX_CHARS = 500
 MAX_ITEMS = 50
+MAX_REFUSED_S = 20
 
 _PREFIX, _SUFFIX = "audit-", ".jsonl"
 _MODE = 0o600
@@ -68,6 +69,8 @@ class AuditLog:
     def __init__(self, config: AuditConfig, name: str, clock: Clock) -> None:
         """`name` is the process's; `StartError` when the folder cannot be written to."""
         self._clock = clock
+        self._refused_second = 0
+        self._num_refused = self._num_left_out = 0
         self._file: _AuditFile | None = None
         if config.folder is not None:
             try:
@@ -76,12 +79,26 @@ class AuditLog:
                 raise StartError(f"auth.audit.folder: {error}") from error
 
     def record(self, entry: AuditEntry) -> None:
-        """Write the entry. What cannot be written to the file is in the log all the same."""
+        """Write the entry. What cannot be written to the file is in the log all the same.
+
+        Of refused strangers at most `MAX_REFUSED_S` a second are written, so that they do not fill the files;
+        the next entry counts those that were left out.
+        """
+        if entry.who == NOBODY and entry.result != OK and self._is_flooded():
+            self._num_left_out += 1
+            return
         line = json.dumps(self._fields(entry), ensure_ascii=False)
         record = _log.makeRecord(AUDIT_LOGGER, logging.INFO, __file__, 0, line, (), None)
         if self._file is not None:
             self._file.emit(record)
         _log.handle(record)
+
+    def _is_flooded(self) -> bool:
+        second = int(self._clock.now())
+        if second != self._refused_second:
+            self._refused_second, self._num_refused = second, 0
+        self._num_refused += 1
+        return self._num_refused > MAX_REFUSED_S
 
     def close(self) -> None:
         """Close the file."""
@@ -90,6 +107,7 @@ class AuditLog:
 
     def _fields(self, entry: AuditEntry) -> dict[str, object]:
         at = datetime.fromtimestamp(self._clock.wall(), UTC).isoformat(timespec="milliseconds")
+        left_out, self._num_left_out = self._num_left_out, 0
         return {
             "at": at.replace("+00:00", "Z"),
             "who": _text(entry.who),
@@ -99,6 +117,7 @@ class AuditLog:
             "peer": _text(entry.peer),
             "result": entry.result,
             "detail": _text(entry.detail),
+            **({"num_left_out": left_out} if left_out else {}),
         }
 
 

@@ -161,8 +161,9 @@ def counts_key(namespace: str, life: str) -> str:
 class RedisCounts:
     """The counts under one key. Each call opens a connection of its own and raises `IndexAwayError`."""
 
-    def __init__(self, url: str, key: str) -> None:
+    def __init__(self, url: str, key: str, ca_file: str = "") -> None:
         self._url = url
+        self._ca_file = ca_file
         self._key = key.encode()
 
     async def read(self) -> KnownCounts | None:
@@ -176,7 +177,7 @@ class RedisCounts:
         return bool(await self._run(_WRITE, since_ms, COUNTS_CODEC.encode(counts), _KEEP_S))
 
     async def _run(self, script: Script, *arguments: int | bytes) -> object:
-        link = RedisLink(self._url, _ANSWER_S)
+        link = RedisLink(self._url, _ANSWER_S, self._ca_file)
         await link.connect()
         try:
             return await link.run(script, [self._key], arguments)

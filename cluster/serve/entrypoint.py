@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from cluster.config import ClusterConfig, parse_config, read_redis_url, read_trust
+from cluster.config import ClusterConfig, parse_config, read_trust
 from cluster.errors import ConfigError, RosterAwayError, StartError
 from cluster.roster.actor import await_roster
 from cluster.scaling.counts import KnownCounts, RedisCounts, counts_key, counts_of, counts_to_deploy
@@ -24,7 +24,7 @@ from cluster.scaling.serve_client import MARK_DEPLOYMENT, REPLICAS_KEY, declared
 from cluster.serve.app import build_application, check_model
 from cluster.serve.ray_private import deployed_config
 from cluster.serve.rollout import with_replicas
-from cluster.stores import NODE_ID_CHARS, check_redis_url
+from cluster.stores import NODE_ID_CHARS, check_redis_url, has_password, index_url
 from kvtransfer.errors import WireError
 from kvtransfer.store.index.redis_client import IndexAwayError
 
@@ -42,12 +42,12 @@ def build(args: dict[str, Any]) -> serve.Application:
     store's index. Raises `ConfigError`, one line per field, which Serve shows as the application's message.
     """
     config = declared_config(args)
-    secret = read_trust(config).secret
+    secret = read_trust(config, certificates=False).secret
     check_model(config)
     cpus = {pool.name: pool.cpus_per_rank or 0.0 for pool in config.pools}
     life = declared_life(config.app, secret)
     config = with_declared_counts(config, deployed_config(config.app))
-    key = counts_key(config.store.redis_namespace, life) if config.store.redis_url else ""
+    key = counts_key(config.store.redis_namespace, life) if config.store.has_redis else ""
     counts = counts_to_deploy(config, known_counts(config, key))
     _log.info("building %s for the model %s with %s", config.app, config.model, counts)
     return build_application(config, cpus, life=life, counts=counts, counts_key=key)
@@ -83,7 +83,7 @@ def known_counts(config: ClusterConfig, key: str) -> KnownCounts:
     remembered = None
     if key:
         try:
-            remembered = asyncio.run(RedisCounts(config.store.redis_url, key).read())
+            remembered = asyncio.run(_remembered_counts(config, key).read())
         except (IndexAwayError, WireError) as error:
             _log.warning("the counts that an earlier Ray cluster left cannot be read: %s", error)
     if remembered is None and problem:
@@ -102,11 +102,16 @@ def declared_config(args: dict[str, Any]) -> ClusterConfig:
     if "secret_file" in args:
         config = config.model_copy(update={"secret_file": Path(_text(args, "secret_file"))})
     if "redis_url_file" in args:
-        config = config.with_redis_url(read_redis_url(Path(_text(args, "redis_url_file"))))
+        config = config.with_redis_url("", Path(_text(args, "redis_url_file")))
     if lines := [f"args.config: {problem}" for problem in _undeclared(config)]:
         raise ConfigError("\n".join(lines))
     check_redis_url(config.store)
     return config
+
+
+def _remembered_counts(config: ClusterConfig, key: str) -> RedisCounts:
+    url = index_url(config, read_trust(config, certificates=False))
+    return RedisCounts(url, key, str(config.store.redis_ca_file or ""))
 
 
 def declared_life(app: str, secret: bytes) -> str:
@@ -122,8 +127,12 @@ def _undeclared(config: ClusterConfig) -> list[str]:
         "model": config.model,
         "secret_file": config.secret_file,
         "store.nvme_path": config.store.nvme_path,
+        "store.redis_url_file": config.store.redis_url_file,
+        "store.redis_ca_file": config.store.redis_ca_file,
         "auth.key_root_file": config.auth.key_root_file,
     }
+    if config.inner_tls is not None:
+        paths |= {f"inner_tls.{name}": path for name, path in config.inner_tls}
     paths |= {f"gateway.{name}": getattr(config.gateway, name) for name in ("tls_cert_file", "tls_key_file")}
     problems += [
         f"{field}: {path} must be an absolute path: there is no file that it could be relative to"
@@ -148,7 +157,12 @@ def _undeclared(config: ClusterConfig) -> list[str]:
                 "processors of all nodes; bf16 where each has AVX512-BF16, AMX or Arm's BF16, else fp32"
             )
     store = config.store
-    if store.dram_gb and store.index and not store.redis_url:
+    if has_password(store.redis_url):
+        problems.append(
+            "store.redis_url: holds a password, which Serve would keep; write it to a file of every node and "
+            "name that as args.redis_url_file"
+        )
+    if store.dram_gb and store.index and not store.has_redis:
         problems.append(
             "store.redis_url: must be given, or args.redis_url_file: nobody would keep a server of our own; "
             "store.index: false does without, and each node then knows its own tiers only"

@@ -119,13 +119,13 @@ class Gateway:
             counters=_open_counters(config, self.connections),
         )
         self._access = access = AccessControl(config.auth, gateway_id, trust, clock)
-        self._fleet = Fleet(gateway_id, self.requests, self.connections, access.sessions, trust, clock)
+        self.fleet = Fleet(gateway_id, self.requests, self.connections, access.sessions, trust, clock)
         self.fleet_port = 0  # where the other gateways ask this one, after `start`
         stores = StoreAdmin(self.connections, trust, gateway_id)
         self._status = status = StatusService(
-            config, self.requests, self.connections, self._preprocessor, stores, clock, history, self._fleet
+            config, self.requests, self.connections, self._preprocessor, stores, clock, history, self.fleet
         )
-        services = ConsoleServices(status, self._fleet, stores, operations, access)
+        services = ConsoleServices(status, self.fleet, stores, operations, access)
         self._console = open_console(gateway_id, config, services, clock)
         self.console_port = 0  # where the console listens after `start`; 0: there is none
         self._certificate = open_certificate(config.gateway, config.auth, "inference")
@@ -170,7 +170,9 @@ class Gateway:
         settings = self._config.gateway
         others = (await self._roster.view(-1, 0.0)).gateways
         takes_over = settings.takes_over and any(self._shares_address(it, settings.port) for it in others)
-        self.fleet_port = await self._fleet.start(self._inner_host)
+        # The older gateway keeps its port until it has left.
+        fleet_port = 0 if takes_over else settings.fleet_port
+        self.fleet_port = await self.fleet.start(self._inner_host, fleet_port)
         if takes_over:  # connections come as soon as it listens, and the older one could serve them
             self.connections.start(self.requests)
             end_at = self._clock.now() + _TAKE_OVER_S
@@ -219,7 +221,7 @@ class Gateway:
         self._traffic.close()
         await self._ports.stop()
         await self._traffic.stop()
-        await self._fleet.stop()
+        await self.fleet.stop()
         await self.connections.stop()
         await self._preprocessor.close()
         self._texts.close()

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import psutil
 import ray
@@ -26,7 +26,7 @@ from ray.exceptions import RayError
 from ray.serve.schema import ApplicationStatusOverview
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.config import LOOPBACK, ClusterConfig, PoolConfig, read_trust, trust_files
+from cluster.config import LOOPBACK, ClusterConfig, PoolConfig, read_trust
 from cluster.dtypes import may_compute, needs_flags, settle_dtype
 from cluster.errors import ConfigError, RayEndedError, StartError
 from cluster.identity.key_roots import FIELD as KEY_ROOT_FIELD
@@ -44,11 +44,11 @@ from cluster.serve.ray_private import free_resources, session_logs
 from cluster.serve.rollout import Deployed, forget
 from cluster.serve.scaler_actor import stop_scaler
 from cluster.serve.store_actors import stop_stores
-from cluster.stores import IndexServer, check_redis_url, check_store, draw_life
+from cluster.stores import IndexServer, check_redis_url, check_store, draw_life, has_password, index_url
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.host import cpu_flags
-from kvtransfer.errors import StoreError, TrustError
-from kvtransfer.rpc.trust import Trust, TrustFiles, draw_files
+from kvtransfer.errors import StoreError
+from kvtransfer.rpc.trust import Trust, draw_files
 
 # How long resources may be missing before that is an error.
 SCHEDULE_S = 20.0
@@ -59,6 +59,9 @@ _REACH_S = 5.0
 _ANSWER_S = 60.0
 _INTERRUPTED = "interrupted while starting"
 _log = logging.getLogger(__name__)
+
+
+Answer = TypeVar("Answer")
 
 
 class StartProgress(NamedTuple):
@@ -113,13 +116,13 @@ class Service:
         check_redis_url(self._config.store)
         check_tracing(self._config.tracing)
         given = self._config
-        self._draw_secrets()
+        self._hide_secrets()
         trust = read_trust(self._config)
         _check_interrupted(interrupted)
         report(StartProgress("starting Ray", {}))
         self._connect()
         if self._ray is None:
-            check_secret(self._config, trust, is_drawn=given.secret_file is None)
+            check_secrets(given, self._config, trust)
             check_key_roots(self._config, is_drawn=given.auth.key_root_file is None)
         _check_interrupted(interrupted)
         report(StartProgress("checking resources", {}))
@@ -133,22 +136,26 @@ class Service:
         self._deploy(cpus, trust)
         return self._wait_until_serving(report, interrupted)
 
-    def _draw_secrets(self) -> None:
-        """Draw the secrets for which the configuration names no file. The root of block keys stays beside the
-        NVMe records that it names, if there are any; all else is removed at the end."""
+    def _hide_secrets(self) -> None:
+        """Replace what must not pass through Ray by the paths of files: secrets that are drawn here, and a
+        Redis URL with a password. The root of block keys stays beside the NVMe records that it names, if
+        there are any; all else is removed at the end."""
         config = self._config
         if config.secret_file is None:
-            drawn = draw_files(self._private_folder())
+            drawn = draw_files(self._private_folder().path)
             config = config.with_secret_file(Path(drawn.secret_file))
         if config.auth.key_root_file is None:
-            folder = config.store.nvme_path or self._private_folder()
+            folder = config.store.nvme_path or self._private_folder().path
             config = config.with_key_root_file(keep_key_root(folder, secrets.token_bytes))
+        if has_password(config.store.redis_url):
+            file = self._private_folder().write("redis-url", config.store.redis_url)
+            config = config.with_redis_url("", file)
         self._config = config
 
-    def _private_folder(self) -> Path:
+    def _private_folder(self) -> PrivateFolder:
         if self._folder is None:
             self._folder = PrivateFolder()
-        return self._folder.path
+        return self._folder
 
     def wait(self, interrupted: threading.Event) -> None:
         """Return when interrupted; `RayEndedError` when the Ray cluster that was started here ends before."""
@@ -263,12 +270,16 @@ class Service:
         """Return the configuration with a server for the store's index, which is started here where none is
         named."""
         store = self._config.store
-        if not (store.index and store.dram_gb) or store.redis_url:
+        if not (store.index and store.dram_gb) or store.has_redis:
             return self._config
-        try:
-            self._index_server = IndexServer(
-                node_host(self._config.transfer.data_host), trust.secret, self._clock
+        host = node_host(self._config.transfer.data_host)
+        if self._config.inner_tls is not None and host not in LOOPBACK:
+            raise ConfigError(
+                "store.redis_url: the server that is started here speaks no TLS, which inner_tls asks for; "
+                "name one whose URL begins with rediss://, or set store.index: false"
             )
+        try:
+            self._index_server = IndexServer(host, trust, self._clock)
         except StoreError as error:
             _log.warning("each node's store knows its own records only: %s", error)
             return self._config
@@ -305,38 +316,60 @@ class Service:
 
     def _addresses(self) -> Addresses:
         view = read_roster(self._config.app)
+        scheme = "http" if self._config.gateway.tls_cert_file is None else "https"
         return Addresses(
             gateways=tuple(record.address for record in view.gateways),
             admins=tuple(record.admin for record in view.gateways),
-            consoles=tuple(f"http://{record.console}/console" for record in view.gateways if record.console),
+            consoles=tuple(
+                f"{scheme}://{record.console}/console" for record in view.gateways if record.console
+            ),
             ray=ray.get_runtime_context().gcs_address,
             dashboard=self._dashboard,
             logs=session_logs(),
         )
 
 
-def check_secret(config: ClusterConfig, trust: Trust, *, is_drawn: bool) -> None:
-    """Raise `ConfigError` where another node of the Ray cluster does not read the same cluster secret from
-    the same path, and `StartError` for a node that does not answer."""
+def check_secrets(given: ClusterConfig, config: ClusterConfig, trust: Trust) -> None:
+    """Raise `ConfigError` where another node of the Ray cluster does not read the same secrets from the files
+    of `config`, of which those that `given` does not name were written here, and `StartError` for a node that
+    does not answer."""
     question = secrets.token_hex(16)
-    answers = _ask_other_nodes(secret_proof, trust_files(config), question)
-    remedy = "write the same 16 bytes or more to a file at the same path of every node, such as by " + (
-        "`openssl rand -hex 32`, and name it" if is_drawn else "copying it"
-    )
-    for address, answer in answers.items():
+    wanted = _proofs(config, trust, question)
+    for address, answer in _ask_other_nodes(secret_proofs, config.model_dump_json(), question).items():
         if isinstance(answer, str):
-            lacks = "cannot read the secret that was drawn here" if is_drawn else f"has none: {answer}"
-            raise ConfigError(f"secret_file: the node {address} {lacks}; {remedy}")
-        if not hmac.compare_digest(answer, trust.key_for(f"same secret {question}")):
-            raise ConfigError(f"secret_file: the node {address} has another secret there; {remedy}")
+            raise ConfigError(f"the node {address}: {answer}; {_remedy(given)}")
+        for field, ours, theirs in zip(("secret_file", "store.redis_url_file"), wanted, answer, strict=True):
+            if not hmac.compare_digest(ours, theirs):
+                raise ConfigError(f"{field}: the node {address} has another one there; {_remedy(given)}")
 
 
-def secret_proof(files: TrustFiles, question: str) -> bytes | str:
-    """Return what only who knows the cluster secret can answer, or why this node cannot read it."""
+def _remedy(given: ClusterConfig) -> str:
+    if given.secret_file is None:
+        return (
+            "the secret was drawn here: write one, such as by `openssl rand -hex 32`, to a file at the same "
+            "path of every node, and name it as secret_file"
+        )
+    if has_password(given.store.redis_url):
+        return (
+            "store.redis_url holds a password: write it to a file at the same path of every node, and name "
+            "that as store.redis_url_file"
+        )
+    return "every node needs the same files at the same paths"
+
+
+def secret_proofs(config_json: str, question: str) -> tuple[bytes, bytes] | str:
+    """Return what only who knows the cluster secret and the URL of the index can answer, or why this node
+    cannot read them."""
+    config = ClusterConfig.model_validate_json(config_json)
     try:
-        return Trust.read(files).key_for(f"same secret {question}")
-    except TrustError as error:
+        return _proofs(config, read_trust(config), question)
+    except ConfigError as error:
         return str(error)
+
+
+def _proofs(config: ClusterConfig, trust: Trust, question: str) -> tuple[bytes, bytes]:
+    url = index_url(config, trust)
+    return trust.key_for(f"same secret {question}"), trust.key_for(f"same index {question} {url}")
 
 
 def check_key_roots(config: ClusterConfig, *, is_drawn: bool) -> None:
@@ -361,9 +394,7 @@ def check_key_roots(config: ClusterConfig, *, is_drawn: bool) -> None:
             raise ConfigError(f"{KEY_ROOT_FIELD}: the node {address} has other roots there; {remedy}")
 
 
-def _ask_other_nodes(
-    work: Callable[..., bytes | str], *args: TrustFiles | Path | str | bytes
-) -> dict[str, bytes | str]:
+def _ask_other_nodes(work: Callable[..., Answer], *args: Path | str | bytes) -> dict[str, Answer]:
     """Return, by address, what `work` returns on each other node of the Ray cluster that runs processes of an
     application."""
     here = ray.get_runtime_context().get_node_id()
@@ -379,7 +410,7 @@ def _ask_other_nodes(
         for node_id in others
     ]
     try:
-        answers: list[bytes | str] = ray.get(asked, timeout=_ANSWER_S)
+        answers: list[Answer] = ray.get(asked, timeout=_ANSWER_S)
     except RayError as error:
         addresses = ", ".join(others.values())
         raise StartError(f"not every one of the Ray nodes {addresses} answers: {error}") from error
@@ -421,7 +452,7 @@ def check_hosts(config: ClusterConfig, num_nodes: int) -> None:
             f"transfer.data_host: {data_host} cannot be reached from the other {num_nodes - 1} Ray nodes; "
             "set it to auto"
         )
-    for field in ("port", "console_port", "admin_port", "health_port"):
+    for field in ("port", "console_port", "admin_port", "health_port", "fleet_port"):
         port = getattr(gateway, field)
         if port and gateway.replicas > num_nodes:
             raise ConfigError(

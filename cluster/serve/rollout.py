@@ -111,6 +111,11 @@ def check_update(old: ClusterConfig, new: ClusterConfig) -> None:
                 f"exchange KV; {_BESIDE}"
             )
     for change in changes(old, new):
+        if change.path.startswith("inner_tls"):
+            problems.append(
+                f"{change.path}: connections with and without TLS do not go together, and a certificate is "
+                f"renewed in its file; leave it at {change.before}, or {_ANEW}"
+            )
         if change.path.startswith("store."):
             problems.append(
                 f"{change.path}: an update does not restart stores; leave it at {change.before}, or {_ANEW}"
@@ -128,9 +133,10 @@ def carried_over(old: ClusterConfig, new: ClusterConfig) -> ClusterConfig:
     """Return `new` with what `tandem serve` decided at its start: the files of the cluster secret and of the
     key roots, the server of the store's index, and the dtype for which `auto` stands, which replicas that
     exchange KV must not change, whatever nodes have joined since."""
-    if new.store.redis_url not in ("", old.store.redis_url):
+    index = old.store.redis_url, old.store.redis_url_file
+    if new.store.has_redis and (new.store.redis_url, new.store.redis_url_file) != index:
         raise ConfigError(f"store.redis_url: another server cannot be taken while stores run; {_ANEW}")
-    new = new.with_redis_url(old.store.redis_url).with_secret_file(old.secret_file)
+    new = new.with_redis_url(*index).with_secret_file(old.secret_file)
     new = new.with_key_root_file(new.auth.key_root_file or old.auth.key_root_file)
     running = old.pools[0].dtype
     return with_dtype(new, running) if new.pools[0].dtype == "auto" and running != "auto" else new

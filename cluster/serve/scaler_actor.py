@@ -15,7 +15,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from cluster.config import ClusterConfig
+from cluster.config import ClusterConfig, read_trust
 from cluster.errors import DashboardAwayError, UnavailableError
 from cluster.metrics.logs import log_to_stderr
 from cluster.proto import tandem_pb2 as pb
@@ -24,6 +24,7 @@ from cluster.scaling.counts import KeptCounts, RedisCounts
 from cluster.scaling.scaler import Scaler
 from cluster.scaling.serve_client import ServeClient
 from cluster.serve.ray_private import HEAD_RESOURCE, dashboard_address, ray_token, read_value, write_value
+from cluster.stores import index_url
 from kvtransfer.common.clock import SystemClock
 
 _CALL_S = 5.0
@@ -54,8 +55,9 @@ class RayScaler:
         self._app = config.app
         self._mark = mark
         keeping: KeptCounts | None = None
-        if counts_key and config.store.redis_url:
-            remembered = RedisCounts(config.store.redis_url, counts_key)
+        if counts_key and config.store.has_redis:
+            url = index_url(config, read_trust(config, certificates=False))
+            remembered = RedisCounts(url, counts_key, str(config.store.redis_ca_file or ""))
             keeping = KeptCounts(remembered, _began_at_ms(config.app), SystemClock())
         self._scaler = Scaler(
             config, open_roster(config.app), self._open_client, SystemClock(), counts=keeping

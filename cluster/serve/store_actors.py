@@ -58,15 +58,17 @@ class StoreActor:
         path = config.store.nvme_path
         self._folder = None if path is None else NvmeFolder(path, platform.node(), config.app)
         node = NodeAddress(context.get_node_id(), node_host(config.transfer.data_host))
+        trust = read_trust(config)
         settings = store_settings(
             config,
+            trust,
             node,
             life,
             epoch=int(self._clock.wall() * 1000),
             nvme_path=self._folder.path if self._folder else None,
         )
         self._node_id, self._epoch = settings.node_id, settings.epoch
-        self._owner = StoreServer(settings, read_trust(config), self._clock, Faults(config.debug.fault_rules))
+        self._owner = StoreServer(settings, trust, self._clock, Faults(config.debug.fault_rules))
         try:
             await self._owner.start()
         except (TransferError, OSError):

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from ray import serve
 from ray.serve.schema import ApplicationStatusOverview
 
-from cluster.config import ClusterConfig, PoolConfig, read_trust
+from cluster.config import ClusterConfig, PoolConfig, read_redis_url, read_trust
 from cluster.errors import ConfigError, RosterAwayError, StartError
 from cluster.metrics.tracing import check_tracing
 from cluster.roster.actor import await_roster, find_roster, read_roster
@@ -49,7 +49,9 @@ from cluster.serve.rollout import (
     plan_rolls,
     recall,
 )
+from cluster.stores import index_url
 from kvtransfer.common.clock import Clock
+from kvtransfer.store.index.redis_server import with_password
 
 _POLL_S = 0.25
 _ROSTER_S = 20.0
@@ -92,7 +94,7 @@ class Update:
         self._old = deployed.config
         self._clock = clock
         _check(config, deployed)
-        self._config = carried_over(self._old, config)
+        self._config = carried_over(self._old, _with_known_index(config, self._old))
         check_update(self._old, self._config)
         self._view = _roster_view(config.app)
         self._cpus = self._plan_cpus()
@@ -223,10 +225,19 @@ def _check(config: ClusterConfig, deployed: Deployed) -> None:
     in_use = deployed.config
     if config.secret_file in (None, in_use.secret_file):
         return
-    if read_trust(config).secret != read_trust(in_use).secret:
+    if read_trust(config, certificates=False).secret != read_trust(in_use, certificates=False).secret:
         raise ConfigError(
             "secret_file: it holds another secret than the application uses; stop it and start it anew"
         )
+
+
+def _with_known_index(config: ClusterConfig, in_use: ClusterConfig) -> ClusterConfig:
+    """Return the configuration with the index as the running application names it, where both mean the same:
+    `tandem serve` keeps a URL with a password in a file."""
+    url, trust = read_redis_url(config.store), read_trust(in_use, certificates=False)
+    if with_password(url, trust) != index_url(in_use, trust):
+        return config
+    return config.with_redis_url(in_use.store.redis_url, in_use.store.redis_url_file)
 
 
 # ----------------------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 
 # Bytes moved at a time where that takes as much memory of the device beside the pool.
 _BATCH_BYTES = 32 << 20
+# Threads that move a batch at a time: the store's, and those of connections, most of which move less.
+_NUM_BATCHES = 8
 # Pieces that one kernel moves at most: the third dimension of a grid of CUDA.
 _MOST_PIECES = 65535
 # cudaHostRegisterPortable: pinned for every device of the process.
@@ -59,6 +61,11 @@ class PendingSums:
         if self._event is not None:
             self._event.synchronize()
         return finish_totals(self._totals, self._num_bytes) if self._totals is not None else []
+
+
+def transfer_bytes(layout: BlockLayout) -> int:
+    """Return how much memory of the device transfers take beside a pool of this layout."""
+    return _NUM_BATCHES * max(_BATCH_BYTES, layout.block_bytes)
 
 
 class DevicePool(KvPool):
@@ -153,21 +160,28 @@ class DevicePool(KvPool):
     ) -> list[int]:
         """Copy whole records to the device, where they are summed and their part is taken."""
         self.check_blocks(block_ids)
-        size = self.piece_bytes(shard)
-        memory = _memory(region, offsets, size)
+        memory = _memory(region, offsets, self.piece_bytes(shard))
         with self._working():
-            totals: list[torch.Tensor] = []
-            for start, ids in self._batches(block_ids, shard):
-                data = self.tensor.new_empty((len(ids), size))
-                for row, offset in zip(data, offsets[start : start + len(ids)], strict=True):
-                    row.copy_(memory[offset : offset + size], non_blocking=True)
-                records, every = Blocks(data, replace(self.layout, shard=shard)), range(len(ids))
-                if piece == shard:
-                    totals.append(self._copy(records, every, self._own, ids, piece))
-                else:
-                    totals.append(self._copy(records, every, None, (), shard))
-                    self._copy(records, every, self._own, ids, piece, is_summed=False)
+            totals = [
+                self._load_batch(ids, piece, memory, offsets[start : start + len(ids)], shard)
+                for start, ids in self._batches(block_ids, shard)
+            ]
             return self._pending(totals, shard).result()
+
+    def _load_batch(
+        self, ids: Sequence[int], piece: Shard, memory: torch.Tensor, offsets: Sequence[int], shard: Shard
+    ) -> torch.Tensor:
+        """Queue a part of what `load` does. Its memory is free for the next part when this returns."""
+        size = self.piece_bytes(shard)
+        data = self.tensor.new_empty((len(ids), size))
+        for row, offset in zip(data, offsets, strict=True):
+            row.copy_(memory[offset : offset + size], non_blocking=True)
+        records, every = Blocks(data, replace(self.layout, shard=shard)), range(len(ids))
+        if piece == shard:
+            return self._copy(records, every, self._own, ids, piece)
+        totals = self._copy(records, every, None, (), shard)
+        self._copy(records, every, self._own, ids, piece, is_summed=False)
+        return totals
 
     def attach(self, region: ByteRegion) -> None:
         """Pin the memory for CUDA, which takes all of its pages. If that is refused, copies are slower."""
@@ -321,7 +335,16 @@ def pin(address: int, num_bytes: int, device: torch.device) -> bool:
         status = runtime.cudaHostRegister(address, num_bytes, _PORTABLE)
     if status != runtime.cudaError.success:
         _log.warning("%d bytes of host memory could not be pinned: %s", num_bytes, status)
-    return bool(status == runtime.cudaError.success)
+        _drop_pending_error(device)
+        return False
+    return True
+
+
+def _drop_pending_error(device: torch.device) -> None:
+    """Clear the error that a refused call of the runtime has left to this thread: torch would raise it after
+    the next kernel. Torch has no call for that, so a kernel raises it here."""
+    with torch.inference_mode(), contextlib.suppress(torch.AcceleratorError, torch.OutOfMemoryError):
+        torch.zeros(1, device=device)
 
 
 def unpin(address: int) -> None:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvtransfer.codec import Codec, Message
-from kvtransfer.errors import PeerGoneError, PushStoppedError
+from kvtransfer.errors import PeerGoneError, PushStoppedError, TransferError
 from kvtransfer.messages import BlockMove, Lane
 from kvtransfer.protocol.fence import RecentIds
 from kvtransfer.rpc.handshake import HANDSHAKE_TIMEOUT_S, receive_frame, send_frame
@@ -136,9 +136,12 @@ class OneSidedChannel(Channel):
                 under_way.append(self._begin_batch(moves[start : start + self._batch], stopped))
                 if len(under_way) == self.most_batches:
                     sums += under_way.popleft()()
-        finally:  # nothing is under way after, however it ends
+            while under_way:
+                sums += under_way.popleft()()
+        finally:  # nothing is under way after, however this ends; the first error is the one that counts
             for finish in under_way:
-                sums += finish()
+                with contextlib.suppress(TransferError, RuntimeError):
+                    finish()
         return sums
 
     @abstractmethod

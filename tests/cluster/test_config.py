@@ -8,9 +8,18 @@ from typing import Any
 
 import pytest
 
-from cluster.config import ClusterConfig, PoolConfig, default_config, load_config, parse_config
+from cluster.config import (
+    ClusterConfig,
+    PoolConfig,
+    default_config,
+    load_config,
+    parse_config,
+    read_trust,
+    trust_files,
+)
 from cluster.errors import ConfigError
 from kvtransfer.common.faults import FaultRule
+from kvtransfer.rpc.mutual_tls import TlsFiles
 from workers.model.model_config import read_model_config
 
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
@@ -233,3 +242,30 @@ def test_a_split_that_the_model_does_not_allow_is_named(change: dict[str, Any], 
     pool = PoolConfig.model_validate({**POOLS[0], **change})
     with pytest.raises(ConfigError, match=re.escape(message)):
         pool.check_model(read_model_config(TINY))
+
+
+def test_files_of_certificates_and_of_the_index_are_relative_to_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(
+        "model: models/tiny\npools:\n  - {name: both, role: both}\nsecret_file: secret\n"
+        "inner_tls: {cert_file: tls.crt, key_file: /abs/tls.key, ca_file: ca/ca.crt}\n"
+        "store: {redis_url_file: url, redis_ca_file: redis.crt}\n"
+    )
+    config = load_config(path)
+    assert config.inner_tls is not None
+    assert trust_files(config).tls == TlsFiles(
+        str(tmp_path / "tls.crt"), "/abs/tls.key", str(tmp_path / "ca" / "ca.crt")
+    )
+    assert (config.store.redis_url_file, config.store.redis_ca_file) == (
+        tmp_path / "url",
+        tmp_path / "redis.crt",
+    )
+    (tmp_path / "secret").write_text("s" * 16)
+    with pytest.raises(ConfigError, match=r"^inner_tls\.cert_file: .*tls\.crt"):
+        read_trust(config)
+    assert read_trust(config, certificates=False).secret == b"s" * 16
+    pools = {"model": "m", "pools": [{"name": "both", "role": "both"}]}
+    with pytest.raises(ConfigError, match=r"inner_tls\.ca_file: Field required"):
+        parse_config({**pools, "inner_tls": {"cert_file": "a", "key_file": "b"}}, "x")
+    with pytest.raises(ConfigError, match="two places for one URL"):
+        parse_config({**pools, "store": {"redis_url": "redis://a", "redis_url_file": "b"}}, "x")

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from cluster.api.replies import Fresh
 from cluster.console.http_server import HEADERS, refused_host, refused_order
+from cluster.errors import HTTP_STATUS, STATUS_TABLE
 from kvtransfer.common.clock import ManualClock
 
 STATIC = Path(__file__).resolve().parent.parent.parent / "cluster" / "console" / "static"
@@ -81,6 +82,10 @@ def test_any_host_has_an_answer(host: str) -> None:
 def test_orders_come_from_the_page_itself(headers: dict[str, str], status: int | None) -> None:
     refusal = refused_order({"Host": "127.0.0.1:8781", "Content-Type": "application/json", **headers})
     assert (refusal[0] if refusal else None) == status
+
+
+def test_every_refusal_has_a_status() -> None:
+    assert set(STATUS_TABLE.values()) == set(HTTP_STATUS)
 
 
 # ------------------------------------------------------------------------------------------------ over HTTP

@@ -16,7 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from patience import WAIT_S
 from serving import free_port
 
-from cluster.api.client import Client, ClientCredentials, GenerateOptions
+from cluster.api.channel import ClientCredentials
+from cluster.api.client import Client, GenerateOptions
 from cluster.api.public_ports import SERVICE_NAME
 from cluster.config import parse_config
 from cluster.errors import CallError, ConfigError, StartError

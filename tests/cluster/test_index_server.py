@@ -9,23 +9,24 @@ import pytest
 import redis
 from optional_programs import uses_redis_or_valkey
 from patience import WAIT_S
+from trust_files import TRUST
 
 from cluster.stores import IndexServer
 from kvtransfer.common.clock import SystemClock
-from kvtransfer.rpc.handshake import draw_secret
+from kvtransfer.store.index.redis_server import with_password
 
 pytestmark = uses_redis_or_valkey
 
 
 @pytest.fixture
 def server() -> Iterator[IndexServer]:
-    started = IndexServer("127.0.0.1", draw_secret(), SystemClock())
+    started = IndexServer("127.0.0.1", TRUST, SystemClock())
     yield started
     started.close()
 
 
 def client(url: str) -> redis.Redis:
-    return redis.Redis.from_url(url, socket_timeout=1.0, retry=None)
+    return redis.Redis.from_url(with_password(url, TRUST), socket_timeout=1.0, retry=None)
 
 
 def test_one_that_dies_comes_back_at_the_same_address(server: IndexServer) -> None:

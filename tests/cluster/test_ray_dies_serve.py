@@ -21,17 +21,18 @@ from patience import SETTLE_S
 from serving import ROOT, TINY, RunningCluster, environment, free_port
 
 from kvtransfer.common.clock import SystemClock
+from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.index.redis_server import RedisServer
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600), uses_redis_or_valkey]
-SECRET = b"of this test alone"
+TRUST = Trust.of(b"of this test alone")
 
 
 class Head:
     """A Ray cluster as KubeRay runs it, with its tables in Redis."""
 
     def __init__(self) -> None:
-        self._redis = asyncio.run(RedisServer.start("127.0.0.1", SECRET, SystemClock()))
+        self._redis = asyncio.run(RedisServer.start("127.0.0.1", TRUST, SystemClock()))
         password = self._redis.url.removeprefix("redis://:").partition("@")[0]
         address = f"127.0.0.1:{self._redis.port}"
         self._process = subprocess.Popen(

@@ -102,7 +102,7 @@ def test_every_setting_is_some_deployment_s_or_changes_without_a_restart() -> No
         "debug",
         "auth",
     }
-    assert parts - used == {"secret_file"}
+    assert parts - used == {"secret_file", "inner_tls"}, "an update refuses to change them"
 
 
 def test_the_same_file_rolls_nothing() -> None:
@@ -191,6 +191,19 @@ def test_shares_of_the_store_stay_while_stores_run() -> None:
     with pytest.raises(ConfigError, match=r"^auth\.tenants: nvme_share differs: an update does not restart"):
         check_update(make(), new)
     check_update(new, make(auth={"tenants": {"a": {"nvme_share": 0.5, "max_priority": 3}}}))
+
+
+def test_certificates_between_hosts_come_and_go_with_the_application_only() -> None:
+    files = {"cert_file": "a.crt", "key_file": "a.key", "ca_file": "ca.crt"}
+    bare, encrypted = make(), make(inner_tls=files)
+    for old, new in (
+        (bare, encrypted),
+        (encrypted, bare),
+        (encrypted, make(inner_tls={**files, "key_file": "b"})),
+    ):
+        with pytest.raises(ConfigError, match=r"^inner_tls.*renewed in its file"):
+            check_update(old, new)
+    check_update(encrypted, make(inner_tls=files))
 
 
 def test_changes_are_named_by_their_path() -> None:

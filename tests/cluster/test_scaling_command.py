@@ -1,13 +1,17 @@
-"""`tandem scale` against a dashboard over HTTP: what it says, what it orders, what it refuses."""
+"""`tandem scale` through a gateway, and against a dashboard over HTTP: what it says, what it orders, what it
+refuses."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import typer
 from console_harness import ConsoleHarness
@@ -19,9 +23,10 @@ from typer.testing import CliRunner
 
 from cluster.cli.calls import move_line, pool_parts
 from cluster.cli.scale import (
+    DashboardTarget,
+    GatewayTarget,
     ScaleTarget,
     ScaleWork,
-    dashboard_url,
     parse_orders,
     plan_json,
     plan_scale,
@@ -29,11 +34,17 @@ from cluster.cli.scale import (
     read_token,
     scale,
 )
-from cluster.errors import ConfigError, DashboardError, PinError, ScaleTimeoutError, UnknownPoolError
+from cluster.errors import (
+    CallError,
+    ConfigError,
+    DashboardError,
+    PinError,
+    ScaleTimeoutError,
+    UnknownPoolError,
+)
 from cluster.proto import tandem_pb2 as pb
-from cluster.roster.messages import GatewayRecord
 from cluster.scaling.headroom import make_headroom
-from cluster.scaling.serve_client import AppTargets, PoolTarget
+from cluster.scaling.serve_client import ServeClient
 from kvtransfer.common.clock import SystemClock
 
 RUNNING = ["RUNNING"]
@@ -44,10 +55,6 @@ def shown(*parts: Any) -> str:
     console.print(*parts)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     return text
-
-
-def targets(**pools: int) -> AppTargets:
-    return AppTargets("RUNNING", "m", True, {name: PoolTarget(n, 1, n) for name, n in pools.items()})
 
 
 def status(*loads: tuple[str, str, int]) -> pb.StatusResponse:
@@ -111,51 +118,55 @@ def test_free_resources_are_what_nodes_have_less_what_groups_and_actors_take() -
     assert make_headroom("other", *rows()).needed("prefill", 1) == {"CPU": 0.05}
 
 
+def reply(*changes: tuple[str, int, int], shortages: tuple[str, ...] = (), **free: float) -> pb.ScaleResponse:
+    """Changes as (pool, before, after); each added replica needs half a CPU."""
+    return pb.ScaleResponse(
+        pools=[
+            pb.PoolChange(
+                name=pool,
+                before=before,
+                after=after,
+                num_running=before,
+                needed={"CPU": 0.5 * (after - before)} if after > before else {},
+            )
+            for pool, before, after in changes
+        ],
+        free=free,
+        free_known=bool(free),
+        shortages=shortages,
+    )
+
+
 def test_a_plan_says_what_is_needed_and_what_does_not_fit() -> None:
-    headroom = make_headroom("tandem", *rows())
-    plan = plan_scale(targets(decode=1, prefill=1), status(), headroom, {"decode": 4}, ())
+    plan = plan_scale(reply(("decode", 1, 4), shortages=("CPU: 1.5 wanted",), CPU=1.3), status(), ())
     text = shown(plan_view(plan))
-    assert "CPU: 1.65 needed, 1.3 free" in text
-    assert "does not fit now: CPU: 1.65 wanted" in text
-    assert plan_json(plan)["pools"][0]["needed"] == {"CPU": pytest.approx(1.65)}
+    assert "CPU: 1.5 needed, 1.3 free" in text
+    assert "does not fit now: CPU: 1.5 wanted" in text
+    assert plan_json(plan)["pools"][0]["needed"] == {"CPU": 1.5}
 
 
 def test_a_plan_bounds_how_many_requests_move() -> None:
     there = status(("decode", "decode", 5), ("decode", "decode", 1), ("decode", "decode", 2))
-    (change,) = plan_scale(targets(decode=3), there, None, {"decode": 1}, ()).changes
-    assert (change.before, change.after, change.least, change.most) == (3, 1, 3, 7)
-    plan = plan_scale(targets(decode=3), there, None, {"decode": 2}, ())
+    (pool,) = plan_scale(reply(("decode", 3, 1)), there, ()).pools
+    assert (pool.least, pool.most) == (3, 7)
+    plan = plan_scale(reply(("decode", 3, 2)), there, ())
     assert "1 to 5" in shown(plan_view(plan))
     assert "move to other replicas" in shown(plan_view(plan))
 
 
 def test_a_plan_names_the_lent_replicas_that_are_recalled() -> None:
     there = status(("prefill", "decode", 0), ("decode", "decode", 0))
-    plan = plan_scale(targets(decode=1, prefill=1), there, None, {"decode": 2}, ())
+    plan = plan_scale(reply(("decode", 1, 2)), there, ())
     assert plan.recalled == ("prefill-0",)
     assert "prefill-0 plays another role and is recalled first" in shown(plan_view(plan))
-    same = plan_scale(targets(decode=1, prefill=1), there, None, {"decode": 1}, ())
+    same = plan_scale(reply(("decode", 1, 1)), there, ())
     assert same.recalled == ()
-    assert "without a gateway's console it cannot be pinned" in shown(plan_view(same))
+    assert "decode has this target already, and is pinned to it" in shown(plan_view(same))
+    alone = plan_scale(reply(("decode", 1, 1)), None, ())
+    assert "only a gateway could pin it" in shown(plan_view(alone))
 
 
-def test_a_pool_that_there_is_not_and_an_order_that_leaves_no_decoder_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no pool 'decoder', but decode, prefill"):
-        plan_scale(targets(decode=1, prefill=1), None, None, {"decoder": 1}, ())
-    with pytest.raises(ConfigError, match="no pool 'x'"):
-        plan_scale(targets(decode=1), None, None, {}, ("x",))
-    with pytest.raises(ConfigError, match="keep one in at least one of them"):
-        plan_scale(targets(decode=1, prefill=1), status(), None, {"decode": 0}, ())
-    assert plan_scale(targets(decode=1, prefill=1), status(), None, {"prefill": 0}, ()).changes
-
-
-def test_the_dashboard_and_the_token_are_found_as_ray_finds_them(tmp_path: Path) -> None:
-    assert dashboard_url("", "") == "http://127.0.0.1:8265"
-    assert dashboard_url("", "127.0.0.1:6379") == "http://127.0.0.1:8265"
-    assert dashboard_url("", "https://ray.example") == "https://ray.example"
-    assert dashboard_url("http://here:1", "https://ray.example") == "http://here:1"
-    with pytest.raises(ConfigError, match="is no URL"):
-        dashboard_url("here:8265", "")
+def test_the_token_is_found_as_ray_finds_it(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("from-file\n")
     assert read_token("given", file) == "given"
@@ -164,122 +175,125 @@ def test_the_dashboard_and_the_token_are_found_as_ray_finds_them(tmp_path: Path)
         read_token("", tmp_path / "missing")
 
 
-class CommandHarness:
-    """A dashboard, and what the command printed."""
-
-    def __init__(self, dashboard: FakeDashboard, gateway: str, app: str = "tandem") -> None:
-        self.console = Console(file=io.StringIO(), width=100)
-        self.door = ScaleTarget(gateway, dashboard.url, TOKEN, app)
-
-    async def scale(self, *orders: str, dry_run: bool = False, wait_s: float | None = None) -> str:
-        work = ScaleWork(self.door, self.console, SystemClock(), as_json=False)
-        await work.scale(orders, (), dry_run=dry_run, wait_s=wait_s)
-        text: str = self.console.file.getvalue()  # type: ignore[attr-defined]
-        return text
-
-
 def two_pools() -> FakeApp:
     return FakeApp({"decode": FakePool(1, 1, list(RUNNING)), "prefill": FakePool(1, 1, list(RUNNING))})
 
 
-async def test_a_dry_run_orders_nothing_and_shows_the_cluster(harness: GatewayHarness) -> None:
-    await harness.add_replica("p0", "prefill")
-    await harness.add_replica("d0", "decode")
-    gateway, _ = await harness.add_gateway()
-    address = f"127.0.0.1:{gateway.admin_port}"
-    async with FakeDashboard(two_pools()) as dashboard:
-        text = await CommandHarness(dashboard, address).scale("decode=3", dry_run=True)
-        assert dashboard.orders == []
+async def scaled(
+    target: ScaleTarget, counts: dict[str, int], *, dry_run: bool = False, wait_s: float | None = None
+) -> str:
+    """What the command prints."""
+    console = Console(file=io.StringIO(), width=100)
+    work = ScaleWork(target, console, SystemClock(), as_json=False)
+    await work.scale(counts, (), dry_run=dry_run, wait_s=wait_s)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
+# ---------------------------------------------------------------------------------- through a gateway
+
+
+async def test_a_dry_run_orders_nothing_and_shows_the_cluster(front: ConsoleHarness) -> None:
+    target = GatewayTarget(front.harness.admin(front.gateway))
+    text = await scaled(target, {"decode": 3}, dry_run=True)
     assert "nothing was changed" in text
     assert "what the Ray cluster has free is not known" in text
-    assert "no gateway answers" not in text
+    assert "not known without a gateway" not in text
+    view = await front.view()
+    assert (front.dashboard.orders, view.desired) == ([], {})
 
 
-async def test_an_order_that_leaves_nothing_to_decode_is_refused_before_the_dashboard_is_asked(
-    harness: GatewayHarness,
+async def test_it_orders_by_name_pins_and_releases(front: ConsoleHarness) -> None:
+    target = GatewayTarget(front.harness.admin(front.gateway))
+    text = await scaled(target, {"decode": 1, "prefill": 2})
+    assert "decode has this target already, and is pinned to it" in text
+    assert front.dashboard.orders == [("prefill", 2)]
+    view = await front.view()
+    assert (view.desired, view.pinned) == ({"decode": 1, "prefill": 2}, ("decode", "prefill"))
+    assert {move.by for move in view.moves} == {"local"}
+    await target.release(["decode"])
+    assert (await front.view()).pinned == ("prefill",)
+
+
+@pytest.mark.parametrize(
+    ("counts", "named"),
+    [
+        ({"decode": 0}, "no pool that decodes would have a replica"),
+        ({"decoder": 1}, "there is no pool 'decoder', but decode, prefill"),
+    ],
+)
+async def test_an_order_that_cannot_be_meant_is_refused(
+    front: ConsoleHarness, counts: dict[str, int], named: str
 ) -> None:
-    await harness.add_replica("p0", "prefill")
+    with pytest.raises(CallError, match=named) as refused:
+        await scaled(GatewayTarget(front.harness.admin(front.gateway)), counts)
+    assert refused.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert front.dashboard.orders == []
+
+
+async def test_it_waits_until_the_count_is_reached(front: ConsoleHarness) -> None:
+    target = GatewayTarget(front.harness.admin(front.gateway))
+    working = asyncio.create_task(scaled(target, {"decode": 2}, wait_s=60.0))
+    await until(lambda: bool(front.dashboard.orders), "it is ordered")
+    front.dashboard.failing = 1
+    front.app.pools["decode"].states = ["RUNNING", "RUNNING"]
+    await working
+    assert front.dashboard.orders == [("decode", 2)]
+
+
+async def test_a_gateway_without_ray_says_so(harness: GatewayHarness) -> None:
     await harness.add_replica("d0", "decode")
     gateway, _ = await harness.add_gateway()
-    address = f"127.0.0.1:{gateway.admin_port}"
-    work = ScaleWork(
-        ScaleTarget(address, f"http://127.0.0.1:{free_port()}", TOKEN, "tandem"),
-        Console(file=io.StringIO()),
-        SystemClock(),
-        as_json=False,
-    )
-    with pytest.raises(ConfigError, match="no pool that decodes would have a replica"):
-        await work.scale(["decode=0"], (), dry_run=False, wait_s=None)
+    with pytest.raises(CallError, match="runs without Ray"):
+        await scaled(GatewayTarget(harness.admin(gateway)), {"decode": 2})
 
 
-async def test_it_orders_and_waits_until_the_count_is_reached() -> None:
-    app = two_pools()
-    async with FakeDashboard(app) as dashboard:
-        harness = CommandHarness(dashboard, f"127.0.0.1:{free_port()}")
-        working = asyncio.create_task(harness.scale("decode=2", "prefill=1", wait_s=60.0))
-        while not dashboard.orders:
-            await asyncio.sleep(0)
-        app.pools["decode"].states = ["RUNNING", "STARTING"]
-        dashboard.failing = 1
-        app.pools["decode"].states = ["RUNNING", "RUNNING"]
-        text = await working
-        assert dashboard.orders == [("decode", 2)]
-    assert "no gateway answers" in text
+# --------------------------------------------------------------------- without one, by Serve's endpoint
+
+
+@contextlib.asynccontextmanager
+async def dashboard_target(dashboard: FakeDashboard, app: str = "tandem") -> AsyncIterator[DashboardTarget]:
+    async with ServeClient(dashboard.url, app, TOKEN) as client:
+        yield DashboardTarget(client, app)
+
+
+async def test_serve_is_ordered_without_a_gateway(front: ConsoleHarness) -> None:
+    async with dashboard_target(front.dashboard) as target:
+        text = await scaled(target, {"decode": 2, "prefill": 1})
+        assert front.dashboard.orders == [("decode", 2)]
+        assert "not known without a gateway" in text
+        with pytest.raises(PinError, match="through a gateway"):
+            await target.release(["decode"])
 
 
 async def test_it_gives_up_waiting_and_says_that_serve_continues() -> None:
-    async with FakeDashboard(two_pools()) as dashboard:
-        harness = CommandHarness(dashboard, f"127.0.0.1:{free_port()}")
+    async with FakeDashboard(two_pools()) as dashboard, dashboard_target(dashboard) as target:
         with pytest.raises(ScaleTimeoutError, match="Serve continues"):
-            await harness.scale("decode=2", wait_s=0.001)
+            await scaled(target, {"decode": 2}, wait_s=0.001)
         assert dashboard.orders == [("decode", 2)]
 
 
 async def test_an_order_that_is_overruled_while_it_waits_is_told() -> None:
     app = two_pools()
-    async with FakeDashboard(app) as dashboard:
-        harness = CommandHarness(dashboard, f"127.0.0.1:{free_port()}")
-        working = asyncio.create_task(harness.scale("decode=2", wait_s=60.0))
-        while not dashboard.orders:
-            await asyncio.sleep(0)
+    async with FakeDashboard(app) as dashboard, dashboard_target(dashboard) as target:
+        working = asyncio.create_task(scaled(target, {"decode": 2}, wait_s=60.0))
+        await until(lambda: bool(dashboard.orders), "it is ordered")
         app.pools["decode"].target = 5
         with pytest.raises(ScaleTimeoutError, match="another count of decode"):
             await working
 
 
 async def test_an_application_that_does_not_run_is_named() -> None:
-    async with FakeDashboard(two_pools()) as dashboard:
-        harness = CommandHarness(dashboard, f"127.0.0.1:{free_port()}", app="other")
+    async with FakeDashboard(two_pools()) as dashboard, dashboard_target(dashboard, "other") as target:
         with pytest.raises(UnknownPoolError, match="no application 'other'; --app"):
-            await harness.scale("decode=2")
+            await scaled(target, {"decode": 2})
 
 
-async def test_the_count_that_a_pool_has_already_is_pinned_through_the_console(front: ConsoleHarness) -> None:
-    record = GatewayRecord("g0", 1, front.address, 1, f"127.0.0.1:{front.gateway.console_port}")
-    await front.harness.roster.register(record)
-    await until(lambda: bool(front.gateway.connections.gateways), "the gateway knows itself")
-    text = await CommandHarness(front.dashboard, front.admin_address).scale("decode=1", dry_run=True)
-    assert "decode has this target already, and is pinned to it" in text
-    assert (await front.view()).pinned == ()
-    await CommandHarness(front.dashboard, front.admin_address).scale("decode=1", "prefill=2")
-    assert front.dashboard.orders == [("prefill", 2)]
-    view = await front.view()
-    assert (view.desired["decode"], "decode" in view.pinned) == (1, True)
-    stranger = CommandHarness(front.dashboard, front.admin_address)
-    stranger.door = stranger.door._replace(token="another")
-    with pytest.raises(DashboardError, match="token"):
-        await stranger.scale("decode=1")
-
-
-async def test_releasing_without_a_console_says_what_to_set(harness: GatewayHarness) -> None:
-    await harness.add_replica("d0", "decode")
-    gateway, _ = await harness.add_gateway()
-    address = f"127.0.0.1:{gateway.admin_port}"
-    async with FakeDashboard(two_pools()) as dashboard:
-        door = ScaleTarget(address, dashboard.url, TOKEN, "tandem")
-        work = ScaleWork(door, Console(file=io.StringIO()), SystemClock(), as_json=False)
-        with pytest.raises(PinError, match=r"gateway\.console_port"):
-            await work.scale((), ("decode",), dry_run=False, wait_s=None)
+async def test_serve_takes_what_it_took_before_a_refusal() -> None:
+    async with FakeDashboard(two_pools()) as dashboard, dashboard_target(dashboard) as target:
+        dashboard.refused_pool = "prefill"
+        with pytest.raises(DashboardError, match="decode=2 was ordered, prefill not"):
+            await scaled(target, {"decode": 2, "prefill": 2})
 
 
 def test_the_command_wants_an_order() -> None:
@@ -299,10 +313,9 @@ def test_the_command_tells_an_unreachable_dashboard_in_one_line() -> None:
 
 
 async def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
-    async with FakeDashboard(two_pools()) as dashboard:
-        door = ScaleTarget(f"127.0.0.1:{free_port()}", dashboard.url, TOKEN, "tandem")
-        work = ScaleWork(door, Console(file=io.StringIO()), SystemClock(), as_json=True)
-        await work.scale(["decode=3"], (), dry_run=True, wait_s=None)
+    async with FakeDashboard(two_pools()) as dashboard, dashboard_target(dashboard) as target:
+        work = ScaleWork(target, Console(file=io.StringIO()), SystemClock(), as_json=True)
+        await work.scale({"decode": 3}, (), dry_run=True, wait_s=None)
     told = json.loads(capsys.readouterr().out)
     assert told["dry_run"] is True
     (pool,) = told["pools"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from serving import TINY
+from trust_files import TRUST
 
 from cluster.config import ClusterConfig, parse_config
 from cluster.errors import ConfigError
@@ -102,7 +103,7 @@ def test_settings_are_what_the_file_says_in_bytes_and_seconds(tmp_path: Path) ->
     tenants = {"*": {"dram_share": 0.5}, "a": {"nvme_share": 0.25, "sharing_group": "g"}}
     auth = AuthConfig.model_validate({"tenants": tenants})
     made = config(store).model_copy(update={"app": "a", "auth": auth})
-    settings = store_settings(made, NODE, "life", 7, tmp_path / "own")
+    settings = store_settings(made, TRUST, NODE, "life", 7, tmp_path / "own")
     assert (settings.node_id, settings.epoch) == (NODE.node_id[:12], 7)
     assert settings.name == store_name("a", "life", NODE.node_id) == "tandem-store-a-life-0123456789ab"
     assert settings.dram_bytes % (2 << 20) == 0
@@ -119,7 +120,7 @@ def test_settings_are_what_the_file_says_in_bytes_and_seconds(tmp_path: Path) ->
 
 
 def test_without_a_folder_or_an_index_there_is_none() -> None:
-    settings = store_settings(config({"redis_url": "redis://r", "index": False}), NODE, "l", 1, None)
+    settings = store_settings(config({"redis_url": "redis://r", "index": False}), TRUST, NODE, "l", 1, None)
     assert (settings.nvme_path, settings.nvme_bytes, settings.redis_url) == ("", 0, "")
 
 
@@ -170,7 +171,8 @@ def test_stores_of_one_host_have_folders_of_their_own_and_find_them_again(tmp_pa
 
 def test_a_store_and_its_nvme_tier_lock_different_files(tmp_path: Path) -> None:
     folder = NvmeFolder(tmp_path, "h", "a")
-    settings = store_settings(config({"nvme_path": str(tmp_path), "nvme_gb": 1}), NODE, "l", 1, folder.path)
+    made = config({"nvme_path": str(tmp_path), "nvme_gb": 1})
+    settings = store_settings(made, TRUST, NODE, "l", 1, folder.path)
     tier = NvmeTier(settings, SystemClock(), Faults())
     assert tier.open() == []
     tier.close()

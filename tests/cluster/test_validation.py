@@ -12,7 +12,7 @@ import pytest
 from gateway_harness import MAX_CONTEXT, PROMPT, Pair, expected
 
 from cluster.api.client import GenerateOptions
-from cluster.errors import STATUS_TABLE, CallError, RequestError, RetryableError, bad_fields
+from cluster.errors import HTTP_STATUS, STATUS_TABLE, CallError, RequestError, RetryableError, bad_fields
 from cluster.proto import tandem_pb2 as pb
 from cluster.text.preprocess import ServingLimits, check_request, max_tokens_of, sampling_of
 from workers.messages.sampling import SamplingParams
@@ -174,3 +174,4 @@ def test_every_error_of_a_request_has_a_status() -> None:
         if found not in (RequestError, RetryableError):
             leaves.add(found)
     assert leaves == set(STATUS_TABLE)
+    assert HTTP_STATUS.keys() >= set(STATUS_TABLE.values())

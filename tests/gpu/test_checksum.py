@@ -11,7 +11,7 @@ import torch
 
 from kvtransfer.blocks import device_pool
 from kvtransfer.blocks.checksum import checksum
-from kvtransfer.blocks.device_pool import Blocks, DevicePool, checksum_torch
+from kvtransfer.blocks.device_pool import Blocks, DevicePool, checksum_torch, pin, unpin
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.blocks.runs import ByteRegion
 from kvtransfer.messages import Shard
@@ -147,6 +147,22 @@ def test_what_no_block_holds_is_an_error_and_nothing_is_no_error(device: torch.d
         pool.sums([0], Shard(0, 3, 0, 1))
     assert pool.sums([], layout.shard) == []
     assert pool.gather([], layout.shard, pool.allocate_staging(1)) == []
+
+
+@pytest.mark.gpu
+def test_memory_that_cannot_be_pinned_leaves_no_error_behind(device: torch.device) -> None:
+    """Neither what was never mapped, nor what is pinned already. The next kernel would raise it."""
+    page = 4096
+    memory = np.zeros(4 * page, np.uint8)
+    region = ByteRegion(memory[-memory.ctypes.data % page :][:page].data)
+    assert pin(region.address, page, device)
+    assert not pin(region.address, page, device)
+    assert torch.ones(4, device=device).sum().item() == 4
+    assert not pin(page, page, device)
+    layout = layout_of(Shard(0, 2, 0, 2), 8, 4)
+    data = random_bytes(3, layout, 1)
+    assert pool_of(data, layout, device).sums([0, 1, 2], layout.shard) == sums_of(data)
+    unpin(region.address)
 
 
 @pytest.mark.gpu

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.common.clock import ManualClock
@@ -22,8 +24,10 @@ from workers.messages.rank_channel import (
     TableChange,
 )
 from workers.messages.sampling import SamplingParams
+from workers.rank import device_sampler
 from workers.rank.device_queue import CpuQueue
 from workers.rank.model_runner import ModelRunner
+from workers.rank.sampler import Logprobs
 
 BLOCK = 16
 VOCAB = 128
@@ -258,6 +262,69 @@ def test_sampling_that_cannot_begin_fails_its_request_alone(make: Make, expected
     )
     assert not runner.run(again).failed
     assert tokens_of(reports) == tokens_of(expected[:3])
+
+
+ASKING = tuple(
+    SamplingParams(temperature=1.1, repetition_penalty=1.4, frequency_penalty=0.3, num_logprobs=1 + index)
+    for index in range(3)
+)
+# Three sequences with penalties that ask for log-probabilities.
+ASKING_PLANS = (
+    StepPlan(
+        1,
+        starts=tuple(starting(slot, THREE, params, slot) for slot, params in enumerate(ASKING)),
+        tables=tuple(table(slot, slot) for slot in range(3)),
+        entries=tuple(chunk(slot, 0, THREE, slot) for slot in range(3)),
+    ),
+    *([decode(2, 0, 1)] * 4),
+)
+
+
+def lack_memory(patch: pytest.MonkeyPatch, most_rows: int) -> list[int]:
+    """Let log-probabilities of more rows than that fail. Returns a list of how many were asked for."""
+    asked: list[int] = []
+
+    def begin(logits: torch.Tensor, rows: Any, num_top: Any) -> Logprobs:
+        asked.append(len(logits))
+        if len(logits) > most_rows:
+            raise torch.OutOfMemoryError("too many rows of logits")
+        return Logprobs(logits, rows, num_top)
+
+    patch.setattr(device_sampler, "Logprobs", begin)
+    return asked
+
+
+@pytest.mark.parametrize("graphs", [(), (4,)], ids=["eager", "graphs"])
+def test_tokens_are_counted_once_where_memory_for_log_probabilities_lacks(
+    make: Make, monkeypatch: pytest.MonkeyPatch, graphs: tuple[int, ...]
+) -> None:
+    """A step is then computed, or what a graph computed is read, in parts."""
+    whole = make(graphs=graphs)
+    expected = [whole.run(plan) for plan in ASKING_PLANS]
+    asked = lack_memory(monkeypatch, most_rows=1)
+    in_parts = make(graphs=graphs)
+    found = [in_parts.run(plan) for plan in ASKING_PLANS]
+    assert set(asked) == {1, 2, 3}
+    assert tokens_of(found) == tokens_of(expected)
+    for report, other in zip(found, expected, strict=True):
+        row_to_logprob = {it.row: it.logprob for it in report.logprobs}
+        for row in other.logprobs:
+            assert row_to_logprob[row.row].logprob == pytest.approx(row.logprob.logprob, abs=1e-4)
+
+
+def test_a_graph_whose_log_probabilities_are_lost_has_computed_the_rest(make: Make) -> None:
+    """Their sequences fail at this rank alone, and what is kept of them is that of the other ranks."""
+    whole, lacking = make(graphs=(4,)), make(graphs=(4,))
+    expected = [whole.run(plan) for plan in ASKING_PLANS]
+    found = [lacking.run(plan) for plan in ASKING_PLANS[:2]]
+    with pytest.MonkeyPatch.context() as patch:
+        lack_memory(patch, most_rows=0)
+        lost = lacking.run(ASKING_PLANS[2])
+    assert [entry.index for entry in lost.failed] == [0, 1, 2]
+    assert "OutOfMemoryError: too many rows of logits" in lost.failed[0].reason
+    assert not lost.logprobs
+    found += [replace(lost, failed=()), *[lacking.run(plan) for plan in ASKING_PLANS[3:]]]
+    assert tokens_of(found) == tokens_of(expected)
 
 
 def test_a_mask_comes_between_the_halves_of_a_step(make: Make) -> None:

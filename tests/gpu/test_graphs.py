@@ -19,7 +19,7 @@ from kvtransfer.common.clock import SystemClock
 from workers.messages.rank_channel import BatchEntry, SlotSample, SlotStart, StepPlan, TableChange
 from workers.messages.sampling import SamplingParams
 from workers.rank.decode_graphs import graph_sizes
-from workers.rank.device_queue import CpuQueue, CudaQueue, make_queue
+from workers.rank.device_queue import CpuQueue, CudaQueue, DeviceQueue, Graph, Recorder, Work, make_queue
 from workers.rank.model_runner import ModelRunner
 from workers.rank.progress import Progress
 
@@ -42,23 +42,27 @@ def make(model_dir: Path, device: torch.device) -> Iterator[Make]:
     runners: list[ModelRunner] = []
 
     def make() -> ModelRunner:
-        runner = ModelRunner(
-            model_dir=model_dir,
-            dtype=torch.float32,
-            device=device,
-            block_tokens=BLOCK,
-            num_kv_tokens=80 * BLOCK,
-            num_threads=1,
-            clock=SystemClock(),
-            max_sequences=MAX_SEQUENCES,
-            queue=CpuQueue(has_triton=True) if device.type == "cpu" else None,
-        )
-        runners.append(runner)
-        return runner
+        queue = CpuQueue(has_triton=True) if device.type == "cpu" else None
+        runners.append(make_runner(model_dir, device, queue))
+        return runners[-1]
 
     yield make
     for runner in runners:
         runner.close()
+
+
+def make_runner(model_dir: Path, device: torch.device, queue: DeviceQueue | None) -> ModelRunner:
+    return ModelRunner(
+        model_dir=model_dir,
+        dtype=torch.float32,
+        device=device,
+        block_tokens=BLOCK,
+        num_kv_tokens=80 * BLOCK,
+        num_threads=1,
+        clock=SystemClock(),
+        max_sequences=MAX_SEQUENCES,
+        queue=queue,
+    )
 
 
 def packed(ids: Sequence[int]) -> bytes:
@@ -119,6 +123,66 @@ def test_padding_writes_to_the_scratch_block_alone(make: Make, num_rows: int) ->
     assert not scratch[1].any()
 
 
+class CountedReplays(CpuQueue):
+    """A CPU whose graphs note how many rows they had when they were replayed."""
+
+    def __init__(self) -> None:
+        super().__init__(has_triton=True)
+        self.num_rows: list[int] = []
+
+    def recorder(self) -> Recorder:
+        return CountingRecorder(self.num_rows)
+
+
+class CountingRecorder(Recorder):
+    def __init__(self, num_rows: list[int]) -> None:
+        self._num_rows = num_rows
+
+    def record(self, work: Work) -> Graph:
+        return CountedGraph(work, self._num_rows)
+
+
+class CountedGraph(Graph):
+    def __init__(self, work: Work, num_rows: list[int]) -> None:
+        self._work = work
+        self._num_rows = num_rows
+
+    def replay(self) -> tuple[torch.Tensor, ...]:
+        results = self._work()
+        self._num_rows.append(len(results[0]))
+        return results
+
+
+def test_a_graph_has_been_replayed_when_its_first_step_comes(model_dir: Path, device: torch.device) -> None:
+    """Once, over rows of padding, which leave the KV as it was."""
+    if device.type == "cuda":
+        pytest.skip("counted on a CPU")
+    queue = CountedReplays()
+    runner = make_runner(model_dir, device, queue)
+    runner.kv.fill_(3.0)
+    runner._runner.record_graphs((1, 4))
+    assert queue.num_rows == [4, 1]
+    assert (runner.kv == 3.0).all()
+    runner.close()
+
+
+@pytest.mark.gpu
+def test_graphs_are_recorded_after_others_are_gone(device: torch.device) -> None:
+    """As a rank does that measures its memory first. What a product leaves to the library outlives them."""
+    queue = CudaQueue(device)
+    matrix = torch.randn(512, 512, device=device)
+    expected = matrix @ matrix
+    for _ in range(2):
+        graph = queue.recorder().record(partial(_squared, matrix))
+        (result,) = graph.replay()
+        torch.testing.assert_close(result, expected)
+        del graph, result
+
+
+def _squared(matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (matrix @ matrix,)
+
+
 @pytest.mark.gpu
 def test_graphs_of_all_sizes_compute_what_eager_steps_do(make: Make) -> None:
     recorded, eager = make(), make()
@@ -154,10 +218,10 @@ def _times(tensor: torch.Tensor, factor: float) -> tuple[torch.Tensor, ...]:
 def test_graphs_share_memory_with_what_they_compute(device: torch.device) -> None:
     """Graphs that return 64 MiB each take little more than one; each returns its own result until the next
     replay."""
-    queue = CudaQueue(device)
+    recorder = CudaQueue(device).recorder()
     source = torch.ones(16 << 20, device=device)
     before = torch.cuda.mem_get_info(device)[0]
-    graphs = [queue.record(partial(_times, source, factor)) for factor in (1.0, 2.0, 3.0, 4.0)]
+    graphs = [recorder.record(partial(_times, source, factor)) for factor in (1.0, 2.0, 3.0, 4.0)]
     assert before - torch.cuda.mem_get_info(device)[0] < 160 << 20
     for factor, graph in zip((1.0, 2.0, 3.0, 4.0), graphs, strict=True):
         (result,) = graph.replay()
@@ -213,7 +277,7 @@ def test_a_sum_of_nccl_is_captured(device: torch.device) -> None:
         return ()
 
     work()
-    graph = CudaQueue(device).record(work)
+    graph = CudaQueue(device).recorder().record(work)
     for _ in range(3):
         graph.replay()
     torch.cuda.current_stream(device).synchronize()

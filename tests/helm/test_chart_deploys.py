@@ -35,6 +35,7 @@ from cluster.api.client import GenerateOptions
 from cluster.errors import CallError
 from cluster.stores import IndexServer
 from kvtransfer.common.clock import SystemClock
+from kvtransfer.rpc.trust import Trust
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600), uses_redis_or_valkey]
 SECRET = b"0123456789abcdef0123456789abcdef"
@@ -72,7 +73,7 @@ def mounted(chosen: Object, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def config(service: Object, mounted: Path) -> Iterator[Object]:
     """What KubeRay would send, with this machine's places in the place of the pods'."""
-    index = IndexServer("127.0.0.1", SECRET, SystemClock())
+    index = IndexServer("127.0.0.1", Trust.of(SECRET), SystemClock())
     (mounted / "url").write_text(index.url)
     rendered = serve_config(service)
     (application,) = rendered["applications"]

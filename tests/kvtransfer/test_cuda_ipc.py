@@ -369,7 +369,7 @@ def test_two_halves_are_the_whole_piece(piece: Shard) -> None:
 def test_batches_are_written_ahead_and_none_is_left_under_way(
     harness: CudaIpcHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also when the push is stopped: the channel waits for what it has begun."""
+    """Also when the push is stopped, or fails: the channel waits for what it has begun."""
     monkeypatch.setattr(cuda_ipc.CudaIpcChannel, "batch_bytes", 2 * LAYOUT.block_bytes)
     begun: list[PendingSums] = []
     ended: list[PendingSums] = []
@@ -405,3 +405,14 @@ def test_batches_are_written_ahead_and_none_is_left_under_way(
             channel.write(landing_id, blocks(moves), lambda: next(answers))
         assert len(begun) == 7
         assert ended == begun
+        errors = iter([RuntimeError("first"), RuntimeError("second")])
+
+        def fail(pending: PendingSums) -> list[int]:
+            ended.append(pending)
+            raise next(errors)
+
+        monkeypatch.setattr(PendingSums, "result", fail)
+        with pytest.raises(RuntimeError, match="first"):
+            channel.write(landing_id, blocks(moves), never)
+        assert len(begun) == 9
+        assert ended == begun, "those after one that failed, too"

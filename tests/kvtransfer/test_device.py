@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -118,3 +121,31 @@ def test_after_close_nothing_is_held() -> None:
     assert pool.tensor.numel() == 0
     with pytest.raises(IndexError):
         pool.sums([0], layout.shard)
+
+
+class RefusingRuntime:
+    """Stands for CUDA's runtime: a call that it refuses leaves an error, which torch raises with the next
+    kernel."""
+
+    cudaError = SimpleNamespace(success=0)
+
+    def __init__(self) -> None:
+        self.pending = False
+
+    def cudaHostRegister(self, *_: int) -> int:
+        self.pending = True
+        return 2
+
+    def launch(self, *_: object, **__: object) -> None:
+        if self.pending:
+            self.pending = False
+            raise torch.AcceleratorError("CUDA error: out of memory")
+
+
+def test_a_refused_pin_leaves_no_error_to_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = RefusingRuntime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch, "zeros", runtime.launch)
+    assert not device_pool.pin(4096, 4096, torch.device("cuda:0"))
+    runtime.launch()

@@ -39,14 +39,15 @@ from redis.retry import Retry
 
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.errors import StoreError
+from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.index import redis_server
 from kvtransfer.store.index.index import Index
 from kvtransfer.store.index.redis_client import IndexAwayError, RedisLink, redacted
-from kvtransfer.store.index.redis_server import RedisServer, find_binary, server_password
+from kvtransfer.store.index.redis_server import RedisServer, find_binary, server_password, with_password
 from kvtransfer.store.messages import RecordInfo, Tier
 
 pytestmark = uses_redis_or_valkey
-SECRET = b"a cluster's secret"
+TRUST = Trust.of(b"a cluster's secret")
 PASSWORD = "p@ss:w/rd-37"
 IN_URL = "p%40ss%3Aw%2Frd-37"
 
@@ -76,7 +77,7 @@ def binary(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 async def test_the_embedded_server_serves_an_index(binary: str) -> None:
-    server = await RedisServer.start("127.0.0.1", SECRET, SystemClock(), max_bytes=64 << 20, binary=binary)
+    server = await RedisServer.start("127.0.0.1", TRUST, SystemClock(), max_bytes=64 << 20, binary=binary)
     with closing(server):
         a, b = make_index(server.url, "a"), make_index(server.url, "b")
         async with running(a, b):
@@ -92,35 +93,39 @@ async def test_the_embedded_server_serves_an_index(binary: str) -> None:
 
 
 async def test_the_embedded_server_is_for_those_who_know_the_secret(binary: str) -> None:
-    with closing(await RedisServer.start("127.0.0.1", SECRET, SystemClock(), binary=binary)) as server:
+    with closing(await RedisServer.start("127.0.0.1", TRUST, SystemClock(), binary=binary)) as server:
         once = Retry(NoBackoff(), 0)
         with redis.Redis(port=server.port, retry=once) as stranger, pytest.raises(redis.AuthenticationError):
             stranger.ping()
-        wrong = redis.Redis(port=server.port, password=server_password(b"another"), retry=once)
+        wrong = redis.Redis(port=server.port, password=server_password(Trust.draw()), retry=once)
         with wrong, pytest.raises(redis.AuthenticationError):
             wrong.ping()
-        password = server_password(SECRET)
+        password = server_password(TRUST)
         assert password in server.url
+        assert password not in server.public_url
+        with redis.Redis.from_url(with_password(server.public_url, TRUST), retry=once) as own:
+            assert own.ping()
+        assert with_password("redis://:given@host:1/0", TRUST) == "redis://:given@host:1/0"
         for process in server_processes(server):
             assert password not in " ".join(process.cmdline())
 
 
 async def test_close_ends_it_and_it_starts_again_at_its_port(binary: str) -> None:
-    with closing(await RedisServer.start("127.0.0.1", SECRET, SystemClock(), binary=binary)) as server:
+    with closing(await RedisServer.start("127.0.0.1", TRUST, SystemClock(), binary=binary)) as server:
         processes = server_processes(server)
         assert len(processes) == 2
     assert all(has_ended(process) for process in processes)
     assert not server.is_running
     port = server.port
     with closing(
-        await RedisServer.start("127.0.0.1", SECRET, SystemClock(), binary=binary, port=port)
+        await RedisServer.start("127.0.0.1", TRUST, SystemClock(), binary=binary, port=port)
     ) as again:
         assert again.url == server.url
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["watchdog", "server"])
 async def test_neither_outlives_the_other(victim: int) -> None:
-    with closing(await RedisServer.start("127.0.0.1", SECRET, SystemClock())) as server:
+    with closing(await RedisServer.start("127.0.0.1", TRUST, SystemClock())) as server:
         processes = server_processes(server)
         processes[victim].kill()
         await until(lambda: not server.is_running)
@@ -130,11 +135,12 @@ async def test_neither_outlives_the_other(victim: int) -> None:
 _STARTER = """
 import asyncio, sys, threading
 from kvtransfer.common.clock import SystemClock
+from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.index.redis_server import RedisServer
 
 servers = []
 def start():  # in a thread that ends: the server stays as long as the process
-    servers.append(asyncio.run(RedisServer.start("127.0.0.1", b"secret", SystemClock())))
+    servers.append(asyncio.run(RedisServer.start("127.0.0.1", Trust.of(b"secret"), SystemClock())))
 thread = threading.Thread(target=start)
 thread.start()
 thread.join()
@@ -153,7 +159,7 @@ def test_it_ends_with_the_process_that_started_it() -> None:
         port = int(starter.stdout.readline())
         processes = psutil.Process(starter.pid).children(recursive=True)
         assert len(processes) == 2
-        with redis.Redis(port=port, password=server_password(b"secret")) as client:
+        with redis.Redis(port=port, password=server_password(Trust.of(b"secret"))) as client:
             assert client.ping()
         starter.kill()
         starter.wait()
@@ -168,18 +174,18 @@ async def test_a_port_that_is_taken_meanwhile_is_not_fatal(monkeypatch: pytest.M
         monkeypatch.setattr(
             redis_server, "_free_port", lambda host: ports.pop() if ports else free_port(host)
         )
-        with closing(await RedisServer.start("127.0.0.1", SECRET, SystemClock())) as server:
+        with closing(await RedisServer.start("127.0.0.1", TRUST, SystemClock())) as server:
             assert server.port != taken.getsockname()[1]
 
 
 async def test_what_cannot_start_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StoreError, match=r"198\.51\.100\.1.*install redis-server .* or set store.redis_url"):
-        await RedisServer.start("198.51.100.1", SECRET, SystemClock(), port=7001)
+        await RedisServer.start("198.51.100.1", TRUST, SystemClock(), port=7001)
     script = tmp_path / "server"
     script.write_text("#!/bin/sh\necho it is broken\nexit 3\n")
     script.chmod(0o755)
     with pytest.raises(StoreError, match=r"does not start on 127\.0\.0\.1: it is broken; install"):
-        await RedisServer.start("127.0.0.1", SECRET, SystemClock(), binary=str(script))
+        await RedisServer.start("127.0.0.1", TRUST, SystemClock(), binary=str(script))
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(StoreError, match="no redis-server was found: install redis-server"):

@@ -52,7 +52,7 @@ class Tier:
         """Of the group itself if it has its share, else of who exceeds its own most, else of nobody."""
         if SHARES.of(group) < 1 and self.excess(group, 1) > 0:
             return self.oldest(group)
-        over = [each for each in GROUPS if self.excess(each) > 0]
+        over = [each for each in GROUPS if SHARES.of(each) < 1 and self.excess(each) > 0]
         return self.oldest(min(over, key=lambda each: (-self.excess(each), each))) if over else None
 
     def oldest(self, group: str = "") -> str:

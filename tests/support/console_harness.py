@@ -71,11 +71,13 @@ class ConsoleHarness:
         self.address = ""
         self.page: Page
 
-    async def start(self) -> None:
+    async def start(self, **settings: Any) -> None:
+        """`settings` are those of `GatewayHarness.config`."""
         await self.dashboard.start()
         await self.harness.add_replica("p0", "prefill")
         await self.harness.add_replica("d0", "decode")
-        config = self.harness.config(console_port=0, console_hosts=["console.example"])
+        self.config = self.harness.config(console_port=0, console_hosts=["console.example"], **settings)
+        config = self.config
         self.scaler = Scaler(config, self.harness.roster, self._open_client, self.harness.clock)
         self.gateway, self.address = await self.harness.add_gateway(config, self.operations())
         self.page = Page(f"http://127.0.0.1:{self.gateway.console_port}", aiohttp.ClientSession())

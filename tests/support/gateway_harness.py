@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from cluster.gateway.request_manager import resume_digest
 from cluster.identity.identity import LOCAL
 from cluster.identity.resume_tokens import ResumeTokens
 from cluster.proto import tandem_pb2 as pb
-from cluster.roster.messages import ReplicaRecord
+from cluster.roster.messages import GatewayRecord, ReplicaRecord
 from cluster.roster.state import LocalRoster
 from cluster.scaling.orders import Operations
 from cluster.serve.gateway_server import Gateway
@@ -393,6 +394,32 @@ class GatewayHarness:
         address = f"127.0.0.1:{await gateway.start()}"
         await until(lambda: self.is_connected(gateway), "all replicas are connected")
         return gateway, address
+
+    async def add_known_gateway(
+        self, config: ClusterConfig | None = None, operations: Operations | None = None
+    ) -> tuple[Gateway, str]:
+        """As `add_gateway`, and registered: returns when all gateways that run know it."""
+        gateway, address = await self.add_gateway(config, operations)
+        await self.register(gateway, address)
+        return gateway, address
+
+    async def register(self, gateway: Gateway, address: str) -> None:
+        """Register the gateway as its process would, and wait until all gateways that run know it."""
+        gateway_id = f"g{self.gateways.index(gateway)}"
+        record = GatewayRecord(
+            gateway_id=gateway_id,
+            epoch=1,
+            address=address,
+            process_id=os.getpid(),
+            console=f"127.0.0.1:{gateway.console_port}" if gateway.console_port else "",
+            admin=f"127.0.0.1:{gateway.admin_port}",
+            fleet=f"127.0.0.1:{gateway.fleet_port}",
+        )
+        await self.roster.register(record)
+        await until(
+            lambda: all(record in it.connections.gateways for it in self.gateways if it.fleet_port),
+            f"everybody knows {gateway_id}",
+        )
 
     def is_connected(self, gateway: Gateway) -> bool:
         connected = [view for view in gateway.connections.views() if view.takes_requests]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from local_engine import BLOCK, SEEDED, LocalEngine, draw, entry, packed, started, step
 from msgspec.structs import replace
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.blocks.keys import extend_keys
@@ -304,9 +305,49 @@ def test_an_error_that_the_device_does_not_survive_ends_the_rank() -> None:
 def test_a_device_that_cannot_be_used_any_more_ends_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that looks harmless, after which nothing can be computed."""
     containment = Containment(torch.device("cpu"))
-    monkeypatch.setattr(torch, "ones", lambda *_, **__: _raise(torch.AcceleratorError("sticky")))
+    monkeypatch.setattr(torch.Tensor, "fill_", lambda *_: _raise(torch.AcceleratorError("sticky")))
     with pytest.raises(torch.AcceleratorError, match="sticky"):
         containment.attempt(lambda: _raise(RuntimeError("out of workspace")))
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what is computed, and refuses to give memory."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if name.startswith(("empty", "ones", "zeros", "add", "clone")) and not name.endswith("_"):
+            raise torch.OutOfMemoryError(name)
+        self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_looking_whether_the_device_computes_takes_no_memory() -> None:
+    """A failed attempt holds its own while the device is looked at."""
+    containment = Containment(torch.device("cpu"))
+    with Operations() as operations:
+        assert containment.attempt(lambda: torch.empty(1 << 20)) is None
+        containment.touch_device()
+    assert containment.reason.startswith("OutOfMemoryError")
+    assert operations.names == ["fill_", "_local_scalar_dense"] * 2
+
+
+def test_what_takes_little_memory_is_tried_twice() -> None:
+    containment = Containment(torch.device("cpu"))
+    errors = [torch.OutOfMemoryError("first"), None, torch.OutOfMemoryError("second"), ValueError("third")]
+
+    def work() -> int:
+        error = errors.pop(0)
+        if error is not None:
+            raise error
+        return 7
+
+    assert containment.insist(work) == 7
+    with pytest.raises(ValueError, match="third"):
+        containment.insist(work)
 
 
 def _raise(error: BaseException) -> None:

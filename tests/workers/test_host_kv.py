@@ -14,12 +14,14 @@ from local_engine import BLOCK
 from torch import Tensor
 
 from benchmarks.random_checkpoint import write_random_checkpoint
+from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.common.clock import ManualClock
+from kvtransfer.messages import Shard
 from workers.messages.rank_channel import BlockCopy
 from workers.model import native
 from workers.model.attention.interface import HostReader, SequenceSpan, StepInput
 from workers.model.attention.torch_backend import TorchAttention
-from workers.model.host_kv import MODES, HostKv, OffloadMode
+from workers.model.host_kv import MODES, HostKv, OffloadMode, streaming_bytes
 from workers.rank.model_runner import ModelRunner
 
 CPU = torch.device("cpu")
@@ -192,3 +194,10 @@ def test_without_offload_tokens_there_is_no_host_memory(model_dir: Path) -> None
     assert runner.ready_fields.num_offload_blocks == 0
     assert runner.ready_fields.max_context_tokens == 2 * BLOCK
     runner.close()
+
+
+def test_streaming_takes_what_is_left_out_of_kv(device_kv: Tensor) -> None:
+    """A layer of all blocks, twice, as the buffers are."""
+    layout = BlockLayout(Shard(0, LAYERS, 0, KV_HEADS), HEAD_DIM, BLOCK, device_kv.itemsize)
+    assert layout.block_bytes == device_kv[0].nbytes
+    assert streaming_bytes(layout, NUM_HOST) == 2 * NUM_HOST * device_kv[0, 0].nbytes

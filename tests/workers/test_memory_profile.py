@@ -20,10 +20,12 @@ BLOCK = 16
 
 
 def test_kv_gets_what_the_rest_leaves() -> None:
-    profile = MemoryProfile(weight_bytes=10 * GIB, step_bytes=3 * GIB, graph_bytes=GIB, other_bytes=2 * GIB)
+    profile = MemoryProfile(
+        weight_bytes=10 * GIB, step_bytes=3 * GIB, graph_bytes=GIB, other_bytes=2 * GIB, buffer_bytes=5 * GIB
+    )
     alone = DeviceMemory(used_bytes=12 * GIB, total_bytes=80 * GIB)
-    assert profile.kv_bytes(0.9, alone) == round(0.9 * 80 * GIB) - 16 * GIB
-    shared = DeviceMemory(used_bytes=75 * GIB, total_bytes=80 * GIB)
+    assert profile.kv_bytes(0.9, alone) == round(0.9 * 80 * GIB) - 21 * GIB
+    shared = DeviceMemory(used_bytes=70 * GIB, total_bytes=80 * GIB)
     assert profile.kv_bytes(0.9, shared) == GIB, "another process holds most of the device"
     assert profile.kv_bytes(0.1, alone) == 0
 
@@ -43,7 +45,14 @@ def test_the_largest_steps_fill_every_limit(num_rows: int, max_sequences: int, c
     assert all(plan.num_tokens <= num_rows for plan in steps)
     assert all(entry.num_tokens <= context for plan in steps for entry in plan.entries)
     assert max(plan.num_tokens for plan in steps) >= min(num_rows, context)
-    assert max(len(plan.sample_slots) for plan in steps) == min(max_sequences, num_rows)
+    most = min(max_sequences, num_rows)
+    assert max(len(plan.sample_slots) for plan in steps) == most
+    *_, decodes, mixed = steps
+    assert {entry.start + entry.num_tokens for entry in decodes.entries} == {context}
+    chunk, *beside = mixed.entries
+    assert beside == list(decodes.entries[1:])
+    assert len(beside) == most - 1
+    assert mixed.num_tokens == num_rows or chunk.num_tokens == context
     assert trial_blocks(num_rows, context, BLOCK) * BLOCK >= min(num_rows, context)
 
 
@@ -61,12 +70,13 @@ def test_they_run_over_the_fewest_blocks(tmp_path: Path, queue: DeviceQueue | No
         clock=ManualClock(0.0),
         queue=queue,
     )
-    started, *steps, freed = largest_steps(40, 5, 2048, BLOCK)
+    started, *largest, freed = largest_steps(40, 5, 2048, BLOCK)
     runner.kv.fill_(1.0)
-    runner.run(started)
-    for plan in steps:
-        runner._runner.rehearse(plan)
-    runner.run(freed)
+    steps = runner._make_steps(runner.attention, 2048)  # with tables for the whole context
+    steps.collect(steps.launch(started))
+    for plan in largest:
+        steps.rehearse(plan)
+    steps.collect(steps.launch(freed))
     assert not runner.kv[:, :, :, :, 0].any(), "the layers have run, over zeros"
-    assert not runner.batch.is_started.any()
+    assert not steps.batch.is_started.any()
     runner.close()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvtransfer.blocks.device_pool import pin, unpin, view_memory
-from kvtransfer.blocks.layout import Run
+from kvtransfer.blocks.layout import BlockLayout, Run
 from kvtransfer.blocks.runs import ByteRegion, RunTable, copy_runs
 from workers.errors import CapacityError
 from workers.messages.rank_channel import BlockCopy
@@ -27,6 +27,11 @@ from workers.model.attention.interface import HostReader
 
 OffloadMode = Literal["stream", "in_place"]
 MODES: tuple[OffloadMode, ...] = ("stream", "in_place")
+
+
+def streaming_bytes(layout: BlockLayout, num_blocks: int) -> int:
+    """Return how much memory of the device streaming takes: two buffers of a layer of all blocks."""
+    return 2 * num_blocks * (layout.block_bytes // layout.shard.num_layers)
 
 
 class HostKv:

@@ -39,7 +39,9 @@ class Containment:
     entries of the current step."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        # Of the device, so that looking whether it still computes takes no memory.
+        self._touched = torch.zeros((), dtype=torch.int64, device=device)
+        self._num_touches = 0
         self._lost_slots: set[int] = set()
         # Why the last attempt failed here; "" if it succeeded.
         self.reason = ""
@@ -69,6 +71,10 @@ class Containment:
         """Record a sequence that failed alone, here or at another rank of the stage."""
         self._lose(rows, self.reason)
 
+    def withhold(self, rows: PlannedRows) -> None:
+        """Record sequences that are computed, at every rank, but whose results this one cannot report."""
+        self._index_to_reason |= dict.fromkeys(rows.indices.tolist(), self.reason)
+
     @property
     def failed(self) -> tuple[FailedEntry, ...]:
         """The failed entries of the current step."""
@@ -88,7 +94,7 @@ class Containment:
         except _SURVIVABLE as error:
             if isinstance(error, RankDiedError | torch.AcceleratorError):
                 raise
-            touch_device(self._device)  # in the error's context: what it raises shows both
+            self.touch_device()  # in the error's context: what it raises shows both
             lacks_memory = isinstance(error, torch.OutOfMemoryError)
             if not self._has_printed:
                 traceback.print_exception(error)
@@ -99,14 +105,25 @@ class Containment:
             torch.cuda.empty_cache()
         return None
 
+    def insist(self, work: Callable[[], _Result]) -> _Result:
+        """Return the result of `work`, which takes little memory and may be done twice. Where memory lacks,
+        what torch keeps is released; raises what a second try raises."""
+        try:
+            return work()
+        except torch.OutOfMemoryError:
+            pass  # the error holds what the try had until here
+        torch.cuda.empty_cache()
+        return work()
+
+    def touch_device(self, *, waits: bool = True) -> None:
+        """Compute something and wait for it, or only queue it. Raises if the device is unusable."""
+        self._num_touches += 1
+        self._touched.fill_(self._num_touches)
+        assert not waits or self._touched.item() == self._num_touches
+
     def _lose(self, rows: PlannedRows, reason: str) -> None:
         self._index_to_reason |= dict.fromkeys(rows.indices.tolist(), reason)
         self._lost_slots.update(rows.slots.tolist(), rows.sample_slots.tolist())
-
-
-def touch_device(device: torch.device) -> None:
-    """Compute something and wait for it. Raises if the device is unusable."""
-    assert float(torch.ones((), device=device) + 1) == 2.0
 
 
 def _text(error: Exception) -> str:

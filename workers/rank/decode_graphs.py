@@ -9,19 +9,24 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from workers.messages.rank_channel import StepPlan
 from workers.model.attention.interface import AttentionBackend, StepInput
 from workers.model.decoder import Decoder
 from workers.model.parallel import Unfinished
 from workers.rank.collectives import RankGroups
+from workers.rank.containment import Containment
 from workers.rank.device_batch import DeviceBatch
-from workers.rank.device_queue import DeviceQueue, Graph
+from workers.rank.device_queue import DeviceQueue, Event, Graph
 from workers.rank.device_sampler import DeviceSampler
+from workers.rank.input_batch import PlannedRows
+from workers.rank.tickets import DrawnRows, Results
 
 _FIRST_SIZES = (1, 2, 4)
 _STEP = 8
@@ -63,6 +68,7 @@ class DecodeGraphs:
         self._groups = groups
         self._unfinished = unfinished
         self._queue = queue
+        self._recorder = queue.recorder()
         self._size_to_graph: dict[int, Graph] = {}
         self._recorded: list[int] = []
 
@@ -73,8 +79,9 @@ class DecodeGraphs:
         return self._attention.can_capture and can_sample
 
     def record(self, sizes: Sequence[int]) -> None:
-        """Record the graphs of some sizes, the largest first, so that its memory holds what the others need.
-        Their slots are those of padding, which write to the scratch block."""
+        """Record the graphs of some sizes, the largest first, so that its memory holds what the others need,
+        and replay each once, which takes what else it needs of the device. Their slots are those of padding,
+        which write to the scratch block."""
         sizes = sorted(sizes, reverse=True)
         self._batch.pad_graph_rows()
         for size in sizes:
@@ -82,15 +89,60 @@ class DecodeGraphs:
         with self._decoder.separate_workspace():
             for size in sizes:
                 work = self._work(size)
-                self._size_to_graph[size] = self._queue.record(work)
+                self._size_to_graph[size] = self._recorder.record(work)
         self._recorded = sorted(self._size_to_graph)
+        for size in sizes:
+            self._replay(size)
+        self._queue.event().synchronize()
 
     def size_for(self, num_rows: int) -> int | None:
         """Return the size of the smallest graph that serves so many rows; None if there is none."""
         place = bisect_left(self._recorded, num_rows)
         return self._recorded[place] if num_rows and place < len(self._recorded) else None
 
-    def replay(self, size: int) -> Decoded:
+    def run(
+        self, plan: StepPlan, rows: PlannedRows, size: int, containment: Containment
+    ) -> tuple[Event, Results | None]:
+        """Compute a step by the graph of a size: its `rows` have one token each and sample for their own
+        slots. Returns its end, and at the rank that samples its results."""
+        changes = () if self._sampler is None else self._sampler.changes()
+        changes_there = containment.insist(partial(self._batch.stage_for_graph, plan, rows, size, changes))
+        if self._sampler is not None:
+            self._sampler.change(changes_there)
+        decoded = self._replay(size)
+        if self._sampler is None:
+            return self._queue.event(), None
+        # The next replay writes to its memory.
+        tokens = containment.insist(decoded.tokens[: rows.num_sequences].clone)
+        drawn = self._logprobs(self._sampler, rows, decoded.logits, tokens, containment)
+        copied = self._queue.copy_out(tokens, self._queue.host_memory(tokens))
+        return copied.event, Results(copied, drawn)
+
+    @staticmethod
+    def _logprobs(
+        sampler: DeviceSampler, rows: PlannedRows, logits: Tensor, tokens: Tensor, containment: Containment
+    ) -> list[DrawnRows]:
+        """Begin to compute the log-probabilities that go with a graph's tokens, in parts where memory lacks.
+        The graph is not replayed again, for it has counted its tokens: a sequence whose log-probabilities
+        cannot be computed alone is reported as failed, and is as intact as at the other ranks."""
+        drawn: list[DrawnRows] = []
+        pending = [(rows, 0)]
+        while pending:
+            part, first = pending.pop()
+            places = slice(first, first + part.num_sequences)
+            begin = partial(sampler.logprobs, logits[places], part.slots, tokens[places])
+            logprobs = containment.attempt(begin)
+            if logprobs is not None:
+                drawn.append(DrawnRows(part, logprobs))
+            elif part.num_sequences == 1:
+                containment.withhold(part)
+            else:
+                middle = part.num_sequences // 2
+                is_first = np.arange(part.num_sequences) < middle
+                pending += [(part.only(~is_first), first + middle), (part.only(is_first), first)]
+        return drawn
+
+    def _replay(self, size: int) -> Decoded:
         """Queue the graph of a size. Its rows are staged."""
         return Decoded(*self._size_to_graph[size].replay())
 

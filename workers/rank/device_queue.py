@@ -18,6 +18,11 @@ from torch import Tensor
 
 from kvtransfer.blocks.device_pool import view_memory
 
+# Torch keeps pinned memory in powers of two. Steps copy less than the largest of these at a time, and those
+# that are under way together have no more copies of a size than this.
+_STAGED_BYTES = tuple(4 << power for power in range(19))
+_NUM_STAGED = 8
+
 
 class Event(Protocol):
     """A point in a device's work."""
@@ -47,7 +52,17 @@ class Graph(ABC):
 
     @abstractmethod
     def replay(self) -> tuple[Tensor, ...]:
-        """Queue the work. What it returns is overwritten by the next replay of any graph of the queue."""
+        """Queue the work. What it returns is overwritten by the next replay of any graph of its recorder."""
+
+
+class Recorder(ABC):
+    """Records graphs that share memory: they are replayed one after another, so each may use what the others
+    used."""
+
+    @abstractmethod
+    def record(self, work: Work) -> Graph:
+        """Record work, which must not read the device from the host. Tensors that it does not make itself
+        must stay where they are."""
 
 
 class DeviceQueue(ABC):
@@ -74,18 +89,25 @@ class DeviceQueue(ABC):
         queued."""
 
     @abstractmethod
+    def keep_staging(self) -> None:
+        """Take host memory for copies from and to the device now, so that no step has to wait for it."""
+
+    @abstractmethod
     def event(self) -> Event:
         """Return the point at which all that is queued so far is done."""
 
     @abstractmethod
-    def copy_out(self, source: Tensor) -> CopiedOut:
-        """Begin to copy what `source` will hold, beside the work that is queued afterwards. That work must
-        not change it."""
+    def host_memory(self, source: Tensor) -> Tensor:
+        """Return host memory for a copy of `source`."""
 
     @abstractmethod
-    def record(self, work: Work) -> Graph:
-        """Record work, which must not read the device from the host. Tensors that it does not make itself
-        must stay where they are."""
+    def copy_out(self, source: Tensor, host: Tensor) -> CopiedOut:
+        """Begin to copy what `source` will hold to `host`, as `host_memory` returns it, beside the work that
+        is queued afterwards. That work must not change it."""
+
+    @abstractmethod
+    def recorder(self) -> Recorder:
+        """Return what records graphs, apart from those of other recorders."""
 
 
 class CpuQueue(DeviceQueue):
@@ -101,14 +123,20 @@ class CpuQueue(DeviceQueue):
     def _staging(self, num_words: int) -> Tensor:
         return torch.empty(num_words, dtype=torch.int32)
 
+    def keep_staging(self) -> None:
+        pass
+
     def event(self) -> Event:
         return _PASSED
 
-    def copy_out(self, source: Tensor) -> CopiedOut:
-        return CopiedOut(source.clone(), source, _PASSED)
+    def host_memory(self, source: Tensor) -> Tensor:
+        return torch.empty_like(source)
 
-    def record(self, work: Work) -> Graph:
-        return _Repeated(work)
+    def copy_out(self, source: Tensor, host: Tensor) -> CopiedOut:
+        return CopiedOut(host.copy_(source), source, _PASSED)
+
+    def recorder(self) -> Recorder:
+        return _Repeater()
 
 
 class _Passed:
@@ -122,6 +150,11 @@ class _Passed:
 _PASSED = _Passed()
 
 
+class _Repeater(Recorder):
+    def record(self, work: Work) -> Graph:
+        return _Repeated(work)
+
+
 class _Repeated(Graph):
     """Work that is done again."""
 
@@ -133,10 +166,7 @@ class _Repeated(Graph):
 
 
 class CudaQueue(DeviceQueue):
-    """A CUDA device, its current stream, and a stream on which results are copied out.
-
-    Graphs share one memory pool: they are replayed one after another, so each may use what the others used.
-    """
+    """A CUDA device, its current stream, and a stream on which results are copied out."""
 
     runs_behind = True
 
@@ -144,29 +174,30 @@ class CudaQueue(DeviceQueue):
         super().__init__(device)
         self.has_triton = importlib.util.find_spec("triton") is not None
         self._results = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pool = torch.cuda.graph_pool_handle()
 
     def _staging(self, num_words: int) -> Tensor:
         # Torch keeps pinned memory, and uses it again when the copy that read it is done.
         return torch.empty(num_words, dtype=torch.int32, pin_memory=True)
 
+    def keep_staging(self) -> None:
+        taken: list[Tensor] = []  # at a time, else they would be one
+        for num_bytes in _STAGED_BYTES * _NUM_STAGED:
+            taken.append(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True))
+
     def event(self) -> Event:
         return self._record_event(torch.cuda.current_stream(self.device))
 
-    def copy_out(self, source: Tensor) -> CopiedOut:
-        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+    def host_memory(self, source: Tensor) -> Tensor:
+        return torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+
+    def copy_out(self, source: Tensor, host: Tensor) -> CopiedOut:
         self._results.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._results):
             host.copy_(source, non_blocking=True)
         return CopiedOut(host, source, self._record_event(self._results))
 
-    def record(self, work: Work) -> Graph:
-        graph = torch.cuda.CUDAGraph()
-        # Other threads of the process (transfers, NCCL's watchdog) may call CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            results = work()
-        # Without owners, their memory serves the graphs that are recorded next as well.
-        return _CudaGraph(graph, tuple(_unowned(result) for result in results))
+    def recorder(self) -> Recorder:
+        return _CudaRecorder(self.device)
 
     @staticmethod
     def _record_event(stream: torch.cuda.Stream) -> Event:
@@ -174,6 +205,24 @@ class CudaQueue(DeviceQueue):
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
+
+
+class _CudaRecorder(Recorder):
+    """Records into a memory pool and on a stream of its own. Torch refuses a pool whose graphs are gone while
+    something of it is in use, and keeps the workspace of cuBLAS by stream, in the pool of the graph that used
+    it first."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def record(self, work: Work) -> Graph:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of the process (transfers, NCCL's watchdog) may call CUDA meanwhile.
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            results = work()
+        # Without owners, their memory serves the graphs that are recorded next as well.
+        return _CudaGraph(graph, tuple(_unowned(result) for result in results))
 
 
 class _CudaGraph(Graph):
@@ -191,6 +240,16 @@ def _unowned(tensor: Tensor) -> Tensor:
     if not tensor.numel():
         return tensor
     return view_memory(tensor.data_ptr(), tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+
+
+def take_device(device: torch.device) -> torch.device:
+    """Make a CUDA device that of this thread, on which kernels of Triton are launched. Returns the device
+    with its index, which NCCL needs; one without is that of this thread already."""
+    if device.type != "cuda":
+        return device
+    index = torch.cuda.current_device() if device.index is None else device.index
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def make_queue(device: torch.device) -> DeviceQueue:

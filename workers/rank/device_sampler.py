@@ -57,7 +57,8 @@ class DeviceSampler(ABC):
         self, logits: Tensor, slots: Slots, slots_there: Tensor, masks: NDArray[np.uint32] | None
     ) -> Drawn:
         """Draw one token for each slot from float32 `logits` [num_slots, vocab_size], which may be
-        overwritten. `slots_there` are the same `slots` on the device; `masks` as for `Sampler.sample`."""
+        overwritten. `slots_there` are the same `slots` on the device; `masks` as for `Sampler.sample`. A call
+        that fails has changed nothing."""
 
     @abstractmethod
     def draw_captured(self, logits: Tensor, slots_there: Tensor) -> Tensor:
@@ -66,8 +67,9 @@ class DeviceSampler(ABC):
 
     @abstractmethod
     def logprobs(self, logits: Tensor, slots: Slots, tokens: Tensor) -> RowLogprobs:
-        """Begin to compute the log-probabilities that go with `tokens` [num_slots] of a captured draw.
-        Returns what `Drawn.logprobs` is."""
+        """Begin to compute the log-probabilities that go with `tokens` [num_slots] of a captured draw, whose
+        `logits` [num_slots, vocab_size] may be those of some of its rows. Returns what `Drawn.logprobs`
+        is."""
 
 
 class SamplerByHost(DeviceSampler):
@@ -93,8 +95,9 @@ class SamplerByHost(DeviceSampler):
     def draw(
         self, logits: Tensor, slots: Slots, slots_there: Tensor, masks: NDArray[np.uint32] | None
     ) -> Drawn:
+        tokens = logits.new_empty(len(slots), dtype=torch.int32)  # before the tokens are counted
         sampled = self._sampler.sample(logits, slots, masks)
-        tokens = torch.from_numpy(sampled.tokens.view(np.int32)).to(logits.device, non_blocking=True)
+        tokens.copy_(torch.from_numpy(sampled.tokens.view(np.int32)))
         return Drawn(tokens, lambda: sampled.row_to_logprob)
 
     def draw_captured(self, logits: Tensor, slots_there: Tensor) -> Tensor:
@@ -157,21 +160,45 @@ class KernelSampler(DeviceSampler):
         if masks is not None:
             (flat,) = self._queue.upload([masks.view(np.int32).reshape(-1)])
             masks_there = flat.view(masks.shape)
+        asked = self._asked(logits, slots)  # whatever can fail, before the kernel counts what it draws
         tokens = self._sample(logits, self._there, slots_there, masks_there)
-        return Drawn(tokens, self.logprobs(logits, slots, tokens))
+        return Drawn(tokens, dict if asked is None else asked.of(tokens))
 
     def draw_captured(self, logits: Tensor, slots_there: Tensor) -> Tensor:
         return self._sample(logits, self._there, slots_there)
 
     def logprobs(self, logits: Tensor, slots: Slots, tokens: Tensor) -> RowLogprobs:
+        asked = self._asked(logits, slots)
+        return dict if asked is None else asked.of(tokens)
+
+    def _asked(self, logits: Tensor, slots: Slots) -> _AskedLogprobs | None:
+        """Compute what slots ask for of `logits`; None if none asks."""
         needs = self._table.needs(slots)
         rows = np.flatnonzero(needs & SlotNeeds.LOGPROBS).astype(np.int32)
         if not len(rows):
-            return dict
-        (rows_there,) = self._queue.upload([rows])
-        logprobs = Logprobs(logits[rows_there], rows, self._table.num_logprobs[slots[rows]])
-        table = self._queue.copy_out(logprobs.table(tokens[rows_there].long()))
-        return lambda: logprobs.read(table.host)
+            return None
+        return _AskedLogprobs(self._queue, logits, rows, self._table.num_logprobs[slots[rows]])
+
+
+class _AskedLogprobs:
+    """Log-probabilities of some `rows` of logits, with the memory for all that is left to do."""
+
+    def __init__(
+        self, queue: DeviceQueue, logits: Tensor, rows: NDArray[np.int32], num_top: NDArray[np.int32]
+    ) -> None:
+        self._queue = queue
+        (self._rows_there,) = queue.upload([rows])
+        self._logprobs = Logprobs(logits[self._rows_there], rows, num_top)
+        self._tokens = torch.empty_like(self._rows_there)
+        self._ids = torch.empty_like(self._rows_there, dtype=torch.int64)
+        self._host = queue.host_memory(self._logprobs.table)
+
+    def of(self, tokens: Tensor) -> RowLogprobs:
+        """Begin to copy out those of `tokens` int32 [num_rows], of all rows of the logits."""
+        torch.index_select(tokens, 0, self._rows_there, out=self._tokens)
+        self._logprobs.fill(self._ids.copy_(self._tokens))
+        table = self._queue.copy_out(self._logprobs.table, self._host)
+        return lambda: self._logprobs.read(table.host)
 
 
 # What a slot has of which lists are kept.

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvtransfer.blocks.device_pool import DevicePool
+from kvtransfer.blocks.device_pool import DevicePool, transfer_bytes
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.blocks.pool import HostPool, KvMemory, KvPool
 from kvtransfer.common.clock import Clock
@@ -32,7 +33,7 @@ from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import AttentionBackend
 from workers.model.decoder import load_decoder
 from workers.model.fingerprint import FingerprintTask
-from workers.model.host_kv import MODES, HostKv, OffloadMode
+from workers.model.host_kv import MODES, HostKv, OffloadMode, streaming_bytes
 from workers.model.model_config import ModelConfig
 from workers.model.parallel import Unfinished, parallelize
 from workers.model.products import refuse_nondeterministic
@@ -40,12 +41,12 @@ from workers.model.rank_memory import least_kv_tokens
 from workers.model.sizes import kv_heads
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups
-from workers.rank.device_queue import DeviceQueue, make_queue
+from workers.rank.device_queue import DeviceQueue, make_queue, take_device
 from workers.rank.input_batch import InputBatch
 from workers.rank.memory_profile import MemoryMeter, MemoryProfile, largest_steps, trial_blocks
 from workers.rank.probe import device_memory
 from workers.rank.step_runner import Executed, StepRunner
-from workers.rank.tickets import Ticket
+from workers.rank.tickets import MOST_LAUNCHED, Ticket, launched
 
 _log = logging.getLogger("tandem.rank")
 
@@ -58,6 +59,8 @@ _DTYPES = {
     "fp16": torch.float16,
 }
 _WARM_UP_TOKENS = 48
+# Steps that continue the prompt of the warm-up.
+_NUM_CONTINUED = 2
 # Each is computed by other code.
 _WAYS_TO_SAMPLE = (
     SamplingParams(temperature=1.0),
@@ -151,6 +154,7 @@ class ModelRunner:
         is called with the name of each phase that begins.
         """
         torch.set_num_threads(num_threads)
+        device = take_device(device)
         if is_deterministic:
             refuse_nondeterministic(device, dtype)
         self._clock = clock
@@ -182,11 +186,12 @@ class ModelRunner:
         self._offload_mode = offload_mode
         self.host: HostKv | None = None
         self._num_scratch = 0 if self._queue is None else 1
-        num_blocks = self._num_blocks(num_kv_tokens, auto_kv)
+        num_host_blocks = num_offload_tokens // block_tokens
+        num_blocks = self._num_blocks(num_kv_tokens, num_host_blocks, auto_kv)
         progress("allocating KV memory")
         memory, self.pool = _allocate(self.layout, num_blocks, self._num_scratch, dtype, device)
         self.kv = memory[:num_blocks]
-        self.host = self._allocate_host(num_offload_tokens // block_tokens)
+        self.host = self._allocate_host(num_host_blocks)
         self.attention = self._choose_attention(memory, clock)
         self._num_offload_blocks = len(self.host.kv) if self.host is not None else 0
         num_kv_tokens = (num_blocks + self._num_offload_blocks) * block_tokens
@@ -247,31 +252,71 @@ class ModelRunner:
         return self._runner.logits(plan)
 
     def warm_up(self, step_tokens: int = _WARM_UP_TOKENS) -> None:
-        """Run what steps consist of, so that no request pays for lazy set-up. The ranks of a replica warm up
-        together.
+        """Run what steps consist of, so that no request pays for lazy set-up: above all, every variant of a
+        kernel is compiled, which takes longer than a step may. The ranks of a replica warm up together.
 
-        A prompt is computed, and continued by every way of sampling. Steps of the largest sizes, a chunk of
-        `step_tokens` and a decode of every slot, run through one layer, which has all their shapes."""
+        A prompt is computed, and continued by every way of sampling, alone and beside a chunk of another
+        prompt. Steps of the largest sizes, a chunk of `step_tokens` and a decode of every slot, run through
+        one layer, which has all their shapes. Recording graphs drops the memory that torch keeps of the
+        device and of the host, so steps that take it again come after."""
         most = min(self.config.max_context_tokens, len(self.kv) * self._block_tokens)
-        num_tokens = max(1, min(_WARM_UP_TOKENS, most - 1, self.config.vocab_size))
+        self._warm_up_kinds(most)
+        self._runner.record_graphs(self._runner.graph_sizes)
+        if self.host is not None:
+            if self._offload_mode == "auto" and self.attention.can_stage:
+                self._choose_offload_mode(self.host)
+            self._warm_up_host(self.host)
+        self._warm_up_shapes(min(step_tokens, most))
+        if self.runs_ahead:
+            self._runner.queue.keep_staging()
+            self._warm_up_kinds(most)
+
+    def _warm_up_kinds(self, most: int) -> None:
+        """Run a prompt, a step that decodes, and one with a chunk beside sequences that decode, over at most
+        `most` tokens each. As many are under way at a time as when the rank serves."""
+        num_tokens = max(1, min(_WARM_UP_TOKENS, most - _NUM_CONTINUED, self.config.vocab_size))
         tokens = np.arange(num_tokens, dtype="<u4").tobytes()
-        slots = self._own_slots
-        starts = tuple(
+        slots, other = self._own_slots, 0
+        starts = [
             SlotStart(
                 params, (SlotSample(slot, 0, num_tokens - 1),), tokens if params.penalizes_prompt else b""
             )
             for slot, params in zip(slots, _WAYS_TO_SAMPLE, strict=True)
-        )
+        ]
+        starts.append(SlotStart(SamplingParams(), (SlotSample(other, 0, 0),)))
+        tables = tuple(self._table(slot, min(num_tokens + _NUM_CONTINUED, most)) for slot in (*slots, other))
         prefill = BatchEntry(slots[0], 0, num_tokens, tokens, slots)
-        tables = tuple(self._table(slot, min(num_tokens + 1, most)) for slot in slots)
-        self.run(StepPlan(0, starts=starts, tables=tables, entries=(prefill,)))
-        if num_tokens < most:
-            self.run(StepPlan(0, decodes=np.array(slots, dtype="<u4").tobytes()))
+        decodes = np.array(slots, dtype="<u4").tobytes()
+        plans = [StepPlan(0, starts=tuple(starts), tables=tables, entries=(prefill,))]
+        if 2 < num_tokens <= most - _NUM_CONTINUED:
+            chunk = BatchEntry(other, 0, num_tokens - 1, tokens[4:], (other,))
+            plans += [StepPlan(0, decodes=decodes), StepPlan(0, entries=(chunk,), decodes=decodes)]
+        plans.append(StepPlan(0, free_slots=(*slots, other)))
+        queued: SimpleQueue[StepPlan | None] = SimpleQueue()
+        for plan in (*plans, None):
+            queued.put(plan)
+        for ticket in launched(queued, self.launch, MOST_LAUNCHED if self.runs_ahead else 1):
+            self.collect(ticket)
+
+    def _warm_up_host(self, host: HostKv) -> None:
+        """Run a step that decodes, and one with a chunk, over tables whose first block is in host memory."""
+        num_tokens = min(self._block_tokens, _WARM_UP_TOKENS)
+        if self.batch.tables.shape[1] < 2 or num_tokens < 2:
+            return
+        host.kv[:1].zero_()
+        slots = (0, *self._own_slots)
+        ids = np.array([host.first_id, 0], "<u4").tobytes()
+        starts = tuple(SlotStart(SamplingParams(), (SlotSample(slot, 0, 0),)) for slot in slots)
+        tables = tuple(TableChange(slot, 0, ids) for slot in slots)
+        self.run(StepPlan(0, starts=starts, tables=tables))
+        lengths = [1] * len(slots), [num_tokens, *[1] * len(self._own_slots)]
+        for step in lengths:
+            entries = tuple(
+                BatchEntry(slot, self._block_tokens, count, bytes(4 * count), ())
+                for slot, count in zip(slots, step, strict=True)
+            )
+            self._runner.rehearse(StepPlan(0, entries=entries))
         self.run(StepPlan(0, free_slots=slots))
-        self._warm_up_shapes(min(step_tokens, most))
-        self._runner.record_graphs(self._runner.graph_sizes)
-        if self.host is not None and self._offload_mode == "auto" and self.attention.can_stage:
-            self._choose_offload_mode(self.host)
 
     def _warm_up_shapes(self, num_tokens: int) -> None:
         """Run a chunk of `num_tokens` and a decode of every slot through one layer."""
@@ -333,7 +378,7 @@ class ModelRunner:
             num_graph_rows=self._max_sequences,
         )
 
-    def _num_blocks(self, num_kv_tokens: int, auto: AutoKv | None) -> int:
+    def _num_blocks(self, num_kv_tokens: int, num_host_blocks: int, auto: AutoKv | None) -> int:
         num_blocks = num_kv_tokens // self._block_tokens
         if num_blocks < 1:
             raise CapacityError(
@@ -344,14 +389,17 @@ class ModelRunner:
         fitting = sys.maxsize  # host memory was divided before the ranks started
         if self._device.type == "cuda":
             self._report_phase("measuring memory")
-            fitting = self._fitting_blocks(auto)
+            fitting = self._fitting_blocks(auto, num_host_blocks)
         return self._groups.smallest(min(num_blocks, fitting))
 
-    def _fitting_blocks(self, auto: AutoKv) -> int:
+    def _fitting_blocks(self, auto: AutoKv, num_host_blocks: int) -> int:
         """Return how many blocks the device has memory for. Not yet validated on CUDA."""
+        buffer_bytes = transfer_bytes(self.layout)
+        if self._offload_mode != "in_place":
+            buffer_bytes += streaming_bytes(self.layout, num_host_blocks)
         meter = MemoryMeter(self._device, auto.free_at_start)
         try:
-            profile = self._profile(meter, auto.max_batch_tokens)
+            profile = self._profile(meter, auto.max_batch_tokens, buffer_bytes)
         except torch.OutOfMemoryError as error:
             raise CapacityError(
                 f"{self._device} has no memory for the largest step beside the weights: raise tp or pp, or "
@@ -371,7 +419,7 @@ class ModelRunner:
             )
         return num_blocks
 
-    def _profile(self, meter: MemoryMeter, num_rows: int) -> MemoryProfile:
+    def _profile(self, meter: MemoryMeter, num_rows: int, buffer_bytes: int) -> MemoryProfile:
         """Run the largest steps, and record graphs, over as little KV as they need."""
         limits = num_rows, self._max_sequences, self.config.max_context_tokens, self._block_tokens
         num_blocks = trial_blocks(num_rows, self.config.max_context_tokens, self._block_tokens)
@@ -389,7 +437,7 @@ class ModelRunner:
             meter.graph_done()
         num_graphs = len(steps.graph_sizes)
         del steps, memory
-        return meter.profile(num_graphs)
+        return meter.profile(num_graphs, buffer_bytes)
 
     def _allocate_host(self, num_blocks: int) -> HostKv | None:
         if not num_blocks:

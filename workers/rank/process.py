@@ -57,6 +57,7 @@ from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.sizes import refuse_empty_parts
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups, find_store, open_store
+from workers.rank.device_queue import take_device
 from workers.rank.model_runner import AutoKv, ModelRunner, ReadyFields, read_dtype
 from workers.rank.probe import AT_START, DeviceLimits, Probe, ProbeResult, device_memory, measure_limits
 from workers.rank.progress import Progress
@@ -121,9 +122,7 @@ class _Rank:
         threading.Thread(target=self._read_orders, name="orders", daemon=True).start()
         torch.set_num_threads(self._spec.num_threads)
         self._enter("probing the device")
-        joined, store = _join(self._spec, self._clock)
-        if self._device.type == "cuda" and self._device.index is not None:
-            torch.cuda.set_device(self._device)  # kernels of Triton are launched on the thread's device
+        joined, store, self._device = _join(self._spec, self._clock)
         self._channel.send(joined)
         form = self._formed.get()
         started_at = self._clock.now()
@@ -158,6 +157,8 @@ class _Rank:
 
     def _load(self, form: FormGroup, store: Store | None) -> ModelRunner:
         spec = self._spec
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # what the probe had
         memory = device_memory(self._device)
         self._enter("forming groups")
         if store is None and spec.num_ranks > 1:
@@ -266,8 +267,9 @@ class _Rank:
                         self._handlers.agent.handle(message)
 
 
-def _join(spec: RankSpec, clock: Clock) -> tuple[RankJoined, Store | None]:
-    """Return the rank's first message, and at rank 0 of several ranks their store, before anything is loaded.
+def _join(spec: RankSpec, clock: Clock) -> tuple[RankJoined, Store | None, torch.device]:
+    """Take the rank's device and measure it, before anything is loaded. Returns the rank's first message, at
+    rank 0 of several ranks their store, and the device.
 
     Raises `WorkerError`, naming the field, for what cannot be served.
     """
@@ -275,6 +277,7 @@ def _join(spec: RankSpec, clock: Clock) -> tuple[RankJoined, Store | None]:
     dtype = read_dtype(spec.dtype)
     device = torch.device(spec.device)
     _check(spec, config, device)
+    device = take_device(device)  # after its check, which names one that is not there
     measured = ProbeResult(StageCost(), 0.0)
     if spec.probe_rows > 0:
         probe = Probe(
@@ -291,7 +294,8 @@ def _join(spec: RankSpec, clock: Clock) -> tuple[RankJoined, Store | None]:
     address = ""
     if spec.rank == 0 and spec.num_ranks > 1:
         store, address = open_store(spec.transfer.data_host)
-    return RankJoined(spec.rank, os.getpid(), address, measured.cost, measured.attention_ratio), store
+    joined = RankJoined(spec.rank, os.getpid(), address, measured.cost, measured.attention_ratio)
+    return joined, store, device
 
 
 def _check(spec: RankSpec, config: ModelConfig, device: torch.device) -> None:

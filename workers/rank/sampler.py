@@ -103,7 +103,8 @@ class Sampler:
         found = Sampled(tokens.view(np.uint32), {})
         if logprobs is not None:
             chosen = torch.from_numpy(tokens[asking].astype(np.int64)).to(self._device)
-            found.row_to_logprob.update(logprobs.read(logprobs.table(chosen)))
+            logprobs.fill(chosen)
+            found.row_to_logprob.update(logprobs.read(logprobs.table))
         if some & SlotNeeds.PENALTIES:
             rows = np.flatnonzero(needs & SlotNeeds.PENALTIES)
             self._table.reserve(slots[rows])
@@ -192,20 +193,24 @@ class Sampler:
 class Logprobs:
     """Log-probabilities of the model's own distribution, for the `rows` of a step that need them: of each the
     chosen token's and the `num_top` largest, from their `logits` [num_rows, vocab_size] before these are
-    changed."""
+    changed. `table` is all that goes with the rows, of which the first column is still to be filled. It takes
+    memory only when it is made."""
 
     def __init__(self, logits: Tensor, rows: NDArray[np.integer], num_top: NDArray[np.int32]) -> None:
         self._rows = rows.tolist()
         self._num_top = num_top.tolist()
         self._width = max(self._num_top)
         self._logprobs = torch.log_softmax(logits, dim=-1)
-        self._top = self._logprobs.topk(self._width, dim=-1)
-
-    def table(self, tokens: Tensor) -> Tensor:
-        """Return all that goes with the rows' `tokens` int64 [num_rows], in one tensor."""
+        self._of_tokens = self._logprobs.new_empty((len(self._rows), 1))
+        top = self._logprobs.topk(self._width, dim=-1)
         # float64 holds every token id and every float32 exactly
-        parts = (self._logprobs.gather(1, tokens[:, None]), self._top.values, self._top.indices)
-        return torch.cat([part.double() for part in parts], dim=1)
+        parts = (self._of_tokens, top.values, top.indices)
+        self.table = torch.cat([part.double() for part in parts], dim=1)
+
+    def fill(self, tokens: Tensor) -> None:
+        """Fill in the rows' `tokens` int64 [num_rows]."""
+        torch.gather(self._logprobs, 1, tokens[:, None], out=self._of_tokens)
+        self.table[:, :1].copy_(self._of_tokens)
 
     def read(self, table: Tensor) -> dict[int, TokenLogprob]:
         """Return the log-probabilities of a table that was copied to the host, by row of the step."""

@@ -35,7 +35,7 @@ from workers.model.decoder import Decoder
 from workers.model.host_kv import HostKv
 from workers.model.parallel import Unfinished
 from workers.rank.collectives import RankGroups
-from workers.rank.containment import Containment, touch_device
+from workers.rank.containment import Containment
 from workers.rank.decode_graphs import DecodeGraphs, graph_sizes
 from workers.rank.device_batch import DeviceBatch, RowsThere
 from workers.rank.device_queue import DeviceQueue, make_queue
@@ -136,8 +136,8 @@ class StepRunner:
         self._device = kv.device
         self._unfinished = unfinished
         self._containment = Containment(kv.device)
-        self._queue = queue or make_queue(kv.device)
-        self.progress = Progress(self._queue)
+        self.queue = queue or make_queue(kv.device)
+        self.progress = Progress(self.queue)
         self._step_faults = StepFaults(self.progress, faults, groups.rank)
         num_blocks = len(kv) if queue is None else len(kv) - 1
         self.batch = InputBatch(max_slots, -(-max_context_tokens // block_tokens), block_tokens, num_blocks)
@@ -164,7 +164,7 @@ class StepRunner:
     @property
     def runs_ahead(self) -> bool:
         """Whether a step is still under way when `launch` returns."""
-        return self._queue.runs_behind
+        return self.queue.runs_behind
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Ticket:
@@ -211,10 +211,8 @@ class StepRunner:
             there, tokens = self._stage(plan, rows, self._there)
             whole = _Part(rows, tokens, there).only(self._containment.intact(rows))
         if not rows.num_sequences:
-            if self.runs_ahead:
-                torch.ones((), device=self._device)  # its event shows whether the device is usable
-            else:
-                touch_device(self._device)
+            # What runs ahead has an event that shows whether the device is usable.
+            self._containment.touch_device(waits=not self.runs_ahead)
             return Executed(plan.step, rows, started_at, [])
         if there is None:
             whole, waited_s = self._input(plan, rows)
@@ -239,23 +237,26 @@ class StepRunner:
             packed = tokens.astype("<u4").tobytes()
         report = self._report(executed.step, executed.started_at)
         report = replace(report, tokens=packed, logprobs=tuple(logprobs))
-        return Ticket(report, self._queue.event())
+        return Ticket(report, self.queue.event())
 
     def _sample_there(self, executed: Executed, masks: NDArray[np.uint32] | None) -> Ticket:
         """Do what `sample` does, with tokens that stay on the device."""
         num_samples = len(executed.rows.sample_slots)
-        tokens = torch.zeros(num_samples, dtype=torch.int32, device=self._device)
+        allocate = partial(torch.zeros, num_samples, dtype=torch.int32, device=self._device)
+        tokens = self._containment.insist(allocate)
         drawings: list[DrawnRows] = []
         draw = partial(self._draw_there, masks=masks)
         for rows, drawn in self._sampled_parts(executed, draw):
+            if self._sampler_there is None:
+                continue  # the tokens come from the rank that samples
             if len(rows.sample_rows) == num_samples:
                 tokens = drawn.tokens
             else:
-                tokens[to_device(rows.sample_rows, self._device)] = drawn.tokens
+                self._containment.insist(partial(_put, tokens, rows.sample_rows, drawn.tokens))
             drawings.append(DrawnRows(rows, drawn.logprobs))
         report = self._report(executed.step, executed.started_at)
         if executed.there is None or not num_samples:
-            return Ticket(report, self._queue.event())
+            return Ticket(report, self.queue.event())
         return self._hand_out_there(report, executed.there.sample_slots, tokens, drawings)
 
     def _hand_out_there(
@@ -265,10 +266,10 @@ class StepRunner:
         assert self._there is not None
         if self._groups.tp > 1:
             self._groups.broadcast(tokens)
-        self._there.sampled(slots, tokens)
+        self._containment.insist(partial(self._there.sampled, slots, tokens))
         if self._sampler_there is None:
-            return Ticket(report, self._queue.event())
-        copied = self._queue.copy_out(tokens)
+            return Ticket(report, self.queue.event())
+        copied = self.queue.copy_out(tokens, self.queue.host_memory(tokens))
         return Ticket(report, copied.event, Results(copied, drawings))
 
     def _sampled_parts(
@@ -307,25 +308,14 @@ class StepRunner:
 
     def _replay(self, plan: StepPlan, rows: PlannedRows, started_at: float) -> Ticket | None:
         """Compute a step by a graph, if there is one for it."""
-        if self._graphs is None or self._there is None:
+        if self._graphs is None:
             return None
-        num_rows = rows.num_sequences
-        size = self._graphs.size_for(num_rows) if self._is_recordable(rows) else None
+        size = self._graphs.size_for(rows.num_sequences) if self._is_recordable(rows) else None
         if not self._groups.agree(size is not None) or size is None:
             return None
-        changes = () if self._sampler_there is None else self._sampler_there.changes()
-        changes_there = self._there.stage_for_graph(plan, rows, size, changes)
-        if self._sampler_there is not None:
-            self._sampler_there.change(changes_there)
-        decoded = self._graphs.replay(size)
+        event, results = self._graphs.run(plan, rows, size, self._containment)
         self.progress.mark_layer()
-        report = self._report(plan.step, started_at)
-        if self._sampler_there is None:
-            return Ticket(report, self._queue.event())
-        tokens = decoded.tokens[:num_rows].clone()  # the next replay writes to its memory
-        logprobs = self._sampler_there.logprobs(decoded.logits, rows.slots, tokens)
-        copied = self._queue.copy_out(tokens)
-        return Ticket(report, copied.event, Results(copied, [DrawnRows(rows, logprobs)]))
+        return Ticket(self._report(plan.step, started_at), event, results)
 
     def _is_recordable(self, rows: PlannedRows) -> bool:
         """Return whether every sequence has one token and samples for its own slot, all on the device."""
@@ -373,7 +363,7 @@ class StepRunner:
             logits = self._decoder.logits(last)
             draw = self._draw if self._there is None else self._draw_there
             draw(_Sampling(rows, last, logits), logits, None)
-        self._queue.event().synchronize()
+        self.queue.event().synchronize()
 
     def _plan(self, rows: PlannedRows, there: RowsThere | None) -> AttentionPlan:
         device: DeviceStep | None = None
@@ -408,7 +398,8 @@ class StepRunner:
     def _stage(self, plan: StepPlan, rows: PlannedRows, there: DeviceBatch) -> tuple[RowsThere, Tensor]:
         """Copy to the device what a plan changes, and return its rows and its tokens [num_tokens] there."""
         changes = () if self._sampler_there is None else self._sampler_there.changes()
-        rows_there, tokens, changes_there = there.stage(plan, rows, changes)
+        stage = partial(there.stage, plan, rows, changes)
+        rows_there, tokens, changes_there = self._containment.insist(stage)
         if self._sampler_there is not None:
             self._sampler_there.change(changes_there)
         return rows_there, tokens
@@ -540,9 +531,8 @@ class StepRunner:
 
     def _draw_there(self, part: _Sampling, logits: Tensor, masks: NDArray[np.uint32] | None) -> Drawn:
         slots = part.rows.sample_slots
-        if self._sampler_there is None:
-            tokens = torch.zeros(len(slots), dtype=torch.int32, device=self._device)
-            return Drawn(tokens, dict)
+        if self._sampler_there is None:  # must not fail: the rank that samples has counted its tokens
+            return _NOTHING_DRAWN
         logits = self._logits_of_samples(part.rows, logits)
         slots_there = to_device(slots, self._device) if part.slots_there is None else part.slots_there
         masks = masks[part.rows.sample_rows] if masks is not None else None
@@ -585,6 +575,14 @@ class StepRunner:
         src = to_device(np.array([copy.src_block for copy in copies]), self._device)
         dst = to_device(np.array([copy.dst_block for copy in copies]), self._device)
         self._kv[dst] = self._kv[src]
+
+
+# At a rank that does not sample.
+_NOTHING_DRAWN = Drawn(torch.zeros(0, dtype=torch.int32), dict)
+
+
+def _put(tokens: Tensor, places: NDArray[np.int32], values: Tensor) -> None:
+    tokens[to_device(places, tokens.device)] = values
 
 
 def _start(sampler: Sampler | DeviceSampler, start: SlotStart) -> bool:

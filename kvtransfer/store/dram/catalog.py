@@ -564,8 +564,8 @@ class RecordTable:
         else one of the group that exceeds its share most. None: no group does."""
         if self.nvme_usage.has_limit(group) and self.nvme_usage.would_exceed(group, num_bytes):
             return self._nvme_chain.oldest(group)
-        other = next(self.nvme_usage.greediest(), None)
-        return None if other is None else self._nvme_chain.oldest(other)
+        found = (self._nvme_chain.oldest(other) for other in self.nvme_usage.greediest())
+        return next((key for key in found if key is not None), None)
 
     def check(self) -> None:
         """Assert every invariant."""

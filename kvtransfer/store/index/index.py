@@ -65,7 +65,7 @@ class Index:
         namespace = settings.redis_namespace
         number = node_number(identity.replica_id)
         self._own_key = node_key(namespace, number)
-        self._link = RedisLink(self._url, timeout_s=settings.node_lease_s / 2)
+        self._link = RedisLink(self._url, settings.node_lease_s / 2, settings.redis_ca_file)
         self._reader = HolderReader(self._link, namespace, number, clock)
         self._lease = NodeLease(self._link, namespace, identity, address, settings.node_lease_s)
         self._announcer = Announcer(

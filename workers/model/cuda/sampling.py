@@ -25,6 +25,8 @@ from workers.model import noise
 
 # Logits of a piece, and how many of its largest values are kept.
 _PIECE, _CANDIDATES = 1024, 32
+# Of these a program reads few items, and their alignments differ from step to step.
+_INDICES = ["slots", "masks"]
 # The most logit biases and end tokens of a slot.
 MOST_BIASES, MOST_ENDS = 1024, 256
 # The fields of a slot's record that kernels read, one word each after two of the key.
@@ -261,7 +263,7 @@ def _changed_piece(
 # --------------------------------------------------------------------------------------- the first kernel
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_INDICES)
 def _pieces_kernel(
     logits, masks, records, lists, counts, slots, scratch, logits_stride, masks_stride, vocab_size,
     HAS_MASKS: tl.constexpr, PIECE: tl.constexpr, CANDIDATES: tl.constexpr,
@@ -379,7 +381,7 @@ def _last_kept(
     return tl.maximum(kept, _ordered(top + log_min_p))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_INDICES)
 def _rows_kernel(
     logits, masks, records, lists, counts, slots, scratch, logits_stride, masks_stride, vocab_size,
     tokens, last_tokens,

@@ -1,0 +1,295 @@
+"""Everything that listens, against everybody who might try: the matrix is generated from the descriptors of
+the gRPC services, the console's routes and the list of internal ports.
+
+What is new there has no expectation, and fails its test.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from callers import Issuer, bearing, jwt_config, key_of
+from console_harness import ConsoleHarness
+from gateway_harness import PROMPT, GatewayHarness
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+from listeners import KINDS, ListenerProcess
+from patience import WAIT_S
+
+from benchmarks.drawn_trust import draw_trust
+from cluster.api.client import GenerateOptions
+from cluster.console.http_server import API, PATH
+from cluster.identity.api_keys import revoke_key
+from cluster.proto import tandem_pb2 as pb
+from cluster.roster.messages import GatewayRecord
+from kvtransfer.errors import ProofError
+from kvtransfer.rpc.handshake import connect_tcp, prove_as_async_client, prove_as_client
+from kvtransfer.rpc.trust import Trust
+
+CALLERS = (
+    "no credential",
+    "other tenant",
+    "viewer",
+    "operator",
+    "expired",
+    "revoked",
+    "wrong audience",
+    "replayed resume token",
+)
+VICTIM = "acme-invoice-4711"
+SEED = 1
+Row = tuple[Any, ...]
+
+
+def row(known: str, *, other: Any, viewer: Any, operator: Any, replayed: Any = None) -> Row:
+    """What each of `CALLERS` gets; `known` is what they get whose credentials are not valid."""
+    return (known, other, viewer, operator, known, known, known, known if replayed is None else replayed)
+
+
+# ----------------------------------------------------------------------------------------------------- gRPC
+
+SERVICES = (
+    *pb.DESCRIPTOR.services_by_name.values(),
+    health_pb2.DESCRIPTOR.services_by_name["Health"],
+    reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"],
+)
+METHODS = {
+    f"/{service.full_name}/{method.name}": method for service in SERVICES for method in service.methods
+}
+INFERENCE, ADMIN = "/tandem.v1.Inference/", "/tandem.v1.Admin/"
+HEALTH, REFLECTION = "/grpc.health.v1.Health/", "/grpc.reflection.v1alpha.ServerReflection/"
+
+UNKNOWN, FORBIDDEN = "UNAUTHENTICATED", "PERMISSION_DENIED"
+OPEN = ("OK",) * len(CALLERS)
+USERS = row(UNKNOWN, other="OK", viewer=FORBIDDEN, operator=FORBIDDEN)
+VIEWERS = row(UNKNOWN, other=FORBIDDEN, viewer="OK", operator="OK")
+OPERATORS = row(UNKNOWN, other=FORBIDDEN, viewer=FORBIDDEN, operator="OK")
+RPCS: dict[str, Row] = {
+    # With the victim's token, in a call of another tenant: the only one that takes it.
+    f"{INFERENCE}Generate": row(
+        UNKNOWN, other="OK", viewer=FORBIDDEN, operator=FORBIDDEN, replayed=FORBIDDEN
+    ),
+    f"{INFERENCE}Tokenize": USERS,
+    f"{INFERENCE}Detokenize": USERS,
+    f"{INFERENCE}ListModels": USERS,
+    f"{INFERENCE}Explain": row(UNKNOWN, other="NOT_FOUND", viewer=FORBIDDEN, operator=FORBIDDEN),
+    f"{INFERENCE}ListRequests": USERS,
+    f"{ADMIN}Status": VIEWERS,
+    f"{ADMIN}Paths": VIEWERS,
+    f"{ADMIN}Explain": VIEWERS,
+    f"{ADMIN}ListRequests": VIEWERS,
+    f"{ADMIN}StoreStat": VIEWERS,
+    f"{ADMIN}StoreList": VIEWERS,
+    f"{ADMIN}StoreVerify": OPERATORS,
+    f"{ADMIN}StorePurge": OPERATORS,
+    f"{ADMIN}Scale": OPERATORS,
+    f"{ADMIN}Release": OPERATORS,
+    f"{ADMIN}Traffic": OPERATORS,
+    f"{HEALTH}Check": OPEN,
+    f"{HEALTH}List": ("UNIMPLEMENTED",) * len(CALLERS),
+    f"{HEALTH}Watch": OPEN,
+    f"{REFLECTION}ServerReflectionInfo": row(UNKNOWN, other="OK", viewer="OK", operator="OK"),
+}
+REQUESTS: dict[str, Any] = {
+    f"{INFERENCE}Generate": pb.GenerateRequest(text=PROMPT, max_tokens=1),
+    f"{INFERENCE}Tokenize": pb.TokenizeRequest(text=PROMPT),
+    f"{INFERENCE}Detokenize": pb.DetokenizeRequest(token_ids=[5]),
+    f"{INFERENCE}Explain": pb.ExplainRequest(request_id=VICTIM, tenant="acme"),
+    f"{ADMIN}Explain": pb.ExplainRequest(request_id=VICTIM),
+    f"{ADMIN}StorePurge": pb.StorePurgeRequest(all=True),
+    f"{ADMIN}Scale": pb.ScaleRequest(replicas={"decode": 2}),
+    f"{ADMIN}Release": pb.ReleaseRequest(pools=["decode"]),
+    f"{ADMIN}Traffic": pb.TrafficRequest(weights={"tandem": 1.0}),
+    f"{REFLECTION}ServerReflectionInfo": reflection_pb2.ServerReflectionRequest(list_services=""),
+}
+
+# -------------------------------------------------------------------------------------------------- console
+
+PAGE = (200,) * len(CALLERS)
+ROUTES: dict[tuple[str, str], Row] = {
+    ("GET", "/"): PAGE,
+    ("GET", PATH): PAGE,
+    ("GET", f"{PATH}/"): PAGE,
+    ("GET", f"{API}/session"): PAGE,  # says who is signed in: nobody
+    # With the credential as the key to sign in with.
+    ("POST", f"{API}/sign-in"): (400, 403, 200, 200, 401, 401, 400, 401),
+    ("POST", f"{API}/sign-out"): PAGE,
+    **{
+        ("GET", f"{API}/{name}"): row("401", other=403, viewer=200, operator=200)
+        for name in ("about", "status", "paths", "requests", "explain", "curves")
+    },
+    **{
+        ("POST", f"{API}/{name}"): row("401", other=403, viewer=403, operator=200)
+        for name in ("scale", "release")
+    },
+}
+BODIES: Mapping[str, dict[str, Any]] = {
+    f"{API}/sign-out": {},
+    f"{API}/scale": {"pool": "decode", "replicas": 2},
+    f"{API}/release": {"pool": "decode"},
+}
+QUERIES = {f"{API}/explain": f"?id={VICTIM}"}
+
+# ------------------------------------------------------------------------------------------- internal ports
+
+# Fields of a gateway's record that are no internal port.
+PUBLIC_ADDRESSES = {"address", "console", "admin"}
+# Nobody who calls has the cluster secret.
+PORTS = dict.fromkeys(("fleet", *KINDS), ("closed",) * len(CALLERS))
+
+
+class Siege:
+    """A gateway with everything on, the victim's running stream, and what each caller has to show."""
+
+    def __init__(self, harness: GatewayHarness, folder: Path) -> None:
+        self.console = ConsoleHarness(harness)
+        self._harness = harness
+        self._keys_file = folder / "keys.yaml"
+        issuer = Issuer()
+        issuer_file = folder / "issuer.pem"
+        issuer_file.write_bytes(issuer.pem())
+        past = datetime(2026, 1, 2, tzinfo=UTC)
+        self._acme = key_of(self._keys_file, "acme")
+        self.credentials = {
+            "no credential": "",
+            "other tenant": key_of(self._keys_file, "mallory"),
+            "viewer": key_of(self._keys_file, "ops", "viewer"),
+            "operator": key_of(self._keys_file, "ops", "operator"),
+            "expired": key_of(self._keys_file, "acme", "user", "operator", expires=past),
+            "revoked": key_of(self._keys_file, "acme", "user", "operator"),
+            "wrong audience": issuer.token(aud="elsewhere", roles=["user", "operator"]),
+        }
+        self._auth = {
+            "mode": "required",
+            "keys_file": str(self._keys_file),
+            "jwt": jwt_config(issuer_file),
+        }
+
+    async def start(self) -> None:
+        await self.console.start(auth=self._auth)
+        self._harness.replicas["d0"].script.stop_after = 4
+        revoke_key(self._keys_file, self.credentials["revoked"][7:15])
+        self.console.gateway._access.authenticator.reload()
+        options = GenerateOptions(request_id=VICTIM, seed=SEED, max_tokens=8)
+        victim = self._harness.client(self.console.address, credentials=bearing(self._acme))
+        self._stream = victim.generate(PROMPT, options, resume=False).events()
+        accepted = await anext(self._stream)
+        assert isinstance(accepted, pb.Accepted)
+        self.credentials["replayed resume token"] = accepted.resume_token
+
+    async def stop(self) -> None:
+        await self._stream.aclose()
+        await self.console.stop()
+
+    async def call(self, path: str, caller: str) -> str:
+        """The status of the first answer to one call; nobody's answer shows the victim's request, except
+        those for operators and viewers."""
+        request, token = REQUESTS.get(path), self.credentials[caller]
+        if request is None:
+            request = getattr(pb, METHODS[path].input_type.name, health_pb2.HealthCheckRequest)()
+        if path == f"{INFERENCE}Generate":
+            request = pb.GenerateRequest.FromString(request.SerializeToString())
+            request.request_id = f"try-{caller.replace(' ', '-')}"
+            if caller == "replayed resume token":
+                token = self.credentials["other tenant"]
+                resumed = pb.GenerateRequest(request_id=VICTIM, seed=SEED, max_tokens=8, tenant="acme")
+                request.MergeFrom(resumed)
+                request.resume_token = self.credentials[caller]
+                request.resume.add(sample=0)
+        is_admin = path.startswith(ADMIN)
+        address = self.console.admin_address if is_admin else self.console.address
+        async with grpc.aio.insecure_channel(address) as channel:
+            call = channel.stream_stream(path)(
+                iter([request.SerializeToString()]),
+                metadata=(("authorization", f"Bearer {token}"),) if token else (),
+                timeout=WAIT_S,
+            )
+            try:
+                answer = await call.read()
+                if path == f"{INFERENCE}Generate":
+                    while await call.read() is not grpc.aio.EOF:
+                        pass
+            except grpc.aio.AioRpcError as error:
+                return str(error.code().name)
+            assert is_admin or answer is grpc.aio.EOF or VICTIM.encode() not in answer
+            if answer is grpc.aio.EOF:
+                return str((await call.code()).name)
+            call.cancel()
+            return "OK"
+
+    async def ask(self, method: str, path: str, caller: str) -> int:
+        """The HTTP status of one request to the console."""
+        token = self.credentials[caller]
+        headers = {"Content-Type": "application/json"} if method == "POST" else {}
+        if token and path != f"{API}/sign-in":
+            headers["Authorization"] = f"Bearer {token}"
+        body = {"key": token} if path == f"{API}/sign-in" else BODIES.get(path)
+        data = None if body is None else json.dumps(body).encode()
+        url = f"{self.console.page.url}{path}{QUERIES.get(path, '')}"
+        async with self.console.page.session.request(method, url, headers=headers, data=data) as reply:
+            text = await reply.text()
+            assert caller in ("viewer", "operator") or "acme" not in text
+            self.console.page.session.cookie_jar.clear()
+            return reply.status
+
+    def routes(self) -> set[tuple[str, str]]:
+        """Every route of the console, without those of the page's own files."""
+        console = self.console.gateway._console
+        assert console is not None
+        found = {
+            (route.method, route.resource.canonical)
+            for route in console._runner.app.router.routes()
+            if route.resource is not None and route.method != "HEAD"
+        }
+        return {(method, path) for method, path in found if not path.endswith((".js", ".css", ".svg"))}
+
+
+@pytest.fixture
+async def siege(harness: GatewayHarness, tmp_path: Path) -> AsyncIterator[Siege]:
+    built = Siege(harness, tmp_path)
+    await built.start()
+    yield built
+    await built.stop()
+
+
+async def test_every_rpc_answers_each_caller_as_expected(siege: Siege) -> None:
+    assert RPCS.keys() == METHODS.keys(), "a method without an expectation, or one that is gone"
+    found = {path: tuple([await siege.call(path, caller) for caller in CALLERS]) for path in METHODS}
+    assert found == RPCS
+
+
+async def test_every_route_of_the_console_answers_each_caller_as_expected(siege: Siege) -> None:
+    assert ROUTES.keys() == siege.routes(), "a route without an expectation, or one that is gone"
+    found = {
+        route: tuple([str(await siege.ask(*route, caller)) for caller in CALLERS]) for route in sorted(ROUTES)
+    }
+    assert found == {route: tuple(map(str, expected)) for route, expected in ROUTES.items()}
+
+
+async def test_the_port_between_gateways_is_closed_to_every_caller(siege: Siege) -> None:
+    addresses = {name for name in GatewayRecord.__struct_fields__ if name in ("fleet", *PUBLIC_ADDRESSES)}
+    assert addresses == {"fleet", *PUBLIC_ADDRESSES}
+    for expected, caller in zip(PORTS["fleet"], CALLERS, strict=True):
+        assert expected == "closed"
+        secret = Trust.of(siege.credentials[caller].encode() or b"guess")
+        sock = await connect_tcp(f"127.0.0.1:{siege.console.gateway.fleet_port}")
+        with sock, pytest.raises(ProofError, match="does not know the cluster secret"):
+            await prove_as_async_client(sock, secret, caller)
+
+
+def test_every_other_internal_port_is_closed_to_every_caller() -> None:
+    assert PORTS.keys() == {"fleet", *KINDS}
+    with ListenerProcess(draw_trust()) as listening:
+        for kind in KINDS:
+            for expected, caller in zip(PORTS[kind], CALLERS, strict=True):
+                assert expected == "closed"
+                secret = Trust.of(f"{caller}, as a secret".encode())
+                with listening.connect(kind) as sock, pytest.raises(ProofError, match="does not know"):
+                    prove_as_client(sock, secret, caller)
