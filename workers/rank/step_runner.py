@@ -171,7 +171,7 @@ class StepRunner:
         """Execute this rank's part of one step. An empty plan only touches the device (the health canary)."""
         started_at, rows = self._take_in(plan)
         ticket = self._replay(plan, rows, started_at)
-        return ticket or self.sample(self._execute(plan, rows, started_at))
+        return ticket or self._sample(self._execute(plan, rows, started_at), None)
 
     def collect(self, ticket: Ticket) -> StepReport:
         """Wait until the launched step is done. Its report names what could not be computed; see
@@ -224,19 +224,22 @@ class StepRunner:
         """Sample for a step that is executed: the tokens feed the next one, and go into the report. `masks`
         [num_samples, ceil(vocab_size / 32)] may allow only some tokens to each row of the report, as in
         `Sampler.sample`."""
+        return self._sample(executed, masks)
+
+    def _sample(self, executed: Executed, masks: NDArray[np.uint32] | None) -> Ticket:
         if self._there is not None:
             return self._sample_there(executed, masks)
         tokens = np.zeros(len(executed.rows.sample_slots), np.int64)
         logprobs: list[RowLogprob] = []
         for rows, sampled in self._sampled_parts(executed, partial(self._draw, masks=masks)):
             tokens[rows.sample_rows] = sampled.tokens
-            logprobs += row_logprobs(rows, sampled.row_to_logprob)
+            if sampled.row_to_logprob:
+                logprobs += row_logprobs(rows, sampled.row_to_logprob)
         packed = b""
         if self._sampler is not None:
             self._hand_out(executed, tokens)
             packed = tokens.astype("<u4").tobytes()
-        report = self._report(executed.step, executed.started_at)
-        report = replace(report, tokens=packed, logprobs=tuple(logprobs))
+        report = self._report(executed.step, executed.started_at, packed, tuple(logprobs))
         return Ticket(report, self.queue.event())
 
     def _sample_there(self, executed: Executed, masks: NDArray[np.uint32] | None) -> Ticket:
@@ -288,9 +291,13 @@ class StepRunner:
             else:
                 pending += part.halves()
 
-    def _report(self, step: int, started_at: float) -> StepReport:
-        """Return the report of a step without what it sampled."""
-        return StepReport(step, b"", started_at, self._clock.now(), failed=self._containment.failed)
+    def _report(
+        self, step: int, started_at: float, tokens: bytes = b"", logprobs: tuple[RowLogprob, ...] = ()
+    ) -> StepReport:
+        """Return the report of a step, by default without what it sampled."""
+        return StepReport(
+            step, tokens, started_at, self._clock.now(), None, self._containment.failed, logprobs
+        )
 
     # --------------------------------------------------------------------------------- graphs
 
