@@ -164,7 +164,7 @@ class Siege:
             "operator": key_of(self._keys_file, "ops", "operator"),
             "expired": key_of(self._keys_file, "acme", "user", "operator", expires=past),
             "revoked": key_of(self._keys_file, "acme", "user", "operator"),
-            "wrong audience": issuer.token(aud="elsewhere", roles=["user", "operator"]),
+            "wrong audience": issuer.token(aud="elsewhere", sub="s" * 100, roles=["user", "operator"]),
         }
         self._auth = {
             "mode": "required",
