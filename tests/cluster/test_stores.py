@@ -12,6 +12,7 @@ from trust_files import TRUST
 
 from cluster.config import ClusterConfig, parse_config
 from cluster.errors import ConfigError
+from cluster.identity.config import AuthConfig
 from cluster.stores import (
     NodeAddress,
     NvmeFolder,
@@ -25,6 +26,7 @@ from cluster.stores import (
 )
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import Faults
+from kvtransfer.common.group_shares import GroupShares
 from kvtransfer.config import StoreConfig
 from kvtransfer.store.messages import HEADER_BYTES
 from kvtransfer.store.nvme.log import NvmeTier
@@ -97,9 +99,10 @@ def test_settings_are_what_the_file_says_in_bytes_and_seconds(tmp_path: Path) ->
         "redis_url": "redis://r",
         "lookup_budget_ms": 5,
         "admission": "all",
-        "tenant_share": 0.5,
     }
-    made = config(store).model_copy(update={"app": "a"})
+    tenants = {"*": {"dram_share": 0.5}, "a": {"nvme_share": 0.25, "sharing_group": "g"}}
+    auth = AuthConfig.model_validate({"tenants": tenants})
+    made = config(store).model_copy(update={"app": "a", "auth": auth})
     settings = store_settings(made, TRUST, NODE, "life", 7, tmp_path / "own")
     assert (settings.node_id, settings.epoch) == (NODE.node_id[:12], 7)
     assert settings.name == store_name("a", "life", NODE.node_id) == "tandem-store-a-life-0123456789ab"
@@ -107,7 +110,9 @@ def test_settings_are_what_the_file_says_in_bytes_and_seconds(tmp_path: Path) ->
     assert 0 <= 2_500_000_000 - settings.dram_bytes < 2 << 20
     assert settings.nvme_bytes == 4_000_000_000
     assert (settings.nvme_path, settings.segment_bytes) == (str(tmp_path / "own"), 64 << 20)
-    assert (settings.admission, settings.tenant_share) == ("all", 0.5)
+    assert settings.admission == "all"
+    assert settings.dram_shares == GroupShares(0.5, {"g": 1.0})
+    assert settings.nvme_shares == GroupShares(1.0, {"g": 0.25})
     assert settings.lookup_budget_s == pytest.approx(0.005)
     assert (settings.redis_url, settings.host) == ("redis://r", "127.0.0.1")
     assert "cuda_ipc" not in settings.transports
