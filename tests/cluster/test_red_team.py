@@ -262,7 +262,7 @@ async def siege(harness: GatewayHarness, tmp_path: Path) -> AsyncIterator[Siege]
 async def test_every_rpc_answers_each_caller_as_expected(siege: Siege) -> None:
     assert RPCS.keys() == METHODS.keys(), "a method without an expectation, or one that is gone"
     found = {path: tuple([await siege.call(path, caller) for caller in CALLERS]) for path in METHODS}
-    assert found == RPCS
+    assert {path: each for path, each in found.items() if each != RPCS[path]} == {}
 
 
 async def test_every_route_of_the_console_answers_each_caller_as_expected(siege: Siege) -> None:
@@ -270,7 +270,8 @@ async def test_every_route_of_the_console_answers_each_caller_as_expected(siege:
     found = {
         route: tuple([str(await siege.ask(*route, caller)) for caller in CALLERS]) for route in sorted(ROUTES)
     }
-    assert found == {route: tuple(map(str, expected)) for route, expected in ROUTES.items()}
+    expected = {route: tuple(map(str, statuses)) for route, statuses in ROUTES.items()}
+    assert {route: each for route, each in found.items() if each != expected[route]} == {}
 
 
 async def test_the_port_between_gateways_is_closed_to_every_caller(siege: Siege) -> None:
