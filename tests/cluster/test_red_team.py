@@ -119,7 +119,7 @@ ROUTES: dict[tuple[str, str], Row] = {
     ("GET", f"{PATH}/"): PAGE,
     ("GET", f"{API}/session"): PAGE,  # says who is signed in: nobody
     # With the credential as the key to sign in with.
-    ("POST", f"{API}/sign-in"): (400, 403, 200, 200, 401, 401, 400, 401),
+    ("POST", f"{API}/sign-in"): (400, 403, 200, 200, 401, 401, 401, 401),
     ("POST", f"{API}/sign-out"): PAGE,
     **{
         ("GET", f"{API}/{name}"): row("401", other=403, viewer=200, operator=200)
@@ -206,13 +206,16 @@ class Siege:
         is_admin = path.startswith(ADMIN)
         address = self.console.admin_address if is_admin else self.console.address
         async with grpc.aio.insecure_channel(address) as channel:
-            call = channel.stream_stream(path)(
-                iter([request.SerializeToString()]),
-                metadata=(("authorization", f"Bearer {token}"),) if token else (),
-                timeout=WAIT_S,
+            method = METHODS[path]
+            kind = channel.unary_stream if method.server_streaming else channel.unary_unary
+            first: Any = request.SerializeToString()
+            if method.client_streaming:
+                kind, first = channel.stream_stream, iter([first])
+            call = kind(path)(
+                first, metadata=(("authorization", f"Bearer {token}"),) if token else (), timeout=WAIT_S
             )
             try:
-                answer = await call.read()
+                answer = await (call.read() if method.server_streaming else call)
                 if path == f"{INFERENCE}Generate":
                     while await call.read() is not grpc.aio.EOF:
                         pass
