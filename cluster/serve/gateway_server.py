@@ -113,7 +113,7 @@ class Gateway:
             max_requests=config.gateway.max_requests,
             gateway_id=gateway_id,
             auth=config.auth,
-            resume_tokens=ResumeTokens(trust.secret, clock, config.auth.resume_s),
+            resume_tokens=ResumeTokens(trust, clock, config.auth.resume_s),
             on_members=self._on_members,
             observers=_observers(config, history, self._tracer),
             counters=_open_counters(config, self.connections),

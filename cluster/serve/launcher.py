@@ -382,7 +382,7 @@ def check_key_roots(config: ClusterConfig, *, is_drawn: bool) -> None:
     if isinstance(own, str):
         raise ConfigError(own)
     remedy = (
-        "write it with `tandem key rotate-root FILE`, copy it to the same path of every node, and name it"
+        "write it with `tandem key root FILE`, copy it to the same path of every node, and name it"
         if is_drawn
         else "copy it to the same path of every node"
     )
