@@ -10,7 +10,10 @@ threads. Shapes: "equal"; "1 to 4": one rank writes to four that hold a quarter 
 4 KiB at the source); "4 to 1": such a quarter to a rank that holds all. Every repetition measures every way,
 and a ratio is the median of those within one repetition. Each process has one half of the cores.
 
-    python -m benchmarks.transfer [--mib 256] [--repeat 7] [--transports shm,tcp] [--streams 2]
+`--tls` encrypts the channels of `tcp` with the certificate tls.crt, the key tls.key and the authority ca.crt
+of a folder; the limit stays a plain loop.
+
+    python -m benchmarks.transfer [--mib 256] [--repeat 7] [--transports shm,tcp] [--streams 2] [--tls FOLDER]
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from operator import truediv
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -45,6 +49,7 @@ from kvtransfer.messages import (
     TransferSettings,
 )
 from kvtransfer.protocol.fence import Gate
+from kvtransfer.rpc.mutual_tls import TlsFiles
 from kvtransfer.rpc.trust import Trust, TrustFiles
 from kvtransfer.transports import TRANSPORTS
 from kvtransfer.transports.base import Channel, TargetRank, WriterRank
@@ -153,14 +158,20 @@ class Target:
 class Writer:
     """This process: source pools, and the ways to move all their blocks to the target."""
 
-    def __init__(self, num_blocks: int, settings: TransferSettings) -> None:
+    def __init__(self, num_blocks: int, settings: TransferSettings, tls: TlsFiles | None) -> None:
         self._num_blocks = num_blocks
         self._settings = settings
-        files = draw_trust()
+        files = msgspec.structs.replace(draw_trust(), tls=tls)
         self._trust = Trust.read(files)
         cores = sorted(os.sched_getaffinity(0))
         theirs = cores[len(cores) // 2 :]
-        command = [sys.executable, "-m", "benchmarks.transfer", "--serve", files.secret_file]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.transfer",
+            "--serve",
+            msgspec.json.encode(files).decode(),
+        ]
         command += ["--blocks", str(num_blocks), "--transports", ",".join(settings.transports)]
         command += ["--cores", ",".join(map(str, theirs))]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -273,8 +284,8 @@ class Writer:
         return msgspec.json.decode(self._process.stdout.readline())
 
 
-def measure(num_blocks: int, repeat: int, settings: TransferSettings) -> None:
-    writer = Writer(num_blocks, settings)
+def measure(num_blocks: int, repeat: int, settings: TransferSettings, tls: TlsFiles | None) -> None:
+    writer = Writer(num_blocks, settings, tls)
     ways = writer.ways()
     rates: dict[Way, list[float]] = {way: [] for way in ways}
     for number in range(repeat + 1):
@@ -297,6 +308,7 @@ def measure(num_blocks: int, repeat: int, settings: TransferSettings) -> None:
             "limit_gb_s": round(statistics.median(limits[way.limit]), 3),
             "ratio": round(statistics.median(map(truediv, values, limits[way.limit])), 3),
             "num_bytes": way.num_bytes,
+            "tls": tls is not None and way.name == "tcp",
             "repeat": repeat,
         }
         print(json.dumps(line), flush=True)
@@ -310,6 +322,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--transports", default="shm,tcp")
     parser.add_argument("--streams", type=int, default=2)
+    parser.add_argument("--tls", type=Path, help="folder with tls.crt, tls.key and ca.crt")
     parser.add_argument("--serve", default="", help=argparse.SUPPRESS)
     parser.add_argument("--cores", help=argparse.SUPPRESS)
     parser.add_argument("--blocks", type=int, default=0, help=argparse.SUPPRESS)
@@ -317,9 +330,11 @@ def main() -> None:
     settings = TransferSettings("127.0.0.1", tuple(args.transports.split(",")), tcp_streams=args.streams)
     if args.serve:
         os.sched_setaffinity(0, {int(core) for core in args.cores.split(",")})
-        Target(args.blocks, settings, Trust.read(TrustFiles(args.serve))).run()
+        Target(args.blocks, settings, Trust.read(msgspec.json.decode(args.serve, type=TrustFiles))).run()
     else:
-        measure((args.mib << 20) // layout(ALL_HEADS).block_bytes, args.repeat, settings)
+        names = ("tls.crt", "tls.key", "ca.crt")
+        tls = None if args.tls is None else TlsFiles(*(str(args.tls / name) for name in names))
+        measure((args.mib << 20) // layout(ALL_HEADS).block_bytes, args.repeat, settings, tls)
 
 
 if __name__ == "__main__":

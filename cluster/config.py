@@ -174,6 +174,9 @@ class GatewayConfig(_Settings):
     # Where operators' calls (`tandem.v1.Admin`) are answered, on `host`; 0: a free one. As for the console, a
     # free one where another `port` is set and this is not.
     admin_port: int = Field(default=8782, ge=0, le=65535)
+    # Where the other gateways ask this one, on `transfer.data_host`; 0: a free one, which a gateway also has
+    # while it takes over from another one on its host.
+    fleet_port: int = Field(default=0, ge=0, le=65535)
     # Host names under which browsers may reach the console; addresses and localhost always may.
     console_hosts: tuple[str, ...] = ()
     # Gateways; several on one host need port 0.

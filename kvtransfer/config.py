@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from kvtransfer.codec import Part
+from kvtransfer.common.group_shares import GroupShares
 from kvtransfer.messages import TransferSettings
 
 TransportName = Literal["cuda_ipc", "shm", "nccl", "gloo", "rdma", "tcp"]
@@ -101,7 +102,8 @@ class StoreSettings(Part, frozen=True):
     admission: Admission = "adaptive"
     write_queue: int = 1024
     flush_s: float = 5.0
-    tenant_share: float = 1.0
+    dram_shares: GroupShares = GroupShares()
+    nvme_shares: GroupShares = GroupShares()
     prefetch_pin_s: float = 10.0
     redis_url: str = ""
     redis_ca_file: str = ""
@@ -136,8 +138,6 @@ class StoreConfig(BaseModel):
     write_queue: int = Field(default=1024, ge=1)
     # How long a store that is ordered to end may write admitted records to NVMe.
     flush_s: float = Field(default=5.0, ge=0)
-    # The most of a tier that one tenant may take while others want it.
-    tenant_share: float = Field(default=1.0, gt=0, le=1)
     # How long a prefetched block is kept in host memory for the request that will want it.
     prefetch_pin_s: float = Field(default=10.0, gt=0)
     # The index of all nodes: redis://, rediss:// (TLS) or unix://. "": REDIS_URL of the environment, else a

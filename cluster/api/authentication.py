@@ -37,6 +37,7 @@ MethodAccess = Role | Literal["identified", "open"]
 
 _INFERENCE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 _ADMIN = pb.DESCRIPTOR.services_by_name["Admin"].full_name
+_ADMIN_PREFIX = f"/{_ADMIN}/"
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
 
@@ -164,9 +165,10 @@ class Authentication(grpc.aio.ServerInterceptor):
         self, handler: grpc.RpcMethodHandler, method: str, identity: Identity
     ) -> grpc.RpcMethodHandler:
         """Return the handler, with this caller."""
-        behaviour = _behaviour(handler)
-        if inspect.isasyncgenfunction(behaviour):  # reflection, which asks for no caller
+        if not method.startswith(_ADMIN_PREFIX):  # gRPC awaits the handler in this task, in this context
+            _caller.set(identity)
             return handler
+        behaviour = _behaviour(handler)
 
         async def call(request: Any, context: Context) -> Any:
             _caller.set(identity)
@@ -206,7 +208,7 @@ class Authentication(grpc.aio.ServerInterceptor):
     @contextlib.contextmanager
     def _recorded(self, method: str, identity: Identity, request: Any, context: Context) -> Iterator[None]:
         """Record the call of `Admin` that is served within, and its end."""
-        if not method.startswith(f"/{_ADMIN}/"):
+        if not method.startswith(_ADMIN_PREFIX):
             yield
             return
         unset = grpc.StatusCode.UNKNOWN

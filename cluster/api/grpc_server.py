@@ -14,6 +14,9 @@ from typing import Literal
 import grpc
 import grpc.aio
 import psutil
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from cryptography.x509 import load_pem_x509_certificates
 from grpc_health.v1 import health, health_pb2_grpc
 
 from cluster.config import GatewayConfig
@@ -140,6 +143,7 @@ class Certificate:
         if ca_file is not None:
             self._files["auth.certificates.ca_file"] = ca_file
         self._current = self._read()
+        _check_pair(*self._current[:2])
         # What the server was given last.
         self._given = self._current
 
@@ -170,7 +174,7 @@ class Certificate:
             if self._current != given:
                 try:
                     context, given = self._ssl_context(), self._current
-                except StartError as error:  # the key is not yet that of the certificate
+                except StartError as error:  # replaced once more since they were read
                     _log.error("the certificate in use stays: %s", error)
             connection.context = context
 
@@ -198,11 +202,13 @@ class Certificate:
         """Take over what the files hold now, where it is complete."""
         try:
             now = self._read()
+            if now == self._current:
+                return
+            _check_pair(*now[:2])
         except StartError as error:
             _log.error("the certificate in use stays: %s", error)
             return
-        if now != self._current:
-            _log.info("a renewed certificate is used from now on")
+        _log.info("a renewed certificate is used from now on")
         self._current = now
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
@@ -219,6 +225,18 @@ class Certificate:
             if b"-----BEGIN " not in texts[-1]:
                 raise StartError(f"{field}: {path} holds no PEM")
         return tuple(texts)
+
+
+def _check_pair(cert: bytes, key: bytes) -> None:
+    """`StartError` unless the key is that of the certificate: not while one of the two files is replaced
+    already and the other is not."""
+    try:
+        chain, private = load_pem_x509_certificates(cert), load_pem_private_key(key, None)
+        is_pair = chain[0].public_key() == private.public_key()
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise StartError(f"gateway.tls_cert_file, gateway.tls_key_file: {error}") from error
+    if not is_pair:
+        raise StartError("gateway.tls_key_file: it is not the key of gateway.tls_cert_file")
 
 
 _TAKEN = "the port is taken, or the address is not one of this host"

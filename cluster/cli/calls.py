@@ -143,8 +143,7 @@ def status_view(
     head = Text(
         f"{model.name}: {'ready' if status.ready else 'not ready'}; "
         f"context {model.max_context_tokens} tokens, blocks of {model.block_tokens}\n"
-        f"requests: {status.num_running_requests} running, {status.num_finished_requests} finished, "
-        f"{status.num_cancelled_requests} cancelled, {status.num_failed_requests} failed\n"
+        f"{_requests_line(status)}\n"
         f"{_kv_capacity(status)}"
     )
     parts: list[RenderableType] = [head, *pool_parts(status), _replica_table(status.replicas)]
@@ -332,6 +331,19 @@ def _rate(value: float, num_digits: int) -> str:
 # The pools: their counts, and the latest changes.
 
 _NUM_MOVES = 5
+
+
+def _requests_line(status: pb.StatusResponse) -> str:
+    """The requests of all gateways that answered; of the one that was asked where none is registered."""
+    silent = [f"{it.gateway_id} {it.note}" for it in status.gateways if it.note]
+    known: Sequence[pb.GatewayStatus | pb.StatusResponse]
+    known = [it for it in status.gateways if not it.note] or [status]
+    running, finished, cancelled, failed = (
+        sum(getattr(it, f"num_{kind}_requests") for it in known)
+        for kind in ("running", "finished", "cancelled", "failed")
+    )
+    line = f"requests: {running} running, {finished} finished, {cancelled} cancelled, {failed} failed"
+    return line + (f" (without {'; '.join(silent)})" if silent else "")
 
 
 def pool_parts(status: pb.StatusResponse) -> list[RenderableType]:

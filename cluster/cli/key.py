@@ -1,4 +1,5 @@
-"""`tandem key`: make, list and revoke API keys in a file that gateways read again when it changes."""
+"""`tandem key`: make, list and revoke API keys, and rotate key roots, in files that gateways read again when
+they change."""
 
 from __future__ import annotations
 
@@ -16,9 +17,10 @@ from cluster.cli.terminal import NONE, AsJson, made_table, out
 from cluster.errors import ConfigError
 from cluster.identity.api_keys import KeyEntry, add_key, read_keys, revoke_key, split_key
 from cluster.identity.identity import ROLES, Role
+from cluster.identity.key_roots import end_rotation, rotate_key_root
 from kvtransfer.common.clock import SystemClock
 
-cli = typer.Typer(no_args_is_help=True, help="API keys of a cluster: new, list, revoke.")
+cli = typer.Typer(no_args_is_help=True, help="API keys of a cluster: new, list, revoke; and its key root.")
 
 KeysFile = Annotated[
     Path, typer.Option("-f", "--file", envvar="TANDEM_KEYS_FILE", help="The file of `auth.keys_file`.")
@@ -28,7 +30,7 @@ DEFAULT_FILE = Path("keys.yaml")
 
 @cli.command()
 def new(
-    tenant: Annotated[str, typer.Argument(help="The owner of the requests that are sent with the key.")],
+    tenant: Annotated[str, typer.Option(help="The owner of the requests that are sent with the key.")],
     file: KeysFile = DEFAULT_FILE,
     role: Annotated[
         list[str] | None, typer.Option(help=f"{', '.join(ROLES)}; may be repeated; default: user.")
@@ -77,6 +79,18 @@ def revoke(
 ) -> None:
     """Remove a key from the file; gateways refuse it about a second later."""
     revoke_key(file, key_id)
+
+
+@cli.command()
+def root(
+    file: Annotated[Path, typer.Argument(help="The file of `auth.key_root_file`; made where it is missing.")],
+    end: Annotated[
+        bool, typer.Option("--end", help="Drop the older of two roots: what it led to is not found again.")
+    ] = False,
+) -> None:
+    """Begin to rotate the root of block keys: a new one beside the one before. `--end` ends the rotation."""
+    roots = end_rotation(file) if end else rotate_key_root(file, secrets.token_bytes)
+    out.print(f"key roots, the newest first: {', '.join(it.id for it in roots)}", highlight=False)
 
 
 def keys_table(entries: Sequence[KeyEntry], now: float) -> Table:

@@ -179,8 +179,8 @@ def tiers(live: Live) -> Iterator[CheckResult]:
         if tier.num_refused > before.num_refused:
             yield warning(
                 f"{name}: {tier.num_refused - before.num_refused} records found no space while we looked",
-                "all it holds is in use, or a tenant has its share: those blocks are not kept",
-                "a larger store.dram_gb or store.tenant_share",
+                "all it holds is in use, or a group has its share: those blocks are not kept",
+                "a larger store.dram_gb, or dram_share of the tenant in auth.tenants",
                 total=tier.num_refused,
             )
         if tier.num_quarantined and before.num_quarantined:

@@ -19,7 +19,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from msgspec import structs
 
-from cluster.errors import UnknownRequestError
+from cluster.errors import StartError, UnknownRequestError
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_manager import RequestInfo, RequestManager, is_drawn_by
 from cluster.identity.sessions import EndedSession, Sessions
@@ -207,10 +207,16 @@ class Fleet:
         self._streams: set[FrameStream] = set()
         self._tasks = SupervisedTasks()
 
-    async def start(self, host: str) -> int:
-        """Listen on a free port, which is returned."""
+    async def start(self, host: str, port: int = 0) -> int:
+        """Listen, and return the port (a free one when `port` is 0); `StartError` when it is taken."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        sock = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+        try:
+            sock = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            raise StartError(
+                f"gateway.fleet_port: the gateway cannot listen on {host}:{port} for the others: "
+                f"{error.strerror or error}; choose another port, or 0 for a free one"
+            ) from error
         port = int(sock.getsockname()[1])
         self._listener = ProvenListener(
             sock, self._trust, self._serve, self._tasks.spawn, self._clock, "fleet"

@@ -418,6 +418,8 @@ def check_may_use(identity: Identity, limits: ServingLimits) -> None:
         raise ForbiddenError(f"{identity.name} may not use the model {limits.model_name!r}")
 
 
+_LENGTH_BYTES = 8
+_PROMPTS = ("text", "token_ids", "chat")
 # Fields of a request that decide none of its tokens, or stand in a resume token by themselves.
 _NOT_DIGESTED = ("model", "request_id", "seed", "tenant", "priority", "resume", "resume_token", "pins")
 
@@ -425,11 +427,18 @@ _NOT_DIGESTED = ("model", "request_id", "seed", "tenant", "priority", "resume", 
 def resume_digest(request: pb.GenerateRequest) -> bytes:
     """Return the SHA-256 of all that a call that resumes the request must repeat: the prompt, and the
     parameters that decide its tokens."""
-    digested = pb.GenerateRequest()
-    digested.CopyFrom(request)
-    for field in _NOT_DIGESTED:
-        digested.ClearField(field)
-    return hashlib.sha256(digested.SerializeToString(deterministic=True)).digest()
+    digest = hashlib.sha256()
+    parameters = pb.GenerateRequest()
+    for field, value in request.ListFields():
+        if field.name in _PROMPTS:  # it may be long, and is not copied
+            text = value.encode() if isinstance(value, str) else value.SerializeToString(deterministic=True)
+            digest.update(field.number.to_bytes(_LENGTH_BYTES, "big"))
+            digest.update(len(text).to_bytes(_LENGTH_BYTES, "big"))
+            digest.update(text)
+        elif field.name not in _NOT_DIGESTED:
+            parameters.MergeFrom(pb.GenerateRequest(**{field.name: value}))
+    digest.update(parameters.SerializeToString(deterministic=True))
+    return digest.digest()
 
 
 def _record(

@@ -23,7 +23,7 @@ class AccessControl:
         self.authenticator = Authenticator(config, clock)
         self.audit = AuditLog(config.audit, gateway_id, clock)
         self.sessions = Sessions(trust, self.authenticator, clock)
-        self.relays = RelayTokens(trust.secret, clock)
+        self.relays = RelayTokens(trust, clock)
 
     async def follow(self) -> None:
         """Read credentials again when their files change, until cancelled; each change is recorded."""

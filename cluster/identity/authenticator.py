@@ -10,7 +10,7 @@ from typing import Any
 
 from cluster.errors import ForbiddenError, UnauthenticatedError
 from cluster.identity.api_keys import KEY_PREFIX, NO_ENTRY, KeyEntry, parse_keys, split_key
-from cluster.identity.certificates import identify_certificate
+from cluster.identity.certificates import CertificateIdentities
 from cluster.identity.config import AuthConfig
 from cluster.identity.identity import LOCAL, Identity, Role
 from cluster.identity.jwt_tokens import JwtVerifier
@@ -44,6 +44,11 @@ class Authenticator:
             if config.keys_file is not None
             else None
         )
+        # By the id of the key: the entry, and who has it.
+        self._key_identities: dict[str, tuple[KeyEntry, Identity]] = {}
+        self._key_version = 0
+        certificates = config.certificates
+        self._certificates = CertificateIdentities(certificates, config) if certificates is not None else None
         self._jwt = JwtVerifier(config.jwt, config, clock) if config.jwt is not None else None
 
     @property
@@ -58,8 +63,8 @@ class Authenticator:
             return LOCAL
         if credentials.authorization:
             return self._by_token(_bearer(credentials.authorization))
-        if credentials.certificate_names and self.config.certificates is not None:
-            return identify_certificate(credentials.certificate_names, self.config.certificates, self.config)
+        if credentials.certificate_names and self._certificates is not None:
+            return self._certificates.identify(credentials.certificate_names)
         raise UnauthenticatedError(f"no credentials: {_REMEDY}")
 
     def key_entry(self, api_key: str) -> KeyEntry:
@@ -76,7 +81,7 @@ class Authenticator:
         entry = self._keys.content.get(key_id) if self._keys is not None else None
         if entry is None or entry.mark != mark:
             raise UnauthenticatedError("the key of this session is not valid any more")
-        return self._unexpired(entry).identity(self.config)
+        return self._identity(self._unexpired(entry))
 
     def reload(self) -> None:
         """Read the files that have changed; blocks."""
@@ -107,10 +112,22 @@ class Authenticator:
 
     def _by_token(self, token: str) -> Identity:
         if token.startswith(KEY_PREFIX) and self._keys is not None:
-            return self.key_entry(token).identity(self.config)
+            return self._identity(self.key_entry(token))
         if self._jwt is not None and not token.startswith(KEY_PREFIX):
             return self._jwt.identify(token)
         raise UnauthenticatedError("the key or token is not valid here")
+
+    def _identity(self, entry: KeyEntry) -> Identity:
+        """Return who has the key; made once for each content of the file."""
+        assert self._keys is not None
+        if self._key_version != self._keys.version:
+            self._key_identities.clear()
+            self._key_version = self._keys.version
+        known = self._key_identities.get(entry.id)
+        if known is None or known[0] is not entry:
+            known = entry, entry.identity(self.config)
+            self._key_identities[entry.id] = known
+        return known[1]
 
     def _unexpired(self, entry: KeyEntry) -> KeyEntry:
         expires_at = entry.expires_at

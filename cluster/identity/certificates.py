@@ -19,12 +19,14 @@ def names_of_auth_context(auth_context: Mapping[str, Iterable[bytes]]) -> tuple[
     )
 
 
-def identify_certificate(names: Sequence[str], settings: CertificateConfig, config: AuthConfig) -> Identity:
-    """Return who has one of these names; `UnauthenticatedError` when nobody has."""
-    for entry in settings.identities:
-        if entry.name in names:
+class CertificateIdentities:
+    """Knows who has a certificate, by the names in it."""
+
+    def __init__(self, settings: CertificateConfig, config: AuthConfig) -> None:
+        self._known: dict[str, tuple[int, Identity]] = {}
+        for place, entry in enumerate(settings.identities):
             limits = config.limits(entry.tenant)
-            return Identity(
+            identity = Identity(
                 name=f"cert:{entry.name}",
                 tenant=entry.tenant,
                 roles=frozenset(entry.roles),
@@ -33,4 +35,12 @@ def identify_certificate(names: Sequence[str], settings: CertificateConfig, conf
                 models=frozenset(limits.models) or None,
                 method="certificate",
             )
-    raise UnauthenticatedError("the client certificate has no name that is known here")
+            self._known.setdefault(entry.name, (place, identity))
+
+    def identify(self, names: Sequence[str]) -> Identity:
+        """Return who has one of these names, by the first entry that names one; `UnauthenticatedError` when
+        nobody has."""
+        found = [self._known[name] for name in names if name in self._known]
+        if not found:
+            raise UnauthenticatedError("the client certificate has no name that is known here")
+        return min(found, key=lambda item: item[0])[1]

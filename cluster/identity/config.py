@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from cluster.identity.identity import MAX_PRIORITY, TENANT_PATTERN, Role, is_tenant
+from kvtransfer.common.group_shares import GroupShares
 
 Algorithm = Literal["RS256", "ES256", "EdDSA"]
 ANY_TENANT = "*"
 
 Share = Annotated[float, Field(gt=0, le=1)]
+ShareField = Literal["device_kv_share", "dram_share", "nvme_share"]
+SHARE_FIELDS: tuple[ShareField, ...] = get_args(ShareField)
+STORE_SHARE_FIELDS: tuple[ShareField, ...] = ("dram_share", "nvme_share")
 Tenant = Annotated[str, Field(pattern=TENANT_PATTERN)]
 
 
@@ -70,10 +74,20 @@ class TenantLimits(_Settings):
     # Tenants of the same group share cached prefixes, and can find out which of each other's prompts are
     # cached; "": the tenant's own name, a group of one.
     sharing_group: str = Field(default="", pattern=r"^[A-Za-z0-9._:-]{0,64}$")
-    # The shares of a replica's KV memory and of a node's tiers that its sharing group may fill.
+    # The share of a replica's KV memory that its sharing group may take. Not enforced yet: only 1 is
+    # accepted.
     device_kv_share: Share = 1.0
+    # The share of a node's host memory for KV that its sharing group may take while others want it, and that
+    # of its NVMe.
     dram_share: Share = 1.0
     nvme_share: Share = 1.0
+
+    @field_validator("device_kv_share")
+    @classmethod
+    def _device_shares_are_not_enforced(cls, value: float) -> float:
+        if value < 1:
+            raise ValueError("a share of the replicas' KV is not enforced yet; remove it")
+        return value
 
 
 class AuditConfig(_Settings):
@@ -131,6 +145,20 @@ class AuthConfig(_Settings):
                 _check_tenant(name)
         return self
 
+    @model_validator(mode="after")
+    def _a_group_has_one_share(self) -> Self:
+        group_to_tenant: dict[str, str] = {}
+        for tenant, limits in self.tenants.items():
+            other = group_to_tenant.setdefault(limits.sharing_group or tenant, tenant)
+            for field in SHARE_FIELDS:
+                mine, theirs = getattr(limits, field), getattr(self.tenants[other], field)
+                if mine != theirs:
+                    raise ValueError(
+                        f"tenants.{tenant}.{field}: is {mine:g}, and {theirs:g} for {other} of the same "
+                        "sharing group, which has one cache; give both the same"
+                    )
+        return self
+
     def limits(self, tenant: str) -> TenantLimits:
         """Return the limits of a tenant: its own, else those of "*", else the defaults."""
         return self.tenants.get(tenant) or self.tenants.get(ANY_TENANT) or _DEFAULTS
@@ -138,6 +166,16 @@ class AuthConfig(_Settings):
     def sharing_group(self, tenant: str) -> str:
         """Return the group whose cached prefixes the tenant's requests share."""
         return self.limits(tenant).sharing_group or tenant
+
+    def shares(self, field: ShareField) -> GroupShares:
+        """Return what each sharing group may take of a memory."""
+        default: float = getattr(self.limits(ANY_TENANT), field)
+        by_group: dict[str, float] = {
+            self.sharing_group(tenant): getattr(limits, field)
+            for tenant, limits in self.tenants.items()
+            if tenant != ANY_TENANT
+        }
+        return GroupShares(default, {it: share for it, share in by_group.items() if share != default})
 
     def located(self, folder: Path) -> Self:
         """Return a copy with all paths relative to `folder`."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import hmac
 
 import msgspec
@@ -13,6 +12,7 @@ import msgspec
 from cluster.errors import FieldViolation, ForbiddenError, InvalidRequestError
 from cluster.identity.identity import Identity
 from kvtransfer.common.clock import Clock
+from kvtransfer.rpc.trust import Trust
 
 _MAC_BYTES = 32
 _TIME_BYTES = 8
@@ -24,8 +24,8 @@ _FIELD = "resume_token"
 class ResumeTokens:
     """Issues and checks the tokens that let a caller resume its own request, at any gateway."""
 
-    def __init__(self, secret: bytes, clock: Clock, lifetime_s: float) -> None:
-        self._key = _derived(secret, b"tandem-resume-1")
+    def __init__(self, trust: Trust, clock: Clock, lifetime_s: float) -> None:
+        self._key = trust.key_for("tandem-resume-1")
         self._clock = clock
         self._lifetime_s = lifetime_s
 
@@ -59,8 +59,8 @@ class ResumeTokens:
 class RelayTokens:
     """Vouches for the certificate of a caller whose request one gateway relays to another."""
 
-    def __init__(self, secret: bytes, clock: Clock) -> None:
-        self._key = _derived(secret, b"tandem-relay-1")
+    def __init__(self, trust: Trust, clock: Clock) -> None:
+        self._key = trust.key_for("tandem-relay-1")
         self._clock = clock
 
     def issue(self, certificate_names: tuple[str, ...]) -> str:
@@ -76,10 +76,6 @@ class RelayTokens:
             return ()
         expires_at, names = msgspec.msgpack.decode(body, type=tuple[float, tuple[str, ...]])
         return names if self._clock.wall() < expires_at else ()
-
-
-def _derived(secret: bytes, purpose: bytes) -> bytes:
-    return hmac.digest(secret, purpose, hashlib.sha256)
 
 
 def _text(data: bytes) -> str:

@@ -163,9 +163,9 @@ async def plan_order(client: ServeClient, app: str, seen: AppTargets, counts: Ma
     for pool in counts:
         if pool not in seen.pools:
             raise UnknownPoolError(f"there is no pool {pool[:100]!r}, but {', '.join(sorted(seen.pools))}")
-    wanted = counts or {pool: target.target for pool, target in sorted(seen.pools.items())}
+    wanted = counts or {pool: target.target for pool, target in seen.pools.items()}
     headroom = await read_headroom(client, app) if counts else None
-    changes = tuple(_change(pool, after, seen, headroom) for pool, after in wanted.items())
+    changes = tuple(_change(pool, after, seen, headroom) for pool, after in sorted(wanted.items()))
     added = {change.pool: change.num_added for change in changes if change.num_added}
     return OrderDone(
         changes=changes,

@@ -113,7 +113,7 @@ class Gateway:
             max_requests=config.gateway.max_requests,
             gateway_id=gateway_id,
             auth=config.auth,
-            resume_tokens=ResumeTokens(trust.secret, clock, config.auth.resume_s),
+            resume_tokens=ResumeTokens(trust, clock, config.auth.resume_s),
             on_members=self._on_members,
             observers=_observers(config, history, self._tracer),
             counters=_open_counters(config, self.connections),
@@ -170,7 +170,9 @@ class Gateway:
         settings = self._config.gateway
         others = (await self._roster.view(-1, 0.0)).gateways
         takes_over = settings.takes_over and any(self._shares_address(it, settings.port) for it in others)
-        self.fleet_port = await self.fleet.start(self._inner_host)
+        # The older gateway keeps its port until it has left.
+        fleet_port = 0 if takes_over else settings.fleet_port
+        self.fleet_port = await self.fleet.start(self._inner_host, fleet_port)
         if takes_over:  # connections come as soon as it listens, and the older one could serve them
             self.connections.start(self.requests)
             end_at = self._clock.now() + _TAKE_OVER_S

@@ -316,10 +316,13 @@ class Service:
 
     def _addresses(self) -> Addresses:
         view = read_roster(self._config.app)
+        scheme = "http" if self._config.gateway.tls_cert_file is None else "https"
         return Addresses(
             gateways=tuple(record.address for record in view.gateways),
             admins=tuple(record.admin for record in view.gateways),
-            consoles=tuple(f"http://{record.console}/console" for record in view.gateways if record.console),
+            consoles=tuple(
+                f"{scheme}://{record.console}/console" for record in view.gateways if record.console
+            ),
             ray=ray.get_runtime_context().gcs_address,
             dashboard=self._dashboard,
             logs=session_logs(),
@@ -379,7 +382,7 @@ def check_key_roots(config: ClusterConfig, *, is_drawn: bool) -> None:
     if isinstance(own, str):
         raise ConfigError(own)
     remedy = (
-        "write it with `tandem key rotate-root FILE`, copy it to the same path of every node, and name it"
+        "write it with `tandem key root FILE`, copy it to the same path of every node, and name it"
         if is_drawn
         else "copy it to the same path of every node"
     )
@@ -449,7 +452,7 @@ def check_hosts(config: ClusterConfig, num_nodes: int) -> None:
             f"transfer.data_host: {data_host} cannot be reached from the other {num_nodes - 1} Ray nodes; "
             "set it to auto"
         )
-    for field in ("port", "console_port", "admin_port", "health_port"):
+    for field in ("port", "console_port", "admin_port", "health_port", "fleet_port"):
         port = getattr(gateway, field)
         if port and gateway.replicas > num_nodes:
             raise ConfigError(

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from cluster.config import ClusterConfig
 from cluster.dtypes import resolve_dtype, with_dtype
 from cluster.errors import ConfigError
+from cluster.identity.config import STORE_SHARE_FIELDS
 from cluster.scaling.counts import KnownCounts, counts_to_deploy
 from cluster.serve.capacity import bundles, placement_strategy
 from cluster.serve.ray_private import delete_value, read_value, write_value
@@ -119,6 +120,11 @@ def check_update(old: ClusterConfig, new: ClusterConfig) -> None:
             problems.append(
                 f"{change.path}: an update does not restart stores; leave it at {change.before}, or {_ANEW}"
             )
+    problems += [
+        f"auth.tenants: {field} differs: an update does not restart stores; leave it as it was, or {_ANEW}"
+        for field in STORE_SHARE_FIELDS
+        if old.auth.shares(field) != new.auth.shares(field)
+    ]
     if problems:
         raise ConfigError("\n".join(problems))
 

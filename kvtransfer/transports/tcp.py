@@ -26,6 +26,7 @@ from kvtransfer.messages import BlockMove, Lane, ReplicaIdentity, Shard
 from kvtransfer.protocol.fence import Gate, OpenedLanding
 from kvtransfer.rpc.handshake import HANDSHAKE_TIMEOUT_S, receive_exactly, send_frame
 from kvtransfer.rpc.listener import shut_down
+from kvtransfer.rpc.mutual_tls import TlsSocket
 from kvtransfer.transports.base import (
     ACK_CODEC,
     STALLED_S,
@@ -281,7 +282,8 @@ _BLOCKS, _SCRATCH, _SYNC = 1, 2, 3
 _NO_LANDING = bytes(16)
 FRAME_BYTES = 1 << 20
 # Pieces whose runs are shorter on average are packed before they are sent, and unpacked after: at 2 KiB that
-# is as fast as a vector of runs, from 4 KiB on slower.
+# is as fast as a vector of runs, from 4 KiB on slower. A sender over TLS packs all that are shorter than a
+# frame, since each call encrypts one run.
 _SHORT_RUN_BYTES = 4 << 10
 _MAX_VECTORS = 512
 
@@ -289,14 +291,14 @@ _MAX_VECTORS = 512
 class Packing:
     """How a lane's pieces lie in one rank's pool: in place where that is worth it, else in staging memory."""
 
-    def __init__(self, pool: KvPool, piece: Shard) -> None:
+    def __init__(self, pool: KvPool, piece: Shard, *, min_run_bytes: int = _SHORT_RUN_BYTES) -> None:
         self.pool = pool
         self.piece = piece
         self.piece_bytes = pool.piece_bytes(piece)
         self.blocks_per_frame = max(1, FRAME_BYTES // self.piece_bytes)
         runs = piece_table(pool.layout, piece).runs
         self._spans = [(run.src_offset, run.src_offset + run.num_bytes) for run in runs]
-        short = self.piece_bytes < _SHORT_RUN_BYTES * len(runs)
+        short = self.piece_bytes < min_run_bytes * len(runs)
         self._buffer = pool.memory.buffer if isinstance(pool, HostPool) and not short else None
 
     @property
@@ -422,7 +424,8 @@ class StreamSender:
 
     def __init__(self, connection: Connection, pool: KvPool, piece: Shard) -> None:
         self.connection = connection
-        self.packing = Packing(pool, piece)
+        is_encrypted = isinstance(connection.sock, TlsSocket)
+        self.packing = Packing(pool, piece, min_run_bytes=FRAME_BYTES if is_encrypted else _SHORT_RUN_BYTES)
         self._sock = connection.sock
         self._staging: memoryview | None = None
         self._writable = select.poll()

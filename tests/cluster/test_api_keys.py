@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -232,3 +233,13 @@ def test_writers_at_once_lose_no_key(tmp_path: Path) -> None:
         keys = list(pool.map(lambda number: key_of(path, f"t{number}"), range(12)))
     known = opened(path)
     assert [known.identify(shown(key)).tenant for key in keys] == [f"t{number}" for number in range(12)]
+
+
+def test_a_key_can_be_made_with_a_shell(tmp_path: Path) -> None:
+    """The chart draws its first keys so: the salt is a text, and its hexadecimal form is in the file."""
+    salt, secret = "saltsaltsaltsalt", "A" * 43
+    hashed = hashlib.sha256(f"{salt}{secret}".encode()).hexdigest()
+    entry = ENTRY | {"salt": salt.encode().hex(), "hash": hashed, "tenant": "acme"}
+    path = tmp_path / "keys.yaml"
+    path.write_text(yaml.safe_dump({"keys": [entry]}))
+    assert opened(path).identify(shown(f"tandem_abcdefgh_{secret}")).tenant == "acme"

@@ -114,7 +114,22 @@ def test_bad_pool_field_is_named(change: dict[str, Any], path: str) -> None:
         ({"model": "m", "pools": POOLS, "store": {"dram_gb": -1}}, "store.dram_gb: "),
         ({"model": "m", "pools": POOLS, "store": {"dram": 1}}, "store.dram: "),
         ({"model": "m", "pools": POOLS, "store": {"admission": "some"}}, "store.admission: "),
-        ({"model": "m", "pools": POOLS, "store": {"tenant_share": 0}}, "store.tenant_share: "),
+        (
+            {"model": "m", "pools": POOLS, "auth": {"tenants": {"a": {"dram_share": 0}}}},
+            "auth.tenants.a.dram_share: ",
+        ),
+        (
+            {"model": "m", "pools": POOLS, "auth": {"tenants": {"a": {"device_kv_share": 0.5}}}},
+            "auth.tenants.a.device_kv_share: a share of the replicas' KV is not enforced yet",
+        ),
+        (
+            {
+                "model": "m",
+                "pools": POOLS,
+                "auth": {"tenants": {"a": {"sharing_group": "b"}, "b": {"nvme_share": 0.5}}},
+            },
+            "auth: tenants.b.nvme_share: is 0.5, and 1 for a of the same sharing group",
+        ),
         ({"model": "m", "pools": POOLS, "store": {"redis_namespace": "a b"}}, "store.redis_namespace: "),
         ({"model": "m", "pools": POOLS, "store": {"lookup_budget_ms": 250}}, "store.lookup_budget_ms: "),
         (

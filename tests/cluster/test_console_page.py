@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from callers import key_of
 from console_harness import Browser, ConsoleHarness
-from gateway_harness import PROMPT, until
+from gateway_harness import PROMPT, GatewayHarness, until
 from optional_programs import needs_chromium
 from selenium.webdriver.common.keys import Keys
 
 from cluster.api.client import GenerateOptions
+from cluster.identity.api_keys import revoke_key, split_key
 from cluster.roster.messages import GatewayRecord
 from workers.stats_record import PathMeasure
 
@@ -102,6 +105,70 @@ async def test_an_order_is_given_at_once(front: ConsoleHarness, browser: Browser
 
     await look(order)
     assert front.dashboard.orders == [("decode", 2)]
+
+
+async def test_nothing_is_shown_before_a_key_and_orders_need_an_operator(
+    harness: GatewayHarness, tmp_path: Path, browser: Browser
+) -> None:
+    keys = tmp_path / "keys.yaml"
+    viewer, operator = key_of(keys, "acme", "viewer"), key_of(keys, "staff", "operator")
+    key_id, _ = split_key(operator) or ("", "")
+    front = ConsoleHarness(harness)
+    await front.start(auth={"mode": "required", "keys_file": str(keys)})
+
+    def check() -> None:
+        browser.open(f"{front.page.url}/console")
+        browser.wait_text("#sign-in", "Sign in")
+        assert browser.find("#main") == []
+        assert browser.low_contrasts() == []
+        assert browser.unnamed() == []
+        browser.type("#key-input", "tandem_wrong")
+        browser.wait_text("#sign-in-error", "not valid here")
+        browser.type("#key-input", viewer)
+        browser.wait_text("#identity", "(viewer)")
+        browser.wait(lambda: browser.texts(".pool h3") == ["prefill", "decode"], "the pools")
+        more = '.pool:nth-child(2) [data-act="more"]'
+        assert not browser.find(more)[0].is_enabled()
+        kept = "return document.cookie + JSON.stringify({...sessionStorage, ...localStorage})"
+        assert browser.run(kept) == "{}"
+        browser.click("#sign-out")
+        browser.wait_text("#identity", "not signed in")
+        assert browser.find("#main") == []
+        browser.type("#key-input", operator)
+        browser.wait_text("#identity", f"key:{key_id} (operator, viewer)")
+        browser.click(more)
+        browser.wait_text("#message", "pool decode will have 2 replicas")
+        browser.wait_text("#moves", f"key:{key_id}")
+        revoke_key(keys, key_id)
+        browser.wait_text("#sign-in-error", "not valid any more")
+        browser.errors()
+
+    await look(check)
+    await front.stop()
+
+
+async def test_the_fleet_is_shown_and_who_of_it_does_not_answer(
+    front: ConsoleHarness, browser: Browser
+) -> None:
+    await front.harness.register(front.gateway, front.address)
+    _, address = await front.harness.add_known_gateway(front.config, front.operations())
+    client = front.harness.client(address)
+    await client.complete(PROMPT, GenerateOptions(max_tokens=2, request_id="there"))
+
+    def check() -> None:
+        browser.open(f"{front.page.url}/console")
+        browser.wait_text("#requests", "there")
+        assert browser.texts("#requests td:last-child") != []
+        browser.wait(lambda: browser.texts("#gateways td:nth-child(5)") == ["0", "1"], "the totals of each")
+        assert browser.text("#identity") == "no authentication"
+        browser.click("#requests button")
+        browser.wait_text("#explain-body", "at g1")
+        browser.click("#explain-close")
+        assert browser.errors() == []
+
+    await look(check)
+    await front.harness.gateways[1].stop()
+    await look(browser.wait_text, "#notes", "g1 could not be asked")
 
 
 async def test_fewer_replicas_are_ordered_after_a_question(front: ConsoleHarness, browser: Browser) -> None:

@@ -13,7 +13,7 @@ import pytest
 from gateway_harness import PROMPT, GatewayHarness, until
 
 from cluster.api.client import Client, Collector, GenerateOptions
-from cluster.errors import CallError
+from cluster.errors import CallError, StartError
 from cluster.gateway import fleet
 from cluster.gateway.fleet import (
     ANSWER_CODEC,
@@ -164,6 +164,17 @@ async def test_totals_are_of_each_gateway_and_curves_of_all(pair: Pair) -> None:
     await pair.complete(0)
     again = await pair.gateways[1].fleet.stats()  # g0 sends what is new, and g1 has kept the rest
     assert again.minute.num_finished == 4
+
+
+async def test_the_port_may_be_fixed_and_a_taken_one_is_named(harness: GatewayHarness) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        gateway = harness.gateway("g0", harness.config(fleet_port=port))
+        with pytest.raises(StartError, match=r"gateway\.fleet_port: .*127\.0\.0\.1"):
+            await gateway.start()
+        await gateway.stop()
+    gateway, _ = await harness.add_gateway(harness.config(fleet_port=port))
+    assert gateway.fleet_port == port
 
 
 # ------------------------------------------------------------------------------- a gateway that is no help

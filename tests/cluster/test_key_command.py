@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from cluster.errors import ConfigError
 from cluster.identity.api_keys import read_keys, split_key
 from cluster.identity.authenticator import Authenticator, Credentials
 from cluster.identity.config import AuthConfig
+from cluster.identity.key_roots import parse_key_roots
 from kvtransfer.common.clock import SystemClock
 
 NOTHING = {"TANDEM_API_KEY": "", "TANDEM_API_KEY_FILE": "", "TANDEM_CLIENT_CERTIFICATE": ""}
@@ -30,7 +32,7 @@ def command(*arguments: str, env: dict[str, str] | None = None) -> Result:
 
 def test_a_key_is_made_listed_and_revoked(tmp_path: Path) -> None:
     file = str(tmp_path / "keys.yaml")
-    made = command("key", "new", "acme", "-f", file, "--note", "of the build", "--days", "2")
+    made = command("key", "new", "--tenant", "acme", "-f", file, "--note", "of the build", "--days", "2")
     assert made.exit_code == 0, made.output
     key = made.stdout.strip()
     found = split_key(key)
@@ -54,14 +56,29 @@ def test_a_key_is_made_listed_and_revoked(tmp_path: Path) -> None:
 def test_all_that_an_entry_says_is_an_option(tmp_path: Path) -> None:
     file = str(tmp_path / "keys.yaml")
     more = ("--role", "operator", "--role", "user", "--max-priority", "7", "--model", "a", "--model", "b")
-    made = json.loads(command("key", "new", "ops", "-f", file, *more, "--json").stdout)
+    made = json.loads(command("key", "new", "--tenant", "ops", "-f", file, *more, "--json").stdout)
     (entry,) = read_keys(Path(file))
     assert (entry.id, entry.roles, entry.max_priority) == (made["id"], ("user", "operator"), 7)
     assert entry.models == ("a", "b")
     assert entry.expires is None
-    wrong = command("key", "new", "ops", "-f", file, "--role", "root")
+    wrong = command("key", "new", "--tenant", "ops", "-f", file, "--role", "root")
     assert isinstance(wrong.exception, ConfigError)
     assert "'root' is none; the roles are user, viewer, operator" in str(wrong.exception)
+
+
+def test_a_key_root_is_rotated_and_the_rotation_ended(tmp_path: Path) -> None:
+    file = tmp_path / "key-root"
+    first = command("key", "root", str(file))
+    assert first.exit_code == 0, first.output
+    (old,) = parse_key_roots(file.read_bytes())
+    assert old.id in first.stdout
+    assert command("key", "root", str(file)).exit_code == 0
+    new, kept = parse_key_roots(file.read_bytes())
+    assert (kept, new.id != old.id) == (old, True)
+    ended = command("key", "root", "--end", str(file))
+    assert parse_key_roots(file.read_bytes()) == (new,)
+    assert new.id in ended.stdout
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
 def test_a_key_that_has_expired_is_listed_as_such(tmp_path: Path) -> None:

@@ -16,8 +16,10 @@ from cluster.identity.identity import LOCAL
 from cluster.identity.resume_tokens import RELAY_S, RelayTokens, ResumeTokens
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.common.clock import ManualClock
+from kvtransfer.rpc.trust import Trust
 
-SECRET = b"s" * 32
+TRUST = Trust(b"s" * 32)
+OTHER = Trust(b"t" * 32)
 ALICE = dataclasses.replace(LOCAL, name="key:alice", tenant="acme")
 RIGHT: dict[str, Any] = {
     "identity": ALICE,
@@ -35,14 +37,14 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def tokens(clock: ManualClock) -> ResumeTokens:
-    return ResumeTokens(SECRET, clock, 60.0)
+    return ResumeTokens(TRUST, clock, 60.0)
 
 
 def test_a_token_is_good_at_every_gateway_of_the_secret_until_it_expires(
     tokens: ResumeTokens, clock: ManualClock
 ) -> None:
     token = tokens.issue(**RIGHT)
-    other = ResumeTokens(SECRET, clock, 1.0)
+    other = ResumeTokens(TRUST, clock, 1.0)
     other.check(token, **RIGHT)
     clock.advance(59)
     other.check(token, **RIGHT)
@@ -70,7 +72,7 @@ def test_a_token_is_of_one_caller_request_and_prompt(tokens: ResumeTokens, wrong
 
 def test_a_token_of_another_secret_is_none(tokens: ResumeTokens, clock: ManualClock) -> None:
     with pytest.raises(ForbiddenError):
-        tokens.check(ResumeTokens(b"t" * 32, clock, 60.0).issue(**RIGHT), **RIGHT)
+        tokens.check(ResumeTokens(OTHER, clock, 60.0).issue(**RIGHT), **RIGHT)
 
 
 def test_without_a_token_the_field_is_named(tokens: ResumeTokens) -> None:
@@ -81,15 +83,15 @@ def test_without_a_token_the_field_is_named(tokens: ResumeTokens) -> None:
 
 @given(text=st.text() | st.binary(max_size=80).map(lambda data: base64.urlsafe_b64encode(data).decode()))
 def test_whatever_else_is_sent_is_refused(text: str) -> None:
-    tokens = ResumeTokens(SECRET, ManualClock(100.0), 60.0)
+    tokens = ResumeTokens(TRUST, ManualClock(100.0), 60.0)
     with pytest.raises((ForbiddenError, InvalidRequestError)):
         tokens.check(text, **RIGHT)
-    assert RelayTokens(SECRET, ManualClock(100.0)).names(text) == ()
+    assert RelayTokens(TRUST, ManualClock(100.0)).names(text) == ()
 
 
 @given(position=st.integers(0, 39), bit=st.integers(0, 7))
 def test_every_bit_of_a_token_counts(position: int, bit: int) -> None:
-    tokens = ResumeTokens(SECRET, ManualClock(100.0), 60.0)
+    tokens = ResumeTokens(TRUST, ManualClock(100.0), 60.0)
     data = bytearray(base64.urlsafe_b64decode(tokens.issue(**RIGHT)))
     data[position] ^= 1 << bit
     with pytest.raises(ForbiddenError):
@@ -135,18 +137,18 @@ def test_a_request_is_digested_as_it_came() -> None:
 
 
 def test_a_relaying_gateway_vouches_for_names_for_a_while(clock: ManualClock) -> None:
-    relays = RelayTokens(SECRET, clock)
+    relays = RelayTokens(TRUST, clock)
     token = relays.issue(("ops", "spiffe://x"))
-    assert RelayTokens(SECRET, clock).names(token) == ("ops", "spiffe://x")
-    assert RelayTokens(b"t" * 32, clock).names(token) == ()
+    assert RelayTokens(TRUST, clock).names(token) == ("ops", "spiffe://x")
+    assert RelayTokens(OTHER, clock).names(token) == ()
     clock.advance(RELAY_S)
     assert relays.names(token) == ()
 
 
 def test_a_token_of_one_kind_is_none_of_the_other(tokens: ResumeTokens, clock: ManualClock) -> None:
-    assert RelayTokens(SECRET, clock).names(tokens.issue(**RIGHT)) == ()
+    assert RelayTokens(TRUST, clock).names(tokens.issue(**RIGHT)) == ()
     with pytest.raises(ForbiddenError):
-        tokens.check(RelayTokens(SECRET, clock).issue(("ops",)), **RIGHT)
+        tokens.check(RelayTokens(TRUST, clock).issue(("ops",)), **RIGHT)
 
 
 def test_a_drawn_id_names_its_gateway() -> None:

@@ -186,6 +186,13 @@ def test_the_index_server_of_the_start_is_kept_and_no_other_is_taken() -> None:
         carried_over(running, moved)
 
 
+def test_shares_of_the_store_stay_while_stores_run() -> None:
+    new = make(auth={"tenants": {"a": {"nvme_share": 0.5}}})
+    with pytest.raises(ConfigError, match=r"^auth\.tenants: nvme_share differs: an update does not restart"):
+        check_update(make(), new)
+    check_update(new, make(auth={"tenants": {"a": {"nvme_share": 0.5, "max_priority": 3}}}))
+
+
 def test_certificates_between_hosts_come_and_go_with_the_application_only() -> None:
     files = {"cert_file": "a.crt", "key_file": "a.key", "ca_file": "ca.crt"}
     bare, encrypted = make(), make(inner_tls=files)

@@ -12,12 +12,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 import yaml
+from inner_tls import certified
 from optional_programs import uses_redis_or_valkey
 from serving import ROOT, TINY, RunningCluster, environment, free_port
 
+from cluster.api.blocking_client import BlockingClient
+from cluster.api.client import GenerateOptions
 from kvtransfer.rpc.trust import Trust, TrustFiles
 from kvtransfer.store.index.redis_server import server_password
 
@@ -40,10 +44,17 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    tls = certified(tmp_path_factory.mktemp("tls")).tls
+    assert tls is not None
     config = {
         "model": str(TINY),
-        "pools": [{"name": "both", "role": "both", "engine": {"block_tokens": 16}}],
+        "pools": [
+            {"name": role, "role": role, "engine": {"block_tokens": 16}} for role in ("prefill", "decode")
+        ],
+        "transfer": {"transports": ["tcp"]},
+        "router": {"skip_prefill_tokens": 0},
         "store": {"dram_gb": 0.05},
+        "inner_tls": msgspec.structs.asdict(tls),
         "gateway": {"port": free_port()},
     }
     file = tmp_path_factory.mktemp("serve") / "cluster.yaml"
@@ -83,6 +94,15 @@ def secrets(secret_file: Path) -> list[bytes]:
     """The drawn secret, and what is derived from it."""
     trust = Trust.read(TrustFiles(str(secret_file)))
     return [trust.secret, server_password(trust).encode()]
+
+
+def test_a_request_moves_over_connections_with_certificates(running: RunningCluster) -> None:
+    """Here in the event loops of Ray's actors."""
+    with BlockingClient(running.address) as client:
+        done = client.complete("one two three " * 20, GenerateOptions(max_tokens=4), timeout_s=60)
+    assert done.finished.timing.transport == "tcp"
+    assert done.finished.timing.transfer_bytes > 0
+    assert len(done.token_ids[0]) == 4
 
 
 def test_the_gcs_knows_paths_only(gcs: list[bytes], secrets: list[bytes]) -> None:

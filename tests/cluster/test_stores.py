@@ -12,6 +12,7 @@ from trust_files import TRUST
 
 from cluster.config import ClusterConfig, parse_config
 from cluster.errors import ConfigError
+from cluster.identity.config import AuthConfig
 from cluster.stores import (
     NodeAddress,
     NvmeFolder,
@@ -19,12 +20,14 @@ from cluster.stores import (
     check_store,
     draw_life,
     granule_bytes,
+    has_password,
     smallest_record_bytes,
     store_name,
     store_settings,
 )
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import Faults
+from kvtransfer.common.group_shares import GroupShares
 from kvtransfer.config import StoreConfig
 from kvtransfer.store.messages import HEADER_BYTES
 from kvtransfer.store.nvme.log import NvmeTier
@@ -97,9 +100,10 @@ def test_settings_are_what_the_file_says_in_bytes_and_seconds(tmp_path: Path) ->
         "redis_url": "redis://r",
         "lookup_budget_ms": 5,
         "admission": "all",
-        "tenant_share": 0.5,
     }
-    made = config(store).model_copy(update={"app": "a"})
+    tenants = {"*": {"dram_share": 0.5}, "a": {"nvme_share": 0.25, "sharing_group": "g"}}
+    auth = AuthConfig.model_validate({"tenants": tenants})
+    made = config(store).model_copy(update={"app": "a", "auth": auth})
     settings = store_settings(made, TRUST, NODE, "life", 7, tmp_path / "own")
     assert (settings.node_id, settings.epoch) == (NODE.node_id[:12], 7)
     assert settings.name == store_name("a", "life", NODE.node_id) == "tandem-store-a-life-0123456789ab"
@@ -107,7 +111,9 @@ def test_settings_are_what_the_file_says_in_bytes_and_seconds(tmp_path: Path) ->
     assert 0 <= 2_500_000_000 - settings.dram_bytes < 2 << 20
     assert settings.nvme_bytes == 4_000_000_000
     assert (settings.nvme_path, settings.segment_bytes) == (str(tmp_path / "own"), 64 << 20)
-    assert (settings.admission, settings.tenant_share) == ("all", 0.5)
+    assert settings.admission == "all"
+    assert settings.dram_shares == GroupShares(0.5, {"g": 1.0})
+    assert settings.nvme_shares == GroupShares(1.0, {"g": 0.25})
     assert settings.lookup_budget_s == pytest.approx(0.005)
     assert (settings.redis_url, settings.host) == ("redis://r", "127.0.0.1")
     assert "cuda_ipc" not in settings.transports
@@ -150,6 +156,20 @@ def test_a_url_that_no_client_knows_is_refused_without_showing_it() -> None:
     assert "secret" not in str(refused.value)
     for url in ("", "redis://h:1/0", "rediss://u:p@h", "unix:///run/redis"):
         check_redis_url(StoreConfig(redis_url=url))
+
+
+def test_an_authority_is_for_a_server_with_tls_and_a_password_for_a_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"store\.redis_ca_file: is for a server with TLS"):
+        check_redis_url(StoreConfig(redis_url="redis://h", redis_ca_file=tmp_path / "ca"))
+    check_redis_url(StoreConfig(redis_url="rediss://h", redis_ca_file=tmp_path / "ca"))
+    urls = (
+        "redis://h",
+        "redis://user@h",
+        "redis://:p@h",
+        "rediss://h?password=p",
+        "rediss://h?ssl_password=p",
+    )
+    assert [has_password(url) for url in urls] == [False, False, True, True, True]
 
 
 def test_stores_of_one_host_have_folders_of_their_own_and_find_them_again(tmp_path: Path) -> None:

@@ -104,8 +104,8 @@ class _Callers:
         )
         clock = ManualClock(NOW)
         self._authenticator = Authenticator(self._config, clock)
-        self._resume = ResumeTokens(bytes(32), clock, 60.0)
-        self._relay = RelayTokens(bytes(32), clock)
+        self._resume = ResumeTokens(Trust(bytes(32)), clock, 60.0)
+        self._relay = RelayTokens(Trust(bytes(32)), clock)
         self._sessions = Sessions(Trust.of(bytes(32)), self._authenticator, clock)
 
     def _identify(self, authorization: str) -> Identity | None:

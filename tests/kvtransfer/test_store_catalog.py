@@ -22,6 +22,7 @@ from catalog_harness import (
 )
 
 from kvtransfer.blocks.checksum import checksum
+from kvtransfer.common.group_shares import GroupShares
 from kvtransfer.store.messages import HEADER_BYTES, HELD, REFUSED, RecordInfo
 from kvtransfer.store.nvme.segments import NvmeRef
 from kvtransfer.store.record import MAX_GROUP_BYTES, image_bytes
@@ -283,7 +284,7 @@ def test_a_bad_or_purged_record_is_dropped_though_pinned(harness: CatalogHarness
 
 def shared_harness() -> CatalogHarness:
     """The greedy group has 21 of 31 slots, the modest one 10, older ones; a share is 15."""
-    harness = CatalogHarness(tenant_share=0.5)
+    harness = CatalogHarness(shares=GroupShares(0.5))
     harness.put_chain(*(f"m{n:02}" for n in range(10)), group="modest")
     harness.put_chain(*(f"g{n:02}" for n in range(NUM_SLOTS - 10)), group="greedy")
     harness.listener.take()
@@ -294,13 +295,13 @@ def evicted(harness: CatalogHarness) -> str:
     return "".join(name[0] for event, name in harness.listener.take() if event == "evicted")
 
 
-def test_a_tenant_may_have_more_than_its_share_while_nobody_wants_it() -> None:
+def test_a_group_may_have_more_than_its_share_while_nobody_wants_it() -> None:
     harness = shared_harness()
     assert harness.catalog.bytes_by_group() == {"modest": 10 * GRANULE_BYTES, "greedy": 21 * GRANULE_BYTES}
     harness.close()
 
 
-def test_the_greedy_tenant_is_evicted_first_though_it_is_younger() -> None:
+def test_the_greedy_group_is_evicted_first_though_it_is_younger() -> None:
     harness = shared_harness()
     harness.put_chain(*(f"x{n}" for n in range(6)), group="new")
     assert evicted(harness) == "gggggg"
@@ -309,7 +310,7 @@ def test_the_greedy_tenant_is_evicted_first_though_it_is_younger() -> None:
     harness.close()
 
 
-def test_the_greedy_tenant_evicts_its_own_or_is_refused() -> None:
+def test_the_greedy_group_evicts_its_own_or_is_refused() -> None:
     harness = shared_harness()
     harness.put("g99", group="greedy")
     assert evicted(harness) == "g"
@@ -323,7 +324,7 @@ def test_the_greedy_tenant_evicts_its_own_or_is_refused() -> None:
     harness.close()
 
 
-def test_bytes_of_a_tenant_count_all_it_takes(harness: CatalogHarness) -> None:
+def test_bytes_of_a_group_count_all_it_takes(harness: CatalogHarness) -> None:
     harness.put("a", group="one")
     harness.allocate("b", group="one")
     harness.catalog.added_nvme(info_of("c", group="two"), REF)

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvtransfer.blocks.checksum import checksum
+from kvtransfer.common.group_shares import GroupShares
 from kvtransfer.messages import Shard
 from kvtransfer.store.messages import HELD, REFUSED, RecordInfo
 from kvtransfer.store.nvme.segments import NvmeRef
@@ -86,7 +87,7 @@ class CatalogMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.harness = CatalogHarness(tenant_share=0.6)
+        self.harness = CatalogHarness(shares=GroupShares(0.6))
         self.sessions = {session: Session(rank) for rank, session in enumerate(SESSIONS, 1)}
         self.num_processes = len(SESSIONS)
         self.dead: set[int] = set()

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvtransfer.store.dram.slot_allocator import ChainKey, ChainLru, GroupUsage
+from kvtransfer.store.dram.slot_allocator import ChainKey, ChainLru
 
 SPACE = b"space"
 
@@ -112,22 +112,6 @@ def test_one_tenants_blocks_in_their_own_order() -> None:
     assert leaving(lru, "b") == ["b2", "b1"]
     assert leaving(lru, "nobody") == []
     assert leaving(lru) == ["a2", "a1"]
-
-
-def test_tenants_above_their_share_the_furthest_first() -> None:
-    shares = GroupUsage(0.25)
-    shares.limit(1000)
-    shares.take("a", 250)
-    shares.take("b", 300)
-    shares.take("c", 400)
-    assert list(shares.greediest()) == ["c", "b"]
-    assert not shares.would_exceed("new", 250)
-    assert shares.would_exceed("new", 251)
-    assert shares.would_exceed("a", 1)
-    shares.take("c", -151)
-    shares.take("b", -300)
-    assert list(shares.greediest()) == []
-    assert shares.num_bytes == {"a": 250, "c": 249}
 
 
 # ---------------------------------------------------------------------------------- any order

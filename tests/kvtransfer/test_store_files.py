@@ -13,7 +13,7 @@ from kvtransfer.common.faults import Faults
 from kvtransfer.store.server.store_server import StoreServer
 
 # The commit before this list existed entered 44. See "Files of one stored record" in docs/architecture.md.
-MAX_FILES = 29
+MAX_FILES = 30
 NVME = {"nvme_bytes": 64 << 20, "segment_bytes": 1 << 20}
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from kvtransfer.blocks.checksum import checksum
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.common.faults import FaultRule, Faults
+from kvtransfer.common.group_shares import GroupShares, GroupUsage
 from kvtransfer.messages import Shard
 from kvtransfer.store.dram.arena import Arena
 from kvtransfer.store.dram.catalog import Catalog
@@ -59,6 +60,9 @@ class Listener:
         return heard
 
 
+NO_LIMITS = GroupShares()
+
+
 def record_id(name: str, shard: Shard = WHOLE) -> RecordId:
     return RecordId(SPACE, name.encode(), shard)
 
@@ -73,19 +77,27 @@ class CatalogHarness:
     """`catalog` with the sessions `SESSION` and `OTHER` open. `close` in the end."""
 
     def __init__(
-        self, *, tenant_share: float = 1.0, with_arena: bool = True, rules: Sequence[FaultRule] = ()
+        self,
+        *,
+        shares: GroupShares = NO_LIMITS,
+        nvme_shares: GroupShares = NO_LIMITS,
+        nvme_bytes: int = 0,
+        with_arena: bool = True,
+        rules: Sequence[FaultRule] = (),
     ) -> None:
         self.clock = ManualClock()
         self.listener = Listener()
         self.faults = Faults(rules)
-        self.tenant_share = tenant_share
+        self.shares = shares
+        self.nvme_shares, self.nvme_bytes = nvme_shares, nvme_bytes
         self.arena = Arena.create(ARENA_BYTES, GRANULE_BYTES, huge_pages=False)
         self.catalog = self.make(self.arena if with_arena else None)
         for session in (SESSION, OTHER):
             self.catalog.session_opened(session)
 
     def make(self, arena: Arena | None) -> Catalog:
-        return Catalog(arena, self.clock, self.faults, self.listener, self.tenant_share)
+        nvme_usage = GroupUsage(self.nvme_shares, self.nvme_bytes)
+        return Catalog(arena, self.clock, self.faults, self.listener, self.shares, nvme_usage)
 
     def allocate(
         self,

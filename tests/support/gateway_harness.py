@@ -450,7 +450,7 @@ class GatewayHarness:
     def allow_resume(self, request: pb.GenerateRequest) -> pb.GenerateRequest:
         """Give the request an id, where it has none, and the token that a gateway would have given for it."""
         request.request_id = request.request_id or "resumed"
-        request.resume_token = ResumeTokens(self.trust.secret, self.clock, 60.0).issue(
+        request.resume_token = ResumeTokens(self.trust, self.clock, 60.0).issue(
             LOCAL, request.tenant, request.request_id, request.seed, resume_digest(request)
         )
         return request

@@ -32,6 +32,7 @@ from workers.rank.collectives import RankGroups, find_store, open_store
 IDLE_RANKS = """
 import json, sys, torch
 from torch.distributed.distributed_c10d import PrefixStore
+from kvtransfer.rpc.trust import Trust
 from workers.rank.collectives import RankGroups
 from workers.rank.collectives import find_store
 store, cpu = find_store(sys.argv[1]), torch.device("cpu")

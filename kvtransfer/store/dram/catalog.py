@@ -14,12 +14,15 @@ from msgspec.structs import replace
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
+from kvtransfer.common.group_shares import GroupShares, GroupUsage
 from kvtransfer.messages import Shard
 from kvtransfer.store.dram.arena import Arena
-from kvtransfer.store.dram.slot_allocator import ArenaSlot, ChainKey, SlotAllocator
+from kvtransfer.store.dram.slot_allocator import ArenaSlot, ChainKey, ChainLru, SlotAllocator
 from kvtransfer.store.messages import HELD, REFUSED, NewRecord, RecordId, RecordInfo, Tier, TierStat
 from kvtransfer.store.nvme.segments import NvmeRef
 from kvtransfer.store.record import Writer, image_bytes
+
+_NO_LIMITS = GroupShares()
 
 
 class Catalog:
@@ -27,7 +30,8 @@ class Catalog:
     filled, doomed or in quarantine. Eviction drops all records of a block from the host tier, when no lease
     or pin holds any of them.
 
-    `tenant_share` is the largest part of the arena that one group gets while others need space.
+    `dram_shares` are the largest parts of the arena that groups get while others need space; `nvme_usage` has
+    those of NVMe.
     """
 
     def __init__(
@@ -36,12 +40,13 @@ class Catalog:
         clock: Clock,
         faults: Faults,
         listener: CatalogEvents,
-        tenant_share: float = 1,
+        dram_shares: GroupShares = _NO_LIMITS,
+        nvme_usage: GroupUsage | None = None,
     ) -> None:
         self._faults = faults
         self._listener = listener
-        self._table = RecordTable()
-        self._allocator = SlotAllocator(clock, tenant_share, self._evict)
+        self._table = RecordTable(nvme_usage or GroupUsage(_NO_LIMITS))
+        self._allocator = SlotAllocator(clock, dram_shares, self._evict)
         self._puts: dict[RecordId, int] = {}
         self._reads: dict[RecordId, int] = {}
         self._num_uses = 0
@@ -264,6 +269,28 @@ class Catalog:
             self._remove(held)
         return True
 
+    def make_nvme_space(self, info: RecordInfo) -> list[Dropped] | None:
+        """Drop records from NVMe, which is full, so that this one may be written there: those of its own
+        group when that has its share, else of groups that exceed theirs, the least recently used blocks
+        first. The caller drops their places; an empty list leaves it to the next compaction to free space.
+        None: the record alone exceeds the share."""
+        usage, group, num_bytes = self._table.nvme_usage, info.sharing_group, image_bytes(info.num_bytes)
+        if usage.has_limit(group) and num_bytes > usage.limit(group):
+            return None
+        dropped: list[Dropped] = []
+        num_freed = 0
+        while num_freed < num_bytes and (key := self._table.nvme_victim(group, num_bytes)) is not None:
+            for held in list(self._table.block(key).values()):
+                if held.nvme is not None and held.nvme_info is not None:
+                    dropped.append(Dropped(held.nvme_info, held.nvme))
+                    num_freed += held.nvme.num_bytes
+                    self.removed_nvme(held.info.id, held.nvme)
+        return dropped
+
+    def exceeding_nvme(self) -> frozenset[str]:
+        """Return the groups that exceed their share of NVMe."""
+        return frozenset(self._table.nvme_usage.greediest())
+
     # ------------------------------------------------------------------------------------------- admin
 
     def records(self, group: str | None = None, model: str | None = None) -> list[Held]:
@@ -320,7 +347,7 @@ class Catalog:
 
     def bytes_by_group(self) -> dict[str, int]:
         """Return the bytes of each group in the arena and on NVMe."""
-        return dict(Counter(self._allocator.shares.num_bytes) + Counter(self._table.nvme_bytes))
+        return dict(Counter(self._allocator.usage.taken) + Counter(self._table.nvme_usage.taken))
 
     def check(self) -> None:
         """Assert every invariant; O(n log n)."""
@@ -379,6 +406,7 @@ class Catalog:
         self._num_uses += 1
         held.used_at = self._num_uses
         self._allocator.touch(self._allocator.slots[held.offset])
+        self._table.touch_nvme(held)
 
     def _evict(self, key: ChainKey) -> None:
         """Drop the records of a block from the host tier."""
@@ -438,8 +466,7 @@ class Held:
 
 
 class Dropped(NamedTuple):
-    """A record that was dropped from all tiers of the node, except its place on NVMe, which the caller
-    drops."""
+    """A record that was dropped, except its place on NVMe, which the caller drops."""
 
     info: RecordInfo
     nvme: NvmeRef | None
@@ -480,9 +507,11 @@ def is_meant(info: RecordInfo, group: str | None, model: str | None) -> bool:
 class RecordTable:
     """The records of a node by block and shard. A record that is entered must be put in a tier at once."""
 
-    def __init__(self) -> None:
-        # Whole records on NVMe, by group.
-        self.nvme_bytes: dict[str, int] = {}
+    def __init__(self, nvme_usage: GroupUsage) -> None:
+        # Whole records.
+        self.nvme_usage = nvme_usage
+        # Blocks on NVMe of groups that have a limit.
+        self._nvme_chain = ChainLru()
         self._blocks: dict[ChainKey, dict[Shard, Held]] = {}
         self._nothing: Mapping[Shard, Held] = {}
 
@@ -494,7 +523,7 @@ class RecordTable:
 
     def enter(self, info: RecordInfo) -> Held:
         """Return the entry of a record; a new one is in no tier yet."""
-        block = self._blocks.setdefault(ChainKey(info.id.space, info.id.key), {})
+        block = self._blocks.setdefault(_chain_key(info), {})
         held = block.get(info.id.shard)
         if held is None:
             held = block[info.id.shard] = Held(info)
@@ -502,7 +531,7 @@ class RecordTable:
 
     def remove(self, held: Held) -> None:
         """Remove a record that is in no tier any more."""
-        key = ChainKey(held.info.id.space, held.info.id.key)
+        key = _chain_key(held.info)
         del self._blocks[key][held.info.id.shard]
         if not self._blocks[key]:
             del self._blocks[key]
@@ -512,12 +541,31 @@ class RecordTable:
         held.nvme, held.nvme_info = nvme, info
         if held.offset is None:
             held.info = info
-        self._count_nvme(info, 1)
+        self.nvme_usage.take(info.sharing_group, image_bytes(info.num_bytes))
+        if self.nvme_usage.has_limit(info.sharing_group):
+            self._nvme_chain.add(_chain_key(info), info.parent, info.sharing_group)
 
     def clear_nvme(self, held: Held) -> None:
-        if held.nvme_info is not None:
-            self._count_nvme(held.nvme_info, -1)
+        info = held.nvme_info
+        if info is not None:
+            self.nvme_usage.take(info.sharing_group, -image_bytes(info.num_bytes))
+            if self.nvme_usage.has_limit(info.sharing_group):
+                self._nvme_chain.remove(_chain_key(info))
         held.nvme = held.nvme_info = None
+
+    def touch_nvme(self, held: Held) -> None:
+        """Note that the record, if it is on NVMe, is used just now."""
+        info = held.nvme_info
+        if info is not None and self.nvme_usage.has_limit(info.sharing_group):
+            self._nvme_chain.touch(_chain_key(info))
+
+    def nvme_victim(self, group: str, num_bytes: int) -> ChainKey | None:
+        """Return the block to drop from NVMe for so many bytes of this group: its own when it has its share,
+        else one of the group that exceeds its share most. None: no group does."""
+        if self.nvme_usage.has_limit(group) and self.nvme_usage.would_exceed(group, num_bytes):
+            return self._nvme_chain.oldest(group)
+        found = (self._nvme_chain.oldest(other) for other in self.nvme_usage.greediest())
+        return next((key for key in found if key is not None), None)
 
     def check(self) -> None:
         """Assert every invariant."""
@@ -532,11 +580,9 @@ class RecordTable:
                 if held.nvme_info is not None:
                     group, num_bytes = held.nvme_info.sharing_group, image_bytes(held.nvme_info.num_bytes)
                     nvme_bytes[group] = nvme_bytes.get(group, 0) + num_bytes
-        assert nvme_bytes == self.nvme_bytes
+        assert nvme_bytes == self.nvme_usage.taken
+        self._nvme_chain.check()
 
-    def _count_nvme(self, info: RecordInfo, sign: int) -> None:
-        total = self.nvme_bytes.get(info.sharing_group, 0) + sign * image_bytes(info.num_bytes)
-        if total:
-            self.nvme_bytes[info.sharing_group] = total
-        else:
-            del self.nvme_bytes[info.sharing_group]
+
+def _chain_key(info: RecordInfo) -> ChainKey:
+    return ChainKey(info.id.space, info.id.key)

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
 from kvtransfer.common.clock import Clock
+from kvtransfer.common.group_shares import GroupShares, GroupUsage
 from kvtransfer.errors import StoreError
 from kvtransfer.store.dram.arena import Arena
 from kvtransfer.store.messages import RecordInfo
@@ -67,10 +68,10 @@ class SlotAllocator:
     """All slots of one arena (none at first). `evict(key)` is called to drop every kept slot of that block,
     when no lease or pin holds any of them."""
 
-    def __init__(self, clock: Clock, tenant_share: float, evict: Callable[[ChainKey], None]) -> None:
+    def __init__(self, clock: Clock, shares: GroupShares, evict: Callable[[ChainKey], None]) -> None:
         self.arena: Arena | None = None
         self.slots: dict[int, ArenaSlot] = {}
-        self.shares = GroupUsage(tenant_share)
+        self.usage = GroupUsage(shares)
         self.num_leases = 0
         self.num_quarantined = 0
         self._clock = clock
@@ -87,7 +88,7 @@ class SlotAllocator:
         slots are free if nothing can be writing them, otherwise in quarantine."""
         assert self.arena is None
         self.arena = arena
-        self.shares.limit(arena.capacity_bytes)
+        self.usage.set_capacity(arena.capacity_bytes)
         kept: list[ArenaSlot] = []
         for offset, header in sorted(arena.scan(), key=lambda found: found[1].sequence):
             self._sequence = header.sequence
@@ -130,8 +131,8 @@ class SlotAllocator:
     def keep(self, slot: ArenaSlot, info: RecordInfo) -> None:
         """Keep the slot, whose bytes are complete and have the checksum of `info`."""
         self._settle(slot)
-        self.shares.take(slot.info.sharing_group, -slot.num_bytes)
-        self.shares.take(info.sharing_group, slot.num_bytes)
+        self.usage.take(slot.info.sharing_group, -slot.num_bytes)
+        self.usage.take(info.sharing_group, slot.num_bytes)
         slot.info = info
         slot.session, slot.writer = b"", None
         self._write_header(slot, "committed")
@@ -144,7 +145,7 @@ class SlotAllocator:
             self._settle(slot)
         assert not slot.num_leases
         assert slot.pinned_until is None
-        self.shares.take(slot.info.sharing_group, -slot.num_bytes)
+        self.usage.take(slot.info.sharing_group, -slot.num_bytes)
         del self.slots[slot.offset]
         self.arena.free(slot.offset)
 
@@ -257,7 +258,7 @@ class SlotAllocator:
             assert (slot.state == "written") == (offset in self._sessions.get(slot.session, ()))
             assert (slot.state == "quarantined") == (offset in self._quarantined.get(slot.session, ()))
             by_group[slot.info.sharing_group] = by_group.get(slot.info.sharing_group, 0) + slot.num_bytes
-        assert by_group == self.shares.num_bytes
+        assert by_group == self.usage.taken
         kept = [slot for slot in self.slots.values() if slot.state == "kept"]
         assert all(slot.key in self._chain for slot in kept)
         assert len({slot.key for slot in kept}) == self._chain.num_resident
@@ -287,9 +288,9 @@ class SlotAllocator:
         """Return the block to evict for so many bytes of this group: its own when it has its share, else one
         of a group that exceeds its share, else the least recently used of all."""
         self._end_pins()
-        if self.shares.would_exceed(group, num_bytes):
+        if self.usage.would_exceed(group, num_bytes):
             return self._chain.oldest(group)
-        for other in self.shares.greediest():
+        for other in self.usage.greediest():
             key = self._chain.oldest(other)
             if key is not None:
                 return key
@@ -302,7 +303,7 @@ class SlotAllocator:
 
     def _take(self, slot: ArenaSlot) -> None:
         self.slots[slot.offset] = slot
-        self.shares.take(slot.info.sharing_group, slot.num_bytes)
+        self.usage.take(slot.info.sharing_group, slot.num_bytes)
 
     def _mark_kept(self, slot: ArenaSlot) -> None:
         slot.state = "kept"
@@ -346,8 +347,7 @@ class SlotAllocator:
 
 
 # ----------------------------------------------------------------------------------------------
-# The order of eviction from the host tier: the least recently used block first, and a chain from its end; and
-# the shares of groups.
+# The order of eviction from the host tier: the least recently used block first, and a chain from its end.
 
 
 class ChainKey(NamedTuple):
@@ -525,38 +525,3 @@ class _Queue:
             if node.may_leave:
                 self.push(node)
         return None
-
-
-class GroupUsage:
-    """The memory of each group, and the groups that exceed their share."""
-
-    def __init__(self, share: float) -> None:
-        self._share = share
-        self._limit_bytes = 0
-        self._over: set[str] = set()
-        self.num_bytes: dict[str, int] = {}
-
-    def limit(self, capacity_bytes: int) -> None:
-        """Set the size of the memory."""
-        self._limit_bytes = int(capacity_bytes * self._share)
-
-    def take(self, group: str, num_bytes: int) -> None:
-        """Add to the bytes of a group (subtract, when negative)."""
-        now = self.num_bytes.get(group, 0) + num_bytes
-        assert now >= 0
-        if now:
-            self.num_bytes[group] = now
-        else:
-            self.num_bytes.pop(group, None)
-        if now > self._limit_bytes:
-            self._over.add(group)
-        else:
-            self._over.discard(group)
-
-    def would_exceed(self, group: str, num_bytes: int) -> bool:
-        """Whether so many more bytes would exceed the group's share."""
-        return self.num_bytes.get(group, 0) + num_bytes > self._limit_bytes
-
-    def greediest(self) -> Iterator[str]:
-        """Yield the groups that exceed their share, the largest first."""
-        yield from sorted(self._over, key=lambda group: (-self.num_bytes[group], group))

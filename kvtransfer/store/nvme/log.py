@@ -221,10 +221,11 @@ class NvmeTier:
         return self.can_write and self._table.needs_compaction
 
     def compact(self, is_wanted: Callable[[RecordInfo], bool]) -> Compacted:
-        """Free space, if it is needed, by giving up the oldest segment. Those of its records that `is_wanted`
-        are written again, the newest first, up to half a segment. Reads and writes continue meanwhile; the
-        old places remain valid until the next call, by which the caller must have taken over the new ones.
-        `StoreIoError` when the disk fails: then nothing has changed."""
+        """Free space, if it is needed, by giving up a segment: one of which most was dropped, else the
+        oldest. Those of its records that `is_wanted`, in the first case all, are written again, the newest
+        first, up to half a segment. Reads and writes continue meanwhile; the old places remain valid until
+        the next call, by which the caller must have taken over the new ones. `StoreIoError` when the disk
+        fails: then nothing has changed."""
         with self._maintenance:
             victim = self._table.choose_victim() if self.can_write else None
             if victim is None:
@@ -280,9 +281,10 @@ class NvmeTier:
     def _copy(self, victim: Segment, is_wanted: Callable[[RecordInfo], bool]) -> list[Moved]:
         """Write durable copies of the records that survive."""
         survivors, budget_bytes = [], int(SURVIVING_SHARE * self._segment_bytes)
+        keeps_all = self._table.is_mostly_dead(victim)
         for offset, info in sorted(self._table.live(victim), key=lambda entry: entry[0], reverse=True):
             old = NvmeRef(victim.number, offset, image_bytes(info.num_bytes))
-            if old.num_bytes <= budget_bytes and is_wanted(info):
+            if old.num_bytes <= budget_bytes and (keeps_all or is_wanted(info)):
                 budget_bytes -= old.num_bytes
                 survivors.append((old, info))
         copies: list[Moved] = []

@@ -126,7 +126,7 @@ class SegmentTable:
                 reservation.segment.stale.update(ref.offset for ref in reservation.refs)
                 return self._leave(reservation.segment)
             for ref, info in zip(reservation.refs, written, strict=True):
-                reservation.segment.live[ref.offset] = info
+                reservation.segment.add(ref.offset, info)
                 if not is_copy:
                     self._place(info, ref)
             return self._leave(reservation.segment)
@@ -228,8 +228,9 @@ class SegmentTable:
             return self._needs_compaction()
 
     def choose_victim(self) -> Segment | None:
-        """Return the oldest segment that can be given up, if one must be. The open one is chosen only if
-        there is no other, and takes no more records then."""
+        """Return the segment to give up, if one must be: of those that are mostly dead the one with the least
+        that is wanted, else the oldest. The open one is chosen only if there is no other, and takes no more
+        records then."""
         with self._lock:
             if not self._needs_compaction():
                 return None
@@ -239,12 +240,18 @@ class SegmentTable:
                 if each.num_writing == 0 and each is not self.open_segment
             ]
             if idle:
-                return min(idle, key=lambda each: each.number)
+                dead = [each for each in idle if self.is_mostly_dead(each)]
+                return min(dead or idle, key=lambda each: (each.num_live_bytes if dead else 0, each.number))
             if self.open_segment is None or self.open_segment.num_writing or len(self._segments) > 1:
                 return None
             victim, self.open_segment = self.open_segment, None
             victim.is_full = True
             return victim
+
+    def is_mostly_dead(self, segment: Segment) -> bool:
+        """Whether all of its records may be written again: then it is given up for what was dropped from it,
+        not for its age."""
+        return segment.num_dead_bytes >= (1 - SURVIVING_SHARE) * self._segment_bytes
 
     def commit(self, victim: Segment, copies: Sequence[Moved]) -> Compacted:
         """Make durable copies count, except those of records that were forgotten meanwhile."""
@@ -252,7 +259,7 @@ class SegmentTable:
             self._moved.clear()
             moved = []
             for copy in copies:
-                if victim.live.pop(copy.old.offset, None) is None:
+                if victim.remove(copy.old.offset) is None:
                     self._shed(copy.new)
                     continue
                 victim.stale.add(copy.old.offset)
@@ -304,7 +311,7 @@ class SegmentTable:
     def _shed(self, ref: NvmeRef) -> RecordInfo | None:
         """Of a record that is live there."""
         segment = self._segments.get(ref.segment)
-        info = None if segment is None else segment.live.pop(ref.offset, None)
+        info = None if segment is None else segment.remove(ref.offset)
         if segment is not None and info is not None:
             segment.stale.add(ref.offset)
         return info

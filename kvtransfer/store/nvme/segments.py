@@ -83,6 +83,8 @@ class Segment:
     # Where the next image goes.
     end: int = 0
     live: dict[int, RecordInfo] = field(default_factory=dict)
+    # Of their images.
+    num_live_bytes: int = 0
     # Offsets of records that are not wanted any more and whose headers still stand on the disk.
     stale: set[int] = field(default_factory=set)
     # At most what the directory of all records takes.
@@ -113,6 +115,7 @@ class Segment:
     def adopt(self, found: Directory) -> None:
         """Take in the contents found in the file."""
         self.live = dict(found.live)
+        self.num_live_bytes = sum(image_bytes(info.num_bytes) for info in self.live.values())
         self.stale = set(found.stale)
         self.directory_bytes = len(_encoder.encode(found)) + _ENTRY_BYTES * (len(found.live) + 1)
 
@@ -121,6 +124,23 @@ class Segment:
         """Whether the directory fits behind the records; never in a file that was cut."""
         tail_bytes = _padded(self.directory_bytes) + PAGE_BYTES
         return self.num_bytes % PAGE_BYTES == 0 and self.end + tail_bytes <= self.num_bytes
+
+    def add(self, offset: int, info: RecordInfo) -> None:
+        """Count the record that stands at this offset."""
+        self.live[offset] = info
+        self.num_live_bytes += image_bytes(info.num_bytes)
+
+    def remove(self, offset: int) -> RecordInfo | None:
+        """Count the record at this offset no more; None: none is counted there."""
+        info = self.live.pop(offset, None)
+        if info is not None:
+            self.num_live_bytes -= image_bytes(info.num_bytes)
+        return info
+
+    @property
+    def num_dead_bytes(self) -> int:
+        """Bytes of images that are not wanted any more."""
+        return self.end - self.num_live_bytes
 
     @property
     def num_unused_bytes(self) -> int:

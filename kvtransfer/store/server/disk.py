@@ -142,7 +142,9 @@ class Disk:
         left: list[tuple[int, memoryview, RecordInfo]] = []
         for record, offset in records:
             held = self._catalog.find(record)
-            if held is not None and held.offset == offset and held.nvme is None:  # else purged since
+            if held is None or held.offset != offset or held.nvme is not None:  # purged, or written since
+                continue
+            if self._make_space(held.info):
                 left.append((offset, arena.image(offset, held.info.num_bytes), held.info))
         while left:
             run = [(image, info) for _, image, info in left]
@@ -176,9 +178,14 @@ class Disk:
         """Free space for the next writes."""
         assert self._nvme is not None
         self._is_compacting = True
-        hit = frozenset(self._hit)
+        hit, exceeding = frozenset(self._hit), self._catalog.exceeding_nvme()
+
+        def is_wanted(info: RecordInfo) -> bool:
+            """While groups exceed their share, what others have stays although nobody has used it."""
+            return info.sharing_group not in exceeding if exceeding else info.id in hit
+
         try:
-            compacted = await self._call(self._upkeep, self._nvme.compact, lambda info: info.id in hit)
+            compacted = await self._call(self._upkeep, self._nvme.compact, is_wanted)
         except StoreError as error:
             _log.warning("the NVMe tier could not be compacted: %s", error)
         else:
@@ -240,6 +247,20 @@ class Disk:
         return self._nvme.stat()
 
     # -------------------------------------------------------------------------------------------- inside
+
+    def _make_space(self, info: RecordInfo) -> bool:
+        """Whether the record may be written: while the tier is full, in place of others, by the shares of
+        groups."""
+        if self._nvme is None or not self._is_full:
+            return True
+        dropped = self._catalog.make_nvme_space(info)
+        for other, ref in dropped or ():
+            assert ref is not None
+            self._nvme.drop(ref)
+            self._admission.dropped(other.id)
+            self._hit.discard(other.id)
+            self._on_changed(other)
+        return dropped is not None
 
     def _added(self, info: RecordInfo, ref: NvmeRef) -> None:
         before = self._catalog.added_nvme(info, ref)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
+from kvtransfer.common.group_shares import GroupUsage
 from kvtransfer.common.tasks import Spawn
 from kvtransfer.config import StoreSettings
 from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity, Shard
@@ -45,7 +46,14 @@ class StoreNode:
         self._clock = clock
         self._faults = faults
         self._spawn = spawn
-        self.catalog = Catalog(None, clock, faults, self, settings.tenant_share)
+        self.catalog = Catalog(
+            None,
+            clock,
+            faults,
+            self,
+            settings.dram_shares,
+            GroupUsage(settings.nvme_shares, settings.nvme_bytes),
+        )
         self.disk = Disk(settings, self.catalog, clock, faults, self._moved)
         self.loader = RecordLoader(self.catalog, self.disk, settings.io_threads, spawn, self._missed)
         self.writes = WriteBehind(

@@ -1,0 +1,74 @@
+"""What each sharing group may take of a memory while others want it, and what each one takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvtransfer.codec import Part
+
+
+class GroupShares(Part, frozen=True):
+    """The shares of a memory, above 0 and at most 1 (no limit): by group, and that of all other groups."""
+
+    default: float = 1.0
+    by_group: dict[str, float] = {}
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether any group has a limit."""
+        return min(self.default, *self.by_group.values(), 1.0) < 1
+
+    def of(self, group: str) -> float:
+        """Return the share of a group."""
+        return self.by_group.get(group, self.default)
+
+
+class GroupUsage:
+    """What each group takes of one memory, in blocks or bytes, and the groups that exceed their share."""
+
+    def __init__(self, shares: GroupShares, capacity: int = 0) -> None:
+        self.is_limited = shares.is_limited
+        self.taken: dict[str, int] = {}
+        self._shares = shares
+        self._capacity = capacity
+        self._over: set[str] = set()
+
+    def set_capacity(self, capacity: int) -> None:
+        """Set the size of the memory, of which nothing is taken yet."""
+        assert not self.taken
+        self._capacity = capacity
+
+    def has_limit(self, group: str) -> bool:
+        """Whether the group may not take all of it."""
+        return self._shares.of(group) < 1
+
+    def limit(self, group: str) -> int:
+        """Return the most that a group may take while others want it."""
+        return int(self._capacity * self._shares.of(group))
+
+    def take(self, group: str, amount: int) -> None:
+        """Add to what a group takes (subtract, when negative)."""
+        now = self.taken.get(group, 0) + amount
+        assert now >= 0
+        if now:
+            self.taken[group] = now
+        else:
+            self.taken.pop(group, None)
+        if not self.is_limited:
+            return
+        if now > self.limit(group):
+            self._over.add(group)
+        else:
+            self._over.discard(group)
+
+    def would_exceed(self, group: str, amount: int) -> bool:
+        """Whether so much more would exceed the group's share."""
+        return self.is_limited and self.taken.get(group, 0) + amount > self.limit(group)
+
+    def exceeds(self, group: str) -> bool:
+        """Whether the group takes more than its share."""
+        return group in self._over
+
+    def greediest(self) -> Iterator[str]:
+        """Yield the groups that exceed their share, by how much, the most first."""
+        yield from sorted(self._over, key=lambda group: (self.limit(group) - self.taken[group], group))
