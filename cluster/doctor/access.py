@@ -194,7 +194,7 @@ def key_root(context: CheckContext) -> Iterator[CheckResult]:
         yield note(
             f"{field} has two roots: {roots[0].id} replaces {roots[1].id}",
             "while both are used, each prompt's keys are made twice",
-            f"`tandem key root --end {path}` when what is under the older root is no longer worth finding",
+            f"`tandem key root {path} --end` when what is under the older root is no longer worth finding",
         )
     else:
         yield ok(f"{field} has the root {roots[0].id}")
