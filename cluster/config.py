@@ -234,9 +234,9 @@ class GatewayConfig(_Settings):
         """Whether a new gateway shares its port with the one that it replaces for a while."""
         return self.surge and self.port != 0
 
-    def at(self, host: str | None, port: int | None) -> Self:
-        """Return a copy at another host and port; None: unchanged."""
-        changes = {"host": host, "port": port}
+    def at(self, host: str | None, port: int | None, admin_port: int | None = None) -> Self:
+        """Return a copy at another host, port and port for operators; None: unchanged."""
+        changes = {"host": host, "port": port, "admin_port": admin_port}
         changed = {name: value for name, value in changes.items() if value is not None}
         return self.model_validate({**self.model_dump(exclude_unset=True), **changed})
 
@@ -430,6 +430,7 @@ def default_config(
     decode: int = 1,
     host: str | None = None,
     port: int | None = None,
+    admin_port: int | None = None,
     insecure: bool = False,
     context_tokens: int = 0,
     nvme: tuple[Path, float] | None = None,
@@ -449,7 +450,7 @@ def default_config(
     else:
         pools.insert(0, {"name": "prefill", "role": "prefill", "replicas": prefill, "engine": engine})
     raw: dict[str, Any] = {"model": model.resolve(), "pools": pools}
-    gateway = {"host": host, "port": port}
+    gateway = {"host": host, "port": port, "admin_port": admin_port}
     raw["gateway"] = {name: value for name, value in gateway.items() if value is not None}
     if insecure:
         raw["auth"] = {"insecure": True}

@@ -4,6 +4,7 @@ ClusterError
 ├── RequestError              a client's request ends with this; every class has a row in `STATUS_TABLE`
 │   ├── InvalidRequestError       the client must change the named fields
 │   ├── TemplateError             the model's chat template cannot render this chat: send text instead
+│   │   └── TemplateRefusedError  in words of its own, which are not logged
 │   ├── UnknownModelError         ask for a model that `ListModels` names
 │   ├── UnknownRequestError       the request is not among the running and recent ones
 │   ├── DuplicateRequestError     the request id is in use: choose another, or resume it
@@ -49,6 +50,11 @@ class ClusterError(Exception):
 class RequestError(ClusterError):
     """A client's request cannot be served, or not to its end."""
 
+    @property
+    def logged(self) -> str:
+        """The message for logs, traces and explanations: without words of the prompt."""
+        return str(self)
+
 
 class FieldViolation(NamedTuple):
     """A field of the request, what is wrong with it and what to send instead."""
@@ -67,6 +73,15 @@ class InvalidRequestError(RequestError):
 
 class TemplateError(RequestError):
     """The chat template is missing, refused these messages, or broke its bounds."""
+
+
+class TemplateRefusedError(TemplateError):
+    """The chat template failed with words of its own, which may be those of the messages: the caller alone
+    reads them."""
+
+    @property
+    def logged(self) -> str:
+        return "the model's chat template failed"
 
 
 class UnknownModelError(RequestError):
@@ -199,6 +214,7 @@ class RosterAwayError(ClusterError):
 STATUS_TABLE: dict[type[RequestError], grpc.StatusCode] = {
     InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
     TemplateError: grpc.StatusCode.INVALID_ARGUMENT,
+    TemplateRefusedError: grpc.StatusCode.INVALID_ARGUMENT,
     UnknownModelError: grpc.StatusCode.NOT_FOUND,
     UnknownRequestError: grpc.StatusCode.NOT_FOUND,
     DuplicateRequestError: grpc.StatusCode.ALREADY_EXISTS,

@@ -38,6 +38,7 @@ from cluster.cli.terminal import (
     stages,
 )
 from cluster.cli.update import HOST_HELP, serve_config, traffic, update
+from cluster.config import LOOPBACK, ClusterConfig
 from cluster.errors import CallError, ClusterError, RayEndedError, StartError
 from kvtransfer.common.clock import SystemClock
 from workers.errors import WorkerError
@@ -112,6 +113,10 @@ def serve(
     decode: Annotated[int | None, typer.Option(min=1, help="Decode replicas.")] = None,
     host: Annotated[str | None, typer.Option(help=HOST_HELP)] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Of the gateway; 0: a free one.")] = None,
+    admin_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Of the gateway, for operators; 0, or with --port: a free one."),
+    ] = None,
     nvme: Annotated[Path | None, typer.Option(help="Keep KV in this folder of a local disk too.")] = None,
     nvme_gb: Annotated[float | None, typer.Option(help="How much of the disk, in 1e9 bytes.")] = None,
     insecure: Annotated[
@@ -131,6 +136,7 @@ def serve(
         host,
         port,
         (nvme, nvme_gb),
+        admin_port=admin_port,
         insecure=insecure,
     )
     # The index server comes from the environment where the file names none.
@@ -147,6 +153,7 @@ def serve(
             ("gateway", f"[bold]{', '.join(addresses.gateways)}[/]"),
             ("admin", ", ".join(addresses.admins)),
             ("console", ", ".join(addresses.consoles) or "none"),
+            ("callers", _callers(config)),
             ("Ray", addresses.ray),
             ("dashboard", addresses.dashboard or "none"),
             ("Ray token", _token_place()),
@@ -273,6 +280,14 @@ def _standard_input() -> str:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
         raise typer.BadParameter(f"standard input is not UTF-8: {error}", param_hint="PROMPT") from error
+
+
+def _callers(config: ClusterConfig) -> str:
+    """Say who may call."""
+    if config.auth.mode == "required":
+        return "authenticated"
+    where = "other hosts too" if config.gateway.host not in LOOPBACK else "from this host alone"
+    return f"not authenticated, {where}"
 
 
 def _token_place() -> str:

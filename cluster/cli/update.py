@@ -39,6 +39,8 @@ def update(
     model: Annotated[Path | None, typer.Option(help="As given to `tandem serve`.")] = None,
     host: Annotated[str | None, typer.Option(help="As above: of the gateway.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="As above.")] = None,
+    admin_port: Annotated[int | None, typer.Option(min=0, max=65535, help="As above.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="As given to `tandem serve`.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; do nothing.")] = False,
     ray_address: JoinedRay = "auto",
     as_json: AsJson = False,
@@ -46,7 +48,7 @@ def update(
     """Give a running application the settings of FILE; replicas that they concern are replaced one by one."""
     from cluster.serve.update import Update, connect  # here: it needs Ray
 
-    config = overridden(load_config(file), model, host, port)
+    config = overridden(load_config(file), model, host, port, admin_port=admin_port, insecure=insecure)
     with stages(err, "connecting to Ray"):
         connect(ray_address)
     interrupted = catch_signals()  # after Ray, which sets handlers of its own
@@ -116,6 +118,7 @@ def serve_config(
     port: int | None,
     nvme: tuple[Path | None, float | None],
     *,
+    admin_port: int | None = None,
     insecure: bool = False,
 ) -> ClusterConfig:
     """Return the file's configuration as the options change it, or without a file that of the options.
@@ -130,7 +133,7 @@ def serve_config(
             raise typer.BadParameter(
                 "the file says how many replicas there are", param_hint="--prefill, --decode"
             )
-        return overridden(load_config(file), model, host, port, insecure=insecure)
+        return overridden(load_config(file), model, host, port, admin_port=admin_port, insecure=insecure)
     assert model is not None
     return default_config(
         model,
@@ -138,6 +141,7 @@ def serve_config(
         decode=1 if decode is None else decode,
         host=host,
         port=port,
+        admin_port=admin_port,
         insecure=insecure,
         context_tokens=read_model_config(model).max_context_tokens,
         nvme=None if folder is None or num_gb is None else (folder, num_gb),
@@ -150,9 +154,10 @@ def overridden(
     host: str | None,
     port: int | None,
     *,
+    admin_port: int | None = None,
     insecure: bool = False,
 ) -> ClusterConfig:
-    """Return the configuration with this model folder, and the gateway at this host and port; None:
+    """Return the configuration with this model folder, and the gateway at this host and these ports; None:
     unchanged. `insecure`: other hosts than this one may reach it without authentication. `ConfigError` where
     they could and may not."""
     changes: dict[str, Any] = {} if model is None else {"model": model.resolve()}
@@ -160,7 +165,7 @@ def overridden(
         if config.auth.mode == "required":
             raise ConfigError("--insecure contradicts the file's auth.mode: required")
         changes["auth"] = config.auth.model_copy(update={"insecure": True})
-    changed = config.model_copy(update=changes | {"gateway": config.gateway.at(host, port)})
+    changed = config.model_copy(update=changes | {"gateway": config.gateway.at(host, port, admin_port)})
     try:
         changed.check_exposure()
     except ValueError as error:

@@ -19,7 +19,7 @@ GROUP = "access"
 # What ends within this time is to be renewed.
 SOON_DAYS = 14.0
 DAY_S = 86_400.0
-_NEW_KEY = "`tandem key new TENANT` makes one"
+_NEW_KEY = "`tandem key new --tenant TENANT` makes one"
 _DOC = "docs/security.md"
 
 
@@ -101,7 +101,7 @@ def api_keys(context: CheckContext) -> Iterator[CheckResult]:
         yield warning(
             "nobody has the role operator: no API key and no client certificate, and no tokens are accepted",
             "nobody can scale, purge, verify or split traffic; the commands are refused",
-            "`tandem key new TENANT --role operator`",
+            "`tandem key new --tenant TENANT --role operator`",
         )
 
 
@@ -194,7 +194,7 @@ def key_root(context: CheckContext) -> Iterator[CheckResult]:
         yield note(
             f"{field} has two roots: {roots[0].id} replaces {roots[1].id}",
             "while both are used, each prompt's keys are made twice",
-            f"`tandem key root --end {path}` when what is under the older root is no longer worth finding",
+            f"`tandem key root {path} --end` when what is under the older root is no longer worth finding",
         )
     else:
         yield ok(f"{field} has the root {roots[0].id}")

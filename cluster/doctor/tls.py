@@ -1,4 +1,4 @@
-"""Certificates: of the gateway, and of the authority of its clients."""
+"""Certificates: of the gateway, of the authority of its clients, and of the connections inside."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from cluster.config import LOOPBACK
 from cluster.doctor.access import DAY_S, GROUP, SOON_DAYS
@@ -57,6 +59,41 @@ def client_authority(context: CheckContext) -> Iterator[CheckResult]:
             "no client certificate has a name that is known here",
             "list names (CN, or SAN as DNS or URI) with tenant and roles",
         )
+
+
+def inner_tls(context: CheckContext) -> Iterator[CheckResult]:
+    """Check the certificate of the connections inside: a pair, of the authority, for both sides, valid."""
+    settings = context.config.inner_tls
+    if settings is None:
+        if context.config.transfer.data_host not in LOOPBACK:
+            yield note(
+                "the connections between hosts are not encrypted (no inner_tls)",
+                "prompts, answers and KV can be read on the way; nobody without the secret is let in",
+                "inner_tls with cert_file, key_file and ca_file, or a network that only the cluster reaches",
+            )
+        return
+    chain = yield from _pair(
+        "inner_tls.cert_file", settings.cert_file, "inner_tls.key_file", settings.key_file
+    )
+    authorities = yield from _authorities("inner_tls.ca_file", settings.ca_file)
+    if not chain or not authorities:
+        return
+    seen, harm = f"inner_tls.cert_file: {_subject(chain[0])}", "the cluster's processes refuse each other"
+    if not any(_has_issued(issuer, chain[0]) for issuer in (*chain[1:], *authorities)):
+        yield error(
+            f"{seen} is not signed by an authority of ca_file",
+            harm,
+            "give the authority that signed it, or a certificate of that authority",
+        )
+    if missing := _missing_uses(chain[0]):
+        yield error(
+            f"{seen} is not for {' and '.join(missing)} authentication",
+            f"{harm}: each of them is client and server",
+            "a certificate with both extended key usages, or with none",
+        )
+    yield _validity(seen, chain[0], context, harm)
+    for authority in authorities:
+        yield _validity(f"inner_tls.ca_file: {_subject(authority)}", authority, context, harm)
 
 
 def _pair(cert_field: str, cert_file: Path, key_field: str, key_file: Path) -> _Reading:
@@ -132,6 +169,24 @@ def _is_authority(certificate: x509.Certificate) -> bool:
         return False
 
 
+def _has_issued(issuer: x509.Certificate, certificate: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(issuer)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
+
+
+def _missing_uses(certificate: x509.Certificate) -> list[str]:
+    """Return those of client and server that the certificate is not for."""
+    try:
+        uses = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    except x509.ExtensionNotFound:
+        return []
+    wanted = {"client": ExtendedKeyUsageOID.CLIENT_AUTH, "server": ExtendedKeyUsageOID.SERVER_AUTH}
+    return [name for name, use in wanted.items() if use not in uses]
+
+
 CHECKS = (
     Check("tls", GROUP, "The gateway's certificate and key: a pair, readable, not expired", gateway_tls),
     Check(
@@ -139,5 +194,11 @@ CHECKS = (
         GROUP,
         "The authority of client certificates: readable, not expired, and whose names are known",
         client_authority,
+    ),
+    Check(
+        "inner-tls",
+        GROUP,
+        "The certificate of the connections inside: a pair, of its authority, for both sides, not expired",
+        inner_tls,
     ),
 )

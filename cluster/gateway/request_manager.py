@@ -156,7 +156,7 @@ class RequestManager:
                     caller=caller,
                     state="refused",
                     code=to_grpc_status(error).code.name,
-                    reason=str(error),
+                    reason=error.logged,
                     started_at=now,
                     ended_at=self._clock.now(),
                 )
@@ -353,14 +353,14 @@ class RequestManager:
         del self._tasks[prepared.request_id]
         if self._latest.get(key) is task:
             del self._latest[key]
-        reason = str(error) if error else ""
+        reason = error.logged if error else ""
         if error is None:
             state = "finished"
         elif isinstance(error, AbandonedError):
             state = "cancelled"
         else:
             state = "failed"
-            _log.info("request %s failed: %s", request_id, error, extra={"request_id": request_id})
+            _log.info("request %s failed: %s", request_id, reason, extra={"request_id": request_id})
         self._records.pop(key, None)
         now = self._clock.now()
         self._records[key] = _record(key, task, state, reason, now)

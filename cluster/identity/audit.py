@@ -134,7 +134,9 @@ def _json(value: object) -> object:
 
 
 def _text(value: str) -> str:
-    return _CREDENTIAL.sub(_REDACTED, value)[:MAX_CHARS]
+    """Cut out credentials, and replace what no encoding can carry, such as a lone surrogate."""
+    encodable = value.encode(errors="replace").decode()
+    return _CREDENTIAL.sub(_REDACTED, encodable)[:MAX_CHARS]
 
 
 class _AuditFile(RotatingFileHandler):

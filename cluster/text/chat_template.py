@@ -26,7 +26,7 @@ import jinja2.parser
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from cluster.errors import TemplateError
+from cluster.errors import TemplateError, TemplateRefusedError
 from kvtransfer.codec import Codec, Message, Part
 from kvtransfer.errors import PeerGoneError
 from kvtransfer.rpc.handshake import receive_frame, send_frame
@@ -142,7 +142,8 @@ class ChatRenderer:
         async with self._turn:
             result = await self._exchange(ORDER_CODEC.encode(order))
         if isinstance(result, RenderRefused):
-            raise TemplateError(f"the model's chat template failed: {result.reason}; send text instead")
+            problem = f"the model's chat template failed: {result.reason}"
+            raise TemplateRefusedError(f"{problem}; send text instead")
         return result.text
 
     async def start(self) -> None:

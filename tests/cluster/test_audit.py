@@ -244,7 +244,7 @@ def test_texts_are_cut_and_stay_one_line(tmp_path: Path) -> None:
     (line,) = lines_of(tmp_path)
     assert (len(line["what"]["text"]), len(line["detail"])) == (MAX_CHARS, MAX_CHARS)
     assert len(line["what"]["many"]) == MAX_ITEMS
-    assert (line["what"]["none"], line["what"]["n"]) == (None, {"x": 1.5})
+    assert (line["what"]["none"], line["what"]["n"], line["what"]["lone"]) == (None, {"x": 1.5}, "?")
 
 
 def test_a_flood_of_refusals_does_not_fill_the_files(tmp_path: Path) -> None:

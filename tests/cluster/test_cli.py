@@ -12,6 +12,7 @@ from optional_programs import uses_compiler, uses_redis_or_valkey
 from serving import ROOT, TINY, environment, free_port, tandem
 
 from cluster.cli.update import serve_config
+from cluster.errors import ConfigError
 
 
 def test_help_names_every_command() -> None:
@@ -167,7 +168,11 @@ def test_values_that_no_gateway_accepts_are_refused_before_a_connection() -> Non
 
 def test_where_the_gateway_listens_is_an_option_with_and_without_a_file(tmp_path: Path) -> None:
     plain = serve_config(None, TINY, 1, 2, "0.0.0.0", 9000, (None, None), insecure=True).gateway
-    assert (plain.host, plain.port, plain.console_port) == ("0.0.0.0", 9000, 0)
+    assert (plain.host, plain.port, plain.console_port, plain.admin_port) == ("0.0.0.0", 9000, 0, 0)
+    named = serve_config(None, TINY, 1, 2, None, 9000, (None, None), admin_port=9002).gateway
+    assert (named.port, named.admin_port) == (9000, 9002)
+    with pytest.raises(ConfigError, match=r"gateway\.host: 0\.0\.0\.0 can be reached from other hosts"):
+        serve_config(None, TINY, 1, 2, "0.0.0.0", None, (None, None))
     file = tmp_path / "cluster.yaml"
     file.write_text(
         f"model: {TINY}\npools: [{{name: both, role: both}}]\ngateway: {{host: auto, port: 7000}}\n"

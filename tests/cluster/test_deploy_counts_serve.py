@@ -143,7 +143,7 @@ def application(tmp_path: Path) -> Iterator[dict[str, Any]]:
                     "app": APP,
                     "model": str(TINY),
                     "pools": [pool],
-                    "gateway": {"host": "127.0.0.1", "port": free_port()},
+                    "gateway": {"host": "127.0.0.1", "port": free_port(), "admin_port": free_port()},
                     "scaling": {"interval_s": 0.5},
                     "auth": {"key_root_file": str(tmp_path / "roots")},
                 },

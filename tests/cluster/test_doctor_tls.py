@@ -1,4 +1,4 @@
-"""The checks of certificates: the gateway's, and that of its clients' authority."""
+"""The checks of certificates: the gateway's, that of its clients' authority, and the inner one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from authority import Authority
+from authority import CLIENT, SERVER, Authority
 from doctor_harness import config_of, context_of, only, said
 
 from cluster.doctor import tls
@@ -86,3 +86,46 @@ def test_the_authority_of_clients_is_one_and_somebody_has_a_name(tmp_path: Path)
     assert said(tls.client_authority, leaf)[0][0] is ERROR
     assert only(tls.client_authority, with_authority(tmp_path / "none", names)).severity is ERROR
     assert not said(tls.client_authority, context())
+
+
+def inner(folder: Path, authority: Authority, **settings: Any) -> dict[str, str]:
+    cert_file, key_file = authority.issue(folder, "inner", **settings)
+    ca_file = authority.write(folder)
+    return {"cert_file": str(cert_file), "key_file": str(key_file), "ca_file": str(ca_file)}
+
+
+@pytest.mark.parametrize(("in_days", "severity", "word"), AGES)
+def test_the_inner_certificate_is_valid_now_and_for_some_time(
+    tmp_path: Path, in_days: int, severity: Severity, word: str
+) -> None:
+    files = inner(tmp_path, Authority("a"))
+    found = said(tls.inner_tls, context(in_days, inner_tls=files))
+    assert [each for each, _ in found] == [severity] * 2, "the certificate and its authority"
+    assert all(word in seen for _, seen in found)
+
+
+@pytest.mark.parametrize(
+    ("uses", "missing"),
+    [((), ""), ((CLIENT, SERVER), ""), ((SERVER,), "client"), ((CLIENT,), "server")],
+)
+def test_the_inner_certificate_is_for_both_sides(tmp_path: Path, uses: Any, missing: str) -> None:
+    files = inner(tmp_path, Authority("a"), uses=uses)
+    found = said(tls.inner_tls, context(inner_tls=files))
+    assert [severity for severity, _ in found] == ([ERROR] if missing else []) + [OK, OK]
+    if missing:
+        assert f"is not for {missing} authentication" in found[0][1]
+
+
+def test_the_inner_certificate_is_signed_by_its_authority(tmp_path: Path) -> None:
+    files = inner(tmp_path, Authority("a"))
+    Authority("a").write(tmp_path)  # the same name, another key
+    found = said(tls.inner_tls, context(inner_tls=files))
+    assert found[0][0] is ERROR
+    assert "is not signed by an authority of ca_file" in found[0][1]
+    Path(files["ca_file"]).unlink()
+    assert only(tls.inner_tls, context(inner_tls=files)).severity is ERROR
+
+
+def test_connections_between_hosts_without_encryption_are_a_note() -> None:
+    assert not said(tls.inner_tls, context())
+    assert only(tls.inner_tls, context(transfer={"data_host": "auto"})).severity is NOTE

@@ -6,12 +6,13 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_harness import PROMPT, GatewayHarness, Pair, until
+from gateway_harness import PROMPT, GatewayHarness, Pair, until, write_model
 
-from cluster.api.client import GenerateOptions
+from cluster.api.client import GenerateOptions, Turn
 from cluster.errors import CallError
 from cluster.metrics.config import LogConfig
 from cluster.metrics.logs import ACCESS_LOGGER, about, log_to_stderr
@@ -172,3 +173,36 @@ async def test_the_access_log_can_be_off(harness: GatewayHarness, caplog: pytest
     _, address = await harness.add_gateway(config)
     await harness.client(address).complete(PROMPT, GenerateOptions(max_tokens=2))
     assert access_lines(caplog) == []
+
+
+QUOTING = "{{ raise_exception('not allowed: ' + messages[0]['content']) }}"
+
+
+async def test_neither_logs_nor_explanations_show_what_a_prompt_says(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    canary = "canaryquux"
+    prompt, options = f"{canary} {PROMPT}", GenerateOptions(max_tokens=3)
+    harness = GatewayHarness(write_model(tmp_path, QUOTING))
+    try:
+        replica = await harness.add_replica("d0", "decode")
+        gateway, address = await harness.add_gateway()
+        client = harness.client(address)
+        done = await client.complete(prompt, options)
+        with pytest.raises(CallError, match=f"not allowed: {canary}"):  # its own words, to the caller alone
+            await client.complete([Turn("user", canary)], options)
+        with pytest.raises(CallError, match="temperature"):
+            await client.complete(prompt, GenerateOptions(temperature=-1.0))
+        with pytest.raises(CallError, match="tokens"):
+            await client.complete(f"{canary} " * 4000, options)
+        replica.script.failure = RequestFailed("", 0, "invalid", "made up")
+        with pytest.raises(CallError, match="made up"):
+            await client.complete(prompt, options)
+        shown = [str(await client.explain(done.request_id))]
+        shown += [str(await harness.admin(gateway).requests())]
+    finally:
+        await harness.close()
+    assert len(access_lines(caplog)) == 5
+    shown += [f"{record.getMessage()} {record.__dict__}" for record in caplog.records]
+    assert not [text for text in shown if canary in text]

@@ -20,6 +20,7 @@ from cluster.stores import (
     check_store,
     draw_life,
     granule_bytes,
+    has_password,
     smallest_record_bytes,
     store_name,
     store_settings,
@@ -155,6 +156,20 @@ def test_a_url_that_no_client_knows_is_refused_without_showing_it() -> None:
     assert "secret" not in str(refused.value)
     for url in ("", "redis://h:1/0", "rediss://u:p@h", "unix:///run/redis"):
         check_redis_url(StoreConfig(redis_url=url))
+
+
+def test_an_authority_is_for_a_server_with_tls_and_a_password_for_a_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"store\.redis_ca_file: is for a server with TLS"):
+        check_redis_url(StoreConfig(redis_url="redis://h", redis_ca_file=tmp_path / "ca"))
+    check_redis_url(StoreConfig(redis_url="rediss://h", redis_ca_file=tmp_path / "ca"))
+    urls = (
+        "redis://h",
+        "redis://user@h",
+        "redis://:p@h",
+        "rediss://h?password=p",
+        "rediss://h?ssl_password=p",
+    )
+    assert [has_password(url) for url in urls] == [False, False, True, True, True]
 
 
 def test_stores_of_one_host_have_folders_of_their_own_and_find_them_again(tmp_path: Path) -> None:

@@ -42,9 +42,9 @@ class Setup:
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / "cluster.yaml"
-        self.port = str(free_port())
         self.write()
-        self.cluster = RunningCluster("--file", str(self.file), "--port", self.port)
+        self.places = ("--port", str(free_port()), "--admin-port", str(free_port()))
+        self.cluster = RunningCluster("--file", str(self.file), *self.places)
 
     def write(self, engine: str = "", rest: str = "") -> None:
         rest = f"gateway: {{max_connection_age_s: 2}}\n{rest}"
@@ -53,7 +53,7 @@ class Setup:
 
     def update(self, *arguments: str) -> dict[str, Any]:
         """What `tandem update --json` says."""
-        done = self.command("update", "-f", str(self.file), "--port", self.port, "--json", *arguments)
+        done = self.command("update", "-f", str(self.file), *self.places, "--json", *arguments)
         assert done.returncode == 0, done.stderr
         reported: dict[str, Any] = json.loads(done.stdout)
         return reported
@@ -198,15 +198,15 @@ def test_a_dry_run_says_what_would_happen_and_does_nothing(setup: Setup) -> None
 def test_what_cannot_change_is_refused_and_nothing_is_done(setup: Setup) -> None:
     before = setup.cluster.status()
     setup.write(engine=", max_sequences: 8", rest="store: {dram_gb: 2}")
-    done = setup.command("update", "-f", str(setup.file), "--port", setup.port)
+    done = setup.command("update", "-f", str(setup.file), *setup.places)
     assert done.returncode == 1
     assert "store.dram_gb: an update does not restart stores" in done.stderr
     setup.file.write_text(setup.file.read_text().replace("app: tandem", "app: unheard-of"))
-    done = setup.command("update", "-f", str(setup.file), "--port", setup.port)
+    done = setup.command("update", "-f", str(setup.file), *setup.places)
     assert done.returncode == 1
     assert "no `tandem serve` has deployed the application 'unheard-of'" in done.stderr
     setup.write(engine="}, cpus_per_rank: 1000, resources: {")
-    done = setup.command("update", "-f", str(setup.file), "--port", setup.port)
+    done = setup.command("update", "-f", str(setup.file), *setup.places)
     assert done.returncode == 1
     assert "lacks resources for the new replicas beside the old ones: CPU: 1000" in done.stderr
     assert lives(setup.cluster.status(), "decode") == lives(before, "decode")
@@ -263,7 +263,7 @@ def test_a_configuration_that_does_not_work_leaves_the_old_replicas(setup: Setup
     before = setup.cluster.status()
     text = setup.file.read_text()
     setup.file.write_text(f"{text}\ntransfer: {{data_host: 203.0.113.7}}\n")  # not an address of this host
-    done = setup.command("update", "-f", str(setup.file), "--port", setup.port)
+    done = setup.command("update", "-f", str(setup.file), *setup.places)
     setup.file.write_text(text)
     assert done.returncode == 1
     assert re.search(r"Pool-(prefill|decode): .*203\.0\.113\.7", done.stderr)

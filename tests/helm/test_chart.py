@@ -185,6 +185,7 @@ def test_everything_that_pods_mount_or_name_is_rendered_or_given(case: str) -> N
     items = objects(CASES[case])
     rendered = {(item["kind"], item["metadata"]["name"]): item for item in items}
     given = {("Secret", "tandem-tls"), ("PersistentVolumeClaim", "models")}
+    given |= {("Secret", item["spec"]["secretName"]) for item in items if item["kind"] == "Certificate"}
     for name, pod in pods(items):
         volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
         claimed = {"data"} if name == "tandem-redis" else set()

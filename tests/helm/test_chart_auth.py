@@ -25,6 +25,7 @@ from cluster.config import parse_config
 from cluster.errors import UnauthenticatedError
 from cluster.identity.api_keys import parse_keys
 from cluster.identity.authenticator import Authenticator, Credentials
+from cluster.identity.key_roots import parse_key_roots
 from kvtransfer.common.clock import SystemClock
 
 JWT: Object = {"issuer": "https://issuer.example", "audience": "tandem"}
@@ -135,6 +136,8 @@ def test_each_release_draws_its_own() -> None:
             draws.append(server.apply())
     for name in OF_GATEWAYS | {"tandem-first-keys", "tandem-cluster"}:
         assert draws[0][name] != draws[1][name]
+    (root,) = parse_key_roots(secret_text(draws[0]["tandem-key-root"], "key-root").encode())
+    assert root.id == "k1"
     assert len(parse_keys(secret_text(draws[0]["tandem-api-keys"], "keys.yaml").encode())) == 2
 
 
@@ -219,3 +222,68 @@ def test_what_would_let_nobody_in_or_everybody_is_refused(values: Object, reason
     with pytest.raises(helm_python.HelmError) as caught:
         render(values)
     assert reason in str(caught.value)
+
+
+def certificates(values: Object) -> dict[str, Object]:
+    """cert-manager's, by name."""
+    return {
+        item["metadata"]["name"]: item["spec"] for item in objects(values) if item["kind"] == "Certificate"
+    }
+
+
+def test_inner_certificates_are_in_all_ray_pods_and_made_by_an_authority_of_the_chart() -> None:
+    values: Object = {"innerTls": {"enabled": True}}
+    inner = config_of(values)["inner_tls"]
+    folder = "/tandem/secrets/inner-tls"
+    assert inner == {
+        "cert_file": f"{folder}/tls.crt",
+        "key_file": f"{folder}/tls.key",
+        "ca_file": f"{folder}/ca.crt",
+    }
+    assert mounted(values)["tandem-inner"] == RAY - {"headgroup"}
+    made = certificates(values)
+    assert made.keys() == {"tandem-inner-authority", "tandem-inner"}
+    assert made["tandem-inner-authority"]["isCA"]
+    assert {"server auth", "client auth"} <= set(made["tandem-inner"]["usages"])
+    assert made["tandem-inner"]["issuerRef"]["name"] == "tandem-inner-authority"
+    assert made["tandem-inner"]["secretName"] == "tandem-inner"
+
+
+def test_an_issuer_or_a_secret_of_others_is_used() -> None:
+    issuer = {"name": "company", "kind": "ClusterIssuer", "group": "cert-manager.io"}
+    values: Object = {"innerTls": {"enabled": True}, "certManager": {"issuerRef": issuer}}
+    made = certificates(values)
+    assert made.keys() == {"tandem-inner"}
+    assert made["tandem-inner"]["issuerRef"] == issuer
+    assert "Issuer" not in {item["kind"] for item in objects(values)}
+    values = {"innerTls": {"enabled": True, "existingSecret": "inner"}}
+    assert certificates(values) == {}
+    assert "gateway" in mounted(values)["inner"]
+
+
+REDIS_TLS: Object = {"redis": {"bundled": {"tls": {"enabled": True}}}}
+
+
+def test_redis_speaks_tls_to_ray_and_to_the_stores() -> None:
+    items = objects(REDIS_TLS)
+    options = only(items, "RayService")["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
+    assert options["redisAddress"] == "rediss://tandem-redis:6379"
+    assert secret_text(only(items, "Secret", "tandem-redis")["data"], "url").startswith("rediss://:")
+    names = certificates(REDIS_TLS)["tandem-redis-tls"]["dnsNames"]
+    assert {"tandem-redis", "tandem-redis.llm.svc"} <= set(names)
+    for name, pod in pods(items):
+        if name != "tandem-redis":
+            env = {item["name"]: item.get("value") for item in pod["spec"]["containers"][0]["env"]}
+            assert env["RAY_REDIS_CA_CERT"] == "/tandem/secrets/redis-ca/ca.crt", name
+    assert config_of(REDIS_TLS)["store"]["redis_ca_file"] == "/tandem/secrets/redis-ca/ca.crt"
+
+
+def test_the_authority_of_an_external_redis_can_be_named() -> None:
+    external: Object = {
+        "address": "rediss://redis.example:6379",
+        "secretName": "redis",
+        "ca": {"secretName": "redis-authority"},
+    }
+    values: Object = {"redis": {"mode": "external", "external": external}}
+    assert "headgroup" in mounted(values)["redis-authority"]
+    assert config_of(values)["store"]["redis_ca_file"] == "/tandem/secrets/redis-ca/ca.crt"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from authority import Authority
 from chart_harness import (
     EXAMPLES,
     Object,
@@ -49,7 +50,8 @@ SCALE = "/api/v1/applications/tandem/deployments/Pool-decode/scale"
 def chosen() -> Object:
     """The chart's values."""
     ports = {"port": free_port(), "consolePort": free_port(), "adminPort": free_port()}
-    return merged(EXAMPLES["cpu"], {"model": {"path": str(TINY)}, "gateway": ports})
+    settings: Object = {"model": {"path": str(TINY)}, "gateway": ports, "innerTls": {"enabled": True}}
+    return merged(EXAMPLES["cpu"], settings)
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +69,10 @@ def mounted(chosen: Object, tmp_path_factory: pytest.TempPathFactory) -> Path:
             place.mkdir()
             for name, value in item["data"].items():
                 (place / name).write_bytes(base64.b64decode(value))
+    (inner := folder / "inner-tls").mkdir()
+    authority = Authority("inner")
+    authority.issue(inner, "tandem-inner")
+    authority.write(inner)
     return folder
 
 
@@ -83,6 +89,8 @@ def config(service: Object, mounted: Path) -> Iterator[Object]:
         "keys_file": str(mounted / "api-keys" / "keys.yaml"),
         "key_root_file": str(mounted / "key-root" / "key-root"),
     }
+    inner = application["args"]["config"]["inner_tls"]
+    inner |= {name: str(mounted / "inner-tls" / Path(path).name) for name, path in inner.items()}
     application["args"]["config"]["gateway"]["host"] = "127.0.0.1"
     application["args"]["config"]["transfer"]["data_host"] = "127.0.0.1"
     # All nodes are on this host, which can have one proxy.

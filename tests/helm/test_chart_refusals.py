@@ -28,6 +28,7 @@ BY_THE_SCHEMA = {
     "config.auth.keys_file": ("/keys", "'keys_file' not allowed"),
     "config.auth.tenants": ({"acme": {"max_priority": 1000}}, "maximum: got 1,000, want 100"),
     "auth.mode": ("optional", "must be one of 'required', 'none'"),
+    "certManager.duration": ("90 days", "does not match pattern"),
     "auth.apiKeys.firstTenant": ("a b", "does not match pattern"),
     "config.scaling.interval_s": (0, "exclusiveMinimum"),
     "config.pools": ([], "'pools' not allowed"),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import base64
+import os
+import signal
 import socket
+import ssl
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,8 @@ from urllib.parse import urlsplit
 
 import pytest
 import redis
+from authority import Authority
+from certificates import name_of
 from chart_harness import Object, objects, only, pods
 from optional_programs import needs_redis_server
 from patience import WAIT_S
@@ -228,6 +233,56 @@ def test_the_index_has_a_bounded_server_of_its_own(tmp_path: Path) -> None:
     finally:
         server.kill()
         server.wait()
+
+
+@needs_redis_server
+def test_redis_with_tls_is_reached_by_its_certificate_and_reads_a_renewed_one(tmp_path: Path) -> None:
+    data = only(objects({"redis": {"bundled": {"tls": {"enabled": True}}}}), "ConfigMap", "tandem-redis")[
+        "data"
+    ]
+    authority, port = Authority("redis"), free_port()
+    authority.issue(tmp_path, "first")
+    ca_file = authority.write(tmp_path)
+    (tmp_path / "password").write_text("secret-of-the-test")
+
+    def here(text: str) -> str:
+        text = _moved(text, tmp_path).replace("/etc/redis-tls", str(tmp_path)).replace("6379", str(port))
+        return text.replace("/etc/redis/renew.sh", str(tmp_path / "renew.sh")).replace(
+            "sleep 60", "sleep 0.1"
+        )
+
+    (tmp_path / "redis.conf").write_text(here(data["redis.conf"]).replace("/data", str(tmp_path)))
+    (tmp_path / "renew.sh").write_text(here(data["renew.sh"]))
+    ping = here(data["ping.sh"]).replace("redis-cli", f"redis-cli -p {port}")
+    server = subprocess.Popen(
+        ["sh", "-c", here(data["start.sh"])],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        _wait_for(port)
+        with pytest.raises(redis.ConnectionError):
+            redis.Redis(port=port, password="secret-of-the-test", retry=Retry(NoBackoff(), 0)).ping()
+        with redis.Redis(
+            "localhost", port, password="secret-of-the-test", ssl=True, ssl_ca_certs=str(ca_file)
+        ) as client:
+            assert client.ping()
+        assert subprocess.run(["sh", "-c", ping], check=False).returncode == 0
+        assert _served_name(port) == "first"
+        authority.issue(tmp_path, "second")
+        clock = SystemClock()
+        end = clock.now() + WAIT_S
+        while _served_name(port) != "second":
+            assert clock.now() < end, "the renewed certificate is not used"
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def _served_name(port: int) -> str:
+    """The common name of the server's certificate."""
+    return name_of(ssl.PEM_cert_to_DER_cert(ssl.get_server_certificate(("localhost", port))))
 
 
 def _moved(script: str, folder: Path) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import importlib.util
 import logging
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import warnings
@@ -18,6 +20,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 import redis
+from authority import Authority
 from certificates import write_certificate
 from child_processes import killed_on_error
 from index_harness import (
@@ -34,6 +37,7 @@ from index_harness import (
     until_found,
 )
 from optional_programs import needs_redis_or_valkey, uses_redis_or_valkey
+from patience import WAIT_S
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -308,14 +312,43 @@ async def test_tls_with_a_certificate_that_is_trusted(tls: Tls) -> None:
 
 
 async def test_tls_that_fails_says_what_to_do(tls: Tls, tmp_path: Path) -> None:
-    await until_down(
-        make_index(f"rediss://127.0.0.1:{tls.port}"), "add ?ssl_ca_certs=FILE to store.redis_url"
-    )
+    await until_down(make_index(f"rediss://127.0.0.1:{tls.port}"), "in store.redis_ca_file")
     await until_down(make_index(f"redis://127.0.0.1:{tls.port}"), "must begin with rediss://")
     with RawRedis(tmp_path) as plain:
         plain.client().ping()
         url = f"rediss://127.0.0.1:{plain.port}?ssl_ca_certs={tls.certificate}"
         await until_down(make_index(url), "does that port speak TLS?")
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+async def test_a_server_with_tls_is_checked_against_the_authority_that_is_named(
+    tmp_path: Path, is_known: bool
+) -> None:
+    """Also where the server here was built without TLS: this one answers INFO, and nothing else."""
+    authority = Authority("redis")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*authority.issue(tmp_path, "localhost"))
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(4096):
+            writer.write(b"$17\r\ncluster_enabled:0\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", ssl=context)
+    port = server.sockets[0].getsockname()[1]
+    ca_file = (authority if is_known else Authority("another")).write(tmp_path)
+    link = RedisLink(f"rediss://127.0.0.1:{port}", WAIT_S, str(ca_file))
+    try:
+        if is_known:
+            await link.connect()
+            assert link.is_connected
+        else:
+            with pytest.raises(IndexAwayError, match=r"store\.redis_ca_file"):
+                await link.connect()
+    finally:
+        await link.close()
+        server.close()
+        await server.wait_closed()
 
 
 @contextmanager

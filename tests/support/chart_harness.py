@@ -31,8 +31,12 @@ from kvtransfer.common.clock import SystemClock
 RELEASE, NAMESPACE = "tandem", "llm"
 KUBERNETES = "1.32"
 EXAMPLES = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(CHART.glob("examples/*.yaml"))}
-# Kinds of the Prometheus operator and of the Gateway API, for which there is no schema here.
-WITHOUT_SCHEMA = {"ServiceMonitor", "PodMonitor", "PrometheusRule", "GRPCRoute"}
+# Kinds of the Prometheus operator, of the Gateway API and of cert-manager, for which there is no schema here.
+WITHOUT_SCHEMA = {
+    *("ServiceMonitor", "PodMonitor", "PrometheusRule"),
+    "GRPCRoute",
+    *("Certificate", "Issuer"),
+}
 
 # The fast one, where PyYAML has it.
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -30,7 +30,7 @@ _CONFIG_SECTIONS = {
 }
 _SET_BY_THE_CHART = {
     "PoolConfig": ("name", "resources"),
-    "StoreConfig": ("redis_url", "nvme_path"),
+    "StoreConfig": ("redis_url", "redis_url_file", "redis_ca_file", "nvme_path"),
     "AuthConfig": ("mode", "insecure", "keys_file", "key_root_file"),
     "JwtConfig": ("keys_file",),
     "CertificateConfig": ("ca_file",),
@@ -57,6 +57,7 @@ _COUNT = {"type": "integer", "minimum": 1}
 _COUNT_OR_NULL = {"type": ["integer", "null"], "minimum": 1}
 _FROM_ZERO_OR_NULL = {"type": ["integer", "null"], "minimum": 0}
 _PORT = {"type": "integer", "minimum": 1024, "maximum": 65535}
+_DURATION = {"type": "string", "pattern": "^([0-9]+(h|m|s))+$"}
 _NAME = {"type": "string", "pattern": "^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$"}
 # By the last names of a path; the longest that matches holds. Whatever else is typed by its default.
 _RULES: dict[str, dict[str, Any]] = {
@@ -108,6 +109,9 @@ _RULES: dict[str, dict[str, Any]] = {
     "upscalingMode": {"enum": ["Default", "Aggressive", "Conservative"]},
     "idleTimeoutSeconds": _COUNT,
     "auth.mode": {"enum": ["required", "none"]},
+    "issuerRef.kind": {"enum": ["Issuer", "ClusterIssuer"]},
+    "duration": _DURATION,
+    "renewBefore": _DURATION,
     "firstTenant": {"type": "string", "pattern": TENANT_PATTERN},
     "rayAuth.mode": {"enum": ["token", "disabled"]},
     "redis.mode": {"enum": ["bundled", "external"]},

@@ -97,7 +97,10 @@ class RunningCluster:
         prefix: Sequence[str] = (),
     ) -> None:
         """`own_group`: a signal to its process group does not reach us. `prefix` is a command that runs
-        another one, on another host for example."""
+        another one, on another host for example. A gateway that is replaced keeps its port for operators
+        where that for clients is given."""
+        if "--port" in arguments and "--admin-port" not in arguments:
+            arguments = (*arguments, "--admin-port", str(free_port()))
         self._clock = SystemClock()
         self._process = subprocess.Popen(
             [*prefix, sys.executable, "-m", "cluster", "serve", "--ray-address", ray_address, *arguments],

@@ -66,6 +66,21 @@ clients' authority and the roots of block keys are mounted in gateways alone. */
 {{- $auth | toYaml -}}
 {{- end -}}
 
+{{/* Files of other Ray pods too: the authority of Redis in all, the certificate of the connections inside in those that
+open some. Call with (list $ part); the result is as of tandem.authFiles. */}}
+{{- define "tandem.sharedFiles" -}}
+{{- $root := index . 0 -}}{{- $part := index . 1 -}}
+{{- $files := list -}}
+{{- if and $root.Values.innerTls.enabled (ne $part "head") -}}
+{{- $secret := default (printf "%s-inner" (include "tandem.fullname" $root)) $root.Values.innerTls.existingSecret -}}
+{{- $files = append $files (dict "name" "inner-tls" "kind" "secret" "object" $secret "key" "") -}}
+{{- end -}}
+{{- with (include "tandem.redis" $root | fromYaml).authority -}}
+{{- $files = append $files (dict "name" "redis-ca" "kind" "secret" "object" .secret "key" .key "file" "ca.crt") -}}
+{{- end -}}
+{{- $files | toYaml -}}
+{{- end -}}
+
 {{/* Volumes and mounts of files that are read again when they change: whole folders, since what is mounted as a
 single file never changes. Call with a list of dicts as of tandem.authFiles; without a key, all keys are files. */}}
 {{- define "tandem.fileVolumes" -}}

@@ -47,6 +47,13 @@ fills its pod, so the next one can start beside it only where `surge: true` says
 {{- $_ := set $gateway "health_port" .Values.gateway.healthPort -}}
 {{- end -}}
 {{- $_ := set $config "gateway" (mergeOverwrite (dict "surge" false) (default dict $config.gateway) $gateway) -}}
+{{- if .Values.innerTls.enabled -}}
+{{- $inner := "/tandem/secrets/inner-tls" -}}
+{{- $_ := set $config "inner_tls" (dict "cert_file" (printf "%s/tls.crt" $inner) "key_file" (printf "%s/tls.key" $inner) "ca_file" (printf "%s/ca.crt" $inner)) -}}
+{{- end -}}
+{{- if (include "tandem.redis" . | fromYaml).authority -}}
+{{- $_ := set $config "store" (set (default dict $config.store) "redis_ca_file" "/tandem/secrets/redis-ca/ca.crt") -}}
+{{- end -}}
 {{- $_ := set $config "auth" (include "tandem.authConfig" . | fromYaml) -}}
 {{- if (default dict $config.store).nvme_gb -}}{{- $_ := set $config.store "nvme_path" "/tandem/nvme" -}}{{- end -}}
 {{- $pools := list -}}

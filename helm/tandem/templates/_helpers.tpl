@@ -184,7 +184,10 @@ secret: {{ default (printf "%s-redis" $name) .Values.redis.bundled.existingSecre
 urlKey: url
 passwordKey: password
 usernameKey: ""
-address: {{ printf "%s-redis:6379" $name }}
+address: {{ printf "%s%s-redis:6379" (ternary "rediss://" "" .Values.redis.bundled.tls.enabled) $name }}
+{{- if .Values.redis.bundled.tls.enabled }}
+authority: {secret: {{ default (printf "%s-redis-tls" $name) .Values.redis.bundled.tls.existingSecret }}, key: ca.crt}
+{{- end }}
 {{- else -}}
 {{- $external := .Values.redis.external -}}
 secret: {{ required "redis.external.secretName: must be given with redis.mode external: the Secret with the server's URL" $external.secretName }}
@@ -192,6 +195,23 @@ urlKey: {{ $external.urlKey }}
 passwordKey: {{ $external.passwordKey | quote }}
 usernameKey: {{ $external.usernameKey | quote }}
 address: {{ required "redis.external.address: must be given with redis.mode external, as host:port" $external.address }}
+{{- with $external.ca.secretName }}
+authority: {secret: {{ . }}, key: {{ $external.ca.key }}}
+{{- end }}
+{{- end -}}
+{{- end -}}
+
+{{/* How a bundled server listens. Call with (list tls port). */}}
+{{- define "tandem.redisPort" -}}
+{{- if index . 0 -}}
+port 0
+tls-port {{ index . 1 }}
+tls-cert-file /etc/redis-tls/tls.crt
+tls-key-file /etc/redis-tls/tls.key
+tls-ca-cert-file /etc/redis-tls/ca.crt
+tls-auth-clients no
+{{- else -}}
+port {{ index . 1 }}
 {{- end -}}
 {{- end -}}
 

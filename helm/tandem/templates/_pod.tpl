@@ -11,6 +11,7 @@ The template of a Ray pod. Call with a dict:
 {{- $image := include "tandem.image" (list $root (ternary "cuda" "cpu" (default false .usesGpus))) -}}
 {{- $redis := include "tandem.redis" $root | fromYaml -}}
 {{- $context := deepCopy $root.Values.containerSecurityContext -}}
+{{- $shared := include "tandem.sharedFiles" (list $root .part) | fromYamlArray -}}
 {{- with .capabilities -}}
 {{- $_ := set $context "capabilities" (mergeOverwrite (default dict $context.capabilities) (dict "add" .)) -}}
 {{- end -}}
@@ -86,6 +87,10 @@ spec:
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
       env:
         {{- include "tandem.environment" $root | nindent 8 }}
+        {{- if $redis.authority }}
+        - name: RAY_REDIS_CA_CERT
+          value: /tandem/secrets/redis-ca/ca.crt
+        {{- end }}
         {{- with $pod.env }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -125,6 +130,11 @@ spec:
         - name: redis-secret
           mountPath: /tandem/secrets/redis
           readOnly: true
+        {{- range $shared }}
+        - name: {{ .name }}
+          mountPath: /tandem/secrets/{{ .name }}
+          readOnly: true
+        {{- end }}
         {{- if $model.claim }}
         - name: model
           mountPath: {{ $root.Values.model.path }}
@@ -160,6 +170,7 @@ spec:
         items:
           - key: {{ $redis.urlKey }}
             path: url
+    {{- include "tandem.fileVolumes" $shared | nindent 4 }}
     {{- with $model.claim }}
     - name: model
       persistentVolumeClaim:
