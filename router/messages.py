@@ -31,7 +31,8 @@ class ReplicaLoad(Part, frozen=True):
 
 class RouteRequest(Part, frozen=True):
     """A request to place. `block_keys` are those of the prompt's full blocks, `excluded` replicas were tried
-    and failed, and `pinned_prefill` and `pinned_decode` ("" if free) are a debug option."""
+    and failed, and `pinned_prefill` and `pinned_decode` ("" if free) are a debug option. Its sharing group
+    may use `kv_share` of each replica's blocks."""
 
     request_id: str
     tenant: str
@@ -42,6 +43,7 @@ class RouteRequest(Part, frozen=True):
     excluded: tuple[str, ...] = ()
     pinned_prefill: str = ""
     pinned_decode: str = ""
+    kv_share: float = 1.0
 
 
 class Candidate(Part, frozen=True):

@@ -69,6 +69,8 @@ class RouteQuery(NamedTuple):
     skip_prefill_tokens: int
     # False when a prefill replica is pinned: then no replica serves the request alone.
     may_stay: bool
+    # Of each replica's blocks: what its sharing group may use.
+    kv_share: float = 1.0
 
 
 class ReplicaCost(NamedTuple):
@@ -155,8 +157,10 @@ def space_penalty_tokens(query: RouteQuery, replica: ReplicaCost) -> float:
 
 
 def never_fits(query: RouteQuery, state: CurrentLoad) -> bool:
-    """Whether the prompt exceeds all of the replica's device memory, as far as that is known."""
-    return 0 < state.report.num_total_blocks * query.block_tokens <= query.num_tokens
+    """Whether the prompt exceeds all of the replica's device memory, or its group's share of it, as far as
+    that is known."""
+    num_blocks = state.report.num_total_blocks
+    return num_blocks > 0 and int(num_blocks * query.kv_share) * query.block_tokens <= query.num_tokens
 
 
 def prefill_candidate(query: RouteQuery, replica: ReplicaCost) -> Candidate:
@@ -199,7 +203,8 @@ def local_candidate(query: RouteQuery, replica: ReplicaCost, decode_pressure: fl
     pressure, note = _decode_pressure(query, replica, decode_pressure)
     disturbance = disturbance_tokens(state, uncached)
     pressure += WORK_PART * uncached + disturbance
-    if 0 < state.report.max_local_tokens <= query.num_tokens:
+    exceeds_share = query.kv_share < 1 and never_fits(query, state)
+    if exceeds_share or 0 < state.report.max_local_tokens <= query.num_tokens:
         pressure += NEVER_FITS_TOKENS
         note = f"never fits, {note}" if note else "never fits"
     if replica.is_stale:  # once for each side, as for a pair: with all loads stale, the rest decides

@@ -191,6 +191,7 @@ class RouterService:
             block_tokens=self._block_tokens,
             skip_prefill_tokens=self._config.skip_prefill_tokens,
             may_stay=not request.pinned_prefill or request.pinned_prefill == request.pinned_decode,
+            kv_share=request.kv_share,
         )
 
     def _usable(self, request: RouteRequest) -> tuple[list[str], list[str]]:

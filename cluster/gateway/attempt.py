@@ -415,6 +415,7 @@ def route_request(
         excluded=excluded,
         pinned_prefill=prepared.pinned_prefill,
         pinned_decode=prepared.pinned_decode,
+        kv_share=prepared.kv_share,
     )
 
 

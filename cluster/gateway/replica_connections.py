@@ -165,6 +165,8 @@ class ReplicaConnections:
         self._token_bytes = 0
         # The least of the replicas connected so far that can serve alone; 0 before the first.
         self.max_context_tokens = 0
+        # The least KV blocks of these replicas; 0 before the first.
+        self.min_kv_blocks = 0
 
     def start(self, events: ConnectionEvents) -> None:
         """Follow the roster from now on, and report to `events`; must be called on the event loop."""
@@ -348,10 +350,12 @@ class ReplicaConnections:
         if self.compatibility is None or not self.is_connected():
             self.compatibility = hello.compatibility
             self._token_bytes = hello.compatibility.token_bytes
-            self.max_context_tokens = 0
+            self.max_context_tokens = self.min_kv_blocks = 0
         if hello.role != "prefill":  # a prompt too long for a prefill replica is routed around it
             known = self.max_context_tokens or hello.max_context_tokens
             self.max_context_tokens = min(known, hello.max_context_tokens)
+            num_blocks = hello.load.num_total_blocks
+            self.min_kv_blocks = min(self.min_kv_blocks or num_blocks, num_blocks)
         view.hello, view.stream, view.note = hello, stream, ""
         view.state = ReplicaState.READY
         self._router.add_replica(hello.identity, hello.role)

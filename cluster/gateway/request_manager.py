@@ -11,6 +11,7 @@ import re
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -107,6 +108,8 @@ class RequestManager:
     ) -> None:
         self._gateway_id = gateway_id
         self._auth = auth
+        shares = auth.shares("device_kv_share")
+        self._kv_shares = shares if shares.is_limited else None
         self._resume_tokens = resume_tokens
         self._preprocessor = preprocessor
         self._connections = connections
@@ -192,12 +195,13 @@ class RequestManager:
         if compatibility is None:
             raise UnavailableError("no replica has connected to this gateway yet")
         request_id = request.request_id or draw_request_id(self._gateway_id)
+        group = self._sharing_group(identity, request.tenant)
         prepared, texts = self._preprocessor.prepare(
             request,
             prompt,
-            limits,
+            self._within_share(limits, group, compatibility.block_tokens),
             request_id=request_id,
-            sharing_group=self._sharing_group(identity, request.tenant),
+            sharing_group=group,
             fingerprint=compatibility.model_fingerprint,
             deadline_at=None if deadline_s is None else now + deadline_s,
         )
@@ -206,6 +210,14 @@ class RequestManager:
         task = self._begin(request_id, prepared, texts, now, caller, resumes=bool(request.resume))
         token = self._resume_tokens.issue(identity, request.tenant, request_id, prepared.seed, digest)
         return Accepted(task, request_id, prepared.seed, prepared.num_prompt_tokens, token)
+
+    def _within_share(self, limits: ServingLimits, group: str, block_tokens: int) -> ServingLimits:
+        """Return the limits of a request of this sharing group."""
+        num_blocks = self._connections.min_kv_blocks
+        share = 1.0 if self._kv_shares is None or not num_blocks else self._kv_shares.of(group)
+        if share == 1:
+            return limits
+        return replace(limits, kv_share=share, max_share_tokens=int(num_blocks * share) * block_tokens)
 
     def _sharing_group(self, identity: Identity, tenant: str) -> str:
         return self._auth.sharing_group(tenant) if identity.names_tenants else identity.sharing_group

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cluster.identity.identity import MAX_PRIORITY, TENANT_PATTERN, Role, is_tenant
 from kvtransfer.common.group_shares import GroupShares
@@ -74,20 +74,13 @@ class TenantLimits(_Settings):
     # Tenants of the same group share cached prefixes, and can find out which of each other's prompts are
     # cached; "": the tenant's own name, a group of one.
     sharing_group: str = Field(default="", pattern=r"^[A-Za-z0-9._:-]{0,64}$")
-    # The share of a replica's KV memory that its sharing group may take. Not enforced yet: only 1 is
-    # accepted.
+    # The share of each replica's KV blocks that its running requests and landings may use, together with
+    # those of its sharing group. Cached blocks beyond it stay while nobody wants the space.
     device_kv_share: Share = 1.0
     # The share of a node's host memory for KV that its sharing group may take while others want it, and that
     # of its NVMe.
     dram_share: Share = 1.0
     nvme_share: Share = 1.0
-
-    @field_validator("device_kv_share")
-    @classmethod
-    def _device_shares_are_not_enforced(cls, value: float) -> float:
-        if value < 1:
-            raise ValueError("a share of the replicas' KV is not enforced yet; remove it")
-        return value
 
 
 class AuditConfig(_Settings):

@@ -153,6 +153,7 @@ class ReplicaActor:
             parallel=Parallel(self._pool.tp, self._pool.pp, self._pool.stage_devices, self._pool.layers),
             engine=engine,
             kv_share=self._pool.device_kv_share,
+            group_shares=config.auth.shares("device_kv_share"),
             transfer=config.transfer,
             trust=trust_files(config),
             host=host,

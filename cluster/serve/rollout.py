@@ -59,6 +59,7 @@ def pool_version(config: ClusterConfig, name: str) -> str:
     """Return the version of one pool's replicas: Ray Serve restarts them when it changes. Whatever they use
     of the configuration must be in it, because they keep running when the rest changes."""
     pool = next(pool for pool in config.pools if pool.name == name)
+    shares = config.auth.shares("device_kv_share")
     return _digest(
         app=config.app,
         model=str(config.model),
@@ -68,6 +69,7 @@ def pool_version(config: ClusterConfig, name: str) -> str:
         store=config.store.model_dump(mode="json"),
         logs=config.logs.model_dump(mode="json"),
         faults=[fault.model_dump(mode="json") for fault in config.debug.faults],
+        group_shares=[shares.default, shares.by_group],
     )
 
 

@@ -66,6 +66,8 @@ class PreparedRequest:
     patience_s: float = 20.0
     pinned_prefill: str = ""
     pinned_decode: str = ""
+    # Of each replica's KV blocks: what its sharing group may use.
+    kv_share: float = 1.0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -167,6 +169,7 @@ class Preprocessor:
             max_attempts=self._gateway.max_attempts,
             pinned_prefill=request.pins.prefill,
             pinned_decode=request.pins.decode,
+            kv_share=limits.kv_share,
         )
         return prepared, texts
 
@@ -270,6 +273,10 @@ class ServingLimits:
     max_samples: int
     default_max_tokens: int
     allow_pins: bool
+    # What the request's sharing group may use of each replica's KV, and the tokens that fit it at every
+    # replica (0: no limit).
+    kv_share: float = 1.0
+    max_share_tokens: int = 0
 
     @property
     def max_prompt_bytes(self) -> int:
@@ -342,6 +349,9 @@ def max_tokens_of(request: pb.GenerateRequest, num_prompt_tokens: int, limits: S
     space = limits.max_context_tokens - num_prompt_tokens
     if space < 1:
         raise InvalidRequestError(_too_long(num_prompt_tokens, limits))
+    if limits.max_share_tokens - num_prompt_tokens < space and limits.kv_share < 1:
+        space = limits.max_share_tokens - num_prompt_tokens
+        _check_share(request, num_prompt_tokens, limits)
     if not request.HasField("max_tokens"):
         return max(min(limits.default_max_tokens, space), min(request.min_tokens, space))
     if request.max_tokens > space:
@@ -351,6 +361,21 @@ def max_tokens_of(request: pb.GenerateRequest, num_prompt_tokens: int, limits: S
         )
         raise InvalidRequestError(FieldViolation("max_tokens", problem))
     return int(request.max_tokens)
+
+
+def _check_share(request: pb.GenerateRequest, num_prompt_tokens: int, limits: ServingLimits) -> None:
+    """`InvalidRequestError` when the request alone exceeds its tenant's share of a replica's KV."""
+    most = limits.max_share_tokens
+    share = f"the tenant's share of a replica's KV, {most} tokens (device_kv_share {limits.kv_share:g})"
+    if num_prompt_tokens >= most:
+        problem = f"has {num_prompt_tokens} tokens and with one for the answer exceeds {share}; shorten it"
+        raise InvalidRequestError(FieldViolation("prompt", problem))
+    if request.HasField("max_tokens") and num_prompt_tokens + request.max_tokens > most:
+        problem = (
+            f"{request.max_tokens} more than the {num_prompt_tokens} tokens of the prompt exceed {share}; "
+            f"ask for at most {most - num_prompt_tokens}"
+        )
+        raise InvalidRequestError(FieldViolation("max_tokens", problem))
 
 
 def sampling_of(request: pb.GenerateRequest, max_tokens: int) -> SamplingParams:

@@ -132,32 +132,46 @@ class LandingTable:
         if request.num_tokens < 1 or request.num_samples < 1 or num_keys > num_full:
             reason = f"{request.num_samples} samples, {request.num_tokens} tokens, {num_keys} block keys"
             return [self._refuse(writer, request, reason, retry_after_s=0.0)]
-        needed = self._num_blocks(request.num_tokens) + request.num_samples
+        needed, group = self._num_blocks(request.num_tokens) + request.num_samples, request.sharing_group
         if needed > self._pool.num_total:
             reason = f"the prompt needs {needed} blocks, this replica has {self._pool.num_total}"
             return [self._refuse(writer, request, reason, retry_after_s=0.0)]
-        num_waiting = self.num_waiting
-        wait_s = self._seconds_per_grant * (num_waiting + 1)
+        if self._num_blocks(request.num_tokens + 1) > self._pool.limit(group):
+            share = f"{self._pool.limit(group)} are the share of sharing group {group!r} (device_kv_share)"
+            reason = f"the prompt and a new token need {needed} blocks, {share}"
+            return [self._refuse(writer, request, reason, retry_after_s=0.0)]
+        num_waiting, num_ahead = self.num_waiting, self._num_ahead(group)
+        wait_s = self._seconds_per_grant * (num_ahead + 1)
         refusal = "a landing of this id has ended" if request.landing_id in self._ended else self._refusal
         if refusal:
             return [self._refuse(writer, request, refusal, retry_after_s=0.0)]
         if num_waiting >= self._config.landing_queue:
             return [self._refuse(writer, request, "the landing queue is full", wait_s)]
-        if request.deadline_s is not None and num_waiting and wait_s > request.deadline_s:
+        if num_ahead and self._has_full_queue(group):
+            return [self._refuse(writer, request, f"the landing queue of {group!r} is full", wait_s)]
+        if request.deadline_s is not None and num_ahead and wait_s > request.deadline_s:
             reason = f"a wait of about {wait_s:.1f} s would miss the deadline in {request.deadline_s:.1f} s"
             return [self._refuse(writer, request, reason, wait_s)]
         self._landings[request.landing_id] = _Landing(request, writer, self._writers[writer], now)
         return self.grant(now, idle=idle)
 
     def grant(self, now: float, *, idle: bool) -> list[LandingAction]:
-        """Open as many waiting landings as fit, oldest and most urgent first; see `may_pass`."""
+        """Open as many waiting landings as fit, oldest and most urgent first; see `may_pass`. Those of a
+        sharing group that has too little left of its share wait, in order, and hold back nobody else."""
         waiting = [item for item in self._landings.values() if item.state is _State.WAITING]
         waiting.sort(
             key=lambda item: (-(item.request.priority + (now - item.arrived_at) / _AGING_S), item.arrived_at)
         )
         actions: list[LandingAction] = []
         blocked: list[_Landing] = []
+        held_groups: set[str] = set()
         for landing in waiting:
+            group = landing.request.sharing_group
+            if group in held_groups:
+                continue
+            if self._pool.has_limit(group) and self._lacks_share(landing):
+                held_groups.add(group)
+                continue
             if not self._open(landing, now, idle=idle):
                 blocked.append(landing)
                 blocked[0].blocked_at = min(blocked[0].blocked_at, now)
@@ -333,6 +347,36 @@ class LandingTable:
 
     # -------------------------------------------------------------------------------------- private
 
+    def _num_ahead(self, group: str) -> int:
+        """Waiting landings that a new one of this group would wait for: not those of other groups with a
+        limit, which may wait for their own share."""
+        return sum(each == group or not self._pool.has_limit(each) for each in self._waiting_groups())
+
+    def _has_full_queue(self, group: str) -> bool:
+        """Whether as many landings of a group with a limit wait as are its share of the queue."""
+        if not self._pool.has_limit(group):
+            return False
+        most = self._config.landing_queue * self._pool.limit(group) // self._pool.num_total
+        return sum(each == group for each in self._waiting_groups()) >= max(1, most)
+
+    def _waiting_groups(self) -> Iterator[str]:
+        for landing in self._landings.values():
+            if landing.state is _State.WAITING:
+                yield landing.request.sharing_group
+
+    def _lacks_share(self, landing: _Landing) -> bool:
+        """Whether its group has too little left of its share for a waiting landing, and for the growth of
+        what the group runs here. A landing that is the group's only one needs space for the next token."""
+        request = landing.request
+        group, held = request.sharing_group, self._pool.match(request.block_keys)
+        num_blocks = self._num_blocks(request.num_tokens)
+        num_needed = num_blocks - len(held) + self._pool.num_to_use(held)
+        reserve = self._num_blocks(request.num_tokens + 1) - num_blocks
+        if self._pool.num_used_by(group):
+            growth = int(self._config.growth_reserve * self._pool.limit(group))
+            reserve = max(growth, request.num_samples)
+        return self._pool.num_left(group) - num_needed < reserve
+
     def _open(self, landing: _Landing, now: float, *, idle: bool) -> bool:
         held = self._pool.match(landing.request.block_keys)
         num_needed = self._num_blocks(landing.request.num_tokens) - len(held)
@@ -343,7 +387,7 @@ class LandingTable:
             self._pool.release(held)
             return False
         landing.held = held
-        landing.blocks = self._pool.allocate(num_needed)
+        landing.blocks = self._pool.allocate(num_needed, landing.request.sharing_group)
         landing.pieces = Verification(landing.lanes, len(held), landing.blocks)
         landing.state = _State.OPEN
         landing.lease_end = now + self._config.landing_lease_s
@@ -409,9 +453,14 @@ class BlockSource(Protocol):
     def num_free(self) -> int: ...
     @property
     def num_total(self) -> int: ...
+    def has_limit(self, group: str) -> bool: ...
+    def limit(self, group: str) -> int: ...
+    def num_used_by(self, group: str) -> int: ...
+    def num_left(self, group: str) -> int: ...
+    def num_to_use(self, block_ids: Sequence[int]) -> int: ...
     def match(self, keys: Sequence[bytes]) -> list[int]: ...
     def acquire(self, block_ids: Sequence[int]) -> None: ...
-    def allocate(self, num_blocks: int) -> list[int]: ...
+    def allocate(self, num_blocks: int, group: str) -> list[int]: ...
     def release(self, block_ids: Sequence[int]) -> None: ...
     def quarantine(self, block_ids: Sequence[int]) -> None: ...
     def release_quarantine(self, block_ids: Sequence[int]) -> None: ...

@@ -22,6 +22,7 @@ from kvtransfer.store.messages import (
     StoreGetDone,
 )
 from workers.scheduler.block_pool import ROOT, BlockPool
+from workers.scheduler.sequence import Hold
 from workers.scheduler.step import LoadNeed, StepRates
 from workers.store_connector.block_loader import (
     FETCH_PATIENCE_S,
@@ -217,10 +218,10 @@ def test_a_load_that_lacks_blocks_for_long_has_those_behind_it_wait_too() -> Non
     harness.clock.advance(SPACE_PATIENCE_S + 0.1)
     harness.loader.pump()
     harness.loader.pump()
-    assert harness.wires.held == [True]
+    assert harness.wires.held == [Hold.EVERYBODY]
     harness.pool.release(running)
     harness.loader.pump()
-    assert harness.wires.held == [True, False]
+    assert harness.wires.held == [Hold.EVERYBODY, Hold.NOBODY]
 
 
 @pytest.mark.parametrize(("num_held", "num_quarantined", "num_asked"), [(0, 0, 5), (2, 0, 3), (2, 2, 1)])

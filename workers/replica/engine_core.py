@@ -93,7 +93,7 @@ class EngineCore:
         self._tasks = SupervisedTasks(self.fail)
         self._pump_scheduled = False
         self._death = ""
-        self.pool = BlockPool(first.num_blocks, engine.block_tokens)
+        self.pool = BlockPool(first.num_blocks, engine.block_tokens, spec.group_shares)
         self.scheduler = _scheduler(engine, shape, self.pool, first, has_store)
         self.steps = _step_loop(engine, self.scheduler, shape, group, ready, clock)
         self._gateways = GatewayLinks(clock)

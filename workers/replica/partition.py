@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 
 from kvtransfer.common.faults import FaultRule
+from kvtransfer.common.group_shares import GroupShares
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import ITEM_BYTES, ReplicaIdentity
 from kvtransfer.rpc.trust import TrustFiles
@@ -21,6 +22,7 @@ from workers.model.sizes import ModelWork
 
 _DECODE_PROBE_ROWS = 16
 _DISTURBED = 1.7
+_NO_LIMITS = GroupShares()
 
 _log = logging.getLogger("tandem.engine_core")
 
@@ -40,6 +42,8 @@ class ReplicaSpec:
     # Above 0: `engine.kv_tokens` is the most, and ranks on CUDA take what is left of this share of their
     # device's memory.
     kv_share: float = 0.0
+    # What each sharing group may use of the KV blocks.
+    group_shares: GroupShares = _NO_LIMITS
     transfer: TransferConfig
     trust: TrustFiles
     # The address at which it listens for gateways, peers and its ranks.

@@ -5,12 +5,16 @@ evicted since the last look. Used by the scheduler and by the engine core for la
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+from kvtransfer.common.group_shares import GroupShares
 from kvtransfer.messages import BlocksRemoved, BlocksStored
 from workers.errors import OutOfBlocksError
+from workers.scheduler.group_blocks import EvictableBlock, GroupBlocks
 
 ROOT = b""
+_NO_LIMITS = GroupShares()
 
 
 class BlockPool:
@@ -25,9 +29,12 @@ class BlockPool:
 
     The prefix index is a forest over block keys that is closed upward: the parent of a registered block is
     registered. So a block is evicted after its children (leaf first), the least recently released one first.
+
+    Where sharing groups have limits (`shares`), no group has more blocks in use than its share, and its
+    cached blocks above its share are evicted before those of others (`GroupBlocks`).
     """
 
-    def __init__(self, num_blocks: int, block_tokens: int) -> None:
+    def __init__(self, num_blocks: int, block_tokens: int, shares: GroupShares = _NO_LIMITS) -> None:
         assert num_blocks > 0
         self.block_tokens = block_tokens
         self._refs = [0] * num_blocks
@@ -40,7 +47,8 @@ class BlockPool:
         self._key_to_children: dict[bytes, dict[bytes, None]] = {}
         # Of the first block of each prompt; a chain is one sharing group's (`kvtransfer.blocks.keys`).
         self._head_to_group: dict[bytes, str] = {}
-        self._evictable: list[tuple[int, int]] = []  # heap of (released_at, block); stale entries are skipped
+        self._evictable: list[EvictableBlock] = []  # a heap; stale entries are skipped
+        self._groups = GroupBlocks(shares, num_blocks) if shares.is_limited else None
         self._num_cached = 0
         self._private_key_to_block: dict[bytes, int] = {}
         self._block_to_private_key: dict[int, bytes] = {}
@@ -89,6 +97,48 @@ class BlockPool:
     def is_registered(self, block_id: int) -> bool:
         return self._keys[block_id] is not None
 
+    # ---------------------------------------------------------------------------- shares of groups
+
+    def has_limit(self, group: str) -> bool:
+        """Whether the group may not use all blocks."""
+        return self._groups is not None and self._groups.in_use.has_limit(group)
+
+    def limit(self, group: str) -> int:
+        """The most blocks that a group may use."""
+        return self.num_total if self._groups is None else self._groups.in_use.limit(group)
+
+    def num_used_by(self, group: str) -> int:
+        """Blocks that a group uses; 0 where no group has a limit."""
+        return 0 if self._groups is None else self._groups.in_use.taken.get(group, 0)
+
+    def num_left(self, group: str) -> int:
+        """How many more a group may use, were they free."""
+        if self._groups is None or not self._groups.in_use.has_limit(group):
+            return self.num_total
+        return self._groups.in_use.limit(group) - self._groups.in_use.taken.get(group, 0)
+
+    def num_to_use(self, block_ids: Iterable[int]) -> int:
+        """How many of these blocks, which can be found, come into use with `acquire`."""
+        if self._groups is None:
+            return 0
+        return sum(not self._groups.is_in_use(block_id, self._refs[block_id]) for block_id in block_ids)
+
+    def is_of(self, block_id: int, group: str) -> bool:
+        """Whether the block, which is not free, is this group's; some group has a limit."""
+        assert self._groups is not None
+        return self._groups.owner(block_id) == group
+
+    def give(self, block_ids: Iterable[int], group: str) -> None:
+        """Pass blocks with one reference, which nobody can find, on to another owner."""
+        if self._groups is None:
+            return
+        for block_id in block_ids:
+            assert self._refs[block_id] == 1
+            assert self._keys[block_id] is None
+            self._groups.disuse(block_id)
+            self._groups.free(block_id)
+            self._groups.own([block_id], group)
+
     # -------------------------------------------------------------------------------------- references
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
@@ -104,25 +154,32 @@ class BlockPool:
     def acquire(self, block_ids: Iterable[int]) -> None:
         """One more reference each; the blocks are referenced or cached."""
         for block_id in block_ids:
+            if self._groups is not None and not self._groups.is_in_use(block_id, self._refs[block_id]):
+                self._groups.use(block_id)
             if self._refs[block_id] == 0:
                 assert self._keys[block_id] is not None, f"block {block_id} is free: it holds nothing"
-                self._num_cached -= 1
+                self._uncache(block_id)
             self._refs[block_id] += 1
             self._num_references += 1
 
-    def allocate(self, num_blocks: int) -> list[int]:
-        """Blocks with one reference each, evicting cached ones when needed.
+    def allocate(self, num_blocks: int, group: str = "") -> list[int]:
+        """Blocks of this group with one reference each, evicting cached ones when needed.
 
-        Raises `OutOfBlocksError`, taking and evicting nothing, when fewer are free.
+        Raises `OutOfBlocksError`, taking and evicting nothing, when fewer are free or left of its share.
         """
         if num_blocks > self.num_free:
             raise OutOfBlocksError(f"{num_blocks} blocks are needed, {self.num_free} are free")
+        if self._groups is not None and num_blocks > self.num_left(group):
+            left = f"{self.num_left(group)} are left of the share of {group!r}"
+            raise OutOfBlocksError(f"{num_blocks} blocks are needed, {left}")
         while len(self._free) < num_blocks:
-            self._evict()
+            self._evict(None if self._groups is None else self._groups.victim(group, num_blocks))
         block_ids = [self._free.pop() for _ in range(num_blocks)]
         for block_id in block_ids:
             self._refs[block_id] = 1
         self._num_references += num_blocks
+        if self._groups is not None:
+            self._groups.own(block_ids, group)
         return block_ids
 
     def release(self, block_ids: Sequence[int]) -> None:
@@ -133,13 +190,29 @@ class BlockPool:
                 continue
             key = self._keys[block_id]
             if key is None:
-                self._free.append(block_id)
+                self._free_block(block_id)
                 continue
             self._num_cached += 1
+            if self._groups is not None:
+                self._groups.cache(block_id)
             self._tick += 1
             self._released_at[block_id] = self._tick
             if not self._key_to_children.get(key):
                 self._push_evictable(block_id)
+
+    def begin_copies(self, block_ids: Sequence[int]) -> None:
+        """As `acquire`, for copies into the store, which count to nobody's share."""
+        self.acquire(block_ids)
+        if self._groups is not None:
+            for block_id in block_ids:
+                self._groups.begin_copy(block_id, self._refs[block_id])
+
+    def end_copies(self, block_ids: Sequence[int]) -> None:
+        """As `release`, of what `begin_copies` took."""
+        if self._groups is not None:
+            for block_id in block_ids:
+                self._groups.end_copy(block_id, self._refs[block_id])
+        self.release(block_ids)
 
     # -------------------------------------------------------------------------------------- quarantine
 
@@ -150,12 +223,16 @@ class BlockPool:
             self._drop_reference(block_id)
             assert self._refs[block_id] == 0, f"block {block_id} is referenced: it cannot be quarantined"
             self._quarantined.add(block_id)
+            if self._groups is not None:
+                self._groups.use(block_id)
 
     def release_quarantine(self, block_ids: Iterable[int]) -> None:
         """The writer has proven that it stopped: the blocks are free."""
         for block_id in block_ids:
             self._quarantined.remove(block_id)
-            self._free.append(block_id)
+            if self._groups is not None:
+                self._groups.disuse(block_id)
+            self._free_block(block_id)
 
     # ------------------------------------------------------------------------------------ prefix index
 
@@ -166,6 +243,7 @@ class BlockPool:
         not registered (any more): nothing could find the block then.
         """
         assert self._refs[block_id] > 0, f"block {block_id} is not referenced: it cannot be registered"
+        assert self._groups is None or self._groups.owner(block_id) == group
         if self._keys[block_id] is not None:
             assert self._keys[block_id] == key, f"block {block_id} is registered under another key"
             return True
@@ -225,10 +303,14 @@ class BlockPool:
                 self._unregister(key)
         return num_found, num_held
 
-    def _evict(self) -> None:
-        """Turn the least recently released cached leaf into a free block."""
-        while self._evictable:
-            entry = heapq.heappop(self._evictable)
+    def _evict(self, group: str | None) -> None:
+        """Turn the least recently released cached leaf (of this group, which has some) into a free block."""
+        heap = self._evictable
+        if group is not None:
+            assert self._groups is not None
+            heap = self._groups.evictable(group)
+        while heap:
+            entry = heapq.heappop(heap)
             if self._is_evictable(entry):
                 key = self._keys[entry[1]]
                 assert key is not None
@@ -239,7 +321,7 @@ class BlockPool:
         oldest = min(
             (self._released_at[block], key)
             for key, block in self._key_to_block.items()
-            if self._refs[block] == 0
+            if self._refs[block] == 0 and (group is None or self.is_of(block, group))
         )
         for key in reversed(list(self._subtree(oldest[1]))):
             self._unregister(key)
@@ -257,8 +339,8 @@ class BlockPool:
             if parent is not None and self._refs[parent] == 0:
                 self._push_evictable(parent)
         if self._refs[block_id] == 0:
-            self._num_cached -= 1
-            self._free.append(block_id)
+            self._uncache(block_id)
+            self._free_block(block_id)
         if key in self._stored:
             del self._stored[key]
         else:
@@ -268,9 +350,12 @@ class BlockPool:
         if len(self._evictable) > 2 * self.num_total + 64:
             self._evictable = [entry for entry in set(self._evictable) if self._is_evictable(entry)]
             heapq.heapify(self._evictable)
-        heapq.heappush(self._evictable, (self._released_at[block_id], block_id))
+        entry = self._released_at[block_id], block_id
+        heapq.heappush(self._evictable, entry)
+        if self._groups is not None:
+            self._groups.push(entry, self._is_evictable)
 
-    def _is_evictable(self, entry: tuple[int, int]) -> bool:
+    def _is_evictable(self, entry: EvictableBlock) -> bool:
         released_at, block_id = entry
         key = self._keys[block_id]
         return (
@@ -286,6 +371,18 @@ class BlockPool:
         self._num_references -= 1
         if self._refs[block_id] == 0:
             self._drop_private(block_id)
+        if self._groups is not None and not self._groups.is_in_use(block_id, self._refs[block_id]):
+            self._groups.disuse(block_id)
+
+    def _uncache(self, block_id: int) -> None:
+        self._num_cached -= 1
+        if self._groups is not None:
+            self._groups.uncache(block_id)
+
+    def _free_block(self, block_id: int) -> None:
+        self._free.append(block_id)
+        if self._groups is not None:
+            self._groups.free(block_id)
 
     def _drop_private(self, block_id: int) -> None:
         key = self._block_to_private_key.pop(block_id, None)
@@ -358,3 +455,14 @@ class BlockPool:
         for block in cached:
             if self._keys[block] not in self._key_to_children:
                 assert (self._released_at[block], block) in entries, f"cached leaf {block} is out of reach"
+        if self._groups is not None:
+            self._check_groups(self._groups, cached, free)
+
+    def _check_groups(self, groups: GroupBlocks, cached: set[int], free: set[int]) -> None:
+        groups.check(self._refs, self._quarantined, free)
+        assert groups.num_cached == Counter(map(groups.owner, cached))
+        entries = set(groups.entries())
+        for block in cached:
+            if self._keys[block] not in self._key_to_children:
+                entry = self._released_at[block], block
+                assert (groups.owner(block), entry) in entries, f"cached leaf {block} is out of reach"

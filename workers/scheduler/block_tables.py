@@ -43,6 +43,12 @@ class BlockTables:
     def num_retired_references(self) -> int:
         return sum(map(len, self._retired))
 
+    def has_retired(self, group: str | None) -> bool:
+        """Whether blocks of this group (None: of any) are retired."""
+        if group is None:
+            return bool(self._retired)
+        return any(self.pool.is_of(block_id, group) for block_ids in self._retired for block_id in block_ids)
+
     def num_cached_tokens(self, sequence: Sequence) -> int:
         """Tokens of a waiting sequence that the prefix index holds now; at least one is left to compute."""
         return len(self._match(sequence)) * self._block_tokens
@@ -61,7 +67,7 @@ class BlockTables:
     def fill(self, sequence: Sequence, demand: BlockDemand, num_new: int) -> None:
         """Give a waiting sequence the blocks that are cached for it, and `num_new` more that are free."""
         self.pool.acquire(demand.cached)
-        sequence.block_ids = demand.cached + self.pool.allocate(num_new)
+        sequence.block_ids = demand.cached + self.pool.allocate(num_new, sequence.sharing_group)
         sequence.num_scheduled = sequence.num_settled = len(demand.cached) * self._block_tokens
         sequence.num_registered_blocks = len(demand.cached)
 
@@ -72,9 +78,10 @@ class BlockTables:
 
     def make_writable(self, batch: StepBatch, sequence: Sequence, end: int) -> None:
         """Private blocks for tokens [num_scheduled, end): `num_blocks_needed` are free or at hand."""
+        group = sequence.sharing_group
         for index in self._foreign(sequence, end):
             src_block = sequence.block_ids[index]
-            (dst_block,) = self._allocate(1)
+            (dst_block,) = self._allocate(1, group)
             sequence.replace_block(index, dst_block)
             if sequence.num_scheduled > index * self._block_tokens:
                 batch.copy(src_block, dst_block)
@@ -84,12 +91,13 @@ class BlockTables:
             else:
                 self._give_back([src_block])
         num_blocks = -(-end // self._block_tokens)
-        sequence.block_ids += self._allocate(max(0, num_blocks - len(sequence.block_ids)))
+        sequence.block_ids += self._allocate(max(0, num_blocks - len(sequence.block_ids)), group)
         assert not self._at_hand, "more was moved out for this than it takes"
 
-    def _allocate(self, num_blocks: int) -> list[int]:
+    def _allocate(self, num_blocks: int, group: str) -> list[int]:
         at_hand, self._at_hand = self._at_hand[:num_blocks], self._at_hand[num_blocks:]
-        return at_hand + self.pool.allocate(num_blocks - len(at_hand))
+        self.pool.give(at_hand, group)
+        return at_hand + self.pool.allocate(num_blocks - len(at_hand), group)
 
     def share(self, leader: Sequence, fork: Sequence, num_tokens: int) -> None:
         """The fork gets the leader's blocks of the first `num_tokens` tokens."""
@@ -149,7 +157,7 @@ class BlockTables:
         """Move a block that is the sequence's alone from host memory to a free block of the device. No block
         may be moved out later in this step: the place in host memory is free at once. The block of the device
         is not, whatever becomes of the sequence, until the plan is settled."""
-        host_id, (block_id,) = sequence.block_ids[index], self.pool.allocate(1)
+        host_id, (block_id,) = sequence.block_ids[index], self.pool.allocate(1, sequence.sharing_group)
         sequence.replace_block(index, block_id)
         sequence.num_offloaded -= 1
         sequence.last_step = batch.step

@@ -65,14 +65,17 @@ class Lifecycle:
     def num_free_slots(self) -> int:
         return max(0, len(self._free_slots) - self.num_reserved_slots)
 
-    @property
-    def blocks_come_back(self) -> bool:
-        """Whether the reports of plans that are out will free blocks for certain."""
-        return bool(
-            self.leaving
-            or self.tables.num_retired_references
+    def blocks_come_back(self, group: str | None) -> bool:
+        """Whether the reports of plans that are out will free blocks of this sharing group (None: of any) for
+        certain."""
+        return (
+            self.tables.has_retired(group)
+            or any(group in (None, sequence.sharing_group) for sequence in self.leaving)
             or any(
-                sequence.is_finishing and not sequence.request.decodes_remotely for sequence in self.running
+                sequence.is_finishing
+                and not sequence.request.decodes_remotely
+                and group in (None, sequence.sharing_group)
+                for sequence in self.running
             )
         )
 

@@ -77,18 +77,28 @@ class Offloader:
                 return
             if not sequence.num_offloaded:
                 continue
+            if self._has_little_left(sequence, min(num_blocks, sequence.num_offloaded) + len(running)):
+                continue
             for index in range(len(sequence.block_ids) - 1, -1, -1):
                 block_id = sequence.block_ids[index]
                 if num_blocks > 0 and self._host.holds(block_id) and not self._host.is_shared(block_id):
                     self._tables.move_back(batch, sequence, index)
                     num_blocks -= 1
 
-    def admits(self, running: Seq[Sequence], sequence: Sequence, demand: BlockDemand, num_spare: int) -> bool:
-        """Whether device and host memory together have space for a waiting sequence, as much as those that
-        run will still take for the tokens that they have, and `num_spare` blocks more."""
+    def admits(
+        self,
+        running: Seq[Sequence],
+        sequence: Sequence,
+        demand: BlockDemand,
+        num_spare: int,
+        num_free: int,
+    ) -> bool:
+        """Whether the device, with `num_free` blocks, and host memory together have space for a waiting
+        sequence, as much as those that run will still take for the tokens that they have, and `num_spare`
+        blocks more."""
         num_wanted = demand.num_new + demand.num_idle + num_spare
         num_wanted += sum(self._num_blocks(each) - len(each.block_ids) for each in running)
-        if num_wanted <= self._pool.num_free:
+        if num_wanted <= num_free:
             return True
         num_shared = len(demand.cached) - demand.num_idle
         num_blocks = demand.num_new + len(demand.cached)
@@ -102,7 +112,12 @@ class Offloader:
                     for block_id in each.block_ids
                 )
                 num_movable += self._most_movable(each, self._num_blocks(each), num_shared)
-        return num_wanted <= self._pool.num_free + min(self._host.num_free, num_movable)
+        return num_wanted <= num_free + min(self._host.num_free, num_movable)
+
+    def _has_little_left(self, sequence: Sequence, num_blocks: int) -> bool:
+        """Whether its sharing group has a limit, and less than so many blocks left of its share."""
+        group = sequence.sharing_group
+        return self._pool.has_limit(group) and self._pool.num_left(group) < num_blocks
 
     def check(self, running: Seq[Sequence]) -> None:
         """Assert that no sequence has more in host memory than it may."""

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from workers.config import EngineConfig
 from workers.errors import CapacityError
 from workers.messages.link import Submission
-from workers.scheduler.block_tables import BlockTables
+from workers.scheduler.block_pool import BlockPool
+from workers.scheduler.block_tables import BlockDemand, BlockTables
 from workers.scheduler.lifecycle import Isolation, Lifecycle
 from workers.scheduler.offload import Offloader
-from workers.scheduler.sequence import LandingState, Phase, Request, Sequence, StoreLoad
+from workers.scheduler.sequence import Hold, LandingState, Phase, Request, Sequence, StoreLoad
 from workers.scheduler.step import (
     PLAN_BYTES,
     LandingNeed,
@@ -29,7 +32,8 @@ from workers.scheduler.step import (
 
 class Planner:
     """Where blocks lack, those of running sequences move to host memory, if the ranks have any; only then the
-    last in rank is preempted."""
+    last in rank is preempted. Where a sharing group has used up its share, that is done to its own sequences
+    alone, and those of it that wait hold up nobody else."""
 
     def __init__(
         self, config: EngineConfig, life: Lifecycle, micro: MicroBatches, isolation: Isolation
@@ -127,10 +131,10 @@ class Planner:
 
         Blocks move to host memory where that is enough; else others are preempted, the last in rank first.
         """
-        while (num_lacking := self._num_lacking(sequence, end)) > 0:
-            if self._move(batch, sequence, end, num_lacking):
+        while (shortage := self._shortage(sequence, end)).num_blocks > 0:
+            if self._move(batch, sequence, end, shortage):
                 return end
-            if self._life.blocks_come_back or self._will_free_blocks(sequence, end):
+            if self._life.blocks_come_back(shortage.group) or self._will_free_blocks(sequence, end):
                 return 0
             shorter = self._shorter(batch, sequence, end)
             if shorter:
@@ -138,7 +142,7 @@ class Planner:
             if self._will_free_blocks(sequence, min(end, self._block_end(sequence.num_scheduled))):
                 return 0
             planned = batch.planned
-            for victim in reversed(self._life.running):
+            for victim in reversed(self._running_of(shortage.group)):
                 if victim is sequence or not (victim.request.decodes_remotely or victim in planned):
                     break
             self._life.preempt(victim)
@@ -146,25 +150,36 @@ class Planner:
                 return 0
         return end
 
-    def _num_lacking(self, sequence: Sequence, end: int) -> int:
-        return self._life.tables.num_blocks_needed(sequence, end) - self._pool.num_free
+    def _shortage(self, sequence: Sequence, end: int) -> Shortage:
+        num_needed = self._life.tables.num_blocks_needed(sequence, end)
+        num_left, num_free = self._pool.num_left(sequence.sharing_group), self._pool.num_free
+        if num_needed > num_left:
+            return Shortage(num_needed - min(num_left, num_free), sequence.sharing_group)
+        return Shortage(num_needed - num_free, None)
+
+    def _running_of(self, group: str | None) -> Seq[Sequence]:
+        """By rank; None: of all groups."""
+        if group is None:
+            return self._life.running
+        return [sequence for sequence in self._life.running if sequence.sharing_group == group]
 
     def _num_blocks(self, end: int) -> int:
         return -(-end // self._pool.block_tokens)
 
-    def _move(self, batch: StepBatch, sequence: Sequence, end: int, num_lacking: int) -> bool:
+    def _move(self, batch: StepBatch, sequence: Sequence, end: int, shortage: Shortage) -> bool:
         """Whether blocks were moved to host memory for the sequence."""
         if self._offloader is None:
             return False
-        running, num_grown = self._life.running, self._num_blocks(end)
-        return self._offloader.free_blocks(batch, running, num_lacking, sequence, num_grown)
+        running, num_grown = self._running_of(shortage.group), self._num_blocks(end)
+        return self._offloader.free_blocks(batch, running, shortage.num_blocks, sequence, num_grown)
 
     def _will_free_blocks(self, sequence: Sequence, end: int) -> bool:
         """Whether blocks can be moved to host memory when the plans that are out are reported."""
         if self._offloader is None:
             return False
-        running, num_lacking = self._life.running, self._num_lacking(sequence, end)
-        return self._offloader.will_free_blocks(running, num_lacking, sequence, self._num_blocks(end))
+        num_blocks, group = self._shortage(sequence, end)
+        running, num_grown = self._running_of(group), self._num_blocks(end)
+        return self._offloader.will_free_blocks(running, num_blocks, sequence, num_grown)
 
     def _block_end(self, num_tokens: int) -> int:
         """Where the block of the token after so many ends."""
@@ -176,19 +191,25 @@ class Planner:
             return 0
         block_tokens = self._pool.block_tokens
         for shorter in range((end - 1) // block_tokens * block_tokens, sequence.num_scheduled, -block_tokens):
-            num_lacking = self._num_lacking(sequence, shorter)
-            if num_lacking <= 0 or self._move(batch, sequence, shorter, num_lacking):
+            shortage = self._shortage(sequence, shorter)
+            if shortage.num_blocks <= 0 or self._move(batch, sequence, shorter, shortage):
                 return shorter
         return 0
 
     def _admit(self, batch: StepBatch, now: float) -> None:
         """Move waiting sequences into the batch, in order, while there are budget, slots and blocks. Of the
-        suspects one is admitted at a time, and waits for its turn."""
+        suspects one is admitted at a time, and waits for its turn. A sequence that waits for the share of its
+        sharing group holds back those behind it of that group, and nobody else."""
+        held_groups: set[str] = set()
         for sequence in list(self._life.waiting):
             request = sequence.request
             self._life.handled = request.key
-            if sequence.holds_others:
+            if sequence.holds is Hold.EVERYBODY:
                 return
+            if sequence.holds is Hold.GROUP:
+                held_groups.add(sequence.sharing_group)
+            if held_groups and sequence.sharing_group in held_groups:
+                continue
             if request.landing is not LandingState.READY or sequence.load is not StoreLoad.DONE:
                 continue
             is_suspect = request.submission.suspect
@@ -200,7 +221,11 @@ class Planner:
             num_blocks = self._num_blocks(sequence.num_tokens)
             if not batch.fits(sequence, most_tokens, num_blocks, sequence.samplers or (sequence,)):
                 return
-            if not self._take_blocks(sequence):
+            demand = self._life.tables.demand(sequence)
+            if self._lacks_share(sequence, demand):
+                held_groups.add(sequence.sharing_group)
+                continue
+            if not self._take_blocks(sequence, demand):
                 return
             if request.scheduled_at is None:
                 request.scheduled_at = now
@@ -211,16 +236,33 @@ class Planner:
             else:
                 self._plan_sequence(batch, sequence)
 
-    def _take_blocks(self, sequence: Sequence) -> bool:
+    def _lacks_share(self, sequence: Sequence, demand: BlockDemand) -> bool:
+        """Whether its sharing group has too little left of its share for a waiting sequence; see
+        `_take_blocks`."""
+        group = sequence.sharing_group
+        if not self._pool.has_limit(group):
+            return False
+        running, num_left = self._running_of(group), self._pool.num_left(group)
+        num_spare = sum(not each.request.decodes_remotely for each in running)
+        demand = demand._replace(num_idle=self._pool.num_to_use(demand.cached))
+        num_new = demand.num_new
+        if self._offloader is not None:
+            if not self._offloader.admits(running, sequence, demand, num_spare, num_left):
+                return True
+            if not sequence.request.decodes_remotely:
+                num_new = num_spare = 0
+        return num_new + demand.num_idle + num_spare > num_left
+
+    def _take_blocks(self, sequence: Sequence, demand: BlockDemand) -> bool:
         """Give a waiting sequence its blocks, all of them at once; where some may lie in host memory it takes
         them chunk by chunk. False when there is no free space for it."""
         tables = self._life.tables
-        demand = tables.demand(sequence)
         # One spare block for each sequence that decodes, or admission would soon cause preemption.
         num_spare = sum(not running.request.decodes_remotely for running in self._life.running)
         num_new = demand.num_new
         if self._offloader is not None:
-            if not self._offloader.admits(self._life.running, sequence, demand, num_spare):
+            running, num_free = self._life.running, self._pool.num_free
+            if not self._offloader.admits(running, sequence, demand, num_spare, num_free):
                 return False
             if not sequence.request.decodes_remotely:
                 num_new = num_spare = 0
@@ -230,6 +272,14 @@ class Planner:
             return False
         tables.fill(sequence, demand, num_new)
         return True
+
+
+class Shortage(NamedTuple):
+    """How many blocks a running sequence lacks, and whose have to come free: those of its sharing group, or
+    anybody's (None)."""
+
+    num_blocks: int
+    group: str | None
 
 
 def _ready(running: Seq[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
@@ -313,42 +363,57 @@ _WAIT_S = 1.0
 class EngineLimits:
     """What one request may use of a replica at most; counts of tokens, `max_sequences` of samples. That with
     `max_local_kv_tokens` stays here, some of its KV in host memory; one that is handed over is on the
-    device."""
+    device. One of a sharing group with a limit fits the group's share of the device."""
 
+    pool: BlockPool
     max_context_tokens: int
-    max_kv_tokens: int
     max_local_kv_tokens: int
     max_sequences: int
-    block_tokens: int
 
     def output_limit(self, submission: Submission) -> int:
         """Tokens a sample may have in all: `max_tokens`, clipped to what context and KV leave it. The KV of
         a request that is handed over grows at its decode replica."""
         num_prompt_tokens = _num_tokens(submission.prompt)
         limit = min(submission.sampling.max_tokens, self.max_context_tokens - num_prompt_tokens)
-        return limit if submission.decode else min(limit, self.max_local_kv_tokens - num_prompt_tokens)
+        if submission.decode:
+            return limit
+        num_kv_tokens = min(self.max_local_kv_tokens, self._most_of_share(submission.sharing_group))
+        return min(limit, num_kv_tokens - num_prompt_tokens)
+
+    def _most_of_share(self, group: str) -> int:
+        if not self.pool.has_limit(group):
+            return self.max_local_kv_tokens
+        return self.pool.limit(group) * self.pool.block_tokens
 
     def check(self, submission: Submission) -> None:
         """Raise `CapacityError`, naming field and numbers, when the request can never run here."""
         num_prompt_tokens = _num_tokens(submission.prompt)
         max_tokens, num_samples = submission.sampling.max_tokens, len(submission.samples)
-        num_keys = len(submission.block_keys)
+        num_keys, group = len(submission.block_keys), submission.sharing_group
+        block_tokens = self.pool.block_tokens
         if num_prompt_tokens == 0:
             raise CapacityError("prompt: it has 0 tokens, at least 1 is needed")
         if max_tokens < 1:
             raise CapacityError(f"max_tokens: it is {max_tokens}, at least 1 is needed")
-        num_kv_tokens = self.max_kv_tokens + 1 if submission.decode else self.max_local_kv_tokens
-        for limit, name in ((self.max_context_tokens, "context"), (num_kv_tokens, "KV blocks")):
+        num_kv_tokens, num_share_tokens = self.max_local_kv_tokens, self._most_of_share(group)
+        if submission.decode:
+            num_kv_tokens = self.pool.num_total * self.pool.block_tokens + 1
+            num_share_tokens = min(num_kv_tokens, num_share_tokens + 1)
+        for limit, name in (
+            (self.max_context_tokens, "context"),
+            (num_kv_tokens, "KV blocks"),
+            (num_share_tokens, f"KV that are the share of sharing group {group!r} (device_kv_share)"),
+        ):
             if num_prompt_tokens + 1 > limit:
                 raise CapacityError(
                     f"prompt: {num_prompt_tokens} tokens and a new one exceed the {limit} tokens of {name}"
                 )
         if not 1 <= num_samples <= self.max_sequences:
             raise CapacityError(f"n: {num_samples} samples, from 1 to {self.max_sequences} fit this replica")
-        if num_keys > num_prompt_tokens // self.block_tokens:
+        if num_keys > num_prompt_tokens // block_tokens:
             raise CapacityError(
                 f"block_keys: {num_keys} keys for {num_prompt_tokens} tokens, "
-                f"but a block here has {self.block_tokens} tokens"
+                f"but a block here has {block_tokens} tokens"
             )
         limit = self.output_limit(submission)
         for sample in submission.samples:
@@ -369,7 +434,7 @@ class EngineLimits:
             + sample_bytes(sampling, output_limit)
             + len(submission.samples) * sample_bytes(sampling, 0)
             + entry_bytes(num_tokens, len(submission.samples))
-            + table_bytes(num_tokens // self.block_tokens + 1)
+            + table_bytes(num_tokens // self.pool.block_tokens + 1)
         )
         if num_bytes > PLAN_BYTES:
             raise CapacityError(
@@ -379,7 +444,8 @@ class EngineLimits:
 
 
 def landing_needs(
-    running: Iterable[Sequence],
+    tables: BlockTables,
+    running: Seq[Sequence],
     waiting: Collection[Sequence],
     window_tokens: int,
     now: float,
@@ -391,46 +457,94 @@ def landing_needs(
     one full decode replica does not idle the others. The first of them holds nobody back after `_WAIT_S`: it
     may need more blocks than others would (`kvtransfer.protocol.receiver`). Of the suspects only the next one
     asks, when none is being isolated (`is_isolating`): a landing that waits for its turn would time out.
+
+    Requests that wait here for their sharing group's share are ahead of their own group alone, and so are
+    those of a group with a limit that have waited for their landing for `_WAIT_S`: the share may be what
+    they wait for.
     """
     needs: list[LandingNeed] = []
     if not waiting:
         return needs
     num_ready_tokens = sum(sequence.num_remaining for sequence in running)
-    target_to_asked_tokens: dict[str, int] = {}
-    passed_targets: set[str] = set()
+    shares = _WaitingShares(tables, running)
+    # By target; of groups with a limit, those that are ahead of their own group alone also by target and
+    # group.
+    target_to_asked_tokens: Counter[str | tuple[str, str]] = Counter()
+    passed_targets: set[str | tuple[str, str]] = set()
     for sequence in waiting:
+        if num_ready_tokens > window_tokens:
+            break
         request = sequence.request
         if request.submission.suspect:
             if is_isolating:
                 continue
             is_isolating = True
         num_uncached_tokens = sequence.num_tokens - sequence.num_expected_cached_tokens
+        has_limit = tables.pool.has_limit(sequence.sharing_group)
         if request.landing is LandingState.READY:
-            num_ready_tokens += num_uncached_tokens
+            if has_limit and not shares.claim(sequence):
+                shares.group_to_held_tokens[sequence.sharing_group] += num_uncached_tokens
+            else:
+                num_ready_tokens += num_uncached_tokens
             continue
         assert request.submission.decode is not None
         target = request.submission.decode.address
-        num_asked_tokens = target_to_asked_tokens.get(target, 0)
+        of_group = (target, sequence.sharing_group) if has_limit else target
+        is_late = now >= request.landing_asked_at + _WAIT_S
         if request.landing is LandingState.NEEDED:
-            if num_ready_tokens + num_asked_tokens > window_tokens:
+            num_ahead_tokens = num_ready_tokens + target_to_asked_tokens[target]
+            if has_limit:
+                num_ahead_tokens += target_to_asked_tokens[of_group]
+                num_ahead_tokens += shares.group_to_held_tokens[sequence.sharing_group]
+            if num_ahead_tokens > window_tokens:
                 continue
-            request.landing, request.landing_asked_at = LandingState.ASKED, now
+            request.landing, request.landing_asked_at, is_late = LandingState.ASKED, now, False
             needs.append(_landing_need(sequence))
-        elif target not in passed_targets and now >= request.landing_asked_at + _WAIT_S:
-            passed_targets.add(target)
+        elif is_late and of_group not in passed_targets:
+            passed_targets.add(of_group)
             continue
-        target_to_asked_tokens[target] = num_asked_tokens + num_uncached_tokens
+        target_to_asked_tokens[of_group if is_late else target] += num_uncached_tokens
     return needs
+
+
+class _WaitingShares:
+    """Finds out which waiting sequences of groups with a limit would be admitted by what is left of their
+    share, taken in order: the first that would not holds back its group."""
+
+    def __init__(self, tables: BlockTables, running: Seq[Sequence]) -> None:
+        self.group_to_held_tokens: Counter[str] = Counter()
+        self._tables = tables
+        self._running = running
+        self._group_to_left: dict[str, int] = {}
+
+    def claim(self, sequence: Sequence) -> bool:
+        """Take what a sequence needs of its group's share; False where that is not left."""
+        group, pool = sequence.sharing_group, self._tables.pool
+        if group not in self._group_to_left:
+            num_spare = sum(
+                each.sharing_group == group and not each.request.decodes_remotely for each in self._running
+            )
+            self._group_to_left[group] = pool.num_left(group) - num_spare
+        if self._group_to_left[group] >= 0:
+            demand = self._tables.demand(sequence)
+            self._group_to_left[group] -= demand.num_new + pool.num_to_use(demand.cached)
+        return self._group_to_left[group] >= 0
 
 
 def load_needs(waiting: Iterable[Sequence], tables: BlockTables, most: int) -> list[LoadNeed]:
     """What the first waiting sequences lack, so that at most `most` of them are being loaded; marks them
-    asked, or done when the device holds all that can be had."""
+    asked, or done when the device holds all that can be had. One that waits for its sharing group's share
+    holds back its group alone."""
     needs: list[LoadNeed] = []
     num_loading = 0
+    held_groups: set[str] = set()
     for sequence in waiting:
         if num_loading >= most:
             break
+        if sequence.holds is Hold.GROUP:
+            held_groups.add(sequence.sharing_group)
+        if held_groups and sequence.sharing_group in held_groups:
+            continue
         if sequence.load is StoreLoad.WANTED:
             keys, num_held = tables.wanted_keys(sequence)
             sequence.load = StoreLoad.ASKED if num_held < len(keys) else StoreLoad.DONE

@@ -21,7 +21,7 @@ from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.lifecycle import Isolation, Lifecycle, SequenceMigration
 from workers.scheduler.offload import most_local_tokens
 from workers.scheduler.planner import EngineLimits, MicroBatches, Planner, landing_needs, load_needs
-from workers.scheduler.sequence import LandingState, Phase, Sequence, StoreLoad
+from workers.scheduler.sequence import Hold, LandingState, Phase, Sequence, StoreLoad
 from workers.scheduler.step import (
     ChunkDone,
     FinishedBlock,
@@ -66,12 +66,11 @@ class Scheduler:
         self._end_token_ids = frozenset(eos_token_ids)
         self._limits = EngineLimits(
             max_context_tokens=max_context_tokens,
-            max_kv_tokens=pool.num_total * pool.block_tokens,
+            pool=pool,
             max_local_kv_tokens=most_local_tokens(
                 config.offload_share, pool.num_total, num_offload_blocks, pool.block_tokens
             ),
             max_sequences=config.max_sequences,
-            block_tokens=pool.block_tokens,
         )
         micro = MicroBatches(num_stages, config.longest_chunk_tokens, pool.block_tokens, attention_ratio)
         self._landing_window_tokens = config.max_batch_tokens * num_stages
@@ -89,6 +88,10 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._life.running)
+
+    def num_running_of(self, group: str) -> int:
+        """Running sequences of a sharing group."""
+        return sum(sequence.sharing_group == group for sequence in self._life.running)
 
     @property
     def num_waiting(self) -> int:
@@ -150,6 +153,14 @@ class Scheduler:
             raise QueueFullError(
                 f"{self.num_waiting} requests wait here, the limit is {self._config.max_waiting}"
             )
+        group = submission.sharing_group
+        if self._pool.has_limit(group):
+            most = max(1, self._config.max_waiting * self._pool.limit(group) // self._pool.num_total)
+            num_waiting = sum(sequence.sharing_group == group for sequence in self._life.waiting)
+            if num_waiting >= most:
+                raise QueueFullError(
+                    f"{num_waiting} requests of sharing group {group!r} wait here, its share is {most}"
+                )
 
     def submit(self, submission: Submission, now: float) -> None:
         """Queue a request. Raises as `check_capacity`, and `ValueError` when this attempt is here already."""
@@ -242,7 +253,9 @@ class Scheduler:
         """Prompts to hand over that are about one step (of all stages) ahead of being scheduled; each is
         named once."""
         life, window_tokens = self._life, self._landing_window_tokens
-        return landing_needs(life.running, life.waiting, window_tokens, now, self.isolation.is_busy)
+        return landing_needs(
+            life.tables, life.running, life.waiting, window_tokens, now, self.isolation.is_busy
+        )
 
     def loads_wanted(self) -> list[LoadNeed]:
         """Waiting sequences whose missing blocks the store may have, first in line first; each is named once,
@@ -254,16 +267,17 @@ class Scheduler:
         has_new, self._life.has_new_load_needs = self._life.has_new_load_needs, False
         return has_new
 
-    def hold_others(self, need: LoadNeed, is_held: bool) -> None:
-        """What is loaded for this sequence has waited long for free blocks: until it has them, or `end_load`,
-        nobody behind the sequence is admitted, as nobody would be if it waited for blocks to compute into."""
+    def hold_others(self, need: LoadNeed, hold: Hold) -> None:
+        """What is loaded for this sequence waits for free blocks, or for its group's share: until it has
+        them, or `end_load`, none of these behind the sequence is admitted, as none would be if it waited for
+        blocks to compute into."""
         for sequence in self._loading(need):
-            sequence.holds_others = is_held
+            sequence.holds = hold
 
     def end_load(self, need: LoadNeed, num_loaded_tokens: dict[str, int]) -> None:
         """All that will come from the store is in the prefix index (`num_loaded_tokens`, by tier)."""
         for sequence in self._loading(need):
-            sequence.load, sequence.holds_others = StoreLoad.DONE, False
+            sequence.load, sequence.holds = StoreLoad.DONE, Hold.NOBODY
             sequence.num_expected_cached_tokens = self._life.tables.num_cached_tokens(sequence)
             for tier, count in num_loaded_tokens.items():
                 loaded = sequence.request.num_loaded_tokens

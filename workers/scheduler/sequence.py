@@ -26,6 +26,15 @@ class LandingState(Enum):
     READY = "ready"
 
 
+class Hold(Enum):
+    """Whom a sequence that waits keeps waiting behind it in line, whatever there is space for."""
+
+    NOBODY = "nobody"
+    # Those of its sharing group, whose share of the device it waits for.
+    GROUP = "group"
+    EVERYBODY = "everybody"
+
+
 class StoreLoad(Enum):
     """Whether blocks that the device does not hold are to be had from the store, before it is admitted."""
 
@@ -129,7 +138,7 @@ class Sequence:
         "finish",
         "forks",
         "hold_at",
-        "holds_others",
+        "holds",
         "index",
         "keys",
         "last_step",
@@ -170,8 +179,8 @@ class Sequence:
         self.phase = Phase.WAITING
         self.preempted = False
         self.load = StoreLoad.DONE
-        # Nobody behind it in line is admitted: what it loads lacks free blocks.
-        self.holds_others = False
+        # While what it loads lacks free blocks.
+        self.holds = Hold.NOBODY
         self.finish = ""
         self.slot = -1
         # What the ranks know of it by slot: where it continues (-1: no plan has named it), and of its table
@@ -192,6 +201,11 @@ class Sequence:
         self.num_offloaded = 0
         # While it migrates to another replica: no plan goes beyond so many tokens, and with them it is held.
         self.hold_at = 0
+
+    @property
+    def sharing_group(self) -> str:
+        """To whose share of the device its blocks count."""
+        return self.request.submission.sharing_group
 
     @property
     def rank(self) -> Rank:

@@ -28,6 +28,7 @@ from kvtransfer.store.store_client import StoreClient
 from workers.interfaces import EngineControl, RankChannel
 from workers.scheduler.block_pool import ROOT, BlockPool
 from workers.scheduler.scheduler import Scheduler
+from workers.scheduler.sequence import Hold
 from workers.scheduler.step import LoadNeed, StepRates
 
 # An owner that has not answered a look-up after this is taken for hung.
@@ -36,7 +37,7 @@ FIND_PATIENCE_S = 0.2
 # for a disk or for another node, and what hangs leaves the next look-up without answer.
 FETCH_PATIENCE_S = 5.0
 # After waiting for free blocks for so long, a load has those behind it in line wait too: they would take it
-# all.
+# all. One that waits for its sharing group's share has those of its group wait at once, and nobody else ever.
 SPACE_PATIENCE_S = 1.0
 
 
@@ -59,7 +60,7 @@ class _Load:
     tiers: tuple[str, ...] = ()
     # From when on it waits for free blocks, if there are none.
     found_at: float = 0.0
-    holds_others: bool = False
+    hold: Hold = Hold.NOBODY
     held_ids: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     came_from: list[str] = field(default_factory=list)
@@ -168,31 +169,46 @@ class BlockLoader:
             return
         # A context that reaches into host memory is longer than the pool; and space for the sequence's last,
         # computed block must be left, or the load could not be used.
-        num_most = self._pool.num_total - self._pool.num_quarantined - 1 - len(held_ids)
+        group = load.need.sharing_group
+        num_most = self._pool.num_total - self._pool.num_quarantined
+        num_most = min(num_most, self._pool.limit(group)) - 1 - len(held_ids)
         load.tiers = load.tiers[: max(0, num_most)]
         if not load.tiers:
             self._end(number)
             return
+        if self._lacks_share(load, held_ids):
+            self._hold(load, Hold.GROUP)
+            return
         num_idle = sum(not self._pool.is_referenced(block_id) for block_id in held_ids)
         num_free = self._pool.num_free - num_idle - self._scheduler.num_running
         if len(load.tiers) > max(num_free, 0):
-            if not load.holds_others and self._clock.now() - load.found_at > SPACE_PATIENCE_S:
-                load.holds_others = True
-                self._scheduler.hold_others(load.need, True)
+            is_patient = self._clock.now() - load.found_at <= SPACE_PATIENCE_S
+            self._hold(load, Hold.NOBODY if is_patient else Hold.EVERYBODY)
             return
-        keys = load.keys[: len(load.tiers)]
-        group, chain = load.need.sharing_group, load.need.keys[0]
+        keys, chain = load.keys[: len(load.tiers)], load.need.keys[0]
         if not self._client.send(FetchRequest(number, group, chain, keys, to_device=True)):
             self._end(number)
             return
-        if load.holds_others:
-            self._scheduler.hold_others(load.need, False)
+        self._hold(load, Hold.NOBODY)
         load.is_fetching = True
         load.began_at = load.heard_at = self._clock.now()
         load.num_good = len(keys)
         load.held_ids = held_ids
         self._pool.acquire(held_ids)
-        load.block_ids = self._pool.allocate(len(keys))
+        load.block_ids = self._pool.allocate(len(keys), group)
+
+    def _lacks_share(self, load: _Load, held_ids: Sequence[int]) -> bool:
+        """Whether the load's sharing group has too little left of its share."""
+        group = load.need.sharing_group
+        if not self._pool.has_limit(group):
+            return False
+        num_blocks = len(load.tiers) + self._pool.num_to_use(held_ids) + self._scheduler.num_running_of(group)
+        return num_blocks > self._pool.num_left(group)
+
+    def _hold(self, load: _Load, hold: Hold) -> None:
+        if load.hold is not hold:
+            load.hold = hold
+            self._scheduler.hold_others(load.need, hold)
 
     def fetched(self, fetched: FetchedBlocks) -> None:
         """The next blocks lie in the host tier: the ranks copy them."""

@@ -130,7 +130,7 @@ class BlockSaver:
             self.num_unstored["failed"] += len(blocks)
             return
         block_ids = [block_id for _, block_id in blocks]
-        self._pool.acquire(block_ids)
+        self._pool.begin_copies(block_ids)
         self._batches[self._number] = _Batch(block_ids, places, first.sharing_group)
 
     def granted(self, grant: PutGrant) -> None:
@@ -195,4 +195,4 @@ class BlockSaver:
             self._end(number)
 
     def _end(self, number: int) -> None:
-        self._pool.release(self._batches.pop(number).block_ids)
+        self._pool.end_copies(self._batches.pop(number).block_ids)
