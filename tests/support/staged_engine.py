@@ -19,6 +19,7 @@ from typing import Any
 from plan_reader import ExpectedSlots, PlanReader, Work
 
 from kvtransfer.blocks.keys import extend_keys
+from kvtransfer.common.group_shares import GroupShares
 from kvtransfer.messages import ReplicaIdentity
 from workers.config import EngineConfig
 from workers.messages.link import HandOverTarget, SampleState, Submission
@@ -27,6 +28,8 @@ from workers.messages.sampling import SamplingParams
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import StepOutcome
+
+NO_LIMITS = GroupShares()
 
 
 @dataclass
@@ -89,11 +92,12 @@ class StagedEngine:
     attention_ratio: float = 0.0
     num_offload_blocks: int = 0
     has_store: bool = False
+    shares: GroupShares = NO_LIMITS
     pool: BlockPool = field(init=False)
     scheduler: Scheduler = field(init=False)
 
     def __post_init__(self) -> None:
-        self.pool = BlockPool(self.num_blocks, BLOCK_TOKENS)
+        self.pool = BlockPool(self.num_blocks, BLOCK_TOKENS, self.shares)
         self.scheduler = Scheduler(
             self.config,
             self.pool,
@@ -232,15 +236,13 @@ class StagedEngine:
             on_device = {block for block in named if block < self.num_blocks}
             assert all(self.pool.is_referenced(block) for block in on_device), "freed before it is reported"
 
-    @property
-    def max_tokens(self) -> int:
+    def max_tokens(self, group: str = "") -> int:
         """Of a request that is handed over."""
-        return min(MAX_CONTEXT, self.num_blocks * BLOCK_TOKENS)
+        return min(MAX_CONTEXT, self.pool.limit(group) * BLOCK_TOKENS)
 
-    @property
-    def max_local_tokens(self) -> int:
-        """Of a request that stays, partly in host memory."""
-        return self.scheduler.max_local_tokens
+    def max_local_tokens(self, group: str = "") -> int:
+        """Of a request that stays, partly in host memory where its group has no limit."""
+        return self.max_tokens(group) if self.pool.has_limit(group) else self.scheduler.max_local_tokens
 
 
 # ------------------------------------------------------------------------- what one test asks of one engine
@@ -259,9 +261,10 @@ def engine(
     *,
     offload: int = 0,
     has_store: bool = False,
+    shares: GroupShares = NO_LIMITS,
     **settings: Any,
 ) -> StagedEngine:
-    return StagedEngine(config(**settings), num_blocks, num_stages, ratio, offload, has_store)
+    return StagedEngine(config(**settings), num_blocks, num_stages, ratio, offload, has_store, shares)
 
 
 def ask(
@@ -275,6 +278,7 @@ def ask(
     deadline_s: float | None = None,
     decode: str = "",
     suspect: bool = False,
+    group: str = "",
 ) -> Submission:
     """Of the names every other one has a penalty, so that its plans carry its tokens."""
     tokens = pack(prompt)
@@ -282,11 +286,11 @@ def ask(
         request_id=name,
         attempt=1,
         tenant="",
-        sharing_group="",
+        sharing_group=group,
         priority=priority,
         prompt=tokens,
-        root_key=ROOT_KEY,
-        block_keys=extend_keys(ROOT_KEY, tokens, BLOCK_TOKENS),
+        root_key=ROOT_KEY + group.encode(),
+        block_keys=extend_keys(ROOT_KEY + group.encode(), tokens, BLOCK_TOKENS),
         samples=tuple(SampleState(index, 7 + index, pack(list(output))) for index in range(n)),
         sampling=SamplingParams(
             max_tokens=max_tokens, ignore_eos=True, repetition_penalty=1.0 + ord(name[-1]) % 2

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.common.clock import ManualClock
+from kvtransfer.common.group_shares import GroupShares
 from kvtransfer.store.messages import (
     FetchedBlocks,
     FetchRelease,
@@ -33,13 +34,16 @@ from workers.store_connector.block_loader import (
 )
 
 BLOCK_BYTES = 1 << 20
+NO_LIMITS = GroupShares()
 
 
 class LoadingHarness:
-    def __init__(self, num_blocks: int = 16, prefill_tok_s: float = 0.0) -> None:
+    def __init__(
+        self, num_blocks: int = 16, prefill_tok_s: float = 0.0, shares: GroupShares = NO_LIMITS
+    ) -> None:
         self.wires = Wires()
         self.clock = ManualClock()
-        self.pool = BlockPool(num_blocks, 16)
+        self.pool = BlockPool(num_blocks, 16, shares)
         self.costs = TierCosts(16, BLOCK_BYTES)
         fake: Any = self.wires
         self.loader = BlockLoader(
@@ -58,7 +62,7 @@ class LoadingHarness:
 
     def hold(self, keys: tuple[bytes, ...]) -> None:
         """The device has these cached."""
-        block_ids = self.pool.allocate(len(keys))
+        block_ids = self.pool.allocate(len(keys), "t")
         parent = ROOT
         for block_id, key in zip(block_ids, keys, strict=True):
             assert self.pool.register(block_id, parent, key, "t")
@@ -222,6 +226,39 @@ def test_a_load_that_lacks_blocks_for_long_has_those_behind_it_wait_too() -> Non
     harness.pool.release(running)
     harness.loader.pump()
     assert harness.wires.held == [Hold.EVERYBODY, Hold.NOBODY]
+
+
+def test_a_load_that_lacks_its_share_holds_back_its_group_and_never_everybody() -> None:
+    harness = LoadingHarness(shares=GroupShares(1.0, {"t": 0.5}))
+    running = harness.pool.allocate(4, "t")
+    harness.hold(KEYS[:2])
+    harness.loader.wanted(harness.need(KEYS[:7], num_held=2))
+    find = harness.wires.take(FindRequest)
+    assert isinstance(find, FindRequest)
+    harness.loader.found(FindAnswer(find.number, ("dram",) * 5))
+    assert harness.wires.held == [Hold.GROUP]
+    harness.clock.advance(SPACE_PATIENCE_S + 0.1)
+    harness.loader.pump()
+    assert harness.wires.held == [Hold.GROUP]
+    others = harness.pool.allocate(10, "u")
+    harness.pool.release(running)
+    harness.loader.pump()
+    assert harness.wires.held == [Hold.GROUP, Hold.EVERYBODY], "now the device is full"
+    running = harness.pool.allocate(4, "t")
+    harness.loader.pump()
+    assert harness.wires.held[2:] == [Hold.GROUP], "or it would wait for those whom it holds back"
+    harness.pool.release(running)
+    harness.pool.release(others)
+    harness.loader.pump()
+    assert harness.wires.held[3:] == [Hold.NOBODY]
+    assert harness.pool.num_used_by("t") == 7
+
+
+def test_a_load_is_cut_to_the_share() -> None:
+    harness = LoadingHarness(shares=GroupShares(0.5))
+    harness.hold(KEYS[:2])
+    fetch = harness.ask(harness.need(num_held=2), *("dram",) * 6)
+    assert fetch.keys == KEYS[2:7], "and one block is left to compute into"
 
 
 @pytest.mark.parametrize(("num_held", "num_quarantined", "num_asked"), [(0, 0, 5), (2, 0, 3), (2, 2, 1)])

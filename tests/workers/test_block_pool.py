@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -9,14 +10,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvtransfer.common.group_shares import GroupShares
 from workers.errors import OutOfBlocksError
 from workers.scheduler.block_pool import ROOT, BlockPool
+
+SHARES = [GroupShares(), GroupShares(1.0, {"a": 0.5}), GroupShares(0.4), GroupShares(0.7, {"b": 0.3})]
 
 
 class NaivePool:
     """The same rules by brute force: a tree of keys, searched from scratch at every step."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, shares: GroupShares) -> None:
+        self.shares = shares
+        self.owner: dict[int, str] = {}
+        self.copies = Counter[int]()
         self.refs = dict.fromkeys(range(num_blocks), 0)
         self.index: dict[bytes, tuple[int, bytes]] = {}  # key -> block, parent
         self.released: list[int] = []  # oldest first
@@ -37,8 +44,32 @@ class NaivePool:
         children = [child for child, (_, parent) in self.index.items() if parent == key]
         return [key, *(below for child in children for below in self.subtree(child))]
 
-    def evict(self) -> None:
-        cached = sorted(self.cached(), key=lambda key: self.released.index(self.index[key][0]))
+    def limit(self, group: str) -> int:
+        return int(len(self.refs) * self.shares.of(group))
+
+    def is_used(self, block: int) -> bool:
+        return self.refs[block] > self.copies[block] or block in self.quarantined
+
+    def num_used(self, group: str) -> int:
+        return sum(self.is_used(block) and self.owner[block] == group for block in self.refs)
+
+    def num_held(self, group: str) -> int:
+        return sum(self.owner[block] == group for block in self.refs.keys() - self.free())
+
+    def groups(self) -> set[str]:
+        return {self.owner[block] for block in self.refs.keys() - self.free()}
+
+    def evict(self, group: str, num_blocks: int) -> None:
+        """One of the group's own where it would hold more than its share, else one of the group that exceeds
+        its share most, else anybody's."""
+        order = sorted(self.groups(), key=lambda it: (self.limit(it) - self.num_held(it), it))
+        victims = [it for it in order if self.num_held(it) > self.limit(it)]
+        if self.num_held(group) + num_blocks > self.limit(group):
+            victims.insert(0, group)
+        owners = [self.owner[self.index[key][0]] for key in self.cached()]
+        victim = next((it for it in victims if it in owners), None) if self.shares.is_limited else None
+        cached = [key for key in self.cached() if victim in (None, self.owner[self.index[key][0]])]
+        cached.sort(key=lambda key: self.released.index(self.index[key][0]))
         leaves = [key for key in cached if len(self.subtree(key)) == 1]
         for key in [leaves[0]] if leaves else self.subtree(cached[0]):
             del self.index[key]
@@ -90,12 +121,13 @@ class Watcher:
 class PoolMachine(RuleBasedStateMachine):
     """Holders with chains of blocks, as sequences have them: a prefix that is matched, then own blocks."""
 
-    @initialize(num_blocks=st.integers(1, 9))
-    def start(self, num_blocks: int) -> None:
-        self.pool = BlockPool(num_blocks, 4)
-        self.model = NaivePool(num_blocks)
+    @initialize(num_blocks=st.integers(1, 9), shares=st.sampled_from(SHARES))
+    def start(self, num_blocks: int, shares: GroupShares) -> None:
+        self.pool = BlockPool(num_blocks, 4, shares)
+        self.model = NaivePool(num_blocks, shares)
         self.watcher = Watcher()
         self.holders: list[tuple[list[int], list[bytes]]] = []
+        self.copied: list[list[int]] = []
 
     @rule(path=st.text("ab", max_size=5))
     def acquire_prefix(self, path: str) -> None:
@@ -107,6 +139,11 @@ class PoolMachine(RuleBasedStateMachine):
                 break
             expected.append(self.model.index[key][0])
         assert blocks == expected
+        num_to_use = sum(not self.model.is_used(block) for block in blocks)
+        if self.model.shares.is_limited:
+            assert self.pool.num_to_use(blocks) == num_to_use
+        if num_to_use > self.pool.num_left(path[:1]):
+            return
         self.pool.acquire(blocks)
         for block in blocks:
             self.model.refs[block] += 1
@@ -117,18 +154,24 @@ class PoolMachine(RuleBasedStateMachine):
     def grow(self, data: st.DataObject, letters: str) -> None:
         blocks, keys = data.draw(st.sampled_from(self.holders))
         num_free = len(self.model.free()) + len(self.model.cached())
-        if len(letters) > num_free:
+        group = (keys[0].decode() if keys else letters)[0]
+        num_left = self.model.limit(group) - self.model.num_used(group)
+        if len(letters) > min(num_free, num_left):
             before = self.pool.snapshot()
-            with pytest.raises(OutOfBlocksError, match=f"{len(letters)} blocks .* {num_free} are free"):
-                self.pool.allocate(len(letters))
+            what = (
+                f"{num_free} are free" if len(letters) > num_free else f"{num_left} are left of .* '{group}'"
+            )
+            with pytest.raises(OutOfBlocksError, match=f"{len(letters)} blocks .* {what}"):
+                self.pool.allocate(len(letters), group)
             assert self.pool.snapshot() == before
             return
         while len(self.model.free()) < len(letters):
-            self.model.evict()
-        new = self.pool.allocate(len(letters))
+            self.model.evict(group, len(letters))
+        new = self.pool.allocate(len(letters), group)
         assert set(new) <= self.model.free()
         for block, letter in zip(new, letters, strict=True):
             self.model.refs[block] = 1
+            self.model.owner[block] = group
             blocks.append(block)
             keys.append((keys[-1] if keys else b"") + letter.encode())
 
@@ -141,7 +184,7 @@ class PoolMachine(RuleBasedStateMachine):
             known = key in self.model.index
             there = self.model.key_of(block) is not None
             expected = there or (not known and (parent == ROOT or parent in self.model.index))
-            assert self.pool.register(block, parent, key, keys[0].decode()) == expected
+            assert self.pool.register(block, parent, key, keys[0].decode()[0]) == expected
             if expected and not there:
                 self.model.index[key] = (block, parent)
                 self.model.drop_private(block)
@@ -194,6 +237,23 @@ class PoolMachine(RuleBasedStateMachine):
             self.model.drop_private(block)
             self.model.quarantined.add(block)
 
+    @rule(path=st.text("ab", min_size=1, max_size=5))
+    def begin_copies(self, path: str) -> None:
+        blocks = self.pool.match([path[: end + 1].encode() for end in range(len(path))])
+        self.pool.begin_copies(blocks)
+        self.copied.append(blocks)
+        for block in blocks:
+            self.model.refs[block] += 1
+            self.model.copies[block] += 1
+
+    @precondition(lambda self: self.copied)
+    @rule()
+    def end_copies(self) -> None:
+        blocks = self.copied.pop()
+        self.pool.end_copies(blocks)
+        self.model.copies.subtract(blocks)
+        self.model.release(blocks)
+
     @rule()
     def release_quarantine(self) -> None:
         self.pool.release_quarantine(list(self.model.quarantined))
@@ -217,6 +277,13 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_references == sum(model.refs.values())
         for block, refs in model.refs.items():
             assert self.pool.is_shared(block) == (refs > 1)
+        for group in "ab":
+            num_used = model.num_used(group)
+            assert num_used <= model.limit(group)
+            if model.shares.is_limited:
+                assert self.pool.num_used_by(group) == num_used
+            if self.pool.has_limit(group):
+                assert self.pool.num_left(group) == model.limit(group) - num_used
         for key in {key for _, keys in self.holders for key in keys}:
             found = self.model.index[key][0] if key in self.model.index else self.model.private.get(key)
             assert self.pool.find(key) == found
@@ -276,6 +343,52 @@ def test_a_free_parent_of_a_used_child_can_still_be_had() -> None:
     assert not pool.register(child, b"a", b"ab", "t")
     pool.release([duplicate, child, parent])
     assert (pool.num_free, pool.num_cached) == (3, 0)
+    pool.check()
+
+
+def test_a_group_above_its_share_gives_way_before_others_and_at_its_share_to_itself() -> None:
+    pool = BlockPool(8, 4, GroupShares(1.0, {"greedy": 0.5}))
+
+    def cached(name: str, count: int, group: str) -> None:
+        blocks = pool.allocate(count, group)
+        for number, block in enumerate(blocks):
+            assert pool.register(block, ROOT, f"{name}{number}".encode(), group)
+        pool.release(blocks)
+
+    def num_found(name: str) -> int:
+        return sum(bool(pool.match([f"{name}{number}".encode()])) for number in range(8))
+
+    cached("old", 2, "other")
+    cached("x", 3, "greedy")
+    cached("y", 3, "greedy")
+    assert (num_found("old"), num_found("x"), num_found("y")) == (2, 3, 3), "nobody wanted the space"
+    pool.release(pool.allocate(2, "other"))
+    assert (num_found("old"), num_found("x"), num_found("y")) == (2, 1, 3)
+    cached("z", 2, "greedy")
+    assert (num_found("old"), num_found("x") + num_found("y") + num_found("z")) == (2, 6), "free ones first"
+    cached("v", 1, "greedy")
+    assert (num_found("old"), num_found("v")) == (2, 1), "it evicts its own"
+    with pytest.raises(OutOfBlocksError, match="4 are left of the share of 'greedy'"):
+        pool.allocate(5, "greedy")
+    pool.check()
+
+
+def test_the_heaps_of_groups_stay_small_and_go_with_their_last_cached_block() -> None:
+    pool = BlockPool(4, 4, GroupShares(0.5))
+    groups = pool._groups
+    assert groups is not None
+    (block,) = pool.allocate(1, "t")
+    assert pool.register(block, ROOT, b"a", "t")
+    (other,) = pool.allocate(1, "t")
+    assert pool.register(other, b"a", b"ab", "t")
+    pool.release([block, other])
+    for _ in range(1000):
+        pool.acquire([other])
+        pool.release([other])
+    assert len(list(groups.entries())) <= 2 * pool.num_total + 65
+    pool.acquire([block, other])
+    assert list(groups.entries()) == []
+    pool.release([block, other])
     pool.check()
 
 

@@ -25,6 +25,7 @@ from staged_engine import (
 )
 
 from kvtransfer.blocks.keys import extend_keys
+from kvtransfer.common.group_shares import GroupShares
 from kvtransfer.messages import ReplicaIdentity
 from workers.config import EngineConfig
 from workers.errors import OutOfBlocksError
@@ -72,6 +73,7 @@ CONFIGS = st.builds(
 # Stages, most plans out (fewer than stages and one more when so drawn), attention ratio.
 SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 4), st.sampled_from([0.0, 0.02, 0.5]))
 # Blocks on the device, and in host memory.
+SHARES = [GroupShares(), GroupShares(1.0, {"a": 0.5}), GroupShares(0.4), GroupShares(0.7, {"a": 0.3})]
 SIZES = st.one_of(
     st.tuples(st.integers(4, 14), st.just(0)),
     st.tuples(st.integers(1, 9), st.integers(1, 12)),
@@ -92,6 +94,7 @@ class Pair(RuleBasedStateMachine):
         sizes=st.tuples(SIZES, SIZES),
         shapes=st.tuples(SHAPES, SHAPES),
         bad_tokens=st.lists(st.sampled_from([0, 0, 1, 7, 99]), min_size=1, max_size=4),
+        shares=st.tuples(st.sampled_from(SHARES), st.sampled_from(SHARES)),
     )
     def start(
         self,
@@ -99,11 +102,12 @@ class Pair(RuleBasedStateMachine):
         sizes: tuple[tuple[int, int], tuple[int, int]],
         shapes: tuple[tuple[int, int, float], tuple[int, int, float]],
         bad_tokens: list[int],
+        shares: tuple[GroupShares, GroupShares],
     ) -> None:
         self.engines = [
-            StagedEngine(config, num_blocks, num_stages, attention_ratio, num_offload)
-            for config, (num_blocks, num_offload), (num_stages, _, attention_ratio) in zip(
-                configs, sizes, shapes, strict=True
+            StagedEngine(config, num_blocks, num_stages, attention_ratio, num_offload, shares=its)
+            for config, (num_blocks, num_offload), (num_stages, _, attention_ratio), its in zip(
+                configs, sizes, shapes, shares, strict=True
             )
         ]
         self.prefill, self.decode = self.engines
@@ -124,6 +128,7 @@ class Pair(RuleBasedStateMachine):
         deadline_s=st.sampled_from([None, None, None, 1.5, 6.0]),
         where=st.sampled_from(["prefill", "decode", "outbound", "outbound"]),
         suspect=st.sampled_from([False, False, True]),
+        group=st.sampled_from(["", "a", "a", "b"]),
     )
     def submit(
         self,
@@ -135,13 +140,14 @@ class Pair(RuleBasedStateMachine):
         deadline_s: float | None,
         where: str,
         suspect: bool,
+        group: str,
     ) -> None:
         engine = self.decode if where == "decode" else self.prefill
         end = self.prefill if where == "prefill" else self.decode
-        limit = min(sampling.max_tokens, end.max_local_tokens - len(prompt))
-        most = engine.max_local_tokens
+        limit = min(sampling.max_tokens, end.max_local_tokens(group) - len(prompt))
+        most = engine.max_local_tokens(group)
         if where == "outbound":
-            most = min(engine.max_tokens, self.decode.max_tokens)
+            most = min(engine.max_tokens(group), self.decode.max_tokens(group))
         if limit < 1 or len(prompt) + 1 > most or num_samples > engine.config.max_sequences:
             return
         seeds = [100 + index for index in range(num_samples)]
@@ -149,15 +155,16 @@ class Pair(RuleBasedStateMachine):
         resumed = expected[0][:num_resumed] if num_samples == 1 else []
         if len(resumed) == len(expected[0]) or len(prompt) + len(resumed) > most:
             resumed = []
+        root_key = ROOT_KEY + group.encode()
         submission = Submission(
             request_id=f"r{len(self.lives)}",
             attempt=1,
             tenant="",
-            sharing_group="",
+            sharing_group=group,
             priority=priority,
             prompt=pack(prompt),
-            root_key=ROOT_KEY,
-            block_keys=extend_keys(ROOT_KEY, pack(prompt), BLOCK_TOKENS),
+            root_key=root_key,
+            block_keys=extend_keys(root_key, pack(prompt), BLOCK_TOKENS),
             samples=tuple(SampleState(index, seed, pack(resumed)) for index, seed in enumerate(seeds)),
             sampling=sampling,
             decode=TARGET if where == "outbound" else None,
@@ -282,10 +289,13 @@ class Pair(RuleBasedStateMachine):
         for name, landing in self.landings.items():
             if landing.granted:
                 continue
+            group = landing.need.submission.sharing_group
             held = pool.match(landing.need.submission.block_keys)
+            if pool.num_to_use(held) > pool.num_left(group):
+                continue
             pool.acquire(held)
             try:
-                rest = pool.allocate(-(-landing.need.num_tokens // BLOCK_TOKENS) - len(held))
+                rest = pool.allocate(-(-landing.need.num_tokens // BLOCK_TOKENS) - len(held), group)
             except OutOfBlocksError:
                 pool.release(held)
                 continue

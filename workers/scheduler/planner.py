@@ -402,7 +402,7 @@ class EngineLimits:
         for limit, name in (
             (self.max_context_tokens, "context"),
             (num_kv_tokens, "KV blocks"),
-            (num_share_tokens, f"KV that are the share of sharing group {group!r} (device_kv_share)"),
+            (num_share_tokens, f"KV that sharing group {group!r} may use (device_kv_share); shorten it"),
         ):
             if num_prompt_tokens + 1 > limit:
                 raise CapacityError(
