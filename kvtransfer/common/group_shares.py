@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal, NamedTuple
 
 from kvtransfer.codec import Part
 
@@ -21,6 +22,17 @@ class GroupShares(Part, frozen=True):
     def of(self, group: str) -> float:
         """Return the share of a group."""
         return self.by_group.get(group, self.default)
+
+
+class ShareClaim(NamedTuple):
+    """So many blocks of its group's share are waited for, since some time."""
+
+    since: float
+    num_blocks: int
+
+
+# Who waits for blocks of a device: each of the two defers to an older claim of the other.
+Claimant = Literal["sequences", "landings"]
 
 
 class GroupUsage:

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from kvtransfer.common.group_shares import Claimant, ShareClaim
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import (
     CloseLanding,
@@ -86,6 +87,8 @@ class LandingTable:
         self._writers: dict[ReplicaIdentity, Lanes] = {}
         self._seconds_per_grant = 0.0
         self._last_grant_at = 0.0
+        # Whether the last `grant` has left landings that wait for the share of their group.
+        self.has_claims = False
         self._refusal = ""
 
     @property
@@ -164,13 +167,14 @@ class LandingTable:
         )
         actions: list[LandingAction] = []
         blocked: list[_Landing] = []
-        held_groups: set[str] = set()
+        held_groups: dict[str, ShareClaim] = {}
         for landing in waiting:
             group = landing.request.sharing_group
             if group in held_groups:
                 continue
             if self._pool.has_limit(group) and self._lacks_share(landing):
-                held_groups.add(group)
+                num_blocks = self._num_blocks(landing.request.num_tokens)
+                held_groups[group] = ShareClaim(landing.arrived_at, num_blocks)
                 continue
             if not self._open(landing, now, idle=idle):
                 blocked.append(landing)
@@ -185,6 +189,8 @@ class LandingTable:
             actions.append(
                 ToWriter(landing.writer, LandingGrant(request.landing_id, num_held, tuple(landing.blocks)))
             )
+        self.has_claims = bool(held_groups)
+        self._pool.claim("landings", held_groups)
         return actions
 
     def manifest(self, writer: ReplicaIdentity, manifest: Manifest, now: float) -> list[LandingAction]:
@@ -375,7 +381,9 @@ class LandingTable:
         if self._pool.num_used_by(group):
             growth = int(self._config.growth_reserve * self._pool.limit(group))
             reserve = max(growth, request.num_samples)
-        return self._pool.num_left(group) - num_needed < reserve
+        num_left = self._pool.num_left(group)
+        num_left -= self._pool.num_claimed("sequences", group, landing.arrived_at)
+        return num_left - num_needed < reserve
 
     def _open(self, landing: _Landing, now: float, *, idle: bool) -> bool:
         held = self._pool.match(landing.request.block_keys)
@@ -458,6 +466,8 @@ class BlockSource(Protocol):
     def num_used_by(self, group: str) -> int: ...
     def num_left(self, group: str) -> int: ...
     def num_to_use(self, block_ids: Sequence[int]) -> int: ...
+    def claim(self, by: Claimant, claims: Mapping[str, ShareClaim]) -> None: ...
+    def num_claimed(self, by: Claimant, group: str, since: float) -> int: ...
     def match(self, keys: Sequence[bytes]) -> list[int]: ...
     def acquire(self, block_ids: Sequence[int]) -> None: ...
     def allocate(self, num_blocks: int, group: str) -> list[int]: ...

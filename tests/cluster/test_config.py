@@ -119,8 +119,8 @@ def test_bad_pool_field_is_named(change: dict[str, Any], path: str) -> None:
             "auth.tenants.a.dram_share: ",
         ),
         (
-            {"model": "m", "pools": POOLS, "auth": {"tenants": {"a": {"device_kv_share": 0.5}}}},
-            "auth.tenants.a.device_kv_share: a share of the replicas' KV is not enforced yet",
+            {"model": "m", "pools": POOLS, "auth": {"tenants": {"a": {"device_kv_share": 1.5}}}},
+            "auth.tenants.a.device_kv_share: ",
         ),
         (
             {

@@ -193,6 +193,14 @@ def test_shares_of_the_store_stay_while_stores_run() -> None:
     check_update(new, make(auth={"tenants": {"a": {"nvme_share": 0.5, "max_priority": 3}}}))
 
 
+def test_shares_of_the_device_roll_the_replicas() -> None:
+    old, new = make(), make(auth={"tenants": {"a": {"device_kv_share": 0.5}}})
+    check_update(old, new)
+    assert pool_version(old, "decode") != pool_version(new, "decode")
+    other = make(auth={"tenants": {"a": {"max_priority": 3}}})
+    assert pool_version(old, "decode") == pool_version(other, "decode")
+
+
 def test_certificates_between_hosts_come_and_go_with_the_application_only() -> None:
     files = {"cert_file": "a.crt", "key_file": "a.key", "ca_file": "ca.crt"}
     bare, encrypted = make(), make(inner_tls=files)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -164,6 +165,20 @@ def test_the_default_length_is_cut_to_the_context() -> None:
     assert max_tokens_of(request(max_tokens=502), 10, LIMITS) == 502
     with pytest.raises(RequestError, match="at most 502"):
         max_tokens_of(request(max_tokens=503), 10, LIMITS)
+
+
+def test_a_request_fits_the_share_of_its_tenant() -> None:
+    limits = replace(LIMITS, kv_share=0.25, max_share_tokens=100)
+    assert max_tokens_of(request(), 10, limits) == 90
+    assert max_tokens_of(request(max_tokens=90), 10, limits) == 90
+    with pytest.raises(RequestError, match=r"^max_tokens: 91 .* 100 tokens .* ask for at most 90"):
+        max_tokens_of(request(max_tokens=91), 10, limits)
+    assert max_tokens_of(request(), 99, limits) == 1
+    with pytest.raises(RequestError, match=r"^prompt: has 100 tokens .*device_kv_share 0.25\); shorten"):
+        max_tokens_of(request(), 100, limits)
+    roomy = replace(limits, max_share_tokens=600)
+    with pytest.raises(RequestError, match=r"exceed the context of 512; ask for at most 502"):
+        max_tokens_of(request(max_tokens=503), 10, roomy)
 
 
 def test_every_error_of_a_request_has_a_status() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from landing_world import BLOCK, PREFILL, SHARD, request
 
-from kvtransfer.common.group_shares import GroupShares
+from kvtransfer.common.group_shares import GroupShares, ShareClaim
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import LandingAbort, LandingGrant, LandingRefusal
 from kvtransfer.protocol.actions import LandingAction, ToWriter
@@ -111,6 +111,21 @@ def test_a_group_fills_its_share_of_the_queue_alone() -> None:
     assert [replica.is_waiting(name) for name in names] == [False, True, True, True, False, False]
     assert replica.refused[names[-1]] == "the landing queue of 'a' is full"
     assert replica.ask("b", 9) in replica.running
+
+
+def test_a_landing_defers_to_what_its_group_has_waiting_for_longer() -> None:
+    replica = Replica()
+    replica.now = 5.0
+    replica.pool.claim("sequences", {"a": ShareClaim(1.0, 6)})
+    name = replica.ask("a", 8)
+    assert replica.is_waiting(name)
+    assert replica.pool.num_claimed("landings", "a", 6.0) == 8
+    assert replica.pool.num_claimed("landings", "a", 5.0) == 0
+    replica.pool.claim("sequences", {"a": ShareClaim(6.0, 6), "b": ShareClaim(1.0, 6)})
+    replica.grant()
+    assert name in replica.running
+    assert not replica.landings.has_claims
+    assert replica.pool.num_claimed("landings", "a", 6.0) == 0
 
 
 def test_a_deadline_is_not_missed_for_the_wait_of_another_group() -> None:

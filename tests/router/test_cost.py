@@ -137,6 +137,18 @@ def test_one_that_cannot_serve_it_alone_is_the_last_choice() -> None:
     assert "never fits" not in enough.note
 
 
+@pytest.mark.parametrize(("num_tokens", "fits"), [(3199, True), (3200, False)])
+def test_what_exceeds_the_share_of_its_group_never_fits(num_tokens: int, fits: bool) -> None:
+    query = QUERY._replace(num_tokens=num_tokens, kv_share=0.5)
+    replica = replica_cost(query, state(max_local_tokens=9000), False, 0, 0, 0)
+    for candidate in (
+        prefill_candidate(query, replica),
+        decode_candidate(query, replica, 64.0),
+        local_candidate(query, replica, 64.0),
+    ):
+        assert ("never fits" not in candidate.note) == fits
+
+
 @pytest.mark.parametrize("too_small", ["prefill", "decode"])
 def test_a_prompt_beyond_one_device_stays_at_a_replica_that_may_use_host_memory(too_small: str) -> None:
     huge = QUERY._replace(num_tokens=6400)

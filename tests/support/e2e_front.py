@@ -107,8 +107,15 @@ class Call:
 class Front:
     """One gateway with its own roster over some replicas of a harness; several can share the replicas."""
 
-    def __init__(self, harness: E2eHarness, model_dir: Path, **router: Any) -> None:
-        """`router`: its settings. By default the policy is plain, and every prompt is handed over."""
+    def __init__(
+        self,
+        harness: E2eHarness,
+        model_dir: Path,
+        tenants: dict[str, dict[str, Any]] | None = None,
+        **router: Any,
+    ) -> None:
+        """`router`: its settings. By default the policy is plain, and every prompt is handed over. `tenants`
+        are the limits of some."""
         number = next(_FRONT_NUMBERS)
         self.harness = harness
         self.clock = SystemClock()
@@ -117,7 +124,7 @@ class Front:
         self.gateway = Gateway(
             gateway_id=f"front{number}",
             epoch=1,
-            config=front_config(model_dir, settings),
+            config=front_config(model_dir, settings, tenants or {}),
             roster=self.roster,
             trust=Trust.read(harness.trust),
             clock=self.clock,
@@ -228,7 +235,9 @@ async def tokens_alone(
     return heard.sequence()
 
 
-def front_config(model_dir: Path, router: dict[str, Any]) -> ClusterConfig:
+def front_config(
+    model_dir: Path, router: dict[str, Any], tenants: dict[str, dict[str, Any]]
+) -> ClusterConfig:
     """A configuration whose pools exist on paper only: the test makes the replicas."""
     engine = {"block_tokens": BLOCK_TOKENS}
     return parse_config(
@@ -240,6 +249,7 @@ def front_config(model_dir: Path, router: dict[str, Any]) -> ClusterConfig:
             ],
             "gateway": {"port": 0, "drain_s": 0},
             "router": router,
+            "auth": {"tenants": tenants},
             "debug": {"allow_pins": True},
         },
         "e2e",

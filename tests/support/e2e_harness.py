@@ -22,6 +22,7 @@ from benchmarks.drawn_trust import draw_trust
 from kvtransfer.blocks.keys import extend_keys
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule
+from kvtransfer.common.group_shares import GroupShares
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import KvEvents, ReplicaIdentity
 from kvtransfer.rpc.stream import FrameStream, open_link
@@ -52,6 +53,7 @@ from workers.replica.partition import ReplicaSpec
 BLOCK_TOKENS = 16
 ROOT_KEY = b"root"
 SINGLE = Parallel()
+NO_LIMITS = GroupShares()
 # Of the replicas in tests of faults.
 SHAPES = [
     pytest.param(SINGLE, id="1x1"),
@@ -182,6 +184,7 @@ class E2eHarness:
         parallel: Parallel | None = None,
         store: str | None = None,
         epoch: int = 1,
+        shares: GroupShares = NO_LIMITS,
     ) -> Replica:
         settings = {"block_tokens": BLOCK_TOKENS, "kv_tokens": 2048, "chunk_tokens": 32, **(engine or {})}
         spec = ReplicaSpec(
@@ -196,6 +199,7 @@ class E2eHarness:
             trust=self.trust,
             host="127.0.0.1",
             store=store,
+            group_shares=shares,
             faults=faults,
         )
         core = await EngineCore.launch(spec, NurseryLauncher(), SystemClock())

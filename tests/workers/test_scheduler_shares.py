@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from staged_engine import BLOCK_TOKENS, StagedEngine, ask, engine, finish, plan, right, step
 
-from kvtransfer.common.group_shares import GroupShares
+from kvtransfer.common.group_shares import GroupShares, ShareClaim
 from workers.errors import CapacityError, QueueFullError
 from workers.messages.link import Submission
 from workers.scheduler.sequence import Hold, Phase, Sequence
@@ -16,7 +18,7 @@ NUM_BLOCKS = 40
 A_HAS = GroupShares(1.0, {"a": 0.3})
 LIMIT = 12
 # Enough of everything else.
-ROOMY = {"max_batch_tokens": 512, "chunk_tokens": 512, "max_sequences": 64}
+ROOMY: dict[str, Any] = {"max_batch_tokens": 512, "chunk_tokens": 512, "max_sequences": 64}
 
 
 def tokens(number: int, count: int) -> list[int]:
@@ -24,7 +26,7 @@ def tokens(number: int, count: int) -> list[int]:
     return [1 + number % 22, 1 + number // 22, *[5] * (count - 2)]
 
 
-def limited(num_blocks: int = NUM_BLOCKS, shares: GroupShares = A_HAS, **settings: int) -> StagedEngine:
+def limited(num_blocks: int = NUM_BLOCKS, shares: GroupShares = A_HAS, **settings: Any) -> StagedEngine:
     return engine(num_blocks, shares=shares, **{**ROOMY, **settings})
 
 
@@ -241,6 +243,28 @@ def test_landings_that_wait_long_for_a_share_are_not_ahead_of_other_groups() -> 
     assert wanted(side, 0.9) == []
     assert wanted(side, 1.1) == ["a2", "b0"], "the first of a group holds up nobody for long"
     assert wanted(side, 1.2) == []
+
+
+def test_sequences_and_landings_of_a_group_take_turns_by_age() -> None:
+    """Of what waits for the share, the older comes first, and whatever was preempted."""
+    side = limited()
+    submitted(side, ask("a1", tokens(1, 30), group="a"))
+    step(side)
+    side.pool.claim("landings", {"a": ShareClaim(3.0, 8)})
+    side.scheduler.submit(ask("a2", tokens(2, 19), group="a"), 2.0)
+    step(side)
+    assert side.pool.num_claimed("sequences", "a", 3.0) == 5, "a landing that came at 3 leaves that to it"
+    assert side.pool.num_claimed("sequences", "a", 1.0) == 0
+    side.scheduler.cancel("a2", 1)
+    side.scheduler.submit(ask("a3", tokens(3, 18), group="a"), 4.0)
+    while "a1" in running(side):
+        step(side)
+    assert not side.plan(4.0), "the landing is older"
+    assert running(side) == []
+    side.pool.claim("landings", {})
+    step(side)
+    assert running(side) == ["a3"]
+    finish(side)
 
 
 def test_a_load_that_waits_for_its_share_holds_back_its_group_alone() -> None:

@@ -115,7 +115,7 @@ class KvReceiver:
 
     def grant(self) -> None:
         """Blocks may have become free: open waiting landings."""
-        if self.landings.num_waiting:
+        if self.landings.num_waiting or self.landings.has_claims:
             self._do(self.landings.grant(self._clock.now(), idle=self._idle()))
 
     def tick(self) -> None:

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from kvtransfer.common.group_shares import GroupShares
+from kvtransfer.common.group_shares import Claimant, GroupShares, ShareClaim
 from kvtransfer.messages import BlocksRemoved, BlocksStored
 from workers.errors import OutOfBlocksError
 from workers.scheduler.group_blocks import EvictableBlock, GroupBlocks
@@ -116,6 +116,15 @@ class BlockPool:
         if self._groups is None or not self._groups.in_use.has_limit(group):
             return self.num_total
         return self._groups.in_use.limit(group) - self._groups.in_use.taken.get(group, 0)
+
+    def claim(self, by: Claimant, claims: Mapping[str, ShareClaim]) -> None:
+        """Note what groups wait for, so that the other claimant leaves it to them where they are older."""
+        if self._groups is not None:
+            self._groups.claims[by] = claims
+
+    def num_claimed(self, by: Claimant, group: str, since: float) -> int:
+        """How many blocks `by` has claimed of the group's share since an earlier time."""
+        return 0 if self._groups is None else self._groups.num_claimed(by, group, since)
 
     def num_to_use(self, block_ids: Iterable[int]) -> int:
         """How many of these blocks, which can be found, come into use with `acquire`."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from kvtransfer.common.group_shares import GroupShares, GroupUsage
+from kvtransfer.common.group_shares import Claimant, GroupShares, GroupUsage, ShareClaim
 
 # When it was released, and which it is.
 EvictableBlock = tuple[int, int]
@@ -24,6 +24,7 @@ class GroupBlocks:
         self.in_use = GroupUsage(shares, num_blocks)
         self.held = GroupUsage(shares, num_blocks)
         self.num_cached: dict[str, int] = {}
+        self.claims: dict[Claimant, Mapping[str, ShareClaim]] = {}
         self._owners = [""] * num_blocks
         self._num_copies: dict[int, int] = {}
         self._group_to_evictable: dict[str, list[EvictableBlock]] = {}
@@ -32,6 +33,11 @@ class GroupBlocks:
     def owner(self, block_id: int) -> str:
         """Return the group of a block that is not free."""
         return self._owners[block_id]
+
+    def num_claimed(self, by: Claimant, group: str, since: float) -> int:
+        """Return how many blocks `by` has claimed of the group's share since an earlier time."""
+        claim = self.claims.get(by, {}).get(group)
+        return claim.num_blocks if claim is not None and claim.since < since else 0
 
     # ---------------------------------------------------------------------------------- use of blocks
 

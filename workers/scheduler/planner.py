@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvtransfer.blocks.keys import TOKEN_BYTES
+from kvtransfer.common.group_shares import ShareClaim
 from workers.config import EngineConfig
 from workers.errors import CapacityError
 from workers.messages.link import Submission
@@ -199,16 +200,18 @@ class Planner:
     def _admit(self, batch: StepBatch, now: float) -> None:
         """Move waiting sequences into the batch, in order, while there are budget, slots and blocks. Of the
         suspects one is admitted at a time, and waits for its turn. A sequence that waits for the share of its
-        sharing group holds back those behind it of that group, and nobody else."""
-        held_groups: set[str] = set()
+        sharing group holds back those behind it of that group, and its younger landings, and nobody else."""
+        held_groups: dict[str, ShareClaim] = {}
+        self._pool.claim("sequences", held_groups)
         for sequence in list(self._life.waiting):
             request = sequence.request
             self._life.handled = request.key
             if sequence.holds is Hold.EVERYBODY:
                 return
-            if sequence.holds is Hold.GROUP:
-                held_groups.add(sequence.sharing_group)
             if held_groups and sequence.sharing_group in held_groups:
+                continue
+            if sequence.holds is Hold.GROUP:
+                held_groups[sequence.sharing_group] = self._claim(sequence)
                 continue
             if request.landing is not LandingState.READY or sequence.load is not StoreLoad.DONE:
                 continue
@@ -223,7 +226,7 @@ class Planner:
                 return
             demand = self._life.tables.demand(sequence)
             if self._lacks_share(sequence, demand):
-                held_groups.add(sequence.sharing_group)
+                held_groups[sequence.sharing_group] = self._claim(sequence)
                 continue
             if not self._take_blocks(sequence, demand):
                 return
@@ -243,6 +246,7 @@ class Planner:
         if not self._pool.has_limit(group):
             return False
         running, num_left = self._running_of(group), self._pool.num_left(group)
+        num_left -= self._pool.num_claimed("landings", group, _waits_since(sequence))
         num_spare = sum(not each.request.decodes_remotely for each in running)
         demand = demand._replace(num_idle=self._pool.num_to_use(demand.cached))
         num_new = demand.num_new
@@ -252,6 +256,11 @@ class Planner:
             if not sequence.request.decodes_remotely:
                 num_new = num_spare = 0
         return num_new + demand.num_idle + num_spare > num_left
+
+    def _claim(self, sequence: Sequence) -> ShareClaim:
+        demand = self._life.tables.demand(sequence)
+        num_blocks = demand.num_new + self._pool.num_to_use(demand.cached)
+        return ShareClaim(_waits_since(sequence), num_blocks)
 
     def _take_blocks(self, sequence: Sequence, demand: BlockDemand) -> bool:
         """Give a waiting sequence its blocks, all of them at once; where some may lie in host memory it takes
@@ -272,6 +281,11 @@ class Planner:
             return False
         tables.fill(sequence, demand, num_new)
         return True
+
+
+def _waits_since(sequence: Sequence) -> float:
+    """Since when it waits; one that was preempted comes before whatever has not begun."""
+    return -math.inf if sequence.preempted else sequence.request.arrived_at
 
 
 class Shortage(NamedTuple):
