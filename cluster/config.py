@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from cluster.admission.config import AdmissionConfig
 from cluster.errors import ConfigError
 from cluster.identity.config import AuthConfig
 from cluster.metrics.config import LogConfig, TracingConfig
@@ -293,6 +294,7 @@ class ClusterConfig(_Settings):
     model: Path
     pools: tuple[PoolConfig, ...] = Field(min_length=1)
     router: RouterConfig = RouterConfig()
+    admission: AdmissionConfig = AdmissionConfig()
     transfer: TransferConfig = TransferConfig()
     # Where finished KV is kept; `nvme_path` is relative to the file that names it.
     store: StoreConfig = StoreConfig()

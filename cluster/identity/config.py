@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cluster.identity.identity import MAX_PRIORITY, TENANT_PATTERN, Role, is_tenant
 from kvtransfer.common.group_shares import GroupShares
+from workers.messages.link import ServiceClass
 
 Algorithm = Literal["RS256", "ES256", "EdDSA"]
 ANY_TENANT = "*"
@@ -71,6 +72,19 @@ class TenantLimits(_Settings):
     max_priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     # Names of the models that it may use; empty: all.
     models: tuple[str, ...] = ()
+    # Its part of the replicas' time, beside the tenants whose requests wait too.
+    weight: float = Field(default=1.0, gt=0)
+    # The class of its requests that name none, and the classes that they may name; empty: all.
+    default_class: ServiceClass = "standard"
+    classes: tuple[ServiceClass, ...] = ()
+    # What all its requests together may take, at all gateways; None: no limit. Up to `burst_s` seconds' worth
+    # is saved up.
+    requests_per_s: float | None = Field(default=None, gt=0)
+    prompt_tokens_per_s: float | None = Field(default=None, gt=0)
+    output_tokens_per_s: float | None = Field(default=None, gt=0)
+    burst_s: float = Field(default=10.0, gt=0)
+    # Prompt and `max_tokens` of its requests that run or wait.
+    concurrent_tokens: int | None = Field(default=None, ge=1)
     # Tenants of the same group share cached prefixes, and can find out which of each other's prompts are
     # cached; "": the tenant's own name, a group of one.
     sharing_group: str = Field(default="", pattern=r"^[A-Za-z0-9._:-]{0,64}$")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from kvtransfer.codec import Codec, Message, Part
 from kvtransfer.messages import (
     CompatibilityRecord,
@@ -17,6 +19,8 @@ from workers.stats_record import ReplicaStats
 RequestKey = tuple[str, int]
 # (gateway id, epoch).
 GatewayKey = tuple[str, int]
+# What a request is for. Under load `batch` is paused first.
+ServiceClass = Literal["interactive", "standard", "batch"]
 
 # ------------------------------------------------------------------------------- gateway to engine core
 
@@ -68,6 +72,7 @@ class Submission(Message, frozen=True):
     deadline_s: float | None
     is_private: bool = False
     suspect: bool = False
+    service_class: ServiceClass = "standard"
 
 
 class Cancel(Message, frozen=True):

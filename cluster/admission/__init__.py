@@ -1,0 +1,1 @@
+"""Admission: which requests are taken, and in which order they go to the replicas."""

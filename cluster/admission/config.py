@@ -1,0 +1,61 @@
+"""Settings under `admission:` of the cluster's file: what each class of requests is promised, and how much
+may wait. Times are in seconds."""
+
+from __future__ import annotations
+
+from typing import Self, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from workers.messages.link import ServiceClass
+
+SERVICE_CLASSES: tuple[ServiceClass, ...] = get_args(ServiceClass)
+
+
+class ClassConfig(BaseModel):
+    """What requests of one class are promised, and what they may take."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    # The objective for the time to the first token: a request that is predicted to miss it is refused at
+    # once. None: there is none.
+    ttft_s: float | None = Field(default=None, gt=0)
+    # Its part of the replicas' time, beside the weights of the other classes and of the tenants that wait.
+    weight: float = Field(default=1.0, gt=0)
+    # A request that has waited so long goes before all that have waited less.
+    aging_s: float = Field(default=60.0, gt=0)
+    # Under load `max_tokens` is cut to this, and the usage of the request says so; None: never.
+    capped_tokens: int | None = Field(default=None, ge=1)
+
+
+class AdmissionConfig(BaseModel):
+    """Which requests are taken, and how many wait where."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    interactive: ClassConfig = ClassConfig(ttft_s=10.0, weight=8.0, aging_s=10.0)
+    standard: ClassConfig = ClassConfig(ttft_s=30.0, weight=4.0, aging_s=30.0)
+    batch: ClassConfig = ClassConfig(ttft_s=None, weight=1.0, aging_s=600.0)
+    # Steps of work that a replica holds; what exceeds them waits in the gateway, where the order can still
+    # change.
+    steps_ahead: float = Field(default=2.5, gt=0)
+    # Of the requests that wait in one gateway, in all: their prompts and what belongs to them.
+    max_queue_mb: float = Field(default=256.0, gt=0)
+    # Output that waits in one gateway for clients to read it, in all. The slowest reader is cut off first.
+    max_unread_mb: float = Field(default=256.0, gt=0)
+
+    def of(self, name: ServiceClass) -> ClassConfig:
+        """Return the settings of a class."""
+        settings: ClassConfig = getattr(self, name)
+        return settings
+
+    @model_validator(mode="after")
+    def _aging_before_objective(self) -> Self:
+        for name in SERVICE_CLASSES:
+            settings = self.of(name)
+            if settings.ttft_s is not None and settings.aging_s > settings.ttft_s:
+                raise ValueError(
+                    f"{name}.aging_s: {settings.aging_s:g} s exceed the objective {name}.ttft_s of "
+                    f"{settings.ttft_s:g} s, so that waiting would never count; make it at most that"
+                )
+        return self
