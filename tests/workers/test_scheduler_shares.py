@@ -209,7 +209,7 @@ def test_blocks_of_another_group_stay_on_the_device() -> None:
 # ----------------------------------------------------------------------------- landings and the store
 
 
-def outbound(name: str, number: int, count: int, group: str, decode: str = "d") -> Submission:
+def handed_over(name: str, number: int, count: int, group: str, decode: str = "d") -> Submission:
     return ask(name, tokens(number, count), group=group, decode=decode)
 
 
@@ -219,7 +219,7 @@ def wanted(side: StagedEngine, now: float = 0.0) -> list[str]:
 
 def test_prompts_that_wait_for_their_share_are_not_ahead_of_other_groups() -> None:
     side = limited(max_batch_tokens=64)
-    submitted(side, *(outbound(f"a{number}", number, 33, "a") for number in range(4)))
+    submitted(side, *(handed_over(f"a{number}", number, 33, "a") for number in range(4)))
     assert wanted(side) == ["a0", "a1"]
     for name in ("a0", "a1"):
         side.scheduler.grant_landing(name, 1)
@@ -227,7 +227,7 @@ def test_prompts_that_wait_for_their_share_are_not_ahead_of_other_groups() -> No
     assert wanted(side) == ["a2"], "a1 waits for the share that a0 has"
     side.scheduler.grant_landing("a2", 1)
     assert wanted(side) == [], "a1 and a2 are ahead of a3"
-    submitted(side, outbound("b0", 9, 33, "b"))
+    submitted(side, handed_over("b0", 9, 33, "b"))
     assert wanted(side) == ["b0"]
     side.scheduler.grant_landing("b0", 1)
     plan(side)
@@ -237,9 +237,9 @@ def test_prompts_that_wait_for_their_share_are_not_ahead_of_other_groups() -> No
 
 def test_landings_that_wait_long_for_a_share_are_not_ahead_of_other_groups() -> None:
     side = limited(max_batch_tokens=64)
-    submitted(side, *(outbound(f"a{number}", number, 33, "a") for number in range(5)))
+    submitted(side, *(handed_over(f"a{number}", number, 33, "a") for number in range(5)))
     assert wanted(side) == ["a0", "a1"]
-    submitted(side, outbound("b0", 9, 33, "b"))
+    submitted(side, handed_over("b0", 9, 33, "b"))
     assert wanted(side, 0.9) == []
     assert wanted(side, 1.1) == ["a2", "b0"], "the first of a group holds up nobody for long"
     assert wanted(side, 1.2) == []

@@ -151,12 +151,12 @@ class Planner:
                 return 0
         return end
 
-    def _shortage(self, sequence: Sequence, end: int) -> Shortage:
+    def _shortage(self, sequence: Sequence, end: int) -> BlockShortage:
         num_needed = self._life.tables.num_blocks_needed(sequence, end)
         num_left, num_free = self._pool.num_left(sequence.sharing_group), self._pool.num_free
         if num_needed > num_left:
-            return Shortage(num_needed - min(num_left, num_free), sequence.sharing_group)
-        return Shortage(num_needed - num_free, None)
+            return BlockShortage(num_needed - min(num_left, num_free), sequence.sharing_group)
+        return BlockShortage(num_needed - num_free, None)
 
     def _running_of(self, group: str | None) -> Seq[Sequence]:
         """By rank; None: of all groups."""
@@ -167,7 +167,7 @@ class Planner:
     def _num_blocks(self, end: int) -> int:
         return -(-end // self._pool.block_tokens)
 
-    def _move(self, batch: StepBatch, sequence: Sequence, end: int, shortage: Shortage) -> bool:
+    def _move(self, batch: StepBatch, sequence: Sequence, end: int, shortage: BlockShortage) -> bool:
         """Whether blocks were moved to host memory for the sequence."""
         if self._offloader is None:
             return False
@@ -288,7 +288,7 @@ def _waits_since(sequence: Sequence) -> float:
     return -math.inf if sequence.preempted else sequence.request.arrived_at
 
 
-class Shortage(NamedTuple):
+class BlockShortage(NamedTuple):
     """How many blocks a running sequence lacks, and whose have to come free: those of its sharing group, or
     anybody's (None)."""
 
