@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,11 @@ from optional_programs import MARK, check_marks, missing_programs
 
 # A suite of its own, with its own settings (tests/gpu/pytest.ini): `test_gpu_suite.py` runs it.
 collect_ignore = ["gpu"]
+
+
+# A shell ignores SIGINT in what it runs in the background, and children of tests would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

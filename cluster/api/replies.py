@@ -241,6 +241,7 @@ def _gateway(record: GatewayRecord, stats: FleetStats) -> pb.GatewayStatus:
         address=record.address,
         process_id=record.process_id,
         console=record.console,
+        has_tls=bool(record.certificate),
         admin=record.admin,
     )
     if (totals := stats.totals.get(record.gateway_id)) is not None:

@@ -163,7 +163,8 @@ def status_view(
         parts.append(Text(f"traffic: {traffic_line(status.traffic)}\n"))
     gateways = made_table("gateways", "gateway", "address", "admin", "process", "console")
     for gateway in status.gateways:
-        console = f"http://{gateway.console}/console" if gateway.console else NONE
+        scheme = "https" if gateway.has_tls else "http"
+        console = f"{scheme}://{gateway.console}/console" if gateway.console else NONE
         gateways.add_row(
             gateway.gateway_id, gateway.address, gateway.admin or NONE, str(gateway.process_id), console
         )

@@ -183,7 +183,8 @@ def add_key(
             )
         except ValidationError as error:
             item = error.errors()[0]
-            raise ConfigError(f"{'.'.join(map(str, item['loc']))}: {item['msg']}") from error
+            why = item["msg"].removeprefix("Value error, ")
+            raise ConfigError(f"{'.'.join(map(str, item['loc']))}: {why}") from error
         keys.append(entry)
     return f"{KEY_PREFIX}{key_id}_{secret}"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
-from cluster.identity.identity import MAX_PRIORITY, TENANT_PATTERN, Role, is_tenant
+from cluster.identity.identity import MAX_PRIORITY, TENANT_PATTERN, Role, checked_tenant, is_tenant
 from kvtransfer.common.group_shares import GroupShares
 from workers.messages.link import ServiceClass
 
@@ -18,7 +18,9 @@ Share = Annotated[float, Field(gt=0, le=1)]
 ShareField = Literal["device_kv_share", "dram_share", "nvme_share"]
 SHARE_FIELDS: tuple[ShareField, ...] = get_args(ShareField)
 STORE_SHARE_FIELDS: tuple[ShareField, ...] = ("dram_share", "nvme_share")
-Tenant = Annotated[str, Field(pattern=TENANT_PATTERN)]
+Tenant = Annotated[
+    str, AfterValidator(checked_tenant), WithJsonSchema({"type": "string", "pattern": TENANT_PATTERN})
+]
 
 
 class _Settings(BaseModel):
@@ -148,8 +150,11 @@ class AuthConfig(_Settings):
     @model_validator(mode="after")
     def _tenants_can_be_named(self) -> Self:
         for name in self.tenants:
-            if name != ANY_TENANT:
-                _check_tenant(name)
+            if name != ANY_TENANT and not is_tenant(name):
+                raise ValueError(
+                    f"tenants: {name[:100]!r} must be 1 to 64 letters, digits, dots, colons, dashes or "
+                    'underscores, or "*"'
+                )
         return self
 
     @model_validator(mode="after")
@@ -201,11 +206,3 @@ class AuthConfig(_Settings):
 
 
 _DEFAULTS = TenantLimits()
-
-
-def _check_tenant(name: str) -> None:
-    if not is_tenant(name):
-        raise ValueError(
-            f"tenants: {name[:100]!r} must be 1 to 64 letters, digits, dots, colons, dashes or underscores, "
-            'or "*"'
-        )

@@ -64,3 +64,13 @@ LOCAL = Identity(
 def is_tenant(name: str) -> bool:
     """Whether the text can name a tenant."""
     return _TENANT.fullmatch(name) is not None
+
+
+def checked_tenant(name: str) -> str:
+    """Return the name of a tenant; raise `ValueError` where the text cannot be one."""
+    if not is_tenant(name):
+        raise ValueError(
+            f"{name[:100]!r} names no tenant: 1 to 64 letters, digits, dots, colons, dashes or underscores "
+            "do, such as team-a"
+        )
+    return name

@@ -129,8 +129,14 @@ def _undeclared(config: ClusterConfig) -> list[str]:
         "store.nvme_path": config.store.nvme_path,
         "store.redis_url_file": config.store.redis_url_file,
         "store.redis_ca_file": config.store.redis_ca_file,
+        "auth.keys_file": config.auth.keys_file,
         "auth.key_root_file": config.auth.key_root_file,
+        "auth.audit.folder": config.auth.audit.folder,
     }
+    if config.auth.jwt is not None:
+        paths["auth.jwt.keys_file"] = config.auth.jwt.keys_file
+    if config.auth.certificates is not None:
+        paths["auth.certificates.ca_file"] = config.auth.certificates.ca_file
     if config.inner_tls is not None:
         paths |= {f"inner_tls.{name}": path for name, path in config.inner_tls}
     paths |= {f"gateway.{name}": getattr(config.gateway, name) for name in ("tls_cert_file", "tls_key_file")}

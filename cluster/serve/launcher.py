@@ -29,6 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.config import LOOPBACK, ClusterConfig, PoolConfig, read_trust
 from cluster.dtypes import may_compute, needs_flags, settle_dtype
 from cluster.errors import ConfigError, RayEndedError, StartError
+from cluster.identity.authenticator import Authenticator
 from cluster.identity.key_roots import FIELD as KEY_ROOT_FIELD
 from cluster.identity.key_roots import keep_key_root, key_root_proof
 from cluster.metrics.tracing import check_tracing
@@ -115,6 +116,7 @@ class Service:
         check_model(self._config)
         check_redis_url(self._config.store)
         check_tracing(self._config.tracing)
+        Authenticator(self._config.auth, self._clock)  # reads the files that say who may call
         given = self._config
         self._hide_secrets()
         trust = read_trust(self._config)

@@ -82,6 +82,7 @@ def gateway_version(config: ClusterConfig) -> str:
         model=str(config.model),
         pools=pools,
         router=config.router.model_dump(mode="json"),
+        admission=config.admission.model_dump(mode="json"),
         gateway=config.gateway.model_dump(mode="json", exclude={"replicas", "resources", "surge"}),
         scaling=config.scaling.model_dump(mode="json"),
         auth=config.auth.model_dump(mode="json"),

@@ -64,6 +64,9 @@ def test_all_that_an_entry_says_is_an_option(tmp_path: Path) -> None:
     wrong = command("key", "new", "--tenant", "ops", "-f", file, "--role", "root")
     assert isinstance(wrong.exception, ConfigError)
     assert "'root' is none; the roles are user, viewer, operator" in str(wrong.exception)
+    wrong = command("key", "new", "--tenant", "bad tenant!", "-f", file)
+    assert isinstance(wrong.exception, ConfigError)
+    assert str(wrong.exception).startswith("tenant: 'bad tenant!' names no tenant: 1 to 64 letters")
 
 
 def test_a_key_root_is_rotated_and_the_rotation_ended(tmp_path: Path) -> None:

@@ -300,3 +300,17 @@ def test_a_request_without_a_place_has_looked_for_one_to_its_end() -> None:
         ("accept", 10.0, 10.1, ""),
         ("route", 10.1, 13.0, "why"),
     ]
+
+
+async def test_no_span_says_what_a_prompt_says(harness: GatewayHarness, collector: Collector) -> None:
+    canary = "canaryquux"
+    prompt, options = f"{canary} {PROMPT}", GenerateOptions(max_tokens=3)
+    client = harness.client(await a_pair(harness, traced(harness, collector.endpoint)))
+    await client.complete(prompt, options)
+    with pytest.raises(CallError, match="temperature"):
+        await client.complete(prompt, GenerateOptions(temperature=-1.0))
+    harness.replicas["p0"].script.failure = RequestFailed("", 0, "invalid", "made up")
+    with pytest.raises(CallError, match="made up"):
+        await client.complete(prompt, options)
+    await until(lambda: len({span.trace_id for span in collector.spans()}) == 3, "every trace was received")
+    assert canary not in str(collector.exports)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from e2e_front import Front, copy_tiny, prompt, tokens_alone
+from e2e_front import Call, Front, copy_tiny, prompt, tokens_alone
 from e2e_harness import BLOCK_TOKENS, E2eHarness, Replica, until
+from store_harness import StoreHarness
 
 from cluster.errors import CallError
 from kvtransfer.common.clock import SystemClock
@@ -111,3 +112,40 @@ async def test_what_alone_exceeds_the_share_is_refused_with_the_remedy(
         cut = await gateway.complete(prompt(7, LIMIT_TOKENS - 9), tenant="a", max_tokens=None)
         assert len(cut.sequence) == 9, "the default is cut to the share"
         await harness.quiet(*(harness.replicas[name] for name in names))
+
+
+async def test_what_is_stored_and_loaded_keeps_to_the_share(
+    harness: E2eHarness, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The flood comes twice; between the two, another tenant takes the device for its own cache."""
+    folder = tmp_path_factory.mktemp("store")
+    async with AsyncExitStack() as ends:
+        store = await ends.enter_async_context(StoreHarness(folder, harness.trust, dram_bytes=64 << 20))
+        await store.start()
+        shares = GroupShares(1.0, {"a": SHARE})
+        replica = await harness.add("s0", engine=ENGINE, store=store.settings.name, shares=shares)
+        tiers = replica.core.connector
+        assert tiers is not None
+        await until(lambda: tiers.is_open, "the store is open")
+        gateway = await ends.enter_async_context(front(harness, ("s0",)))
+        most: list[int] = []
+        watch = asyncio.create_task(most_used([replica], most))
+
+        async def flood() -> list[Call]:
+            asked = [
+                gateway.call(prompt(number, NUM_PROMPT), tenant="a", max_tokens=4) for number in range(12)
+            ]
+            calls = [await call.done() for call in asked]
+            await harness.quiet(replica)
+            return calls
+
+        first = await flood()
+        for number in range(8):
+            await gateway.complete(prompt(100 + number, 15 * BLOCK_TOKENS), tenant="b", max_tokens=4)
+        again = await flood()
+        watch.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watch
+        assert [call.sequence for call in again] == [call.sequence for call in first]
+        assert sum(call.finished.usage.cached.dram for call in again if call.finished is not None) > 0
+        assert max(most) <= LIMIT

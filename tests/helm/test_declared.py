@@ -127,6 +127,11 @@ def test_its_life_is_the_same_each_time_and_another_for_another_secret() -> None
             {"tls_cert_file": "c", "tls_key_file": "/k"},
             r"args\.config: gateway\.tls_cert_file: c must be an",
         ),
+        (
+            "config.auth",
+            {"mode": "required", "keys_file": "keys.yaml", "audit": {"folder": "/audit"}},
+            r"args\.config: auth\.keys_file: keys\.yaml must be an absolute path",
+        ),
         ("config.router", {"polcy": "cost"}, r"args\.config: router\.polcy: Extra inputs"),
         ("secret_file", "/nowhere/secret", r"secret_file: .*/nowhere/secret"),
         ("secret_file", 7, r"args\.secret_file: expected the path of a file"),

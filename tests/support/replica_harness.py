@@ -26,6 +26,7 @@ from staged_engine import (
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.common.faults import Faults
+from kvtransfer.common.group_shares import GroupShares
 from kvtransfer.config import TransferConfig
 from kvtransfer.messages import (
     CloseLanding,
@@ -76,6 +77,7 @@ from workers.stats_record import PathMeasure
 
 HERE, PEER = ReplicaIdentity("here", 1), ReplicaIdentity("peer", 1)
 GATEWAY = ("gateway", 1)
+NO_LIMITS = GroupShares()
 WHOLE = Shard(0, 1, 0, 2)
 
 
@@ -117,11 +119,12 @@ class ReplicaHarness:
         peer: ReplicaIdentity = PEER,
         max_moves: int = 2,
         num_offload_blocks: int = 0,
+        shares: GroupShares = NO_LIMITS,
     ) -> None:
         """`lanes` are the (rank, piece) of each lane of `peer`, to and from here; as many ranks are here."""
         self.clock = ManualClock(100.0)
         self.rates = StepRates(decode_step_s=1.0)
-        self.pool = BlockPool(num_blocks, BLOCK_TOKENS)
+        self.pool = BlockPool(num_blocks, BLOCK_TOKENS, shares)
         self.scheduler = Scheduler(
             EngineConfig(max_sequences=4),
             self.pool,
@@ -200,15 +203,16 @@ class ReplicaHarness:
         outputs: Sequence[Sequence[int]] = ((),),
         deadline_s: float | None = None,
         max_tokens: int = 8,
+        group: str = "",
     ) -> Submission:
         return Submission(
             request_id=request_id,
             attempt=1,
             tenant="",
-            sharing_group="",
+            sharing_group=group,
             priority=0,
             prompt=pack(list(prompt)),
-            root_key=ROOT_KEY,
+            root_key=ROOT_KEY + group.encode(),
             block_keys=(),
             samples=tuple(SampleState(i, i, pack(list(output))) for i, output in enumerate(outputs)),
             sampling=SamplingParams(
@@ -280,11 +284,16 @@ class Side:
     """One replica: its components, its one rank, and what is on its way to the other."""
 
     def __init__(
-        self, identity: ReplicaIdentity, peer: ReplicaIdentity, num_blocks: int, num_offload_blocks: int
+        self,
+        identity: ReplicaIdentity,
+        peer: ReplicaIdentity,
+        num_blocks: int,
+        num_offload_blocks: int,
+        shares: GroupShares,
     ) -> None:
         self.identity = identity
         self.replica = ReplicaHarness(
-            num_blocks, identity=identity, peer=peer, num_offload_blocks=num_offload_blocks
+            num_blocks, identity=identity, peer=peer, num_offload_blocks=num_offload_blocks, shares=shares
         )
         self.other: Side
         self.plans: deque[StepPlan] = deque()
@@ -408,17 +417,24 @@ class Side:
 class MigrationPair:
     """Both sides, and the gateway's view of the streams."""
 
-    def __init__(self, num_blocks: tuple[int, int] = (16, 16), num_offload_blocks: int = 0) -> None:
+    def __init__(
+        self,
+        num_blocks: tuple[int, int] = (16, 16),
+        num_offload_blocks: int = 0,
+        shares: GroupShares = NO_LIMITS,
+    ) -> None:
         """`num_offload_blocks` are in host memory, at each side."""
-        self.a = Side(A, B, num_blocks[0], num_offload_blocks)
-        self.b = Side(B, A, num_blocks[1], num_offload_blocks)
+        self.a = Side(A, B, num_blocks[0], num_offload_blocks, shares)
+        self.b = Side(B, A, num_blocks[1], num_offload_blocks, shares)
         self.a.other, self.b.other = self.b, self.a
         self.sides = (self.a, self.b)
         self.streams: dict[tuple[str, int], Stream] = {}
 
-    def submit(self, prompt: list[int], max_tokens: int, at: Side, num_samples: int = 1) -> Stream:
-        name = f"r{len(self.streams)}"
-        submission = at.replica.submission(name, prompt, outputs=((),) * num_samples, max_tokens=max_tokens)
+    def submit(
+        self, prompt: list[int], max_tokens: int, at: Side, num_samples: int = 1, group: str = ""
+    ) -> Stream:
+        name, outputs = f"r{len(self.streams)}", ((),) * num_samples
+        submission = at.replica.submission(name, prompt, outputs=outputs, max_tokens=max_tokens, group=group)
         wanted = alone(prompt, 0, max_tokens, submission.sampling)
         stream = self.streams[name, 1] = Stream(submission, at, wanted)
         at.replica.requests.submit(GATEWAY, submission)

@@ -373,6 +373,20 @@ def test_a_group_above_its_share_gives_way_before_others_and_at_its_share_to_its
     pool.check()
 
 
+def test_a_group_that_comes_to_its_share_evicts_its_own_before_what_is_older() -> None:
+    pool = BlockPool(8, 4, GroupShares(1.0, {"a": 0.5}))
+    others = pool.allocate(4, "b")
+    own = pool.allocate(3, "a")
+    for block in (*others, *own):
+        assert pool.register(block, ROOT, bytes([block]), "b" if block in others else "a")
+    pool.release(others)
+    pool.release(own)
+    pool.allocate(2, "a")
+    assert [bool(pool.match([bytes([block])])) for block in others] == [True] * 4
+    assert sum(bool(pool.match([bytes([block])])) for block in own) == 2
+    pool.check()
+
+
 def test_the_heaps_of_groups_stay_small_and_go_with_their_last_cached_block() -> None:
     pool = BlockPool(4, 4, GroupShares(0.5))
     groups = pool._groups

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replica_harness import MigrationPair, Side, Stream
+from staged_engine import BLOCK_TOKENS
 
+from kvtransfer.common.group_shares import GroupShares
 from kvtransfer.messages import LandingRefusal, LandingRequest, StopPush
 from workers.disagg.migration import AHEAD_S, MAX_TRIES
 from workers.messages.peer_link import HandOver
@@ -293,30 +295,43 @@ async def test_at_the_end_of_the_drain_the_rest_is_handed_back() -> None:
 
 NUM_BLOCKS = st.tuples(st.integers(7, 20), st.integers(7, 20))
 NUM_OFFLOAD_BLOCKS = st.sampled_from([0, 0, 3, 8])
+SHARES = st.sampled_from([GroupShares(), GroupShares(1.0, {"a": 0.6}), GroupShares(0.6)])
 
 
 @settings(max_examples=40, deadline=None)
-@given(data=st.data(), num_blocks=NUM_BLOCKS, num_offload_blocks=NUM_OFFLOAD_BLOCKS)
+@given(data=st.data(), num_blocks=NUM_BLOCKS, num_offload_blocks=NUM_OFFLOAD_BLOCKS, shares=SHARES)
 def test_whatever_happens_every_stream_gets_its_tokens(
-    data: st.DataObject, num_blocks: tuple[int, int], num_offload_blocks: int
+    data: st.DataObject, num_blocks: tuple[int, int], num_offload_blocks: int, shares: GroupShares
 ) -> None:
     """Few blocks, so that sequences are preempted; events of both sides in any order; links that break."""
-    asyncio.run(play(data, num_blocks, num_offload_blocks))
+    asyncio.run(play(data, num_blocks, num_offload_blocks, shares))
 
 
 @pytest.mark.slow
 @settings(max_examples=500, deadline=None)
-@given(data=st.data(), num_blocks=NUM_BLOCKS, num_offload_blocks=NUM_OFFLOAD_BLOCKS)
+@given(data=st.data(), num_blocks=NUM_BLOCKS, num_offload_blocks=NUM_OFFLOAD_BLOCKS, shares=SHARES)
 def test_whatever_happens_for_long(
-    data: st.DataObject, num_blocks: tuple[int, int], num_offload_blocks: int
+    data: st.DataObject, num_blocks: tuple[int, int], num_offload_blocks: int, shares: GroupShares
 ) -> None:
-    asyncio.run(play(data, num_blocks, num_offload_blocks))
+    asyncio.run(play(data, num_blocks, num_offload_blocks, shares))
 
 
-async def play(data: st.DataObject, num_blocks: tuple[int, int], num_offload_blocks: int) -> None:
-    pair = MigrationPair(num_blocks, num_offload_blocks)
+async def play(
+    data: st.DataObject, num_blocks: tuple[int, int], num_offload_blocks: int, shares: GroupShares
+) -> None:
+    pair = MigrationPair(num_blocks, num_offload_blocks, shares)
+
+    def submit(prompt: list[int], max_tokens: int, at: Side) -> None:
+        """For one of two groups, and what fits its share at both sides."""
+        group = data.draw(st.sampled_from(["a", "b"]))
+        pools = [side.replica.pool for side in pair.sides]
+        if any(pool.has_limit(group) for pool in pools):
+            most = min(pool.limit(group) * BLOCK_TOKENS for pool in pools)
+            max_tokens = min(max_tokens, most - len(prompt))
+        pair.submit(prompt, max_tokens, at, group=group)
+
     for number in range(data.draw(st.integers(1, 4))):
-        pair.submit([number + 1] * data.draw(st.integers(1, 6)), data.draw(st.integers(6, 20)), pair.a)
+        submit([number + 1] * data.draw(st.integers(1, 6)), data.draw(st.integers(6, 20)), pair.a)
     for _ in range(data.draw(st.integers(0, 8))):
         step(pair.a)
     for _ in range(data.draw(st.integers(20, 120))):
@@ -325,7 +340,7 @@ async def play(data: st.DataObject, num_blocks: tuple[int, int], num_offload_blo
         match data.draw(st.integers(0, 17)):
             case 0 if len(pair.streams) < 7:
                 prompt = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=9))
-                pair.submit(prompt, data.draw(st.integers(1, 17)), side)
+                submit(prompt, data.draw(st.integers(1, 17)), side)
             case 1 | 2 if pair.streams:
                 stream = data.draw(st.sampled_from(list(pair.streams.values())))
                 if stream.target is None and not stream.is_over:

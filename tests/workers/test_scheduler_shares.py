@@ -150,6 +150,26 @@ def test_what_comes_back_to_others_is_not_waited_for() -> None:
     finish(side)
 
 
+def test_blocks_come_back_to_the_group_that_they_belong_to() -> None:
+    side = limited()
+    submitted(side, ask("a1", tokens(1, 9), max_tokens=9, group="a"))
+    submitted(side, ask("b1", tokens(2, 9), max_tokens=9, group="b"))
+    step(side)
+    comes_back = side.scheduler._life.blocks_come_back
+    assert [comes_back(group) for group in ("a", "b", None)] == [False, False, False]
+    plan(side)
+    side.scheduler.cancel("b1", 1)
+    assert [comes_back(group) for group in ("a", "b", None)] == [False, True, True]
+    side.settle(0.0)
+    submitted(side, ask("b2", tokens(3, 9), max_tokens=1, group="b"))
+    plan(side)
+    assert [comes_back(group) for group in ("a", "b", None)] == [False, True, True], (
+        "it samples its last token"
+    )
+    side.settle(0.0)
+    finish(side)
+
+
 def test_what_exceeds_the_share_is_refused_by_name_and_output_is_cut_to_it() -> None:
     side = limited(10, GroupShares(0.4))
     with pytest.raises(CapacityError, match=r"^prompt: 16 tokens .* the 16 tokens .* 'a' .*; shorten it$"):
@@ -204,6 +224,24 @@ def test_blocks_of_another_group_stay_on_the_device() -> None:
     assert num_offloaded > 0
     assert outputs == {(it.request_id, 0): right(it) for it in asked}
     assert side.scheduler.num_preemptions == 0
+
+
+def test_a_block_that_another_group_makes_room_with_changes_its_owner() -> None:
+    side = engine(12, offload=12, shares=GroupShares(1.0, {"a": 0.9}), offload_at=1.0, **ROOMY)
+    asked = [
+        ask("a1", tokens(1, 15), max_tokens=21, group="a"),
+        ask("b1", tokens(2, 23), max_tokens=16, group="b"),
+    ]
+    submitted(side, *asked)
+    outputs: dict[tuple[str, int], list[int]] = {}
+    num_offloaded = 0
+    while side.plan(0.0) or side.plans:
+        for delta in side.settle(0.0).tokens:
+            outputs.setdefault((delta.request_id, 0), []).append(int.from_bytes(delta.tokens, "little"))
+        side.check()
+        num_offloaded = max(num_offloaded, side.scheduler.num_offloaded_blocks)
+    assert num_offloaded > 0
+    assert outputs == {(it.request_id, 0): right(it) for it in asked}
 
 
 # ----------------------------------------------------------------------------- landings and the store

@@ -96,7 +96,8 @@ class BlockTables:
 
     def _allocate(self, num_blocks: int, group: str) -> list[int]:
         at_hand, self._at_hand = self._at_hand[:num_blocks], self._at_hand[num_blocks:]
-        self.pool.give(at_hand, group)
+        if at_hand:
+            self.pool.give(at_hand, group)
         return at_hand + self.pool.allocate(num_blocks - len(at_hand), group)
 
     def share(self, leader: Sequence, fork: Sequence, num_tokens: int) -> None:

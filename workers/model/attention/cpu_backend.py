@@ -26,7 +26,6 @@ from workers.model.sizes import ATTENTION_PIECE_FLOPS
 
 _HEAD_DIM_MULTIPLE = 16
 _TASK = np.dtype([("cost", np.int64), ("place", np.int32, 4)])
-_TASK_ROWS = 128  # the kernels take as many or more in a task
 _NO_ID = (1 << 63) - 1
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -61,6 +60,7 @@ class CpuAttention(AttentionBackend):
         super().__init__(shape, kv)
         self.name = f"cpu {kernels.isa.value}"
         self.kernels = kernels
+        self.task_rows: int = kernels.library.attention_task_rows()
         self._index_to_layer: dict[int, tuple[LayerAttention, native.RotatedLayer]] = {}
         self.kv_shape = kv_shape(kv)
         self.attend = getattr(kernels.library, f"attend_{_DTYPES[kv.dtype]}")
@@ -133,7 +133,7 @@ class CpuPlan(AttentionPlan):
         kv, host = backend.kv, None
         if step.host is not None:
             host = step.host.in_place()
-        rows = max(1, _TASK_ROWS // (num_heads // shape.num_kv_heads))
+        rows = max(1, backend.task_rows // (num_heads // shape.num_kv_heads))
         tasks = np.empty(int(np.sum(-(-step.lengths // rows))), dtype=_TASK)
         for array in (step.tables, step.slots, step.starts, step.lengths):
             assert array.dtype == np.int32

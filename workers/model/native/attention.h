@@ -553,3 +553,6 @@ EXPORT_ATTENTION(float32, float)
 EXPORT_ATTENTION(bfloat16, Bf16)
 
 extern "C" void plan_attention(AttentionStep* step) { plan_tasks(step); }
+
+// Rows of the largest task, by which whoever makes a step knows how many there can be.
+extern "C" int64_t attention_task_rows() { return TASK_ROWS; }
