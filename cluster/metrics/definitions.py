@@ -121,6 +121,12 @@ REQUESTS = (
     ),
     _gateway("running_requests", "num_running", "requests", "Running requests."),
     _gateway(
+        "unheard_gateways",
+        "",
+        "gateways",
+        "Other gateways whose placements this one does not hear, so that both may choose the same replica.",
+    ),
+    _gateway(
         "retried_requests_total",
         "num_retried",
         "requests",
