@@ -1,12 +1,26 @@
-"""Track each replica's load: its last report, plus what was routed there since.
+"""Track each replica's load: its last report, plus what was routed there since, here and at other gateways.
 
-The service passes every report and every step of a request to the `LoadTracker`. Policies read `CurrentLoad`.
+The service passes every report and every step of a request to the `LoadTracker`. Policies read
+`CurrentLoad`.
+
+Placements of other gateways arrive later than they were made, so one rule holds for all placements, by the
+time at which they were *made*, converted to the own clock: a report covers what was made `REPORT_LAG_S`
+before the report arrived.
+
+    made       report arrived       heard      covered, because the report shows the request:
+      |-- more than REPORT_LAG_S --|   |       on arrival. It is kept for its end, but never counted.
+      |-- less --|                     |       by the next report. Until then it may be counted twice.
+
+What is not covered is counted, so no request is left out for longer than its news travels. One that a
+report shows is counted twice for at most one period of reports, as an own placement is. A time converted
+between clocks is late by as long as the news travelled, never early, and so errs on the same side.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
@@ -37,7 +51,8 @@ class CurrentLoad(NamedTuple):
 class Placement:
     """A routed request: computed at `compute_id`, then handed over to `decode_id` ("" if it stays there).
 
-    For a stream that migrates to `decode_id`, `compute_id` is "": nothing is left to compute.
+    For a stream that migrates to `decode_id`, `compute_id` is "": nothing is left to compute. `gateway_id` is
+    "" for a placement of this gateway.
     """
 
     request_id: str
@@ -49,24 +64,38 @@ class Placement:
     num_sequences: int
     routed_at: float
     prefilled_at: float | None = None
+    gateway_id: str = ""
+
+
+class PlacementObserver(Protocol):
+    """Hears of this gateway's own placements: `cluster.gateway.placement_exchange.PlacementFeed`."""
+
+    def on_routed(self, placement: Placement) -> None:
+        """Handle that the request is counted, in place of an earlier placement of it."""
+
+    def on_prefilled(self, placement: Placement) -> None:
+        """Handle that nothing is left to compute."""
+
+    def on_finished(self, placement: Placement) -> None:
+        """Handle that the request is not counted any more."""
 
 
 @dataclass(slots=True, eq=False)
 class _Pending:
     """Placements that a replica's report does not show yet, and their running sums."""
 
-    placements: dict[str, Placement] = field(default_factory=dict)
+    placements: set[Placement] = field(default_factory=set)
     num_prefill_tokens: int = 0
     num_new_blocks: int = 0
     num_sequences: int = 0
 
     def add(self, placement: Placement) -> None:
-        self.placements[placement.request_id] = placement
+        self.placements.add(placement)
         self._count(placement, 1)
 
-    def drop(self, request_id: str) -> None:
-        placement = self.placements.pop(request_id, None)
-        if placement is not None:
+    def drop(self, placement: Placement) -> None:
+        if placement in self.placements:
+            self.placements.remove(placement)
             self._count(placement, -1)
 
     def _count(self, placement: Placement, sign: int) -> None:
@@ -76,7 +105,7 @@ class _Pending:
 
     def check(self) -> None:
         """Assert that the sums are those of the placements."""
-        items = self.placements.values()
+        items = self.placements
         assert self.num_prefill_tokens == sum(item.num_prefill_tokens for item in items)
         assert self.num_new_blocks == sum(item.num_new_blocks for item in items)
         assert self.num_sequences == sum(item.num_sequences for item in items)
@@ -103,41 +132,65 @@ class _ReplicaLoad:
     def pending(self) -> tuple[_Pending, _Pending, _Pending]:
         return self.computing, self.staying, self.expected
 
-    def cover(self, until: float) -> None:
-        """Drop what a report of that time shows: routed by then or, if expected, handed over by then."""
-        for pending in (self.computing, self.staying):
-            for request_id in [key for key, item in pending.placements.items() if item.routed_at <= until]:
-                pending.drop(request_id)
-        joined = [
-            key
-            for key, item in self.expected.placements.items()
-            if item.prefilled_at is not None and item.prefilled_at <= until
-        ]
-        for request_id in joined:
-            self.expected.drop(request_id)
+    @property
+    def covered_until(self) -> float:
+        """What was made by then is shown by the last report; -inf before the first."""
+        return float("-inf") if self.report is None else self.report.received_at - REPORT_LAG_S
 
-    def forget(self, request_id: str) -> None:
+    def cover(self) -> None:
+        """Drop what the last report shows: routed by then or, if expected, handed over by then."""
+        until = self.covered_until
+        for pending in (self.computing, self.staying):
+            for placement in [item for item in pending.placements if item.routed_at <= until]:
+                pending.drop(placement)
+        for placement in [item for item in self.expected.placements if _has_joined(item, until)]:
+            self.expected.drop(placement)
+
+    def count(self, placement: Placement) -> None:
+        """Add the placement where the last report does not show it."""
+        until = self.covered_until
+        if placement.compute_id == self.identity.replica_id and placement.routed_at > until:
+            if placement.prefilled_at is None:
+                self.computing.add(placement)
+            if not placement.decode_id:
+                self.staying.add(placement)
+        if placement.decode_id == self.identity.replica_id and not _has_joined(placement, until):
+            self.expected.add(placement)
+        self.state = None
+
+    def forget(self, placement: Placement) -> None:
         for pending in self.pending:
-            pending.drop(request_id)
+            pending.drop(placement)
         self.state = None
 
 
 class LoadTracker:
-    """The reports and pending placements of all replicas. Every method ignores what is unknown."""
+    """The reports of all replicas, and the pending placements of this gateway and of the others. Every method
+    ignores what is unknown.
 
-    def __init__(self, clock: Clock) -> None:
+    Methods with a `gateway_id` count a placement of that gateway; "": of this one. `observer` hears of those
+    of this gateway alone.
+    """
+
+    def __init__(self, clock: Clock, observer: PlacementObserver | None = None) -> None:
         self._clock = clock
+        self._observer = observer
         self._replicas: dict[str, _ReplicaLoad] = {}
-        self._placements: dict[str, Placement] = {}
+        # By gateway id, then by request id.
+        self._placements: dict[str, dict[str, Placement]] = {"": {}}
 
     def add_replica(self, identity: ReplicaIdentity, role: str) -> None:
-        """Add a replica, or change its role. A new epoch starts without report and placements."""
+        """Add a replica, or change its role. A new epoch starts without report and placements, except those
+        of other gateways: their news may have come before the replica's."""
         replica = self._replicas.get(identity.replica_id)
         if replica is not None and replica.identity.epoch == identity.epoch:
             replica.role, replica.state = role, None
             return
         self.remove_replica(identity.replica_id)
-        self._replicas[identity.replica_id] = _ReplicaLoad(identity, role)
+        self._replicas[identity.replica_id] = replica = _ReplicaLoad(identity, role)
+        for gateway_id, placements in self._placements.items():
+            for placement in placements.values() if gateway_id else ():
+                replica.count(placement)
 
     def remove_replica(self, replica_id: str) -> None:
         """Forget a replica and its load."""
@@ -151,40 +204,58 @@ class LoadTracker:
         if replica.report is not None and load.received_at < replica.report.received_at:
             return
         replica.report, replica.state = load, None
-        replica.cover(load.received_at - REPORT_LAG_S)
+        replica.cover()
 
     def on_routed(self, placement: Placement) -> None:
-        """Count the request at once at its replicas, in place of an earlier attempt of the same request."""
-        self.on_finished(placement.request_id)
-        self._drop_stale()
-        self._placements[placement.request_id] = placement
-        if (replica := self._replicas.get(placement.compute_id)) is not None:
-            replica.computing.add(placement)
-            if not placement.decode_id:
-                replica.staying.add(placement)
-            replica.state = None
-        if (replica := self._replicas.get(placement.decode_id)) is not None:
-            replica.expected.add(placement)
-            replica.state = None
+        """Count the request at once at its replicas, in place of an earlier attempt of the same request. What
+        their reports show already is not counted again."""
+        self.on_finished(placement.request_id, placement.gateway_id)
+        placements = self._placements.setdefault(placement.gateway_id, {})
+        self._drop_stale(placements)
+        placements[placement.request_id] = placement
+        for replica_id in (placement.compute_id, placement.decode_id):
+            if (replica := self._replicas.get(replica_id)) is not None:
+                replica.count(placement)
+        if self._observer is not None and not placement.gateway_id:
+            self._observer.on_routed(placement)
 
-    def on_prefilled(self, request_id: str) -> Placement | None:
-        """Note the first token: nothing is left to compute. Returns the placement at the first call."""
-        placement = self._placements.get(request_id)
+    def on_prefilled(
+        self, request_id: str, gateway_id: str = "", prefilled_at: float | None = None
+    ) -> Placement | None:
+        """Note the first token (None: now): nothing is left to compute. Returns the placement at the first
+        call."""
+        placement = self._placements.get(gateway_id, {}).get(request_id)
         if placement is None or placement.prefilled_at is not None:
             return None
-        placement.prefilled_at = self._clock.now()
+        placement.prefilled_at = self._clock.now() if prefilled_at is None else prefilled_at
         if (replica := self._replicas.get(placement.compute_id)) is not None:
-            replica.computing.drop(request_id)
+            replica.computing.drop(placement)
             replica.state = None
+        if (replica := self._replicas.get(placement.decode_id)) is not None:
+            if _has_joined(placement, replica.covered_until):
+                replica.expected.drop(placement)
+            replica.state = None
+        if self._observer is not None and not gateway_id:
+            self._observer.on_prefilled(placement)
         return placement
 
-    def on_finished(self, request_id: str) -> None:
+    def on_finished(self, request_id: str, gateway_id: str = "") -> None:
         """Stop counting the request, however it ended."""
-        placement = self._placements.pop(request_id, None)
+        placement = self._placements.get(gateway_id, {}).pop(request_id, None)
         if placement is not None:
-            for replica_id in (placement.compute_id, placement.decode_id):
-                if (replica := self._replicas.get(replica_id)) is not None:
-                    replica.forget(request_id)
+            self._forget(placement)
+            if self._observer is not None and not gateway_id:
+                self._observer.on_finished(placement)
+
+    def remove_gateway(self, gateway_id: str) -> None:
+        """Forget the placements of another gateway that left or is not heard any more."""
+        assert gateway_id
+        for placement in self._placements.pop(gateway_id, {}).values():
+            self._forget(placement)
+
+    def own_placements(self) -> Iterator[Placement]:
+        """Return the placements of this gateway, the oldest first."""
+        return iter(self._placements[""].values())
 
     def state(self, replica_id: str) -> CurrentLoad:
         """Return the load as of now of a known replica."""
@@ -195,26 +266,36 @@ class LoadTracker:
 
     @property
     def num_placements(self) -> int:
-        """Number of requests that are routed and not finished."""
-        return len(self._placements)
+        """Number of requests that are routed and not finished, of all gateways."""
+        return sum(map(len, self._placements.values()))
 
     def check(self) -> None:
         """Assert that placements and sums agree, and that no finished request is left."""
         for replica in self._replicas.values():
             for pending in replica.pending:
                 pending.check()
-                items = pending.placements.values()
-                assert all(self._placements.get(item.request_id) is item for item in items)
+                for item in pending.placements:
+                    assert self._placements[item.gateway_id].get(item.request_id) is item
 
-    def _drop_stale(self) -> None:
+    def _forget(self, placement: Placement) -> None:
+        for replica_id in (placement.compute_id, placement.decode_id):
+            if (replica := self._replicas.get(replica_id)) is not None:
+                replica.forget(placement)
+
+    def _drop_stale(self, placements: dict[str, Placement]) -> None:
         """Drop requests without news for `STALE_REQUEST_S`. A long answer loses nothing by it: its sequence
         has been in its replica's own reports since it joined."""
         oldest = self._clock.now() - STALE_REQUEST_S
-        while self._placements:
-            placement = next(iter(self._placements.values()))
+        while placements:
+            placement = next(iter(placements.values()))
             if placement.routed_at > oldest:
                 return
-            self.on_finished(placement.request_id)
+            self.on_finished(placement.request_id, placement.gateway_id)
+
+
+def _has_joined(placement: Placement, until: float) -> bool:
+    """Whether the request was handed over by then."""
+    return placement.prefilled_at is not None and placement.prefilled_at <= until
 
 
 def _state_of(replica: _ReplicaLoad) -> CurrentLoad:

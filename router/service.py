@@ -3,15 +3,16 @@ used from one thread."""
 
 from __future__ import annotations
 
+import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.messages import KvEvents, KvSnapshot, ReplicaIdentity
 from router.config import RouterConfig
 from router.errors import NoReplicaError
-from router.load import LoadTracker, Placement
+from router.load import LoadTracker, Placement, PlacementObserver
 from router.messages import Candidate, Decision, ReplicaLoad, RouteRequest
 from router.policies import (
     NEVER_FITS_TOKENS,
@@ -52,16 +53,27 @@ class RouterService:
     KV is there.
 
     Members are kept least recently chosen first, and equal costs go to the first: in an idle cluster replicas
-    take turns, which fills the caches of all.
+    take turns, which fills the caches of all. With a `salt`, the id of the gateway, a hash of it and of the
+    request orders them instead: gateways that see the same costs at the same time choose different replicas.
     """
 
-    def __init__(self, config: RouterConfig, block_tokens: int, clock: Clock, seed: int) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        block_tokens: int,
+        clock: Clock,
+        seed: int,
+        *,
+        salt: str = "",
+        observer: PlacementObserver | None = None,
+    ) -> None:
+        self._salt = salt
         self._config = config
         self._block_tokens = block_tokens
         self._clock = clock
         self._policy = make_policy(config, seed)
         self._tree = PrefixTree(clock, config.prediction_ttl_s)
-        self._load = LoadTracker(clock)
+        self._load = LoadTracker(clock, observer)
         self._members: OrderedDict[str, _Member] = OrderedDict()
         self._decisions: OrderedDict[str, Decision] = OrderedDict()
 
@@ -165,6 +177,42 @@ class RouterService:
         itself."""
         self._load.on_finished(request_id)
 
+    def on_remote_routed(self, placement: Placement, *, is_predicted: bool) -> None:
+        """Count a request that another gateway has placed; `is_predicted` counts its prompt as cached, too,
+        as `route` does."""
+        compute_id, decode_id = placement.compute_id, placement.decode_id
+        self._load.on_routed(placement)
+        if is_predicted:
+            if compute_id:
+                self._tree.predict(compute_id, placement.block_keys)
+            if decode_id and placement.prefilled_at is not None:
+                self._tree.predict(decode_id, placement.block_keys)
+
+    def on_remote_prefilled(
+        self, gateway_id: str, request_id: str, prefilled_at: float, *, is_predicted: bool
+    ) -> None:
+        """Note the first token of another gateway's request, as `on_prefilled` does."""
+        placement = self._load.on_prefilled(request_id, gateway_id, prefilled_at)
+        if placement is not None and placement.decode_id and is_predicted:
+            self._tree.predict(placement.decode_id, placement.block_keys)
+
+    def on_remote_finished(self, gateway_id: str, request_id: str) -> None:
+        """Stop counting a request of another gateway."""
+        self._load.on_finished(request_id, gateway_id)
+
+    def remove_gateway(self, gateway_id: str) -> None:
+        """Stop counting all requests of another gateway, which left or is not heard any more."""
+        self._load.remove_gateway(gateway_id)
+
+    def own_placements(self) -> Iterator[Placement]:
+        """Return what this gateway has placed and not finished, the oldest first."""
+        return self._load.own_placements()
+
+    @property
+    def num_placements(self) -> int:
+        """Number of requests of all gateways that are placed and not finished."""
+        return self._load.num_placements
+
     def num_cached_blocks(self, block_keys: Sequence[bytes]) -> int:
         """Return how many of the leading blocks the replica with most of them has, on its device or in its
         node's store."""
@@ -202,6 +250,10 @@ class RouterService:
             for replica_id, member in self._members.items()
             if not member.is_leaving and replica_id not in request.excluded
         }
+        if self._salt:
+            seed = zlib.crc32(f"{self._salt} {request.request_id}".encode())
+            order = sorted(usable, key=lambda replica_id: _hashed(replica_id, seed))
+            usable = {replica_id: usable[replica_id] for replica_id in order}
         decode_ids = [
             replica_id
             for replica_id, member in usable.items()
@@ -267,6 +319,11 @@ class RouterService:
         self._decisions[decision.request_id] = decision
         if len(self._decisions) > NUM_DECISIONS_KEPT:
             self._decisions.popitem(last=False)
+
+
+def _hashed(replica_id: str, seed: int) -> int:
+    """Hash the id; multiplied, because checksums with two seeds differ by the same bits for all ids."""
+    return zlib.crc32(replica_id.encode(), seed) * 0x9E3779B1 & 0xFFFFFFFF
 
 
 def _decision(request_id: str, policy: str, choice: Choice, candidates: list[Candidate]) -> Decision:

@@ -20,6 +20,7 @@ from typing import Generic, NamedTuple, TypeVar
 from msgspec import structs
 
 from cluster.errors import StartError, UnknownRequestError
+from cluster.gateway.placement_exchange import FollowPlacements, PlacementExchange
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_manager import RequestInfo, RequestManager, is_drawn_by
 from cluster.identity.sessions import EndedSession, Sessions
@@ -151,7 +152,7 @@ class StatsAnswer(Message, frozen=True):
 
 Query = ExplainQuery | ListQuery | StatsQuery | SessionEnded
 Answer = ExplainAnswer | ListAnswer | StatsAnswer | Noted
-QUERY_CODEC: Codec[FleetHello | Query] = Codec(FleetHello | Query)
+QUERY_CODEC: Codec[FleetHello | FollowPlacements | Query] = Codec(FleetHello | FollowPlacements | Query)
 ANSWER_CODEC: Codec[Answer | FleetRefusal] = Codec(Answer | FleetRefusal)
 
 A = TypeVar("A", ExplainAnswer, ListAnswer, StatsAnswer, Noted)
@@ -193,11 +194,13 @@ class Fleet:
         requests: RequestManager,
         connections: ReplicaConnections,
         sessions: Sessions,
+        exchange: PlacementExchange,
         trust: Trust,
         clock: Clock,
     ) -> None:
         self._gateway_id = gateway_id
         self._sessions = sessions
+        self._exchange = exchange
         self._requests = requests
         self._connections = connections
         self._trust = trust
@@ -352,6 +355,8 @@ class Fleet:
             hello = _query(await stream.next_frame())
             if isinstance(hello, FleetHello):
                 await self._answer_all(hello, stream)
+            elif isinstance(hello, FollowPlacements):
+                await self._exchange.serve(hello, stream)
         finally:
             stream.close()
             self._streams.discard(stream)
@@ -364,7 +369,7 @@ class Fleet:
             return
         while (frame := await stream.receive()) is not None:
             query = _query(frame)
-            if isinstance(query, FleetHello):
+            if isinstance(query, FleetHello | FollowPlacements):
                 raise WireError("a second hello")
             answer = ANSWER_CODEC.encode(self._answer(query))
             if len(answer) > MAX_ANSWER_BYTES:
@@ -484,7 +489,7 @@ def _decoded(codec: Codec[M], frame: bytes, max_bytes: int) -> M:
     return codec.decode(frame)
 
 
-def _query(frame: bytes) -> FleetHello | Query:
+def _query(frame: bytes) -> FleetHello | FollowPlacements | Query:
     return _decoded(QUERY_CODEC, frame, MAX_QUERY_BYTES)
 
 

@@ -5,6 +5,7 @@ Imports neither Ray nor torch: `cluster.serve.app` runs a `Gateway` in a Serve r
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable
 
@@ -19,6 +20,7 @@ from cluster.config import ClusterConfig
 from cluster.console.http_server import ConsoleServices, open_console
 from cluster.gateway.fleet import Fleet
 from cluster.gateway.history import RequestHistory
+from cluster.gateway.placement_exchange import SNAPSHOT_WAIT_S, PlacementExchange, PlacementFeed
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_manager import RequestManager
 from cluster.gateway.traffic_splitter import TrafficSplitter
@@ -39,6 +41,8 @@ from kvtransfer.common.faults import Faults
 from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.rpc.trust import Trust
 from router.service import RouterService
+
+_log = logging.getLogger(__name__)
 
 _DRAIN_LOOK_S = 0.05
 # How long whoever probes this gateway's health may take to send clients to the others.
@@ -88,7 +92,8 @@ class Gateway:
         self._config = config
         self._clock = clock
         block_tokens = config.pools[0].engine.block_tokens
-        router = RouterService(config.router, block_tokens, clock, seeds())
+        feed = PlacementFeed(clock)
+        router = RouterService(config.router, block_tokens, clock, seeds(), salt=gateway_id, observer=feed)
         self._key_roots = KeyRoots(
             config.auth.key_root_file, draw_bytes, block_tokens, router.num_cached_blocks
         )
@@ -119,7 +124,10 @@ class Gateway:
             counters=_open_counters(config, self.connections),
         )
         self._access = access = AccessControl(config.auth, gateway_id, trust, clock)
-        self.fleet = Fleet(gateway_id, self.requests, self.connections, access.sessions, trust, clock)
+        self.exchange = PlacementExchange(gateway_id, router, feed, trust, clock)
+        self.fleet = Fleet(
+            gateway_id, self.requests, self.connections, access.sessions, self.exchange, trust, clock
+        )
         self.fleet_port = 0  # where the other gateways ask this one, after `start`
         stores = StoreAdmin(self.connections, trust, gateway_id)
         self._status = status = StatusService(
@@ -173,6 +181,10 @@ class Gateway:
         # The older gateway keeps its port until it has left.
         fleet_port = 0 if takes_over else settings.fleet_port
         self.fleet_port = await self.fleet.start(self._inner_host, fleet_port)
+        self.exchange.start()
+        self.exchange.update(others)
+        for name, reason in (await self.exchange.wait_current(SNAPSHOT_WAIT_S)).items():
+            _log.warning("serves without the placements of gateway %s: %s", name, reason)
         if takes_over:  # connections come as soon as it listens, and the older one could serve them
             self.connections.start(self.requests)
             end_at = self._clock.now() + _TAKE_OVER_S
@@ -223,6 +235,7 @@ class Gateway:
         await self._traffic.stop()
         await self.fleet.stop()
         await self.connections.stop()
+        await self.exchange.stop()
         await self._preprocessor.close()
         self._texts.close()
         self._status.close()
@@ -261,6 +274,7 @@ class Gateway:
         return self.requests.num_running + self._traffic.num_running
 
     def _on_members(self) -> None:
+        self.exchange.update(self.connections.gateways)
         if self.connections.has_route() != self._is_serving:
             self._is_serving = not self._is_serving
             self._tasks.spawn(self._ports.set_health(self._is_serving), "gateway-health")

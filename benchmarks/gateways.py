@@ -1,0 +1,322 @@
+"""How well several gateways share the replicas, in virtual time, as JSON lines.
+
+Every gateway is a real `RouterService` with the real feed and frames of placements. 16 replicas of role
+"both" compute one prompt of 2,048 tokens at a time at 10,000 tokens a second, and report to all gateways
+every 0.2 s. Requests come at random (Poisson) at 70 % of what the replicas can do, each to a gateway drawn at
+random. A submission, a first token, and a frame of placements take 1 ms. With `cut`, no frame arrives in the
+middle fifth of the run; with `none`, never. Every figure is the median over the seeds.
+
+    python -m benchmarks.gateways [--requests 50000] [--seeds 5] [--gateways 1,4,8]
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import json
+import random
+import statistics
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple
+
+from cluster.gateway.placement_exchange import BATCH_S, FRAME_GAP_S, PeerPlacements, PlacementFeed
+from kvtransfer.common.clock import ManualClock
+from kvtransfer.messages import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
+from router.config import RouterConfig
+from router.messages import ReplicaLoad, RouteRequest
+from router.service import RouterService
+
+NUM_REPLICAS = 16
+UTILISATION = 0.7
+BLOCK_TOKENS = 64
+PROMPT_TOKENS = 2048
+TOK_S = 10_000.0
+REPORT_S = 0.2
+NETWORK_S = 0.001
+# With shared prefixes: how many there are, how many blocks each has, and how many blocks a replica keeps.
+NUM_PREFIXES = 64
+PREFIX_BLOCKS = 16
+KEPT_BLOCKS = 1024
+# What the cut exchange may have disturbed after its end.
+RECOVERY_S = 5.0
+
+
+class Outcome(NamedTuple):
+    """Of one run: seconds from arrival to first token, of all requests, and of those after the cut's end."""
+
+    mean_s: float
+    p99_s: float
+    mean_after_s: float
+    hit_rate: float
+
+
+class Replica:
+    """A replica without an engine: a queue at a constant rate, and an LRU of blocks."""
+
+    def __init__(self, index: int) -> None:
+        self.identity = ReplicaIdentity(f"r{index:02}", 1)
+        self.free_at_s = 0.0
+        # The ends of the requests that it has, the earliest first.
+        self.ends_s: list[float] = []
+        self.sequence = 0
+        self._blocks: OrderedDict[bytes, None] = OrderedDict()
+
+    def load(self, now: float) -> ReplicaLoad:
+        while self.ends_s and self.ends_s[0] <= now:
+            self.ends_s.pop(0)
+        return ReplicaLoad(
+            identity=self.identity,
+            received_at=now,
+            num_running=0,
+            num_waiting=len(self.ends_s),
+            num_landings=0,
+            num_backlog_tokens=int(max(0.0, self.free_at_s - now) * TOK_S),
+            num_free_blocks=1_000_000,
+            num_total_blocks=1_000_000,
+            prefill_tok_s=TOK_S,
+            decode_step_s=0.03,
+            transfer_tok_s=200_000.0,
+        )
+
+    def serve(self, keys: tuple[bytes, ...], now: float) -> tuple[float, int, KvEvents]:
+        """Queue the prompt; returns when its first token comes, the blocks that were cached, and the news."""
+        num_cached = next((index for index, key in enumerate(keys) if key not in self._blocks), len(keys))
+        self.free_at_s = max(self.free_at_s, now) + (PROMPT_TOKENS - num_cached * BLOCK_TOKENS) / TOK_S
+        self.ends_s.append(self.free_at_s)
+        for key in reversed(keys):
+            self._blocks[key] = None
+            self._blocks.move_to_end(key)
+        removed = []
+        while len(self._blocks) > KEPT_BLOCKS:
+            removed.append(self._blocks.popitem(last=False)[0])
+        self.sequence += 1
+        stored = (BlocksStored(b"", keys),) if keys else ()
+        gone = (BlocksRemoved(tuple(removed)),) if removed else ()
+        return self.free_at_s, num_cached, KvEvents(self.identity, self.sequence, stored, gone)
+
+
+class World:
+    """Gateways, replicas and what is on its way between them."""
+
+    def __init__(self, num_gateways: int, seed: int, *, is_exchanging: bool, has_prefixes: bool) -> None:
+        self.random = random.Random(seed)
+        self.clock = ManualClock()
+        self.has_prefixes = has_prefixes
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self.replicas = {
+            replica.identity.replica_id: replica for replica in map(Replica, range(NUM_REPLICAS))
+        }
+        self.feeds = [PlacementFeed(self.clock) for _ in range(num_gateways)]
+        self.routers = [
+            RouterService(RouterConfig(), BLOCK_TOKENS, self.clock, seed, salt=f"g{index}", observer=feed)
+            for index, feed in enumerate(self.feeds)
+        ]
+        self.peers = {
+            (to, source): PeerPlacements(f"g{source}", self.routers[to], self.clock)
+            for to in range(num_gateways)
+            for source in range(num_gateways)
+            if to != source and is_exchanging
+        }
+        self.is_cut = True
+        self._sent_at = [float("-inf")] * num_gateways
+        self._send_at = [float("inf")] * num_gateways
+        for replica in self.replicas.values():
+            for router in self.routers:
+                router.add_replica(replica.identity, "both")
+                router.on_snapshot(KvSnapshot(replica.identity, 0, ()))
+            self.at(self.random.random() * REPORT_S, lambda replica=replica: self._report(replica))  # type: ignore[misc]
+        self.ttfts_s: list[tuple[float, float]] = []
+        self.num_hits = 0
+        self.connect()
+
+    def at(self, time_s: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._due, (time_s, next(self._numbers), call))
+
+    def after(self, delay_s: float, call: Callable[[], None]) -> None:
+        self.at(self.clock.now() + delay_s, call)
+
+    def run(self, num_requests: int) -> None:
+        """Let so many requests arrive, and end when all have ended."""
+        num_arrived = 0
+
+        def arrive() -> None:
+            nonlocal num_arrived
+            self._request(num_arrived)
+            num_arrived += 1
+            if num_arrived < num_requests:
+                self.after(self.random.expovariate(self.rate()), arrive)
+
+        self.at(0.0, arrive)
+        while len(self.ttfts_s) < num_requests:
+            time_s, _, call = heapq.heappop(self._due)
+            self.clock.advance(max(0.0, time_s - self.clock.now()))
+            call()
+
+    def settle(self) -> None:
+        """Let the last frames arrive."""
+        end_s = self.clock.now() + 1.0
+        while self._due[0][0] < end_s:
+            time_s, _, call = heapq.heappop(self._due)
+            self.clock.advance(max(0.0, time_s - self.clock.now()))
+            call()
+
+    def rate(self) -> float:
+        return NUM_REPLICAS * UTILISATION * TOK_S / PROMPT_TOKENS
+
+    def cut(self) -> None:
+        """Let no frame of placements arrive."""
+        self.is_cut = True
+        for peer in self.peers.values():
+            peer.close()
+        for feed in self.feeds:
+            feed.stop()
+
+    def connect(self) -> None:
+        """Send snapshots, and changes from then on."""
+        self.is_cut = False
+        for source, feed in enumerate(self.feeds):
+            if any(pair[1] == source for pair in self.peers):
+                for frame in feed.snapshot(self.routers[source].own_placements()):
+                    self._send(source, frame)
+
+    def _request(self, number: int) -> None:
+        gateway = self.random.randrange(len(self.routers))
+        router, arrived_at = self.routers[gateway], self.clock.now()
+        keys = tuple(
+            (number << 32 | index).to_bytes(16, "big") for index in range(PROMPT_TOKENS // BLOCK_TOKENS)
+        )
+        if self.has_prefixes:
+            prefix = int(NUM_PREFIXES * self.random.random() ** 2)
+            shared = tuple(
+                (1 << 100 | prefix << 32 | index).to_bytes(16, "big") for index in range(PREFIX_BLOCKS)
+            )
+            keys = shared + keys[PREFIX_BLOCKS:]
+        request_id = str(number)
+        decision = router.route(
+            RouteRequest(request_id, "t", keys if self.has_prefixes else (), PROMPT_TOKENS, 1)
+        )
+        self._flush(gateway)
+        compute = self.replicas[decision.prefill or decision.decode]
+
+        def submitted() -> None:
+            first_token_at, num_cached, events = compute.serve(
+                keys if self.has_prefixes else (), self.clock.now()
+            )
+            self.num_hits += num_cached
+            self.after(NETWORK_S, lambda: self._tell(events))
+            self.at(first_token_at + NETWORK_S, ended)
+
+        def ended() -> None:
+            self.ttfts_s.append((arrived_at, self.clock.now() - arrived_at))
+            router.on_prefilled(request_id)
+            router.on_finished(request_id)
+            self._flush(gateway)
+
+        self.after(NETWORK_S, submitted)
+
+    def _tell(self, events: KvEvents) -> None:
+        for router in self.routers:
+            router.on_events(events)
+
+    def _report(self, replica: Replica) -> None:
+        load = replica.load(self.clock.now())
+        for router in self.routers:
+            router.on_load(load)
+        self.after(REPORT_S, lambda: self._report(replica))
+
+    def _flush(self, gateway: int) -> None:
+        """Send what has changed when `PlacementExchange` would."""
+        feed, now = self.feeds[gateway], self.clock.now()
+        if feed.changed.is_set():
+            delay_s = 0.0 if feed.urgent.is_set() else BATCH_S
+            send_at = max(now + delay_s, self._sent_at[gateway] + FRAME_GAP_S)
+            if send_at < self._send_at[gateway]:
+                self._send_at[gateway] = send_at
+                self.at(send_at, lambda: self._take(gateway, send_at))
+
+    def _take(self, gateway: int, send_at: float) -> None:
+        if self._send_at[gateway] == send_at:  # nothing more urgent has come since
+            self._send_at[gateway], self._sent_at[gateway] = float("inf"), send_at
+            for frame in self.feeds[gateway].take():
+                self._send(gateway, frame)
+
+    def _send(self, source: int, frame: bytes) -> None:
+        def arrive() -> None:
+            for (_, sender), peer in self.peers.items():
+                if sender == source and not self.is_cut:
+                    peer.on_frame(frame)
+
+        self.after(NETWORK_S, arrive)
+
+
+def run(
+    num_gateways: int, num_requests: int, seed: int, *, is_exchanging: bool, has_prefixes: bool, has_cut: bool
+) -> Outcome:
+    """One run; nothing may be left in any router when all requests have ended."""
+    world = World(num_gateways, seed, is_exchanging=is_exchanging, has_prefixes=has_prefixes)
+    span_s = num_requests / world.rate()
+    if has_cut:
+        world.at(0.4 * span_s, world.cut)
+        world.at(0.6 * span_s, world.connect)
+    world.run(num_requests)
+    world.settle()
+    for router in world.routers:
+        router.check()
+        assert router.num_placements == 0
+    waits_s = sorted(ttft_s for _, ttft_s in world.ttfts_s)
+    after_s = [ttft_s for arrived_at, ttft_s in world.ttfts_s if arrived_at > 0.6 * span_s + RECOVERY_S]
+    return Outcome(
+        statistics.fmean(waits_s),
+        waits_s[len(waits_s) * 99 // 100],
+        statistics.fmean(after_s),
+        world.num_hits * BLOCK_TOKENS / (num_requests * PROMPT_TOKENS),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--requests", type=int, default=50_000)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--gateways", default="1,4,8")
+    parser.add_argument("--kinds", default="exchange,none,cut")
+    arguments = parser.parse_args()
+    for has_prefixes in (False, True):
+        base: tuple[float, ...] | None = None
+        for num_gateways in map(int, arguments.gateways.split(",")):
+            for kind in arguments.kinds.split(",") if num_gateways > 1 else ["exchange"]:
+                outcomes = [
+                    run(
+                        num_gateways,
+                        arguments.requests,
+                        seed,
+                        is_exchanging=kind != "none",
+                        has_prefixes=has_prefixes,
+                        has_cut=kind == "cut",
+                    )
+                    for seed in range(arguments.seeds)
+                ]
+                median = Outcome(*(statistics.median(values) for values in zip(*outcomes, strict=True)))
+                base = base or median
+                line = {
+                    "what": "gateways",
+                    "gateways": num_gateways,
+                    "exchange": kind,
+                    "shared_prefixes": has_prefixes,
+                    "requests": arguments.requests,
+                    "mean_ms": round(1e3 * median.mean_s, 1),
+                    "p99_ms": round(1e3 * median.p99_s, 1),
+                    "mean_after_cut_ms": round(1e3 * median.mean_after_s, 1),
+                    "token_hit_rate": round(median.hit_rate, 3),
+                    "mean_ratio": round(median.mean_s / base[0], 3),
+                    "p99_ratio": round(median.p99_s / base[1], 3),
+                }
+                print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
