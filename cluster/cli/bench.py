@@ -1,23 +1,15 @@
-"""`tandem bench serve` and `tandem bench engine`. The serving load is drawn from a seed.
-
-Refused, timed-out and failed requests count as sent and never as good. How a request is sent is an argument,
-so that the statistics are tested without a cluster.
-"""
+"""`tandem bench serve` and `tandem bench engine`: the commands, and what they show."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
-import grpc
-import numpy as np
 import plotext
 import typer
 from rich.console import Console
@@ -27,7 +19,17 @@ from rich.text import Text
 
 from cluster.api.channel import ClientCredentials
 from cluster.api.client import Client, GenerateOptions
+from cluster.cli.bench_overload import MULTIPLES, OverloadPlan, overload_table, run_overload, verdict
 from cluster.cli.credentials import ApiKey, ApiKeyFile, ClientCertificate, credentials
+from cluster.cli.serving_load import (
+    PERCENTILES,
+    BenchRequest,
+    Objectives,
+    Workload,
+    knee,
+    run_workload,
+    summarize,
+)
 from cluster.cli.terminal import (
     DEFAULT_ADDRESS,
     NONE,
@@ -40,7 +42,7 @@ from cluster.cli.terminal import (
     run,
 )
 from cluster.dtypes import auto_dtype
-from cluster.errors import BenchError, CallError
+from cluster.errors import BenchError
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.common.clock import Clock, SystemClock
 from workers.engine_bench.peer_process import parse_peers
@@ -48,194 +50,8 @@ from workers.errors import PeerError
 
 cli = typer.Typer(no_args_is_help=True, help="Measure a running cluster, the engine or the store alone.")
 
-PERCENTILES = (50, 90, 99)
-# The knee of a sweep: the highest offered rate of which at least this share was good.
-KNEE_SHARE = 0.9
 _NUM_BINS = 30
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """Describes what is sent. Lengths are tokens; one of `concurrency` and `rate_per_s` (Poisson) is set."""
-
-    num_requests: int
-    concurrency: int
-    rate_per_s: float
-    input_tokens: int
-    output_tokens: int
-    shared_prefix_tokens: int
-    num_groups: int
-    seed: int
-    vocab_size: int
-
-    def prompts(self) -> list[list[int]]:
-        """Draw the prompts: prompt i begins with the shared prefix of group i modulo `num_groups`."""
-        generator = np.random.default_rng(self.seed)
-        shared = min(self.shared_prefix_tokens, self.input_tokens)
-        prefixes = generator.integers(0, self.vocab_size, (max(self.num_groups, 1), shared))
-        rest = generator.integers(0, self.vocab_size, (self.num_requests, self.input_tokens - shared))
-        return [[*prefixes[index % len(prefixes)].tolist(), *row] for index, row in enumerate(rest.tolist())]
-
-    def arrivals_s(self) -> list[float]:
-        """Draw when each request is sent, in seconds from the start; 0 for all without a rate (concurrency
-        limits them)."""
-        if self.rate_per_s <= 0:
-            return [0.0] * self.num_requests
-        generator = np.random.default_rng((self.seed, 1))
-        gaps = generator.exponential(1.0 / self.rate_per_s, self.num_requests)
-        return [float(at) for at in np.cumsum(gaps) - gaps[0]]
-
-
-# Sends (prompt, number of output tokens); yields each delta's number of tokens, or raises `CallError`.
-Sender = Callable[[list[int], int], AsyncIterator[int]]
-
-_OUTCOMES = {
-    grpc.StatusCode.RESOURCE_EXHAUSTED: "refused",
-    grpc.StatusCode.DEADLINE_EXCEEDED: "timed out",
-}
-
-
-class BenchRequest(NamedTuple):
-    """Represents one request as its client saw it. `token_times` has one entry per output token (seconds)."""
-
-    sent_at: float
-    finished_at: float
-    num_input: int
-    token_times: tuple[float, ...]
-    # "ok", "refused", "timed out" or "failed".
-    outcome: str
-    # Why it is not "ok".
-    reason: str = ""
-
-    @property
-    def ttft_s(self) -> float:
-        return self.token_times[0] - self.sent_at
-
-    @property
-    def e2e_s(self) -> float:
-        return self.finished_at - self.sent_at
-
-    @property
-    def tpot_s(self) -> float | None:
-        """(end to end - TTFT) / (tokens - 1); None with one token."""
-        count = len(self.token_times)
-        return (self.e2e_s - self.ttft_s) / (count - 1) if count > 1 else None
-
-
-class Objectives(NamedTuple):
-    """What a good request keeps, in milliseconds."""
-
-    ttft_ms: float
-    tpot_ms: float
-
-    def kept_by(self, record: BenchRequest) -> bool:
-        if record.outcome != "ok" or not record.token_times:
-            return False
-        tpot_s = record.tpot_s
-        return record.ttft_s * 1e3 <= self.ttft_ms and (tpot_s is None or tpot_s * 1e3 <= self.tpot_ms)
-
-
-async def run_workload(
-    workload: Workload, send: Sender, clock: Clock, on_done: Callable[[BenchRequest], None]
-) -> list[BenchRequest]:
-    """Send everything; returns the records in the order of sending."""
-    slots: AbstractAsyncContextManager[None] = (
-        asyncio.Semaphore(workload.concurrency) if workload.concurrency > 0 else nullcontext()
-    )
-    started_at = clock.now()
-
-    async def one(prompt: list[int], arrival_s: float) -> BenchRequest:
-        if (delay_s := started_at + arrival_s - clock.now()) > 0:
-            await clock.sleep(delay_s)
-        async with slots:
-            return await _record(workload, prompt, send, clock, on_done)
-
-    pairs = zip(workload.prompts(), workload.arrivals_s(), strict=True)
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(prompt, arrival_s)) for prompt, arrival_s in pairs]
-    return [task.result() for task in tasks]
-
-
-async def _record(
-    workload: Workload,
-    prompt: list[int],
-    send: Sender,
-    clock: Clock,
-    on_done: Callable[[BenchRequest], None],
-) -> BenchRequest:
-    sent_at, outcome, reason = clock.now(), "ok", ""
-    times: list[float] = []
-    try:
-        async for count in send(prompt, workload.output_tokens):
-            times += [clock.now()] * count
-        if not times:
-            outcome, reason = "failed", "it ended without a token"
-    except CallError as error:
-        outcome, reason = _OUTCOMES.get(error.code, "failed"), str(error)
-    record = BenchRequest(sent_at, clock.now(), len(prompt), tuple(times), outcome, reason)
-    on_done(record)
-    return record
-
-
-def summarize(records: Sequence[BenchRequest], objectives: Objectives) -> dict[str, Any]:
-    """Return the statistics of one run as JSON values: milliseconds, tokens and requests a second.
-
-    Latencies are of the requests that finished; `itl_ms` is over all gaps between consecutive tokens (tokens
-    of one delta arrive together: their gaps are 0). Rates are over the time from the first sending to the
-    last end.
-    """
-    done = [record for record in records if record.outcome == "ok"]
-    good = sum(objectives.kept_by(record) for record in records)
-    seconds = max(record.finished_at for record in records) - min(record.sent_at for record in records)
-    seconds = max(seconds, 1e-9)
-    gaps = [
-        later - earlier
-        for record in done
-        for earlier, later in zip(record.token_times, record.token_times[1:], strict=False)
-    ]
-    return {
-        "num_requests": len(records),
-        "num_ok": len(done),
-        "num_refused": sum(record.outcome == "refused" for record in records),
-        "num_timed_out": sum(record.outcome == "timed out" for record in records),
-        "num_failed": sum(record.outcome == "failed" for record in records),
-        "first_reason": next((record.reason for record in records if record.reason), None),
-        "seconds": seconds,
-        "requests_per_s": len(done) / seconds,
-        "input_tok_s": sum(record.num_input for record in done) / seconds,
-        "output_tok_s": sum(len(record.token_times) for record in done) / seconds,
-        "ttft_ms": _percentiles([record.ttft_s for record in done]),
-        "tpot_ms": _percentiles([record.tpot_s for record in done if record.tpot_s is not None]),
-        "itl_ms": _percentiles(gaps),
-        "e2e_ms": _percentiles([record.e2e_s for record in done]),
-        "slo_ttft_ms": objectives.ttft_ms,
-        "slo_tpot_ms": objectives.tpot_ms,
-        "good_share": good / len(records),
-        "goodput_per_s": good / seconds,
-    }
-
-
-def knee(points: Sequence[tuple[float, float]]) -> float | None:
-    """Return the highest offered rate up to which all (rate, good share) points were good enough."""
-    best = None
-    for rate, share in sorted(points):
-        if share < KNEE_SHARE:
-            break
-        best = rate
-    return best
-
-
-def _percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Return the milliseconds at each percentile and the mean; None without samples."""
-    if not seconds:
-        return None
-    values = np.percentile(np.asarray(seconds), PERCENTILES) * 1e3
-    stats = {f"p{rank}": float(value) for rank, value in zip(PERCENTILES, values, strict=True)}
-    return {**stats, "mean": float(np.mean(seconds)) * 1e3}
-
-
-# ----------------------------------------------------------------------------------------------
-# `tandem bench serve` and `tandem bench engine`: the commands, and what they show.
+_MULTIPLES = ",".join(f"{multiple:g}" for multiple in MULTIPLES)
 
 
 async def run_serving_bench(
@@ -295,6 +111,34 @@ async def run_serving_bench(
         console.print(f"knee: {'below the lowest rate' if best is None else f'{best:g} req/s'}")
     elif ttfts := [record.ttft_s * 1e3 for record in records if record.outcome == "ok"]:
         console.print(histogram("TTFT", ttfts, min(console.width, 100)))
+
+
+async def run_overload_bench(
+    address: str,
+    plan: OverloadPlan,
+    objectives: Objectives,
+    timeout_s: float,
+    clock: Clock,
+    console: Console,
+    *,
+    as_json: bool,
+    who: ClientCredentials | None = None,
+) -> None:
+    """Offer what the plan says; print JSON lines, or a table and the verdict."""
+    async with Client(address, credentials=who) as client:
+        model = (await client.models())[0]
+        drawn = replace(plan.workload, vocab_size=plan.workload.vocab_size or model.vocab_size)
+
+        async def run_one(label: str, workload: Workload) -> list[BenchRequest]:
+            return await _run_one(client, workload, timeout_s, clock, console, label)
+
+        records = await run_overload(plan._replace(workload=drawn), objectives, run_one)
+    if as_json:
+        for record in records:
+            print(json.dumps({**record, "model": model.name}), flush=True)
+        return
+    console.print(overload_table(records))
+    console.print(verdict(records), markup=False, soft_wrap=True)
 
 
 async def _run_one(
@@ -379,8 +223,37 @@ def bench_serve(
     slo_tpot_ms: Annotated[float, typer.Option(min=0)] = 100.0,
     seed: Annotated[int, typer.Option()] = 0,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds; a later answer is lost.")] = 60.0,
+    overload: Annotated[
+        bool, typer.Option(help="Offer --multiples of the capacity, which is measured first.")
+    ] = False,
+    multiples: Annotated[str, typer.Option(help="With --overload: of the capacity.")] = _MULTIPLES,
+    capacity: Annotated[
+        float, typer.Option(min=0, help="With --overload: requests a second; 0: measured.")
+    ] = 0.0,
+    duration: Annotated[float, typer.Option(min=1, help="With --overload: of each load, seconds.")] = 180.0,
 ) -> None:
     """Load a running cluster; latencies, throughput and goodput."""
+    objectives = Objectives(slo_ttft_ms, slo_tpot_ms)
+    console = err if as_json else out
+    who = credentials(api_key, api_key_file, client_certificate)
+    clock = SystemClock()
+    if overload:
+        load = Workload(
+            num_requests=requests,
+            concurrency=concurrency,
+            rate_per_s=0.0,
+            input_tokens=input_tokens,
+            output_tokens=output_tokens,
+            shared_prefix_tokens=shared_prefix,
+            num_groups=prefix_groups,
+            seed=seed,
+            vocab_size=0,
+        )
+        plan = OverloadPlan(
+            load, capacity, concurrency, duration, tuple(_rate(item) for item in multiples.split(","))
+        )
+        run(run_overload_bench(address, plan, objectives, timeout, clock, console, as_json=as_json, who=who))
+        return
     rates = [_rate(item) for item in sweep.split(",")] if sweep else [rate]
     workloads = [
         Workload(
@@ -396,10 +269,6 @@ def bench_serve(
         )
         for index, value in enumerate(rates)
     ]
-    objectives = Objectives(slo_ttft_ms, slo_tpot_ms)
-    console = err if as_json else out
-    who = credentials(api_key, api_key_file, client_certificate)
-    clock = SystemClock()
     run(run_serving_bench(address, workloads, objectives, timeout, clock, console, as_json=as_json, who=who))
 
 

@@ -15,17 +15,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cluster.cli.bench import (
-    BenchRequest,
-    Objectives,
-    Workload,
-    bench_table,
-    cli,
-    engine_table,
-    knee,
-    run_workload,
-    summarize,
-)
+from cluster.cli.bench import bench_table, cli, engine_table
+from cluster.cli.serving_load import BenchRequest, Objectives, Workload, knee, run_workload, summarize
 from cluster.errors import CallError
 from kvtransfer.common.clock import ManualClock
 from workers.engine_bench import bench
