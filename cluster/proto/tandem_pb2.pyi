@@ -899,12 +899,12 @@ class StoreMember(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., process_id: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
 
 class StoreFilter(_message.Message):
-    __slots__ = ("tenant", "model")
-    TENANT_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("sharing_group", "model")
+    SHARING_GROUP_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
-    tenant: str
+    sharing_group: str
     model: str
-    def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+    def __init__(self, sharing_group: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class StoreStatRequest(_message.Message):
     __slots__ = ()
@@ -917,8 +917,8 @@ class StoreStatResponse(_message.Message):
     def __init__(self, nodes: _Optional[_Iterable[_Union[StoreNodeStat, _Mapping[str, object]]]] = ...) -> None: ...
 
 class StoreNodeStat(_message.Message):
-    __slots__ = ("member", "error", "tiers", "index", "bytes_by_tenant", "num_sessions")
-    class BytesByTenantEntry(_message.Message):
+    __slots__ = ("member", "error", "tiers", "index", "bytes_by_sharing_group", "num_sessions")
+    class BytesBySharingGroupEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -929,15 +929,15 @@ class StoreNodeStat(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
-    BYTES_BY_TENANT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_BY_SHARING_GROUP_FIELD_NUMBER: _ClassVar[int]
     NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     member: StoreMember
     error: str
     tiers: _containers.RepeatedCompositeFieldContainer[StoreTier]
     index: StoreIndex
-    bytes_by_tenant: _containers.ScalarMap[str, int]
+    bytes_by_sharing_group: _containers.ScalarMap[str, int]
     num_sessions: int
-    def __init__(self, member: _Optional[_Union[StoreMember, _Mapping[str, object]]] = ..., error: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[StoreTier, _Mapping[str, object]]]] = ..., index: _Optional[_Union[StoreIndex, _Mapping[str, object]]] = ..., bytes_by_tenant: _Optional[_Mapping[str, int]] = ..., num_sessions: _Optional[int] = ...) -> None: ...
+    def __init__(self, member: _Optional[_Union[StoreMember, _Mapping[str, object]]] = ..., error: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[StoreTier, _Mapping[str, object]]]] = ..., index: _Optional[_Union[StoreIndex, _Mapping[str, object]]] = ..., bytes_by_sharing_group: _Optional[_Mapping[str, int]] = ..., num_sessions: _Optional[int] = ...) -> None: ...
 
 class StoreTier(_message.Message):
     __slots__ = ("tier", "num_bytes", "capacity_bytes", "num_records", "num_hits", "num_misses", "num_hit_bytes", "num_put_bytes", "num_written_bytes", "num_evictions", "num_refused", "num_checksum_failures", "num_io_errors", "num_queued", "num_leases", "num_quarantined", "read_gb_s", "write_gb_s", "latency_ms", "note")
@@ -1032,10 +1032,10 @@ class StoreNodeList(_message.Message):
     def __init__(self, member: _Optional[_Union[StoreMember, _Mapping[str, object]]] = ..., error: _Optional[str] = ..., records: _Optional[_Iterable[_Union[StoreRecord, _Mapping[str, object]]]] = ..., num_matching: _Optional[int] = ...) -> None: ...
 
 class StoreRecord(_message.Message):
-    __slots__ = ("key", "parent", "tenant", "model", "layer_start", "layer_end", "head_start", "head_end", "num_bytes", "tiers", "num_hits")
+    __slots__ = ("key", "parent", "sharing_group", "model", "layer_start", "layer_end", "head_start", "head_end", "num_bytes", "tiers", "num_hits")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
-    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SHARING_GROUP_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LAYER_START_FIELD_NUMBER: _ClassVar[int]
     LAYER_END_FIELD_NUMBER: _ClassVar[int]
@@ -1046,7 +1046,7 @@ class StoreRecord(_message.Message):
     NUM_HITS_FIELD_NUMBER: _ClassVar[int]
     key: str
     parent: str
-    tenant: str
+    sharing_group: str
     model: str
     layer_start: int
     layer_end: int
@@ -1055,7 +1055,7 @@ class StoreRecord(_message.Message):
     num_bytes: int
     tiers: _containers.RepeatedScalarFieldContainer[str]
     num_hits: int
-    def __init__(self, key: _Optional[str] = ..., parent: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_start: _Optional[int] = ..., head_end: _Optional[int] = ..., num_bytes: _Optional[int] = ..., tiers: _Optional[_Iterable[str]] = ..., num_hits: _Optional[int] = ...) -> None: ...
+    def __init__(self, key: _Optional[str] = ..., parent: _Optional[str] = ..., sharing_group: _Optional[str] = ..., model: _Optional[str] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_start: _Optional[int] = ..., head_end: _Optional[int] = ..., num_bytes: _Optional[int] = ..., tiers: _Optional[_Iterable[str]] = ..., num_hits: _Optional[int] = ...) -> None: ...
 
 class StoreVerifyRequest(_message.Message):
     __slots__ = ("filter",)
