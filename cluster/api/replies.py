@@ -131,6 +131,7 @@ class StatusService:
             traffic=self._connections.roster_view.traffic,
             demand=demand_message(counters.demand),
             authentication=self._config.auth.mode,
+            app=self._config.app,
         )
 
     async def explain(self, request_id: str, tenant: str | None) -> pb.ExplainResponse:

@@ -15,11 +15,9 @@ from cluster.api.admin_client import AdminClient
 from cluster.api.channel import ClientCredentials
 from cluster.api.json_text import as_dict
 from cluster.api.store_admin import DEFAULT_LIMIT, MAX_LIMIT
-from cluster.cli.credentials import ApiKey, ApiKeyFile, ClientCertificate, credentials
+from cluster.cli.gateway_options import AdminOptions, gateway_options
 from cluster.cli.terminal import (
-    DEFAULT_ADMIN_ADDRESS,
     NONE,
-    AdminAddress,
     AsJson,
     Timeout,
     made_table,
@@ -44,64 +42,57 @@ Model = Annotated[
 
 
 @cli.command("ls")
+@gateway_options
 def list_records(
-    admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS,
     as_json: AsJson = False,
-    api_key: ApiKey = "",
-    api_key_file: ApiKeyFile = None,
-    client_certificate: ClientCertificate = None,
     sharing_group: SharingGroup = None,
     model: Model = None,
     limit: Annotated[int, typer.Option(min=1, max=MAX_LIMIT, help="Records of each node.")] = DEFAULT_LIMIT,
+    *,
+    to: AdminOptions,
 ) -> None:
     """Records, the most recently used first."""
-    who = credentials(api_key, api_key_file, client_certificate)
-    run(show_records(admin_address, Selection(sharing_group, model), limit, out, as_json=as_json, who=who))
+    selection, who = Selection(sharing_group, model), to.credentials()
+    run(show_records(to.admin_address, selection, limit, out, as_json=as_json, who=who))
 
 
 @cli.command()
+@gateway_options
 def stat(
-    admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS,
     as_json: AsJson = False,
-    api_key: ApiKey = "",
-    api_key_file: ApiKeyFile = None,
-    client_certificate: ClientCertificate = None,
+    *,
+    to: AdminOptions,
 ) -> None:
     """Every tier of every node: space, hits, writes, failures; the index; what each sharing group holds."""
-    who = credentials(api_key, api_key_file, client_certificate)
-    run(show_stat(admin_address, out, as_json=as_json, who=who))
+    run(show_stat(to.admin_address, out, as_json=as_json, who=to.credentials()))
 
 
 @cli.command()
+@gateway_options
 def verify(
-    admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS,
     as_json: AsJson = False,
-    api_key: ApiKey = "",
-    api_key_file: ApiKeyFile = None,
-    client_certificate: ClientCertificate = None,
     sharing_group: SharingGroup = None,
     model: Model = None,
     timeout: Timeout = None,
+    *,
+    to: AdminOptions,
 ) -> None:
     """Read every record of every tier, compare checksums; bad ones are dropped, and fail the command."""
-    who = credentials(api_key, api_key_file, client_certificate)
-    run(
-        verify_records(admin_address, Selection(sharing_group, model), timeout, out, as_json=as_json, who=who)
-    )
+    selection, who = Selection(sharing_group, model), to.credentials()
+    run(verify_records(to.admin_address, selection, timeout, out, as_json=as_json, who=who))
 
 
 @cli.command()
+@gateway_options
 def purge(
-    admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS,
     as_json: AsJson = False,
-    api_key: ApiKey = "",
-    api_key_file: ApiKeyFile = None,
-    client_certificate: ClientCertificate = None,
     sharing_group: SharingGroup = None,
     model: Model = None,
     everything: Annotated[bool, typer.Option("--all", help="Of all sharing groups and models.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     timeout: Timeout = None,
+    *,
+    to: AdminOptions,
 ) -> None:
     """Delete from every tier of every node and from what replicas cache; no restart brings it back."""
     selection = Selection(sharing_group, model)
@@ -116,8 +107,7 @@ def purge(
         typer.confirm(
             f"Delete {selection.text()} from every tier of every node and replica?", abort=True, err=True
         )
-    who = credentials(api_key, api_key_file, client_certificate)
-    run(purge_records(admin_address, selection, timeout, out, as_json=as_json, who=who))
+    run(purge_records(to.admin_address, selection, timeout, out, as_json=as_json, who=to.credentials()))
 
 
 # ----------------------------------------------------------------------------------------------

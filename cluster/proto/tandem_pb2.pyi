@@ -298,7 +298,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("model", "replicas", "gateways", "uptime_s", "versions", "num_running_requests", "num_finished_requests", "num_failed_requests", "ready", "num_cancelled_requests", "stores", "pools", "moves", "traffic", "demand", "wall_time_s", "recent", "prefixes", "authentication")
+    __slots__ = ("model", "replicas", "gateways", "uptime_s", "versions", "num_running_requests", "num_finished_requests", "num_failed_requests", "ready", "num_cancelled_requests", "stores", "pools", "moves", "traffic", "demand", "wall_time_s", "recent", "prefixes", "authentication", "app")
     class VersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -332,6 +332,7 @@ class StatusResponse(_message.Message):
     RECENT_FIELD_NUMBER: _ClassVar[int]
     PREFIXES_FIELD_NUMBER: _ClassVar[int]
     AUTHENTICATION_FIELD_NUMBER: _ClassVar[int]
+    APP_FIELD_NUMBER: _ClassVar[int]
     model: Model
     replicas: _containers.RepeatedCompositeFieldContainer[Replica]
     gateways: _containers.RepeatedCompositeFieldContainer[GatewayStatus]
@@ -351,7 +352,8 @@ class StatusResponse(_message.Message):
     recent: RecentRequests
     prefixes: _containers.RepeatedCompositeFieldContainer[PrefixReuse]
     authentication: str
-    def __init__(self, model: _Optional[_Union[Model, _Mapping[str, object]]] = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping[str, object]]]] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping[str, object]]]] = ..., uptime_s: _Optional[float] = ..., versions: _Optional[_Mapping[str, str]] = ..., num_running_requests: _Optional[int] = ..., num_finished_requests: _Optional[int] = ..., num_failed_requests: _Optional[int] = ..., ready: _Optional[bool] = ..., num_cancelled_requests: _Optional[int] = ..., stores: _Optional[_Iterable[_Union[StoreMember, _Mapping[str, object]]]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping[str, object]]]] = ..., moves: _Optional[_Iterable[_Union[ScalingMove, _Mapping[str, object]]]] = ..., traffic: _Optional[_Mapping[str, float]] = ..., demand: _Optional[_Union[Demand, _Mapping[str, object]]] = ..., wall_time_s: _Optional[float] = ..., recent: _Optional[_Union[RecentRequests, _Mapping[str, object]]] = ..., prefixes: _Optional[_Iterable[_Union[PrefixReuse, _Mapping[str, object]]]] = ..., authentication: _Optional[str] = ...) -> None: ...
+    app: str
+    def __init__(self, model: _Optional[_Union[Model, _Mapping[str, object]]] = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping[str, object]]]] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping[str, object]]]] = ..., uptime_s: _Optional[float] = ..., versions: _Optional[_Mapping[str, str]] = ..., num_running_requests: _Optional[int] = ..., num_finished_requests: _Optional[int] = ..., num_failed_requests: _Optional[int] = ..., ready: _Optional[bool] = ..., num_cancelled_requests: _Optional[int] = ..., stores: _Optional[_Iterable[_Union[StoreMember, _Mapping[str, object]]]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping[str, object]]]] = ..., moves: _Optional[_Iterable[_Union[ScalingMove, _Mapping[str, object]]]] = ..., traffic: _Optional[_Mapping[str, float]] = ..., demand: _Optional[_Union[Demand, _Mapping[str, object]]] = ..., wall_time_s: _Optional[float] = ..., recent: _Optional[_Union[RecentRequests, _Mapping[str, object]]] = ..., prefixes: _Optional[_Iterable[_Union[PrefixReuse, _Mapping[str, object]]]] = ..., authentication: _Optional[str] = ..., app: _Optional[str] = ...) -> None: ...
 
 class RecentRequests(_message.Message):
     __slots__ = ("num_requests", "window_s", "ttft_p50_ms", "ttft_p90_ms", "tpot_p50_ms", "tpot_p90_ms", "slow_ttft_ms", "slow_queue_ms", "slow_prefill_ms", "slow_prompt_tokens", "slow_cached_tokens", "transfer_p90_ms", "num_retried")
