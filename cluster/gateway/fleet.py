@@ -360,10 +360,11 @@ class Fleet:
                 await self._answer_all(hello, stream)
             elif isinstance(hello, FollowPlacements):
                 await self._exchange.serve(hello, stream)
-        finally:
             stream.close()
+            await stream.wait_closed()
+        finally:
+            stream.abort()
             self._streams.discard(stream)
-        await stream.wait_closed()
 
     async def _answer_all(self, hello: FleetHello, stream: FrameStream) -> None:
         if hello != FleetHello(FLEET_PROTOCOL, self._gateway_id):

@@ -298,6 +298,12 @@ ENGINES = (
         "Duration of a step without prefill; 0: none yet.",
     ),
     _replica("busy_seconds_total", "busy_s", "seconds", "Time in which the replica computed."),
+    _replica(
+        "stalled_seconds",
+        "stalled_s",
+        "seconds",
+        "For how long no rank has progressed with a step that is out; 0: they progress, or nothing is out.",
+    ),
     _replica("flops_total", "num_flops", "operations", "Minimum arithmetic of the steps."),
     _replica(
         "device_read_bytes_total",
