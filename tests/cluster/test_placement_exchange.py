@@ -70,7 +70,7 @@ class Member:
         """What a decision would count at each replica."""
         decision = self.router.route(RouteRequest("probe", "t", (), PROMPT_TOKENS, 1))
         self.router.on_finished("probe")
-        return {it.replica_id: it.backlog_tokens for it in decision.candidates if it.side == "local"}
+        return {it.replica_id: round(it.queue_s * 10_000) for it in decision.candidates if it.side == "local"}
 
 
 class Group:
