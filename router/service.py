@@ -12,7 +12,7 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.messages import KvEvents, KvSnapshot, ReplicaIdentity
 from router.config import RouterConfig
 from router.errors import NoReplicaError
-from router.load import LoadTracker, Placement, PlacementObserver
+from router.load import CurrentLoad, LoadTracker, Placement, PlacementObserver
 from router.messages import Candidate, Decision, Prediction, QueueState, ReplicaLoad, RouteRequest
 from router.policies import (
     NEVER_FITS_S,
@@ -39,6 +39,7 @@ class _Member:
     identity: ReplicaIdentity
     role: str
     is_leaving: bool = False
+    # False: chosen only where nothing else is left.
     is_usable: bool = True
 
 
@@ -104,6 +105,11 @@ class RouterService:
         if (member := self._members.get(replica_id)) is not None:
             member.is_leaving = True
 
+    def set_usable(self, replica_id: str, is_usable: bool) -> None:
+        """Choose this epoch of the replica only where nothing else is left, or like any other again."""
+        if (member := self._members.get(replica_id)) is not None:
+            member.is_usable = is_usable
+
     def on_load(self, load: ReplicaLoad) -> None:
         """Take a replica's load report."""
         self._load.on_load(load)
@@ -112,10 +118,9 @@ class RouterService:
         """Take what has changed since the replica's last report."""
         self._load.on_queue(identity, queue, received_at)
 
-    def set_usable(self, replica_id: str, is_usable: bool) -> None:
-        """Choose the replica again, or only where nothing else is left."""
-        if (member := self._members.get(replica_id)) is not None:
-            member.is_usable = is_usable
+    def load(self, replica_id: str) -> CurrentLoad:
+        """Return the load as of now of a replica that was added."""
+        return self._load.state(replica_id)
 
     def on_events(self, events: KvEvents) -> bool:
         """Apply events. Returns False if some were missed or never followed: the caller requests a
@@ -152,11 +157,11 @@ class RouterService:
         """Choose the decode replica that a running stream migrates to, and count the stream there instead of
         where it was routed. `on_prefilled` reports that it has migrated, `on_finished` that it does not.
         Ignores pins and policies. Raises `NoReplicaError` if there is none."""
-        decode_ids = [
+        decode_ids = self._preferred(
             replica_id
             for replica_id, member in self._members.items()
             if member.role != "prefill" and not member.is_leaving and replica_id not in request.excluded
-        ]
+        )
         query = self._query(request)
         replicas = self._replica_costs(query, decode_ids, self._tree.match(request.block_keys))
         priced = [decode_candidate(query, replica, self._config.decode_steps) for replica in replicas]
@@ -292,31 +297,38 @@ class RouterService:
             for replica_id, member in self._members.items()
             if not member.is_leaving and replica_id not in request.excluded
         }
-        healthy = {replica_id: member for replica_id, member in usable.items() if member.is_usable}
-        if any(member.role != "prefill" for member in healthy.values()):
-            usable = healthy
         if self._salt:
             seed = zlib.crc32(f"{self._salt} {request.request_id}".encode())
             order = sorted(usable, key=lambda replica_id: _hashed(replica_id, seed))
             usable = {replica_id: usable[replica_id] for replica_id in order}
-        decode_ids = [
+        decode_ids = self._preferred(
             replica_id
             for replica_id, member in usable.items()
             if member.role != "prefill" and request.pinned_decode in ("", replica_id)
-        ]
+        )
         if not decode_ids:
             raise NoReplicaError(self._missing("decode", request, request.pinned_decode))
-        prefill_ids = [
+        prefill_ids = self._preferred(
             replica_id
             for replica_id, member in usable.items()
             if member.role != "decode" and request.pinned_prefill in ("", replica_id)
-        ]
+        )
         if request.pinned_prefill:
             if request.pinned_prefill == request.pinned_decode:
                 return [], decode_ids
             if not prefill_ids:
                 raise NoReplicaError(self._missing("prefill", request, request.pinned_prefill))
+        elif self._has_usable(decode_ids) and not self._has_usable(prefill_ids):
+            return [], decode_ids  # a decode replica is a whole engine
         return prefill_ids, decode_ids
+
+    def _preferred(self, replica_ids: Iterable[str]) -> list[str]:
+        """Return those that are usable; all where none is."""
+        all_ids = list(replica_ids)
+        return [each for each in all_ids if self._members[each].is_usable] or all_ids
+
+    def _has_usable(self, replica_ids: Iterable[str]) -> bool:
+        return any(self._members[each].is_usable for each in replica_ids)
 
     def _missing(self, side: str, request: RouteRequest, pinned: str) -> str:
         other = "prefill" if side == "decode" else "decode"

@@ -72,6 +72,10 @@ class ReplicaStats(Part, frozen=True):
     decode_step_s: float = 0.0
     # Time in which a stage computed, the mean over the stages.
     busy_s: float = 0.0
+    # For how long no rank has progressed with the oldest step that is out, beyond what the largest piece of a
+    # step may take; 0: they progress, or nothing is out. Reports keep coming meanwhile, so that a slow
+    # replica is told from a stopped one.
+    stalled_s: float = 0.0
     # The least arithmetic, and the least device memory reads, that the steps needed (`workers.model.sizes`).
     num_flops: float = 0.0
     num_read_bytes: float = 0.0

@@ -345,7 +345,13 @@ def _requests_line(status: pb.StatusResponse) -> str:
         for kind in ("running", "finished", "cancelled", "failed")
     )
     line = f"requests: {running} running, {finished} finished, {cancelled} cancelled, {failed} failed"
-    return line + (f" (without {'; '.join(silent)})" if silent else "")
+    line += f" (without {'; '.join(silent)})" if silent else ""
+    unheard = [
+        f"; {it.gateway_id} does not hear {other}: {reason}"
+        for it in status.gateways
+        for other, reason in sorted(it.unheard.items())
+    ]
+    return line + "".join(unheard)
 
 
 def pool_parts(status: pb.StatusResponse) -> list[RenderableType]:

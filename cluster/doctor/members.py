@@ -121,6 +121,13 @@ def gateways(live: Live) -> Iterator[CheckResult]:
         )
     elif answering:
         yield ok(f"{len(answering)} of {len(live.gateways)} gateways answer")
+    for gateway in live.status.gateways:
+        for other, reason in sorted(gateway.unheard.items()):
+            yield warning(
+                f"gateway {gateway.gateway_id} does not hear what {other} places: {reason}",
+                "both may choose the same replica at the same time, which lengthens queues under load",
+                "see whether the gateways reach each other's gateway.fleet_port and share the cluster secret",
+            )
 
 
 def clocks(live: Live) -> Iterator[CheckResult]:

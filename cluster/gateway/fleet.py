@@ -35,7 +35,7 @@ from kvtransfer.rpc.listener import ProvenListener
 from kvtransfer.rpc.stream import FrameStream, frame_stream, open_tcp
 from kvtransfer.rpc.trust import Trust
 
-FLEET_PROTOCOL = 1
+FLEET_PROTOCOL = 2
 # How long a gateway may take to answer.
 ANSWER_S = 2.0
 # Of the running requests, and of the ended ones, in one answer.
@@ -132,12 +132,15 @@ class Noted(Message, frozen=True):
 
 
 class GatewayTotals(Part, frozen=True):
-    """Requests of one gateway: those that run, and those that ended since its start."""
+    """Requests of one gateway: those that run, and those that ended since its start; and whom it does not
+    hear."""
 
     num_running: int
     num_finished: int
     num_failed: int
     num_cancelled: int
+    # Why it does not count the placements of another gateway, by the id of each.
+    unheard: dict[str, str]
 
 
 class StatsAnswer(Message, frozen=True):
@@ -357,10 +360,11 @@ class Fleet:
                 await self._answer_all(hello, stream)
             elif isinstance(hello, FollowPlacements):
                 await self._exchange.serve(hello, stream)
-        finally:
             stream.close()
+            await stream.wait_closed()
+        finally:
+            stream.abort()
             self._streams.discard(stream)
-        await stream.wait_closed()
 
     async def _answer_all(self, hello: FleetHello, stream: FrameStream) -> None:
         if hello != FleetHello(FLEET_PROTOCOL, self._gateway_id):
@@ -390,7 +394,7 @@ class Fleet:
             case StatsQuery(since):
                 counters = self._requests.counters
                 ended = (counters.num_ended(state) for state in ("finished", "failed", "cancelled"))
-                totals = GatewayTotals(self._requests.num_running, *ended)
+                totals = GatewayTotals(self._requests.num_running, *ended, self._exchange.missing())
                 seconds = counters.seconds.counts_since(max(since, int(now) - RING_S))
                 return StatsAnswer(now, self._clock.wall(), totals, seconds)
             case SessionEnded(session_id, ends_at):

@@ -121,6 +121,12 @@ REQUESTS = (
     ),
     _gateway("running_requests", "num_running", "requests", "Running requests."),
     _gateway(
+        "unheard_gateways",
+        "",
+        "gateways",
+        "Other gateways whose placements this one does not hear, so that both may choose the same replica.",
+    ),
+    _gateway(
         "retried_requests_total",
         "num_retried",
         "requests",
@@ -292,6 +298,12 @@ ENGINES = (
         "Duration of a step without prefill; 0: none yet.",
     ),
     _replica("busy_seconds_total", "busy_s", "seconds", "Time in which the replica computed."),
+    _replica(
+        "stalled_seconds",
+        "stalled_s",
+        "seconds",
+        "For how long no rank has progressed with a step that is out; 0: they progress, or nothing is out.",
+    ),
     _replica("flops_total", "num_flops", "operations", "Minimum arithmetic of the steps."),
     _replica(
         "device_read_bytes_total",

@@ -47,12 +47,15 @@ class GatewayMetrics:
         # Unix time of the latest move that is counted; None: before the first look.
         self._moves_seen_to: float | None = None
 
-    def update(self, counters: GatewayCounters, status: pb.StatusResponse, now: float) -> Iterator[None]:
+    def update(
+        self, counters: GatewayCounters, status: pb.StatusResponse, now: float, num_unheard: int
+    ) -> Iterator[None]:
         """Set and count everything, a part at each step: the event loop may have other work in between. `now`
-        is the counters' clock."""
+        is the counters' clock, `num_unheard` the gateways whose placements are not heard."""
         registry = self._registry
         counters.advance(now)
         registry.export(_GATEWAY, counters)
+        registry.set("unheard_gateways", num_unheard)
         for state, code in {*_ENDS, *counters.num_requests}:
             registry.total("requests_total", counters.num_requests[state, code], state=state, code=code)
         for tier in _CACHE_TIERS:

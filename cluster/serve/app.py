@@ -303,7 +303,8 @@ class GatewayActor:
         while True:
             counters = self._gateway.requests.counters
             status = await self._gateway.status()
-            for _ in self._metrics.update(counters, status, self._clock.now()):
+            num_unheard = len(self._gateway.exchange.missing())
+            for _ in self._metrics.update(counters, status, self._clock.now(), num_unheard):
                 await self._clock.sleep(0)
             await self._clock.sleep(_METRICS_S)
 

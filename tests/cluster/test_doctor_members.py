@@ -206,3 +206,11 @@ def test_gateways_that_know_nobody_are_named_and_worse_where_others_reach_them()
     )
     here = (GatewayReply("127.0.0.1:8782", live(open_to_all).status),)
     assert only(members.authentication, live(replies=here)).severity is NOTE
+
+
+def test_a_gateway_that_does_not_hear_another_is_named() -> None:
+    def cut(status: pb.StatusResponse) -> None:
+        status.gateways.add(gateway_id="g0").unheard["g1"] = "its stream ended"
+
+    seen = [text for severity, text in said(members.gateways, live(cut)) if severity is WARNING]
+    assert seen == ["gateway g0 does not hear what g1 places: its stream ended"]

@@ -144,7 +144,7 @@ def test_everything_that_is_declared_can_be_exported_and_nothing_else() -> None:
     for histogram in replica.histograms.values():
         histogram.observe(0.1)
     gateway = GatewayMetrics(recorder.registry(app="a", gateway="g", model="m"), 1.0)
-    list(gateway.update(counters, gateway_status(), 0.0))
+    list(gateway.update(counters, gateway_status(), 0.0, 0))
     declared = {name for metric in METRICS.values() for name in series_names(metric)}
     assert recorder.names() == declared
     for name, text in recorder.help.items():
@@ -216,10 +216,10 @@ def test_scaling_moves_are_counted_from_the_first_look_on() -> None:
     counters = GatewayCounters(lambda replica_id: "", lambda: 0)
     old = pb.ScalingMove(at=10.0, pool="decode", by="operator")
     new = pb.ScalingMove(at=11.0, pool="decode", by="autoscaler")
-    list(metrics.update(counters, gateway_status(old), 0.0))
+    list(metrics.update(counters, gateway_status(old), 0.0, 0))
     assert recorder.value("scaling_moves_total", by="operator") < 1
     for _ in range(2):
-        list(metrics.update(counters, gateway_status(old, new), 1.0))
+        list(metrics.update(counters, gateway_status(old, new), 1.0, 0))
     assert recorder.value("scaling_moves_total", by="operator") < 1
     assert recorder.value("scaling_moves_total", by="autoscaler") == 1
     assert recorder.value("pool_replicas", state="ready") == 1

@@ -68,9 +68,7 @@ class Member:
 
     def backlogs(self) -> dict[str, float]:
         """What a decision would count at each replica."""
-        decision = self.router.route(RouteRequest("probe", "t", (), PROMPT_TOKENS, 1))
-        self.router.on_finished("probe")
-        return {it.replica_id: round(it.queue_s * 10_000) for it in decision.candidates if it.side == "local"}
+        return {replica_id: self.router.load(replica_id).backlog_tokens for replica_id in REPLICAS}
 
 
 class Group:

@@ -7,11 +7,13 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from router_harness import BLOCK_TOKENS, RouterHarness, Tier, keys_of
 
 from kvtransfer.messages import ReplicaIdentity
 from router.config import RouterConfig
 from router.errors import NoReplicaError
+from router.messages import RouteRequest
 from router.policies import WORK_PART
 from router.service import NUM_DECISIONS_KEPT
 
@@ -134,6 +136,36 @@ def test_a_new_epoch_is_not_leaving_and_holds_nothing() -> None:
     harness.join("p0", epoch=2)
     decision = harness.route(keys_of("x", 10))
     assert (decision.prefill, decision.prefill_cached_tokens) == ("p0", 0)
+
+
+def test_replicas_that_are_not_usable_are_chosen_only_where_nothing_else_is_left() -> None:
+    harness = RouterHarness("p0", "p1", "d0", "d1")
+    harness.load("p1", backlog=5000)
+    harness.load("d1", running=50)
+    harness.router.set_usable("p0", False)
+    harness.router.set_usable("d0", False)
+    assert {(it.prefill, it.decode) for it in (harness.route() for _ in range(5))} == {("p1", "d1")}
+    assert harness.route(excluded=("d1",)).decode == "d0"
+    assert harness.route(pinned_prefill="p0", pinned_decode="d0").decode == "d0"
+    move = RouteRequest("m", "t", (), num_tokens=100, max_new_tokens=10)
+    assert harness.router.route_move(move) == "d1"
+    assert harness.router.route_move(replace(move, excluded=("d1",))) == "d0"
+    harness.router.set_usable("p1", False)
+    assert harness.route().prefill == "", "d1 is a whole engine"
+    harness.router.set_usable("d1", False)
+    assert harness.route().decode in ("d0", "d1")
+    harness.router.set_usable("p0", True)
+    harness.router.set_usable("d0", True)
+    assert (harness.route().prefill, harness.route().decode) == ("p0", "d0")
+
+
+def test_a_new_epoch_is_usable() -> None:
+    harness = RouterHarness("d0", "d1")
+    harness.router.set_usable("d0", False)
+    assert {harness.route().decode for _ in range(4)} == {"d1"}
+    harness.join("d0", epoch=2)
+    harness.load("d1", running=100)
+    assert harness.route().decode == "d0"
 
 
 def test_a_role_can_change() -> None:

@@ -93,6 +93,25 @@ def test_a_hung_step_is_noticed_whatever_its_size(steps: StepLoop, clock: Manual
     assert steps.is_stalled(5.0)
 
 
+def test_how_long_a_step_has_stalled_counts_from_its_last_progress(
+    clock: ManualClock, sent: list[StepPlan]
+) -> None:
+    steps = StepLoop(loop(clock, sent)._scheduler, sent.append, clock, piece_s=0.5)
+    clock.advance(10.0)
+    assert steps.stalled_s == 0.0, "nothing is out"
+    steps.feed()
+    clock.advance(1.9)
+    assert steps.stalled_s == 0.0, "the largest piece may take so long"
+    clock.advance(1.1)
+    assert steps.stalled_s == pytest.approx(1.0)
+    steps.progressed(0, sent[0].step)
+    assert steps.stalled_s == 0.0
+    clock.advance(4.0)
+    assert steps.stalled_s == pytest.approx(2.0)
+    steps.settle(0, report(sent[0], 4.0))
+    assert steps.stalled_s == 0.0
+
+
 def test_a_piece_that_is_long_by_measure_has_its_time(clock: ManualClock, sent: list[StepPlan]) -> None:
     scheduler = loop(clock, sent)._scheduler
     steps = StepLoop(scheduler, sent.append, clock, piece_s=2.0)

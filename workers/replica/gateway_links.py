@@ -246,6 +246,7 @@ class ReplicaReports:
             num_leaked_blocks=pool.num_references - scheduler.num_references - self._num_other_references,
             prefill_tok_s=self._steps.rates.prefill_tok_s,
             decode_step_s=self._steps.rates.decode_step_s,
+            stalled_s=self._steps.stalled_s,
             num_steps=self._steps.num_steps,
             num_checksum_failures=self._kv_receiver.num_checksum_failures,
             num_preemptions=scheduler.num_preemptions,

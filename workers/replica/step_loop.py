@@ -143,7 +143,13 @@ class StepLoop:
                 unreported.progressed_at = self._clock.now()
 
     def is_stalled(self, stall_s: float) -> bool:
-        """Whether no rank has progressed with the oldest unreported plan for `stall_s`.
+        """Whether no rank has progressed with the oldest unreported plan for `stall_s`."""
+        return self.stalled_s > stall_s
+
+    @property
+    def stalled_s(self) -> float:
+        """For how long no rank has progressed with the oldest unreported plan, beyond the time that the
+        largest piece of a step may take; 0.0: one has, or nothing is out.
 
         Once the plan before it is settled, all that holds it up is its own way through the stages. A rank
         that waits for another makes no progress of its own, and one stage is done while the next computes: so
@@ -151,9 +157,9 @@ class StepLoop:
         one that hangs.
         """
         if not self._unreported:
-            return False
+            return 0.0
         progressed_at = max(self._unreported[0].progressed_at, self._last_settled_at)
-        return self._clock.now() - progressed_at > stall_s + _PATIENCE * self._piece_s
+        return max(0.0, self._clock.now() - progressed_at - _PATIENCE * self._piece_s)
 
     def _issue(self, plan: StepPlan, now: float) -> None:
         self._unreported.append(_Unreported(plan, now))
