@@ -188,7 +188,7 @@ class RouterService:
         """Note that a request that was held has been sent to its replicas."""
         self._load.on_submitted(request_id)
 
-    def has_room(self, request_id: str) -> bool:
+    def has_capacity(self, request_id: str) -> bool:
         """Whether the replicas of a placed request can take it now: who computes it has less than
         `steps_ahead` steps of other work, and who decodes it a free sequence and free blocks, or nothing to
         do. What gateways hold does not count."""

@@ -142,7 +142,7 @@ def test_every_view_equals_the_model_and_nothing_is_left(data: st.DataObject) ->
             is_retry = bool(own) and data.draw(st.booleans())
             request_id = data.draw(st.sampled_from(own))[1] if is_retry else f"q{number}"
             decision = member.router.route(RouteRequest(request_id, "t", (), PROMPT_TOKENS, 1))
-            model[name, request_id] = (decision.decode, False)
+            model[name, request_id] = (decision.prefill or decision.decode, False)
         elif action == "prefill" and own:
             key = data.draw(st.sampled_from(own))
             member.router.on_prefilled(key[1])
