@@ -682,7 +682,7 @@ class ExplainResponse(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., state: _Optional[str] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping[str, object]]]] = ..., timeline: _Optional[_Iterable[_Union[TimelineEvent, _Mapping[str, object]]]] = ..., reason: _Optional[str] = ..., tenant: _Optional[str] = ..., gateway_id: _Optional[str] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("attempt", "policy", "prefill", "decode", "prefill_cached_tokens", "decode_cached_tokens", "candidates", "reason")
+    __slots__ = ("attempt", "policy", "prefill", "decode", "prefill_cached_tokens", "decode_cached_tokens", "candidates", "reason", "ttft_s", "step_s")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -691,6 +691,8 @@ class Decision(_message.Message):
     DECODE_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
     attempt: int
     policy: str
     prefill: str
@@ -699,29 +701,37 @@ class Decision(_message.Message):
     decode_cached_tokens: int
     candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
     reason: str
-    def __init__(self, attempt: _Optional[int] = ..., policy: _Optional[str] = ..., prefill: _Optional[str] = ..., decode: _Optional[str] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping[str, object]]]] = ..., reason: _Optional[str] = ...) -> None: ...
+    ttft_s: float
+    step_s: float
+    def __init__(self, attempt: _Optional[int] = ..., policy: _Optional[str] = ..., prefill: _Optional[str] = ..., decode: _Optional[str] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping[str, object]]]] = ..., reason: _Optional[str] = ..., ttft_s: _Optional[float] = ..., step_s: _Optional[float] = ...) -> None: ...
 
 class Candidate(_message.Message):
-    __slots__ = ("replica_id", "side", "matched_tokens", "uncached_tokens", "backlog_tokens", "transfer_tokens", "pressure_tokens", "cost", "note")
+    __slots__ = ("replica_id", "side", "matched_tokens", "uncached_tokens", "note", "queue_s", "prefill_s", "load_s", "transfer_s", "pressure_s", "step_s", "cost_s")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     SIDE_FIELD_NUMBER: _ClassVar[int]
     MATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    BACKLOG_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    TRANSFER_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PRESSURE_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    COST_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
+    PRESSURE_S_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    COST_S_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     side: str
     matched_tokens: int
     uncached_tokens: int
-    backlog_tokens: float
-    transfer_tokens: float
-    pressure_tokens: float
-    cost: float
     note: str
-    def __init__(self, replica_id: _Optional[str] = ..., side: _Optional[str] = ..., matched_tokens: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., backlog_tokens: _Optional[float] = ..., transfer_tokens: _Optional[float] = ..., pressure_tokens: _Optional[float] = ..., cost: _Optional[float] = ..., note: _Optional[str] = ...) -> None: ...
+    queue_s: float
+    prefill_s: float
+    load_s: float
+    transfer_s: float
+    pressure_s: float
+    step_s: float
+    cost_s: float
+    def __init__(self, replica_id: _Optional[str] = ..., side: _Optional[str] = ..., matched_tokens: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., note: _Optional[str] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., load_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., pressure_s: _Optional[float] = ..., step_s: _Optional[float] = ..., cost_s: _Optional[float] = ...) -> None: ...
 
 class TimelineEvent(_message.Message):
     __slots__ = ("at_ms", "name", "detail")
