@@ -118,6 +118,13 @@ class RouterService:
         """Take what has changed since the replica's last report."""
         self._load.on_queue(identity, queue, received_at)
 
+    def compute_ids(self) -> Iterator[str]:
+        """Return the replicas that may compute a prompt now: of role "prefill" or "both", and where there is
+        none those of role "decode"."""
+        here = [(name, it) for name, it in self._members.items() if not it.is_leaving and it.is_usable]
+        able = [name for name, it in here if it.role != "decode"]
+        return iter(able or [name for name, _ in here])
+
     def load(self, replica_id: str) -> CurrentLoad:
         """Return the load as of now of a replica that was added."""
         return self._load.state(replica_id)

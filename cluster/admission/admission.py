@@ -1,0 +1,369 @@
+"""Which requests a gateway takes, and when what it has taken goes to the replicas.
+
+    admit: route, held --> predicted to be late? --yes--> OverloadedError, with the time of the drain
+                                  | no
+                                  v
+                     FairQueue of the replica that computes it
+                                  |  next in the fair order, and the pair can take it
+    pump, at every sign of that --+--> release: the request's task submits it
+
+A replica is sent no more than some steps of work (`RouterService.has_capacity`); the rest waits here, where
+the order can still change. The prediction of a wait is the work that goes before, over the rate at which the
+replica has lately taken work from here: below 1 where something else than prefill is the bottleneck, such as
+sequences that decode.
+
+Calls that resume a stream, retries and migrations do not pass here: they were taken already. Not thread-safe;
+time comes from a `Clock`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import NamedTuple
+
+from cluster.admission.config import SERVICE_CLASSES, AdmissionConfig
+from cluster.admission.fair_queue import FairQueue, Flow, Waiting
+from cluster.admission.ladder import Ladder, Rung
+from cluster.errors import OverloadedError
+from kvtransfer.common.clock import Clock
+from router.messages import Decision, RouteRequest
+from router.service import RouterService
+from workers.messages.link import ServiceClass
+
+# A request is refused when it is predicted to take more than this part of its objective, or of what is left
+# of its deadline: predictions err.
+MARGIN = 0.85
+# Of the time after which a refused client may come back: it varies by this part in either direction.
+JITTER = 0.25
+_LEAST_RETRY_S = 0.1
+# How fast a replica takes work is remembered for about so long.
+_RATE_S = 10.0
+_LEAST_RATE = 0.02
+# How often the pressure is measured, at most.
+_PRESSURE_S = 0.1
+
+_log = logging.getLogger(__name__)
+
+
+class Candidacy(NamedTuple):
+    """What admission must know of a request beside what the router must."""
+
+    flow: Flow
+    # Of its tenant.
+    weight: float
+    priority: int
+    arrived_at: float
+    deadline_at: float | None
+    num_bytes: int
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request that was taken: where it was placed, and what it waits for."""
+
+    candidacy: Candidacy
+    request: RouteRequest
+    decision: Decision
+    waiting: Waiting
+    # Called once, when it may be submitted.
+    release: Callable[[Ticket], None] | None = None
+
+
+class _Lane:
+    """What waits for one replica, and how fast that takes work: seconds of predicted work a second, measured
+    while something waits."""
+
+    def __init__(self) -> None:
+        self.queue = FairQueue()
+        self.rate = 1.0
+        self._busy_since: float | None = None
+        self._taken_s = 0.0
+
+    def taken(self, cost_s: float, now: float) -> None:
+        """Note that the replica took work, while more waited."""
+        if self._busy_since is None:
+            self._busy_since, self._taken_s = now, 0.0
+            return
+        self._taken_s += cost_s
+        elapsed_s = now - self._busy_since
+        if elapsed_s >= 1.0:
+            weight = min(1.0, elapsed_s / _RATE_S)
+            measured = min(1.0, max(_LEAST_RATE, self._taken_s / elapsed_s))
+            self.rate += weight * (measured - self.rate)
+            self._busy_since, self._taken_s = now, 0.0
+
+    def idle(self) -> None:
+        """Note that nothing waits: the replica is not the bottleneck."""
+        self._busy_since = None
+
+
+@dataclass(slots=True)
+class AdmissionCounts:
+    """Totals since the start of the gateway."""
+
+    # By reason ("late", "bytes", "shed") and class.
+    num_refused: Counter[tuple[str, ServiceClass]] = field(default_factory=Counter)
+    num_capped: int = 0
+    num_released: Counter[ServiceClass] = field(default_factory=Counter)
+
+
+class Admission:
+    """The requests that one gateway has taken and not yet submitted."""
+
+    def __init__(
+        self,
+        config: AdmissionConfig,
+        router: RouterService,
+        clock: Clock,
+        random: Random,
+        on_rung: Callable[[Rung], None] = lambda rung: None,
+    ) -> None:
+        """`on_rung` hears of each change of the ladder's rung."""
+        self._config = config
+        self._router = router
+        self._clock = clock
+        self._random = random
+        self._on_rung = on_rung
+        self._lanes: dict[str, _Lane] = {}
+        self._tickets: dict[str, Ticket] = {}
+        self._num_bytes = 0
+        self._measured_at = float("-inf")
+        self._is_pumping = False
+        self.ladder = Ladder(self._moved)
+        self.counts = AdmissionCounts()
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the requests that wait."""
+        return self._num_bytes
+
+    def num_waiting(self) -> dict[ServiceClass, int]:
+        """Return how many requests of each class wait."""
+        total: Counter[ServiceClass] = Counter()
+        for lane in self._lanes.values():
+            total.update(lane.queue.num_by_class())
+        return {name: total[name] for name in SERVICE_CLASSES}
+
+    def waiting_s(self) -> float:
+        """Return the predicted work of all that waits."""
+        return sum(lane.queue.cost_s for lane in self._lanes.values())
+
+    # ------------------------------------------------------------------------------------- admission
+
+    def check_early(self, flow: Flow, weight: float, now: float, deadline_at: float | None) -> None:
+        """Raise `OverloadedError` where the queues alone make any request of the flow late: nothing of it has
+        been read yet."""
+        self._measure(now)
+        limit_s = self._limit_s(flow, now, deadline_at)
+        if limit_s is None:
+            return
+        wait_s = self._least_wait_s(flow, weight, now)
+        if wait_s > limit_s:
+            self._refuse("late", flow, wait_s, limit_s)
+
+    def admit(self, request: RouteRequest, candidacy: Candidacy) -> Ticket:
+        """Place the request, which is held; raise `OverloadedError` where it would be late, or too much waits
+        here, and `NoReplicaError` as the router does."""
+        now, flow = self._clock.now(), candidacy.flow
+        limit_bytes = self._config.max_queue_mb * 1e6
+        if self._num_bytes + candidacy.num_bytes > limit_bytes:
+            self.counts.num_refused["bytes", flow.service_class] += 1
+            raise OverloadedError(
+                f"the requests that wait in this gateway have {self._num_bytes / 1e6:.0f} MB, "
+                f"{self._config.max_queue_mb:g} MB are the most (admission.max_queue_mb)",
+                self._retry_s(self.waiting_s()),
+            )
+        if self.ladder.rung >= Rung.LOW_WEIGHT_SHED and (
+            flow.service_class == "batch" or candidacy.weight < 1
+        ):
+            self.counts.num_refused["shed", flow.service_class] += 1
+            raise OverloadedError(
+                f"under this load requests of the class {flow.service_class} with a weight of "
+                f"{candidacy.weight:g} are not taken",
+                self._retry_s(self.waiting_s()),
+            )
+        decision = self._router.route(request, is_held=True)
+        prediction = decision.prediction
+        compute_id = decision.prefill or decision.decode
+        wait_s = self._wait_s(compute_id, prediction.queue_s, flow, candidacy.weight, now)
+        ttft_s = max(wait_s, prediction.load_s) + prediction.prefill_s
+        limit_s = self._limit_s(flow, now, candidacy.deadline_at)
+        if limit_s is not None and now - candidacy.arrived_at + ttft_s > limit_s:
+            self._router.on_finished(request.request_id)
+            self._refuse("late", flow, ttft_s, limit_s)
+        settings = self._config.of(flow.service_class)
+        waiting = Waiting(
+            request_id=request.request_id,
+            flow=flow,
+            cost_s=max(prediction.prefill_s, 1e-6),
+            arrived_at=candidacy.arrived_at,
+            due_at=candidacy.arrived_at + settings.aging_s,
+            priority=candidacy.priority,
+            num_bytes=candidacy.num_bytes,
+        )
+        ticket = Ticket(candidacy, request, decision, waiting)
+        self._put(ticket)
+        return ticket
+
+    def max_tokens(self, service_class: ServiceClass, max_tokens: int) -> int:
+        """Return how many output tokens a request of the class may have on this rung."""
+        cap = self._config.of(service_class).capped_tokens
+        if cap is None or cap >= max_tokens or self.ladder.rung < Rung.TOKENS_CAPPED:
+            return max_tokens
+        self.counts.num_capped += 1
+        return cap
+
+    # --------------------------------------------------------------------------------------- release
+
+    def hold(self, ticket: Ticket, release: Callable[[Ticket], None]) -> None:
+        """Call `release` when the request may be submitted, which may be now."""
+        ticket.release = release
+        self.pump()
+
+    def drop(self, ticket: Ticket) -> None:
+        """Forget a request that ended while it waited."""
+        if self._take_out(ticket):
+            self._router.on_finished(ticket.request.request_id)
+            self.pump()
+
+    def pump(self) -> None:
+        """Release what the replicas can take now, in the fair order of each."""
+        if self._is_pumping:
+            return
+        self._is_pumping = True
+        try:
+            now = self._clock.now()
+            self._measure(now)
+            for lane in list(self._lanes.values()):
+                self._pump_lane(lane, now)
+        finally:
+            self._is_pumping = False
+
+    def on_gone(self, replica_id: str) -> None:
+        """Place again what waits for a replica that takes nothing more."""
+        moved = [
+            ticket
+            for ticket in self._tickets.values()
+            if replica_id in (ticket.decision.prefill, ticket.decision.decode)
+        ]
+        for ticket in moved:
+            release = ticket.release
+            if self._take_out(ticket) and release is not None:
+                release(ticket)  # its task finds that a replica is gone, and routes it again
+
+    def check(self) -> None:
+        """Assert that queues and tickets agree."""
+        assert sum(len(lane.queue) for lane in self._lanes.values()) == len(self._tickets)
+        assert self._num_bytes == sum(it.waiting.num_bytes for it in self._tickets.values())
+        for lane in self._lanes.values():
+            lane.queue.check()
+
+    # --------------------------------------------------------------------------------------- private
+
+    def _pump_lane(self, lane: _Lane, now: float) -> None:
+        paused: ServiceClass | None = "batch" if self.ladder.rung >= Rung.BATCH_PAUSED else None
+        while (waiting := lane.queue.peek(now, without=paused)) is not None:
+            ticket = self._tickets[waiting.request_id]
+            if ticket.release is None or not self._router.has_capacity(waiting.request_id):
+                return
+            lane.queue.pop(waiting)
+            self._forget(ticket)
+            if len(lane.queue):
+                lane.taken(waiting.cost_s, now)
+            else:
+                lane.idle()
+            self.counts.num_released[waiting.flow.service_class] += 1
+            self._router.on_submitted(waiting.request_id)
+            ticket.release(ticket)
+
+    def _put(self, ticket: Ticket) -> None:
+        lane = self._lanes.setdefault(ticket.decision.prefill or ticket.decision.decode, _Lane())
+        flow = ticket.candidacy.flow
+        lane.queue.put(ticket.waiting, self._weight(flow, ticket.candidacy.weight))
+        self._tickets[ticket.waiting.request_id] = ticket
+        self._num_bytes += ticket.waiting.num_bytes
+
+    def _take_out(self, ticket: Ticket) -> bool:
+        """Whether it waited."""
+        lane = self._lanes.get(ticket.decision.prefill or ticket.decision.decode)
+        if lane is None or lane.queue.drop(ticket.waiting.request_id) is None:
+            return False
+        self._forget(ticket)
+        return True
+
+    def _forget(self, ticket: Ticket) -> None:
+        del self._tickets[ticket.waiting.request_id]
+        self._num_bytes -= ticket.waiting.num_bytes
+
+    def _weight(self, flow: Flow, tenant_weight: float) -> float:
+        return self._config.of(flow.service_class).weight * tenant_weight
+
+    def _wait_s(self, replica_id: str, queue_s: float, flow: Flow, tenant_weight: float, now: float) -> float:
+        """Return how long a request of the flow would wait for this replica, whose queue takes `queue_s`: for
+        what is there, for what other gateways hold, and for what goes before it here."""
+        lane = self._lanes.get(replica_id)
+        if lane is None:
+            return queue_s
+        ahead_s = lane.queue.ahead_s(flow, self._weight(flow, tenant_weight), now)
+        return max(0.0, queue_s - lane.queue.cost_s) + ahead_s / lane.rate
+
+    def _least_wait_s(self, flow: Flow, tenant_weight: float, now: float) -> float:
+        """Return the least wait of all replicas; 0 where there is none."""
+        return min(
+            (
+                self._wait_s(name, self._router.load(name).queue_s, flow, tenant_weight, now)
+                for name in self._router.compute_ids()
+            ),
+            default=0.0,
+        )
+
+    def _limit_s(self, flow: Flow, now: float, deadline_at: float | None) -> float | None:
+        """Return what a request of the flow may take to its first token; None: anything."""
+        limits = [self._config.of(flow.service_class).ttft_s]
+        if deadline_at is not None:
+            limits.append(deadline_at - now)
+        given = [limit for limit in limits if limit is not None]
+        return MARGIN * min(given) if given else None
+
+    def _refuse(self, reason: str, flow: Flow, ttft_s: float, limit_s: float) -> None:
+        self.counts.num_refused[reason, flow.service_class] += 1
+        raise OverloadedError(
+            f"the first token is predicted in {ttft_s:.1f} s, and {limit_s / MARGIN:.1f} s are the objective "
+            f"of the class {flow.service_class}, or what is left of the deadline",
+            self._retry_s(ttft_s - limit_s),
+        )
+
+    def _retry_s(self, drain_s: float) -> float:
+        return max(_LEAST_RETRY_S, drain_s) * self._random.uniform(1 - JITTER, 1 + JITTER)
+
+    def _measure(self, now: float) -> None:
+        """Update the ladder by the wait of a new request, in parts of the objective of its class: that of
+        whichever class is worst off."""
+        if now < self._measured_at + _PRESSURE_S:
+            return
+        self._measured_at = now
+        pressure = 0.0
+        for name in SERVICE_CLASSES:
+            objective_s = self._config.of(name).ttft_s
+            if objective_s is not None:
+                wait_s = self._least_wait_s(Flow("", name), 1.0, now)
+                pressure = max(pressure, wait_s / (MARGIN * objective_s))
+        self.ladder.update(pressure, now)
+
+    def _moved(self, before: Rung, rung: Rung, pressure: float) -> None:
+        _log.warning(
+            "admission: from rung %d (%s) to %d (%s): new requests wait for %.2f of their objective",
+            before,
+            before.name.lower(),
+            rung,
+            rung.name.lower(),
+            pressure,
+        )
+        self._on_rung(rung)

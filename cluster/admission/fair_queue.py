@@ -1,0 +1,174 @@
+"""The order in which what waits for one replica goes there: weighted fair queueing of flows, with aging.
+
+A flow is a class of one tenant. Flows share the replica's time by their weights (start-time fair queueing):
+a flow's *tag* is the virtual time at which its next request may begin, and each request that goes moves it by
+cost / weight. The flow with the least tag is next. A flow that comes back does not claim the time in which it
+was absent: its tag is at least the virtual time, the tag of what went last. Within a flow a higher priority
+goes first, and counts as having arrived `PRIORITY_S` earlier a step, so that it starves nobody.
+
+Who has waited as long as its class allows goes before all that have not, the earliest due first. Time is an
+argument.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from workers.messages.link import ServiceClass
+
+# How much earlier a request of one priority more counts as having arrived.
+PRIORITY_S = 1.0
+
+
+class Flow(NamedTuple):
+    """Whose requests share a place in the order."""
+
+    tenant: str
+    service_class: ServiceClass
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A request that waits. `cost_s` is how long it will occupy the replica."""
+
+    request_id: str
+    flow: Flow
+    cost_s: float
+    arrived_at: float
+    # When it goes before all that have waited less.
+    due_at: float
+    priority: int = 0
+    num_bytes: int = 0
+    is_gone: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _FlowState:
+    weight: float
+    tag: float
+    # By (effective arrival, number).
+    heap: list[tuple[float, int, Waiting]] = field(default_factory=list)
+    cost_s: float = 0.0
+    num_waiting: int = 0
+
+
+class FairQueue:
+    """What waits for one replica. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._flows: dict[Flow, _FlowState] = {}
+        self._due: list[tuple[float, int, Waiting]] = []
+        self._waiting: dict[str, Waiting] = {}
+        self._virtual_s = 0.0
+        self._num_put = 0
+        self.cost_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Waiting]:
+        return iter(list(self._waiting.values()))
+
+    def put(self, waiting: Waiting, weight: float) -> None:
+        """Append a request to its flow, whose weight is from now on `weight`."""
+        assert waiting.request_id not in self._waiting
+        flow = self._flows.get(waiting.flow)
+        if flow is None:
+            flow = self._flows[waiting.flow] = _FlowState(weight, self._virtual_s)
+        if not flow.num_waiting:
+            flow.tag = max(flow.tag, self._virtual_s)
+        flow.weight = weight
+        flow.num_waiting += 1
+        flow.cost_s += waiting.cost_s
+        self.cost_s += waiting.cost_s
+        self._num_put += 1
+        arrival = waiting.arrived_at - PRIORITY_S * waiting.priority
+        heapq.heappush(flow.heap, (arrival, self._num_put, waiting))
+        heapq.heappush(self._due, (waiting.due_at, self._num_put, waiting))
+        self._waiting[waiting.request_id] = waiting
+
+    def peek(self, now: float, *, without: ServiceClass | None = None) -> Waiting | None:
+        """Return who is next; None: nobody. `without` leaves out a class that is paused, unless it is due."""
+        self._clean(self._due)
+        if self._due and self._due[0][0] <= now:
+            return self._due[0][2]
+        best: _FlowState | None = None
+        for key, flow in self._flows.items():
+            if flow.num_waiting and key.service_class != without and (best is None or flow.tag < best.tag):
+                best = flow
+        if best is None:
+            return None
+        self._clean(best.heap)
+        return best.heap[0][2]
+
+    def pop(self, waiting: Waiting) -> None:
+        """Take out a request that goes to the replica, and charge its flow."""
+        flow = self._flows[waiting.flow]
+        self._virtual_s = max(self._virtual_s, flow.tag)
+        flow.tag += waiting.cost_s / flow.weight
+        self._remove(waiting)
+
+    def drop(self, request_id: str) -> Waiting | None:
+        """Take out a request that does not wait any more; its flow is not charged. None: it is not here."""
+        waiting = self._waiting.get(request_id)
+        if waiting is not None:
+            self._remove(waiting)
+        return waiting
+
+    def ahead_s(self, flow: Flow, weight: float, now: float) -> float:
+        """Return the work that goes before a request of this flow that arrives now: what is due, what waits
+        in the flow, and what other flows may do until then by their weights."""
+        own = self._flows.get(flow)
+        own_cost_s = own.cost_s if own is not None else 0.0
+        tag = max(self._virtual_s, own.tag if own is not None else 0.0) + own_cost_s / weight
+        ahead_s = own_cost_s
+        for key, other in self._flows.items():
+            if key != flow and other.num_waiting:
+                ahead_s += min(other.cost_s, max(0.0, (tag - other.tag) * other.weight) + self._head_s(other))
+        return min(ahead_s, self.cost_s)
+
+    def num_by_class(self) -> dict[ServiceClass, int]:
+        """Return how many wait of each class that has any."""
+        counts: dict[ServiceClass, int] = {}
+        for key, flow in self._flows.items():
+            if flow.num_waiting:
+                counts[key.service_class] = counts.get(key.service_class, 0) + flow.num_waiting
+        return counts
+
+    def check(self) -> None:
+        """Assert that sums and requests agree, and that flows without requests are few."""
+        for key, flow in self._flows.items():
+            mine = [it for it in self._waiting.values() if it.flow == key]
+            assert flow.num_waiting == len(mine)
+            assert abs(flow.cost_s - sum(it.cost_s for it in mine)) < 1e-6
+        assert abs(self.cost_s - sum(it.cost_s for it in self._waiting.values())) < 1e-6
+
+    def _head_s(self, flow: _FlowState) -> float:
+        """Part of a request more than its share a flow may be ahead: requests are not divided."""
+        return flow.cost_s / flow.num_waiting
+
+    def _remove(self, waiting: Waiting) -> None:
+        waiting.is_gone = True
+        del self._waiting[waiting.request_id]
+        flow = self._flows[waiting.flow]
+        flow.num_waiting -= 1
+        flow.cost_s -= waiting.cost_s
+        self.cost_s -= waiting.cost_s
+        if not flow.num_waiting:
+            flow.cost_s = 0.0
+            flow.heap.clear()
+            if flow.tag <= self._virtual_s:
+                del self._flows[waiting.flow]  # it would begin there again
+        if not self._waiting:
+            self.cost_s = 0.0
+            self._due.clear()
+            self._flows.clear()
+            self._virtual_s = 0.0
+
+    @staticmethod
+    def _clean(heap: list[tuple[float, int, Waiting]]) -> None:
+        while heap and heap[0][2].is_gone:
+            heapq.heappop(heap)
