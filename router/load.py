@@ -22,13 +22,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from msgspec.structs import asdict, replace
+
 from kvtransfer.common.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
-from router.messages import ReplicaLoad
+from router.messages import QueueState, ReplicaLoad
+from router.rates import Rates, rates_of
 
 # A request is taken to be in the first report that arrives this long after it was routed (or, for a
 # hand-over, after its first token): the way to the replica and back, with a margin.
 REPORT_LAG_S = 0.02
+# The weight of the newest measurement in the correction of a replica's times, its bounds, and those of a
+# measurement.
+_CORRECTION_WEIGHT = 0.1
+_LEAST_CORRECTION = 0.25
+_LEAST_RATIO = 0.1
 # A request without news for this long is stale and no longer counts as load: the message of its end was lost.
 STALE_REQUEST_S = 300.0
 
@@ -45,6 +53,12 @@ class CurrentLoad(NamedTuple):
     num_sequences: int
     # Blocks free for another request; may be negative when more is on its way than fits.
     num_free_blocks: int
+    rates: Rates
+    # The time of the backlog.
+    queue_s: float
+    # Of `backlog_tokens` and `num_sequences`: those that gateways still hold.
+    num_held_tokens: int = 0
+    num_held_sequences: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +79,13 @@ class Placement:
     routed_at: float
     prefilled_at: float | None = None
     gateway_id: str = ""
+    # It waits in its gateway, and its replicas know nothing of it.
+    is_held: bool = False
+    # Of computing it, and of loading what is stored.
+    prefill_s: float = 0.0
+    load_s: float = 0.0
+    # From when it was sent to its first token; 0: not known.
+    predicted_s: float = 0.0
 
 
 class PlacementObserver(Protocol):
@@ -88,6 +109,9 @@ class _Pending:
     num_prefill_tokens: int = 0
     num_new_blocks: int = 0
     num_sequences: int = 0
+    # Of these: of placements that are held.
+    num_held_tokens: int = 0
+    num_held_sequences: int = 0
 
     def add(self, placement: Placement) -> None:
         self.placements.add(placement)
@@ -102,6 +126,9 @@ class _Pending:
         self.num_prefill_tokens += sign * placement.num_prefill_tokens
         self.num_new_blocks += sign * placement.num_new_blocks
         self.num_sequences += sign * placement.num_sequences
+        if placement.is_held:
+            self.num_held_tokens += sign * placement.num_prefill_tokens
+            self.num_held_sequences += sign * placement.num_sequences
 
     def check(self) -> None:
         """Assert that the sums are those of the placements."""
@@ -109,6 +136,8 @@ class _Pending:
         assert self.num_prefill_tokens == sum(item.num_prefill_tokens for item in items)
         assert self.num_new_blocks == sum(item.num_new_blocks for item in items)
         assert self.num_sequences == sum(item.num_sequences for item in items)
+        assert self.num_held_tokens == sum(item.num_prefill_tokens for item in items if item.is_held)
+        assert self.num_held_sequences == sum(item.num_sequences for item in items if item.is_held)
 
 
 @dataclass(slots=True, eq=False)
@@ -127,6 +156,8 @@ class _ReplicaLoad:
     staying: _Pending = field(default_factory=_Pending)
     expected: _Pending = field(default_factory=_Pending)
     state: CurrentLoad | None = None
+    # Times measured there over times predicted.
+    correction: float = 1.0
 
     @property
     def pending(self) -> tuple[_Pending, _Pending, _Pending]:
@@ -141,7 +172,7 @@ class _ReplicaLoad:
         """Drop what the last report shows: routed by then or, if expected, handed over by then."""
         until = self.covered_until
         for pending in (self.computing, self.staying):
-            for placement in [item for item in pending.placements if item.routed_at <= until]:
+            for placement in [it for it in pending.placements if not it.is_held and it.routed_at <= until]:
                 pending.drop(placement)
         for placement in [item for item in self.expected.placements if _has_joined(item, until)]:
             self.expected.drop(placement)
@@ -149,7 +180,8 @@ class _ReplicaLoad:
     def count(self, placement: Placement) -> None:
         """Add the placement where the last report does not show it."""
         until = self.covered_until
-        if placement.compute_id == self.identity.replica_id and placement.routed_at > until:
+        is_shown = placement.routed_at <= until and not placement.is_held
+        if placement.compute_id == self.identity.replica_id and not is_shown:
             if placement.prefilled_at is None:
                 self.computing.add(placement)
             if not placement.decode_id:
@@ -206,6 +238,32 @@ class LoadTracker:
         replica.report, replica.state = load, None
         replica.cover()
 
+    def on_queue(self, identity: ReplicaIdentity, queue: QueueState, received_at: float) -> None:
+        """Take what has changed since the last report, of which the rest still holds. Ignored before it."""
+        replica = self._replicas.get(identity.replica_id)
+        if replica is not None and replica.report is not None and identity.epoch == replica.identity.epoch:
+            self.on_load(replace(replica.report, received_at=received_at, **asdict(queue)))
+
+    def correct(self, replica_id: str, ratio: float) -> None:
+        """Note that something took `ratio` times as long at the replica as it was predicted to take."""
+        if (replica := self._replicas.get(replica_id)) is not None:
+            ratio = min(max(ratio, _LEAST_RATIO), 1.0 / _LEAST_RATIO)
+            corrected = replica.correction * ratio**_CORRECTION_WEIGHT
+            replica.correction = min(max(corrected, _LEAST_CORRECTION), 1.0 / _LEAST_CORRECTION)
+            replica.state = None
+
+    def on_submitted(self, request_id: str) -> None:
+        """Note that a request that was held has been sent to its replicas."""
+        placement = self._placements[""].get(request_id)
+        if placement is None or not placement.is_held:
+            return
+        self._forget(placement)
+        placement.is_held, placement.routed_at = False, self._clock.now()
+        self._predict(placement)
+        self._count(placement)
+        if self._observer is not None:
+            self._observer.on_routed(placement)
+
     def on_routed(self, placement: Placement) -> None:
         """Count the request at once at its replicas, in place of an earlier attempt of the same request. What
         their reports show already is not counted again."""
@@ -213,9 +271,9 @@ class LoadTracker:
         placements = self._placements.setdefault(placement.gateway_id, {})
         self._drop_stale(placements)
         placements[placement.request_id] = placement
-        for replica_id in (placement.compute_id, placement.decode_id):
-            if (replica := self._replicas.get(replica_id)) is not None:
-                replica.count(placement)
+        if not placement.gateway_id and not placement.is_held:
+            self._predict(placement)
+        self._count(placement)
         if self._observer is not None and not placement.gateway_id:
             self._observer.on_routed(placement)
 
@@ -253,6 +311,10 @@ class LoadTracker:
         for placement in self._placements.pop(gateway_id, {}).values():
             self._forget(placement)
 
+    def placement(self, request_id: str) -> Placement | None:
+        """Return where this gateway has placed the request."""
+        return self._placements[""].get(request_id)
+
     def own_placements(self) -> Iterator[Placement]:
         """Return the placements of this gateway, the oldest first."""
         return iter(self._placements[""].values())
@@ -276,6 +338,18 @@ class LoadTracker:
                 pending.check()
                 for item in pending.placements:
                     assert self._placements[item.gateway_id].get(item.request_id) is item
+
+    def _predict(self, placement: Placement) -> None:
+        """Note when its first token is due, from what is there before it."""
+        if placement.compute_id in self._replicas:
+            state = self.state(placement.compute_id)
+            queue_s = (state.backlog_tokens - state.num_held_tokens) * state.rates.token_s
+            placement.predicted_s = max(queue_s, placement.load_s) + placement.prefill_s
+
+    def _count(self, placement: Placement) -> None:
+        for replica_id in (placement.compute_id, placement.decode_id):
+            if (replica := self._replicas.get(replica_id)) is not None:
+                replica.count(placement)
 
     def _forget(self, placement: Placement) -> None:
         for replica_id in (placement.compute_id, placement.decode_id):
@@ -315,10 +389,17 @@ def _state_of(replica: _ReplicaLoad) -> CurrentLoad:
         not_landed = 1.0 - report.num_landings / len(expected.placements)
         num_new_blocks += round(not_landed * expected.num_new_blocks)
     num_coming = max(report.num_landings, expected.num_sequences) + staying.num_sequences
+    num_sequences = report.num_running + report.num_waiting + num_coming
+    backlog_tokens = report.num_backlog_tokens + replica.computing.num_prefill_tokens
+    rates = rates_of(report, num_sequences, replica.correction)
     return CurrentLoad(
         role=replica.role,
         report=report,
-        backlog_tokens=report.num_backlog_tokens + replica.computing.num_prefill_tokens,
-        num_sequences=report.num_running + report.num_waiting + num_coming,
+        backlog_tokens=backlog_tokens,
+        num_sequences=num_sequences,
         num_free_blocks=report.num_free_blocks - num_new_blocks,
+        rates=rates,
+        queue_s=backlog_tokens * rates.token_s,
+        num_held_tokens=replica.computing.num_held_tokens,
+        num_held_sequences=staying.num_held_sequences + expected.num_held_sequences,
     )

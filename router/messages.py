@@ -27,6 +27,28 @@ class ReplicaLoad(Part, frozen=True):
     load_tok_s: dict[str, float] = {}
     # The longest context that it can serve alone, output included; 0 if unknown.
     max_local_tokens: int = 0
+    # Coefficients of the time of steps, as in `router.rates`.
+    prefill_token_s: float = 0.0
+    attention_token_s: float = 0.0
+    decode_base_s: float = 0.0
+    decode_sequence_s: float = 0.0
+    decode_context_s: float = 0.0
+    # KV of the sequences that run.
+    num_context_tokens: int = 0
+    # The tokens of a step, and the sequences that can run; 0 if unknown.
+    max_batch_tokens: int = 0
+    max_sequences: int = 0
+
+
+class QueueState(Part, frozen=True):
+    """What of a replica's load changes with every step; sent between two reports."""
+
+    num_running: int
+    num_waiting: int
+    num_landings: int
+    num_backlog_tokens: int
+    num_free_blocks: int
+    num_context_tokens: int = 0
 
 
 class RouteRequest(Part, frozen=True):
@@ -47,15 +69,15 @@ class RouteRequest(Part, frozen=True):
 
 
 class Candidate(Part, frozen=True):
-    """One replica as it looked in a decision, with every term of its cost in tokens.
+    """One replica as it looked in a decision, with every term of its cost in seconds.
 
     The prompt is matched + dram + nvme + uncached tokens: on the device, in the node's store, and to be
     computed. A "decode" candidate counts what is not on its device as uncached, because it must be sent.
 
-    With the policy "cost", `cost` is uncached + loading + backlog + pressure ("prefill", "local") or pressure
-    ("decode"); `pressure_tokens` is what others suffer, plus penalties, named in `note`. `transfer_tokens`
-    of a "prefill" candidate is what sending the whole prompt from there would cost. A pair costs both costs
-    plus `transfer_tokens` times the uncached share of the prompt at the decode side.
+    With the policy "cost", `cost_s` is prefill + load + queue + pressure ("prefill", "local") or pressure
+    ("decode"); `pressure_s` is what others suffer and what decoding there takes, plus penalties, named in
+    `note`. `transfer_s` of a "prefill" candidate is what sending the whole prompt from there takes. A pair
+    costs both costs plus `transfer_s` times the uncached share of the prompt at the decode side.
     """
 
     replica_id: str
@@ -63,15 +85,37 @@ class Candidate(Part, frozen=True):
     side: str
     matched_tokens: int
     uncached_tokens: int
-    backlog_tokens: float
-    transfer_tokens: float
-    pressure_tokens: float
-    cost: float
+    # Of what was accepted there before.
+    queue_s: float
+    transfer_s: float
+    pressure_s: float
+    cost_s: float
     note: str = ""
     dram_tokens: int = 0
     nvme_tokens: int = 0
-    # The cost of loading both.
-    loading_tokens: float = 0.0
+    # Of loading both, and of computing what is uncached.
+    load_s: float = 0.0
+    prefill_s: float = 0.0
+    # Of a decode step there, with the request.
+    step_s: float = 0.0
+
+
+class Prediction(Part, frozen=True):
+    """What a request will take where it was placed, in seconds. The queue counts all that was placed there
+    before, also what is held back in gateways."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    load_s: float = 0.0
+    transfer_s: float = 0.0
+    # A decode step with the request: its first one, and then the time of each output token.
+    step_s: float = 0.0
+
+    @property
+    def ttft_s(self) -> float:
+        """The time to the first token, which the replica that prefills samples. Blocks are loaded while the
+        request is in the queue."""
+        return max(self.queue_s, self.load_s) + self.prefill_s
 
 
 class Decision(Part, frozen=True):
@@ -90,3 +134,4 @@ class Decision(Part, frozen=True):
     decode_cached_tokens: int
     candidates: tuple[Candidate, ...]
     reason: str
+    prediction: Prediction = Prediction()

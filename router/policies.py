@@ -1,28 +1,34 @@
-"""Price each choice in tokens: pure functions from load and matches to candidates, and to the cheapest
+"""Price each choice in seconds: pure functions from load and matches to candidates, and to the cheapest
 choice.
 
-One unit is the delay of computing one prompt token on a prefill replica. All delays that a choice causes are
-added: those of the request itself, of later requests, and of the streams that it disturbs.
+All delays that a choice causes are added: those of the request itself, of later requests, and of the streams
+that it disturbs. What things take at a replica is in `router.rates`, by its own measurements, so unlike
+replicas share load by their speed.
 
-    prefill p         uncached(p) + loading(p) + backlog(p) + work(p) + disturbance(p)
-    decode d          pressure x sequences(d) + no space(d)
-    pair p, d         prefill p + decode d + uncached(d) x prefill rate(p) / transfer rate(p)
+    prefill p         prefill_s(p) + load_s(p) + queue_s(p) + work(p) + disturbance(p)
+    decode d          num_steps x step_s(d) + no space(d)
+    pair p, d         prefill p + decode d + transfer_s(p) x uncached part(d)
     local d           prefill d + decode d
 
+*Prefill*: the time to compute what is uncached, behind what is held; at least one token must be computed.
+
 *Loading*: a token of the prefix that the store of the replica's node holds is loaded instead of computed, in
-the time its tier takes: min(1, prefill rate / load rate) tokens. Loading delays no other request: other work
-runs meanwhile. A token that would take as long to load as to compute is computed, and counts as uncached. At
-the decode side of a pair only the device counts: the prefill side sends what only the store holds all the
-same.
+the time its tier takes. Loading delays no other request: other work runs meanwhile. A token that would take
+as long to load as to compute is computed, and counts as uncached. At the decode side of a pair only the
+device counts: the prefill side sends what only the store holds all the same.
 
-*Work*: a part of the uncached tokens once more. For the request itself, queueing behind a sibling that
-computes the prefix is no better than computing it again on an idle replica; for all others it is.
+*Queue*: the time of all that was placed there before and is not computed, also of what gateways still hold.
 
-*Disturbance*: computing u tokens takes u / prefill rate. Each of the n streams of the replica waits that
-long, which is u tokens of delay each. A wait that is a small part of a decode step goes unnoticed, so it
-counts by that part: n x u x min(1, u / prefill rate / decode step). Prefill replicas have no streams. On a
-replica of the decode role one more stream is counted: its capacity is reserved for streams, and the next is
-due.
+*Work*: a part of the prefill once more. For the request itself, queueing behind a sibling that computes the
+prefix is no better than computing it again on an idle replica; for all others it is.
+
+*Disturbance*: each of the n streams of the replica waits as long as the prefill takes. A wait that is a small
+part of a decode step goes unnoticed, so it counts by that part: n x prefill_s x min(1, prefill_s / step_s).
+Prefill replicas have no streams. On a replica of the decode role one more stream is counted: its capacity is
+reserved for streams, and the next is due.
+
+*Decode*: the step at the batch and context that result, `num_steps` times: as many output tokens count as
+the time to the first one.
 
 Plain policies use the same candidates with costs of their own, so every decision is an argmin.
 """
@@ -38,25 +44,16 @@ from router.config import RouterConfig
 from router.load import CurrentLoad
 from router.messages import Candidate, Decision
 
-# Assumed for a replica that has not measured its prefill rate.
-DEFAULT_PREFILL_TOK_S = 10_000.0
-# Assumed for a replica that has not measured its decode step.
-DEFAULT_DECODE_STEP_S = 0.03
-# Cost of loading a token over computing it, by tier, assumed until the replica has measured both.
-DEFAULT_LOAD_RATIO = {"dram": 0.1, "nvme": 0.5}
-# Cost of sending a token over computing it, assumed until the prefill replica has measured both.
-DEFAULT_TRANSFER_RATIO = 0.1
-# The part of the uncached tokens that counts as delay of later requests. Chosen on a public conversation
-# trace (16 nodes): 0.2 has the least mean TTFT at 100 % load and costs under 1 % of it at 50 %; 1.0 has more
-# hits.
+# The part of the prefill that counts as delay of later requests. Chosen on a public conversation trace (16
+# nodes): 0.2 has the least mean TTFT at 100 % load and costs under 1 % of it at 50 %; 1.0 has more hits.
 WORK_PART = 0.2
-# Added when the prompt and its growth do not fit the free blocks now (plus the missing tokens).
-NO_SPACE_TOKENS = 1e6
+# Added when the prompt and its growth do not fit the free blocks now (plus the time of the missing tokens).
+NO_SPACE_S = 1e3
 # Added for each side whose load is unknown or stale: the replica becomes the last choice.
-STALE_TOKENS = 1e9
+STALE_S = 1e6
 # Added when the prompt would not fit the device even if it were empty, for a prefill replica and for the
 # decode side of a pair. A replica that serves alone may keep the rest in host memory, as much as it reported.
-NEVER_FITS_TOKENS = 1e12
+NEVER_FITS_S = 1e9
 
 
 class RouteQuery(NamedTuple):
@@ -75,15 +72,17 @@ class RouteQuery(NamedTuple):
 
 class ReplicaCost(NamedTuple):
     """A replica that may be chosen: its load, how many leading prompt tokens its device holds, how many it
-    would compute, and how many in between it would load from which tier of its node's store, at what cost."""
+    would compute, and how many in between it would load from which tier of its node's store; and the time of
+    computing and of loading these."""
 
     state: CurrentLoad
     is_stale: bool
     matched_tokens: int
     uncached_tokens: int
+    prefill_s: float
     dram_tokens: int = 0
     nvme_tokens: int = 0
-    loading_tokens: float = 0.0
+    load_s: float = 0.0
 
 
 class Choice(NamedTuple):
@@ -92,18 +91,16 @@ class Choice(NamedTuple):
 
     prefill: str
     decode: str
-    pair_cost: float
-    local_cost: float
+    pair_cost_s: float
+    local_cost_s: float
 
 
-def disturbance_tokens(state: CurrentLoad, uncached_tokens: int) -> float:
-    """Return the delay of the replica's streams if it computes that many tokens (formula above)."""
+def disturbance_s(state: CurrentLoad, prefill_s: float) -> float:
+    """Return the delay of the replica's streams if it computes for so long (formula above)."""
     if state.role == "prefill":
         return 0.0
     num_streams = state.num_sequences + (1 if state.role == "decode" else 0)
-    prefill_tok_s = state.report.prefill_tok_s or DEFAULT_PREFILL_TOK_S
-    decode_step_s = state.report.decode_step_s or DEFAULT_DECODE_STEP_S
-    return num_streams * uncached_tokens * min(1.0, uncached_tokens / prefill_tok_s / decode_step_s)
+    return num_streams * prefill_s * min(1.0, prefill_s / state.rates.present_step_s)
 
 
 def replica_cost(
@@ -111,40 +108,32 @@ def replica_cost(
 ) -> ReplicaCost:
     """Price a replica with `device` leading blocks of the prompt on its device, and after them `dram` and
     `nvme` blocks in its node's store. At least one token must be computed, whatever is held."""
+    rates = state.rates
     matched_tokens = min(device * query.block_tokens, query.num_tokens - 1)
     rest_tokens = query.num_tokens - matched_tokens
     if not dram and not nvme:
-        return ReplicaCost(state, is_stale, matched_tokens, rest_tokens)
-    dram_ratio, nvme_ratio = load_ratio(state, "dram"), load_ratio(state, "nvme")
-    dram_tokens = min(dram * query.block_tokens, rest_tokens - 1) if dram_ratio < 1.0 else 0
-    nvme_tokens = min(nvme * query.block_tokens, rest_tokens - 1 - dram_tokens) if nvme_ratio < 1.0 else 0
+        return ReplicaCost(
+            state, is_stale, matched_tokens, rest_tokens, rates.prefill_s(rest_tokens, matched_tokens)
+        )
+    dram_tokens = nvme_tokens = 0
+    if rates.dram_s < rates.token_s:
+        dram_tokens = min(dram * query.block_tokens, rest_tokens - 1)
+    if rates.nvme_s < rates.token_s:
+        nvme_tokens = min(nvme * query.block_tokens, rest_tokens - 1 - dram_tokens)
+    uncached_tokens = rest_tokens - dram_tokens - nvme_tokens
     return ReplicaCost(
         state,
         is_stale,
         matched_tokens,
-        uncached_tokens=rest_tokens - dram_tokens - nvme_tokens,
+        uncached_tokens=uncached_tokens,
+        prefill_s=rates.prefill_s(uncached_tokens, query.num_tokens - uncached_tokens),
         dram_tokens=dram_tokens,
         nvme_tokens=nvme_tokens,
-        loading_tokens=dram_tokens * dram_ratio + nvme_tokens * nvme_ratio,
+        load_s=dram_tokens * rates.dram_s + nvme_tokens * rates.nvme_s,
     )
 
 
-def load_ratio(state: CurrentLoad, tier: str) -> float:
-    """Return the time to load one token from this tier of the node's store, over the time to compute it."""
-    load_tok_s = state.report.load_tok_s.get(tier, 0.0)
-    if not state.report.prefill_tok_s or not load_tok_s:
-        return DEFAULT_LOAD_RATIO[tier]
-    return min(1.0, state.report.prefill_tok_s / load_tok_s)
-
-
-def transfer_ratio(state: CurrentLoad) -> float:
-    """Return the time to send one token from this prefill replica, over the time to compute it there."""
-    if not state.report.prefill_tok_s or not state.report.transfer_tok_s:
-        return DEFAULT_TRANSFER_RATIO
-    return state.report.prefill_tok_s / state.report.transfer_tok_s
-
-
-def space_penalty_tokens(query: RouteQuery, replica: ReplicaCost) -> float:
+def space_penalty_s(query: RouteQuery, replica: ReplicaCost) -> float:
     """Return 0 if prompt and growth fit the decode replica's free blocks; else a large penalty that grows
     with the number of missing blocks. Before any report the free blocks are unknown and taken to be
     enough."""
@@ -153,7 +142,7 @@ def space_penalty_tokens(query: RouteQuery, replica: ReplicaCost) -> float:
         return 0.0
     needed_tokens = query.num_tokens - replica.matched_tokens + query.num_growth_tokens
     missing = -(-needed_tokens // query.block_tokens) - state.num_free_blocks
-    return 0.0 if missing <= 0 else NO_SPACE_TOKENS + missing * query.block_tokens
+    return 0.0 if missing <= 0 else NO_SPACE_S + missing * query.block_tokens * state.rates.token_s
 
 
 def never_fits(query: RouteQuery, state: CurrentLoad) -> bool:
@@ -166,52 +155,54 @@ def never_fits(query: RouteQuery, state: CurrentLoad) -> bool:
 def prefill_candidate(query: RouteQuery, replica: ReplicaCost) -> Candidate:
     """Price the replica as the prefill side of a pair."""
     state = replica.state
-    pressure = WORK_PART * replica.uncached_tokens + disturbance_tokens(state, replica.uncached_tokens)
-    notes = []
+    pressure_s = WORK_PART * replica.prefill_s + disturbance_s(state, replica.prefill_s)
+    note = ""
     if never_fits(query, state):
-        pressure += NEVER_FITS_TOKENS
-        notes.append("never fits")
+        pressure_s += NEVER_FITS_S
+        note = "never fits"
     if replica.is_stale:
-        pressure += STALE_TOKENS
-        notes.append("stale load")
-    transfer_tokens = query.num_tokens * transfer_ratio(state)
-    return _computing("prefill", replica, pressure, ", ".join(notes), transfer_tokens)
+        pressure_s += STALE_S
+        note = f"{note}, stale load" if note else "stale load"
+    return _computing("prefill", replica, pressure_s, note, query.num_tokens * state.rates.transfer_s)
 
 
-def decode_candidate(query: RouteQuery, replica: ReplicaCost, decode_pressure: float) -> Candidate:
+def decode_candidate(query: RouteQuery, replica: ReplicaCost, num_steps: float) -> Candidate:
     """Price the replica as the decode side of a pair, which is sent whatever its device does not hold."""
-    pressure, note = _decode_pressure(query, replica, decode_pressure)
-    if never_fits(query, replica.state):
-        pressure += NEVER_FITS_TOKENS
+    pressure_s, note = _decode_pressure(query, replica, num_steps)
+    state = replica.state
+    if never_fits(query, state):
+        pressure_s += NEVER_FITS_S
         note = f"never fits, {note}" if note else "never fits"
     return Candidate(
-        replica_id=replica.state.report.identity.replica_id,
+        replica_id=state.report.identity.replica_id,
         side="decode",
         matched_tokens=replica.matched_tokens,
         uncached_tokens=query.num_tokens - replica.matched_tokens,
-        backlog_tokens=0.0,
-        transfer_tokens=0.0,
-        pressure_tokens=pressure,
-        cost=pressure,
+        queue_s=0.0,
+        transfer_s=0.0,
+        pressure_s=pressure_s,
+        cost_s=pressure_s,
         note=note,
+        step_s=state.rates.step_s,
     )
 
 
-def local_candidate(query: RouteQuery, replica: ReplicaCost, decode_pressure: float) -> Candidate:
+def local_candidate(query: RouteQuery, replica: ReplicaCost, num_steps: float) -> Candidate:
     """Price the replica as one that prefills and decodes the request by itself."""
-    state, uncached = replica.state, replica.uncached_tokens
-    pressure, note = _decode_pressure(query, replica, decode_pressure)
-    disturbance = disturbance_tokens(state, uncached)
-    pressure += WORK_PART * uncached + disturbance
+    state = replica.state
+    pressure_s, note = _decode_pressure(query, replica, num_steps)
+    disturbed_s = disturbance_s(state, replica.prefill_s)
+    pressure_s += WORK_PART * replica.prefill_s + disturbed_s
     exceeds_share = query.kv_share < 1 and never_fits(query, state)
     if exceeds_share or 0 < state.report.max_local_tokens <= query.num_tokens:
-        pressure += NEVER_FITS_TOKENS
+        pressure_s += NEVER_FITS_S
         note = f"never fits, {note}" if note else "never fits"
     if replica.is_stale:  # once for each side, as for a pair: with all loads stale, the rest decides
-        pressure += STALE_TOKENS
-    if disturbance:
-        note = f"{note}; disturbs by {disturbance:.0f}" if note else f"disturbs by {disturbance:.0f}"
-    return _computing("local", replica, pressure, note, 0.0)
+        pressure_s += STALE_S
+    if disturbed_s:
+        told = f"disturbs by {1e3 * disturbed_s:.1f} ms"
+        note = f"{note}; {told}" if note else told
+    return _computing("local", replica, pressure_s, note, 0.0)
 
 
 def choose(candidates: list[Candidate]) -> Choice | None:
@@ -222,45 +213,43 @@ def choose(candidates: list[Candidate]) -> Choice | None:
     prefills = [item for item in candidates if item.side == "prefill"]
     decodes = [item for item in candidates if item.side == "decode"]
     local = min((item for item in candidates if item.side == "local"), key=_cost, default=None)
-    local_cost = float("inf") if local is None else local.cost
-    pair_cost, prefill_id, decode_id = float("inf"), "", ""
+    local_cost_s = float("inf") if local is None else local.cost_s
+    pair_cost_s, prefill_id, decode_id = float("inf"), "", ""
     if prefills and decodes:
-        costs = np.array([item.cost for item in prefills])[:, None] + np.array(
-            [item.cost for item in decodes]
+        costs = np.array([item.cost_s for item in prefills])[:, None] + np.array(
+            [item.cost_s for item in decodes]
         )
         num_tokens = decodes[0].matched_tokens + decodes[0].uncached_tokens
         lacking = np.array([item.uncached_tokens / num_tokens for item in decodes])
-        costs += np.array([item.transfer_tokens for item in prefills])[:, None] * lacking
+        costs += np.array([item.transfer_s for item in prefills])[:, None] * lacking
         decode_rows = {item.replica_id: row for row, item in enumerate(decodes)}
         for row, item in enumerate(prefills):
             if (same := decode_rows.get(item.replica_id)) is not None:
                 costs[row, same] = np.inf
         row, column = divmod(int(costs.argmin()), len(decodes))
-        pair_cost = float(costs[row, column])
+        pair_cost_s = float(costs[row, column])
         prefill_id, decode_id = prefills[row].replica_id, decodes[column].replica_id
-    if local is not None and local_cost <= pair_cost:
-        return Choice("", local.replica_id, pair_cost, local_cost)
-    return None if pair_cost == float("inf") else Choice(prefill_id, decode_id, pair_cost, local_cost)
+    if local is not None and local_cost_s <= pair_cost_s:
+        return Choice("", local.replica_id, pair_cost_s, local_cost_s)
+    return None if pair_cost_s == float("inf") else Choice(prefill_id, decode_id, pair_cost_s, local_cost_s)
 
 
 def recompute(decision: Decision) -> tuple[str, str]:
     """Recompute (prefill, decode) from the candidates alone, by trying every pair; for audits and tests."""
     prefills = [item for item in decision.candidates if item.side == "prefill"]
     decodes = [item for item in decision.candidates if item.side == "decode"]
-    choices = [(item.cost, "", item.replica_id) for item in decision.candidates if item.side == "local"]
+    choices = [(item.cost_s, "", item.replica_id) for item in decision.candidates if item.side == "local"]
     for prefill in prefills:
         for decode in decodes:
             if prefill.replica_id != decode.replica_id:
                 share = decode.uncached_tokens / (decode.matched_tokens + decode.uncached_tokens)
-                cost = prefill.cost + decode.cost + prefill.transfer_tokens * share
+                cost = prefill.cost_s + decode.cost_s + prefill.transfer_s * share
                 choices.append((cost, prefill.replica_id, decode.replica_id))
     _, prefill_id, decode_id = min(choices, key=lambda choice: choice[0])
     return prefill_id, decode_id
 
 
-def _computing(
-    side: str, replica: ReplicaCost, pressure: float, note: str, transfer_tokens: float
-) -> Candidate:
+def _computing(side: str, replica: ReplicaCost, pressure_s: float, note: str, transfer_s: float) -> Candidate:
     """A candidate on whose replica the prompt is computed."""
     state = replica.state
     return Candidate(
@@ -268,31 +257,33 @@ def _computing(
         side=side,
         matched_tokens=replica.matched_tokens,
         uncached_tokens=replica.uncached_tokens,
-        backlog_tokens=float(state.backlog_tokens),
-        transfer_tokens=transfer_tokens,
-        pressure_tokens=pressure,
-        cost=replica.uncached_tokens + replica.loading_tokens + state.backlog_tokens + pressure,
+        queue_s=state.queue_s,
+        transfer_s=transfer_s,
+        pressure_s=pressure_s,
+        cost_s=replica.prefill_s + replica.load_s + state.queue_s + pressure_s,
         note=note,
         dram_tokens=replica.dram_tokens,
         nvme_tokens=replica.nvme_tokens,
-        loading_tokens=replica.loading_tokens,
+        load_s=replica.load_s,
+        prefill_s=replica.prefill_s,
+        step_s=state.rates.step_s,
     )
 
 
 def _cost(candidate: Candidate) -> float:
-    return candidate.cost
+    return candidate.cost_s
 
 
-def _decode_pressure(query: RouteQuery, replica: ReplicaCost, decode_pressure: float) -> tuple[float, str]:
-    """Return pressure and penalties of the decode side, and a note that names the penalties."""
-    pressure = decode_pressure * replica.state.num_sequences
-    space_penalty = space_penalty_tokens(query, replica)
-    if not space_penalty and not replica.is_stale:
-        return pressure, ""
-    notes = ["no space now"] if space_penalty else []
+def _decode_pressure(query: RouteQuery, replica: ReplicaCost, num_steps: float) -> tuple[float, str]:
+    """Return what decoding there takes, with penalties, and a note that names the penalties."""
+    pressure_s = num_steps * replica.state.rates.step_s
+    penalty_s = space_penalty_s(query, replica)
+    if not penalty_s and not replica.is_stale:
+        return pressure_s, ""
+    notes = ["no space now"] if penalty_s else []
     if replica.is_stale:
         notes.append("stale load")
-    return pressure + space_penalty + (STALE_TOKENS if replica.is_stale else 0.0), ", ".join(notes)
+    return pressure_s + penalty_s + (STALE_S if replica.is_stale else 0.0), ", ".join(notes)
 
 
 # The policies: `cost` is the default, the plain ones are there to compare it with. A policy only prices;
@@ -315,8 +306,8 @@ class CostPolicy:
     """The costs of `router.policies`. Skips the prefill pool whenever little is uncached at the decode
     side."""
 
-    def __init__(self, decode_pressure: float) -> None:
-        self._decode_pressure = decode_pressure
+    def __init__(self, num_steps: float) -> None:
+        self._num_steps = num_steps
 
     def candidates(
         self, query: RouteQuery, prefills: Sequence[ReplicaCost], decodes: Sequence[ReplicaCost]
@@ -324,9 +315,9 @@ class CostPolicy:
         priced = [prefill_candidate(query, replica) for replica in prefills]
         for replica in decodes:
             if not _must_stay(query, replica):
-                priced.append(decode_candidate(query, replica, self._decode_pressure))
+                priced.append(decode_candidate(query, replica, self._num_steps))
             if query.may_stay:
-                priced.append(local_candidate(query, replica, self._decode_pressure))
+                priced.append(local_candidate(query, replica, self._num_steps))
         return priced
 
 
@@ -353,7 +344,7 @@ class PlainPolicy:
             _plain(query, replica, "prefill", rank)
             for replica, rank in zip(prefills, self._rank(prefills, "prefill"), strict=True)
         ]
-        best_prefill = min((candidate.cost for candidate in priced), default=0.0)
+        best_prefill = min((candidate.cost_s for candidate in priced), default=0.0)
         for replica, rank in zip(decodes, self._rank(decodes, "decode"), strict=True):
             if query.may_stay and (not prefills or _must_stay(query, replica)):
                 priced.append(_plain(query, replica, "local", rank + best_prefill))
@@ -372,7 +363,7 @@ def make_policy(config: RouterConfig, seed: int) -> Policy:
         return PlainPolicy(rank_by_load)
     if config.policy == "longest_prefix":
         return PlainPolicy(rank_by_prefix)
-    return CostPolicy(config.decode_pressure)
+    return CostPolicy(config.decode_steps)
 
 
 def rank_by_turn(replicas: Sequence[ReplicaCost], side: str) -> list[float]:
@@ -412,26 +403,28 @@ def rank_by_prefix(replicas: Sequence[ReplicaCost], side: str) -> list[float]:
 
 
 def _must_stay(query: RouteQuery, replica: ReplicaCost) -> bool:
-    return query.may_stay and replica.uncached_tokens + replica.loading_tokens <= query.skip_prefill_tokens
+    if not query.may_stay:
+        return False
+    loading = replica.load_s / replica.state.rates.token_s if replica.load_s else 0.0
+    return replica.uncached_tokens + loading <= query.skip_prefill_tokens
 
 
 def _plain(query: RouteQuery, replica: ReplicaCost, side: str, rank: float) -> Candidate:
     state = replica.state
-    stale_tokens = STALE_TOKENS if replica.is_stale else 0.0
-    if side == "decode":
-        matched_tokens = replica.matched_tokens
-        replica = ReplicaCost(state, replica.is_stale, matched_tokens, query.num_tokens - matched_tokens)
+    is_decode = side == "decode"
     return Candidate(
         replica_id=state.report.identity.replica_id,
         side=side,
         matched_tokens=replica.matched_tokens,
-        uncached_tokens=replica.uncached_tokens,
-        backlog_tokens=float(state.backlog_tokens),
-        transfer_tokens=0.0,
-        pressure_tokens=float(state.num_sequences),
-        cost=rank + stale_tokens,
+        uncached_tokens=query.num_tokens - replica.matched_tokens if is_decode else replica.uncached_tokens,
+        queue_s=0.0 if is_decode else state.queue_s,
+        transfer_s=0.0,
+        pressure_s=0.0,
+        cost_s=rank + (STALE_S if replica.is_stale else 0.0),
         note="stale load" if replica.is_stale else "",
-        dram_tokens=replica.dram_tokens,
-        nvme_tokens=replica.nvme_tokens,
-        loading_tokens=replica.loading_tokens,
+        dram_tokens=0 if is_decode else replica.dram_tokens,
+        nvme_tokens=0 if is_decode else replica.nvme_tokens,
+        load_s=0.0 if is_decode else replica.load_s,
+        prefill_s=0.0 if is_decode else replica.prefill_s,
+        step_s=state.rates.step_s,
     )

@@ -12,10 +12,10 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.messages import KvEvents, KvSnapshot, ReplicaIdentity
 from router.config import RouterConfig
 from router.errors import NoReplicaError
-from router.load import LoadTracker, Placement, PlacementObserver
-from router.messages import Candidate, Decision, ReplicaLoad, RouteRequest
+from router.load import CurrentLoad, LoadTracker, Placement, PlacementObserver
+from router.messages import Candidate, Decision, Prediction, QueueState, ReplicaLoad, RouteRequest
 from router.policies import (
-    NEVER_FITS_TOKENS,
+    NEVER_FITS_S,
     Choice,
     ReplicaCost,
     RouteQuery,
@@ -26,6 +26,9 @@ from router.policies import (
 )
 from router.radix import NOT_IN_STORE, Match, PrefixTree
 
+# Assumed for a replica that has not reported them.
+DEFAULT_BATCH_TOKENS = 512
+DEFAULT_MAX_SEQUENCES = 64
 ROLES = ("prefill", "decode", "both")
 # How many decisions `explain` remembers.
 NUM_DECISIONS_KEPT = 1024
@@ -111,6 +114,14 @@ class RouterService:
         """Take a replica's load report."""
         self._load.on_load(load)
 
+    def on_queue(self, identity: ReplicaIdentity, queue: QueueState, received_at: float) -> None:
+        """Take what has changed since the replica's last report."""
+        self._load.on_queue(identity, queue, received_at)
+
+    def load(self, replica_id: str) -> CurrentLoad:
+        """Return the load as of now of a replica that was added."""
+        return self._load.state(replica_id)
+
     def on_events(self, events: KvEvents) -> bool:
         """Apply events. Returns False if some were missed or never followed: the caller requests a
         snapshot."""
@@ -125,9 +136,9 @@ class RouterService:
         arrives."""
         return self._tree.needs_snapshot(replica_id)
 
-    def route(self, request: RouteRequest) -> Decision:
-        """Choose replicas and count the request there. Raises `NoReplicaError`, naming the side that is
-        missing."""
+    def route(self, request: RouteRequest, *, is_held: bool = False) -> Decision:
+        """Choose replicas and count the request there; one that `is_held` waits here until `on_submitted`.
+        Raises `NoReplicaError`, naming the side that is missing."""
         prefill_ids, decode_ids = self._usable(request)
         match = self._tree.match(request.block_keys)
         query = self._query(request)
@@ -138,7 +149,7 @@ class RouterService:
         if choice is None:
             raise NoReplicaError(f"no second replica beside the pinned {request.pinned_prefill}")
         decision = _decision(request.request_id, self._config.policy, choice, candidates)
-        self._place(request, query, decision)
+        self._place(request, query, decision, is_held=is_held)
         self._keep(decision)
         return decision
 
@@ -153,9 +164,9 @@ class RouterService:
         )
         query = self._query(request)
         replicas = self._replica_costs(query, decode_ids, self._tree.match(request.block_keys))
-        priced = [decode_candidate(query, replica, self._config.decode_pressure) for replica in replicas]
-        chosen = min(priced, key=lambda item: (item.cost, item.uncached_tokens), default=None)
-        if chosen is None or chosen.cost >= NEVER_FITS_TOKENS:
+        priced = [decode_candidate(query, replica, self._config.decode_steps) for replica in replicas]
+        chosen = min(priced, key=lambda item: (item.cost_s, item.uncached_tokens), default=None)
+        if chosen is None or chosen.cost_s >= NEVER_FITS_S:
             raise NoReplicaError(self._missing("decode", request, ""))
         self._members.move_to_end(chosen.replica_id)
         needed_tokens = chosen.uncached_tokens + query.num_growth_tokens
@@ -173,10 +184,39 @@ class RouterService:
         )
         return chosen.replica_id
 
+    def on_submitted(self, request_id: str) -> None:
+        """Note that a request that was held has been sent to its replicas."""
+        self._load.on_submitted(request_id)
+
+    def has_capacity(self, request_id: str) -> bool:
+        """Whether the replicas of a placed request can take it now: who computes it has less than
+        `steps_ahead` steps of other work, and who decodes it a free sequence and free blocks, or nothing to
+        do. What gateways hold does not count."""
+        placement = self._load.placement(request_id)
+        if placement is None or not {placement.compute_id, placement.decode_id} <= {"", *self._members}:
+            return True  # whoever sends it will find out
+        state = self._load.state(placement.compute_id)
+        batch_tokens = state.report.max_batch_tokens or DEFAULT_BATCH_TOKENS
+        if state.backlog_tokens - state.num_held_tokens >= self._config.steps_ahead * batch_tokens:
+            return False
+        if placement.decode_id:
+            state = self._load.state(placement.decode_id)
+        num_sequences = state.num_sequences - state.num_held_sequences
+        max_sequences = state.report.max_sequences or DEFAULT_MAX_SEQUENCES
+        if num_sequences and num_sequences + placement.num_sequences > max_sequences:
+            return False
+        prompt_blocks = -(-placement.num_prefill_tokens // self._block_tokens)
+        return not num_sequences or state.report.num_free_blocks >= prompt_blocks
+
     def on_prefilled(self, request_id: str) -> None:
         """Note the first token: nothing is left to compute, and the decode side has the KV."""
         placement = self._load.on_prefilled(request_id)
-        if placement is not None and placement.decode_id:
+        if placement is None:
+            return
+        if placement.compute_id and placement.predicted_s > 0:
+            took_s = self._clock.now() - placement.routed_at
+            self._load.correct(placement.compute_id, took_s / placement.predicted_s)
+        if placement.decode_id:
             self._tree.predict(placement.decode_id, placement.block_keys)
 
     def on_finished(self, request_id: str) -> None:
@@ -310,7 +350,7 @@ class RouterService:
             replicas.append(replica_cost(query, state, state.report.received_at < oldest, device, dram, nvme))
         return replicas
 
-    def _place(self, request: RouteRequest, query: RouteQuery, decision: Decision) -> None:
+    def _place(self, request: RouteRequest, query: RouteQuery, decision: Decision, *, is_held: bool) -> None:
         compute_id = decision.prefill or decision.decode
         held_tokens = decision.decode_cached_tokens
         needed_tokens = query.num_tokens - held_tokens + query.num_growth_tokens
@@ -328,6 +368,9 @@ class RouterService:
                 num_new_blocks=-(-needed_tokens // query.block_tokens),
                 num_sequences=query.num_samples,
                 routed_at=self._clock.now(),
+                is_held=is_held,
+                prefill_s=decision.prediction.prefill_s,
+                load_s=decision.prediction.load_s,
             )
         )
 
@@ -347,10 +390,13 @@ def _decision(request_id: str, policy: str, choice: Choice, candidates: list[Can
     chosen = {(item.side, item.replica_id): item for item in candidates}
     if choice.prefill:
         prefill, decode = chosen["prefill", choice.prefill], chosen["decode", choice.decode]
-        reason = f"the pair costs {choice.pair_cost:.0f}, {_other('alone', choice.local_cost)}"
+        reason = f"the pair costs {_ms(choice.pair_cost_s)}, {_other('alone', choice.local_cost_s)}"
+        lacking = decode.uncached_tokens / (decode.matched_tokens + decode.uncached_tokens)
+        transfer_s = prefill.transfer_s * lacking
     else:
         prefill = decode = chosen["local", choice.decode]
-        reason = f"alone costs {choice.local_cost:.0f}, {_other('the best pair', choice.pair_cost)}"
+        reason = f"alone costs {_ms(choice.local_cost_s)}, {_other('the best pair', choice.pair_cost_s)}"
+        transfer_s = 0.0
     return Decision(
         request_id=request_id,
         policy=policy,
@@ -360,8 +406,19 @@ def _decision(request_id: str, policy: str, choice: Choice, candidates: list[Can
         decode_cached_tokens=decode.matched_tokens,
         candidates=tuple(candidates),
         reason=reason,
+        prediction=Prediction(
+            queue_s=prefill.queue_s,
+            prefill_s=prefill.prefill_s,
+            load_s=prefill.load_s,
+            transfer_s=transfer_s,
+            step_s=decode.step_s,
+        ),
     )
 
 
-def _other(name: str, cost: float) -> str:
-    return f"{name} not possible" if cost == float("inf") else f"{name} {cost:.0f}"
+def _other(name: str, cost_s: float) -> str:
+    return f"{name} not possible" if cost_s == float("inf") else f"{name} {_ms(cost_s)}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"

@@ -36,9 +36,6 @@ class AdmissionConfig(BaseModel):
     interactive: ClassConfig = ClassConfig(ttft_s=10.0, weight=8.0, aging_s=10.0)
     standard: ClassConfig = ClassConfig(ttft_s=30.0, weight=4.0, aging_s=30.0)
     batch: ClassConfig = ClassConfig(ttft_s=None, weight=1.0, aging_s=600.0)
-    # Steps of work that a replica holds; what exceeds them waits in the gateway, where the order can still
-    # change.
-    steps_ahead: float = Field(default=2.5, gt=0)
     # Of the requests that wait in one gateway, in all: their prompts and what belongs to them.
     max_queue_mb: float = Field(default=256.0, gt=0)
     # Output that waits in one gateway for clients to read it, in all. The slowest reader is cut off first.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from cluster.api.authentication import Context, abort, caller_identity
 from cluster.api.replies import StatusService, scale_reply
-from cluster.api.servicer import check_explain
+from cluster.api.servicer import explain, list_requests
 from cluster.api.store_admin import StoreAdmin
 from cluster.errors import FieldViolation, InvalidRequestError, RequestError
 from cluster.gateway.traffic_splitter import TrafficSplitter
@@ -32,22 +32,13 @@ class AdminServicer:
             await context.write(message)
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
-        try:
-            check_explain(request)
-            tenant = request.tenant if request.HasField("tenant") else None
-            if (reply := await self._traffic.explain(request, tenant, context)) is not None:
-                return reply
-            return await self._status.explain(request.request_id, tenant)
-        except RequestError as error:
-            await abort(context, error)
+        tenant = request.tenant if request.HasField("tenant") else None
+        return await explain(self._status, self._traffic, request, tenant, context)
 
     async def ListRequests(
         self, request: pb.ListRequestsRequest, context: Context
     ) -> pb.ListRequestsResponse:
-        try:
-            return await self._status.list_requests(request, None)
-        except RequestError as error:
-            await abort(context, error)
+        return await list_requests(self._status, request, None, context)
 
     async def StoreStat(self, request: pb.StoreStatRequest, context: Context) -> pb.StoreStatResponse:
         return await self._stores.stat(context.time_remaining())

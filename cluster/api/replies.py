@@ -131,6 +131,7 @@ class StatusService:
             traffic=self._connections.roster_view.traffic,
             demand=demand_message(counters.demand),
             authentication=self._config.auth.mode,
+            app=self._config.app,
         )
 
     async def explain(self, request_id: str, tenant: str | None) -> pb.ExplainResponse:
@@ -307,15 +308,20 @@ def _decision(attempt: int, decision: Decision) -> pb.Decision:
                 side=item.side,
                 matched_tokens=item.matched_tokens,
                 uncached_tokens=item.uncached_tokens,
-                backlog_tokens=item.backlog_tokens,
-                transfer_tokens=item.transfer_tokens,
-                pressure_tokens=item.pressure_tokens,
-                cost=item.cost,
+                queue_s=item.queue_s,
+                prefill_s=item.prefill_s,
+                load_s=item.load_s,
+                transfer_s=item.transfer_s,
+                pressure_s=item.pressure_s,
+                step_s=item.step_s,
+                cost_s=item.cost_s,
                 note=item.note,
             )
             for item in decision.candidates
         ],
         reason=decision.reason,
+        ttft_s=decision.prediction.ttft_s,
+        step_s=decision.prediction.step_s,
     )
 
 

@@ -84,22 +84,13 @@ class InferenceServicer:
         return pb.ListModelsResponse(models=[model] if caller_identity().may_use(model.name) else [])
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
-        try:
-            check_explain(request)
-            tenant = _tenant_of(caller_identity())
-            if (reply := await self._traffic.explain(request, tenant, context)) is not None:
-                return reply
-            return await self._status.explain(request.request_id, tenant)
-        except RequestError as error:
-            await abort(context, error)
+        tenant = _tenant_of(caller_identity())
+        return await explain(self._status, self._traffic, request, tenant, context)
 
     async def ListRequests(
         self, request: pb.ListRequestsRequest, context: Context
     ) -> pb.ListRequestsResponse:
-        try:
-            return await self._status.list_requests(request, _tenant_of(caller_identity()))
-        except RequestError as error:
-            await abort(context, error)
+        return await list_requests(self._status, request, _tenant_of(caller_identity()), context)
 
     async def _stream(self, accepted: Accepted, context: Context) -> None:
         """Write one `accepted`, the deltas and one `finished`; raise the error of a failed request."""
@@ -127,11 +118,33 @@ def caller_of(context: Context, identity: Identity) -> Caller:
     )
 
 
-def check_explain(request: pb.ExplainRequest) -> None:
-    """Raise `InvalidRequestError` where the request to explain is not named."""
-    if not request.request_id:
-        problem = "is empty; `accepted` and the command line show it"
-        raise InvalidRequestError(FieldViolation("request_id", problem))
+async def explain(
+    status: StatusService,
+    traffic: TrafficSplitter,
+    request: pb.ExplainRequest,
+    tenant: str | None,
+    context: Context,
+) -> pb.ExplainResponse:
+    """Answer `Explain` of either service, for requests of this tenant alone; None: of any."""
+    try:
+        if not request.request_id:
+            problem = "is empty; `accepted` and the command line show it"
+            raise InvalidRequestError(FieldViolation("request_id", problem))
+        if (reply := await traffic.explain(request, tenant, context)) is not None:
+            return reply
+        return await status.explain(request.request_id, tenant)
+    except RequestError as error:
+        await abort(context, error)
+
+
+async def list_requests(
+    status: StatusService, request: pb.ListRequestsRequest, tenant: str | None, context: Context
+) -> pb.ListRequestsResponse:
+    """Answer `ListRequests` of either service, for requests of this tenant alone; None: of all."""
+    try:
+        return await status.list_requests(request, tenant)
+    except RequestError as error:
+        await abort(context, error)
 
 
 def _tenant_of(identity: Identity) -> str | None:

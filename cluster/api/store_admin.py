@@ -52,9 +52,9 @@ T = TypeVar("T", StoreStat, StoreListing, VerifyResult, PurgeResult)
 
 
 class Filter(NamedTuple):
-    """Selects records of a tenant, and of models whose fingerprint begins so; None: of all."""
+    """Selects records of a sharing group, and of models whose fingerprint begins so; None: of all."""
 
-    tenant: str | None
+    sharing_group: str | None
     model: str | None
 
 
@@ -95,7 +95,7 @@ class StoreAdmin:
     async def purge(self, request: pb.StorePurgeRequest, remaining_s: float | None) -> pb.StorePurgeResponse:
         wanted = _filter(request.filter)
         if wanted == Filter(None, None) and not request.all:
-            problem = "names neither a tenant nor a model; to delete everything, set `all`"
+            problem = "names neither a sharing group nor a model; to delete everything, set `all`"
             raise InvalidRequestError(FieldViolation("filter", problem))
         if wanted != Filter(None, None) and request.all:
             raise InvalidRequestError(FieldViolation("all", "contradicts `filter`; give one of them"))
@@ -171,13 +171,13 @@ def _limit(remaining_s: float | None) -> float | None:
 
 
 def _filter(asked: pb.StoreFilter) -> Filter:
-    tenant = asked.tenant if asked.HasField("tenant") else None
+    group = asked.sharing_group if asked.HasField("sharing_group") else None
     model = asked.model if asked.HasField("model") else None
     if model is not None and not re.fullmatch("[0-9a-f]+", model):
         known = "a served model or the beginning of a fingerprint (lower-case hexadecimal)"
         problem = f"must be {known}, not {model[:64]!r}"
         raise InvalidRequestError(FieldViolation("filter.model", problem))
-    return Filter(tenant, model)
+    return Filter(group, model)
 
 
 def _member(record: StoreRecord) -> pb.StoreMember:
@@ -195,7 +195,7 @@ def _stat(member: pb.StoreMember, stat: StoreStat) -> pb.StoreNodeStat:
         member=member,
         tiers=[_in_ms(tier, pb.StoreTier) for tier in stat.tiers],
         index=_in_ms(stat.index, pb.StoreIndex),
-        bytes_by_tenant=stat.bytes_by_group,
+        bytes_by_sharing_group=stat.bytes_by_group,
         num_sessions=stat.num_sessions,
     )
 
@@ -219,7 +219,7 @@ def _record(listed: ListedRecord) -> pb.StoreRecord:
     return pb.StoreRecord(
         key=info.id.key.hex(),
         parent=info.parent.hex(),
-        tenant=info.sharing_group,
+        sharing_group=info.sharing_group,
         model=info.model.hex(),
         layer_start=shard.layer_start,
         layer_end=shard.layer_end,

@@ -20,7 +20,7 @@ from rich.text import Text
 from cluster.api.channel import ClientCredentials
 from cluster.api.client import Client, GenerateOptions
 from cluster.cli.bench_overload import MULTIPLES, OverloadPlan, overload_table, run_overload, verdict
-from cluster.cli.credentials import ApiKey, ApiKeyFile, ClientCertificate, credentials
+from cluster.cli.gateway_options import InferenceOptions, gateway_options
 from cluster.cli.serving_load import (
     PERCENTILES,
     BenchRequest,
@@ -31,9 +31,7 @@ from cluster.cli.serving_load import (
     summarize,
 )
 from cluster.cli.terminal import (
-    DEFAULT_ADDRESS,
     NONE,
-    Address,
     AsJson,
     bundled_model,
     err,
@@ -205,12 +203,9 @@ def _empty_figure(title: str, width: int, height: int) -> Any:
 
 
 @cli.command("serve")
+@gateway_options
 def bench_serve(
-    address: Address = DEFAULT_ADDRESS,
     as_json: AsJson = False,
-    api_key: ApiKey = "",
-    api_key_file: ApiKeyFile = None,
-    client_certificate: ClientCertificate = None,
     requests: Annotated[int, typer.Option(min=1, help="Requests of each run.")] = 64,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight, without a rate.")] = 8,
     rate: Annotated[float, typer.Option(min=0, help="Poisson arrivals a second, without a limit.")] = 0.0,
@@ -231,11 +226,13 @@ def bench_serve(
         float, typer.Option(min=0, help="With --overload: requests a second; 0: measured.")
     ] = 0.0,
     duration: Annotated[float, typer.Option(min=1, help="With --overload: of each load, seconds.")] = 180.0,
+    *,
+    to: InferenceOptions,
 ) -> None:
     """Load a running cluster; latencies, throughput and goodput."""
     objectives = Objectives(slo_ttft_ms, slo_tpot_ms)
     console = err if as_json else out
-    who = credentials(api_key, api_key_file, client_certificate)
+    address, who = to.address, to.credentials()
     clock = SystemClock()
     if overload:
         load = Workload(

@@ -259,9 +259,13 @@ def _path_note(path: pb.Path) -> str:
     )
 
 
+# Of a candidate's cost.
+_TERMS = ("queue", "load", "prefill", "transfer", "pressure", "cost")
+
+
 def _candidate_table(decision: pb.Decision) -> Table:
     title = f"attempt {decision.attempt}, policy {decision.policy}: {decision.reason}"
-    numbers = "matched", "uncached", "backlog", "transfer", "pressure", "cost"
+    numbers = ("matched", "uncached", *(f"{name}, ms" for name in _TERMS))
     table = made_table(title, "", "replica", "side", numbers=numbers)
     chosen = {("prefill", decision.prefill), ("decode" if decision.prefill else "local", decision.decode)}
     for candidate in decision.candidates:
@@ -271,10 +275,7 @@ def _candidate_table(decision: pb.Decision) -> Table:
             candidate.side,
             str(candidate.matched_tokens),
             str(candidate.uncached_tokens),
-            f"{candidate.backlog_tokens:.0f}",
-            f"{candidate.transfer_tokens:.0f}",
-            f"{candidate.pressure_tokens:.0f}",
-            f"{candidate.cost:.1f}",
+            *(f"{1e3 * getattr(candidate, f'{name}_s'):.1f}" for name in _TERMS),
         )
     return table
 

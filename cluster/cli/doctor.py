@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.api.channel import ClientCredentials
-from cluster.cli.credentials import ApiKey, ApiKeyFile, ClientCertificate, credentials
+from cluster.cli.gateway_options import CallerOptions, gateway_options
 from cluster.cli.terminal import BUNDLED_MODEL, AsJson, err, out, run
 from cluster.config import ClusterConfig, default_config, load_config
 from cluster.doctor.checks import (
@@ -59,6 +59,7 @@ CONFIG_CHECK = "config"
 REACH_CHECK = "gateway"
 
 
+@gateway_options
 def doctor(
     file: Annotated[Path | None, typer.Option("-f", "--file", help="The cluster's YAML file.")] = None,
     admin_address: Annotated[
@@ -69,15 +70,14 @@ def doctor(
         ),
     ] = "",
     as_json_text: AsJson = False,
-    api_key: ApiKey = "",
-    api_key_file: ApiKeyFile = None,
-    client_certificate: ClientCertificate = None,
     ray_address: Annotated[str, typer.Option(help='As for serve: "auto", "local" or host:port.')] = "auto",
     seconds: Annotated[float, typer.Option(min=0.0, help="Between two looks at a running cluster.")] = 2.0,
     redis_url: Annotated[str, typer.Option(envvar="REDIS_URL", hidden=True)] = "",
     auth_mode: Annotated[str, typer.Option(envvar="RAY_AUTH_MODE", hidden=True)] = "token",
     auth_token: Annotated[str, typer.Option(envvar="RAY_AUTH_TOKEN", hidden=True)] = "",
     auth_token_path: Annotated[str, typer.Option(envvar="RAY_AUTH_TOKEN_PATH", hidden=True)] = "",
+    *,
+    caller: CallerOptions,
 ) -> None:
     """Look for what would not work here, and for why a running cluster is slow: cause and remedy.
 
@@ -95,8 +95,8 @@ def doctor(
     if config is not None and (file is not None or not admin_address):
         findings += _machine(config, environment, ray_address, is_running=bool(admin_address))
     if admin_address:
-        who = credentials(api_key, api_key_file, client_certificate)
-        run(_cluster(admin_address, seconds, config if file is not None else None, findings, who))
+        expected = config if file is not None else None
+        run(_cluster(admin_address, seconds, expected, findings, caller.credentials()))
     if as_json_text:
         print(json.dumps(as_json(findings)))
     else:

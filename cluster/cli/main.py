@@ -14,16 +14,12 @@ from cluster.api.client import GenerateOptions, Turn
 from cluster.cli import calls
 from cluster.cli.bench import cli as bench_cli
 from cluster.cli.bench_traces import bench_scaling, bench_store
-from cluster.cli.credentials import ApiKey, ApiKeyFile, ClientCertificate, credentials
 from cluster.cli.doctor import doctor
+from cluster.cli.gateway_options import AdminOptions, InferenceOptions, gateway_options
 from cluster.cli.key import cli as key_cli
 from cluster.cli.scale import scale
 from cluster.cli.store import cli as store_cli
 from cluster.cli.terminal import (
-    DEFAULT_ADDRESS,
-    DEFAULT_ADMIN_ADDRESS,
-    Address,
-    AdminAddress,
     AsJson,
     Timeout,
     bundled_model,
@@ -37,7 +33,8 @@ from cluster.cli.terminal import (
     show_version,
     stages,
 )
-from cluster.cli.update import HOST_HELP, serve_config, traffic, update
+from cluster.cli.traffic import traffic
+from cluster.cli.update import HOST_HELP, serve_config, update
 from cluster.config import LOOPBACK, ClusterConfig
 from cluster.errors import CallError, ClusterError, RayEndedError, StartError
 from kvtransfer.common.clock import SystemClock
@@ -188,13 +185,10 @@ def demo() -> None:
 
 
 @cli.command()
+@gateway_options
 def generate(
     prompt: Annotated[str, typer.Argument(help='The prompt; "-" reads it from standard input.')],
-    address: Address = DEFAULT_ADDRESS,
     as_json: AsJson = False,
-    api_key: ApiKey = "",
-    api_key_file: ApiKeyFile = None,
-    client_certificate: ClientCertificate = None,
     chat: Annotated[bool, typer.Option(help="PROMPT is a user's message in a chat.")] = False,
     max_tokens: Annotated[int | None, typer.Option()] = None,
     min_tokens: Annotated[int | None, typer.Option()] = None,
@@ -217,6 +211,8 @@ def generate(
     ] = "",
     request_id: Annotated[str, typer.Option(help="For `tandem explain`; default: drawn.")] = "",
     timeout: Timeout = None,
+    *,
+    to: InferenceOptions,
 ) -> None:
     """Continue PROMPT; the text streams as it comes."""
     options = GenerateOptions(
@@ -241,38 +237,34 @@ def generate(
     )
     text = _standard_input() if prompt == "-" else prompt
     asked = [Turn("user", text)] if chat else text
-    who = credentials(api_key, api_key_file, client_certificate)
-    run(calls.generate(address, asked, options, timeout, as_json=as_json, who=who))
+    run(calls.generate(to.address, asked, options, timeout, as_json=as_json, who=to.credentials()))
 
 
 @cli.command()
+@gateway_options
 def status(
-    admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS,
     as_json: AsJson = False,
-    api_key: ApiKey = "",
-    api_key_file: ApiKeyFile = None,
-    client_certificate: ClientCertificate = None,
+    *,
+    to: AdminOptions,
 ) -> None:
     """The replicas, their loads, and the measured paths between them."""
-    who = credentials(api_key, api_key_file, client_certificate)
-    run(calls.status(admin_address, out, as_json=as_json, who=who))
+    run(calls.status(to.admin_address, out, as_json=as_json, who=to.credentials()))
 
 
 @cli.command()
+@gateway_options
 def explain(
     request_id: str,
-    address: Address = DEFAULT_ADDRESS,
     admin_address: Annotated[
         str, typer.Option(help="Ask the gateway's port for operators, for a request of any tenant.")
     ] = "",
     as_json: AsJson = False,
-    api_key: ApiKey = "",
-    api_key_file: ApiKeyFile = None,
-    client_certificate: ClientCertificate = None,
+    *,
+    to: InferenceOptions,
 ) -> None:
     """Where a running or recent request went, and why."""
-    who = credentials(api_key, api_key_file, client_certificate)
-    run(calls.explain(address, admin_address, request_id, out, as_json=as_json, who=who))
+    who = to.credentials()
+    run(calls.explain(to.address, admin_address, request_id, out, as_json=as_json, who=who))
 
 
 def _standard_input() -> str:

@@ -18,11 +18,9 @@ from rich.text import Text
 
 from cluster.api.admin_client import AdminClient
 from cluster.api.replies import scale_reply
-from cluster.cli.credentials import ApiKey, ApiKeyFile, ClientCertificate, credentials
+from cluster.cli.gateway_options import AdminOptions, gateway_options
 from cluster.cli.terminal import (
-    DEFAULT_ADMIN_ADDRESS,
     NONE,
-    AdminAddress,
     AsJson,
     err,
     made_table,
@@ -66,6 +64,7 @@ TokenFile = Annotated[
 ]
 
 
+@gateway_options
 def scale(
     orders: Annotated[list[str] | None, typer.Argument(metavar="POOL=REPLICAS")] = None,
     release: Annotated[
@@ -74,15 +73,13 @@ def scale(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would change.")] = False,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Until the counts are reached.")] = True,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds to wait.")] = 600.0,
-    admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS,
-    api_key: ApiKey = "",
-    api_key_file: ApiKeyFile = None,
-    client_certificate: ClientCertificate = None,
     dashboard: Dashboard = "",
     app: App = DEFAULT_APP,
     token_file: TokenFile = None,
     token: Token = "",
     as_json: AsJson = False,
+    *,
+    to: AdminOptions,
 ) -> None:
     """Set how many replicas pools have; the counts hold over deploys and restarts."""
     if not orders and not release:
@@ -98,8 +95,7 @@ def scale(
                 work = ScaleWork(DashboardTarget(client, app), out, SystemClock(), as_json=as_json)
                 await work.scale(counts, release or (), dry_run=dry_run, wait_s=limit_s)
         else:
-            who = credentials(api_key, api_key_file, client_certificate)
-            async with AdminClient(admin_address, credentials=who) as admin:
+            async with AdminClient(to.admin_address, credentials=to.credentials()) as admin:
                 work = ScaleWork(GatewayTarget(admin), out, SystemClock(), as_json=as_json)
                 await work.scale(counts, release or (), dry_run=dry_run, wait_s=limit_s)
 

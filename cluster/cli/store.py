@@ -15,11 +15,9 @@ from cluster.api.admin_client import AdminClient
 from cluster.api.channel import ClientCredentials
 from cluster.api.json_text import as_dict
 from cluster.api.store_admin import DEFAULT_LIMIT, MAX_LIMIT
-from cluster.cli.credentials import ApiKey, ApiKeyFile, ClientCertificate, credentials
+from cluster.cli.gateway_options import AdminOptions, gateway_options
 from cluster.cli.terminal import (
-    DEFAULT_ADMIN_ADDRESS,
     NONE,
-    AdminAddress,
     AsJson,
     Timeout,
     made_table,
@@ -31,81 +29,85 @@ from cluster.proto import tandem_pb2 as pb
 
 cli = typer.Typer(no_args_is_help=True, help="The tiered store of every node: list, measure, verify, purge.")
 
-Tenant = Annotated[str | None, typer.Option(help='Records of this tenant; "": of requests without one.')]
+SharingGroup = Annotated[
+    str | None,
+    typer.Option(
+        help="Records of this sharing group: a tenant's own name, unless `auth.tenants` puts the tenant into "
+        'a group; "": of requests without a tenant.'
+    ),
+]
 Model = Annotated[
     str | None, typer.Option(help="Records of this model: the served name, or how its fingerprint begins.")
 ]
 
 
 @cli.command("ls")
+@gateway_options
 def list_records(
-    admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS,
     as_json: AsJson = False,
-    api_key: ApiKey = "",
-    api_key_file: ApiKeyFile = None,
-    client_certificate: ClientCertificate = None,
-    tenant: Tenant = None,
+    sharing_group: SharingGroup = None,
     model: Model = None,
     limit: Annotated[int, typer.Option(min=1, max=MAX_LIMIT, help="Records of each node.")] = DEFAULT_LIMIT,
+    *,
+    to: AdminOptions,
 ) -> None:
     """Records, the most recently used first."""
-    who = credentials(api_key, api_key_file, client_certificate)
-    run(show_records(admin_address, Selection(tenant, model), limit, out, as_json=as_json, who=who))
+    selection, who = Selection(sharing_group, model), to.credentials()
+    run(show_records(to.admin_address, selection, limit, out, as_json=as_json, who=who))
 
 
 @cli.command()
+@gateway_options
 def stat(
-    admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS,
     as_json: AsJson = False,
-    api_key: ApiKey = "",
-    api_key_file: ApiKeyFile = None,
-    client_certificate: ClientCertificate = None,
+    *,
+    to: AdminOptions,
 ) -> None:
-    """Every tier of every node: space, hits, writes, failures; the index; what each tenant holds."""
-    who = credentials(api_key, api_key_file, client_certificate)
-    run(show_stat(admin_address, out, as_json=as_json, who=who))
+    """Every tier of every node: space, hits, writes, failures; the index; what each sharing group holds."""
+    run(show_stat(to.admin_address, out, as_json=as_json, who=to.credentials()))
 
 
 @cli.command()
+@gateway_options
 def verify(
-    admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS,
     as_json: AsJson = False,
-    api_key: ApiKey = "",
-    api_key_file: ApiKeyFile = None,
-    client_certificate: ClientCertificate = None,
-    tenant: Tenant = None,
+    sharing_group: SharingGroup = None,
     model: Model = None,
     timeout: Timeout = None,
+    *,
+    to: AdminOptions,
 ) -> None:
     """Read every record of every tier, compare checksums; bad ones are dropped, and fail the command."""
-    who = credentials(api_key, api_key_file, client_certificate)
-    run(verify_records(admin_address, Selection(tenant, model), timeout, out, as_json=as_json, who=who))
+    selection, who = Selection(sharing_group, model), to.credentials()
+    run(verify_records(to.admin_address, selection, timeout, out, as_json=as_json, who=who))
 
 
 @cli.command()
+@gateway_options
 def purge(
-    admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS,
     as_json: AsJson = False,
-    api_key: ApiKey = "",
-    api_key_file: ApiKeyFile = None,
-    client_certificate: ClientCertificate = None,
-    tenant: Tenant = None,
+    sharing_group: SharingGroup = None,
     model: Model = None,
-    everything: Annotated[bool, typer.Option("--all", help="Of all tenants and models.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Of all sharing groups and models.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     timeout: Timeout = None,
+    *,
+    to: AdminOptions,
 ) -> None:
     """Delete from every tier of every node and from what replicas cache; no restart brings it back."""
-    selection = Selection(tenant, model)
+    selection = Selection(sharing_group, model)
     if selection.is_everything != everything:
-        problem = "goes without --tenant and --model" if everything else "name a tenant, a model, or --all"
-        raise typer.BadParameter(problem, param_hint="--all" if everything else "--tenant, --model")
+        problem = (
+            "goes without --sharing-group and --model"
+            if everything
+            else "name a sharing group, a model, or --all"
+        )
+        raise typer.BadParameter(problem, param_hint="--all" if everything else "--sharing-group, --model")
     if not yes:
         typer.confirm(
             f"Delete {selection.text()} from every tier of every node and replica?", abort=True, err=True
         )
-    who = credentials(api_key, api_key_file, client_certificate)
-    run(purge_records(admin_address, selection, timeout, out, as_json=as_json, who=who))
+    run(purge_records(to.admin_address, selection, timeout, out, as_json=as_json, who=to.credentials()))
 
 
 # ----------------------------------------------------------------------------------------------
@@ -114,20 +116,24 @@ def purge(
 
 
 class Selection(NamedTuple):
-    """Selects records by tenant and model; None: of all."""
+    """Selects records by sharing group and model; None: of all."""
 
-    tenant: str | None
+    sharing_group: str | None
     model: str | None
 
     @property
     def is_everything(self) -> bool:
-        return self.tenant is None and self.model is None
+        return self.sharing_group is None and self.model is None
 
     def text(self) -> str:
-        """Return `all records of tenant 'a' and model m`."""
-        named = [f"tenant {self.tenant!r}"] if self.tenant is not None else []
+        """Return `all records of sharing group 'a' and model m`."""
+        named = [f"sharing group {self.sharing_group!r}"] if self.sharing_group is not None else []
         named += [f"model {self.model}"] if self.model is not None else []
-        return f"all records of {' and '.join(named)}" if named else "all records of all tenants and models"
+        return (
+            f"all records of {' and '.join(named)}"
+            if named
+            else "all records of all sharing groups and models"
+        )
 
 
 async def show_records(
@@ -201,8 +207,8 @@ async def purge_records(
 async def _filter(client: AdminClient, selection: Selection) -> pb.StoreFilter:
     """Return the filter, in which a served model's name becomes its fingerprint."""
     chosen = pb.StoreFilter()
-    if selection.tenant is not None:
-        chosen.tenant = selection.tenant
+    if selection.sharing_group is not None:
+        chosen.sharing_group = selection.sharing_group
     if selection.model is not None:
         served = (await client.status()).model
         is_served = served.name == selection.model and served.fingerprint
@@ -239,7 +245,7 @@ def _failures(nodes: Sequence[Any], what: str) -> list[str]:
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 _KEY_CHARS = 12
 _MODEL_CHARS = 8
-_MAX_TENANTS = 20
+_MAX_GROUPS = 20
 
 
 def members_table(members: Sequence[pb.StoreMember]) -> Table:
@@ -268,7 +274,7 @@ def tiers_table(nodes: Sequence[pb.StoreNodeStat]) -> Group:
 
 
 def stat_view(reply: pb.StoreStatResponse) -> Group:
-    """Show all statistics of every tier, of the index, and of the tenants."""
+    """Show all statistics of every tier, of the index, and of the sharing groups."""
     tiers = made_table(
         "tiers", "node", "tier", numbers=("used", "of", "records", "hits", "evicted", "refused", "queue")
     )
@@ -306,12 +312,12 @@ def stat_view(reply: pb.StoreStatResponse) -> Group:
             counts = seen.num_lookups, seen.num_late, seen.num_errors, seen.num_announced
             index.add_row(node.member.node_id, _index_cell(seen), *map(str, counts), f"{seen.latency_ms:.2f}")
     parts = [tiers, work, index]
-    if tenants := _by_tenant(reply.nodes):
-        held = made_table("tenants", "tenant", numbers=("used",))
-        for tenant, num_bytes in tenants[:_MAX_TENANTS]:
-            held.add_row(tenant or "(none)", size(num_bytes))
-        if len(tenants) > _MAX_TENANTS:
-            held.caption = f"and {len(tenants) - _MAX_TENANTS} tenants that hold less"
+    if groups := _by_group(reply.nodes):
+        held = made_table("sharing groups", "group", numbers=("used",))
+        for group, num_bytes in groups[:_MAX_GROUPS]:
+            held.add_row(group or "(none)", size(num_bytes))
+        if len(groups) > _MAX_GROUPS:
+            held.caption = f"and {len(groups) - _MAX_GROUPS} groups that hold less"
         parts.append(held)
     return _group(parts, notes(node for node in reply.nodes if not node.error))  # those fail the command
 
@@ -325,7 +331,7 @@ def listing_view(reply: pb.StoreListResponse) -> Group:
         table = made_table(
             f"node {node.member.node_id}: {len(node.records)} of {node.num_matching} records",
             "key",
-            "tenant",
+            "group",
             "model",
             "layers",
             "heads",
@@ -335,7 +341,7 @@ def listing_view(reply: pb.StoreListResponse) -> Group:
         for record in node.records:
             table.add_row(
                 record.key[:_KEY_CHARS],
-                record.tenant or "(none)",
+                record.sharing_group or "(none)",
                 record.model[:_MODEL_CHARS],
                 f"{record.layer_start}-{record.layer_end - 1}",
                 f"{record.head_start}-{record.head_end - 1}",
@@ -444,10 +450,10 @@ def _index_cell(index: pb.StoreIndex) -> str:
     return f"[{colour}]{index.state}[/]" if colour else index.state or NONE
 
 
-def _by_tenant(nodes: Iterable[pb.StoreNodeStat]) -> list[tuple[str, int]]:
-    """Return the bytes of each tenant on all nodes, the largest first."""
+def _by_group(nodes: Iterable[pb.StoreNodeStat]) -> list[tuple[str, int]]:
+    """Return the bytes of each sharing group on all nodes, the largest first."""
     total: dict[str, int] = {}
     for node in nodes:
-        for tenant, num_bytes in node.bytes_by_tenant.items():
-            total[tenant] = total.get(tenant, 0) + num_bytes
+        for group, num_bytes in node.bytes_by_sharing_group.items():
+            total[group] = total.get(group, 0) + num_bytes
     return sorted(total.items(), key=lambda item: (-item[1], item[0]))

@@ -22,23 +22,11 @@ from rich.table import Table
 
 out, err = Console(), Console(stderr=True)
 
-Address = Annotated[
-    str, typer.Option(envvar="TANDEM_ADDRESS", help="The gateway, host:port; tls://host:port with TLS.")
-]
-AdminAddress = Annotated[
-    str,
-    typer.Option(
-        envvar="TANDEM_ADMIN_ADDRESS",
-        help="The gateway's port for operators, host:port; tls://host:port with TLS.",
-    ),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of text for people.")]
 Timeout = Annotated[float | None, typer.Option(min=0.001, help="Seconds until the request is given up.")]
 JoinedRay = Annotated[
     str, typer.Option("--ray-address", help='The Ray cluster, host:port; "auto": the one of this host.')
 ]
-DEFAULT_ADDRESS = "127.0.0.1:8780"
-DEFAULT_ADMIN_ADDRESS = "127.0.0.1:8782"
 # The model that a source checkout or an image has beside the packages.
 BUNDLED_MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny"
 

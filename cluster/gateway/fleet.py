@@ -393,8 +393,13 @@ class Fleet:
                 return ListAnswer(now, tuple(_listed(it) for it in latest))
             case StatsQuery(since):
                 counters = self._requests.counters
-                ended = (counters.num_ended(state) for state in ("finished", "failed", "cancelled"))
-                totals = GatewayTotals(self._requests.num_running, *ended, self._exchange.missing())
+                totals = GatewayTotals(
+                    num_running=self._requests.num_running,
+                    num_finished=counters.num_ended("finished"),
+                    num_failed=counters.num_ended("failed"),
+                    num_cancelled=counters.num_ended("cancelled"),
+                    unheard=self._exchange.missing(),
+                )
                 seconds = counters.seconds.counts_since(max(since, int(now) - RING_S))
                 return StatsAnswer(now, self._clock.wall(), totals, seconds)
             case SessionEnded(session_id, ends_at):

@@ -298,7 +298,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("model", "replicas", "gateways", "uptime_s", "versions", "num_running_requests", "num_finished_requests", "num_failed_requests", "ready", "num_cancelled_requests", "stores", "pools", "moves", "traffic", "demand", "wall_time_s", "recent", "prefixes", "authentication")
+    __slots__ = ("model", "replicas", "gateways", "uptime_s", "versions", "num_running_requests", "num_finished_requests", "num_failed_requests", "ready", "num_cancelled_requests", "stores", "pools", "moves", "traffic", "demand", "wall_time_s", "recent", "prefixes", "authentication", "app")
     class VersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -332,6 +332,7 @@ class StatusResponse(_message.Message):
     RECENT_FIELD_NUMBER: _ClassVar[int]
     PREFIXES_FIELD_NUMBER: _ClassVar[int]
     AUTHENTICATION_FIELD_NUMBER: _ClassVar[int]
+    APP_FIELD_NUMBER: _ClassVar[int]
     model: Model
     replicas: _containers.RepeatedCompositeFieldContainer[Replica]
     gateways: _containers.RepeatedCompositeFieldContainer[GatewayStatus]
@@ -351,7 +352,8 @@ class StatusResponse(_message.Message):
     recent: RecentRequests
     prefixes: _containers.RepeatedCompositeFieldContainer[PrefixReuse]
     authentication: str
-    def __init__(self, model: _Optional[_Union[Model, _Mapping[str, object]]] = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping[str, object]]]] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping[str, object]]]] = ..., uptime_s: _Optional[float] = ..., versions: _Optional[_Mapping[str, str]] = ..., num_running_requests: _Optional[int] = ..., num_finished_requests: _Optional[int] = ..., num_failed_requests: _Optional[int] = ..., ready: _Optional[bool] = ..., num_cancelled_requests: _Optional[int] = ..., stores: _Optional[_Iterable[_Union[StoreMember, _Mapping[str, object]]]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping[str, object]]]] = ..., moves: _Optional[_Iterable[_Union[ScalingMove, _Mapping[str, object]]]] = ..., traffic: _Optional[_Mapping[str, float]] = ..., demand: _Optional[_Union[Demand, _Mapping[str, object]]] = ..., wall_time_s: _Optional[float] = ..., recent: _Optional[_Union[RecentRequests, _Mapping[str, object]]] = ..., prefixes: _Optional[_Iterable[_Union[PrefixReuse, _Mapping[str, object]]]] = ..., authentication: _Optional[str] = ...) -> None: ...
+    app: str
+    def __init__(self, model: _Optional[_Union[Model, _Mapping[str, object]]] = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping[str, object]]]] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping[str, object]]]] = ..., uptime_s: _Optional[float] = ..., versions: _Optional[_Mapping[str, str]] = ..., num_running_requests: _Optional[int] = ..., num_finished_requests: _Optional[int] = ..., num_failed_requests: _Optional[int] = ..., ready: _Optional[bool] = ..., num_cancelled_requests: _Optional[int] = ..., stores: _Optional[_Iterable[_Union[StoreMember, _Mapping[str, object]]]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping[str, object]]]] = ..., moves: _Optional[_Iterable[_Union[ScalingMove, _Mapping[str, object]]]] = ..., traffic: _Optional[_Mapping[str, float]] = ..., demand: _Optional[_Union[Demand, _Mapping[str, object]]] = ..., wall_time_s: _Optional[float] = ..., recent: _Optional[_Union[RecentRequests, _Mapping[str, object]]] = ..., prefixes: _Optional[_Iterable[_Union[PrefixReuse, _Mapping[str, object]]]] = ..., authentication: _Optional[str] = ..., app: _Optional[str] = ...) -> None: ...
 
 class RecentRequests(_message.Message):
     __slots__ = ("num_requests", "window_s", "ttft_p50_ms", "ttft_p90_ms", "tpot_p50_ms", "tpot_p90_ms", "slow_ttft_ms", "slow_queue_ms", "slow_prefill_ms", "slow_prompt_tokens", "slow_cached_tokens", "transfer_p90_ms", "num_retried")
@@ -680,7 +682,7 @@ class ExplainResponse(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., state: _Optional[str] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping[str, object]]]] = ..., timeline: _Optional[_Iterable[_Union[TimelineEvent, _Mapping[str, object]]]] = ..., reason: _Optional[str] = ..., tenant: _Optional[str] = ..., gateway_id: _Optional[str] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("attempt", "policy", "prefill", "decode", "prefill_cached_tokens", "decode_cached_tokens", "candidates", "reason")
+    __slots__ = ("attempt", "policy", "prefill", "decode", "prefill_cached_tokens", "decode_cached_tokens", "candidates", "reason", "ttft_s", "step_s")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -689,6 +691,8 @@ class Decision(_message.Message):
     DECODE_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
     attempt: int
     policy: str
     prefill: str
@@ -697,29 +701,37 @@ class Decision(_message.Message):
     decode_cached_tokens: int
     candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
     reason: str
-    def __init__(self, attempt: _Optional[int] = ..., policy: _Optional[str] = ..., prefill: _Optional[str] = ..., decode: _Optional[str] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping[str, object]]]] = ..., reason: _Optional[str] = ...) -> None: ...
+    ttft_s: float
+    step_s: float
+    def __init__(self, attempt: _Optional[int] = ..., policy: _Optional[str] = ..., prefill: _Optional[str] = ..., decode: _Optional[str] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping[str, object]]]] = ..., reason: _Optional[str] = ..., ttft_s: _Optional[float] = ..., step_s: _Optional[float] = ...) -> None: ...
 
 class Candidate(_message.Message):
-    __slots__ = ("replica_id", "side", "matched_tokens", "uncached_tokens", "backlog_tokens", "transfer_tokens", "pressure_tokens", "cost", "note")
+    __slots__ = ("replica_id", "side", "matched_tokens", "uncached_tokens", "note", "queue_s", "prefill_s", "load_s", "transfer_s", "pressure_s", "step_s", "cost_s")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     SIDE_FIELD_NUMBER: _ClassVar[int]
     MATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    BACKLOG_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    TRANSFER_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PRESSURE_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    COST_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
+    PRESSURE_S_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    COST_S_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     side: str
     matched_tokens: int
     uncached_tokens: int
-    backlog_tokens: float
-    transfer_tokens: float
-    pressure_tokens: float
-    cost: float
     note: str
-    def __init__(self, replica_id: _Optional[str] = ..., side: _Optional[str] = ..., matched_tokens: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., backlog_tokens: _Optional[float] = ..., transfer_tokens: _Optional[float] = ..., pressure_tokens: _Optional[float] = ..., cost: _Optional[float] = ..., note: _Optional[str] = ...) -> None: ...
+    queue_s: float
+    prefill_s: float
+    load_s: float
+    transfer_s: float
+    pressure_s: float
+    step_s: float
+    cost_s: float
+    def __init__(self, replica_id: _Optional[str] = ..., side: _Optional[str] = ..., matched_tokens: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., note: _Optional[str] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., load_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., pressure_s: _Optional[float] = ..., step_s: _Optional[float] = ..., cost_s: _Optional[float] = ...) -> None: ...
 
 class TimelineEvent(_message.Message):
     __slots__ = ("at_ms", "name", "detail")
@@ -899,12 +911,12 @@ class StoreMember(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., process_id: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
 
 class StoreFilter(_message.Message):
-    __slots__ = ("tenant", "model")
-    TENANT_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("sharing_group", "model")
+    SHARING_GROUP_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
-    tenant: str
+    sharing_group: str
     model: str
-    def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+    def __init__(self, sharing_group: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class StoreStatRequest(_message.Message):
     __slots__ = ()
@@ -917,8 +929,8 @@ class StoreStatResponse(_message.Message):
     def __init__(self, nodes: _Optional[_Iterable[_Union[StoreNodeStat, _Mapping[str, object]]]] = ...) -> None: ...
 
 class StoreNodeStat(_message.Message):
-    __slots__ = ("member", "error", "tiers", "index", "bytes_by_tenant", "num_sessions")
-    class BytesByTenantEntry(_message.Message):
+    __slots__ = ("member", "error", "tiers", "index", "bytes_by_sharing_group", "num_sessions")
+    class BytesBySharingGroupEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -929,15 +941,15 @@ class StoreNodeStat(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
-    BYTES_BY_TENANT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_BY_SHARING_GROUP_FIELD_NUMBER: _ClassVar[int]
     NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     member: StoreMember
     error: str
     tiers: _containers.RepeatedCompositeFieldContainer[StoreTier]
     index: StoreIndex
-    bytes_by_tenant: _containers.ScalarMap[str, int]
+    bytes_by_sharing_group: _containers.ScalarMap[str, int]
     num_sessions: int
-    def __init__(self, member: _Optional[_Union[StoreMember, _Mapping[str, object]]] = ..., error: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[StoreTier, _Mapping[str, object]]]] = ..., index: _Optional[_Union[StoreIndex, _Mapping[str, object]]] = ..., bytes_by_tenant: _Optional[_Mapping[str, int]] = ..., num_sessions: _Optional[int] = ...) -> None: ...
+    def __init__(self, member: _Optional[_Union[StoreMember, _Mapping[str, object]]] = ..., error: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[StoreTier, _Mapping[str, object]]]] = ..., index: _Optional[_Union[StoreIndex, _Mapping[str, object]]] = ..., bytes_by_sharing_group: _Optional[_Mapping[str, int]] = ..., num_sessions: _Optional[int] = ...) -> None: ...
 
 class StoreTier(_message.Message):
     __slots__ = ("tier", "num_bytes", "capacity_bytes", "num_records", "num_hits", "num_misses", "num_hit_bytes", "num_put_bytes", "num_written_bytes", "num_evictions", "num_refused", "num_checksum_failures", "num_io_errors", "num_queued", "num_leases", "num_quarantined", "read_gb_s", "write_gb_s", "latency_ms", "note")
@@ -1032,10 +1044,10 @@ class StoreNodeList(_message.Message):
     def __init__(self, member: _Optional[_Union[StoreMember, _Mapping[str, object]]] = ..., error: _Optional[str] = ..., records: _Optional[_Iterable[_Union[StoreRecord, _Mapping[str, object]]]] = ..., num_matching: _Optional[int] = ...) -> None: ...
 
 class StoreRecord(_message.Message):
-    __slots__ = ("key", "parent", "tenant", "model", "layer_start", "layer_end", "head_start", "head_end", "num_bytes", "tiers", "num_hits")
+    __slots__ = ("key", "parent", "sharing_group", "model", "layer_start", "layer_end", "head_start", "head_end", "num_bytes", "tiers", "num_hits")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
-    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SHARING_GROUP_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LAYER_START_FIELD_NUMBER: _ClassVar[int]
     LAYER_END_FIELD_NUMBER: _ClassVar[int]
@@ -1046,7 +1058,7 @@ class StoreRecord(_message.Message):
     NUM_HITS_FIELD_NUMBER: _ClassVar[int]
     key: str
     parent: str
-    tenant: str
+    sharing_group: str
     model: str
     layer_start: int
     layer_end: int
@@ -1055,7 +1067,7 @@ class StoreRecord(_message.Message):
     num_bytes: int
     tiers: _containers.RepeatedScalarFieldContainer[str]
     num_hits: int
-    def __init__(self, key: _Optional[str] = ..., parent: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_start: _Optional[int] = ..., head_end: _Optional[int] = ..., num_bytes: _Optional[int] = ..., tiers: _Optional[_Iterable[str]] = ..., num_hits: _Optional[int] = ...) -> None: ...
+    def __init__(self, key: _Optional[str] = ..., parent: _Optional[str] = ..., sharing_group: _Optional[str] = ..., model: _Optional[str] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_start: _Optional[int] = ..., head_end: _Optional[int] = ..., num_bytes: _Optional[int] = ..., tiers: _Optional[_Iterable[str]] = ..., num_hits: _Optional[int] = ...) -> None: ...
 
 class StoreVerifyRequest(_message.Message):
     __slots__ = ("filter",)

@@ -94,9 +94,7 @@ class Gateway:
         block_tokens = config.pools[0].engine.block_tokens
         feed = PlacementFeed(clock)
         router = RouterService(config.router, block_tokens, clock, seeds(), salt=gateway_id, observer=feed)
-        self._key_roots = KeyRoots(
-            config.auth.key_root_file, draw_bytes, block_tokens, router.num_cached_blocks
-        )
+        self._key_roots = _open_key_roots(config, draw_bytes, router)
         self._preprocessor = _open_preprocessor(config, clock, seeds, self._key_roots)
         self._texts = TextCalls(self._preprocessor)
         self.connections = ReplicaConnections(
@@ -278,6 +276,13 @@ class Gateway:
         if self.connections.has_route() != self._is_serving:
             self._is_serving = not self._is_serving
             self._tasks.spawn(self._ports.set_health(self._is_serving), "gateway-health")
+
+
+def _open_key_roots(
+    config: ClusterConfig, draw_bytes: Callable[[int], bytes], router: RouterService
+) -> KeyRoots:
+    block_tokens = config.pools[0].engine.block_tokens
+    return KeyRoots(config.auth.key_root_file, draw_bytes, block_tokens, router.num_cached_blocks)
 
 
 def _open_preprocessor(

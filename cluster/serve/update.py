@@ -1,5 +1,5 @@
-"""A changed configuration, or other shares of requests, for an application that runs. Ray Serve replaces the
-affected replicas one after the other, while the others continue.
+"""A changed configuration for an application that runs. Ray Serve replaces the affected replicas one after
+the other, while the others continue.
 
     connecting -> planning -> rolling -> done
 
@@ -8,10 +8,9 @@ What `tandem serve` drew and decided (the secret's file, life, CPU shares, index
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import ray
@@ -22,8 +21,8 @@ from ray.serve.schema import ApplicationStatusOverview
 from cluster.config import ClusterConfig, PoolConfig, read_redis_url, read_trust
 from cluster.errors import ConfigError, RosterAwayError, StartError
 from cluster.metrics.tracing import check_tracing
-from cluster.roster.actor import await_roster, find_roster, read_roster
-from cluster.roster.messages import RosterView, SetTraffic
+from cluster.roster.actor import await_roster, read_roster
+from cluster.roster.messages import RosterView
 from cluster.scaling.counts import KnownCounts, counts_to_deploy
 from cluster.scaling.headroom import ReplicaDemand, shortages
 from cluster.scaling.serve_client import MARK_DEPLOYMENT, deployment_name
@@ -238,52 +237,3 @@ def _with_known_index(config: ClusterConfig, in_use: ClusterConfig) -> ClusterCo
     if with_password(url, trust) != index_url(in_use, trust):
         return config
     return config.with_redis_url(in_use.store.redis_url, in_use.store.redis_url_file)
-
-
-# ----------------------------------------------------------------------------------------------
-# `tandem traffic`: the share of an application's requests that each application answers.
-
-
-def read_shares(app: str) -> dict[str, float]:
-    """Return the shares by application; all to `app` where none were set. `StartError` where it does not
-    run."""
-    _check_runs(app)
-    return read_roster(app).traffic or {app: 1.0}
-
-
-def set_shares(app: str, shares: Mapping[str, float]) -> dict[str, float]:
-    """Set the shares of the requests to `app`, and return all shares. `StartError` where an application that
-    is to get requests does not run, `RosterAwayError` where the shares could not be recorded.
-
-    Applications that got requests so far and are no longer named keep a share of 0, while they run: streams
-    that began there and are resumed still find them.
-    """
-    for name in (app, *(name for name, share in shares.items() if share > 0)):
-        _check_runs(name)
-    before = [name for name in read_roster(app).traffic if read_roster(name).gateways]
-    complete = {name: shares.get(name, 0.0) for name in sorted({*before, *shares, app})}
-    asyncio.run(find_roster(app).change(SetTraffic(complete)))
-    return complete
-
-
-def parse_shares(texts: Sequence[str]) -> dict[str, float]:
-    """Parse `["tandem=90", "tandem-v2=10"]` as shares that sum up to 1; `ValueError` for any other form."""
-    weights: dict[str, float] = {}
-    for text in texts:
-        name, _, number = text.partition("=")
-        try:
-            weight = float(number)
-        except ValueError:
-            weight = -1.0
-        if not name or name in weights or not 0 <= weight < float("inf"):
-            raise ValueError(f"expected APPLICATION=WEIGHT, each once, with a weight from 0; not {text!r}")
-        weights[name] = weight
-    total = sum(weights.values())
-    if total <= 0:
-        raise ValueError("at least one application needs a weight above 0")
-    return {name: weight / total for name, weight in weights.items()}
-
-
-def _check_runs(app: str) -> None:
-    if not read_roster(app).gateways:
-        raise StartError(f"no gateway of an application {app!r} serves in this Ray cluster")

@@ -88,8 +88,8 @@ class Audited:
         await admin.requests()
         await admin.store_stat()
         await admin.store_list(pb.StoreListRequest())
-        await admin.store_verify(pb.StoreVerifyRequest(filter=pb.StoreFilter(tenant="acme")))
-        await admin.store_purge(pb.StorePurgeRequest(filter=pb.StoreFilter(tenant="acme")))
+        await admin.store_verify(pb.StoreVerifyRequest(filter=pb.StoreFilter(sharing_group="acme")))
+        await admin.store_purge(pb.StorePurgeRequest(filter=pb.StoreFilter(sharing_group="acme")))
         await admin.scale({"decode": 2})
         await admin.release(["decode"])
         await admin.traffic({"tandem": 1.0})
@@ -165,7 +165,7 @@ async def test_everything_is_recorded_and_no_secret_is(
         assert list(line)[:8] == ["at", "who", "tenant", "method", "what", "peer", "result", "detail"]
     assert {it["method"] for it in lines if it["who"] == operator} >= ADMIN_METHODS
     (purge,) = found("/tandem.v1.Admin/StorePurge", operator)
-    assert (purge["what"]["filter"], purge["tenant"]) == ({"tenant": "acme"}, "staff")
+    assert (purge["what"]["filter"], purge["tenant"]) == ({"sharing_group": "acme"}, "staff")
     assert purge["peer"].startswith("ipv4:127.0.0.1:")
     (scale,) = found("/tandem.v1.Admin/Scale", operator)
     assert scale["what"]["replicas"] == {"decode": 2}

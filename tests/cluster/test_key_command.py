@@ -14,7 +14,7 @@ from callers import bearing, key_of
 from gateway_harness import GatewayHarness
 from typer.testing import CliRunner, Result
 
-from cluster.cli.credentials import credentials
+from cluster.cli.gateway_options import CallerOptions
 from cluster.cli.main import cli
 from cluster.errors import ConfigError
 from cluster.identity.api_keys import read_keys, split_key
@@ -122,21 +122,50 @@ async def test_a_command_shows_its_key(harness: GatewayHarness, tmp_path: Path, 
     assert not [it for it in json.loads(looked.stdout)["findings"] if it["check"] == "gateway"]
     refused = await ask("", "status", "--admin-address", admin)
     assert "UNAUTHENTICATED" in str(refused.exception)
-    refused = await ask(user, "store", "stat", "--admin-address", admin)
+    for order in (("store", "stat"), ("scale", "decode=1")):
+        refused = await ask(user, *order, "--admin-address", admin)
+        assert "PERMISSION_DENIED" in str(refused.exception)
+    assert json.loads((await ask(viewer, "traffic", "--admin-address", admin, "--json")).stdout) == {
+        "app": "tandem",
+        "traffic": {"tandem": 1.0},
+    }
+    refused = await ask(viewer, "traffic", "tandem=1", "--admin-address", admin)
     assert "PERMISSION_DENIED" in str(refused.exception)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "generate",
+        "explain",
+        "status",
+        "traffic",
+        "scale",
+        "doctor",
+        "bench serve",
+        "store ls",
+        "store stat",
+        "store verify",
+        "store purge",
+    ],
+)
+def test_every_command_that_calls_a_gateway_takes_the_same_credentials(words: str) -> None:
+    shown = command(*words.split(), "--help").stdout
+    assert "--api-key-file" in shown
+    assert "--client-certificate" in shown
+    assert ("--address" if words in ("generate", "explain", "bench serve") else "--admin-address") in shown
 
 
 def test_the_file_with_the_key_is_read_for_each_call(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("one\n")
-    shown = credentials("", file, None)
+    shown = CallerOptions(api_key_file=file).credentials()
     assert shown.metadata() == (("authorization", "Bearer one"),)
     file.write_text("two")
     assert shown.metadata() == (("authorization", "Bearer two"),)
-    assert (
-        credentials(" of the environment ", file, None).metadata() == bearing("of the environment").metadata()
-    )
-    assert credentials("", None, None).metadata() == ()
+    both = CallerOptions(api_key=" of the environment ", api_key_file=file)
+    assert both.credentials().metadata() == bearing("of the environment").metadata()
+    assert CallerOptions().credentials().metadata() == ()
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"a\nb", b"\xff"])
@@ -144,18 +173,18 @@ def test_a_file_without_a_key_is_named(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "key"
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=r"--api-key-file: .*must hold one line"):
-        credentials("", file, None)
+        CallerOptions(api_key_file=file).credentials()
     file.unlink()
     with pytest.raises(ConfigError, match=r"--api-key-file: .*No such file"):
-        credentials("", file, None)
+        CallerOptions(api_key_file=file).credentials()
 
 
 def test_a_client_certificate_comes_with_its_key(tmp_path: Path) -> None:
     cert_file, key_file = Authority("ca").issue(tmp_path, "client")
     with pytest.raises(ConfigError, match="must hold the certificate chain and its private key"):
-        credentials("", None, cert_file)
+        CallerOptions(client_certificate=cert_file).credentials()
     both = tmp_path / "both.pem"
     both.write_bytes(cert_file.read_bytes() + key_file.read_bytes())
-    assert credentials("", None, both).private_key == both.read_bytes()
+    assert CallerOptions(client_certificate=both).credentials().private_key == both.read_bytes()
     with pytest.raises(ConfigError, match="--client-certificate: "):
-        credentials("", None, tmp_path / "missing")
+        CallerOptions(client_certificate=tmp_path / "missing").credentials()

@@ -68,9 +68,7 @@ class Member:
 
     def backlogs(self) -> dict[str, float]:
         """What a decision would count at each replica."""
-        decision = self.router.route(RouteRequest("probe", "t", (), PROMPT_TOKENS, 1))
-        self.router.on_finished("probe")
-        return {it.replica_id: it.backlog_tokens for it in decision.candidates if it.side == "local"}
+        return {replica_id: self.router.load(replica_id).backlog_tokens for replica_id in REPLICAS}
 
 
 class Group:
@@ -144,7 +142,7 @@ def test_every_view_equals_the_model_and_nothing_is_left(data: st.DataObject) ->
             is_retry = bool(own) and data.draw(st.booleans())
             request_id = data.draw(st.sampled_from(own))[1] if is_retry else f"q{number}"
             decision = member.router.route(RouteRequest(request_id, "t", (), PROMPT_TOKENS, 1))
-            model[name, request_id] = (decision.decode, False)
+            model[name, request_id] = (decision.prefill or decision.decode, False)
         elif action == "prefill" and own:
             key = data.draw(st.sampled_from(own))
             member.router.on_prefilled(key[1])

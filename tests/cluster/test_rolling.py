@@ -63,7 +63,7 @@ STAY = {"prefill": "stay", "decode": "stay", "gateways": "stay"}
         ({"transfer": {"data_host": "auto"}}, {"prefill", "decode"}),
         ({"logs": {"format": "json"}}, {"prefill", "decode", "gateways"}),
         ({"router": {"skip_prefill_tokens": 1}}, {"gateways"}),
-        ({"admission": {"steps_ahead": 2}}, {"gateways"}),
+        ({"admission": {"max_queue_mb": 2}}, {"gateways"}),
         ({"tracing": {"endpoint": "http://a:1"}}, {"gateways"}),
         ({"gateway": {"max_requests": 7}}, {"gateways"}),
         ({"scaling": {"ttft_slo_s": 9.0}}, {"gateways"}),

@@ -239,7 +239,7 @@ def test_the_store_of_the_node_is_restarted_and_a_tenants_records_are_purged(
     cluster: RunningCluster, client: BlockingClient, admin: BlockingAdminClient
 ) -> None:
     def held(tenant: str) -> int:
-        listed = admin.store_list(pb.StoreListRequest(filter=pb.StoreFilter(tenant=tenant)))
+        listed = admin.store_list(pb.StoreListRequest(filter=pb.StoreFilter(sharing_group=tenant)))
         return sum(node.num_matching for node in listed.nodes if not node.error)
 
     def serve_and_wait(tenant: str) -> tuple[tuple[int, ...], ...]:

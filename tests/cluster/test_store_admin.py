@@ -45,7 +45,7 @@ def nowhere() -> Console:
 
 
 class Nodes:
-    """A gateway in front of nodes `a` (tenants t, u) and `b` (tenant t)."""
+    """A gateway in front of nodes `a` (groups t, u) and `b` (group t)."""
 
     def __init__(self, harness: GatewayHarness) -> None:
         self.harness = harness
@@ -97,7 +97,7 @@ async def test_every_node_reports_its_tiers(stores: Nodes) -> None:
     assert (dram.tier, dram.num_records, dram.num_bytes, dram.capacity_bytes) == ("dram", 3, 9000, 10**9)
     assert nvme.latency_ms == pytest.approx(2.0)
     assert (reply.nodes[0].index.state, reply.nodes[0].index.num_lookups) == ("up", 5)
-    assert dict(reply.nodes[0].bytes_by_tenant) == {"t": 3000, "u": 3000, "": 3000}
+    assert dict(reply.nodes[0].bytes_by_sharing_group) == {"t": 3000, "u": 3000, "": 3000}
     text = await shown(lambda console: show_stat(stores.address, console, as_json=False))
     for cell in ("9.0 kB", "1.0 GB", "75%", "1.50", "(none)", "up", "nvme of node a: gone"):
         assert cell in text
@@ -113,12 +113,16 @@ async def test_status_shows_the_tiers_of_every_node(stores: Nodes) -> None:
 
 
 async def test_records_are_listed_filtered_and_limited(stores: Nodes) -> None:
-    reply = await stores.client.store_list(pb.StoreListRequest(filter=pb.StoreFilter(tenant="t"), limit=5))
+    reply = await stores.client.store_list(
+        pb.StoreListRequest(filter=pb.StoreFilter(sharing_group="t"), limit=5)
+    )
     assert [[item.key for item in node.records] for node in reply.nodes] == [["01" * 16], ["04" * 16]]
     (first,) = reply.nodes[0].records
     assert (first.layer_start, first.layer_end, first.head_start, first.head_end) == (0, 4, 0, 2)
     assert (first.model, first.num_bytes, list(first.tiers)) == (FINGERPRINT.hex(), 3000, ["dram"])
-    unnamed = await stores.client.store_list(pb.StoreListRequest(filter=pb.StoreFilter(tenant=""), limit=5))
+    unnamed = await stores.client.store_list(
+        pb.StoreListRequest(filter=pb.StoreFilter(sharing_group=""), limit=5)
+    )
     assert [node.num_matching for node in unnamed.nodes] == [1, 0]
     text = await shown(
         lambda console: show_records(stores.address, Selection(None, "000102"), 2, console, as_json=False)
@@ -127,7 +131,7 @@ async def test_records_are_listed_filtered_and_limited(stores: Nodes) -> None:
     assert "node a: 2 of 3 records" in text
 
 
-async def test_purge_deletes_of_the_tenant_and_of_nobody_else(
+async def test_purge_deletes_of_the_sharing_group_and_of_nobody_else(
     stores: Nodes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stores.b.num_pending = 1
@@ -178,7 +182,7 @@ async def test_without_a_store_replicas_are_purged_all_the_same(harness: Gateway
 async def test_purge_must_say_of_what(stores: Nodes) -> None:
     for request, field in (
         (pb.StorePurgeRequest(), "filter"),
-        (pb.StorePurgeRequest(filter=pb.StoreFilter(tenant="t"), all=True), "all"),
+        (pb.StorePurgeRequest(filter=pb.StoreFilter(sharing_group="t"), all=True), "all"),
         (pb.StorePurgeRequest(filter=pb.StoreFilter(model="tiny!")), "filter.model"),
         (pb.StorePurgeRequest(filter=pb.StoreFilter(model="")), "filter.model"),
     ):
@@ -238,7 +242,7 @@ async def test_a_store_that_does_not_answer_is_named_and_the_others_do_their_par
 async def test_a_node_that_could_not_be_asked_fails_the_command(stores: Nodes) -> None:
     await stores.b.stop()
     done = await asyncio.to_thread(
-        tandem, "store", "purge", "--tenant", "t", "--yes", "--admin-address", stores.address
+        tandem, "store", "purge", "--sharing-group", "t", "--yes", "--admin-address", stores.address
     )
     assert done.returncode == 1
     assert f"node b (host, {stores.b.address}) not purged: not reached" in done.stderr
@@ -282,13 +286,13 @@ async def test_what_a_real_store_purged_does_not_come_back_with_it(
     await until(lambda: bool(gateway.connections.stores), "the gateway knows the store")
     client = harness.admin(gateway)
     listed = (await client.store_list(pb.StoreListRequest())).nodes[0]
-    assert sorted(item.tenant for item in listed.records) == ["alice"] * 3 + ["bob"] * 2
+    assert sorted(item.sharing_group for item in listed.records) == ["alice"] * 3 + ["bob"] * 2
     assert {tuple(item.tiers) for item in listed.records} == {("dram", "nvme")}
     assert {item.model for item in listed.records} == {COMPATIBILITY.model_fingerprint.hex()}
     verified = (await client.store_verify(pb.StoreVerifyRequest(), 30.0)).nodes[0]
     assert (verified.error, dict(verified.num_read)) == ("", {"dram": 5, "nvme": 5})
     assert not any(verified.num_bad.values())
-    request = pb.StorePurgeRequest(filter=pb.StoreFilter(tenant="alice"))
+    request = pb.StorePurgeRequest(filter=pb.StoreFilter(sharing_group="alice"))
     purged = (await client.store_purge(request, 30.0)).nodes[0]
     assert (purged.error, dict(purged.num_records)) == ("", {"dram": 3, "nvme": 3})
     await replica.close()
@@ -298,17 +302,21 @@ async def test_what_a_real_store_purged_does_not_come_back_with_it(
     await until(lambda: gateway.connections.stores[0].address == store.address, "the new life is known")
     await store.until("nvme", lambda stat: stat.num_records == 2, "the rest is found again")
     listed = (await client.store_list(pb.StoreListRequest())).nodes[0]
-    assert [(item.tenant, list(item.tiers)) for item in listed.records] == [("bob", ["nvme"])] * 2
+    assert [(item.sharing_group, list(item.tiers)) for item in listed.records] == [("bob", ["nvme"])] * 2
     await store.stop()
 
 
 @pytest.mark.parametrize(
     ("arguments", "answer", "status_and_text"),
     [
-        (["purge"], "", (2, "name a tenant, a model, or --all")),
-        (["purge", "--all", "--tenant", "t"], "", (2, "goes without --tenant and --model")),
-        (["purge", "--tenant", "t"], "n\n", (1, "Delete all records of tenant 't' from every tier")),
-        (["purge", "--all"], "", (1, "Delete all records of all tenants and models")),
+        (["purge"], "", (2, "name a sharing group, a model, or --all")),
+        (["purge", "--all", "--sharing-group", "t"], "", (2, "goes without --sharing-group and --model")),
+        (
+            ["purge", "--sharing-group", "t"],
+            "n\n",
+            (1, "Delete all records of sharing group 't' from every tier"),
+        ),
+        (["purge", "--all"], "", (1, "Delete all records of all sharing groups and models")),
     ],
 )
 def test_purge_asks_before_it_deletes(

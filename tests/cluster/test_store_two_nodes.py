@@ -83,7 +83,7 @@ def test_what_one_node_computed_another_fetches(cluster: RunningCluster) -> None
             return client.complete(prompt, options, timeout_s=60)
 
         def held(tenant: str) -> list[int]:
-            asked = pb.StoreListRequest(filter=pb.StoreFilter(tenant=tenant))
+            asked = pb.StoreListRequest(filter=pb.StoreFilter(sharing_group=tenant))
             return sorted(node.num_matching for node in admin.store_list(asked).nodes)
 
         num_blocks = NUM_TOKENS // 16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -13,9 +14,11 @@ import grpc
 import grpc.aio
 import pytest
 from gateway_harness import PROMPT, GatewayHarness, encode, until
+from serving import tandem
 
 from cluster.api.client import Client, GenerateOptions
 from cluster.cli.terminal import traffic_line
+from cluster.cli.traffic import parse_weights
 from cluster.errors import CallError
 from cluster.gateway.traffic_splitter import RELAYED_KEY, application_of
 from cluster.metrics.logs import ACCESS_LOGGER
@@ -24,7 +27,6 @@ from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import GatewayRecord, SetTraffic
 from cluster.roster.state import LocalRoster, RosterClient
 from cluster.serve.gateway_server import Gateway
-from cluster.serve.update import parse_shares
 
 OWN, OTHER = "tandem", "tandem-v2"
 IDS = [f"request-{number}" for number in range(2000)]
@@ -113,12 +115,12 @@ def test_all_or_nothing_are_exact() -> None:
     assert {application_of(thirds, OWN, "", it) for it in IDS} == {"a", "b", "c"}
 
 
-def test_shares_are_read_from_the_command_line() -> None:
-    assert parse_shares(["tandem=90", "tandem-v2=10"]) == {OWN: 0.9, OTHER: 0.1}
-    assert parse_shares(["tandem=100"]) == {OWN: 1.0}
-    for wrong in (["tandem"], ["tandem=-1"], ["tandem=0"], ["=1"], ["a=1", "a=2"], ["a=inf"], ["a=nan"]):
+def test_weights_are_read_from_the_command_line() -> None:
+    assert parse_weights(["tandem=90", "tandem-v2=10"]) == {OWN: 90.0, OTHER: 10.0}
+    assert parse_weights([]) == {}
+    for wrong in (["tandem"], ["tandem=-1"], ["=1"], ["a=1", "a=2"], ["a=inf"], ["a=nan"]):
         with pytest.raises(ValueError, match="weight"):
-            parse_shares(wrong)
+            parse_weights(wrong)
     assert traffic_line({OTHER: 0.1, OWN: 0.9}) == "tandem 90 %, tandem-v2 10 %"
 
 
@@ -134,6 +136,26 @@ async def test_each_request_is_answered_by_the_application_that_its_id_falls_to(
     await apps.split(tandem=1.0, tandem_v2=0.0)
     assert await apps.letters(client, ids) == "A" * 24
     assert (await apps.front.admin().status()).traffic == {OWN: 1.0, OTHER: 0.0}
+
+
+async def test_an_operator_splits_the_requests_by_the_command_line(apps: TwoApps) -> None:
+    gateway = apps.front.gateways[0]
+
+    async def traffic(*arguments: str) -> Any:
+        where = ("--admin-address", f"127.0.0.1:{gateway.admin_port}")
+        return await asyncio.to_thread(tandem, "traffic", *arguments, *where)
+
+    assert (await traffic()).stdout == "requests to tandem: tandem 100 %\n"
+    done = await traffic("tandem=30", "tandem-v2=10")
+    assert done.stdout == "requests to tandem: tandem 75 %, tandem-v2 25 %\n", done.stderr
+    await until(lambda: gateway.connections.roster_view.traffic == {OWN: 0.75, OTHER: 0.25}, "it holds")
+    shown = await traffic("tandem=1", "--json")
+    assert json.loads(shown.stdout) == {"app": OWN, "traffic": {OWN: 1.0, OTHER: 0.0}}, shown.stderr
+    for weights, problem in (("tandem=0", "a weight above 0"), ("tandem=x", "APPLICATION=WEIGHT")):
+        refused = await traffic(weights)
+        assert refused.returncode
+        assert problem in " ".join(refused.stderr.split())
+    assert "tandem 100 %, tandem-v2 0 %" in (await traffic()).stdout
 
 
 async def test_a_request_without_an_id_gets_one_and_can_be_explained(apps: TwoApps) -> None:

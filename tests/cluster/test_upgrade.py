@@ -58,6 +58,9 @@ class Setup:
         reported: dict[str, Any] = json.loads(done.stdout)
         return reported
 
+    def traffic(self, *weights: str) -> Any:
+        return tandem("traffic", *weights, "--admin-address", self.cluster.admin_address)
+
     def command(self, *arguments: str) -> Any:
         return tandem(*arguments, "--ray-address", self.cluster.addresses["Ray"], timeout_s=UPDATE_S)
 
@@ -296,7 +299,7 @@ def test_a_second_version_gets_its_share_and_gives_it_back(setup: Setup, tmp_pat
         with BlockingClient(setup.cluster.address) as client:
             own, other = ready(setup.cluster.status(), "decode"), ready(first.status(), "decode")
             assert answered_by(client, ids) <= own
-            done = setup.command("traffic", "tandem=50", "tandem-v2=50")
+            done = setup.traffic("tandem=50", "tandem-v2=50")
             assert "tandem 50 %, tandem-v2 50 %" in done.stdout, done.stderr
             setup.cluster.wait_for(lambda status: len(status.traffic) == 2)
             shares = {"tandem": 0.5, "tandem-v2": 0.5}
@@ -309,12 +312,12 @@ def test_a_second_version_gets_its_share_and_gives_it_back(setup: Setup, tmp_pat
                 "tandem 50 %, tandem-v2 50 %"
                 in tandem("status", "--admin-address", setup.cluster.admin_address).stdout
             )
-            assert setup.command("traffic", "tandem=100").returncode == 0
+            assert setup.traffic("tandem=100").returncode == 0
             setup.cluster.wait_for(lambda status: status.traffic["tandem"] == 1.0)
             assert answered_by(client, ids) <= own
     finally:
         assert first.stop() == 0
-    done = setup.command("traffic", "tandem=1", "tandem-v2=1")
+    done = setup.traffic("tandem=1", "tandem-v2=1")
     assert done.returncode == 1
     assert "no gateway of an application 'tandem-v2'" in done.stderr
 

@@ -321,11 +321,11 @@ def least(decision: pb.Decision) -> tuple[str, str]:
     sides: dict[str, list[Any]] = {"prefill": [], "decode": [], "local": []}
     for candidate in decision.candidates:
         sides[candidate.side].append(candidate)
-    options = [(local.cost, "", local.replica_id) for local in sides["local"]]
+    options = [(local.cost_s, "", local.replica_id) for local in sides["local"]]
     for prefill in sides["prefill"]:
         for decode in sides["decode"]:
             lacking = decode.uncached_tokens / (decode.matched_tokens + decode.uncached_tokens)
-            cost = prefill.cost + decode.cost + prefill.transfer_tokens * lacking
+            cost = prefill.cost_s + decode.cost_s + prefill.transfer_s * lacking
             if prefill.replica_id != decode.replica_id:
                 options.append((cost, prefill.replica_id, decode.replica_id))
     _, prefill_id, decode_id = min(options, key=lambda option: option[0])

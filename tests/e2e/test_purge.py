@@ -108,7 +108,7 @@ async def test_a_purged_tenant_finds_nothing_and_the_others_all(world: Purged) -
     first = {tenant: await world.front.complete(asked, tenant=tenant) for tenant in ("a", "b")}
     await world.settled()
     assert await world.bytes_of("a") == await world.bytes_of("b") > 0
-    reply = await world.purge(tenant="a")
+    reply = await world.purge(sharing_group="a")
     assert [it.replica_id for it in reply.replicas] == ["d0", "p0"]
     for it in reply.replicas:
         assert (it.error, it.num_held, it.num_requests) == ("", 0, 0)
@@ -131,9 +131,9 @@ async def test_a_stream_under_way_goes_on_and_leaves_nothing(world: Purged) -> N
     other = await world.front.complete(prompt(3, NUM_PROMPT_TOKENS), tenant="b")
     call = world.front.call(asked, tenant="a", max_tokens=200, seed=5)
     await until(lambda: call.num_tokens >= 40, "it decodes")
-    others = (await world.purge(tenant="nobody")).replicas
+    others = (await world.purge(sharing_group="nobody")).replicas
     assert [(it.num_blocks, it.num_requests) for it in others] == [(0, 0), (0, 0)]
-    reply = await world.purge(tenant="a")
+    reply = await world.purge(sharing_group="a")
     on_decode = next(it for it in reply.replicas if it.replica_id == "d0")
     assert on_decode.num_requests == 1
     assert on_decode.num_held >= (NUM_PROMPT_TOKENS + 32) // 16
@@ -177,7 +177,7 @@ async def test_a_prompt_that_is_computed_meanwhile_leaves_nothing_where_it_lands
     call = world.front.call(asked, tenant="a", max_tokens=8, seed=6)
     pool = world.replica("p0").core.pool
     await until(lambda: pool.num_referenced > 20, "its prompt is computed")
-    reply = await world.purge(tenant="a")
+    reply = await world.purge(sharing_group="a")
     assert call.num_tokens == 0, "the purge came in the middle"
     assert sum(it.num_requests for it in reply.replicas) >= 1
     await call.done()
@@ -196,7 +196,7 @@ async def test_a_replica_that_does_not_answer_is_named(world: Purged) -> None:
         ),
         "the link is down",
     )
-    reply = await world.purge(tenant="a")
+    reply = await world.purge(sharing_group="a")
     errors = {it.replica_id: it.error for it in reply.replicas}
     assert errors.pop("d0") == ""
     assert all(error.startswith("not purged for certain: ") for error in errors.values())

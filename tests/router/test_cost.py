@@ -5,30 +5,31 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvtransfer.messages import ReplicaIdentity
 from router.load import CurrentLoad
 from router.messages import Candidate, Decision, ReplicaLoad
 from router.policies import (
-    DEFAULT_LOAD_RATIO,
-    DEFAULT_TRANSFER_RATIO,
-    NEVER_FITS_TOKENS,
-    NO_SPACE_TOKENS,
-    STALE_TOKENS,
+    NEVER_FITS_S,
+    NO_SPACE_S,
+    STALE_S,
     WORK_PART,
     ReplicaCost,
     RouteQuery,
     choose,
     decode_candidate,
-    disturbance_tokens,
-    load_ratio,
+    disturbance_s,
     local_candidate,
     prefill_candidate,
     recompute,
     replica_cost,
-    space_penalty_tokens,
-    transfer_ratio,
+    space_penalty_s,
 )
+from router.rates import DEFAULT_LOAD_RATIO, DEFAULT_SEQUENCE_PART, DEFAULT_TRANSFER_RATIO, rates_of
+
+# Of a token, at the speed of these replicas.
+TOKEN_S = 1e-4
 
 QUERY = RouteQuery(1000, 200, 1, 64, 64, True)
 
@@ -61,28 +62,31 @@ def state(
         load_tok_s=load_tok_s or {},
         max_local_tokens=max_local_tokens,
     )
-    return CurrentLoad(role, report, backlog, sequences, free)
+    rates = rates_of(report, sequences)
+    return CurrentLoad(role, report, backlog, sequences, free, rates, backlog * rates.token_s)
 
 
 def held(of: CurrentLoad, matched_tokens: int, is_stale: bool = False) -> ReplicaCost:
     """The cost of a replica whose device holds that many tokens, and whose store holds none."""
-    return ReplicaCost(of, is_stale, matched_tokens, QUERY.num_tokens - matched_tokens)
+    rest = QUERY.num_tokens - matched_tokens
+    return ReplicaCost(of, is_stale, matched_tokens, rest, of.rates.prefill_s(rest, matched_tokens))
 
 
 def test_prefill_terms() -> None:
     candidate = prefill_candidate(QUERY, held(state("prefill", backlog=300), 640))
     assert (candidate.matched_tokens, candidate.uncached_tokens) == (640, 360)
-    assert candidate.pressure_tokens == WORK_PART * 360
-    assert candidate.cost == 360 + 300 + WORK_PART * 360
-    assert candidate.transfer_tokens == 1000 * 10_000 / 50_000
+    assert candidate.pressure_s == pytest.approx(WORK_PART * 360 * TOKEN_S)
+    assert candidate.cost_s == pytest.approx((360 + 300 + WORK_PART * 360) * TOKEN_S)
+    assert candidate.transfer_s == 1000 / 50_000
     stale = prefill_candidate(QUERY, held(state("prefill", backlog=300), 640, True))
-    assert (stale.cost, stale.note) == (candidate.cost + STALE_TOKENS, "stale load")
+    assert stale.cost_s == pytest.approx(candidate.cost_s + STALE_S)
+    assert stale.note == "stale load"
 
 
 def test_a_both_replica_prefills_at_the_expense_of_its_streams() -> None:
     candidate = prefill_candidate(QUERY, held(state("both", sequences=3), 0))
-    assert candidate.pressure_tokens == WORK_PART * 1000 + 3 * 1000
-    assert candidate.cost == candidate.pressure_tokens + 1000
+    assert candidate.pressure_s == pytest.approx((WORK_PART * 1000 + 3 * 1000) * TOKEN_S)
+    assert candidate.cost_s == pytest.approx(candidate.pressure_s + 1000 * TOKEN_S)
 
 
 @pytest.mark.parametrize(
@@ -97,42 +101,44 @@ def test_a_both_replica_prefills_at_the_expense_of_its_streams() -> None:
     ],
 )
 def test_disturbance(role: str, sequences: int, uncached: int, tokens: float) -> None:
-    assert disturbance_tokens(state(role, sequences=sequences), uncached) == pytest.approx(tokens)
+    replica = state(role, sequences=sequences)
+    assert disturbance_s(replica, uncached * TOKEN_S) == pytest.approx(tokens * TOKEN_S)
 
 
 def test_unmeasured_rates_have_defaults() -> None:
     unmeasured = state(sequences=1, prefill_tok_s=0.0, decode_step_s=0.0, transfer_tok_s=0.0)
-    assert disturbance_tokens(unmeasured, 150) == pytest.approx(2 * 150 * 0.5)
-    assert transfer_ratio(unmeasured) == DEFAULT_TRANSFER_RATIO
-    assert transfer_ratio(state(transfer_tok_s=0.0)) == DEFAULT_TRANSFER_RATIO
+    assert unmeasured.rates.token_s == TOKEN_S
+    assert unmeasured.rates.step_s == pytest.approx(0.03 * (1 + DEFAULT_SEQUENCE_PART))
+    assert unmeasured.rates.transfer_s == pytest.approx(DEFAULT_TRANSFER_RATIO * TOKEN_S)
+    assert state(transfer_tok_s=0.0).rates.transfer_s == unmeasured.rates.transfer_s
 
 
 @pytest.mark.parametrize(
     ("free", "matched", "penalty"),
     [
         (19, 0, 0.0),  # 1200 tokens are 18.75 blocks
-        (18, 0, NO_SPACE_TOKENS + 64),
-        (-2, 0, NO_SPACE_TOKENS + 21 * 64),
+        (18, 0, NO_SPACE_S + 64 * TOKEN_S),
+        (-2, 0, NO_SPACE_S + 21 * 64 * TOKEN_S),
         (9, 640, 0.0),
-        (8, 640, NO_SPACE_TOKENS + 64),
+        (8, 640, NO_SPACE_S + 64 * TOKEN_S),
     ],
 )
 def test_space_penalty(free: int, matched: int, penalty: float) -> None:
-    assert space_penalty_tokens(QUERY, held(state(free=free), matched)) == penalty
+    assert space_penalty_s(QUERY, held(state(free=free), matched)) == pytest.approx(penalty)
 
 
 def test_what_never_fits_is_the_very_last_choice() -> None:
     huge = QUERY._replace(num_tokens=6400)
-    candidate = decode_candidate(huge, ReplicaCost(state(), False, 0, 6400), 64.0)
-    assert candidate.cost > NEVER_FITS_TOKENS
+    candidate = decode_candidate(huge, ReplicaCost(state(), False, 0, 6400, 0.64), 10.0)
+    assert candidate.cost_s > NEVER_FITS_S
     assert candidate.note == "never fits, no space now"
 
 
 def test_one_that_cannot_serve_it_alone_is_the_last_choice() -> None:
     short, enough = (
-        local_candidate(QUERY, held(state(max_local_tokens=num), 0), 64.0) for num in (1000, 1001)
+        local_candidate(QUERY, held(state(max_local_tokens=num), 0), 10.0) for num in (1000, 1001)
     )
-    assert short.cost == enough.cost + NEVER_FITS_TOKENS
+    assert short.cost_s == pytest.approx(enough.cost_s + NEVER_FITS_S)
     assert "never fits" in short.note
     assert "never fits" not in enough.note
 
@@ -143,8 +149,8 @@ def test_what_exceeds_the_share_of_its_group_never_fits(num_tokens: int, fits: b
     replica = replica_cost(query, state(max_local_tokens=9000), False, 0, 0, 0)
     for candidate in (
         prefill_candidate(query, replica),
-        decode_candidate(query, replica, 64.0),
-        local_candidate(query, replica, 64.0),
+        decode_candidate(query, replica, 10.0),
+        local_candidate(query, replica, 10.0),
     ):
         assert ("never fits" not in candidate.note) == fits
 
@@ -157,8 +163,8 @@ def test_a_prompt_beyond_one_device_stays_at_a_replica_that_may_use_host_memory(
     busy = state(sequences=50, free=sizes["decode"], total=sizes["decode"])
     candidates = [
         prefill_candidate(huge, replica_cost(huge, prefill, False, 0, 0, 0)),
-        decode_candidate(huge, ReplicaCost(busy, False, 0, 6400), 64.0),
-        local_candidate(huge, ReplicaCost(busy, False, 0, 6400), 64.0),
+        decode_candidate(huge, ReplicaCost(busy, False, 0, 6400, 0.64), 10.0),
+        local_candidate(huge, ReplicaCost(busy, False, 0, 6400, 0.64), 10.0),
     ]
     assert ["never fits" in item.note for item in candidates] == [
         too_small == "prefill",
@@ -171,11 +177,44 @@ def test_a_prompt_beyond_one_device_stays_at_a_replica_that_may_use_host_memory(
 
 
 def test_local_terms_add_up() -> None:
-    candidate = local_candidate(QUERY, held(state(backlog=10, sequences=2), 900), 64.0)
-    disturbance = 3 * 100 * 0.5
-    assert candidate.pressure_tokens == pytest.approx(2 * 64 + WORK_PART * 100 + disturbance)
-    assert candidate.cost == pytest.approx(100 + 10 + candidate.pressure_tokens)
-    assert candidate.note == "disturbs by 150"
+    candidate = local_candidate(QUERY, held(state(backlog=10, sequences=2), 896), 10.0)
+    step_s = 0.02 * (1 + 2 * DEFAULT_SEQUENCE_PART)
+    own_s = 104 * TOKEN_S
+    disturbed_s = 3 * own_s * own_s / 0.02
+    assert candidate.step_s == pytest.approx(step_s)
+    assert candidate.pressure_s == pytest.approx(10 * step_s + WORK_PART * own_s + disturbed_s)
+    assert candidate.cost_s == pytest.approx(own_s + 10 * TOKEN_S + candidate.pressure_s)
+    assert candidate.note == "disturbs by 16.2 ms"
+
+
+# --------------------------------------------------------------------------------- what replicas measure
+
+
+def test_a_replica_that_is_twice_as_slow_costs_twice_as_much() -> None:
+    fast, slow = (
+        prefill_candidate(QUERY, held(state("prefill", backlog=300, prefill_tok_s=rate), 640))
+        for rate in (10_000.0, 5_000.0)
+    )
+    assert slow.cost_s == pytest.approx(2 * fast.cost_s)
+
+
+def test_attention_to_what_lies_before_costs_too() -> None:
+    measured = replace(state("prefill").report, prefill_token_s=8e-5, attention_token_s=1e-8)
+    rates = rates_of(measured, 0)
+    assert rates.prefill_s(1000, 0) == pytest.approx(0.08 + 1e-8 * 1000 * 500)
+    assert rates.prefill_s(200, 800) == pytest.approx(0.016 + 1e-8 * 200 * 900)
+    assert rates_of(measured, 0, 2.0).prefill_s(200, 800) == pytest.approx(2 * rates.prefill_s(200, 800))
+
+
+def test_a_step_grows_with_its_sequences_and_their_context() -> None:
+    measured = replace(
+        state(sequences=4).report,
+        decode_base_s=0.01,
+        decode_sequence_s=0.001,
+        decode_context_s=1e-6,
+        num_context_tokens=4000,
+    )
+    assert rates_of(measured, 4).step_s == pytest.approx(0.01 + 5 * (0.001 + 1000 * 1e-6))
 
 
 # ---------------------------------------------------------------------------------- what the store holds
@@ -187,48 +226,52 @@ def test_the_prompt_is_shared_out_by_tier() -> None:
     candidate = prefill_candidate(QUERY, replica_cost(QUERY, replica, False, 2, 4, 6))
     assert (candidate.matched_tokens, candidate.dram_tokens, candidate.nvme_tokens) == (128, 256, 384)
     assert candidate.uncached_tokens == 1000 - 128 - 256 - 384
-    assert candidate.loading_tokens == pytest.approx(256 / 20 + 384 / 4)
-    assert candidate.pressure_tokens == pytest.approx(WORK_PART * 232), "only what is computed delays others"
-    assert candidate.cost == pytest.approx(232 + 256 / 20 + 384 / 4 + 300 + WORK_PART * 232)
+    assert candidate.load_s == pytest.approx(256 / 200_000 + 384 / 40_000)
+    assert candidate.pressure_s == pytest.approx(WORK_PART * 232 * TOKEN_S), "only computing delays others"
+    expected_s = (232 + 300 + WORK_PART * 232) * TOKEN_S + candidate.load_s
+    assert candidate.cost_s == pytest.approx(expected_s)
 
 
 def test_a_local_candidate_loads_too() -> None:
     replica = state(sequences=2, load_tok_s={"dram": 100_000.0})
-    candidate = local_candidate(QUERY, replica_cost(QUERY, replica, False, 0, 14, 0), 64.0)
+    candidate = local_candidate(QUERY, replica_cost(QUERY, replica, False, 0, 14, 0), 10.0)
     assert (candidate.dram_tokens, candidate.uncached_tokens) == (896, 104)
-    assert candidate.cost == pytest.approx(104 + 89.6 + 2 * 64 + WORK_PART * 104 + 3 * 104 * 0.52)
+    without = local_candidate(QUERY, held(state(sequences=2), 896), 10.0)
+    assert candidate.cost_s == pytest.approx(without.cost_s + 896 / 100_000)
 
 
 def test_at_the_decode_side_of_a_pair_only_the_device_counts() -> None:
     with_store = replica_cost(QUERY, state(), False, 5, 5, 5)
     without = replica_cost(QUERY, state(), False, 5, 0, 0)
-    candidate = decode_candidate(QUERY, with_store, 64.0)
-    assert candidate == decode_candidate(QUERY, without, 64.0)
+    candidate = decode_candidate(QUERY, with_store, 10.0)
+    assert candidate == decode_candidate(QUERY, without, 10.0)
     assert (candidate.matched_tokens, candidate.uncached_tokens) == (320, 680)
 
 
 def test_blocks_in_the_store_need_space_on_the_device() -> None:
     full = replica_cost(QUERY, state(free=18), False, 0, 15, 0)
-    assert space_penalty_tokens(QUERY, full) == NO_SPACE_TOKENS + 64
+    assert space_penalty_s(QUERY, full) == pytest.approx(NO_SPACE_S + 64 * TOKEN_S)
 
 
 @pytest.mark.parametrize("tier", ["dram", "nvme"])
-def test_load_ratio(tier: str) -> None:
-    assert load_ratio(state(load_tok_s={tier: 40_000.0}), tier) == 0.25
-    assert load_ratio(state(load_tok_s={tier: 5_000.0}), tier) == 1.0
+def test_the_time_to_load_a_token(tier: str) -> None:
+    def load_s(of: CurrentLoad) -> float:
+        return {"dram": of.rates.dram_s, "nvme": of.rates.nvme_s}[tier]
+
+    assert load_s(state(load_tok_s={tier: 40_000.0})) == 1 / 40_000
     for unmeasured in (
         state(),
         state(load_tok_s={tier: 0.0}),
         state(prefill_tok_s=0.0, load_tok_s={tier: 1.0}),
     ):
-        assert load_ratio(unmeasured, tier) == DEFAULT_LOAD_RATIO[tier]
+        assert load_s(unmeasured) == pytest.approx(DEFAULT_LOAD_RATIO[tier] * TOKEN_S)
 
 
 def test_what_loads_slower_than_it_computes_is_computed() -> None:
     slow = state(load_tok_s={"dram": 100_000.0, "nvme": 9_000.0})
     made = replica_cost(QUERY, slow, False, 1, 2, 3)
-    assert made == ReplicaCost(slow, False, 64, 808, 128, 0, made.loading_tokens)
-    assert made.loading_tokens == pytest.approx(12.8)
+    assert made == ReplicaCost(slow, False, 64, 808, made.prefill_s, 128, 0, made.load_s)
+    assert made.load_s == pytest.approx(128 / 100_000)
 
 
 @given(device=st.integers(0, 20), dram=st.integers(0, 20), nvme=st.integers(0, 20))
@@ -238,7 +281,7 @@ def test_the_parts_make_the_prompt_and_one_token_is_computed(device: int, dram: 
     assert sum(parts) == QUERY.num_tokens
     assert min(parts) >= 0
     assert made.uncached_tokens == max(1, QUERY.num_tokens - 64 * (device + dram + nvme))
-    assert made.loading_tokens == pytest.approx(0.1 * made.dram_tokens + 0.5 * made.nvme_tokens)
+    assert made.load_s == pytest.approx((0.1 * made.dram_tokens + 0.5 * made.nvme_tokens) * TOKEN_S)
 
 
 amounts = st.integers(0, 4).map(float) | st.floats(0, 1e13, allow_nan=False)

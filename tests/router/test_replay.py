@@ -94,7 +94,6 @@ def replay(policy: str, gap_s: float = 0.03) -> Outcome:
         assert router.on_events(events)
         wait_s += node.free_at_s - clock.now()
         num_hits, num_blocks = num_hits + num_cached, num_blocks + len(keys)
-        router.on_prefilled(str(number))
         router.on_finished(str(number))
         clock.advance(gap_s)
     router.check()

@@ -12,9 +12,9 @@ def test_a_prefix_in_the_store_attracts_less_than_on_the_device_and_more_than_no
     harness.store("p0", keys, "nvme")
     harness.store("p1", keys, "dram")
     costs = {item.replica_id: item for item in harness.route(keys).candidates if item.side == "prefill"}
-    assert costs["p1"].loading_tokens == pytest.approx(80.0), "not measured: a tenth"
-    assert costs["p0"].loading_tokens == pytest.approx(400.0), "not measured: a half"
-    assert costs["p1"].cost < costs["p0"].cost < costs["p2"].cost
+    assert costs["p1"].load_s == pytest.approx(80e-4), "not measured: a tenth"
+    assert costs["p0"].load_s == pytest.approx(400e-4), "not measured: a half"
+    assert costs["p1"].cost_s < costs["p0"].cost_s < costs["p2"].cost_s
     harness = RouterHarness("p0", "p1", "p2", "d0")
     harness.store("p0", keys, "nvme")
     assert harness.route(keys).prefill == "p0"
@@ -54,7 +54,7 @@ def test_what_is_loaded_is_no_backlog_and_needs_space() -> None:
     harness.store("p0", keys, "dram")
     harness.route(keys)
     later = [item for item in harness.route((), num_tokens=1000).candidates if item.side == "prefill"]
-    assert [item.backlog_tokens for item in later] == [200.0]
+    assert [item.queue_s for item in later] == [pytest.approx(0.02)]
 
 
 def test_the_replica_with_most_of_a_chain_counts() -> None:

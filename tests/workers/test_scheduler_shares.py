@@ -226,7 +226,7 @@ def test_blocks_of_another_group_stay_on_the_device() -> None:
     assert side.scheduler.num_preemptions == 0
 
 
-def test_a_block_that_another_group_makes_room_with_changes_its_owner() -> None:
+def test_a_block_that_another_group_gives_up_changes_its_owner() -> None:
     side = engine(12, offload=12, shares=GroupShares(1.0, {"a": 0.9}), offload_at=1.0, **ROOMY)
     asked = [
         ask("a1", tokens(1, 15), max_tokens=21, group="a"),

@@ -8,10 +8,12 @@ const COLUMNS = [
   ["Side", "", (it) => it.side],
   ["Matched", "num", (it) => it.matched_tokens],
   ["Uncached", "num", (it) => it.uncached_tokens],
-  ["Backlog", "num", (it) => it.backlog_tokens.toFixed(0)],
-  ["Transfer", "num", (it) => it.transfer_tokens.toFixed(0)],
-  ["Pressure", "num", (it) => it.pressure_tokens.toFixed(0)],
-  ["Cost", "num", (it) => it.cost.toFixed(1)],
+  ["Queue, ms", "num", (it) => (1e3 * it.queue_s).toFixed(1)],
+  ["Load", "num", (it) => (1e3 * it.load_s).toFixed(1)],
+  ["Prefill", "num", (it) => (1e3 * it.prefill_s).toFixed(1)],
+  ["Transfer", "num", (it) => (1e3 * it.transfer_s).toFixed(1)],
+  ["Pressure", "num", (it) => (1e3 * it.pressure_s).toFixed(1)],
+  ["Cost", "num", (it) => (1e3 * it.cost_s).toFixed(1)],
   ["Note", "", (it) => it.note],
 ];
 

@@ -1,0 +1,80 @@
+"""What things take at one replica, in seconds, by its own measurements.
+
+A decode step takes base + sequences x `decode_sequence_s` + context tokens x `decode_context_s`; a chunk of n
+tokens behind p others takes n x `prefill_token_s` + n x (p + n / 2) x `attention_token_s`. A replica measures
+these coefficients from its steps (`workers.scheduler.step_costs`). Until it has, its average rates are used,
+and until it has those, the defaults below.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from router.messages import ReplicaLoad
+
+# Assumed for a replica that has not measured its prefill rate.
+DEFAULT_PREFILL_TOK_S = 10_000.0
+# Assumed for a replica that has not measured its decode step.
+DEFAULT_DECODE_STEP_S = 0.03
+# What a sequence adds to a decode step, in parts of it, until the replica has measured both.
+DEFAULT_SEQUENCE_PART = 0.02
+# Time of loading a token over computing it, by tier, assumed until the replica has measured both.
+DEFAULT_LOAD_RATIO = {"dram": 0.1, "nvme": 0.5}
+# Time of sending a token over computing it, assumed until the prefill replica has measured both.
+DEFAULT_TRANSFER_RATIO = 0.1
+
+
+class Rates(NamedTuple):
+    """Seconds of one token, or of a step, at a replica as it is loaded now."""
+
+    # Of a prompt token as the replica has met them, whatever lay before it.
+    token_s: float
+    # The products of a token, and its attention to one token before it.
+    product_s: float
+    attention_s: float
+    transfer_s: float
+    dram_s: float
+    nvme_s: float
+    # A decode step as it is now, and with one more sequence of average context.
+    present_step_s: float
+    step_s: float
+
+    def prefill_s(self, num_tokens: int, num_before: int) -> float:
+        """Return the time to compute so many tokens behind so many."""
+        return num_tokens * (self.product_s + self.attention_s * (num_before + 0.5 * num_tokens))
+
+
+def rates_of(report: ReplicaLoad, num_sequences: int, correction: float = 1.0) -> Rates:
+    """Return the rates of a replica with so many sequences. All that computes takes `correction` times what
+    was measured."""
+    token_s = correction / (report.prefill_tok_s or DEFAULT_PREFILL_TOK_S)
+    if report.prefill_token_s:
+        product_s = correction * report.prefill_token_s
+        attention_s = correction * report.attention_token_s
+    else:
+        product_s, attention_s = token_s, 0.0
+    return Rates(
+        token_s=token_s,
+        product_s=product_s,
+        attention_s=attention_s,
+        transfer_s=1.0 / report.transfer_tok_s if report.transfer_tok_s else DEFAULT_TRANSFER_RATIO * token_s,
+        dram_s=_load_s(report, "dram", token_s),
+        nvme_s=_load_s(report, "nvme", token_s),
+        present_step_s=correction * (report.decode_step_s or DEFAULT_DECODE_STEP_S),
+        step_s=correction * _step_s(report, num_sequences),
+    )
+
+
+def _load_s(report: ReplicaLoad, tier: str, token_s: float) -> float:
+    load_tok_s = report.load_tok_s.get(tier, 0.0)
+    if not report.prefill_tok_s or not load_tok_s:
+        return DEFAULT_LOAD_RATIO[tier] * token_s
+    return 1.0 / load_tok_s
+
+
+def _step_s(report: ReplicaLoad, num_sequences: int) -> float:
+    if report.decode_base_s:
+        context = report.num_context_tokens / report.num_running if report.num_running else 0.0
+        each_s = report.decode_sequence_s + context * report.decode_context_s
+        return report.decode_base_s + (num_sequences + 1) * each_s
+    return (report.decode_step_s or DEFAULT_DECODE_STEP_S) * (1 + DEFAULT_SEQUENCE_PART * num_sequences)
