@@ -25,14 +25,14 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
-from cluster.admission.config import SERVICE_CLASSES, AdmissionConfig
+from cluster.admission.config import AdmissionConfig
 from cluster.admission.fair_queue import FairQueue, Flow, Waiting
 from cluster.admission.ladder import Ladder, Rung
 from cluster.errors import OverloadedError
 from kvtransfer.common.clock import Clock
 from router.messages import Decision, RouteRequest
 from router.service import RouterService
-from workers.messages.link import ServiceClass
+from workers.messages.link import SERVICE_CLASSES, ServiceClass
 
 # A request is refused when it is predicted to take more than this part of its objective, or of what is left
 # of its deadline: predictions err.

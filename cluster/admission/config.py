@@ -3,13 +3,11 @@ may wait. Times are in seconds."""
 
 from __future__ import annotations
 
-from typing import Self, get_args
+from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from workers.messages.link import ServiceClass
-
-SERVICE_CLASSES: tuple[ServiceClass, ...] = get_args(ServiceClass)
+from workers.messages.link import SERVICE_CLASSES, ServiceClass
 
 
 class ClassConfig(BaseModel):

@@ -207,6 +207,7 @@ def finished_of(summary: Summary) -> pb.GenerateResponse:
                 prompt_tokens=summary.num_prompt_tokens,
                 cached=_cached(summary.prefill),
                 completion_tokens=sum(item.num_tokens for item in summary.samples),
+                capped_max_tokens=summary.capped_max_tokens,
             ),
             timing=_timing(summary),
             prefill_replica=summary.prefill_replica,

@@ -419,6 +419,21 @@ def route_request(
     )
 
 
+def first_route_request(prepared: PreparedRequest) -> RouteRequest:
+    """Build the router's request for all of a request that begins."""
+    return RouteRequest(
+        request_id=prepared.request_id,
+        tenant=prepared.tenant,
+        block_keys=prepared.block_keys,
+        num_tokens=prepared.num_prompt_tokens,
+        max_new_tokens=max(1, prepared.sampling.max_tokens),
+        num_samples=len(prepared.samples),
+        pinned_prefill=prepared.pinned_prefill,
+        pinned_decode=prepared.pinned_decode,
+        kv_share=prepared.kv_share,
+    )
+
+
 def submission(
     prepared: PreparedRequest,
     group: Sequence[SampleOutput],
@@ -446,4 +461,5 @@ def submission(
         decode=target,
         deadline_s=None if deadline_at is None else max(0.0, deadline_at - now),
         suspect=suspect,
+        service_class=prepared.service_class,
     )

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import hashlib
 import logging
 import re
@@ -15,17 +17,24 @@ from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
+from msgspec import structs
+
+from cluster.admission.admission import Admission, Candidacy, Ticket
+from cluster.admission.fair_queue import Flow
 from cluster.errors import (
     AbandonedError,
     DeadlineError,
     DuplicateRequestError,
+    FieldViolation,
     ForbiddenError,
+    InvalidRequestError,
     OverloadedError,
     RequestError,
     UnavailableError,
     UnknownRequestError,
     to_grpc_status,
 )
+from cluster.gateway.attempt import first_route_request
 from cluster.gateway.circuit_breaker import CircuitBreaker
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_task import RequestTask, Router
@@ -40,12 +49,15 @@ from cluster.text.tokenizer import SampleText
 from kvtransfer.codec import Part
 from kvtransfer.common.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
-from workers.messages.link import Cancel, StepFrame
+from router.errors import NoReplicaError
+from workers.messages.link import SERVICE_CLASSES, Cancel, ServiceClass, StepFrame
 
 # Ended requests that `Explain` remembers.
 NUM_RECORDS = 1024
 _NUM_STALE = 1024
 _NOBODY = Caller()
+# Beside its prompt and the keys of its blocks.
+_REQUEST_BYTES = 4096
 # Of the id and the tenant of a refused request, which may be of any length.
 _MAX_LOGGED_CHARS = 128
 
@@ -105,8 +117,10 @@ class RequestManager:
         gateway_id: str,
         auth: AuthConfig,
         resume_tokens: ResumeTokens,
+        admission: Admission,
         observers: Sequence[Observer] = (),
     ) -> None:
+        self.admission = admission
         self._gateway_id = gateway_id
         self._auth = auth
         shares = auth.shares("device_kv_share")
@@ -180,6 +194,12 @@ class RequestManager:
         limits = self.limits()
         check_request(request, limits)
         check_may_use(identity, limits)
+        service_class = self._service_class(request, identity)
+        deadline_at = None if deadline_s is None else now + deadline_s
+        flow = Flow(request.tenant, service_class)
+        weight = self._auth.limits(request.tenant).weight
+        if not request.resume:
+            self.admission.check_early(flow, weight, now, deadline_at)
         digest = resume_digest(request)
         if request.resume:
             self._resume_tokens.check(
@@ -204,11 +224,22 @@ class RequestManager:
             request_id=request_id,
             sharing_group=group,
             fingerprint=compatibility.model_fingerprint,
-            deadline_at=None if deadline_s is None else now + deadline_s,
+            deadline_at=deadline_at,
+            service_class=service_class,
         )
         if deadline_s is not None and now + deadline_s <= self._clock.now():
             raise DeadlineError("the deadline passed before the request was accepted")
-        task = self._begin(request_id, prepared, texts, now, caller, resumes=bool(request.resume))
+        key = prepared.tenant, request_id
+        if key in self._latest and not request.resume:
+            raise DuplicateRequestError(f"request {request_id!r} is running; choose another id, or resume it")
+        ticket = None
+        if not request.resume:
+            prepared = self._capped(prepared)
+            candidacy = Candidacy(flow, weight, prepared.priority, now, deadline_at, _num_bytes(prepared))
+            # Where no replica is there, the request waits for one as any other attempt does.
+            with contextlib.suppress(NoReplicaError):
+                ticket = self.admission.admit(first_route_request(prepared), candidacy)
+        task = self._begin(key, prepared, texts, now, caller, ticket)
         token = self._resume_tokens.issue(identity, request.tenant, request_id, prepared.seed, digest)
         return Accepted(task, request_id, prepared.seed, prepared.num_prompt_tokens, token)
 
@@ -219,6 +250,30 @@ class RequestManager:
         if share == 1:
             return limits
         return replace(limits, kv_share=share, max_share_tokens=int(num_blocks * share) * block_tokens)
+
+    def _service_class(self, request: pb.GenerateRequest, identity: Identity) -> ServiceClass:
+        """Return the class of the request; raise `InvalidRequestError` where its tenant may not name it."""
+        limits = self._auth.limits(request.tenant)
+        named = request.service_class
+        if not named:
+            return limits.default_class
+        if limits.classes and named not in limits.classes:
+            allowed = ", ".join(limits.classes)
+            raise InvalidRequestError(
+                FieldViolation(
+                    "service_class", f"{identity.name} may use {allowed}; leave it out, or name one"
+                )
+            )
+        return next(name for name in SERVICE_CLASSES if name == named)
+
+    def _capped(self, prepared: PreparedRequest) -> PreparedRequest:
+        """Return the request with as many output tokens as the load allows."""
+        max_tokens = prepared.sampling.max_tokens
+        cap = self.admission.max_tokens(prepared.service_class, max_tokens)
+        if cap == max_tokens:
+            return prepared
+        sampling = structs.replace(prepared.sampling, max_tokens=cap)
+        return dataclasses.replace(prepared, sampling=sampling, capped_max_tokens=cap)
 
     def _sharing_group(self, identity: Identity, tenant: str) -> str:
         return self._auth.sharing_group(tenant) if identity.names_tenants else identity.sharing_group
@@ -294,6 +349,7 @@ class RequestManager:
         for ended in frame.moves:
             if (task := self._tasks.get(ended.request_id)) is not None:
                 task.apply(task.state.on_move_ended, source, ended)
+        self.admission.pump()
 
     def _judge(self, source: ReplicaIdentity, frame: StepFrame, now: float) -> None:
         """Let the replica's circuit breaker know what succeeded there, and what failed by its own fault."""
@@ -323,17 +379,21 @@ class RequestManager:
         view = self._connections.find(source.replica_id)
         if view is not None and not view.record.leaving:
             self.counters.lost(view.record.pool)
+        self.admission.on_gone(source.replica_id)
         for task in list(self._tasks.values()):
             task.apply(task.state.on_lost, source, reason)
 
     def on_streams(self, source: ReplicaIdentity, may_stay: bool) -> None:
         """Report to every request that streams must leave this replica, or may stay there after all."""
+        if not may_stay:
+            self.admission.on_gone(source.replica_id)
         for task in list(self._tasks.values()):
             task.apply(task.state.on_streams, source, may_stay)
 
     def on_members(self) -> None:
         """Report that what can be served may have changed."""
         self._members_changed()
+        self.admission.pump()
 
     def _current(self, source: ReplicaIdentity, request_id: str, attempt: int) -> RequestTask | None:
         """Return the request whose running attempt this is; otherwise order the replica to stop, once."""
@@ -352,18 +412,14 @@ class RequestManager:
 
     def _begin(
         self,
-        request_id: str,
+        key: RequestKey,
         prepared: PreparedRequest,
         texts: Sequence[SampleText],
         now: float,
         caller: Caller,
-        *,
-        resumes: bool,
+        ticket: Ticket | None,
     ) -> RequestTask:
-        key = prepared.tenant, request_id
         older = self._latest.get(key)
-        if older is not None and not resumes:
-            raise DuplicateRequestError(f"request {request_id!r} is running; choose another id, or resume it")
         if older is not None:
             older.abandon(AbandonedError("taken over by a call that resumes it"))
 
@@ -378,6 +434,8 @@ class RequestManager:
             clock=self._clock,
             on_end=on_end,
             started_at=now,
+            admission=self.admission,
+            ticket=ticket,
         )
         self._tasks[prepared.request_id] = self._latest[key] = task
         self.counters.arrived(prepared, now)
@@ -404,6 +462,7 @@ class RequestManager:
         self._records[key] = _record(key, task, state, reason, now)
         if len(self._records) > NUM_RECORDS:
             self._records.popitem(last=False)
+        self.admission.pump()
         self._observe(
             EndedRequest(
                 request_id=request_id,
@@ -477,6 +536,11 @@ def resume_digest(request: pb.GenerateRequest) -> bytes:
             parameters.MergeFrom(pb.GenerateRequest(**{field.name: value}))
     digest.update(parameters.SerializeToString(deterministic=True))
     return digest.digest()
+
+
+def _num_bytes(prepared: PreparedRequest) -> int:
+    """Return what the request takes while it waits."""
+    return len(prepared.prompt) + sum(map(len, prepared.block_keys)) + _REQUEST_BYTES
 
 
 def _record(

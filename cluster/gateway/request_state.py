@@ -189,6 +189,7 @@ class RequestState:
             prefill=self._prefill_report,
             hand_over=self._hand_over_report,
             num_moves=self._migration.num_moves,
+            capped_max_tokens=self.prepared.capped_max_tokens,
         )
 
     # ------------------------------------------------------------------------------ start and routing

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol, TypeVarTuple
 
+from cluster.admission.admission import Admission, Ticket
 from cluster.errors import AbandonedError, RequestError, SlowClientError
 from cluster.gateway.attempt import OutputDelta
 from cluster.gateway.request_state import RequestState
@@ -113,13 +114,18 @@ class RequestTask:
         clock: Clock,
         on_end: Callable[[RequestError | None], None],
         started_at: float,
+        admission: Admission | None = None,
+        ticket: Ticket | None = None,
     ) -> None:
+        """`ticket` is the place that `admission` has found for the request, where it may have to wait."""
         self.state = RequestState(prepared, texts, self, started_at)
         self._request_id = prepared.request_id
         self._connections = connections
         self._router = router
         self._clock = clock
         self._on_end = on_end
+        self._admission = admission
+        self._ticket = ticket
         self._buffer = OutputBuffer()
         self._timers = SupervisedTasks()
         self._due: deque[Callable[[float], None]] = deque()
@@ -199,16 +205,30 @@ class RequestTask:
         self._end(error, error)
 
     def _end(self, end: Summary | RequestError, error: RequestError | None) -> None:
+        if self._ticket is not None and self._admission is not None:
+            ticket, self._ticket = self._ticket, None
+            self._admission.drop(ticket)
         self._timers.cancel()
         self._buffer.close(end)
         self._on_end(error)
 
     def _route(self, request: RouteRequest) -> None:
+        if self._ticket is not None and self._admission is not None:
+            self._admission.hold(self._ticket, self._released)
+            return
         try:
             decision = self._router.route(request)
         except NoReplicaError as error:
             self.apply(self.state.on_no_route, str(error), error.retry_after_s)
             return
+        self._routed(decision)
+
+    def _released(self, ticket: Ticket) -> None:
+        """Submit the request, which has waited for its turn."""
+        self._ticket = None
+        self._routed(ticket.decision)
+
+    def _routed(self, decision: Decision) -> None:
         prefill = self._connections.target(decision.prefill) if decision.prefill else None
         decode = self._connections.target(decision.decode)
         if decode is None or (decision.prefill and prefill is None):

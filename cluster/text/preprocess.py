@@ -25,6 +25,7 @@ from cluster.text.chat_template import ChatRenderer, ChatTurn, load_chat_templat
 from cluster.text.tokenizer import SHORT_CHARS, ModelText, SampleText
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.clock import Clock
+from workers.messages.link import SERVICE_CLASSES, ServiceClass
 from workers.messages.sampling import SamplingParams
 from workers.model.model_config import read_model_config
 
@@ -68,6 +69,9 @@ class PreparedRequest:
     pinned_decode: str = ""
     # Of each replica's KV blocks: what its sharing group may use.
     kv_share: float = 1.0
+    service_class: ServiceClass = "standard"
+    # What `max_tokens` was cut to because of the load; 0: it was not.
+    capped_max_tokens: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -145,6 +149,7 @@ class Preprocessor:
         sharing_group: str,
         fingerprint: bytes,
         deadline_at: float | None,
+        service_class: ServiceClass = "standard",
     ) -> tuple[PreparedRequest, list[SampleText]]:
         """Prepare a checked and tokenized request, with the text of each sample so far. `request_id` is the
         client's, or drawn.
@@ -170,6 +175,7 @@ class Preprocessor:
             pinned_prefill=request.pins.prefill,
             pinned_decode=request.pins.decode,
             kv_share=limits.kv_share,
+            service_class=service_class,
         )
         return prepared, texts
 
@@ -503,6 +509,8 @@ def _identity_violations(request: pb.GenerateRequest, limits: ServingLimits) -> 
         if len(value) > max_chars or not _ID.fullmatch(value):
             problem = f"must be at most {max_chars} letters, digits, dots, colons, dashes or underscores"
             yield FieldViolation(field, problem)
+    if request.service_class and request.service_class not in SERVICE_CLASSES:
+        yield FieldViolation("service_class", f"must be one of {', '.join(SERVICE_CLASSES)}, or empty")
     if abs(request.priority) > MAX_PRIORITY:
         yield FieldViolation(
             "priority", f"is {request.priority}; must be from -{MAX_PRIORITY} to {MAX_PRIORITY}"

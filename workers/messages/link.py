@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from kvtransfer.codec import Codec, Message, Part
 from kvtransfer.messages import (
@@ -21,6 +21,7 @@ RequestKey = tuple[str, int]
 GatewayKey = tuple[str, int]
 # What a request is for. Under load `batch` is paused first.
 ServiceClass = Literal["interactive", "standard", "batch"]
+SERVICE_CLASSES: tuple[ServiceClass, ...] = get_args(ServiceClass)
 
 # ------------------------------------------------------------------------------- gateway to engine core
 
