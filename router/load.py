@@ -32,10 +32,11 @@ from router.rates import Rates, rates_of
 # A request is taken to be in the first report that arrives this long after it was routed (or, for a
 # hand-over, after its first token): the way to the replica and back, with a margin.
 REPORT_LAG_S = 0.02
-# The weight of the newest measurement in the correction of a replica's times, its bounds, and those of a
-# measurement.
+# The weight of the newest measurement in the correction of a replica's times, its most, and the bounds of a
+# measurement. It is at least 1: a replica that is faster than it measures itself would draw all requests, and
+# the others never be tried.
 _CORRECTION_WEIGHT = 0.1
-_LEAST_CORRECTION = 0.25
+_MOST_CORRECTION = 4.0
 _LEAST_RATIO = 0.1
 # A request without news for this long is stale and no longer counts as load: the message of its end was lost.
 STALE_REQUEST_S = 300.0
@@ -249,7 +250,7 @@ class LoadTracker:
         if (replica := self._replicas.get(replica_id)) is not None:
             ratio = min(max(ratio, _LEAST_RATIO), 1.0 / _LEAST_RATIO)
             corrected = replica.correction * ratio**_CORRECTION_WEIGHT
-            replica.correction = min(max(corrected, _LEAST_CORRECTION), 1.0 / _LEAST_CORRECTION)
+            replica.correction = min(max(corrected, 1.0), _MOST_CORRECTION)
             replica.state = None
 
     def on_submitted(self, request_id: str) -> None:
