@@ -114,6 +114,7 @@ class Gateway:
             router=router,
             clock=clock,
             max_requests=config.gateway.max_requests,
+            max_unread_mb=config.admission.max_unread_mb,
             gateway_id=gateway_id,
             auth=config.auth,
             resume_tokens=ResumeTokens(trust, clock, config.auth.resume_s),
