@@ -37,7 +37,7 @@ from cluster.errors import (
 from cluster.gateway.attempt import first_route_request
 from cluster.gateway.circuit_breaker import CircuitBreaker
 from cluster.gateway.replica_connections import ReplicaConnections
-from cluster.gateway.request_task import RequestTask, Router
+from cluster.gateway.request_task import RequestTask, Router, UnreadOutput
 from cluster.identity.config import AuthConfig
 from cluster.identity.identity import Identity
 from cluster.identity.resume_tokens import ResumeTokens
@@ -112,6 +112,7 @@ class RequestManager:
         router: Router,
         clock: Clock,
         max_requests: int,
+        max_unread_mb: float,
         on_members: Callable[[], None],
         counters: GatewayCounters,
         gateway_id: str,
@@ -131,6 +132,7 @@ class RequestManager:
         self._router = router
         self._clock = clock
         self._max_requests = max_requests
+        self.unread = UnreadOutput(max_unread_mb * 1e6)
         self._members_changed = on_members
         self._observers = (counters.ended, *observers)
         self.counters = counters
@@ -436,6 +438,7 @@ class RequestManager:
             started_at=now,
             admission=self.admission,
             ticket=ticket,
+            unread=self.unread,
         )
         self._tasks[prepared.request_id] = self._latest[key] = task
         self.counters.arrived(prepared, now)
