@@ -183,7 +183,12 @@ class Authentication(grpc.aio.ServerInterceptor):
         return make(call, handler.request_deserializer, handler.response_serializer)
 
     def _refusal(self, method: str, identity: Identity | None, error: RequestError) -> grpc.RpcMethodHandler:
-        """Return a handler that ends every call with this error, without reading a message."""
+        """Return a handler that ends every call with this error, without reading a message.
+
+        An asyncio client of Python that is still sending messages at that moment may report INTERNAL in place
+        of the status that it has received (grpc/grpc#36066). No unary request is concerned, nor a client that
+        waits for an answer before it sends more.
+        """
 
         async def refuse(requests: Any, context: Context) -> None:
             self._record_refusal(method, identity, error, context)

@@ -162,6 +162,24 @@ async def test_health_is_open_and_reflection_is_not(guarded: Guarded) -> None:
             assert len(names & {"tandem.v1.Inference", "tandem.v1.Admin"}) == 1
 
 
+async def test_a_stream_of_messages_is_refused_with_the_same_status(guarded: Guarded) -> None:
+    """Those that arrive when the call has ended change nothing about it. With gRPC's synchronous client: that
+    of asyncio confuses its own failed write with the status of the call."""
+    requests = [reflection_pb2.ServerReflectionRequest(file_by_filename="x" * 100_000)] * 20
+
+    def refused() -> set[grpc.StatusCode]:
+        with grpc.insecure_channel(guarded.address) as channel:
+            ask = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
+            codes = set()
+            for _ in range(20):
+                with pytest.raises(grpc.RpcError) as caught:
+                    list(ask(iter(requests), timeout=WAIT_S))
+                codes.add(caught.value.code())
+            return codes
+
+    assert await asyncio.to_thread(refused) == {UNAUTHENTICATED}
+
+
 async def test_who_calls_is_decided_before_the_message_is_read(guarded: Guarded) -> None:
     """The refusal comes while the client has not sent anything of its message."""
     never = asyncio.Event()
