@@ -24,9 +24,11 @@ from cluster.api.client import GenerateOptions
 from cluster.errors import CallError
 from cluster.identity.api_keys import revoke_key
 from cluster.identity.identity import ROLES
+from cluster.identity.resume_tokens import RelayedCaller, RelayTokens
 from cluster.proto import RELAYED_CERTIFICATE_KEY
 from cluster.proto import tandem_pb2 as pb
 from cluster.serve.gateway_server import Gateway
+from kvtransfer.common.clock import SystemClock
 
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 PERMISSION_DENIED = grpc.StatusCode.PERMISSION_DENIED
@@ -423,3 +425,62 @@ async def test_keys_rotate_under_load_without_a_failed_request(guarded: Guarded)
         guarded.gateway._access.authenticator.reload()
     is_over.set()
     await asyncio.gather(*working)
+
+
+async def test_a_stream_is_resumed_with_the_key_that_replaced_the_one_it_began_with(
+    guarded: Guarded,
+) -> None:
+    """Another tenant's key does not, not even with the token of `accepted`."""
+    _, second = await guarded.harness.add_gateway(guarded.gateway._config)
+    current = [guarded.keys["user"]]
+    credentials = ClientCredentials(bearer=lambda: current[0])
+    client = guarded.harness.client(guarded.address, second, credentials=credentials)
+    scripts = [replica.script for replica in guarded.harness.replicas.values()]
+    for script in scripts:
+        script.stop_after = 2
+    stream = client.generate(PROMPT, GenerateOptions(seed=3, max_tokens=6))
+    events = stream.events()
+    tokens: list[int] = []
+    while len(tokens) < 2:
+        event = await anext(events)
+        tokens += event.token_ids if isinstance(event, pb.Delta) else []
+    current[0] = key_of(guarded.keys_file, "acme")
+    revoke_key(guarded.keys_file, guarded.keys["user"][7:15])
+    for gateway in guarded.harness.gateways:
+        gateway._access.authenticator.reload()
+    for script in scripts:
+        script.stop_after = None
+    guarded.harness.gateways.remove(guarded.gateway)
+    await guarded.gateway.stop()
+    async for event in events:
+        tokens += event.token_ids if isinstance(event, pb.Delta) else []
+    assert stream.num_resumes == 1
+    assert tokens == expected(3, 6)
+
+
+async def test_what_a_relaying_gateway_vouches_for_is_one_request(certified: Certified) -> None:
+    token = RelayTokens(certified.harness.trust, SystemClock()).issue(RelayedCaller(("batch",), "mine"))
+    shown = certified.credentials("anybody", "urn:nobody")
+    tls = grpc.ssl_channel_credentials(shown.root_certificate, shown.private_key, shown.certificate)
+
+    async def status(channel: grpc.aio.Channel, method: str, request: Any) -> grpc.StatusCode:
+        call = channel.unary_stream(f"/tandem.v1.Inference/{method}")(
+            request.SerializeToString(), metadata=((RELAYED_CERTIFICATE_KEY, token),), timeout=WAIT_S
+        )
+        try:
+            [_ async for _ in call]
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+        return grpc.StatusCode.OK
+
+    async with grpc.aio.secure_channel(certified.guarded.address, tls) as channel:
+        for request_id, code in (
+            ("mine", grpc.StatusCode.OK),
+            ("other", UNAUTHENTICATED),
+            ("", UNAUTHENTICATED),
+        ):
+            request = pb.GenerateRequest(text=PROMPT, max_tokens=1, request_id=request_id)
+            assert await status(channel, "Generate", request) is code
+        assert await status(channel, "Explain", pb.ExplainRequest(request_id="mine")) is grpc.StatusCode.OK
+        assert await status(channel, "Explain", pb.ExplainRequest(request_id="other")) is UNAUTHENTICATED
+        assert await status(channel, "ListModels", pb.ListModelsRequest()) is UNAUTHENTICATED
