@@ -418,7 +418,8 @@ class ReplicaLook(NamedTuple):
         """Take what is known of the replica now."""
         hello, record = view.hello, view.record
         role_epoch = hello.role_epoch if hello else record.role_epoch
-        return ReplicaLook(record, str(view.state), view.note, view.role, role_epoch, view.load)
+        note = "; ".join(filter(None, (view.note, view.avoided)))
+        return ReplicaLook(record, str(view.state), note, view.role, role_epoch, view.load)
 
     def is_same(self, other: ReplicaLook) -> bool:
         """Compare by identity where that is enough: reports and records are never changed."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from cluster.config import LOOPBACK
 from cluster.doctor.checks import Check, CheckResult, Figures, GatewayReply, Live, error, note, ok, warning
+from cluster.gateway.circuit_breaker import NOTE as BREAKER
 
 GROUP = "members"
 # Replicas report several times a second.
@@ -36,6 +37,14 @@ def replicas(live: Live) -> Iterator[CheckResult]:
                 f"{name} is {replica.state}" + (f": {replica.note}" if replica.note else ""),
                 "this gateway has no Link to it, so it gets no request from here",
                 "see whether its process runs and its port can be reached from the gateway",
+            )
+        elif BREAKER in replica.note:
+            yield warning(
+                f"{name} is avoided: {replica.note}",
+                "it failed several times in a row or stands still; this gateway places nothing there while "
+                "another replica is left",
+                "the reason is in its worker-*.err; a stopped process or a rank without a processor is tried "
+                "again by itself when it continues",
             )
         elif replica.load.age_s > _LATE_S:
             yield warning(
@@ -207,7 +216,7 @@ def traffic(live: Live) -> Iterator[CheckResult]:
 
 
 CHECKS = (
-    Check("replicas", GROUP, "Replicas that are refused, unreachable or late", replicas),
+    Check("replicas", GROUP, "Replicas that are refused, unreachable, avoided or late", replicas),
     Check("flapping", GROUP, "Replicas that were replaced recently", flapping),
     Check("pools", GROUP, "Pools below what is desired, pinned or lent", pools),
     Check("gateways", GROUP, "Gateways that do not answer, or only one", gateways),

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
+from cluster.gateway.circuit_breaker import TURN_S, CircuitBreaker, CircuitBreakers
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import GatewayRecord, ReplicaRecord, RosterView, StoreRecord
 from cluster.roster.state import RosterClient
@@ -55,8 +56,13 @@ _MAX_BACKOFF_S = 2.0
 _HELLO_TIMEOUT_S = 10.0
 # The statistics that the router reads.
 _ROUTED = tuple(name for name in ReplicaLoad.__struct_fields__ if name in ReplicaStats.__struct_fields__)
-# An engine core reports several times a second. One that is silent for this long is stopped or hangs.
+# An engine core reports several times a second. The Link of one that is silent for this long is closed.
 SILENCE_S = 8.0
+# Streams are resumed elsewhere when a replica has stood still for so long, and certainly not because of the
+# network.
+STREAMS_S = 2.0
+# No submission is added to so many bytes that wait on a Link.
+MAX_UNSENT_BYTES = 8 << 20
 
 # A replica answers a purge between two steps.
 _PURGE_S = 10.0
@@ -75,6 +81,13 @@ class ConnectionEvents(Protocol):
 
     def on_streams(self, source: ReplicaIdentity, may_stay: bool) -> None:
         """Handle whether streams may continue on this replica: not if it leaves, or its role is "prefill"."""
+
+    def on_stopped(self, source: ReplicaIdentity, reason: str, includes_streams: bool) -> None:
+        """Handle that a replica stands still, while another is usable: what has no token there is placed
+        again, and if it `includes_streams` what streams from there too. Repeated while that is so."""
+
+    def on_breaker(self, source: ReplicaIdentity, breaker: CircuitBreaker) -> None:
+        """Handle a change of the state of this replica's circuit breaker."""
 
     def on_members(self) -> None:
         """Handle that replicas came or left, so that what can be served may have changed."""
@@ -97,6 +110,8 @@ class ReplicaView:
     record: ReplicaRecord
     state: ReplicaState = ReplicaState.CONNECTING
     note: str = ""
+    # Why requests avoid it: the note of its circuit breaker.
+    avoided: str = ""
     hello: ReplicaHello | None = None
     load: LoadReport | None = None
     load_at: float = 0.0
@@ -153,7 +168,8 @@ class ReplicaConnections:
         self._listed: frozenset[str] = frozenset()
         self._views: dict[str, ReplicaView] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._watching: asyncio.Task[None] | None = None
+        self._watching: list[asyncio.Task[None]] = []
+        self.breakers = CircuitBreakers(router, self._on_breaker, clock.now())
         self._num_purges = 0
         self.gateways: tuple[GatewayRecord, ...] = ()
         self.stores: tuple[StoreRecord, ...] = ()
@@ -171,11 +187,14 @@ class ReplicaConnections:
     def start(self, events: ConnectionEvents) -> None:
         """Follow the roster from now on, and report to `events`; must be called on the event loop."""
         self._events = events
-        self._watching = asyncio.create_task(self._watch(), name="roster-watch")
+        self._watching = [
+            asyncio.create_task(self._watch(), name="roster-watch"),
+            asyncio.create_task(self._watch_silence(), name="silence-watch"),
+        ]
 
     async def stop(self) -> None:
         """Close every link."""
-        tasks = [*self._tasks.values(), *([self._watching] if self._watching else [])]
+        tasks = [*self._tasks.values(), *self._watching]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -220,7 +239,17 @@ class ReplicaConnections:
         view = self._views.get(replica.replica_id)
         if view is None or view.hello is None or view.hello.identity != replica:
             return False
-        return _send(view.stream, message)
+        if not isinstance(message, Submission):
+            return _send(view.stream, message)
+        is_behind = view.stream is not None and view.stream.num_unsent_bytes > MAX_UNSENT_BYTES
+        if is_behind or not _send(view.stream, message):
+            why = "does not read what waits for it" if is_behind else "its link is gone"
+            self.breakers.failed(replica, message.request_id, why, self._clock.now())
+            return False
+        self.breakers.submitted(replica, message.request_id)
+        if message.decode is not None:
+            self.breakers.submitted(message.decode.identity, message.request_id)
+        return True
 
     async def purge_caches(
         self, group: str | None, model: str | None, remaining_s: float | None
@@ -289,6 +318,46 @@ class ReplicaConnections:
                 )
         self._events.on_members()
 
+    # ------------------------------------------------------------------------------- stopped replicas
+
+    async def _watch_silence(self) -> None:
+        while True:
+            await self._clock.sleep(TURN_S)
+            self.breakers.advance(self._clock.now())
+            for view in self.views():
+                if view.stream is not None and view.hello is not None:
+                    self._look_after(view, view.hello.identity, view.stream)
+
+    def _look_after(self, view: ReplicaView, replica: ReplicaIdentity, stream: FrameStream) -> None:
+        """Close the Link of a replica that was silent for too long; let requests leave one that stands
+        still."""
+        silent_s, stalled_s = self.breakers.silent_s(replica), self.breakers.stalled_s(replica)
+        if silent_s >= SILENCE_S:
+            view.note = f"nothing was heard for {SILENCE_S:g} s"
+            stream.abort()
+            return
+        breaker = self.breakers.of(replica)
+        if breaker is None or not breaker.is_stopped or not self._has_other(view):
+            return
+        is_dead = silent_s >= STREAMS_S and stream.is_acknowledged
+        self._events.on_stopped(replica, breaker.reason, is_dead or stalled_s >= STREAMS_S)
+
+    def _has_other(self, stopped: ReplicaView) -> bool:
+        """Whether another replica that can serve alone, as each but a prefill replica can, is usable."""
+        return any(
+            view is not stopped and view.takes_requests and view.role != "prefill" and not view.avoided
+            for view in self._views.values()
+        )
+
+    def _on_breaker(self, replica: ReplicaIdentity, breaker: CircuitBreaker) -> None:
+        view = self._views.get(replica.replica_id)
+        if view is None:
+            return
+        view.avoided = breaker.note
+        if breaker.is_stopped and view.stream is not None:
+            view.stream.ping()  # which the host of a process that is stopped acknowledges
+        self._events.on_breaker(replica, breaker)
+
     # --------------------------------------------------------------------------------------- links
 
     async def _follow(self, replica_id: str) -> None:
@@ -306,6 +375,7 @@ class ReplicaConnections:
                     backoff.reset()
             await self._clock.sleep(backoff.failed())
         del self._views[replica_id]
+        self.breakers.forget(replica_id)
 
     async def _serve_link(self, view: ReplicaView, stream: FrameStream) -> bool:
         """Use the link until it ends. False when the replica did not become ready on it."""
@@ -314,12 +384,12 @@ class ReplicaConnections:
             hello = await self._greet(stream)
             if hello is None or not self._join(view, hello, stream):
                 return False
-            while (frame := await _receive(stream)) is not None:
+            while (frame := await stream.receive()) is not None:
+                self.breakers.heard(hello.identity)
                 self._on_frame(view, hello.identity, frame)
-        except TimeoutError:
-            reason = f"nothing was heard for {SILENCE_S:g} s"
-            view.note = reason
-            _log.warning("link to %s closed: %s", view.record.identity.replica_id, reason)
+            if self.breakers.silent_s(hello.identity) >= SILENCE_S:
+                reason = view.note
+                _log.warning("link to %s closed: %s", view.record.identity.replica_id, reason)
         except TransferError as error:
             reason = str(error)
             view.note = reason
@@ -359,6 +429,9 @@ class ReplicaConnections:
         view.hello, view.stream, view.note = hello, stream, ""
         view.state = ReplicaState.READY
         self._router.add_replica(hello.identity, hello.role)
+        self.breakers.joined(hello.identity)
+        breaker = self.breakers.of(hello.identity)
+        view.avoided = "" if breaker is None else breaker.note
         self._on_load(view, hello.load)
         _send(stream, KvSnapshotRequest("connect"))
         if view.record.leaving:
@@ -387,6 +460,7 @@ class ReplicaConnections:
             if not answer.done():
                 answer.set_exception(PeerGoneError(reason))
         self._router.remove_replica(identity.replica_id)
+        self.breakers.left(identity, reason, self._clock.now())
         _log.info("link to %s is down: %s", identity.replica_id, reason)
         self._events.on_lost(identity, reason)
         self._events.on_members()
@@ -441,6 +515,7 @@ class ReplicaConnections:
     def _on_load(self, view: ReplicaView, load: LoadReport) -> None:
         view.load, view.load_at = load, self._clock.now()
         view.paths = load.paths
+        self.breakers.reported(load.identity, load.stalled_s, view.load_at)
         self._router.on_load(
             ReplicaLoad(
                 identity=load.identity,
@@ -457,12 +532,6 @@ def _serves(view: ReplicaView, model: str | None) -> bool:
     if model is None or view.hello is None:
         return True
     return view.hello.compatibility.model_fingerprint.hex().startswith(model)
-
-
-async def _receive(stream: FrameStream) -> bytes | None:
-    """Return the next frame, None at the end; raise `TimeoutError` when nothing comes."""
-    async with asyncio.timeout(SILENCE_S):
-        return await stream.receive()
 
 
 def _send(stream: FrameStream | None, message: LinkDown) -> bool:

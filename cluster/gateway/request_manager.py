@@ -26,8 +26,9 @@ from cluster.errors import (
     UnknownRequestError,
     to_grpc_status,
 )
+from cluster.gateway.circuit_breaker import CircuitBreaker
 from cluster.gateway.replica_connections import ReplicaConnections
-from cluster.gateway.request_task import RequestTask, Router
+from cluster.gateway.request_task import RequestTask, Router, UnreadOutput
 from cluster.identity.config import AuthConfig
 from cluster.identity.identity import Identity
 from cluster.identity.resume_tokens import ResumeTokens
@@ -99,6 +100,7 @@ class RequestManager:
         router: Router,
         clock: Clock,
         max_requests: int,
+        max_unread_mb: float,
         on_members: Callable[[], None],
         counters: GatewayCounters,
         gateway_id: str,
@@ -116,6 +118,7 @@ class RequestManager:
         self._router = router
         self._clock = clock
         self._max_requests = max_requests
+        self.unread = UnreadOutput(max_unread_mb * 1e6)
         self._members_changed = on_members
         self._observers = (counters.ended, *observers)
         self.counters = counters
@@ -271,6 +274,7 @@ class RequestManager:
     def on_step(self, source: ReplicaIdentity, frame: StepFrame) -> None:
         """Pass each request its part, in the order in which that matters within a step."""
         now = self._clock.now()
+        self._judge(source, frame, now)
         for report in frame.prefills:
             if (task := self._current(source, report.request_id, report.attempt)) is not None:
                 self.counters.prefilled(report, now)
@@ -292,6 +296,29 @@ class RequestManager:
         for ended in frame.moves:
             if (task := self._tasks.get(ended.request_id)) is not None:
                 task.apply(task.state.on_move_ended, source, ended)
+
+    def _judge(self, source: ReplicaIdentity, frame: StepFrame, now: float) -> None:
+        """Let the replica's circuit breaker know what succeeded there, and what failed by its own fault."""
+        breakers = self._connections.breakers
+        for prefilled in frame.prefills:
+            breakers.succeeded(source, prefilled.request_id, now)
+        for joined in frame.hand_overs:
+            breakers.succeeded(source, joined.request_id, now)
+        for failure in frame.failures:
+            if failure.code == "internal" and not failure.suspect:
+                breakers.failed(source, failure.request_id, failure.reason, now)
+            else:
+                breakers.released(failure.request_id)
+
+    def on_stopped(self, source: ReplicaIdentity, reason: str, includes_streams: bool) -> None:
+        """Let requests without a token leave a replica that stands still, and streams too where that is
+        said."""
+        for task in list(self._tasks.values()):
+            task.apply(task.state.on_stopped, source, reason, includes_streams)
+
+    def on_breaker(self, source: ReplicaIdentity, breaker: CircuitBreaker) -> None:
+        """Count a change of a circuit breaker's state."""
+        self.counters.breaker_changed(self._connections.pool_of(source.replica_id), str(breaker.state))
 
     def on_lost(self, source: ReplicaIdentity, reason: str) -> None:
         """Report to every request that a replica is lost."""
@@ -353,6 +380,7 @@ class RequestManager:
             clock=self._clock,
             on_end=on_end,
             started_at=now,
+            unread=self.unread,
         )
         self._tasks[prepared.request_id] = self._latest[key] = task
         self.counters.arrived(prepared, now)
@@ -363,6 +391,7 @@ class RequestManager:
         request, prepared = task.state, task.state.prepared
         request_id = key[1]
         del self._tasks[prepared.request_id]
+        self._connections.breakers.released(prepared.request_id)
         if self._latest.get(key) is task:
             del self._latest[key]
         reason = error.logged if error else ""

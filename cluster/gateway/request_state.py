@@ -112,7 +112,7 @@ class RequestState:
               start            on_routed             every sample finished
         NEW --------> ROUTING ----------> RUNNING --------------------------> ENDED (finish)
                        |  ^                  |
-            no route:  |  | replica lost; failed: refused, peer, internal, leaving
+            no route:  |  | replica lost or stopped; failed: refused, peer, internal, leaving
             wait, then |  | (attempt + 1, only what is missing)
             route again+--+------------------+
         NEW, ROUTING, RUNNING -- cancel, deadline, invalid, poison, attempts or patience used up
@@ -160,6 +160,8 @@ class RequestState:
         self._suspicion = Suspicion(prepared.max_attempts)
         # Attempts that ended because a replica leaves or breaks.
         self._num_uncounted = 0
+        # Replicas that were left because they stood still.
+        self._stopped: set[ReplicaIdentity] = set()
         self._no_route_since: float | None = None
         self._last_failure = ""
         self._was_refused = False
@@ -369,6 +371,26 @@ class RequestState:
             self._note(now, "prefill replica gone", reason)
         if is_target:
             self._effects.schedule_move(OVERDUE_S)
+
+    def on_stopped(self, replica: ReplicaIdentity, reason: str, includes_streams: bool, now: float) -> None:
+        """Leave a replica that stands still, while others do not: at once where this attempt has brought no
+        token, else where it `includes_streams`.
+
+        At the first one the request is taken for innocent. From the second one on it may be the cause, as
+        with a replica that is lost. Where the router knows no other place than one that was left already,
+        the request waits there.
+        """
+        if self.phase is not RequestPhase.RUNNING or not self._is_missed(replica) or replica in self._stopped:
+            return
+        if not includes_streams and any(sample.has_progressed for sample in self._unfinished()):
+            return
+        self._stopped.add(replica)
+        reason = f"{replica.replica_id} stands still: {reason}"
+        if len(self._stopped) > 1 and self._suspicion.may_have_broken(replica):
+            self._broke(replica, reason, now, is_suspect=True)
+            return
+        self._num_uncounted += self._suspicion.forgives(replica)
+        self._retry(reason, [replica], now, at_once=True)
 
     def on_cancel(self, error: RequestError, now: float) -> None:
         """End the request because the client left, or the gateway gives up; `error` is what is recorded."""

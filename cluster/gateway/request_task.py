@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Protocol, TypeVarTuple
 
 from cluster.errors import AbandonedError, RequestError, SlowClientError
 from cluster.gateway.attempt import OutputDelta
-from cluster.gateway.request_state import RequestState
+from cluster.gateway.request_state import RequestPhase, RequestState
 from cluster.metrics.ended_request import Summary
 from cluster.text.preprocess import PreparedRequest
 from cluster.text.tokenizer import SampleText
@@ -29,6 +30,12 @@ from workers.messages.link import Cancel, HandOverTarget, Move, Submission
 # Tokens, each with its log-probabilities counted too, that one stream holds for a client that does not read.
 # A slower client is cut off with RESOURCE_EXHAUSTED; no other stream waits for it meanwhile.
 MAX_UNREAD = 65536
+# The same of what waits and is sent as one message.
+MAX_MERGED = 4096
+# What output takes in memory: a delta beside its text, a log-probability, and an alternative to its token.
+_DELTA_BYTES = 176
+_LOGPROB_BYTES = 112
+_TOP_BYTES = 120
 
 Args = TypeVarTuple("Args")
 
@@ -57,35 +64,77 @@ class Router(Protocol):
     def on_finished(self, request_id: str) -> None: ...
 
 
+class UnreadOutput:
+    """All output of a gateway that waits for clients to read it, bounded in bytes together: beyond
+    `max_bytes` the slowest reader is cut off, for whom most bytes wait."""
+
+    def __init__(self, max_bytes: float) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._buffers: set[OutputBuffer] = set()
+
+    def added(self, buffer: OutputBuffer, num_bytes: int) -> None:
+        """Count bytes that wait in the buffer from now on."""
+        self.num_bytes += num_bytes
+        self._buffers.add(buffer)
+        if self.num_bytes > self.max_bytes:
+            max(self._buffers, key=lambda it: it.num_waiting_bytes).cut_off()
+
+    def removed(self, buffer: OutputBuffer, num_bytes: int) -> None:
+        """Count bytes that were read from the buffer, or dropped."""
+        self.num_bytes -= num_bytes
+        if not buffer.num_waiting_bytes:
+            self._buffers.discard(buffer)
+
+
 class OutputBuffer:
     """Output on its way to the client. What waits is merged per sample, so a slow reader gets fewer, longer
-    deltas; the end comes last."""
+    deltas; the end comes last. What was taken last counts as unread until the next is asked for."""
 
-    def __init__(self) -> None:
-        self._waiting: dict[int, list[OutputDelta]] = {}
+    def __init__(self, unread: UnreadOutput, cut_off: Callable[[], None]) -> None:
+        """`cut_off` is called when this is the slowest reader, and too much waits."""
+        self.cut_off = cut_off
+        self._unread = unread
+        self._waiting: dict[int, deque[OutputDelta]] = {}
         self._end: Summary | RequestError | None = None
         self._ready = asyncio.Event()
+        self._num_taken_bytes = 0
         self.num_unread = 0
+        self.num_waiting_bytes = 0
 
     def put(self, delta: OutputDelta) -> None:
         """Append output of one sample."""
-        self._waiting.setdefault(delta.sample, []).append(delta)
-        self.num_unread += _weight(delta)
+        self._waiting.setdefault(delta.sample, deque()).append(delta)
         self._ready.set()
+        num_bytes = _num_bytes(delta)
+        self.num_unread += _weight(delta)
+        self.num_waiting_bytes += num_bytes
+        self._unread.added(self, num_bytes)
 
     def close(self, end: Summary | RequestError) -> None:
         """Append the end; `SlowClientError` drops what waits before it."""
         if isinstance(end, SlowClientError):
-            self._waiting.clear()
+            self.discard()
         self._end = end
         self._ready.set()
 
+    def discard(self) -> None:
+        """Drop what waits: nobody will read it."""
+        self._waiting.clear()
+        num_bytes, self.num_waiting_bytes, self.num_unread = self.num_waiting_bytes, 0, 0
+        self._unread.removed(self, num_bytes)
+
+    def release(self) -> None:
+        """Count what was taken last as read."""
+        num_bytes, self._num_taken_bytes = self._num_taken_bytes, 0
+        self._unread.removed(self, num_bytes)
+
     async def get(self) -> OutputDelta | Summary:
         """Return the next output, at last the summary, or raise the error; the end again and again."""
+        self.release()
         await self._ready.wait()
         if self._waiting:
-            deltas = self._waiting.pop(next(iter(self._waiting)))
-            self.num_unread -= sum(_weight(delta) for delta in deltas)
+            deltas = self._take()
             if not self._waiting and self._end is None:
                 self._ready.clear()
             return _merged(deltas)
@@ -93,6 +142,23 @@ class OutputBuffer:
         if isinstance(self._end, RequestError):
             raise self._end
         return self._end
+
+    def _take(self) -> list[OutputDelta]:
+        """Take what waits of the sample whose turn it is, as much as goes into one message."""
+        sample = next(iter(self._waiting))
+        queue = self._waiting.pop(sample)
+        deltas: list[OutputDelta] = []
+        weight = 0
+        while queue and (not deltas or weight + _weight(queue[0]) <= MAX_MERGED):
+            deltas.append(queue.popleft())
+            weight += _weight(deltas[-1])
+        if queue:  # the other samples have their turns first
+            self._waiting[sample] = queue
+        num_bytes = sum(map(_num_bytes, deltas))
+        self.num_unread -= weight
+        self.num_waiting_bytes -= num_bytes
+        self._num_taken_bytes += num_bytes
+        return deltas
 
 
 class RequestTask:
@@ -113,14 +179,17 @@ class RequestTask:
         clock: Clock,
         on_end: Callable[[RequestError | None], None],
         started_at: float,
+        unread: UnreadOutput,
     ) -> None:
+        """`unread` counts what waits for the clients of all requests."""
         self.state = RequestState(prepared, texts, self, started_at)
         self._request_id = prepared.request_id
         self._connections = connections
         self._router = router
         self._clock = clock
         self._on_end = on_end
-        self._buffer = OutputBuffer()
+        self._unread = unread
+        self._buffer = OutputBuffer(unread, self._cut_off)
         self._timers = SupervisedTasks()
         self._due: deque[Callable[[float], None]] = deque()
         self._is_applying = False
@@ -139,6 +208,9 @@ class RequestTask:
     def abandon(self, error: RequestError | None = None) -> None:
         """Stop the work wherever it is: nobody waits for the output any more. Does nothing after the end."""
         self.apply(self.state.on_cancel, error or AbandonedError("the client cancelled the call"))
+        if error is None:
+            self._buffer.discard()
+            self._buffer.release()
 
     def apply(self, transition: Callable[[*Args, float], None], *args: *Args) -> None:
         """Run a transition of `state`, at once or after the one that runs."""
@@ -203,6 +275,19 @@ class RequestTask:
         self._buffer.close(end)
         self._on_end(error)
 
+    def _cut_off(self) -> None:
+        """End the stream, for whose client most of the unread output of the gateway waits; also when the
+        request has ended, but what it brought was not read."""
+        num_mb = self._unread.max_bytes / 1e6
+        what = f"more than {num_mb:g} MB of output wait in this gateway, most of it for this client"
+        self.apply(self._cut, SlowClientError(what, 0.0))
+
+    def _cut(self, error: SlowClientError, now: float) -> None:
+        if self.state.phase is RequestPhase.ENDED:
+            self._buffer.close(error)
+        else:
+            self.state.on_cancel(error, now)
+
     def _route(self, request: RouteRequest) -> None:
         try:
             decision = self._router.route(request)
@@ -235,6 +320,12 @@ class RequestTask:
 
 def _weight(delta: OutputDelta) -> int:
     return len(delta.tokens) // TOKEN_BYTES + sum(1 + len(it.top) for it in delta.logprobs)
+
+
+def _num_bytes(delta: OutputDelta) -> int:
+    num_top = sum(len(it.top) for it in delta.logprobs)
+    logprob_bytes = len(delta.logprobs) * _LOGPROB_BYTES + num_top * _TOP_BYTES
+    return _DELTA_BYTES + len(delta.tokens) + sys.getsizeof(delta.text) + logprob_bytes
 
 
 def _merged(deltas: list[OutputDelta]) -> OutputDelta:

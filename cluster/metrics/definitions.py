@@ -263,6 +263,14 @@ POOLS = (
         by="pool",
     ),
     _gateway(
+        "breaker_changes_total",
+        "",
+        "changes",
+        "Changes of the circuit breakers of replicas, by the state that came: open (it failed several times "
+        "in a row, or stands still), half-open (it is tried again) or closed.",
+        by="pool state",
+    ),
+    _gateway(
         "path_floor_bytes_per_second",
         "",
         "bytes/s",

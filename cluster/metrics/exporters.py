@@ -33,6 +33,7 @@ _ENDS = (
 )
 _CACHE_TIERS = ("device", "dram", "nvme", "remote")
 _REPLICA_STATES = ("ready", "connecting", "leaving", "refused")
+_BREAKER_STATES = ("open", "half-open", "closed")
 _MOVERS = ("operator", "autoscaler", "deploy")
 _INDEX_STATES = ("off", "up", "slow", "down")
 
@@ -87,6 +88,9 @@ class GatewayMetrics:
             self._registry.set("pool_pinned", float(pool.pinned), pool=pool.name)
             self._registry.set("pool_lent_replicas", pool.num_lent, pool=pool.name)
             self._registry.total("replica_losses_total", counters.num_losses[pool.name], pool=pool.name)
+            for state in _BREAKER_STATES:
+                changes = counters.num_breaker_changes[pool.name, state]
+                self._registry.total("breaker_changes_total", changes, pool=pool.name, state=state)
 
     def _update_moves(self, status: pb.StatusResponse) -> None:
         latest = max((move.at for move in status.moves), default=0.0)

@@ -118,6 +118,8 @@ class GatewayCounters:
         self.num_retried = 0
         # Links that ended to replicas that were not leaving, by pool.
         self.num_losses: Counter[str] = Counter()
+        # Changes of circuit breakers, by pool and the state that came.
+        self.num_breaker_changes: Counter[tuple[str, str]] = Counter()
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
         # Prompt tokens by the tier where their KV was when the request came.
@@ -192,6 +194,10 @@ class GatewayCounters:
     def lost(self, pool: str) -> None:
         """The Link to a replica of this pool ended, and it had not said that it leaves."""
         self.num_losses[pool] += 1
+
+    def breaker_changed(self, pool: str, state: str) -> None:
+        """The circuit breaker of a replica of this pool changed to `state`."""
+        self.num_breaker_changes[pool, state] += 1
 
     def attempt_failed(self, replica_id: str, code: str, now: float) -> None:
         """A replica gave an attempt up; `code` as in `RequestFailed`."""

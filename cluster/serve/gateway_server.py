@@ -114,6 +114,7 @@ class Gateway:
             router=router,
             clock=clock,
             max_requests=config.gateway.max_requests,
+            max_unread_mb=config.admission.max_unread_mb,
             gateway_id=gateway_id,
             auth=config.auth,
             resume_tokens=ResumeTokens(trust, clock, config.auth.resume_s),
@@ -146,16 +147,14 @@ class Gateway:
             certificate=self._certificate,
             on_end=log_relayed if config.logs.access else None,
         )
-        faults = Faults(config.debug.fault_rules)
+        faults, orders = Faults(config.debug.fault_rules), ScalerOrders(operations)
         self._ports = PublicPorts(
             config.gateway,
             self._certificate,
             open_certificate(config.gateway, config.auth, "admin"),
             Authentication(access),
             InferenceServicer(self.requests, self.connections, self._texts, status, faults, self._traffic),
-            AdminServicer(
-                status=status, stores=stores, orders=ScalerOrders(operations), traffic=self._traffic
-            ),
+            AdminServicer(status=status, stores=stores, orders=orders, traffic=self._traffic),
         )
         self._is_serving = False
         self._tasks = SupervisedTasks()

@@ -353,6 +353,9 @@ class TlsLayer(asyncio.Transport, asyncio.BufferedProtocol):
     def get_write_buffer_size(self) -> int:
         return self._below.get_write_buffer_size()
 
+    def get_extra_info(self, name: str, default: object = None) -> object:
+        return self._below.get_extra_info(name, default)
+
     # ---------------------------------------------------------------------------------------- private
 
     def _handshake(self) -> None:

@@ -17,6 +17,7 @@ import contextlib
 import logging
 import socket
 import ssl
+import struct
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Literal, cast
@@ -49,6 +50,11 @@ _MAX_UNREAD_BYTES = 1 << 20
 # A frame longer than this is not joined with its header before it is written.
 _JOINED_BYTES = 64 << 10
 _STAGED_BYTES = 64 << 10
+
+# Of Linux' `struct tcp_info`: the field `tcpi_unacked`, segments that were sent and not acknowledged.
+_UNACKNOWLEDGED = struct.Struct("=I")
+_UNACKNOWLEDGED_AT = 24
+_TCP_INFO_BYTES = 104
 
 _log = logging.getLogger("tandem.links")
 
@@ -134,6 +140,22 @@ class FrameStream(asyncio.BufferedProtocol):
     @property
     def num_unsent_bytes(self) -> int:
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
+    @property
+    def is_acknowledged(self) -> bool:
+        """Whether the other host has acknowledged all that was sent, as it does for a process that is stopped
+        too; False where that is not known."""
+        sock = None if self._transport is None else self._transport.get_extra_info("socket")
+        if sock is None or self.closed or sock.family == socket.AF_UNIX or not hasattr(socket, "TCP_INFO"):
+            return False
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        (num_unacknowledged,) = _UNACKNOWLEDGED.unpack_from(info, _UNACKNOWLEDGED_AT)
+        return bool(num_unacknowledged == 0)
+
+    def ping(self) -> None:
+        """Send an empty frame now, which the other side does not answer but its host acknowledges."""
+        if not self.closed and self._transport is not None and not self._transport.is_closing():
+            self._transport.write(_PING)
 
     def close(self) -> None:
         """End the stream after what was sent; both sides' `receive` return None."""

@@ -101,6 +101,16 @@ def test_replicas_that_are_not_ready_are_reported(state: str, age_s: float, seve
     assert [each for each, _ in said(members.replicas, live(change))] == [severity, OK]
 
 
+def test_a_replica_whose_circuit_breaker_is_open_is_named_with_the_reason() -> None:
+    def avoid(status: pb.StatusResponse) -> None:
+        status.replicas[1].note = "waits for a snapshot; circuit breaker open: nothing was heard for 1.0 s"
+
+    bad, good = members.replicas(live(avoid))
+    assert (bad.severity, good.severity) == (WARNING, OK)
+    assert "is avoided" in bad.seen
+    assert "nothing was heard for 1.0 s" in bad.seen
+
+
 def test_replicas_that_are_replaced_again_and_again_are_reported() -> None:
     def young(status: pb.StatusResponse) -> None:
         status.replicas[1].epoch = int((NOW - 40) * 1000)

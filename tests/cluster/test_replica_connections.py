@@ -122,10 +122,12 @@ async def test_a_replica_that_falls_silent_is_left_and_found_again(
     stream = harness.client(address).generate(PROMPT, GenerateOptions(seed=3, max_tokens=8)).events()
     while not isinstance(first := await anext(stream), pb.Delta):
         pass
+    silent.script.is_stopped = True
     other = await harness.add_replica("d1", "decode")
     rest = [token async for event in stream if isinstance(event, pb.Delta) for token in event.token_ids]
     assert [*first.token_ids, *rest] == expected(3, 8)
     assert other.submissions
     note = "nothing was heard for 0.5 s"
     await until(lambda: any(view.note == note for view in gateway.connections.views()), "the reason is told")
+    silent.script.is_stopped = False
     await until(lambda: len(silent.snapshot_requests) > 1, "it is connected again")

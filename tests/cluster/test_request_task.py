@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cluster.errors import AbandonedError, DeadlineError, RequestError, SlowClientError, UnavailableError
 from cluster.gateway.attempt import NO_TARGET_PAUSE_S, OutputDelta
 from cluster.gateway.request_state import RequestState
-from cluster.gateway.request_task import MAX_UNREAD, OutputBuffer, RequestTask
+from cluster.gateway.request_task import MAX_UNREAD, OutputBuffer, RequestTask, UnreadOutput
 from cluster.metrics.ended_request import Summary
 from cluster.text.preprocess import PreparedRequest, SampleStart
 from cluster.text.tokenizer import SampleText
@@ -92,7 +94,10 @@ class Ended:
 
 
 def make_task(
-    field: Field, clock: ManualClock, deadline_at: float | None = None
+    field: Field,
+    clock: ManualClock,
+    deadline_at: float | None = None,
+    unread: UnreadOutput | None = None,
 ) -> tuple[RequestTask, Ended]:
     prepared = PreparedRequest(
         request_id="r",
@@ -115,6 +120,7 @@ def make_task(
         clock=clock,
         on_end=ended,
         started_at=clock.now(),
+        unread=unread or UnreadOutput(1e9),
     )
     return task, ended
 
@@ -160,8 +166,127 @@ async def test_a_client_that_never_reads_is_cut_off() -> None:
     assert isinstance(field.sent[-1][1], Cancel)
 
 
+async def test_of_all_readers_the_slowest_is_cut_off_first() -> None:
+    unread = UnreadOutput(10_000)
+    (slow, slow_end), (fast, fast_end) = (make_task(Field(), ManualClock(), unread=unread) for _ in range(2))
+    slow.begin()
+    fast.begin()
+    slow.apply(slow.state.on_delta, D0, delta(0, 2000))
+    for first in range(0, 4000, 100):
+        fast.apply(fast.state.on_delta, D0, delta(first, 100))
+        assert isinstance(await fast.next(), OutputDelta)
+        assert unread.num_bytes <= unread.max_bytes
+    assert slow_end.errors == []
+    fast.apply(fast.state.on_delta, D0, delta(4000, 1000))
+    assert [type(error) for error in slow_end.errors] == [SlowClientError]
+    with pytest.raises(SlowClientError, match=r"0\.01 MB of output wait in this gateway"):
+        await slow.next()
+    assert isinstance(await fast.next(), OutputDelta)
+    assert fast_end.errors == []
+    fast.abandon()
+    assert unread.num_bytes == 0
+
+
+async def test_a_slow_reader_is_cut_off_after_the_end_of_its_request_too() -> None:
+    unread = UnreadOutput(10_000)
+    (slow, slow_end), (fast, _) = (make_task(Field(), ManualClock(), unread=unread) for _ in range(2))
+    slow.begin()
+    slow.apply(slow.state.on_delta, D0, delta(0, 2000, "length"))
+    assert slow_end.errors == [None]
+    fast.begin()
+    fast.apply(fast.state.on_delta, D0, delta(0, 1000))
+    assert unread.num_bytes < 5000
+    with pytest.raises(SlowClientError):
+        await slow.next()
+    assert slow_end.errors == [None], "it ended once"
+
+
+async def test_a_reader_that_is_slowest_itself_is_cut_off_within_its_own_transition() -> None:
+    unread = UnreadOutput(10_000)
+    task, ended = make_task(Field(), ManualClock(), unread=unread)
+    task.begin()
+    task.apply(task.state.on_delta, D0, delta(0, 3000))
+    assert [type(error) for error in ended.errors] == [SlowClientError]
+    assert unread.num_bytes == 0
+
+
+async def test_what_a_client_left_unread_when_it_went_counts_no_more() -> None:
+    unread = UnreadOutput(10_000)
+    task, _ = make_task(Field(), ManualClock(), unread=unread)
+    task.begin()
+    task.apply(task.state.on_delta, D0, delta(0, 100))
+    await task.next()
+    task.apply(task.state.on_delta, D0, delta(100, 100, "length"))
+    assert unread.num_bytes > 800
+    task.abandon()
+    assert unread.num_bytes == 0
+
+
+async def test_one_message_holds_no_more_than_its_share_of_what_waits() -> None:
+    buffer = OutputBuffer(UnreadOutput(1e9), lambda: None)
+    for first in range(3):
+        buffer.put(OutputDelta(0, first * 3000, tokens(3000), "", (), ""))
+    buffer.put(OutputDelta(1, 0, tokens(1), "", (), ""))
+    taken = [await buffer.get() for _ in range(4)]
+    assert [(it.sample, it.first_index) for it in taken if isinstance(it, OutputDelta)] == [
+        (0, 0),
+        (1, 0),
+        (0, 3000),
+        (0, 6000),
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(st.integers(0, 3), st.sampled_from(["put", "put", "get", "leave"]), st.integers(1, 900)),
+        max_size=60,
+    )
+)
+def test_all_that_waits_is_bounded_and_who_reads_is_never_cut_off_before_who_does_not(
+    steps: list[tuple[int, str, int]],
+) -> None:
+    """Against counts of what was put and not taken, by buffer."""
+
+    async def run() -> None:
+        unread = UnreadOutput(8000)
+        cut: list[int] = []
+        buffers: list[OutputBuffer] = []
+        for number in range(4):
+
+            def cut_off(number: int = number) -> None:
+                waiting = [buffer.num_waiting_bytes for buffer in buffers]
+                assert waiting[number] == max(waiting)
+                cut.append(number)
+                buffers[number].close(SlowClientError("slow", 0.0))
+
+            buffers.append(OutputBuffer(unread, cut_off))
+        taken = [0] * 4
+        for number, action, size in steps:
+            buffer = buffers[number]
+            if action == "put" and number not in cut:
+                buffer.put(OutputDelta(size % 2, 0, tokens(size), "", (), ""))
+            elif action == "get" and buffer.num_waiting_bytes:
+                before = buffer.num_waiting_bytes
+                await buffer.get()
+                taken[number] = before - buffer.num_waiting_bytes
+            elif action == "leave":
+                buffer.discard()
+                buffer.release()
+                taken[number] = 0
+            waiting = sum(it.num_waiting_bytes for it in buffers)
+            assert unread.num_bytes == waiting + sum(taken)
+            assert unread.num_bytes <= unread.max_bytes or waiting == 0
+        for buffer in buffers:
+            buffer.discard()
+            buffer.release()
+        assert unread.num_bytes == 0
+
+    asyncio.run(run())
+
+
 async def test_logprobs_count_as_unread_too() -> None:
-    buffer = OutputBuffer()
+    buffer = OutputBuffer(UnreadOutput(1e9), lambda: None)
     logprob = TokenLogprob(-1.0, ((1, -1.0), (2, -2.0)))
     buffer.put(OutputDelta(0, 0, tokens(2), "", (logprob, logprob), ""))
     assert buffer.num_unread == 8

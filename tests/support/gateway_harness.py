@@ -64,6 +64,7 @@ from workers.messages.link import (
     TokenDelta,
 )
 from workers.messages.sampling import TokenLogprob
+from workers.replica.gateway_links import LOAD_PERIOD_S
 from workers.stats_record import PathMeasure
 
 
@@ -97,6 +98,10 @@ class Script:
     hand_over_first: bool = False
     # Of the prompt's cached tokens: those that the store's tiers gave.
     loaded: dict[str, int] = field(default_factory=dict)
+    # Stand still: read nothing, send nothing, until it is cleared.
+    is_stopped: bool = False
+    # Take submissions and never begin with them; what decodes does not progress.
+    stalled_s: float = 0.0
 
 
 class ScriptedReplica:
@@ -116,18 +121,23 @@ class ScriptedReplica:
         self.address = ""
         self._server = LinkServer(harness.trust, self._on_link, self._on_peer)
         self._streams: dict[str, FrameStream] = {}
+        self._reporting: asyncio.Task[None] | None = None
         self._running: dict[tuple[str, int], list[asyncio.Task[None]]] = defaultdict(list)
         # With the output index that comes next, of each sample.
         self.decoding: dict[tuple[str, int], tuple[Submission, dict[int, int]]] = {}
         self._sequence = 0
         self._load_sequence = 1
+        self._paths: tuple[PathMeasure, ...] = ()
 
     async def start(self) -> None:
         self.address = f"127.0.0.1:{await self._server.start('127.0.0.1')}"
+        self._reporting = asyncio.create_task(self._report_forever())
         await self.harness.roster.register(self.record())
 
     async def die(self) -> None:
         """As by SIGKILL: every Link breaks; the roster learns of it later."""
+        if self._reporting is not None:
+            self._reporting.cancel()
         for tasks in self._running.values():
             for task in tasks:
                 task.cancel()
@@ -161,6 +171,8 @@ class ScriptedReplica:
         self.broadcast(Leaving(1.0))
 
     def broadcast(self, message: LinkUp) -> None:
+        if self.script.is_stopped:
+            return
         for stream in self._streams.values():
             stream.send(LINK_UP_CODEC.encode(message))
 
@@ -174,6 +186,7 @@ class ScriptedReplica:
 
     async def _on_link(self, stream: FrameStream) -> None:
         frame = await stream.receive()
+        await self._awake()
         if frame is None:
             return
         hello = LINK_DOWN_CODEC.decode(frame)
@@ -181,6 +194,7 @@ class ScriptedReplica:
         stream.send(LINK_UP_CODEC.encode(self._hello()))
         self._streams[hello.gateway_id] = stream
         while (frame := await stream.receive()) is not None:
+            await self._awake()
             message = LINK_DOWN_CODEC.decode(frame)
             if isinstance(message, Submission):
                 self.submissions.append(message)
@@ -199,16 +213,31 @@ class ScriptedReplica:
                 stream.send(LINK_UP_CODEC.encode(KvSnapshot(self.identity, self._sequence, ())))
 
     def report(self, paths: Sequence[PathMeasure]) -> None:
-        """Tell the gateways of these paths."""
+        """Tell the gateways of these paths from now on."""
+        self._paths = tuple(paths)
         self._load_sequence += 1
-        self.broadcast(StepFrame(load=self._load(paths)))
+        self.broadcast(StepFrame(load=self._load()))
+
+    async def _report_forever(self) -> None:
+        """As an engine core does, whatever its ranks do."""
+        while True:
+            await self.harness.clock.sleep(LOAD_PERIOD_S)
+            self.report(self._paths)
+
+    async def _awake(self) -> None:
+        while self.script.is_stopped:
+            await self.harness.clock.sleep(0.01)
+
+    async def _progressing(self) -> None:
+        while self.script.is_stopped or self.script.stalled_s:
+            await self.harness.clock.sleep(0.01)
 
     def _hello(self) -> ReplicaHello:
-        load = self._load(())
+        load = self._load()
         context = min(MAX_CONTEXT, self.num_blocks * BLOCK_TOKENS)
         return ReplicaHello(self.identity, self.role, self.role, self.compatibility(), context, load)
 
-    def _load(self, paths: Sequence[PathMeasure]) -> LoadReport:
+    def _load(self) -> LoadReport:
         return LoadReport(
             identity=self.identity,
             sequence=self._load_sequence,
@@ -218,7 +247,8 @@ class ScriptedReplica:
             decode_step_s=0.01,
             num_steps=1,
             transfer_gb_s=1.0,
-            paths=tuple(paths),
+            paths=self._paths,
+            stalled_s=self.script.stalled_s,
         )
 
     def _run(self, submission: Submission, work: Any) -> None:
@@ -231,6 +261,7 @@ class ScriptedReplica:
     async def _prefill(self, submission: Submission, gateway_id: str) -> None:
         """The first token of each sample and, where it is to be, the hand-over."""
         request_id, attempt = submission.request_id, submission.attempt
+        await self._progressing()
         if self.script.num_refusals > 0 or self.script.failure is not None:
             self.script.num_refusals -= 1
             failure = self.script.failure or RequestFailed("", 0, "refused", "full", 0.01)
@@ -275,6 +306,7 @@ class ScriptedReplica:
         self, submission: Submission, gateway_id: str, next_index: dict[int, int] | None = None
     ) -> None:
         """As the decode side of a hand-over, or of a move."""
+        await self._progressing()
         report = HandOverReport(
             request_id=submission.request_id,
             attempt=submission.attempt,
@@ -301,6 +333,7 @@ class ScriptedReplica:
             if self.script.stop_after is not None and max(next_index.values()) > self.script.stop_after:
                 await self.script.resume.wait()
             await self.harness.clock.sleep(self.script.token_s)
+            await self._progressing()
             deltas = [self._delta(submission, state, next_index[state.index]) for state in running]
             self._send(gateway_id, StepFrame(deltas=tuple(deltas)))
             for delta in deltas:

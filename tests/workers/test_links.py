@@ -98,6 +98,23 @@ async def test_stopping_the_server_tells_what_was_sent(host: Host) -> None:
     assert await drained(client) == [b"the last word"]
 
 
+async def test_the_host_of_a_process_that_reads_nothing_acknowledges(host: Host) -> None:
+    """As the kernel does for a stopped process, also when its buffer is full."""
+    client, server = await connected(host)
+    assert server.is_acknowledged
+    for _ in range(40):
+        server.send(bytes(1 << 20))
+    server.ping()
+    async with asyncio.timeout(WAIT_S):
+        while not (server.num_unsent_bytes and server.is_acknowledged):
+            await asyncio.sleep(0.01)
+        for _ in range(40):
+            assert await client.receive() == bytes(1 << 20)
+    client.abort()
+    await client.wait_closed()
+    assert not client.is_acknowledged
+
+
 async def test_a_reader_that_does_not_read_loses_the_stream(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
