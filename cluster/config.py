@@ -24,6 +24,7 @@ from cluster.identity.config import AuthConfig
 from cluster.metrics.config import LogConfig, TracingConfig
 from cluster.scaling.config import ScalingConfig
 from kvtransfer.common.faults import FaultRule
+from kvtransfer.common.patterns import Matches
 from kvtransfer.config import StoreConfig, TransferConfig
 from kvtransfer.errors import TrustError
 from kvtransfer.rpc.mutual_tls import TlsFiles
@@ -57,10 +58,20 @@ def _only_custom(resources: dict[str, float]) -> dict[str, float]:
 CustomResources = Annotated[dict[str, Annotated[float, Field(ge=1e-4)]], AfterValidator(_only_custom)]
 
 
+# Of a pool or an application.
+Name = Annotated[
+    str,
+    Matches(
+        r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$",
+        "1 to 40 lower-case letters and digits, with dashes between them, such as decode-2",
+    ),
+]
+
+
 class PoolConfig(_Settings):
     """Configures the equal replicas of one phase: one Ray Serve deployment named `Pool-<name>`."""
 
-    name: str = Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")
+    name: Name
     role: Role
     replicas: int = Field(default=1, ge=1)
     # Ranks that share every layer (tensor parallelism); those of a stage are on one node.
@@ -289,7 +300,7 @@ class ClusterConfig(_Settings):
     """Represents the whole configuration of `tandem serve`."""
 
     # The Ray Serve application's name; two applications can share a Ray cluster.
-    app: str = Field(default="tandem", pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")
+    app: Name = "tandem"
     # A folder in Hugging Face layout; relative to the file that names it.
     model: Path
     pools: tuple[PoolConfig, ...] = Field(min_length=1)

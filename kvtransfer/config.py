@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from kvtransfer.codec import Part
 from kvtransfer.common.group_shares import GroupShares
+from kvtransfer.common.patterns import Matches
 from kvtransfer.messages import TransferSettings
 
 TransportName = Literal["cuda_ipc", "shm", "nccl", "gloo", "rdma", "tcp"]
@@ -150,7 +151,12 @@ class StoreConfig(BaseModel):
     # knows.
     redis_ca_file: Path | None = None
     # Begins every key, so that clusters can share a server.
-    redis_namespace: str = Field(default="tandem", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    redis_namespace: Annotated[
+        str,
+        Matches(
+            r"^[A-Za-z0-9_.-]{1,64}$", "1 to 64 letters, digits, dots, dashes or underscores, such as team-a"
+        ),
+    ] = "tandem"
     # False: each node knows its own tiers only.
     index: bool = True
     # A look-up in the index that takes longer is not waited for. A store that has not answered after 200 ms

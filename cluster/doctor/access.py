@@ -9,8 +9,9 @@ from pathlib import Path
 
 from cluster.config import LOOPBACK, ClusterConfig
 from cluster.doctor.checks import Check, CheckContext, CheckResult, error, note, ok, warning
-from cluster.errors import ConfigError
+from cluster.errors import ConfigError, StartError
 from cluster.identity.api_keys import KeyEntry, read_keys
+from cluster.identity.audit import check_audit_folder
 from cluster.identity.jwt_tokens import parse_issuer_keys
 from cluster.identity.key_roots import KEPT_NAME, parse_key_roots
 from kvtransfer.rpc.trust import MIN_SECRET_BYTES
@@ -200,6 +201,19 @@ def key_root(context: CheckContext) -> Iterator[CheckResult]:
         yield ok(f"{field} has the root {roots[0].id}")
 
 
+def audit_folder(context: CheckContext) -> Iterator[CheckResult]:
+    """Check whether gateways can write their audit log."""
+    settings = context.config.auth.audit
+    if settings.folder is None:
+        return
+    try:
+        check_audit_folder(settings)
+    except StartError as problem:
+        yield error(str(problem), "gateways do not start", "name a folder that this user can write to")
+    else:
+        yield ok(f"the audit log is written to {settings.folder}")
+
+
 def secret(context: CheckContext) -> Iterator[CheckResult]:
     """Check the cluster's secret file: there, long enough, readable by its owner only."""
     path = context.config.secret_file
@@ -242,5 +256,6 @@ CHECKS = (
     ),
     Check("jwt-keys", GROUP, "The public keys of the tokens' issuer", jwt_keys),
     Check("key-root", GROUP, "The root of block keys: private, and kept where KV is on disk", key_root),
+    Check("audit", GROUP, "Whether gateways can write the audit log", audit_folder),
     Check("secret", GROUP, "The cluster's secret file", secret),
 )

@@ -27,7 +27,7 @@ from cluster.errors import (
 from cluster.gateway.relay_channels import OwnCertificate, RelayChannels
 from cluster.gateway.request_manager import draw_request_id
 from cluster.identity.certificates import names_of_auth_context
-from cluster.identity.resume_tokens import RelayTokens
+from cluster.identity.resume_tokens import RelayedCaller, RelayTokens
 from cluster.metrics.ended_request import RelayedRequest
 from cluster.proto import APPLICATION_KEY, RELAYED_CERTIFICATE_KEY
 from cluster.proto import tandem_pb2 as pb
@@ -214,7 +214,7 @@ class TrafficSplitter:
             return None
         try:
             reply: pb.ExplainResponse = await self._channels.stub(gateways[-1]).Explain(
-                request, timeout=_FIRST_VIEW_S, metadata=self._metadata(context)
+                request, timeout=_FIRST_VIEW_S, metadata=self._metadata(context, request.request_id)
             )
         except grpc.aio.AioRpcError:
             return None
@@ -295,7 +295,8 @@ class TrafficSplitter:
         forwarded.CopyFrom(request)
         if forwarded.model == self._model_name:
             forwarded.model = ""
-        timeout_s, metadata = context.time_remaining(), self._metadata(context)
+        timeout_s = context.time_remaining()
+        metadata = self._metadata(context, forwarded.request_id)
         call = self._channels.stub(gateway).Generate(forwarded, timeout=timeout_s, metadata=metadata)
         self._calls.add(call)
         has_begun = False
@@ -318,7 +319,7 @@ class TrafficSplitter:
             self._calls.discard(call)
             call.cancel()
 
-    def _metadata(self, context: Context) -> tuple[tuple[str, str | bytes], ...]:
+    def _metadata(self, context: Context, request_id: str) -> tuple[tuple[str, str | bytes], ...]:
         kept = [
             (key, value)
             for key, value in context.invocation_metadata() or ()
@@ -326,7 +327,7 @@ class TrafficSplitter:
         ]
         names = names_of_auth_context(context.auth_context())
         if names:
-            kept.append((RELAYED_CERTIFICATE_KEY, self._relays.issue(names)))
+            kept.append((RELAYED_CERTIFICATE_KEY, self._relays.issue(RelayedCaller(names, request_id))))
         return (*kept, (RELAYED_KEY, self._app))
 
     def _remote_app(self, app: str) -> RemoteApp:

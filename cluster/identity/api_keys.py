@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from cluster.errors import ConfigError
 from cluster.identity.config import AuthConfig, Tenant
 from cluster.identity.identity import MAX_PRIORITY, Identity, Role
+from kvtransfer.common.patterns import Matches
 
 KEY_PREFIX = "tandem_"
 SALT_BYTES, SECRET_BYTES, ID_BYTES = 16, 32, 5
@@ -40,10 +41,12 @@ class KeyEntry(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    id: str = Field(pattern=r"^[a-z2-7]{8}$")
+    id: Annotated[
+        str, Matches(r"^[a-z2-7]{8}$", "8 lower-case letters or digits from 2 to 7, such as k3vq7yab")
+    ]
     # Hexadecimal: random bytes, and SHA-256 over them and the secret.
-    salt: str = Field(pattern=r"^([0-9a-f]{2}){16,64}$")
-    hash: str = Field(pattern=r"^[0-9a-f]{64}$")
+    salt: Annotated[str, Matches(r"^([0-9a-f]{2}){16,64}$", "16 to 64 bytes in lower-case hexadecimal")]
+    hash: Annotated[str, Matches(r"^[0-9a-f]{64}$", "32 bytes in lower-case hexadecimal: a SHA-256")]
     tenant: Tenant
     roles: tuple[Role, ...] = Field(default=("user",), min_length=1)
     # Where they are given, they replace the tenant's own limits.
@@ -129,12 +132,16 @@ def _parse(text: bytes) -> KeyFile:
     try:
         found = KeyFile.model_validate(raw)
     except ValidationError as error:
-        item = error.errors()[0]
-        place = ".".join(str(part) for part in item["loc"])
-        raise ValueError(f"{place or 'the file'}: {item['msg']}") from error
+        raise ValueError(_first_problem(error)) from error
     if len(found.by_id()) < len(found.keys):
         raise ValueError("keys: an id is there more than once")
     return found
+
+
+def _first_problem(error: ValidationError) -> str:
+    item = error.errors()[0]
+    place = ".".join(map(str, item["loc"]))
+    return f"{place or 'the file'}: {item['msg'].removeprefix('Value error, ')}"
 
 
 def _hashed(salt: bytes, secret: str) -> bytes:
@@ -182,9 +189,7 @@ def add_key(
                 note=note,
             )
         except ValidationError as error:
-            item = error.errors()[0]
-            why = item["msg"].removeprefix("Value error, ")
-            raise ConfigError(f"{'.'.join(map(str, item['loc']))}: {why}") from error
+            raise ConfigError(_first_problem(error)) from error
         keys.append(entry)
     return f"{KEY_PREFIX}{key_id}_{secret}"
 

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -31,7 +32,7 @@ MAX_ITEMS = 50
 MAX_REFUSED_S = 20
 
 _PREFIX, _SUFFIX = "audit-", ".jsonl"
-_MODE = 0o600
+_MODE, _FOLDER_MODE = 0o600, 0o700
 # API keys, JSON web tokens, and what else follows the word in a header. Nobody writes them into an entry on
 # purpose; a caller may into a field of a request.
 _CREDENTIAL = re.compile(r"tandem_[a-z2-7]{8}_[\w-]+|eyJ[\w-]+\.[\w-]+\.[\w-]*|(?<=[Bb]earer )\S+")
@@ -121,6 +122,18 @@ class AuditLog:
         }
 
 
+def check_audit_folder(config: AuditConfig) -> None:
+    """Make the folder of the audit log where it is missing; `StartError` when no file can be made there."""
+    if config.folder is None:
+        return
+    try:
+        config.folder.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=config.folder):
+            pass
+    except OSError as error:
+        raise StartError(f"auth.audit.folder: {error}") from error
+
+
 def _json(value: object) -> object:
     match value:
         case None | bool() | int() | float():
@@ -144,7 +157,7 @@ class _AuditFile(RotatingFileHandler):
     the oldest of the folder: the next entry begins it anew."""
 
     def __init__(self, folder: Path, name: str, max_bytes: int, keep: int) -> None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
         self._folder = folder
         self._most_bytes = max_bytes * (keep + 1)
         path = folder / f"{_PREFIX}{name}{_SUFFIX}"

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchem
 
 from cluster.identity.identity import MAX_PRIORITY, TENANT_PATTERN, Role, checked_tenant, is_tenant
 from kvtransfer.common.group_shares import GroupShares
+from kvtransfer.common.patterns import Matches
 from workers.messages.link import ServiceClass
 
 Algorithm = Literal["RS256", "ES256", "EdDSA"]
@@ -89,7 +90,13 @@ class TenantLimits(_Settings):
     concurrent_tokens: int | None = Field(default=None, ge=1)
     # Tenants of the same group share cached prefixes, and can find out which of each other's prompts are
     # cached; "": the tenant's own name, a group of one.
-    sharing_group: str = Field(default="", pattern=r"^[A-Za-z0-9._:-]{0,64}$")
+    sharing_group: Annotated[
+        str,
+        Matches(
+            r"^[A-Za-z0-9._:-]{0,64}$",
+            "at most 64 letters, digits, dots, colons, dashes or underscores, such as team-a",
+        ),
+    ] = ""
     # The share of each replica's KV blocks that its running requests and landings may use, together with
     # those of its sharing group. Cached blocks beyond it stay while nobody wants the space.
     device_kv_share: Share = 1.0

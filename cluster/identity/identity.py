@@ -44,6 +44,12 @@ class Identity:
         return self.models is None or model in self.models
 
     @property
+    def owner(self) -> str:
+        """Whose its requests are, within the tenant. API keys of a tenant are one owner, so that a client can
+        change its key while a stream runs; users of a token's issuer and certificates are not."""
+        return self.method if self.method == "key" else self.name
+
+    @property
     def names_tenants(self) -> bool:
         """Whether its requests name their tenant themselves: nobody is authenticated here."""
         return self.method == "none"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hmac
+from typing import NamedTuple
 
 import msgspec
 
@@ -52,8 +53,15 @@ class ResumeTokens:
     def _mac(
         self, expires_at: bytes, identity: Identity, tenant: str, request_id: str, seed: int, prompt: bytes
     ) -> bytes:
-        parts = (expires_at, identity.name, tenant, request_id, seed, prompt)
+        parts = (expires_at, identity.owner, tenant, request_id, seed, prompt)
         return hmac.digest(self._key, msgspec.msgpack.encode(parts), "sha256")
+
+
+class RelayedCaller(NamedTuple):
+    """What a gateway vouches for: the names of a caller's certificate, for one request."""
+
+    certificate_names: tuple[str, ...]
+    request_id: str
 
 
 class RelayTokens:
@@ -63,19 +71,22 @@ class RelayTokens:
         self._key = trust.key_for("tandem-relay-1")
         self._clock = clock
 
-    def issue(self, certificate_names: tuple[str, ...]) -> str:
-        """Return a token that holds the names."""
-        body = msgspec.msgpack.encode((self._clock.wall() + RELAY_S, certificate_names))
+    def issue(self, caller: RelayedCaller) -> str:
+        """Return a token that holds the names and the request's id."""
+        body = msgspec.msgpack.encode((self._clock.wall() + RELAY_S, caller))
         return _text(hmac.digest(self._key, body, "sha256") + body)
 
-    def names(self, token: str) -> tuple[str, ...]:
-        """Return the names; () when no gateway of this secret has issued the token lately."""
+    def caller(self, token: str) -> RelayedCaller | None:
+        """Return what the token holds; None when no gateway of this secret has issued it lately."""
         data = _data(token)
         mac, body = data[:_MAC_BYTES], data[_MAC_BYTES:]
         if not hmac.compare_digest(mac, hmac.digest(self._key, body, "sha256")):
-            return ()
-        expires_at, names = msgspec.msgpack.decode(body, type=tuple[float, tuple[str, ...]])
-        return names if self._clock.wall() < expires_at else ()
+            return None
+        try:
+            expires_at, caller = msgspec.msgpack.decode(body, type=tuple[float, RelayedCaller])
+        except msgspec.ValidationError:  # of a gateway of another version
+            return None
+        return caller if self._clock.wall() < expires_at else None
 
 
 def _text(data: bytes) -> str:

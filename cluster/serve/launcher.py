@@ -26,9 +26,11 @@ from ray.exceptions import RayError
 from ray.serve.schema import ApplicationStatusOverview
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from cluster.api.grpc_server import open_certificate
 from cluster.config import LOOPBACK, ClusterConfig, PoolConfig, read_trust
 from cluster.dtypes import may_compute, needs_flags, settle_dtype
 from cluster.errors import ConfigError, RayEndedError, StartError
+from cluster.identity.audit import check_audit_folder
 from cluster.identity.authenticator import Authenticator
 from cluster.identity.key_roots import FIELD as KEY_ROOT_FIELD
 from cluster.identity.key_roots import keep_key_root, key_root_proof
@@ -116,7 +118,7 @@ class Service:
         check_model(self._config)
         check_redis_url(self._config.store)
         check_tracing(self._config.tracing)
-        Authenticator(self._config.auth, self._clock)  # reads the files that say who may call
+        check_gateway_files(self._config, self._clock)
         given = self._config
         self._hide_secrets()
         trust = read_trust(self._config)
@@ -329,6 +331,18 @@ class Service:
             dashboard=self._dashboard,
             logs=session_logs(),
         )
+
+
+def check_gateway_files(config: ClusterConfig, clock: Clock) -> None:
+    """Read the files by which gateways know their callers and show who they are, and look whether they can
+    write their audit log; `ConfigError` or `StartError` names the setting."""
+    Authenticator(config.auth, clock)
+    open_certificate(config.gateway, config.auth, "inference")
+    open_certificate(config.gateway, config.auth, "admin")
+    path = config.auth.key_root_file
+    if path is not None and isinstance(problem := key_root_proof(path, b""), str):
+        raise ConfigError(f"{KEY_ROOT_FIELD}: {problem}")
+    check_audit_folder(config.auth.audit)
 
 
 def check_secrets(given: ClusterConfig, config: ClusterConfig, trust: Trust) -> None:

@@ -31,6 +31,7 @@ from cluster.serve.capacity import bundles, demands, gateway_bundle, plan_cpus
 from cluster.serve.launcher import (
     SCHEDULE_S,
     StartProgress,
+    check_gateway_files,
     check_hosts,
     check_reachable,
     failure,
@@ -92,7 +93,7 @@ class Update:
         self._before = deployed
         self._old = deployed.config
         self._clock = clock
-        _check(config, deployed)
+        _check(config, deployed, clock)
         self._config = carried_over(self._old, _with_known_index(config, self._old))
         check_update(self._old, self._config)
         self._view = _roster_view(config.app)
@@ -216,10 +217,11 @@ def _roster_view(app: str) -> RosterView:
     return view or RosterView(version=0)
 
 
-def _check(config: ClusterConfig, deployed: Deployed) -> None:
+def _check(config: ClusterConfig, deployed: Deployed, clock: Clock) -> None:
     """Check what `tandem serve` checks at its start, and that the secret is the one in use."""
     check_model(config)
     check_tracing(config.tracing)
+    check_gateway_files(config, clock)
     check_hosts(config, len(node_resources()))
     in_use = deployed.config
     if config.secret_file in (None, in_use.secret_file):

@@ -24,9 +24,11 @@ from cluster.api.client import GenerateOptions
 from cluster.errors import CallError
 from cluster.identity.api_keys import revoke_key
 from cluster.identity.identity import ROLES
+from cluster.identity.resume_tokens import RelayedCaller, RelayTokens
 from cluster.proto import RELAYED_CERTIFICATE_KEY
 from cluster.proto import tandem_pb2 as pb
 from cluster.serve.gateway_server import Gateway
+from kvtransfer.common.clock import SystemClock
 
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 PERMISSION_DENIED = grpc.StatusCode.PERMISSION_DENIED
@@ -160,6 +162,24 @@ async def test_health_is_open_and_reflection_is_not(guarded: Guarded) -> None:
             ]
             names = {service.name for service in shown[0].list_services_response.service}
             assert len(names & {"tandem.v1.Inference", "tandem.v1.Admin"}) == 1
+
+
+async def test_a_stream_of_messages_is_refused_with_the_same_status(guarded: Guarded) -> None:
+    """Those that arrive when the call has ended change nothing about it. With gRPC's synchronous client: that
+    of asyncio confuses its own failed write with the status of the call."""
+    requests = [reflection_pb2.ServerReflectionRequest(file_by_filename="x" * 100_000)] * 20
+
+    def refused() -> set[grpc.StatusCode]:
+        with grpc.insecure_channel(guarded.address) as channel:
+            ask = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
+            codes = set()
+            for _ in range(20):
+                with pytest.raises(grpc.RpcError) as caught:
+                    list(ask(iter(requests), timeout=WAIT_S))
+                codes.add(caught.value.code())
+            return codes
+
+    assert await asyncio.to_thread(refused) == {UNAUTHENTICATED}
 
 
 async def test_who_calls_is_decided_before_the_message_is_read(guarded: Guarded) -> None:
@@ -405,3 +425,62 @@ async def test_keys_rotate_under_load_without_a_failed_request(guarded: Guarded)
         guarded.gateway._access.authenticator.reload()
     is_over.set()
     await asyncio.gather(*working)
+
+
+async def test_a_stream_is_resumed_with_the_key_that_replaced_the_one_it_began_with(
+    guarded: Guarded,
+) -> None:
+    """Another tenant's key does not, not even with the token of `accepted`."""
+    _, second = await guarded.harness.add_gateway(guarded.gateway._config)
+    current = [guarded.keys["user"]]
+    credentials = ClientCredentials(bearer=lambda: current[0])
+    client = guarded.harness.client(guarded.address, second, credentials=credentials)
+    scripts = [replica.script for replica in guarded.harness.replicas.values()]
+    for script in scripts:
+        script.stop_after = 2
+    stream = client.generate(PROMPT, GenerateOptions(seed=3, max_tokens=6))
+    events = stream.events()
+    tokens: list[int] = []
+    while len(tokens) < 2:
+        event = await anext(events)
+        tokens += event.token_ids if isinstance(event, pb.Delta) else []
+    current[0] = key_of(guarded.keys_file, "acme")
+    revoke_key(guarded.keys_file, guarded.keys["user"][7:15])
+    for gateway in guarded.harness.gateways:
+        gateway._access.authenticator.reload()
+    for script in scripts:
+        script.stop_after = None
+    guarded.harness.gateways.remove(guarded.gateway)
+    await guarded.gateway.stop()
+    async for event in events:
+        tokens += event.token_ids if isinstance(event, pb.Delta) else []
+    assert stream.num_resumes == 1
+    assert tokens == expected(3, 6)
+
+
+async def test_what_a_relaying_gateway_vouches_for_is_one_request(certified: Certified) -> None:
+    token = RelayTokens(certified.harness.trust, SystemClock()).issue(RelayedCaller(("batch",), "mine"))
+    shown = certified.credentials("anybody", "urn:nobody")
+    tls = grpc.ssl_channel_credentials(shown.root_certificate, shown.private_key, shown.certificate)
+
+    async def status(channel: grpc.aio.Channel, method: str, request: Any) -> grpc.StatusCode:
+        call = channel.unary_stream(f"/tandem.v1.Inference/{method}")(
+            request.SerializeToString(), metadata=((RELAYED_CERTIFICATE_KEY, token),), timeout=WAIT_S
+        )
+        try:
+            [_ async for _ in call]
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+        return grpc.StatusCode.OK
+
+    async with grpc.aio.secure_channel(certified.guarded.address, tls) as channel:
+        for request_id, code in (
+            ("mine", grpc.StatusCode.OK),
+            ("other", UNAUTHENTICATED),
+            ("", UNAUTHENTICATED),
+        ):
+            request = pb.GenerateRequest(text=PROMPT, max_tokens=1, request_id=request_id)
+            assert await status(channel, "Generate", request) is code
+        assert await status(channel, "Explain", pb.ExplainRequest(request_id="mine")) is grpc.StatusCode.OK
+        assert await status(channel, "Explain", pb.ExplainRequest(request_id="other")) is UNAUTHENTICATED
+        assert await status(channel, "ListModels", pb.ListModelsRequest()) is UNAUTHENTICATED

@@ -75,7 +75,11 @@ def test_defaults_are_one_prefill_and_one_decode_replica() -> None:
         ({"colour": "red"}, "pools[1].colour: "),
         ({"cpus_per_rank": -1}, "pools[1].cpus_per_rank: "),
         ({"device": "cuda", "gpus_per_rank": 0}, "pools[1]: device cuda needs gpus_per_rank"),
-        ({"name": "Not A Name"}, "pools[1].name: "),
+        (
+            {"name": "Not A Name"},
+            "pools[1].name: 'Not A Name' must be 1 to 40 lower-case letters and digits, with dashes between "
+            "them, such as decode-2",
+        ),
     ],
 )
 def test_bad_pool_field_is_named(change: dict[str, Any], path: str) -> None:
@@ -89,6 +93,16 @@ def test_bad_pool_field_is_named(change: dict[str, Any], path: str) -> None:
         ({"pools": POOLS}, "model: "),
         ({"model": "m"}, "pools: "),
         ({"model": "m", "pools": []}, "pools: "),
+        ({"model": "m", "pools": POOLS, "app": "a_b"}, "app: 'a_b' must be 1 to 40 lower-case letters"),
+        ({"model": "m", "pools": POOLS, "app": "a\n"}, "app: 'a\\n' must be 1 to 40 lower-case letters"),
+        (
+            {"model": "m", "pools": POOLS, "store": {"redis_namespace": "a b"}},
+            "store.redis_namespace: 'a b' must be 1 to 64 letters, digits, dots, dashes or underscores",
+        ),
+        (
+            {"model": "m", "pools": POOLS, "auth": {"tenants": {"a": {"sharing_group": "g!"}}}},
+            "auth.tenants.a.sharing_group: 'g!' must be at most 64 letters, digits, dots",
+        ),
         ({"model": "m", "pools": POOLS, "route": {}}, "route: "),
         ({"model": "m", "pools": POOLS, "router": {"policy": "best"}}, "router.policy: "),
         ({"model": "m", "pools": POOLS, "transfer": {"growth_reserve": 2}}, "transfer.growth_reserve: "),

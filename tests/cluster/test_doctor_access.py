@@ -185,6 +185,16 @@ def test_a_root_beside_the_kv_on_disk_is_a_note(tmp_path: Path) -> None:
     assert not said(access.key_root, context())
 
 
+def test_gateways_can_write_the_audit_log(tmp_path: Path) -> None:
+    assert only(access.audit_folder, context({"audit": {"folder": str(tmp_path / "new")}})).severity is OK
+    assert list((tmp_path / "new").iterdir()) == []
+    (tmp_path / "file").write_text("")
+    refused = only(access.audit_folder, context({"audit": {"folder": str(tmp_path / "file")}}))
+    assert refused.severity is ERROR
+    assert refused.seen.startswith("auth.audit.folder: ")
+    assert not said(access.audit_folder, context())
+
+
 def test_the_secret_is_long_enough_and_its_owners_alone(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     here = context(secret_file=str(path))

@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from cluster.errors import ForbiddenError, InvalidRequestError
 from cluster.gateway.request_manager import draw_request_id, is_drawn_by, resume_digest
 from cluster.identity.identity import LOCAL
-from cluster.identity.resume_tokens import RELAY_S, RelayTokens, ResumeTokens
+from cluster.identity.resume_tokens import RELAY_S, RelayedCaller, RelayTokens, ResumeTokens
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.rpc.trust import Trust
 
 TRUST = Trust(b"s" * 32)
 OTHER = Trust(b"t" * 32)
-ALICE = dataclasses.replace(LOCAL, name="key:alice", tenant="acme")
+ALICE = dataclasses.replace(LOCAL, name="key:alice", tenant="acme", method="key")
+CAROL = dataclasses.replace(LOCAL, name="jwt:carol", tenant="acme", method="jwt")
 RIGHT: dict[str, Any] = {
     "identity": ALICE,
     "tenant": "acme",
@@ -56,7 +57,8 @@ def test_a_token_is_good_at_every_gateway_of_the_secret_until_it_expires(
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"identity": dataclasses.replace(ALICE, name="key:mallory")},
+        {"identity": CAROL},
+        {"identity": LOCAL},
         {"tenant": "mallory"},
         {"tenant": ""},
         {"request_id": "s"},
@@ -68,6 +70,17 @@ def test_a_token_is_good_at_every_gateway_of_the_secret_until_it_expires(
 def test_a_token_is_of_one_caller_request_and_prompt(tokens: ResumeTokens, wrong: dict[str, Any]) -> None:
     with pytest.raises(ForbiddenError, match="not the one of this caller"):
         tokens.check(tokens.issue(**RIGHT), **{**RIGHT, **wrong})
+
+
+def test_a_client_may_change_its_key_and_nobody_else_may_be_another(tokens: ResumeTokens) -> None:
+    """Keys of a tenant are interchangeable; users of an issuer and certificates are themselves."""
+    tokens.check(tokens.issue(**RIGHT), **{**RIGHT, "identity": dataclasses.replace(ALICE, name="key:new")})
+    for identity in (CAROL, dataclasses.replace(CAROL, name="cert:batch", method="certificate")):
+        mine = {**RIGHT, "identity": identity}
+        tokens.check(tokens.issue(**mine), **mine)
+        for other in (ALICE, dataclasses.replace(identity, name="other")):
+            with pytest.raises(ForbiddenError, match="not the one of this caller"):
+                tokens.check(tokens.issue(**mine), **{**mine, "identity": other})
 
 
 def test_a_token_of_another_secret_is_none(tokens: ResumeTokens, clock: ManualClock) -> None:
@@ -86,7 +99,7 @@ def test_whatever_else_is_sent_is_refused(text: str) -> None:
     tokens = ResumeTokens(TRUST, ManualClock(100.0), 60.0)
     with pytest.raises((ForbiddenError, InvalidRequestError)):
         tokens.check(text, **RIGHT)
-    assert RelayTokens(TRUST, ManualClock(100.0)).names(text) == ()
+    assert RelayTokens(TRUST, ManualClock(100.0)).caller(text) is None
 
 
 @given(position=st.integers(0, 39), bit=st.integers(0, 7))
@@ -138,17 +151,18 @@ def test_a_request_is_digested_as_it_came() -> None:
 
 def test_a_relaying_gateway_vouches_for_names_for_a_while(clock: ManualClock) -> None:
     relays = RelayTokens(TRUST, clock)
-    token = relays.issue(("ops", "spiffe://x"))
-    assert RelayTokens(TRUST, clock).names(token) == ("ops", "spiffe://x")
-    assert RelayTokens(OTHER, clock).names(token) == ()
+    caller = RelayedCaller(("ops", "spiffe://x"), "r")
+    token = relays.issue(caller)
+    assert RelayTokens(TRUST, clock).caller(token) == caller
+    assert RelayTokens(OTHER, clock).caller(token) is None
     clock.advance(RELAY_S)
-    assert relays.names(token) == ()
+    assert relays.caller(token) is None
 
 
 def test_a_token_of_one_kind_is_none_of_the_other(tokens: ResumeTokens, clock: ManualClock) -> None:
-    assert RelayTokens(TRUST, clock).names(tokens.issue(**RIGHT)) == ()
+    assert RelayTokens(TRUST, clock).caller(tokens.issue(**RIGHT)) is None
     with pytest.raises(ForbiddenError):
-        tokens.check(RelayTokens(TRUST, clock).issue(("ops",)), **RIGHT)
+        tokens.check(RelayTokens(TRUST, clock).issue(RelayedCaller(("ops",), "r")), **RIGHT)
 
 
 def test_a_drawn_id_names_its_gateway() -> None:

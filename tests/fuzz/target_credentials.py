@@ -26,7 +26,7 @@ from cluster.identity.config import AuditConfig, AuthConfig
 from cluster.identity.identity import Identity
 from cluster.identity.jwt_tokens import parse_issuer_keys
 from cluster.identity.key_roots import parse_key_roots
-from cluster.identity.resume_tokens import RelayTokens, ResumeTokens
+from cluster.identity.resume_tokens import RelayedCaller, RelayTokens, ResumeTokens
 from cluster.identity.sessions import Sessions
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.rpc.trust import Trust
@@ -211,14 +211,14 @@ class _Callers:
         return outcome(check, ForbiddenError, InvalidRequestError)
 
     def relay_token(self, rng: Random) -> str:
-        """Only the names that a gateway has vouched for."""
-        names = tuple(any_text(rng) for _ in range(rng.randrange(3)))
-        token = self._relay.issue(names)
+        """Only the names and the request that a gateway has vouched for."""
+        caller = RelayedCaller(tuple(any_text(rng) for _ in range(rng.randrange(3))), any_text(rng))
+        token = self._relay.issue(caller)
         shown = token if rng.random() < 0.3 else mutate_text(rng, token)
-        found = self._relay.names(shown)
-        if found and (found != names or _bytes_of(shown) != _bytes_of(token)):
+        found = self._relay.caller(shown)
+        if found is not None and (found != caller or _bytes_of(shown) != _bytes_of(token)):
             raise FindingError(f"{shown!r} in place of {token!r} gives {found}")
-        return "names" if found else "none"
+        return "names" if found is not None else "none"
 
     def certificate(self, rng: Random) -> str:
         """A name of any bytes is that of somebody only where it is spelled like it."""

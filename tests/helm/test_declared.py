@@ -132,6 +132,16 @@ def test_its_life_is_the_same_each_time_and_another_for_another_secret() -> None
             {"mode": "required", "keys_file": "keys.yaml", "audit": {"folder": "/audit"}},
             r"args\.config: auth\.keys_file: keys\.yaml must be an absolute path",
         ),
+        (
+            "config.auth",
+            {"audit": {"folder": "audit"}},
+            r"args\.config: auth\.audit\.folder: audit must be an absolute path",
+        ),
+        (
+            "config.auth",
+            {"mode": "required", "jwt": {"keys_file": "jwks", "issuer": "i", "audience": "a"}},
+            r"args\.config: auth\.jwt\.keys_file: jwks must be an absolute path",
+        ),
         ("config.router", {"polcy": "cost"}, r"args\.config: router\.polcy: Extra inputs"),
         ("secret_file", "/nowhere/secret", r"secret_file: .*/nowhere/secret"),
         ("secret_file", 7, r"args\.secret_file: expected the path of a file"),
