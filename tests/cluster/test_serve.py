@@ -257,7 +257,7 @@ def test_the_store_of_the_node_is_restarted_and_a_tenants_records_are_purged(
     assert restarted.stores[0].node_id == store.node_id
     assert serve_and_wait("second") == tokens
     at = ("--admin-address", cluster.admin_address)
-    purged = tandem("store", "purge", "--tenant", "second", "--yes", "--json", *at)
+    purged = tandem("store", "purge", "--sharing-group", "second", "--yes", "--json", *at)
     assert purged.returncode == 0, purged.stderr
     (node,) = json.loads(purged.stdout)["nodes"]
     assert node["num_records"]["dram"] >= 10
