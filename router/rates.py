@@ -3,7 +3,8 @@
 A decode step takes base + sequences x `decode_sequence_s` + context tokens x `decode_context_s`; a chunk of n
 tokens behind p others takes n x `prefill_token_s` + n x (p + n / 2) x `attention_token_s`. A replica measures
 these coefficients from its steps (`workers.scheduler.step_costs`). Until it has, its average rates are used,
-and until it has those, the defaults below.
+and until it has those, what is typical of the other replicas, or the defaults below: a replica that has just
+come is neither avoided nor flooded.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from router.messages import ReplicaLoad
 DEFAULT_PREFILL_TOK_S = 10_000.0
 # Assumed for a replica that has not measured its decode step.
 DEFAULT_DECODE_STEP_S = 0.03
+# Of a report in what is typical.
+_TYPICAL_WEIGHT = 0.05
 # What a sequence adds to a decode step, in parts of it, until the replica has measured both.
 DEFAULT_SEQUENCE_PART = 0.02
 # Time of loading a token over computing it, by tier, assumed until the replica has measured both.
@@ -44,10 +47,34 @@ class Rates(NamedTuple):
         return num_tokens * (self.product_s + self.attention_s * (num_before + 0.5 * num_tokens))
 
 
-def rates_of(report: ReplicaLoad, num_sequences: int, correction: float = 1.0) -> Rates:
+class TypicalRates:
+    """What the replicas that have measured their rates report, averaged over the latest reports."""
+
+    def __init__(self) -> None:
+        self.prefill_tok_s = 0.0
+        self.decode_step_s = 0.0
+
+    def add(self, report: ReplicaLoad) -> None:
+        """Count a report."""
+        self.prefill_tok_s = _average(self.prefill_tok_s, report.prefill_tok_s)
+        self.decode_step_s = _average(self.decode_step_s, report.decode_step_s)
+
+
+def _average(average: float, value: float) -> float:
+    if value <= 0:
+        return average
+    return average + _TYPICAL_WEIGHT * (value - average) if average else value
+
+
+def rates_of(
+    report: ReplicaLoad, num_sequences: int, correction: float = 1.0, typical: TypicalRates | None = None
+) -> Rates:
     """Return the rates of a replica with so many sequences. All that computes takes `correction` times what
-    was measured."""
-    token_s = correction / (report.prefill_tok_s or DEFAULT_PREFILL_TOK_S)
+    was measured, and what was not is `typical`."""
+    typical = typical or TypicalRates()
+    prefill_tok_s = report.prefill_tok_s or typical.prefill_tok_s or DEFAULT_PREFILL_TOK_S
+    decode_step_s = report.decode_step_s or typical.decode_step_s or DEFAULT_DECODE_STEP_S
+    token_s = correction / prefill_tok_s
     if report.prefill_token_s:
         product_s = correction * report.prefill_token_s
         attention_s = correction * report.attention_token_s
@@ -60,8 +87,8 @@ def rates_of(report: ReplicaLoad, num_sequences: int, correction: float = 1.0) -
         transfer_s=1.0 / report.transfer_tok_s if report.transfer_tok_s else DEFAULT_TRANSFER_RATIO * token_s,
         dram_s=_load_s(report, "dram", token_s),
         nvme_s=_load_s(report, "nvme", token_s),
-        present_step_s=correction * (report.decode_step_s or DEFAULT_DECODE_STEP_S),
-        step_s=correction * _step_s(report, num_sequences),
+        present_step_s=correction * decode_step_s,
+        step_s=correction * _step_s(report, num_sequences, decode_step_s),
     )
 
 
@@ -72,9 +99,9 @@ def _load_s(report: ReplicaLoad, tier: str, token_s: float) -> float:
     return 1.0 / load_tok_s
 
 
-def _step_s(report: ReplicaLoad, num_sequences: int) -> float:
+def _step_s(report: ReplicaLoad, num_sequences: int, decode_step_s: float) -> float:
     if report.decode_base_s:
         context = report.num_context_tokens / report.num_running if report.num_running else 0.0
         each_s = report.decode_sequence_s + context * report.decode_context_s
         return report.decode_base_s + (num_sequences + 1) * each_s
-    return (report.decode_step_s or DEFAULT_DECODE_STEP_S) * (1 + DEFAULT_SEQUENCE_PART * num_sequences)
+    return decode_step_s * (1 + DEFAULT_SEQUENCE_PART * num_sequences)

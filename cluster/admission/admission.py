@@ -10,7 +10,8 @@
 A replica is sent no more than some steps of work (`RouterService.has_capacity`); the rest waits here, where
 the order can still change. The prediction of a wait is the work that goes before, over the rate at which the
 replica has lately taken work from here: below 1 where something else than prefill is the bottleneck, such as
-sequences that decode.
+sequences that decode. Where that turns out to be wrong, because the replica became slower or others are
+served first, a request is refused when it has waited as long as its class allows: no request waits longer.
 
 Calls that resume a stream, retries and migrations do not pass here: they were taken already. Not thread-safe;
 time comes from a `Clock`.
@@ -18,6 +19,7 @@ time comes from a `Clock`.
 
 from __future__ import annotations
 
+import heapq
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -40,9 +42,12 @@ MARGIN = 0.85
 # Of the time after which a refused client may come back: it varies by this part in either direction.
 JITTER = 0.25
 _LEAST_RETRY_S = 0.1
-# How fast a replica takes work is remembered for about so long.
-_RATE_S = 10.0
-_LEAST_RATE = 0.02
+# How fast a replica takes work is measured over this, and remembered for about that.
+_RATE_PERIOD_S = 1.0
+_RATE_S = 4.0
+_LEAST_RATE = 0.01
+# Timers may ring so much too early.
+_EARLY_S = 0.002
 # How often the pressure is measured, at most.
 _PRESSURE_S = 0.1
 
@@ -69,8 +74,11 @@ class Ticket:
     request: RouteRequest
     decision: Decision
     waiting: Waiting
-    # Called once, when it may be submitted.
+    # Waits no longer than until then.
+    refused_at: float
+    # One of them is called, once: when it may be submitted, or when it has waited too long.
     release: Callable[[Ticket], None] | None = None
+    refuse: Callable[[OverloadedError], None] | None = None
 
 
 class _Lane:
@@ -79,33 +87,39 @@ class _Lane:
 
     def __init__(self) -> None:
         self.queue = FairQueue()
-        self.rate = 1.0
-        self._busy_since: float | None = None
+        self._rate = 1.0
+        self._since: float | None = None
         self._taken_s = 0.0
 
+    def rate(self, now: float) -> float:
+        """Return how fast the replica takes work; less than was measured, when it has taken none for long."""
+        if self._since is None or now < self._since + _RATE_PERIOD_S:
+            return self._rate
+        return max(
+            _LEAST_RATE, min(self._rate, (self._taken_s + self.queue.mean_cost_s) / (now - self._since))
+        )
+
     def taken(self, cost_s: float, now: float) -> None:
-        """Note that the replica took work, while more waited."""
-        if self._busy_since is None:
-            self._busy_since, self._taken_s = now, 0.0
+        """Note that the replica took work."""
+        if not len(self.queue):
+            self._since = None  # it is not the bottleneck
+            return
+        if self._since is None:
+            self._since, self._taken_s = now, 0.0
             return
         self._taken_s += cost_s
-        elapsed_s = now - self._busy_since
-        if elapsed_s >= 1.0:
-            weight = min(1.0, elapsed_s / _RATE_S)
+        elapsed_s = now - self._since
+        if elapsed_s >= _RATE_PERIOD_S:
             measured = min(1.0, max(_LEAST_RATE, self._taken_s / elapsed_s))
-            self.rate += weight * (measured - self.rate)
-            self._busy_since, self._taken_s = now, 0.0
-
-    def idle(self) -> None:
-        """Note that nothing waits: the replica is not the bottleneck."""
-        self._busy_since = None
+            self._rate += min(1.0, elapsed_s / _RATE_S) * (measured - self._rate)
+            self._since, self._taken_s = now, 0.0
 
 
 @dataclass(slots=True)
 class AdmissionCounts:
     """Totals since the start of the gateway."""
 
-    # By reason ("late", "bytes", "shed") and class.
+    # By reason ("late", "bytes", "shed", "aged") and class.
     num_refused: Counter[tuple[str, ServiceClass]] = field(default_factory=Counter)
     num_capped: int = 0
     num_released: Counter[ServiceClass] = field(default_factory=Counter)
@@ -130,6 +144,9 @@ class Admission:
         self._on_rung = on_rung
         self._lanes: dict[str, _Lane] = {}
         self._tickets: dict[str, Ticket] = {}
+        # By when they are refused.
+        self._bounds: list[tuple[float, int, Ticket]] = []
+        self._num_taken = 0
         self._num_bytes = 0
         self._measured_at = float("-inf")
         self._is_pumping = False
@@ -162,8 +179,6 @@ class Admission:
         been read yet."""
         self._measure(now)
         limit_s = self._limit_s(flow, now, deadline_at)
-        if limit_s is None:
-            return
         wait_s = self._least_wait_s(flow, weight, now)
         if wait_s > limit_s:
             self._refuse("late", flow, wait_s, limit_s)
@@ -195,7 +210,7 @@ class Admission:
         wait_s = self._wait_s(compute_id, prediction.queue_s, flow, candidacy.weight, now)
         ttft_s = max(wait_s, prediction.load_s) + prediction.prefill_s
         limit_s = self._limit_s(flow, now, candidacy.deadline_at)
-        if limit_s is not None and now - candidacy.arrived_at + ttft_s > limit_s:
+        if now - candidacy.arrived_at + ttft_s > limit_s:
             self._router.on_finished(request.request_id)
             self._refuse("late", flow, ttft_s, limit_s)
         settings = self._config.of(flow.service_class)
@@ -208,7 +223,7 @@ class Admission:
             priority=candidacy.priority,
             num_bytes=candidacy.num_bytes,
         )
-        ticket = Ticket(candidacy, request, decision, waiting)
+        ticket = Ticket(candidacy, request, decision, waiting, candidacy.arrived_at + settings.max_wait_s)
         self._put(ticket)
         return ticket
 
@@ -222,9 +237,12 @@ class Admission:
 
     # --------------------------------------------------------------------------------------- release
 
-    def hold(self, ticket: Ticket, release: Callable[[Ticket], None]) -> None:
-        """Call `release` when the request may be submitted, which may be now."""
-        ticket.release = release
+    def hold(
+        self, ticket: Ticket, release: Callable[[Ticket], None], refuse: Callable[[OverloadedError], None]
+    ) -> None:
+        """Call `release` when the request may be submitted, which may be now, or `refuse` when it has waited
+        as long as its class allows (`Ticket.refused_at`, when somebody must call `pump`)."""
+        ticket.release, ticket.refuse = release, refuse
         self.pump()
 
     def drop(self, ticket: Ticket) -> None:
@@ -234,13 +252,15 @@ class Admission:
             self.pump()
 
     def pump(self) -> None:
-        """Release what the replicas can take now, in the fair order of each."""
+        """Refuse what has waited too long, and release what the replicas can take now, in the fair order of
+        each."""
         if self._is_pumping:
             return
         self._is_pumping = True
         try:
             now = self._clock.now()
             self._measure(now)
+            self._refuse_overdue(now)
             for lane in list(self._lanes.values()):
                 self._pump_lane(lane, now)
         finally:
@@ -273,21 +293,36 @@ class Admission:
             ticket = self._tickets[waiting.request_id]
             if ticket.release is None or not self._router.has_capacity(waiting.request_id):
                 return
-            lane.queue.pop(waiting)
+            lane.queue.pop(now, without=paused)
             self._forget(ticket)
-            if len(lane.queue):
-                lane.taken(waiting.cost_s, now)
-            else:
-                lane.idle()
+            lane.taken(waiting.cost_s, now)
             self.counts.num_released[waiting.flow.service_class] += 1
             self._router.on_submitted(waiting.request_id)
             ticket.release(ticket)
+
+    def _refuse_overdue(self, now: float) -> None:
+        while self._bounds and (self._bounds[0][2].waiting.is_gone or self._bounds[0][0] <= now + _EARLY_S):
+            ticket = heapq.heappop(self._bounds)[2]
+            refuse, flow = ticket.refuse, ticket.candidacy.flow
+            if refuse is None or not self._take_out(ticket):
+                continue
+            self._router.on_finished(ticket.request.request_id)
+            self.counts.num_refused["aged", flow.service_class] += 1
+            refuse(
+                OverloadedError(
+                    f"it has waited for {now - ticket.candidacy.arrived_at:.1f} s, the most for the class "
+                    f"{flow.service_class} (admission.{flow.service_class}.max_wait_s)",
+                    self._retry_s(self._least_wait_s(flow, ticket.candidacy.weight, now)),
+                )
+            )
 
     def _put(self, ticket: Ticket) -> None:
         lane = self._lanes.setdefault(ticket.decision.prefill or ticket.decision.decode, _Lane())
         flow = ticket.candidacy.flow
         lane.queue.put(ticket.waiting, self._weight(flow, ticket.candidacy.weight))
         self._tickets[ticket.waiting.request_id] = ticket
+        self._num_taken += 1
+        heapq.heappush(self._bounds, (ticket.refused_at, self._num_taken, ticket))
         self._num_bytes += ticket.waiting.num_bytes
 
     def _take_out(self, ticket: Ticket) -> bool:
@@ -312,7 +347,7 @@ class Admission:
         if lane is None:
             return queue_s
         ahead_s = lane.queue.ahead_s(flow, self._weight(flow, tenant_weight), now)
-        return max(0.0, queue_s - lane.queue.cost_s) + ahead_s / lane.rate
+        return max(0.0, queue_s - lane.queue.cost_s) + ahead_s / lane.rate(now)
 
     def _least_wait_s(self, flow: Flow, tenant_weight: float, now: float) -> float:
         """Return the least wait of all replicas; 0 where there is none."""
@@ -324,13 +359,11 @@ class Admission:
             default=0.0,
         )
 
-    def _limit_s(self, flow: Flow, now: float, deadline_at: float | None) -> float | None:
-        """Return what a request of the flow may take to its first token; None: anything."""
-        limits = [self._config.of(flow.service_class).ttft_s]
-        if deadline_at is not None:
-            limits.append(deadline_at - now)
-        given = [limit for limit in limits if limit is not None]
-        return MARGIN * min(given) if given else None
+    def _limit_s(self, flow: Flow, now: float, deadline_at: float | None) -> float:
+        """Return what a request of the flow may take to its first token."""
+        settings = self._config.of(flow.service_class)
+        limit_s = settings.max_wait_s if settings.ttft_s is None else settings.ttft_s
+        return MARGIN * (limit_s if deadline_at is None else min(limit_s, deadline_at - now))
 
     def _refuse(self, reason: str, flow: Flow, ttft_s: float, limit_s: float) -> None:
         self.counts.num_refused[reason, flow.service_class] += 1

@@ -20,8 +20,11 @@ class ClassConfig(BaseModel):
     ttft_s: float | None = Field(default=None, gt=0)
     # Its part of the replicas' time, beside the weights of the other classes and of the tenants that wait.
     weight: float = Field(default=1.0, gt=0)
-    # A request that has waited so long goes before all that have waited less.
+    # A request that has waited so long goes before all that have waited less, in a tenth of the replicas'
+    # time beside the turns of its tenant.
     aging_s: float = Field(default=60.0, gt=0)
+    # No request waits longer in a gateway: it is refused, at once where that can be predicted.
+    max_wait_s: float = Field(default=3600.0, gt=0)
     # Under load `max_tokens` is cut to this, and the usage of the request says so; None: never.
     capped_tokens: int | None = Field(default=None, ge=1)
 
@@ -31,9 +34,9 @@ class AdmissionConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    interactive: ClassConfig = ClassConfig(ttft_s=10.0, weight=8.0, aging_s=10.0)
-    standard: ClassConfig = ClassConfig(ttft_s=30.0, weight=4.0, aging_s=30.0)
-    batch: ClassConfig = ClassConfig(ttft_s=None, weight=1.0, aging_s=600.0)
+    interactive: ClassConfig = ClassConfig(ttft_s=10.0, weight=8.0, aging_s=5.0, max_wait_s=10.0)
+    standard: ClassConfig = ClassConfig(ttft_s=30.0, weight=4.0, aging_s=15.0, max_wait_s=30.0)
+    batch: ClassConfig = ClassConfig(ttft_s=None, weight=1.0, aging_s=600.0, max_wait_s=3600.0)
     # Of the requests that wait in one gateway, in all: their prompts and what belongs to them.
     max_queue_mb: float = Field(default=256.0, gt=0)
     # Output that waits in one gateway for clients to read it, in all. The slowest reader is cut off first.
@@ -45,12 +48,12 @@ class AdmissionConfig(BaseModel):
         return settings
 
     @model_validator(mode="after")
-    def _aging_before_objective(self) -> Self:
+    def _aging_before_refusal(self) -> Self:
         for name in SERVICE_CLASSES:
             settings = self.of(name)
-            if settings.ttft_s is not None and settings.aging_s > settings.ttft_s:
+            if settings.aging_s >= settings.max_wait_s:
                 raise ValueError(
-                    f"{name}.aging_s: {settings.aging_s:g} s exceed the objective {name}.ttft_s of "
-                    f"{settings.ttft_s:g} s, so that waiting would never count; make it at most that"
+                    f"{name}.aging_s: after {settings.aging_s:g} s a request would go first that is refused "
+                    f"after {settings.max_wait_s:g} s ({name}.max_wait_s); make it less"
                 )
         return self

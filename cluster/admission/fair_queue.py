@@ -6,8 +6,10 @@ cost / weight. The flow with the least tag is next. A flow that comes back does 
 was absent: its tag is at least the virtual time, the tag of what went last. Within a flow a higher priority
 goes first, and counts as having arrived `PRIORITY_S` earlier a step, so that it starves nobody.
 
-Who has waited as long as its class allows goes before all that have not, the earliest due first. Time is an
-argument.
+Who has waited as long as its class allows is *due*, and goes before all that are not, the earliest due first.
+That is bounded to `AGED_PART` of the replica's time, and charged to the flow like any turn: a flow that is
+given more than it can be served, all of which is due at some time, takes nothing from the shares of others.
+Time is an argument.
 """
 
 from __future__ import annotations
@@ -21,6 +23,10 @@ from workers.messages.link import ServiceClass
 
 # How much earlier a request of one priority more counts as having arrived.
 PRIORITY_S = 1.0
+# What requests that are due may take of the replica's time beside the turns of their flows.
+AGED_PART = 0.1
+# So much of that time may be saved up.
+_MOST_CREDIT_S = 1.0
 
 
 class Flow(NamedTuple):
@@ -38,7 +44,7 @@ class Waiting:
     flow: Flow
     cost_s: float
     arrived_at: float
-    # When it goes before all that have waited less.
+    # When it may go before those that have waited less.
     due_at: float
     priority: int = 0
     num_bytes: int = 0
@@ -63,6 +69,7 @@ class FairQueue:
         self._due: list[tuple[float, int, Waiting]] = []
         self._waiting: dict[str, Waiting] = {}
         self._virtual_s = 0.0
+        self._credit_s = 0.0
         self._num_put = 0
         self.cost_s = 0.0
 
@@ -71,6 +78,10 @@ class FairQueue:
 
     def __iter__(self) -> Iterator[Waiting]:
         return iter(list(self._waiting.values()))
+
+    @property
+    def mean_cost_s(self) -> float:
+        return self.cost_s / len(self._waiting) if self._waiting else 0.0
 
     def put(self, waiting: Waiting, weight: float) -> None:
         """Append a request to its flow, whose weight is from now on `weight`."""
@@ -93,23 +104,26 @@ class FairQueue:
     def peek(self, now: float, *, without: ServiceClass | None = None) -> Waiting | None:
         """Return who is next; None: nobody. `without` leaves out a class that is paused, unless it is due."""
         self._clean(self._due)
-        if self._due and self._due[0][0] <= now:
+        if self._credit_s >= 0 and self._due and self._due[0][0] <= now:
             return self._due[0][2]
-        best: _FlowState | None = None
-        for key, flow in self._flows.items():
-            if flow.num_waiting and key.service_class != without and (best is None or flow.tag < best.tag):
-                best = flow
-        if best is None:
-            return None
-        self._clean(best.heap)
-        return best.heap[0][2]
+        turn = self._turn(without)
+        return turn.heap[0][2] if turn is not None else None
 
-    def pop(self, waiting: Waiting) -> None:
-        """Take out a request that goes to the replica, and charge its flow."""
+    def pop(self, now: float, *, without: ServiceClass | None = None) -> Waiting | None:
+        """Take out who is next, which goes to the replica, and charge its flow; None: nobody."""
+        waiting = self.peek(now, without=without)
+        if waiting is None:
+            return None
         flow = self._flows[waiting.flow]
-        self._virtual_s = max(self._virtual_s, flow.tag)
+        turn = self._turn(without)
+        if turn is flow and turn.heap[0][2] is waiting:
+            self._virtual_s = max(self._virtual_s, flow.tag)
+        else:
+            self._credit_s -= waiting.cost_s
+        self._credit_s = min(_MOST_CREDIT_S, self._credit_s + AGED_PART * waiting.cost_s)
         flow.tag += waiting.cost_s / flow.weight
         self._remove(waiting)
+        return waiting
 
     def drop(self, request_id: str) -> Waiting | None:
         """Take out a request that does not wait any more; its flow is not charged. None: it is not here."""
@@ -145,6 +159,16 @@ class FairQueue:
             assert flow.num_waiting == len(mine)
             assert abs(flow.cost_s - sum(it.cost_s for it in mine)) < 1e-6
         assert abs(self.cost_s - sum(it.cost_s for it in self._waiting.values())) < 1e-6
+
+    def _turn(self, without: ServiceClass | None) -> _FlowState | None:
+        """Return the flow whose turn it is, its next request at the head of its heap."""
+        best: _FlowState | None = None
+        for key, flow in self._flows.items():
+            if flow.num_waiting and key.service_class != without and (best is None or flow.tag < best.tag):
+                best = flow
+        if best is not None:
+            self._clean(best.heap)
+        return best
 
     def _head_s(self, flow: _FlowState) -> float:
         """Part of a request more than its share a flow may be ahead: requests are not divided."""

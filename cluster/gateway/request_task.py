@@ -14,7 +14,7 @@ from functools import partial
 from typing import Protocol, TypeVarTuple
 
 from cluster.admission.admission import Admission, Ticket
-from cluster.errors import AbandonedError, RequestError, SlowClientError
+from cluster.errors import AbandonedError, OverloadedError, RequestError, SlowClientError
 from cluster.gateway.attempt import OutputDelta
 from cluster.gateway.request_state import RequestPhase, RequestState
 from cluster.metrics.ended_request import Summary
@@ -299,7 +299,8 @@ class RequestTask:
 
     def _route(self, request: RouteRequest) -> None:
         if self._ticket is not None and self._admission is not None:
-            self._admission.hold(self._ticket, self._released)
+            self._start_timer(self._ticket.refused_at - self._clock.now(), self._admission.pump)
+            self._admission.hold(self._ticket, self._released, self._refused)
             return
         try:
             decision = self._router.route(request)
@@ -312,6 +313,11 @@ class RequestTask:
         """Submit the request, which has waited for its turn."""
         self._ticket = None
         self._routed(ticket.decision)
+
+    def _refused(self, error: OverloadedError) -> None:
+        """End the request, which has waited too long for its turn."""
+        self._ticket = None
+        self.apply(self.state.on_cancel, error)
 
     def _routed(self, decision: Decision) -> None:
         prefill = self._connections.target(decision.prefill) if decision.prefill else None
