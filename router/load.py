@@ -18,7 +18,7 @@ between clocks is late by as long as the news travelled, never early, and so err
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -27,7 +27,7 @@ from msgspec.structs import asdict, replace
 from kvtransfer.common.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import QueueState, ReplicaLoad
-from router.rates import Rates, TypicalRates, rates_of
+from router.rates import Rates, rates_of
 
 # A request is taken to be in the first report that arrives this long after it was routed (or, for a
 # hand-over, after its first token): the way to the replica and back, with a margin.
@@ -209,7 +209,6 @@ class LoadTracker:
         self._clock = clock
         self._observer = observer
         self._replicas: dict[str, _ReplicaLoad] = {}
-        self._typical = TypicalRates()
         # By gateway id, then by request id.
         self._placements: dict[str, dict[str, Placement]] = {"": {}}
 
@@ -238,7 +237,6 @@ class LoadTracker:
         if replica.report is not None and load.received_at < replica.report.received_at:
             return
         replica.report, replica.state = load, None
-        self._typical.add(load)
         replica.cover()
 
     def on_queue(self, identity: ReplicaIdentity, queue: QueueState, received_at: float) -> None:
@@ -326,7 +324,7 @@ class LoadTracker:
         """Return the load as of now of a known replica."""
         replica = self._replicas[replica_id]
         if replica.state is None:
-            replica.state = _state_of(replica, self._typical)
+            replica.state = _state_of(replica, self._reports)
         return replica.state
 
     @property
@@ -341,6 +339,9 @@ class LoadTracker:
                 pending.check()
                 for item in pending.placements:
                     assert self._placements[item.gateway_id].get(item.request_id) is item
+
+    def _reports(self) -> Iterator[ReplicaLoad]:
+        return (it.report for it in self._replicas.values() if it.report is not None)
 
     def _predict(self, placement: Placement) -> None:
         """Note when its first token is due, from what is there before it."""
@@ -375,7 +376,7 @@ def _has_joined(placement: Placement, until: float) -> bool:
     return placement.prefilled_at is not None and placement.prefilled_at <= until
 
 
-def _state_of(replica: _ReplicaLoad, typical: TypicalRates) -> CurrentLoad:
+def _state_of(replica: _ReplicaLoad, others: Callable[[], Iterable[ReplicaLoad]]) -> CurrentLoad:
     """Add the pending placements to the report.
 
     Landings in the report and expected requests overlap (an expected request becomes a landing shortly
@@ -394,7 +395,7 @@ def _state_of(replica: _ReplicaLoad, typical: TypicalRates) -> CurrentLoad:
     num_coming = max(report.num_landings, expected.num_sequences) + staying.num_sequences
     num_sequences = report.num_running + report.num_waiting + num_coming
     backlog_tokens = report.num_backlog_tokens + replica.computing.num_prefill_tokens
-    rates = rates_of(report, num_sequences, replica.correction, typical)
+    rates = rates_of(report, num_sequences, replica.correction, others)
     return CurrentLoad(
         role=replica.role,
         report=report,

@@ -3,12 +3,13 @@
 A decode step takes base + sequences x `decode_sequence_s` + context tokens x `decode_context_s`; a chunk of n
 tokens behind p others takes n x `prefill_token_s` + n x (p + n / 2) x `attention_token_s`. A replica measures
 these coefficients from its steps (`workers.scheduler.step_costs`). Until it has, its average rates are used,
-and until it has those, what is typical of the other replicas, or the defaults below: a replica that has just
-come is neither avoided nor flooded.
+and until it has those, the best of the other replicas' or the defaults below, so that a replica that has just
+come is tried.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from router.messages import ReplicaLoad
@@ -17,8 +18,6 @@ from router.messages import ReplicaLoad
 DEFAULT_PREFILL_TOK_S = 10_000.0
 # Assumed for a replica that has not measured its decode step.
 DEFAULT_DECODE_STEP_S = 0.03
-# Of a report in what is typical.
-_TYPICAL_WEIGHT = 0.05
 # What a sequence adds to a decode step, in parts of it, until the replica has measured both.
 DEFAULT_SEQUENCE_PART = 0.02
 # Time of loading a token over computing it, by tier, assumed until the replica has measured both.
@@ -47,33 +46,20 @@ class Rates(NamedTuple):
         return num_tokens * (self.product_s + self.attention_s * (num_before + 0.5 * num_tokens))
 
 
-class TypicalRates:
-    """What the replicas that have measured their rates report, averaged over the latest reports."""
-
-    def __init__(self) -> None:
-        self.prefill_tok_s = 0.0
-        self.decode_step_s = 0.0
-
-    def add(self, report: ReplicaLoad) -> None:
-        """Count a report."""
-        self.prefill_tok_s = _average(self.prefill_tok_s, report.prefill_tok_s)
-        self.decode_step_s = _average(self.decode_step_s, report.decode_step_s)
-
-
-def _average(average: float, value: float) -> float:
-    if value <= 0:
-        return average
-    return average + _TYPICAL_WEIGHT * (value - average) if average else value
-
-
 def rates_of(
-    report: ReplicaLoad, num_sequences: int, correction: float = 1.0, typical: TypicalRates | None = None
+    report: ReplicaLoad,
+    num_sequences: int,
+    correction: float = 1.0,
+    others: Callable[[], Iterable[ReplicaLoad]] = tuple,
 ) -> Rates:
     """Return the rates of a replica with so many sequences. All that computes takes `correction` times what
-    was measured, and what was not is `typical`."""
-    typical = typical or TypicalRates()
-    prefill_tok_s = report.prefill_tok_s or typical.prefill_tok_s or DEFAULT_PREFILL_TOK_S
-    decode_step_s = report.decode_step_s or typical.decode_step_s or DEFAULT_DECODE_STEP_S
+    was measured. The reports of the `others` are asked for where it has not measured something."""
+    prefill_tok_s = report.prefill_tok_s or max(
+        (it.prefill_tok_s for it in others() if it.prefill_tok_s), default=DEFAULT_PREFILL_TOK_S
+    )
+    decode_step_s = report.decode_step_s or min(
+        (it.decode_step_s for it in others() if it.decode_step_s), default=DEFAULT_DECODE_STEP_S
+    )
     token_s = correction / prefill_tok_s
     if report.prefill_token_s:
         product_s = correction * report.prefill_token_s
