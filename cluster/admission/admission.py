@@ -24,7 +24,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from random import Random
 from typing import NamedTuple
 
 from cluster.admission.config import AdmissionConfig
@@ -67,7 +66,7 @@ class Candidacy(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class HeldRequest:
     """A request that was taken: where it was placed, and what it waits for."""
 
     candidacy: Candidacy
@@ -77,7 +76,7 @@ class Ticket:
     # Waits no longer than until then.
     refused_at: float
     # One of them is called, once: when it may be submitted, or when it has waited too long.
-    release: Callable[[Ticket], None] | None = None
+    release: Callable[[HeldRequest], None] | None = None
     refuse: Callable[[OverloadedError], None] | None = None
 
 
@@ -125,7 +124,7 @@ class AdmissionCounts:
     num_released: Counter[ServiceClass] = field(default_factory=Counter)
 
 
-class Admission:
+class RequestAdmission:
     """The requests that one gateway has taken and not yet submitted."""
 
     def __init__(
@@ -133,19 +132,19 @@ class Admission:
         config: AdmissionConfig,
         router: RouterService,
         clock: Clock,
-        random: Random,
+        seeds: Callable[[], int],
         on_rung: Callable[[Rung], None] = lambda rung: None,
     ) -> None:
-        """`on_rung` hears of each change of the ladder's rung."""
+        """`seeds` draws integers, for jitter; `on_rung` hears of each change of the ladder's rung."""
         self._config = config
         self._router = router
         self._clock = clock
-        self._random = random
+        self._seeds = seeds
         self._on_rung = on_rung
         self._lanes: dict[str, _Lane] = {}
-        self._tickets: dict[str, Ticket] = {}
+        self._held: dict[str, HeldRequest] = {}
         # By when they are refused.
-        self._bounds: list[tuple[float, int, Ticket]] = []
+        self._bounds: list[tuple[float, int, HeldRequest]] = []
         self._num_taken = 0
         self._num_bytes = 0
         self._measured_at = float("-inf")
@@ -154,7 +153,7 @@ class Admission:
         self.counts = AdmissionCounts()
 
     def __len__(self) -> int:
-        return len(self._tickets)
+        return len(self._held)
 
     @property
     def num_bytes(self) -> int:
@@ -183,7 +182,7 @@ class Admission:
         if wait_s > limit_s:
             self._refuse("late", flow, wait_s, limit_s)
 
-    def admit(self, request: RouteRequest, candidacy: Candidacy) -> Ticket:
+    def admit(self, request: RouteRequest, candidacy: Candidacy) -> HeldRequest:
         """Place the request, which is held; raise `OverloadedError` where it would be late, or too much waits
         here, and `NoReplicaError` as the router does."""
         now, flow = self._clock.now(), candidacy.flow
@@ -223,9 +222,9 @@ class Admission:
             priority=candidacy.priority,
             num_bytes=candidacy.num_bytes,
         )
-        ticket = Ticket(candidacy, request, decision, waiting, candidacy.arrived_at + settings.max_wait_s)
-        self._put(ticket)
-        return ticket
+        held = HeldRequest(candidacy, request, decision, waiting, candidacy.arrived_at + settings.max_wait_s)
+        self._put(held)
+        return held
 
     def max_tokens(self, service_class: ServiceClass, max_tokens: int) -> int:
         """Return how many output tokens a request of the class may have on this rung."""
@@ -238,17 +237,20 @@ class Admission:
     # --------------------------------------------------------------------------------------- release
 
     def hold(
-        self, ticket: Ticket, release: Callable[[Ticket], None], refuse: Callable[[OverloadedError], None]
+        self,
+        held: HeldRequest,
+        release: Callable[[HeldRequest], None],
+        refuse: Callable[[OverloadedError], None],
     ) -> None:
         """Call `release` when the request may be submitted, which may be now, or `refuse` when it has waited
-        as long as its class allows (`Ticket.refused_at`, when somebody must call `pump`)."""
-        ticket.release, ticket.refuse = release, refuse
+        as long as its class allows (`HeldRequest.refused_at`, when somebody must call `pump`)."""
+        held.release, held.refuse = release, refuse
         self.pump()
 
-    def drop(self, ticket: Ticket) -> None:
+    def drop(self, held: HeldRequest) -> None:
         """Forget a request that ended while it waited."""
-        if self._take_out(ticket):
-            self._router.on_finished(ticket.request.request_id)
+        if self._take_out(held):
+            self._router.on_finished(held.request.request_id)
             self.pump()
 
     def pump(self) -> None:
@@ -269,19 +271,19 @@ class Admission:
     def on_gone(self, replica_id: str) -> None:
         """Place again what waits for a replica that takes nothing more."""
         moved = [
-            ticket
-            for ticket in self._tickets.values()
-            if replica_id in (ticket.decision.prefill, ticket.decision.decode)
+            held
+            for held in self._held.values()
+            if replica_id in (held.decision.prefill, held.decision.decode)
         ]
-        for ticket in moved:
-            release = ticket.release
-            if self._take_out(ticket) and release is not None:
-                release(ticket)  # its task finds that a replica is gone, and routes it again
+        for held in moved:
+            release = held.release
+            if self._take_out(held) and release is not None:
+                release(held)  # its task finds that a replica is gone, and routes it again
 
     def check(self) -> None:
-        """Assert that queues and tickets agree."""
-        assert sum(len(lane.queue) for lane in self._lanes.values()) == len(self._tickets)
-        assert self._num_bytes == sum(it.waiting.num_bytes for it in self._tickets.values())
+        """Assert that queues and held requests agree."""
+        assert sum(len(lane.queue) for lane in self._lanes.values()) == len(self._held)
+        assert self._num_bytes == sum(it.waiting.num_bytes for it in self._held.values())
         for lane in self._lanes.values():
             lane.queue.check()
 
@@ -290,52 +292,52 @@ class Admission:
     def _pump_lane(self, lane: _Lane, now: float) -> None:
         paused: ServiceClass | None = "batch" if self.ladder.rung >= Rung.BATCH_PAUSED else None
         while (waiting := lane.queue.peek(now, without=paused)) is not None:
-            ticket = self._tickets[waiting.request_id]
-            if ticket.release is None or not self._router.has_capacity(waiting.request_id):
+            held = self._held[waiting.request_id]
+            if held.release is None or not self._router.has_capacity(waiting.request_id):
                 return
             lane.queue.pop(now, without=paused)
-            self._forget(ticket)
+            self._forget(held)
             lane.taken(waiting.cost_s, now)
             self.counts.num_released[waiting.flow.service_class] += 1
             self._router.on_submitted(waiting.request_id)
-            ticket.release(ticket)
+            held.release(held)
 
     def _refuse_overdue(self, now: float) -> None:
         while self._bounds and (self._bounds[0][2].waiting.is_gone or self._bounds[0][0] <= now + _EARLY_S):
-            ticket = heapq.heappop(self._bounds)[2]
-            refuse, flow = ticket.refuse, ticket.candidacy.flow
-            if refuse is None or not self._take_out(ticket):
+            held = heapq.heappop(self._bounds)[2]
+            refuse, flow = held.refuse, held.candidacy.flow
+            if refuse is None or not self._take_out(held):
                 continue
-            self._router.on_finished(ticket.request.request_id)
+            self._router.on_finished(held.request.request_id)
             self.counts.num_refused["aged", flow.service_class] += 1
             refuse(
                 OverloadedError(
-                    f"it has waited for {now - ticket.candidacy.arrived_at:.1f} s, the most for the class "
+                    f"it has waited for {now - held.candidacy.arrived_at:.1f} s, the most for the class "
                     f"{flow.service_class} (admission.{flow.service_class}.max_wait_s)",
-                    self._retry_s(self._least_wait_s(flow, ticket.candidacy.weight, now)),
+                    self._retry_s(self._least_wait_s(flow, held.candidacy.weight, now)),
                 )
             )
 
-    def _put(self, ticket: Ticket) -> None:
-        lane = self._lanes.setdefault(ticket.decision.prefill or ticket.decision.decode, _Lane())
-        flow = ticket.candidacy.flow
-        lane.queue.put(ticket.waiting, self._weight(flow, ticket.candidacy.weight))
-        self._tickets[ticket.waiting.request_id] = ticket
+    def _put(self, held: HeldRequest) -> None:
+        lane = self._lanes.setdefault(held.decision.prefill or held.decision.decode, _Lane())
+        flow = held.candidacy.flow
+        lane.queue.put(held.waiting, self._weight(flow, held.candidacy.weight))
+        self._held[held.waiting.request_id] = held
         self._num_taken += 1
-        heapq.heappush(self._bounds, (ticket.refused_at, self._num_taken, ticket))
-        self._num_bytes += ticket.waiting.num_bytes
+        heapq.heappush(self._bounds, (held.refused_at, self._num_taken, held))
+        self._num_bytes += held.waiting.num_bytes
 
-    def _take_out(self, ticket: Ticket) -> bool:
+    def _take_out(self, held: HeldRequest) -> bool:
         """Whether it waited."""
-        lane = self._lanes.get(ticket.decision.prefill or ticket.decision.decode)
-        if lane is None or lane.queue.drop(ticket.waiting.request_id) is None:
+        lane = self._lanes.get(held.decision.prefill or held.decision.decode)
+        if lane is None or lane.queue.drop(held.waiting.request_id) is None:
             return False
-        self._forget(ticket)
+        self._forget(held)
         return True
 
-    def _forget(self, ticket: Ticket) -> None:
-        del self._tickets[ticket.waiting.request_id]
-        self._num_bytes -= ticket.waiting.num_bytes
+    def _forget(self, held: HeldRequest) -> None:
+        del self._held[held.waiting.request_id]
+        self._num_bytes -= held.waiting.num_bytes
 
     def _weight(self, flow: Flow, tenant_weight: float) -> float:
         return self._config.of(flow.service_class).weight * tenant_weight
@@ -374,7 +376,7 @@ class Admission:
         )
 
     def _retry_s(self, drain_s: float) -> float:
-        return max(_LEAST_RETRY_S, drain_s) * self._random.uniform(1 - JITTER, 1 + JITTER)
+        return max(_LEAST_RETRY_S, drain_s) * (1 + JITTER * (self._seeds() % 2001 - 1000) / 1000)
 
     def _measure(self, now: float) -> None:
         """Update the ladder by the wait of a new request, in parts of the objective of its class: that of

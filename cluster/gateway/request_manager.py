@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from cluster.admission.admission import Admission, Candidacy, Ticket
+from cluster.admission.admission import Candidacy, HeldRequest, RequestAdmission
 from cluster.admission.fair_queue import Flow
 from cluster.errors import (
     AbandonedError,
@@ -118,7 +118,7 @@ class RequestManager:
         gateway_id: str,
         auth: AuthConfig,
         resume_tokens: ResumeTokens,
-        admission: Admission,
+        admission: RequestAdmission,
         observers: Sequence[Observer] = (),
     ) -> None:
         self.admission = admission
@@ -234,14 +234,14 @@ class RequestManager:
         key = prepared.tenant, request_id
         if key in self._latest and not request.resume:
             raise DuplicateRequestError(f"request {request_id!r} is running; choose another id, or resume it")
-        ticket = None
+        held = None
         if not request.resume:
             prepared = self._capped(prepared)
             candidacy = Candidacy(flow, weight, prepared.priority, now, deadline_at, _num_bytes(prepared))
             # Where no replica is there, the request waits for one as any other attempt does.
             with contextlib.suppress(NoReplicaError):
-                ticket = self.admission.admit(first_route_request(prepared), candidacy)
-        task = self._begin(key, prepared, texts, now, caller, ticket)
+                held = self.admission.admit(first_route_request(prepared), candidacy)
+        task = self._begin(key, prepared, texts, now, caller, held)
         token = self._resume_tokens.issue(identity, request.tenant, request_id, prepared.seed, digest)
         return Accepted(task, request_id, prepared.seed, prepared.num_prompt_tokens, token)
 
@@ -419,7 +419,7 @@ class RequestManager:
         texts: Sequence[SampleText],
         now: float,
         caller: Caller,
-        ticket: Ticket | None,
+        held: HeldRequest | None,
     ) -> RequestTask:
         older = self._latest.get(key)
         if older is not None:
@@ -437,7 +437,7 @@ class RequestManager:
             on_end=on_end,
             started_at=now,
             admission=self.admission,
-            ticket=ticket,
+            held=held,
             unread=self.unread,
         )
         self._tasks[prepared.request_id] = self._latest[key] = task

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol, TypeVarTuple
 
-from cluster.admission.admission import Admission, Ticket
+from cluster.admission.admission import HeldRequest, RequestAdmission
 from cluster.errors import AbandonedError, OverloadedError, RequestError, SlowClientError
 from cluster.gateway.attempt import OutputDelta
 from cluster.gateway.request_state import RequestPhase, RequestState
@@ -181,10 +181,10 @@ class RequestTask:
         on_end: Callable[[RequestError | None], None],
         started_at: float,
         unread: UnreadOutput,
-        admission: Admission | None = None,
-        ticket: Ticket | None = None,
+        admission: RequestAdmission | None = None,
+        held: HeldRequest | None = None,
     ) -> None:
-        """`unread` counts what waits for the clients of all requests; `ticket` is the place that `admission`
+        """`unread` counts what waits for the clients of all requests; `held` is the place that `admission`
         has found for the request, where it may have to wait."""
         self.state = RequestState(prepared, texts, self, started_at)
         self._request_id = prepared.request_id
@@ -193,7 +193,7 @@ class RequestTask:
         self._clock = clock
         self._on_end = on_end
         self._admission = admission
-        self._ticket = ticket
+        self._held = held
         self._unread = unread
         self._buffer = OutputBuffer(unread, self._cut_off)
         self._timers = SupervisedTasks()
@@ -277,9 +277,9 @@ class RequestTask:
         self._end(error, error)
 
     def _end(self, end: Summary | RequestError, error: RequestError | None) -> None:
-        if self._ticket is not None and self._admission is not None:
-            ticket, self._ticket = self._ticket, None
-            self._admission.drop(ticket)
+        if self._held is not None and self._admission is not None:
+            held, self._held = self._held, None
+            self._admission.drop(held)
         self._timers.cancel()
         self._buffer.close(end)
         self._on_end(error)
@@ -298,9 +298,9 @@ class RequestTask:
             self.state.on_cancel(error, now)
 
     def _route(self, request: RouteRequest) -> None:
-        if self._ticket is not None and self._admission is not None:
-            self._start_timer(self._ticket.refused_at - self._clock.now(), self._admission.pump)
-            self._admission.hold(self._ticket, self._released, self._refused)
+        if self._held is not None and self._admission is not None:
+            self._start_timer(self._held.refused_at - self._clock.now(), self._admission.pump)
+            self._admission.hold(self._held, self._released, self._refused)
             return
         try:
             decision = self._router.route(request)
@@ -309,14 +309,14 @@ class RequestTask:
             return
         self._routed(decision)
 
-    def _released(self, ticket: Ticket) -> None:
+    def _released(self, held: HeldRequest) -> None:
         """Submit the request, which has waited for its turn."""
-        self._ticket = None
-        self._routed(ticket.decision)
+        self._held = None
+        self._routed(held.decision)
 
     def _refused(self, error: OverloadedError) -> None:
         """End the request, which has waited too long for its turn."""
-        self._ticket = None
+        self._held = None
         self.apply(self.state.on_cancel, error)
 
     def _routed(self, decision: Decision) -> None:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable
-from random import Random
 
-from cluster.admission.admission import Admission
+from cluster.admission.admission import RequestAdmission
 from cluster.api.admin_servicer import AdminServicer
 from cluster.api.authentication import Authentication
 from cluster.api.grpc_server import ClientPort, open_certificate
@@ -121,7 +120,7 @@ class Gateway:
             auth=config.auth,
             resume_tokens=ResumeTokens(trust, clock, config.auth.resume_s),
             on_members=self._on_members,
-            admission=Admission(config.admission, router, clock, Random(seeds())),
+            admission=RequestAdmission(config.admission, router, clock, seeds),
             observers=_observers(config, history, self._tracer),
             counters=_open_counters(config, self.connections),
         )
