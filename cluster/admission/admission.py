@@ -49,6 +49,9 @@ _LEAST_RATE = 0.01
 _EARLY_S = 0.002
 # How often the pressure is measured, at most.
 _PRESSURE_S = 0.1
+# How long a flow counts in it after its last request, and how many do.
+_ASKING_S = 5.0
+_MAX_ASKING = 1000
 
 _log = logging.getLogger(__name__)
 
@@ -78,6 +81,14 @@ class HeldRequest:
     # One of them is called, once: when it may be submitted, or when it has waited too long.
     release: Callable[[HeldRequest], None] | None = None
     refuse: Callable[[OverloadedError], None] | None = None
+
+
+class _Asking(NamedTuple):
+    """What the latest request of a flow would have waited, in parts of its objective."""
+
+    at: float
+    weight: float
+    pressure: float
 
 
 class _Lane:
@@ -147,6 +158,8 @@ class RequestAdmission:
         self._bounds: list[tuple[float, int, HeldRequest]] = []
         self._num_taken = 0
         self._num_bytes = 0
+        # The flows that have asked lately, the latest last.
+        self._asking: dict[Flow, _Asking] = {}
         self._measured_at = float("-inf")
         self._is_pumping = False
         self.ladder = Ladder(self._moved)
@@ -176,9 +189,9 @@ class RequestAdmission:
     def check_early(self, flow: Flow, weight: float, now: float, deadline_at: float | None) -> None:
         """Raise `OverloadedError` where the queues alone make any request of the flow late: nothing of it has
         been read yet."""
-        self._measure(now)
         limit_s = self._limit_s(flow, now, deadline_at)
         wait_s = self._least_wait_s(flow, weight, now)
+        self._note(flow, weight, wait_s, now)
         if wait_s > limit_s:
             self._refuse("late", flow, wait_s, limit_s)
 
@@ -378,18 +391,27 @@ class RequestAdmission:
     def _retry_s(self, drain_s: float) -> float:
         return max(_LEAST_RETRY_S, drain_s) * (1 + JITTER * (self._seeds() % 2001 - 1000) / 1000)
 
+    def _note(self, flow: Flow, weight: float, wait_s: float, now: float) -> None:
+        """Note how long a request of the flow would wait, for the pressure."""
+        objective_s = self._config.of(flow.service_class).ttft_s
+        if objective_s is None:
+            return
+        self._asking.pop(flow, None)
+        self._asking[flow] = _Asking(now, self._weight(flow, weight), wait_s / (MARGIN * objective_s))
+        if len(self._asking) > _MAX_ASKING:
+            del self._asking[next(iter(self._asking))]
+        self._measure(now)
+
     def _measure(self, now: float) -> None:
-        """Update the ladder by the wait of a new request, in parts of the objective of its class: that of
-        whichever class is worst off."""
+        """Update the ladder by the waits of new requests, in parts of their objectives: the mean of the flows
+        that have asked lately, by their weights. One that waits for its own many requests counts as one."""
         if now < self._measured_at + _PRESSURE_S:
             return
         self._measured_at = now
-        pressure = 0.0
-        for name in SERVICE_CLASSES:
-            objective_s = self._config.of(name).ttft_s
-            if objective_s is not None:
-                wait_s = self._least_wait_s(Flow("", name), 1.0, now)
-                pressure = max(pressure, wait_s / (MARGIN * objective_s))
+        while self._asking and next(iter(self._asking.values())).at < now - _ASKING_S:
+            del self._asking[next(iter(self._asking))]
+        weights = sum(it.weight for it in self._asking.values())
+        pressure = sum(it.weight * it.pressure for it in self._asking.values()) / weights if weights else 0.0
         self.ladder.update(pressure, now)
 
     def _moved(self, before: Rung, rung: Rung, pressure: float) -> None:
