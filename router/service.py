@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtransfer.common.clock import Clock
@@ -143,14 +143,17 @@ class RouterService:
         arrives."""
         return self._tree.needs_snapshot(replica_id)
 
-    def route(self, request: RouteRequest, *, is_held: bool = False) -> Decision:
+    def route(
+        self, request: RouteRequest, *, is_held: bool = False, waits: Mapping[str, float] | None = None
+    ) -> Decision:
         """Choose replicas and count the request there; one that `is_held` waits here until `on_submitted`.
+        `waits` are seconds by replica, where the request would wait for that and not for all that is there.
         Raises `NoReplicaError`, naming the side that is missing."""
         prefill_ids, decode_ids = self._usable(request)
         match = self._tree.match(request.block_keys)
         query = self._query(request)
-        prefills = self._replica_costs(query, prefill_ids, match)
-        decodes = self._replica_costs(query, decode_ids, match)
+        prefills = self._replica_costs(query, prefill_ids, match, waits)
+        decodes = self._replica_costs(query, decode_ids, match, waits)
         candidates = self._policy.candidates(query, prefills, decodes)
         choice = choose(candidates)
         if choice is None:
@@ -347,11 +350,15 @@ class RouterService:
         )
         return f"{text}; {pinned} was pinned" if pinned else text
 
-    def _replica_costs(self, query: RouteQuery, ids: Iterable[str], match: Match) -> list[ReplicaCost]:
+    def _replica_costs(
+        self, query: RouteQuery, ids: Iterable[str], match: Match, waits: Mapping[str, float] | None = None
+    ) -> list[ReplicaCost]:
         oldest = self._clock.now() - self._config.stale_load_s
         replicas = []
         for replica_id in ids:
             state = self._load.state(replica_id)
+            if waits and (wait_s := waits.get(replica_id)) is not None:
+                state = state._replace(queue_s=wait_s)
             device = match.device.get(replica_id, 0)
             dram, nvme = match.stored.get(replica_id, NOT_IN_STORE)
             replicas.append(replica_cost(query, state, state.report.received_at < oldest, device, dram, nvme))

@@ -216,11 +216,14 @@ class RequestAdmission:
                 f"{candidacy.weight:g} are not taken",
                 self._retry_s(self.waiting_s()),
             )
-        decision = self._router.route(request, is_held=True)
+        waits = {
+            name: self._wait_s(name, flow, candidacy.weight, now)
+            for name in self._router.compute_ids()
+            if (lane := self._lanes.get(name)) is not None and len(lane.queue)
+        }
+        decision = self._router.route(request, is_held=True, waits=waits)
         prediction = decision.prediction
-        compute_id = decision.prefill or decision.decode
-        wait_s = self._wait_s(compute_id, prediction.queue_s, flow, candidacy.weight, now)
-        ttft_s = max(wait_s, prediction.load_s) + prediction.prefill_s
+        ttft_s = prediction.ttft_s
         limit_s = self._limit_s(flow, now, candidacy.deadline_at)
         if now - candidacy.arrived_at + ttft_s > limit_s:
             self._router.on_finished(request.request_id)
@@ -355,9 +358,10 @@ class RequestAdmission:
     def _weight(self, flow: Flow, tenant_weight: float) -> float:
         return self._config.of(flow.service_class).weight * tenant_weight
 
-    def _wait_s(self, replica_id: str, queue_s: float, flow: Flow, tenant_weight: float, now: float) -> float:
-        """Return how long a request of the flow would wait for this replica, whose queue takes `queue_s`: for
-        what is there, for what other gateways hold, and for what goes before it here."""
+    def _wait_s(self, replica_id: str, flow: Flow, tenant_weight: float, now: float) -> float:
+        """Return how long a request of the flow would wait for this replica: for what is there, for what
+        other gateways hold, and for what goes before it here."""
+        queue_s = self._router.load(replica_id).queue_s
         lane = self._lanes.get(replica_id)
         if lane is None:
             return queue_s
@@ -367,10 +371,7 @@ class RequestAdmission:
     def _least_wait_s(self, flow: Flow, tenant_weight: float, now: float) -> float:
         """Return the least wait of all replicas; 0 where there is none."""
         return min(
-            (
-                self._wait_s(name, self._router.load(name).queue_s, flow, tenant_weight, now)
-                for name in self._router.compute_ids()
-            ),
+            (self._wait_s(name, flow, tenant_weight, now) for name in self._router.compute_ids()),
             default=0.0,
         )
 

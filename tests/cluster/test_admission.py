@@ -298,8 +298,8 @@ def test_nobody_waits_longer_than_its_class_allows_when_a_replica_becomes_slow(w
 
 
 def test_a_replica_that_takes_less_than_predicted_is_sent_less() -> None:
-    """Where something else is the bottleneck, the rate at which it takes work is measured, and by it the waits
-    are predicted."""
+    """Where something else is the bottleneck, the rate at which it takes work is measured, and waits are
+    predicted by it."""
     world = World()
     world.servers["r0"].slowness = 5.0
     numbers = itertools.count()
