@@ -282,6 +282,11 @@ ENGINES = (
     _replica("running_sequences", "num_running", "sequences", "Running sequences."),
     _replica("waiting_sequences", "num_waiting", "sequences", "Waiting sequences."),
     _replica(
+        "max_running_sequences", "max_sequences", "sequences", "The most sequences that may run at a time."
+    ),
+    _replica("max_batch_tokens", "max_batch_tokens", "tokens", "The most tokens of a step."),
+    _replica("context_tokens", "num_context_tokens", "tokens", "Tokens of KV of running sequences."),
+    _replica(
         "backlog_tokens", "num_backlog_tokens", "tokens", "Prompt tokens that are accepted and not computed."
     ),
     _replica("batch_size", "", "sequences", "Sequences of a step.", buckets=BATCH_SIZE),
@@ -304,6 +309,36 @@ ENGINES = (
         "decode_step_s",
         "seconds",
         "Duration of a step without prefill; 0: none yet.",
+    ),
+    _replica(
+        "prefill_token_seconds",
+        "prefill_token_s",
+        "seconds",
+        "What a token of a chunk takes, attention excluded, fitted to the steps; 0: not known yet.",
+    ),
+    _replica(
+        "attention_token_seconds",
+        "attention_token_s",
+        "seconds",
+        "What the attention of a token of a chunk to one token before it takes; 0: nothing, or not known yet.",
+    ),
+    _replica(
+        "decode_base_seconds",
+        "decode_base_s",
+        "seconds",
+        "What a step of decodes takes whatever its size, fitted to the steps; 0: not known yet.",
+    ),
+    _replica(
+        "decode_sequence_seconds",
+        "decode_sequence_s",
+        "seconds",
+        "What a sequence adds to a step of decodes; 0: nothing, or not known yet.",
+    ),
+    _replica(
+        "decode_context_seconds",
+        "decode_context_s",
+        "seconds",
+        "What a token of context adds to a step of decodes; 0: nothing, or not known yet.",
     ),
     _replica("busy_seconds_total", "busy_s", "seconds", "Time in which the replica computed."),
     _replica(
