@@ -292,13 +292,15 @@ def test_the_costs_of_steps_are_learned_from_reports(
     """Twenty chunks, and then decodes of what they left."""
     steps = loop(clock, sent, num_prompts=40)
     num_settled = 0
-    while steps.feed() or num_settled < len(sent):
+    steps.feed()
+    while num_settled < len(sent):
         plan = sent[num_settled]
         has_chunk = any(entry.num_tokens > 1 for entry in plan.entries)
         done = report(plan, 0.2 if has_chunk else 0.01)
         failed = (FailedEntry(0, "broken"),) if is_failing else ()
         steps.settle(0, replace(done, failed=failed))
         num_settled += 1
+        steps.feed()
     known = steps.costs.coefficients()
     if is_failing:
         assert not any(known.values())

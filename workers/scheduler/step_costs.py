@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import combinations
+from typing import Any
 
 from workers.messages.rank_channel import StepPlan
 
@@ -156,7 +157,7 @@ class StepCosts:
             # By token, a small chunk is measured with as large an error as a large one.
             self._prefill.add((num_tokens, num_attended), slowest_s - decodes_s, 1.0 / num_tokens)
 
-    def coefficients(self) -> dict[str, float]:
+    def coefficients(self) -> dict[str, Any]:
         """The fields of `ReplicaStats` that are measured here."""
         decode, prefill = self._decode.coefficients, self._prefill.coefficients
         return {
