@@ -66,7 +66,7 @@ class Replica:
             self.decode(self.random.randint(1, 64), self.random.randint(100, 20_000))
 
     def predicted_decode_s(self, num_sequences: int, num_context_tokens: int) -> float:
-        known = self.costs.coefficients()
+        known: dict[str, float] = self.costs.coefficients()
         return (
             known["decode_base_s"]
             + num_sequences * known["decode_sequence_s"]
@@ -74,7 +74,7 @@ class Replica:
         )
 
     def predicted_chunk_s(self, start: int, num_tokens: int) -> float:
-        known = self.costs.coefficients()
+        known: dict[str, float] = self.costs.coefficients()
         attended = num_tokens * (start + num_tokens / 2)
         return num_tokens * known["prefill_token_s"] + attended * known["attention_token_s"]
 
