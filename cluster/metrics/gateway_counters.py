@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.metrics.curves import CURVE_S, RING_S, Curves, SecondRing, Window, curves_of, window_of
-from cluster.metrics.definitions import REQUEST_TIMES
 from cluster.metrics.ended_request import EndedRequest, Summary
+from cluster.metrics.metric import REQUEST_TIMES
 from cluster.proto import tandem_pb2 as pb
 from cluster.text.preprocess import PreparedRequest
 from kvtransfer.blocks.keys import TOKEN_BYTES
