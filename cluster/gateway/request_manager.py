@@ -15,12 +15,14 @@ from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
+from cluster.admission.quotas import QuotaHold, Quotas
 from cluster.errors import (
     AbandonedError,
     DeadlineError,
     DuplicateRequestError,
     ForbiddenError,
     OverloadedError,
+    QuotaError,
     RequestError,
     UnavailableError,
     UnknownRequestError,
@@ -36,6 +38,7 @@ from cluster.metrics.gateway_counters import GatewayCounters
 from cluster.proto import tandem_pb2 as pb
 from cluster.text.preprocess import PreparedRequest, Preprocessor, ServingLimits, check_request
 from cluster.text.tokenizer import SampleText
+from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.codec import Part
 from kvtransfer.common.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
@@ -103,6 +106,7 @@ class RequestManager:
         counters: GatewayCounters,
         gateway_id: str,
         auth: AuthConfig,
+        quotas: Quotas,
         resume_tokens: ResumeTokens,
         observers: Sequence[Observer] = (),
     ) -> None:
@@ -110,6 +114,7 @@ class RequestManager:
         self._auth = auth
         shares = auth.shares("device_kv_share")
         self._kv_shares = shares if shares.is_limited else None
+        self._quotas = quotas
         self._resume_tokens = resume_tokens
         self._preprocessor = preprocessor
         self._connections = connections
@@ -151,6 +156,8 @@ class RequestManager:
         try:
             return await self._accept(request, deadline_s, identity, caller, now)
         except RequestError as error:
+            if isinstance(error, QuotaError):
+                self.counters.over_quota(request.tenant, error.limit)
             self._observe(
                 EndedRequest(
                     request_id=request.request_id[:_MAX_LOGGED_CHARS],
@@ -184,6 +191,8 @@ class RequestManager:
             self._resume_tokens.check(
                 request.resume_token, identity, request.tenant, request.request_id, request.seed, digest
             )
+        else:
+            self._quotas.admit(request.tenant, now)
         self._num_arriving += 1
         try:
             prompt = await self._preprocessor.prompt_tokens(request, limits)
@@ -207,9 +216,24 @@ class RequestManager:
         )
         if deadline_s is not None and now + deadline_s <= self._clock.now():
             raise DeadlineError("the deadline passed before the request was accepted")
-        task = self._begin(request_id, prepared, texts, now, caller, resumes=bool(request.resume))
+        hold = self._take_prompt(prepared, is_resumed=bool(request.resume))
+        try:
+            task = self._begin(request_id, prepared, texts, now, caller, hold, resumes=bool(request.resume))
+        except RequestError:
+            self._quotas.ended(hold)
+            raise
         token = self._resume_tokens.issue(identity, request.tenant, request_id, prepared.seed, digest)
         return Accepted(task, request_id, prepared.seed, prepared.num_prompt_tokens, token)
+
+    def _take_prompt(self, prepared: PreparedRequest, *, is_resumed: bool) -> QuotaHold:
+        max_tokens = prepared.sampling.max_tokens * len(prepared.samples)
+        return self._quotas.take_prompt(
+            prepared.tenant,
+            prepared.num_prompt_tokens,
+            max_tokens,
+            self._clock.now(),
+            is_resumed=is_resumed,
+        )
 
     def _within_share(self, limits: ServingLimits, group: str, block_tokens: int) -> ServingLimits:
         """Return the limits of a request of this sharing group."""
@@ -281,6 +305,8 @@ class RequestManager:
         for delta in frame.deltas:
             if (task := self._current(source, delta.request_id, delta.attempt)) is not None:
                 self.counters.streamed(source.replica_id, delta, now)
+                num_tokens = len(delta.tokens) // TOKEN_BYTES
+                self._quotas.produced(task.state.prepared.tenant, num_tokens, now)
                 task.apply(task.state.on_delta, source, delta)
         for isolated in frame.isolations:
             if (task := self._tasks.get(isolated.request_id)) is not None:
@@ -332,6 +358,7 @@ class RequestManager:
         texts: Sequence[SampleText],
         now: float,
         caller: Caller,
+        hold: QuotaHold,
         *,
         resumes: bool,
     ) -> RequestTask:
@@ -343,6 +370,7 @@ class RequestManager:
             older.abandon(AbandonedError("taken over by a call that resumes it"))
 
         def on_end(error: RequestError | None) -> None:
+            self._quotas.ended(hold)
             self._end(key, task, error, caller)
 
         task = RequestTask(
