@@ -32,6 +32,13 @@ REQUESTS = (
         "Other gateways whose placements this one does not hear, so that both may choose the same replica.",
     ),
     of_gateway(
+        "quota_share_ratio",
+        "quota_share",
+        "",
+        "Part of the tenants' limits that applies here; below 1: gateways do not know each other's use, and "
+        "each has its part.",
+    ),
+    of_gateway(
         "retried_requests_total",
         "num_retried",
         "requests",
@@ -113,7 +120,22 @@ TENANTS = (
         "tenant_requests_total",
         "num_requests",
         "requests",
-        "Accepted requests that ended, by tenant.",
+        "Accepted requests that ended, by tenant; cancelled and failed ones too, as in all that follows.",
+        by="tenant",
+    ),
+    of_gateway(
+        "tenant_over_quota_total",
+        "num_over_quota",
+        "requests",
+        "Requests that were refused because the tenant had used up this limit of `auth.tenants`.",
+        by="tenant limit",
+        why_empty="a tenant must have used up a limit",
+    ),
+    of_gateway(
+        "tenant_prompt_tokens_total",
+        "num_prompt_tokens",
+        "tokens",
+        "Prompt tokens of accepted requests.",
         by="tenant",
     ),
     of_gateway(
