@@ -70,8 +70,11 @@ class Planner:
         if self._life.suspects:
             running = [sequence for sequence in running if not sequence.request.submission.suspect]
             self._life.num_reserved_slots = self._isolation.num_slots_needed
+        pauses = self._life.pauses_batch
+        if pauses:
+            running = [sequence for sequence in running if not sequence.is_pausable]
         self._fill_from(batch, running)
-        self._admit(batch, now)
+        self._admit(batch, now, without_batch=pauses)
         self._life.num_reserved_slots = 0
         if self._offloader is not None and batch.num_planned:
             self._offloader.relieve(batch, self._life.running)
@@ -197,15 +200,18 @@ class Planner:
                 return shorter
         return 0
 
-    def _admit(self, batch: StepBatch, now: float) -> None:
+    def _admit(self, batch: StepBatch, now: float, *, without_batch: bool) -> None:
         """Move waiting sequences into the batch, in order, while there are budget, slots and blocks. Of the
         suspects one is admitted at a time, and waits for its turn. A sequence that waits for the share of its
-        sharing group holds back those behind it of that group, and its younger landings, and nobody else."""
+        sharing group holds back those behind it of that group, and its younger landings, and nobody else;
+        nor does one of the class `batch` that is paused."""
         held_groups: dict[str, ShareClaim] = {}
         self._pool.claim("sequences", held_groups)
         for sequence in list(self._life.waiting):
             request = sequence.request
             self._life.handled = request.key
+            if without_batch and sequence.is_pausable:
+                continue
             if sequence.holds is Hold.EVERYBODY:
                 return
             if held_groups and sequence.sharing_group in held_groups:
@@ -218,18 +224,27 @@ class Planner:
             is_suspect = request.submission.suspect
             if is_suspect and self._isolation.is_busy:
                 continue
-            if batch.budget_tokens <= 0 or self._life.num_free_slots < sequence.num_slots_needed:
+            if batch.budget_tokens <= 0:
                 return
+            while self._life.num_free_slots < sequence.num_slots_needed:
+                if not self._makes_way(sequence):
+                    return
             most_tokens = min(sequence.num_tokens, batch.budget_tokens)
             num_blocks = self._num_blocks(sequence.num_tokens)
             if not batch.fits(sequence, most_tokens, num_blocks, sequence.samplers or (sequence,)):
                 return
             demand = self._life.tables.demand(sequence)
-            if self._lacks_share(sequence, demand):
+            while lacks_share := self._lacks_share(sequence, demand):
+                if not self._makes_way(sequence, sequence.sharing_group):
+                    break
+                demand = self._life.tables.demand(sequence)
+            if lacks_share:
                 held_groups[sequence.sharing_group] = self._claim(sequence)
                 continue
-            if not self._take_blocks(sequence, demand):
-                return
+            while not self._take_blocks(sequence, demand):
+                if sequence.load is not StoreLoad.DONE or not self._makes_way(sequence):
+                    return
+                demand = self._life.tables.demand(sequence)
             if request.scheduled_at is None:
                 request.scheduled_at = now
                 request.num_cached_tokens = min(sequence.num_scheduled, request.num_prompt_tokens)
@@ -238,6 +253,17 @@ class Planner:
                 self._life.num_reserved_slots = self._isolation.num_slots_needed
             else:
                 self._plan_sequence(batch, sequence)
+
+    def _makes_way(self, sequence: Sequence, group: str | None = None) -> bool:
+        """Whether a paused sequence (of this sharing group), which would not end, was preempted for this
+        one."""
+        if not self._life.pauses_batch or sequence.is_pausable:
+            return False
+        for victim in reversed(self._running_of(group)):
+            if victim.is_pausable and not victim.request.decodes_remotely:
+                self._life.preempt(victim)
+                return True
+        return False
 
     def _lacks_share(self, sequence: Sequence, demand: BlockDemand) -> bool:
         """Whether its sharing group has too little left of its share for a waiting sequence; see
@@ -359,11 +385,19 @@ class MicroBatches:
         due = [it for it in decoding if not it.num_pending or it.last_step <= step - self._num_stages]
         num_turns = self.num_turns(len(decoding), step)
         if num_turns > budget_tokens:
-            due.sort(key=lambda sequence: (-sequence.request.submission.priority, sequence.last_step))
+            due.sort(key=_turn)
         elif num_turns < len(due):
             due.sort(key=lambda sequence: sequence.last_step)
             due[:num_turns] = sorted(due[:num_turns], key=lambda sequence: sequence.rank)
         return due
+
+
+# Where not all of them fit into a step, a priority goes so many steps before its turn.
+_PRIORITY_STEPS = 4
+
+
+def _turn(sequence: Sequence) -> int:
+    return sequence.last_step - _PRIORITY_STEPS * sequence.request.submission.priority
 
 
 # ----------------------------------------------------------------------------------------------

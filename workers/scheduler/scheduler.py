@@ -110,6 +110,15 @@ class Scheduler:
     def max_batch_tokens(self) -> int:
         return self._config.max_batch_tokens
 
+    def pause_batch(self, is_paused: bool) -> None:
+        """Leave the class `batch` out of plans while others are here, or not any more."""
+        self._life.is_batch_paused = is_paused
+
+    @property
+    def num_paused(self) -> int:
+        """Running sequences that are left out of plans."""
+        return sum(it.is_pausable for it in self._life.running) if self._life.pauses_batch else 0
+
     @property
     def num_preemptions(self) -> int:
         return self._life.num_preemptions
