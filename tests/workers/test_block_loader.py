@@ -419,6 +419,16 @@ def test_early_loads_take_a_part_of_the_group_s_share_and_of_what_is_left_of_it(
     assert len(fetching(harness).keys) == 4, "a quarter of 16"
 
 
+def test_an_early_load_leaves_its_group_s_share_to_those_of_it_that_wait_here() -> None:
+    harness = LoadingHarness(num_blocks=128, shares=GroupShares(0.25))
+    harness.wires.num_awaited = 26
+    early(harness, *("dram",) * 8)
+    assert not any(isinstance(it, FetchRequest) for it in harness.wires.sent), "26 of 32 are awaited"
+    harness.wires.num_awaited = 24
+    harness.loader.pump()
+    assert len(fetching(harness).keys) == 8
+
+
 def test_what_is_withdrawn_before_it_moves_does_not() -> None:
     harness = LoadingHarness(num_blocks=32)
     harness.wires.num_awaited = 32
