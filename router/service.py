@@ -125,6 +125,15 @@ class RouterService:
         able = [name for name, it in here if it.role != "decode"]
         return iter(able or [name for name, _ in here])
 
+    def is_known(self, replica_id: str) -> bool:
+        """Whether the replica was added, and not removed since."""
+        return replica_id in self._members
+
+    def num_by_side(self) -> tuple[int, int]:
+        """Return how many replicas may compute prompts, and how many may decode."""
+        roles = [it.role for it in self._members.values() if not it.is_leaving and it.is_usable]
+        return len(roles) - roles.count("decode"), len(roles) - roles.count("prefill")
+
     def load(self, replica_id: str) -> CurrentLoad:
         """Return the load as of now of a replica that was added."""
         return self._load.state(replica_id)
@@ -358,7 +367,7 @@ class RouterService:
         for replica_id in ids:
             state = self._load.state(replica_id)
             if waits and (wait_s := waits.get(replica_id)) is not None:
-                state = state._replace(queue_s=wait_s)
+                state = state._replace(queue_s=wait_s, place_wait_s=0.0)
             device = match.device.get(replica_id, 0)
             dram, nvme = match.stored.get(replica_id, NOT_IN_STORE)
             replicas.append(replica_cost(query, state, state.report.received_at < oldest, device, dram, nvme))
@@ -421,7 +430,7 @@ def _decision(request_id: str, policy: str, choice: Choice, candidates: list[Can
         candidates=tuple(candidates),
         reason=reason,
         prediction=Prediction(
-            queue_s=prefill.queue_s,
+            queue_s=max(prefill.queue_s, decode.queue_s),
             prefill_s=prefill.prefill_s,
             load_s=prefill.load_s,
             transfer_s=transfer_s,
