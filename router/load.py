@@ -79,12 +79,17 @@ class CurrentLoad(NamedTuple):
         """The time from one sequence that ends to the next, when all places are taken."""
         return self.residence_s / self.num_places if self.num_places else 0.0
 
+    @property
+    def submitted_place_wait_s(self) -> float:
+        """The time until what was sent there has a place, and the next one too."""
+        num_sequences = self.num_sequences - self.num_held_sequences
+        return max(0.0, num_sequences + 1 - self.num_places) * self.place_s
+
     def submitted_wait_s(self, num_held_tokens: int) -> float:
         """Return how long a request would wait for what was sent there, and for what is held, `num_held_tokens`
         less."""
-        missing = self.num_sequences - self.num_held_sequences + 1 - self.num_places
         queue_s = (self.backlog_tokens - num_held_tokens) * self.rates.token_s
-        return max(queue_s, missing * self.place_s, 0.0)
+        return max(queue_s, self.submitted_place_wait_s)
 
 
 @dataclass(slots=True, eq=False)

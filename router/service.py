@@ -167,7 +167,8 @@ class RouterService:
         choice = choose(candidates)
         if choice is None:
             raise NoReplicaError(f"no second replica beside the pinned {request.pinned_prefill}")
-        decision = _decision(request.request_id, self._config.policy, choice, candidates)
+        place_wait_s = self._load.state(choice.decode).submitted_place_wait_s if choice.prefill else 0.0
+        decision = _decision(request.request_id, self._config.policy, choice, candidates, place_wait_s)
         self._place(request, query, decision, is_held=is_held)
         self._keep(decision)
         return decision
@@ -409,7 +410,9 @@ def _hashed(replica_id: str, seed: int) -> int:
     return zlib.crc32(replica_id.encode(), seed) * 0x9E3779B1 & 0xFFFFFFFF
 
 
-def _decision(request_id: str, policy: str, choice: Choice, candidates: list[Candidate]) -> Decision:
+def _decision(
+    request_id: str, policy: str, choice: Choice, candidates: list[Candidate], place_wait_s: float
+) -> Decision:
     chosen = {(item.side, item.replica_id): item for item in candidates}
     if choice.prefill:
         prefill, decode = chosen["prefill", choice.prefill], chosen["decode", choice.decode]
@@ -430,7 +433,7 @@ def _decision(request_id: str, policy: str, choice: Choice, candidates: list[Can
         candidates=tuple(candidates),
         reason=reason,
         prediction=Prediction(
-            queue_s=max(prefill.queue_s, decode.queue_s),
+            queue_s=max(prefill.queue_s, place_wait_s),
             prefill_s=prefill.prefill_s,
             load_s=prefill.load_s,
             transfer_s=transfer_s,

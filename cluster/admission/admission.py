@@ -324,7 +324,7 @@ class RequestAdmission:
     # --------------------------------------------------------------------------------------- private
 
     def _pump_lane(self, name: str, lane: _Lane, now: float) -> None:
-        paused: ServiceClass | None = "batch" if self.ladder.rung >= Rung.BATCH_PAUSED else None
+        paused = self._paused
         while True:
             waiting = lane.queue.peek(now, without=paused)
             if waiting is None and paused is not None and self._is_idle(name):
@@ -345,6 +345,10 @@ class RequestAdmission:
             self._router.on_submitted(waiting.request_id)
             held.release(held)
         lane.blocked(now, ())
+
+    @property
+    def _paused(self) -> ServiceClass | None:
+        return "batch" if self.ladder.rung >= Rung.BATCH_PAUSED else None
 
     def _is_idle(self, replica_id: str) -> bool:
         """Whether nothing was sent to the replica that has not ended: then it may have what is paused."""
@@ -415,7 +419,8 @@ class RequestAdmission:
         state, lane = self._router.load(replica_id), self._lanes.get(replica_id)
         if lane is None or not len(lane.queue):
             return state.submitted_wait_s(0)
-        ahead_s = lane.queue.ahead_s(flow, self._weight(flow, tenant_weight), now)
+        weight = self._weight(flow, tenant_weight)
+        ahead_s = lane.queue.ahead_s(flow, weight, now, without=self._paused)
         return state.submitted_wait_s(lane.num_tokens) + ahead_s / lane.rate(now)
 
     def _least_wait_s(self, flow: Flow, tenant_weight: float, now: float) -> float:
