@@ -26,8 +26,8 @@ from cluster.admission.config import AdmissionConfig
 MULTIPLES = (0.5, 0.9, 1.2, 2.0, 5.0)
 TPOT_S = 0.4
 RECOVERY_S = 30.0
-# The window in which goodput has recovered when this part of what was sent in it is good.
-WINDOW_S = 1.0
+# Goodput has recovered when this part of so many requests that follow each other is good.
+WINDOW = 20
 RECOVERED_PART = 0.9
 # The first seconds of a load do not count where steady figures are meant.
 WARM_UP_S = 20.0
@@ -147,18 +147,21 @@ def run_load(
 
 
 def recovered_s(load: Load, after_s: float) -> float | None:
-    """Return after how many seconds what was sent is good again, and stays so; None: not at all."""
+    """Return after how many seconds the requests with an objective are good again, of every `WINDOW` of them
+    that follow each other; None: not at all. The class batch has none: it is let in when the others are well.
+    """
     config, end_s = load.cluster.config, load.duration_s
-    recovered: float | None = None
-    for index in range(int(after_s / WINDOW_S)):
-        begin_s = end_s + index * WINDOW_S
-        sent = [it for it in load.cluster.requests if begin_s <= it.arrived_at < begin_s + WINDOW_S]
-        is_well = sum(is_good(it, config) for it in sent) >= RECOVERED_PART * len(sent)
-        if not is_well:
-            recovered = None
-        elif recovered is None:
-            recovered = index * WINDOW_S
-    return recovered
+    sent = [
+        it
+        for it in load.cluster.requests
+        if end_s <= it.arrived_at < end_s + after_s and it.tenant.service_class != "batch"
+    ]
+    marks = [is_good(it, config) for it in sent]
+    for index in range(len(sent) - WINDOW, -1, -1):
+        if sum(marks[index : index + WINDOW]) < RECOVERED_PART * WINDOW:
+            last = index + 1
+            return sent[last].arrived_at - end_s if last + WINDOW <= len(sent) else None
+    return 0.0
 
 
 def overload(name: str, scenario: Scenario, num_replicas: int, duration_s: float) -> Iterator[dict[str, Any]]:
@@ -205,22 +208,22 @@ def greedy(num_replicas: int, duration_s: float, load: float = 0.6) -> dict[str,
     done = run_load(scenario._replace(tenants=tenants), num_replicas, rate_s, duration_s)
     config = done.cluster.config
     sent = [it for it in done.cluster.requests if it.arrived_at >= WARM_UP_S]
-    work_s: Counter[str] = Counter()
+    work_s = dict.fromkeys(parts, 0.0)
+    num_served: Counter[str] = Counter()
     for request in sent:
         if request.first_token_at is not None and request.first_token_at < duration_s:
-            work_s[request.tenant.name] += 1
+            num_served[request.tenant.name] += 1
+            work_s[request.tenant.name] += scenario.model.work_s(request.num_prompt, request.num_output)
     good = Counter(it.tenant.name for it in sent if is_good(it, config))
     num_sent = Counter(it.tenant.name for it in sent)
-    others = sum(work_s[name] for name in "bcd")
     return {
         "what": "greedy",
         "replicas": num_replicas,
         "served_share_of_greedy": round(work_s["greedy"] / sum(work_s.values()), 3),
         # What the others leave.
         "share_left": round(1 - 0.75 * load, 3),
-        "served_per_s": round(sum(work_s.values()) / (duration_s - WARM_UP_S), 2),
+        "served_per_s": round(num_served.total() / (duration_s - WARM_UP_S), 2),
         "capacity_per_s": round(4 * share, 2),
-        "others_served_part": round(others / max(1, sum(num_sent[name] for name in "bcd")), 3),
         "good_part": {name: round(good[name] / max(1, num_sent[name]), 3) for name in parts},
     }
 

@@ -3,11 +3,11 @@
     arrival --> RequestAdmission --> RouterService --> VirtualReplica (both)
                                                   \\--> VirtualReplica (prefill) --> VirtualReplica (decode)
 
-An engine plans a step at a time, as replicas do: every sequence that decodes gets one token, and what is left
-of the step's tokens computes prompts, the oldest first. A step takes base + sequences x `sequence_s` + context
-tokens x `context_s` + prompt tokens x `token_s`. A sequence needs a slot and KV blocks; the youngest loses them
-when they run out, and is computed again. Replicas report every 0.2 s, and the state of their queues after
-each step. Everything that crosses the network takes 1 ms.
+An engine plans a step at a time, as replicas do: every sequence that decodes gets one token, and what is
+left of the step's tokens computes prompts, the oldest first. A step takes base + sequences x `sequence_s` +
+context tokens x `context_s` + prompt tokens x `token_s`. A sequence needs a place and KV blocks; the youngest
+loses them when they run out, and is computed again. Replicas report every 0.2 s, and the state of their
+queues after each step. Everything that crosses the network takes 1 ms.
 """
 
 from __future__ import annotations
@@ -50,6 +50,11 @@ class EngineModel(NamedTuple):
     num_blocks: int = 8000
     # Of sending the KV of a token to another replica.
     transfer_s: float = 2e-5
+
+    def work_s(self, num_prompt: int, num_output: int) -> float:
+        """Return what a request takes of a replica on which all sequences run."""
+        each_s = self.base_s / self.max_sequences + self.sequence_s + num_prompt * self.context_s
+        return num_prompt * self.token_s + num_output * each_s
 
 
 class Tenant(NamedTuple):

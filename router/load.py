@@ -86,8 +86,7 @@ class CurrentLoad(NamedTuple):
         return max(0.0, num_sequences + 1 - self.num_places) * self.place_s
 
     def submitted_wait_s(self, num_held_tokens: int) -> float:
-        """Return how long a request would wait for what was sent there, and for what is held, `num_held_tokens`
-        less."""
+        """Return how long a request would wait for all that was placed there, `num_held_tokens` less."""
         queue_s = (self.backlog_tokens - num_held_tokens) * self.rates.token_s
         return max(queue_s, self.submitted_place_wait_s)
 

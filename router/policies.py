@@ -17,11 +17,11 @@ the time its tier takes. Loading delays no other request: other work runs meanwh
 as long to load as to compute is computed, and counts as uncached. At the decode side of a pair only the
 device counts: the prefill side sends what only the store holds all the same.
 
-*Queue*: the time of all that was placed there before and is not computed, also of what gateways still hold; or
-of waiting for a place among the sequences that run, if that is longer.
+*Queue*: the time of all that was placed there before and is not computed, also of what gateways still hold;
+or of waiting for a place among the sequences that run, if that is longer.
 
-*Waiting for a place*: a replica on which as many sequences run as it takes gives one for each that ends: after
-the mean time of a sequence there, over their number.
+*Waiting for a place*: where as many sequences run as the replica takes, a place is free whenever one ends:
+after the mean time of a sequence there, over their number.
 
 *Work*: a part of the prefill once more. For the request itself, queueing behind a sibling that computes the
 prefix is no better than computing it again on an idle replica; for all others it is.

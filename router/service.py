@@ -228,6 +228,17 @@ class RouterService:
         prompt_blocks = -(-placement.num_prefill_tokens // self._block_tokens)
         return not num_sequences or state.report.num_free_blocks >= prompt_blocks
 
+    def takes_more(self, replica_id: str) -> bool:
+        """Whether a replica could take another request now: `has_capacity` for any request."""
+        if replica_id not in self._members:
+            return False
+        state = self._load.state(replica_id)
+        batch_tokens = state.report.max_batch_tokens or DEFAULT_BATCH_TOKENS
+        if state.backlog_tokens - state.num_held_tokens >= self._config.steps_ahead * batch_tokens:
+            return False
+        max_sequences = state.report.max_sequences or DEFAULT_MAX_SEQUENCES
+        return state.num_sequences - state.num_held_sequences < max_sequences
+
     def on_prefilled(self, request_id: str) -> None:
         """Note the first token: nothing is left to compute, and the decode side has the KV."""
         placement = self._load.on_prefilled(request_id)

@@ -9,9 +9,11 @@
 
 A replica is sent no more than some steps of work (`RouterService.has_capacity`); the rest waits here, where
 the order can still change. The prediction of a wait is the work that goes before, over the rate at which the
-replica has lately taken work from here: below 1 where something else than prefill is the bottleneck, such as
-sequences that decode. Where that turns out to be wrong, because the replica became slower or others are
-served first, a request is refused when it has waited as long as its class allows: no request waits longer.
+replica has lately taken work from here. The work of a request is the time of its prefill or, where that is
+longer, of its place among the sequences that decode, as long as those that ended lately had one. Where a
+prediction turns out to be wrong, because the replica became slower or others are served first, the request is
+placed anew: after each part of the time that it may wait, and when another replica has nothing to do. When it
+has waited so long that it would be late, or as long as its class allows, it is refused: none waits longer.
 
 Calls that resume a stream, retries and migrations do not pass here: they were taken already. Not thread-safe;
 time comes from a `Clock`.
@@ -23,8 +25,8 @@ import heapq
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from cluster.admission.config import AdmissionConfig
@@ -32,6 +34,7 @@ from cluster.admission.fair_queue import FairQueue, Flow, Waiting
 from cluster.admission.ladder import Ladder, Rung
 from cluster.errors import OverloadedError
 from kvtransfer.common.clock import Clock
+from router.errors import NoReplicaError
 from router.messages import Decision, RouteRequest
 from router.service import RouterService
 from workers.messages.link import SERVICE_CLASSES, ServiceClass
@@ -42,12 +45,17 @@ MARGIN = 0.85
 # Of the time after which a refused client may come back: it varies by this part in either direction.
 JITTER = 0.25
 _LEAST_RETRY_S = 0.1
-# How fast a replica takes work is remembered for about this, and before any is measured, it is assumed that it
-# took as much as was predicted for so long.
+# How fast a replica takes work is remembered for about this, and before any is measured, it is assumed that
+# it took as much as was predicted for so long.
 _RATE_S = 10.0
 _ASSUMED_S = 0.5
 _LEAST_RATE = 0.01
 _MOST_RATE = 4.0
+# What waits is routed again when a replica has nothing else to do, no more often than this.
+_MOVE_S = 0.05
+# It is also routed again after this part of the time for which it may wait, so many at once.
+REROUTE_PART = 0.2
+_MOST_REROUTES = 8
 # Timers may ring so much too early.
 _EARLY_S = 0.002
 # How often the pressure is measured, at most, and how often all is looked at that waits.
@@ -81,6 +89,7 @@ class HeldRequest:
     waiting: Waiting
     # Waits no longer than until then.
     refused_at: float
+    routed_at: float
     # One of them is called, once: when it may be submitted, or when it has waited too long.
     release: Callable[[HeldRequest], None] | None = None
     refuse: Callable[[OverloadedError], None] | None = None
@@ -167,6 +176,8 @@ class RequestAdmission:
         self._held: dict[str, HeldRequest] = {}
         # By when they are refused.
         self._bounds: list[tuple[float, int, HeldRequest]] = []
+        # By when they are routed again.
+        self._reroutes: list[tuple[float, int, HeldRequest]] = []
         self._num_taken = 0
         self._num_bytes = 0
         # The flows that have asked lately, the latest last.
@@ -228,12 +239,7 @@ class RequestAdmission:
                 f"{candidacy.weight:g} are not taken",
                 self._retry_s(self.waiting_s()),
             )
-        waits = {
-            name: self._wait_s(name, flow, candidacy.weight, now)
-            for name in self._router.compute_ids()
-            if (lane := self._lanes.get(name)) is not None and len(lane.queue)
-        }
-        decision = self._router.route(request, is_held=True, waits=waits)
+        decision = self._route(request, candidacy, now)
         prediction = decision.prediction
         ttft_s = prediction.ttft_s
         limit_s = self._limit_s(flow, now, candidacy.deadline_at)
@@ -250,7 +256,15 @@ class RequestAdmission:
             priority=candidacy.priority,
             num_bytes=candidacy.num_bytes,
         )
-        held = HeldRequest(candidacy, request, decision, waiting, candidacy.arrived_at + settings.max_wait_s)
+        wait_s = settings.max_wait_s
+        if settings.ttft_s is not None:
+            wait_s = min(wait_s, settings.ttft_s - prediction.prefill_s)  # then it would be late
+        held = HeldRequest(candidacy, request, decision, waiting, candidacy.arrived_at + wait_s, now)
+        self._held[request.request_id] = held
+        self._num_bytes += candidacy.num_bytes
+        self._num_taken += 1
+        heapq.heappush(self._bounds, (held.refused_at, self._num_taken, held))
+        heapq.heappush(self._reroutes, (now + REROUTE_PART * wait_s, self._num_taken, held))
         self._put(held)
         return held
 
@@ -297,6 +311,10 @@ class RequestAdmission:
             for name, lane in list(self._lanes.items()):
                 if len(lane.queue) and (is_for_all or not lane.waits_for or replica_id in lane.waits_for):
                     self._pump_lane(name, lane, now)
+            if is_for_all:
+                self._reroute(now)
+            if self._held:
+                self._move_some([replica_id] if not is_for_all else self._router.compute_ids(), now)
         finally:
             self._is_pumping = False
 
@@ -380,10 +398,65 @@ class RequestAdmission:
         flow = held.candidacy.flow
         lane.num_tokens += _num_new_tokens(held)
         lane.queue.put(held.waiting, self._weight(flow, held.candidacy.weight))
-        self._held[held.waiting.request_id] = held
-        self._num_taken += 1
-        heapq.heappush(self._bounds, (held.refused_at, self._num_taken, held))
-        self._num_bytes += held.waiting.num_bytes
+
+    def _route(self, request: RouteRequest, candidacy: Candidacy, now: float) -> Decision:
+        """Place the request, which is held, by what it would wait in the order of each replica."""
+        waits = {
+            name: self._wait_s(name, candidacy.flow, candidacy.weight, now)
+            for name in self._router.compute_ids()
+            if (lane := self._lanes.get(name)) is not None and len(lane.queue)
+        }
+        return self._router.route(request, is_held=True, waits=waits)
+
+    def _move_some(self, replica_ids: Iterable[str], now: float) -> None:
+        """Let each of these replicas that nothing waits for, and that could take something, have what is next
+        in the longest queue, if the router finds that better now: predictions err."""
+        wanted = {name for lane in self._lanes.values() if len(lane.queue) for name in lane.waits_for}
+        for replica_id in replica_ids:
+            if replica_id in wanted or not self._router.takes_more(replica_id):
+                continue
+            longest = max(self._lanes.values(), key=lambda lane: lane.queue.cost_s)
+            waiting = longest.queue.peek(now, without=self._paused)
+            if waiting is None:
+                return
+            held = self._held[waiting.request_id]
+            if held.release is not None and held.routed_at + _MOVE_S <= now:
+                self._move(held, now)
+
+    def _reroute(self, now: float) -> None:
+        """Route again, as many as a pump may, what has waited for a part of its bound."""
+        num_routed = 0
+        while self._reroutes and num_routed < _MOST_REROUTES:
+            due_at, number, held = self._reroutes[0]
+            if held.waiting.is_gone:
+                heapq.heappop(self._reroutes)
+                continue
+            if due_at > now:
+                return
+            again_s = REROUTE_PART * (held.refused_at - held.candidacy.arrived_at)
+            heapq.heapreplace(self._reroutes, (now + again_s, number, held))
+            num_routed += 1
+            if held.release is not None:
+                self._move(held, now)
+
+    def _move(self, held: HeldRequest, now: float) -> None:
+        """Route a request again that waits."""
+        request = held.request
+        held.routed_at = now
+        try:
+            decision = self._route(request, held.candidacy, now)
+        except NoReplicaError:
+            return  # it stays where it is
+        before = self._lanes[_lane_of(held.decision)]
+        before.queue.drop(request.request_id)
+        before.num_tokens -= _num_new_tokens(held)
+        if not len(before.queue):
+            before.blocked(now, ())
+        held.decision = decision
+        held.waiting = replace(held.waiting, cost_s=self._cost_s(decision), is_gone=False)
+        self._put(held)
+        name = _lane_of(decision)
+        self._pump_lane(name, self._lanes[name], now)
 
     def _take_out(self, held: HeldRequest) -> bool:
         """Whether it waited."""
@@ -402,8 +475,8 @@ class RequestAdmission:
 
     def _cost_s(self, decision: Decision) -> float:
         """Return for how long the request occupies the replica that its lane waits for: for computing its
-        prompt or, where that is longer, for the place of its sequence. The places of replicas that only decode
-        are those of all lanes."""
+        prompt or, where that is longer, for the place of its sequence. The places of replicas that only
+        decode are those of all lanes."""
         place_s = self._router.load(decision.decode).place_s
         if decision.prefill:
             num_compute, num_decode = self._router.num_by_side()
