@@ -11,6 +11,7 @@ ClusterError
 │   ├── UnauthenticatedError      who calls is not known: send a valid key, token or certificate
 │   ├── ForbiddenError            the caller may not do this: ask whoever gives out the roles
 │   ├── OverloadedError           no capacity now: try again after `retry_after_s`
+│   ├── QuotaError                the tenant has used up its limit: try again after `retry_after_s`
 │   ├── SlowClientError           the client did not read its stream: read faster, or ask for less
 │   ├── DeadlineError             the deadline passed: allow more time
 │   ├── UnavailableError          nothing can serve the request now: try again after `retry_after_s`
@@ -114,6 +115,14 @@ class RetryableError(RequestError):
 
 class OverloadedError(RetryableError):
     """All replicas refused the request for lack of capacity."""
+
+
+class QuotaError(RetryableError):
+    """The request's tenant has used up one of its limits, the field `limit` of `TenantLimits`."""
+
+    def __init__(self, reason: str, retry_after_s: float, limit: str) -> None:
+        super().__init__(reason, retry_after_s)
+        self.limit = limit
 
 
 class SlowClientError(RetryableError):
@@ -221,6 +230,7 @@ STATUS_TABLE: dict[type[RequestError], grpc.StatusCode] = {
     UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
     ForbiddenError: grpc.StatusCode.PERMISSION_DENIED,
     OverloadedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    QuotaError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     SlowClientError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
     UnavailableError: grpc.StatusCode.UNAVAILABLE,

@@ -41,6 +41,11 @@ class ReplicaStats(Part, frozen=True):
     # Sequences.
     num_running: int = 0
     num_waiting: int = 0
+    # The most that may run, and the most tokens of a step.
+    max_sequences: int = 0
+    max_batch_tokens: int = 0
+    # KV of the sequences that run.
+    num_context_tokens: int = 0
     # Prompt tokens accepted and not yet computed, cached ones excluded.
     num_backlog_tokens: int = 0
     num_preemptions: int = 0
@@ -70,6 +75,12 @@ class ReplicaStats(Part, frozen=True):
     num_batched_sequences: int = 0
     prefill_tok_s: float = 0.0
     decode_step_s: float = 0.0
+    # What a chunk takes, and a step of decodes, as told in `workers.scheduler.step_costs`.
+    prefill_token_s: float = 0.0
+    attention_token_s: float = 0.0
+    decode_base_s: float = 0.0
+    decode_sequence_s: float = 0.0
+    decode_context_s: float = 0.0
     # Time in which a stage computed, the mean over the stages.
     busy_s: float = 0.0
     # For how long no rank has progressed with the oldest step that is out, beyond what the largest piece of a

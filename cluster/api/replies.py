@@ -252,6 +252,7 @@ def _gateway(record: GatewayRecord, stats: FleetStats) -> pb.GatewayStatus:
         status.num_failed_requests = totals.num_failed
         status.num_cancelled_requests = totals.num_cancelled
         status.unheard.update(totals.unheard)
+        status.quota_note = totals.quota_note
     else:
         status.note = stats.missing.get(record.gateway_id, "has just started")
     return status

@@ -351,7 +351,8 @@ def _requests_line(status: pb.StatusResponse) -> str:
         for it in status.gateways
         for other, reason in sorted(it.unheard.items())
     ]
-    return line + "".join(unheard)
+    divided = [f"; {it.gateway_id}: {it.quota_note}" for it in status.gateways if it.quota_note]
+    return line + "".join(unheard + divided)
 
 
 def pool_parts(status: pb.StatusResponse) -> list[RenderableType]:

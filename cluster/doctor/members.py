@@ -137,6 +137,12 @@ def gateways(live: Live) -> Iterator[CheckResult]:
                 "both may choose the same replica at the same time, which lengthens queues under load",
                 "see whether the gateways reach each other's gateway.fleet_port and share the cluster secret",
             )
+        if gateway.quota_note:
+            yield warning(
+                f"gateway {gateway.gateway_id}: {gateway.quota_note}",
+                "a tenant whose requests all come to one gateway gets less than auth.tenants gives it",
+                "set store.redis_url to a server that all gateways reach, or see why they do not",
+            )
 
 
 def clocks(live: Live) -> Iterator[CheckResult]:

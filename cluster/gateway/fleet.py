@@ -19,6 +19,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from msgspec import structs
 
+from cluster.admission.shared_quotas import SharedQuotas
 from cluster.errors import StartError, UnknownRequestError
 from cluster.gateway.placement_exchange import FollowPlacements, PlacementExchange
 from cluster.gateway.replica_connections import ReplicaConnections
@@ -141,6 +142,8 @@ class GatewayTotals(Part, frozen=True):
     num_cancelled: int
     # Why it does not count the placements of another gateway, by the id of each.
     unheard: dict[str, str]
+    # Why only a part of the tenants' limits applies there; "": all of them apply.
+    quota_note: str = ""
 
 
 class StatsAnswer(Message, frozen=True):
@@ -198,12 +201,14 @@ class Fleet:
         connections: ReplicaConnections,
         sessions: Sessions,
         exchange: PlacementExchange,
+        quotas: SharedQuotas,
         trust: Trust,
         clock: Clock,
     ) -> None:
         self._gateway_id = gateway_id
         self._sessions = sessions
         self._exchange = exchange
+        self._quotas = quotas
         self._requests = requests
         self._connections = connections
         self._trust = trust
@@ -399,6 +404,7 @@ class Fleet:
                     num_failed=counters.num_ended("failed"),
                     num_cancelled=counters.num_ended("cancelled"),
                     unheard=self._exchange.missing(),
+                    quota_note=self._quotas.note,
                 )
                 seconds = counters.seconds.counts_since(max(since, int(now) - RING_S))
                 return StatsAnswer(now, self._clock.wall(), totals, seconds)

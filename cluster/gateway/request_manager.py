@@ -21,6 +21,7 @@ from msgspec import structs
 
 from cluster.admission.admission import Candidacy, HeldRequest, RequestAdmission
 from cluster.admission.fair_queue import Flow
+from cluster.admission.quotas import QuotaHold, Quotas
 from cluster.errors import (
     AbandonedError,
     DeadlineError,
@@ -29,6 +30,7 @@ from cluster.errors import (
     ForbiddenError,
     InvalidRequestError,
     OverloadedError,
+    QuotaError,
     RequestError,
     UnavailableError,
     UnknownRequestError,
@@ -46,6 +48,7 @@ from cluster.metrics.gateway_counters import GatewayCounters
 from cluster.proto import tandem_pb2 as pb
 from cluster.text.preprocess import PreparedRequest, Preprocessor, ServingLimits, check_request
 from cluster.text.tokenizer import SampleText
+from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.codec import Part
 from kvtransfer.common.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
@@ -117,6 +120,7 @@ class RequestManager:
         counters: GatewayCounters,
         gateway_id: str,
         auth: AuthConfig,
+        quotas: Quotas,
         resume_tokens: ResumeTokens,
         admission: RequestAdmission,
         observers: Sequence[Observer] = (),
@@ -126,6 +130,7 @@ class RequestManager:
         self._auth = auth
         shares = auth.shares("device_kv_share")
         self._kv_shares = shares if shares.is_limited else None
+        self._quotas = quotas
         self._resume_tokens = resume_tokens
         self._preprocessor = preprocessor
         self._connections = connections
@@ -168,6 +173,8 @@ class RequestManager:
         try:
             return await self._accept(request, deadline_s, identity, caller, now)
         except RequestError as error:
+            if isinstance(error, QuotaError):
+                self.counters.over_quota(request.tenant, error.limit)
             self._observe(
                 EndedRequest(
                     request_id=request.request_id[:_MAX_LOGGED_CHARS],
@@ -207,6 +214,8 @@ class RequestManager:
             self._resume_tokens.check(
                 request.resume_token, identity, request.tenant, request.request_id, request.seed, digest
             )
+        else:
+            self._quotas.admit(request.tenant, now)
         self._num_arriving += 1
         try:
             prompt = await self._preprocessor.prompt_tokens(request, limits)
@@ -241,9 +250,25 @@ class RequestManager:
             # Where no replica is there, the request waits for one as any other attempt does.
             with contextlib.suppress(NoReplicaError):
                 held = self.admission.admit(first_route_request(prepared), candidacy)
-        task = self._begin(key, prepared, texts, now, caller, held)
+        try:
+            quota_hold = self._take_prompt(prepared, is_resumed=bool(request.resume))
+        except RequestError:
+            if held is not None:
+                self.admission.drop(held)
+            raise
+        task = self._begin(key, prepared, texts, now, caller, held, quota_hold)
         token = self._resume_tokens.issue(identity, request.tenant, request_id, prepared.seed, digest)
         return Accepted(task, request_id, prepared.seed, prepared.num_prompt_tokens, token)
+
+    def _take_prompt(self, prepared: PreparedRequest, *, is_resumed: bool) -> QuotaHold:
+        max_tokens = prepared.sampling.max_tokens * len(prepared.samples)
+        return self._quotas.take_prompt(
+            prepared.tenant,
+            prepared.num_prompt_tokens,
+            max_tokens,
+            self._clock.now(),
+            is_resumed=is_resumed,
+        )
 
     def _within_share(self, limits: ServingLimits, group: str, block_tokens: int) -> ServingLimits:
         """Return the limits of a request of this sharing group."""
@@ -340,6 +365,8 @@ class RequestManager:
         for delta in frame.deltas:
             if (task := self._current(source, delta.request_id, delta.attempt)) is not None:
                 self.counters.streamed(source.replica_id, delta, now)
+                num_tokens = len(delta.tokens) // TOKEN_BYTES
+                self._quotas.produced(task.state.prepared.tenant, num_tokens, now)
                 task.apply(task.state.on_delta, source, delta)
         for isolated in frame.isolations:
             if (task := self._tasks.get(isolated.request_id)) is not None:
@@ -420,12 +447,14 @@ class RequestManager:
         now: float,
         caller: Caller,
         held: HeldRequest | None,
+        quota_hold: QuotaHold,
     ) -> RequestTask:
         older = self._latest.get(key)
         if older is not None:
             older.abandon(AbandonedError("taken over by a call that resumes it"))
 
         def on_end(error: RequestError | None) -> None:
+            self._quotas.ended(quota_hold)
             self._end(key, task, error, caller)
 
         task = RequestTask(

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from cluster.metrics.definitions import BATCH_SIZE, SECTIONS, STORES
+from cluster.metrics.definitions import SECTIONS
 from cluster.metrics.gateway_counters import GatewayCounters, ReplicaCounters, cumulative
+from cluster.metrics.metric import BATCH_SIZE
 from cluster.metrics.registry import MetricsRegistry
+from cluster.metrics.replica_metrics import STORES
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.store.messages import StoreStat
 from workers.stats_record import ReplicaStats

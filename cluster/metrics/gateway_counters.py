@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.metrics.curves import CURVE_S, RING_S, Curves, SecondRing, Window, curves_of, window_of
-from cluster.metrics.definitions import REQUEST_TIMES
 from cluster.metrics.ended_request import EndedRequest, Summary
+from cluster.metrics.metric import REQUEST_TIMES
 from cluster.proto import tandem_pb2 as pb
 from cluster.text.preprocess import PreparedRequest
 from kvtransfer.blocks.keys import TOKEN_BYTES
@@ -131,6 +131,8 @@ class GatewayCounters:
         self.num_expected_cached_tokens = 0
         self.tenants = TenantUsageTable()
         self.demand = Demand()
+        # The part of the tenants' limits that this gateway and those whose use it knows may give out.
+        self.quota_share = 1.0
 
     # ------------------------------------------------------------------------- from the request manager
 
@@ -139,6 +141,7 @@ class GatewayCounters:
         num_prompt_tokens = len(plan.prompt) // TOKEN_BYTES
         self._open[plan.request_id] = _Open(plan.tenant, now, num_prompt_tokens)
         self.num_prompt_tokens += num_prompt_tokens
+        self.tenants.use(plan.tenant).num_prompt_tokens += num_prompt_tokens
         self.demand.num_arrived += 1
         self.demand.num_sequences += len(plan.samples)
         counts = self.seconds.second(now).counts
@@ -190,6 +193,10 @@ class GatewayCounters:
             second.itl.add(gap_s, num_tokens)
             self.demand.gaps(num_tokens, gap_s > self._itl_slo_s)
             self._observe(replica_id, "itl_seconds", gap_s, now, num_tokens)
+
+    def over_quota(self, tenant: str, limit: str) -> None:
+        """A request was refused because its tenant has used up this field of `TenantLimits`."""
+        self.tenants.use(tenant).num_over_quota[limit] += 1
 
     def lost(self, pool: str) -> None:
         """The Link to a replica of this pool ended, and it had not said that it leaves."""
@@ -330,6 +337,10 @@ class TenantUse:
     """The use of one tenant since it has a series; all fields only grow."""
 
     num_requests: int = 0
+    # Refused requests by the limit that was used up.
+    num_over_quota: Counter[str] = field(default_factory=Counter)
+    # Of accepted requests, whatever became of them.
+    num_prompt_tokens: int = 0
     # Prompt tokens that were computed.
     num_computed_tokens: int = 0
     # Prompt tokens whose KV was there.

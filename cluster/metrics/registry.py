@@ -8,7 +8,8 @@ from typing import Protocol
 
 from ray.util import metrics as ray_metrics
 
-from cluster.metrics.definitions import METRICS, Metric
+from cluster.metrics.definitions import METRICS
+from cluster.metrics.metric import Metric
 
 PREFIX = "tandem_"
 # The least increment that a counter takes: lets a series begin before its first event, so that `increase`

@@ -623,7 +623,7 @@ class Path(_message.Message):
     def __init__(self, peer_replica_id: _Optional[str] = ..., rank: _Optional[int] = ..., peer_rank: _Optional[int] = ..., transport: _Optional[str] = ..., gb_s: _Optional[float] = ..., latency_us: _Optional[float] = ..., device: _Optional[str] = ..., instead_of: _Optional[str] = ...) -> None: ...
 
 class GatewayStatus(_message.Message):
-    __slots__ = ("gateway_id", "epoch", "address", "process_id", "console", "admin", "num_running_requests", "num_finished_requests", "num_failed_requests", "num_cancelled_requests", "note", "has_tls", "unheard")
+    __slots__ = ("gateway_id", "epoch", "address", "process_id", "console", "admin", "num_running_requests", "num_finished_requests", "num_failed_requests", "num_cancelled_requests", "note", "has_tls", "unheard", "quota_note")
     class UnheardEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -644,6 +644,7 @@ class GatewayStatus(_message.Message):
     NOTE_FIELD_NUMBER: _ClassVar[int]
     HAS_TLS_FIELD_NUMBER: _ClassVar[int]
     UNHEARD_FIELD_NUMBER: _ClassVar[int]
+    QUOTA_NOTE_FIELD_NUMBER: _ClassVar[int]
     gateway_id: str
     epoch: int
     address: str
@@ -657,7 +658,8 @@ class GatewayStatus(_message.Message):
     note: str
     has_tls: bool
     unheard: _containers.ScalarMap[str, str]
-    def __init__(self, gateway_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., process_id: _Optional[int] = ..., console: _Optional[str] = ..., admin: _Optional[str] = ..., num_running_requests: _Optional[int] = ..., num_finished_requests: _Optional[int] = ..., num_failed_requests: _Optional[int] = ..., num_cancelled_requests: _Optional[int] = ..., note: _Optional[str] = ..., has_tls: _Optional[bool] = ..., unheard: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    quota_note: str
+    def __init__(self, gateway_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., process_id: _Optional[int] = ..., console: _Optional[str] = ..., admin: _Optional[str] = ..., num_running_requests: _Optional[int] = ..., num_finished_requests: _Optional[int] = ..., num_failed_requests: _Optional[int] = ..., num_cancelled_requests: _Optional[int] = ..., note: _Optional[str] = ..., has_tls: _Optional[bool] = ..., unheard: _Optional[_Mapping[str, str]] = ..., quota_note: _Optional[str] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("request_id", "tenant")

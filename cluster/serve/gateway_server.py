@@ -10,6 +10,8 @@ import secrets
 from collections.abc import Callable
 
 from cluster.admission.admission import RequestAdmission
+from cluster.admission.quotas import Quotas
+from cluster.admission.shared_quotas import SharedQuotas
 from cluster.api.admin_servicer import AdminServicer
 from cluster.api.authentication import Authentication
 from cluster.api.grpc_server import ClientPort, open_certificate
@@ -17,7 +19,7 @@ from cluster.api.public_ports import PublicPorts
 from cluster.api.replies import StatusService
 from cluster.api.servicer import InferenceServicer, TextCalls
 from cluster.api.store_admin import StoreAdmin
-from cluster.config import ClusterConfig
+from cluster.config import ClusterConfig, read_redis_url
 from cluster.console.http_server import ConsoleServices, open_console
 from cluster.gateway.fleet import Fleet
 from cluster.gateway.history import RequestHistory
@@ -41,6 +43,7 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.rpc.trust import Trust
+from kvtransfer.store.index.redis_server import with_password
 from router.service import RouterService
 
 _log = logging.getLogger(__name__)
@@ -109,25 +112,20 @@ class Gateway:
         )
         history = RequestHistory(block_tokens, clock)
         self._tracer = _open_tracer(config, gateway_id, clock)
-        self.requests = RequestManager(
-            preprocessor=self._preprocessor,
-            connections=self.connections,
-            router=router,
-            clock=clock,
-            max_requests=config.gateway.max_requests,
-            max_unread_mb=config.admission.max_unread_mb,
-            gateway_id=gateway_id,
-            auth=config.auth,
-            resume_tokens=ResumeTokens(trust, clock, config.auth.resume_s),
-            on_members=self._on_members,
-            admission=RequestAdmission(config.admission, router, clock, seeds),
-            observers=_observers(config, history, self._tracer),
-            counters=_open_counters(config, self.connections),
-        )
+        quotas = Quotas(config.auth)
+        self.requests = self._open_requests(router, quotas, history, trust, seeds)
         self._access = access = AccessControl(config.auth, gateway_id, trust, clock)
         self.exchange = PlacementExchange(gateway_id, router, feed, trust, clock)
+        self._quotas = self._open_shared_quotas(quotas, trust)
         self.fleet = Fleet(
-            gateway_id, self.requests, self.connections, access.sessions, self.exchange, trust, clock
+            gateway_id,
+            self.requests,
+            self.connections,
+            access.sessions,
+            self.exchange,
+            self._quotas,
+            trust,
+            clock,
         )
         self.fleet_port = 0  # where the other gateways ask this one, after `start`
         stores = StoreAdmin(self.connections, trust, gateway_id)
@@ -160,6 +158,32 @@ class Gateway:
         )
         self._is_serving = False
         self._tasks = SupervisedTasks()
+
+    def _open_requests(
+        self,
+        router: RouterService,
+        quotas: Quotas,
+        history: RequestHistory,
+        trust: Trust,
+        seeds: Callable[[], int],
+    ) -> RequestManager:
+        config, clock = self._config, self._clock
+        return RequestManager(
+            preprocessor=self._preprocessor,
+            connections=self.connections,
+            router=router,
+            clock=clock,
+            max_requests=config.gateway.max_requests,
+            max_unread_mb=config.admission.max_unread_mb,
+            gateway_id=self._gateway_id,
+            auth=config.auth,
+            quotas=quotas,
+            resume_tokens=ResumeTokens(trust, clock, config.auth.resume_s),
+            on_members=self._on_members,
+            admission=RequestAdmission(config.admission, router, clock, seeds),
+            observers=_observers(config, history, self._tracer),
+            counters=_open_counters(config, self.connections),
+        )
 
     async def status(self) -> pb.StatusResponse:
         """Answer as the call of this name; callers must not change the message."""
@@ -199,6 +223,7 @@ class Gateway:
         await self._ports.start()
         self._tasks.spawn(self._access.follow(), "credentials")
         self._tasks.spawn(self._key_roots.follow(self._clock), "key-roots")
+        self._quotas.start()
         if not takes_over:
             self.connections.start(self.requests)
         return port
@@ -235,6 +260,7 @@ class Gateway:
         await self.fleet.stop()
         await self.connections.stop()
         await self.exchange.stop()
+        await self._quotas.stop()
         await self._preprocessor.close()
         self._texts.close()
         self._status.close()
@@ -271,6 +297,19 @@ class Gateway:
     @property
     def _num_running(self) -> int:
         return self.requests.num_running + self._traffic.num_running
+
+    def _open_shared_quotas(self, quotas: Quotas, trust: Trust) -> SharedQuotas:
+        store = self._config.store
+        return SharedQuotas(
+            quotas,
+            self._gateway_id,
+            lambda: [it.gateway_id for it in self.connections.gateways],
+            self.requests.counters,
+            self._clock,
+            url=with_password(read_redis_url(store), trust) if store.has_redis else "",
+            ca_file=str(store.redis_ca_file or ""),
+            namespace=store.redis_namespace,
+        )
 
     def _on_members(self) -> None:
         self.exchange.update(self.connections.gateways)

@@ -139,6 +139,7 @@ def test_everything_that_is_declared_can_be_exported_and_nothing_else() -> None:
     counters = GatewayCounters(lambda replica_id: "decode", lambda: 1)
     counters.num_hand_overs["shm"] = counters.num_hand_over_bytes["shm"] = 1
     counters.attempt_failed("decode-a", "refused", 0.0)
+    counters.over_quota("a", "requests_per_s")
     replica = counters.replicas["decode-a"]
     replica.num_routed["decode"] = 1
     for histogram in replica.histograms.values():

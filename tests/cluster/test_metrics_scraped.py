@@ -14,7 +14,8 @@ from serving import TINY, RunningCluster, free_port
 from cluster.api.blocking_client import BlockingClient
 from cluster.api.client import GenerateOptions
 from cluster.errors import CallError
-from cluster.metrics.definitions import METRICS, NEEDS_FAULT, NEEDS_FULL_STORE, NEEDS_LOAD
+from cluster.metrics.definitions import METRICS
+from cluster.metrics.metric import NEEDS_FAULT, NEEDS_FULL_STORE, NEEDS_LOAD
 from kvtransfer.common.clock import SystemClock
 
 pytestmark = [

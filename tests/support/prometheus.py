@@ -22,7 +22,8 @@ from optional_programs import find_program
 from patience import START_S
 from serving import free_port
 
-from cluster.metrics.definitions import METRICS, SECTIONS, Metric
+from cluster.metrics.definitions import METRICS, SECTIONS
+from cluster.metrics.metric import Metric
 from kvtransfer.common.clock import SystemClock
 
 _START_S = START_S

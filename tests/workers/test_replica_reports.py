@@ -9,6 +9,7 @@ from replica_harness import GATEWAY, HERE, PEER, ReplicaHarness
 
 from kvtransfer.messages import LandingRequest, PushDone
 from workers.disagg.peers import Peers
+from workers.messages.rank_channel import StepPlan
 from workers.replica.gateway_links import ReplicaReports
 from workers.replica.step_loop import StepLoop
 
@@ -92,3 +93,18 @@ async def test_events_are_numbered_without_gaps() -> None:
         assert events.sequence == number
         assert reporting.reports.kv_events() is None
     assert reporting.reports.kv_snapshot().sequence == 2
+
+
+async def test_what_the_router_reads_of_size_and_context_is_reported() -> None:
+    reporting = Reporting()
+    reporting.requests.submit(GATEWAY, reporting.submission("a", list(range(20))))
+    before = reporting.reports.load()
+    assert before.num_context_tokens == 0
+    assert before.max_batch_tokens == reporting.scheduler.max_batch_tokens > 0
+    assert before.max_sequences == reporting.scheduler.max_sequences > 0
+    reporting.pump()
+    assert reporting.reports.load().num_context_tokens >= 20
+    reporting.steps.costs.add(StepPlan(1, decodes=bytes(4)), [7], [0.01])
+    for _ in range(15):
+        reporting.steps.costs.add(StepPlan(1, decodes=bytes(4)), [7], [0.01])
+    assert reporting.reports.load().decode_base_s == pytest.approx(0.01, rel=0.01)

@@ -283,3 +283,27 @@ def test_a_stage_that_hangs_is_noticed_though_the_one_before_it_reports(
     assert not steps.is_stalled(5.0)
     clock.advance(0.2)
     assert steps.is_stalled(5.0)
+
+
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_the_costs_of_steps_are_learned_from_reports(
+    clock: ManualClock, sent: list[StepPlan], is_failing: bool
+) -> None:
+    """Twenty chunks, and then decodes of what they left."""
+    steps = loop(clock, sent, num_prompts=40)
+    num_settled = 0
+    steps.feed()
+    while num_settled < len(sent):
+        plan = sent[num_settled]
+        has_chunk = any(entry.num_tokens > 1 for entry in plan.entries)
+        done = report(plan, 0.2 if has_chunk else 0.01)
+        failed = (FailedEntry(0, "broken"),) if is_failing else ()
+        steps.settle(0, replace(done, failed=failed))
+        num_settled += 1
+        steps.feed()
+    known = steps.costs.coefficients()
+    if is_failing:
+        assert not any(known.values())
+        return
+    assert known["decode_base_s"] > 0
+    assert known["prefill_token_s"] > 0

@@ -237,6 +237,9 @@ class ReplicaReports:
             sequence=self._load_sequence,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
+            max_sequences=scheduler.max_sequences,
+            max_batch_tokens=scheduler.max_batch_tokens,
+            num_context_tokens=scheduler.num_context_tokens,
             num_landings=landings.num_open + landings.num_waiting,
             num_backlog_tokens=scheduler.num_backlog_tokens,
             num_free_blocks=pool.num_free,
@@ -264,6 +267,7 @@ class ReplicaReports:
             load_s=self._load_s,
             backend=self._backend,
             warm_up_s=self._warm_up_s,
+            **self._steps.costs.coefficients(),
             **self._steps.stats.totals(),
             **self._of_the_store(),
         )

@@ -25,6 +25,7 @@ from workers.messages.rank_channel import FailedEntry, StepPlan, StepReport
 from workers.model.sizes import ModelWork
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import StepOutcome, StepRates
+from workers.scheduler.step_costs import StepCosts
 from workers.stats_record import BATCH_BOUNDS, DeviceMemory, ReplicaStats
 
 # Unreported plans of a replica of one stage; every further stage adds one.
@@ -70,6 +71,7 @@ class StepLoop:
         self._unreported: deque[_Unreported] = deque()
         self._last_settled_at = clock.now()
         self.rates = StepRates()
+        self.costs = StepCosts()
         self.stats = stats or StepStats()
         self.num_steps = 0
 
@@ -124,6 +126,8 @@ class StepLoop:
         started_at = sampled.finished_at - sum(stage_to_busy_s)
         whole = replace(sampled, started_at=started_at, failed=failed)
         outcome = self._scheduler.settle(whole, self._last_settled_at)
+        if not failed:
+            self.costs.add(plan, outcome.decode_starts, stage_to_busy_s)
         self.stats.add(plan, outcome.decode_starts, stage_to_busy_s)
         self.stats.settled(outcome)
         return outcome

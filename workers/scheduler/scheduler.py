@@ -98,6 +98,19 @@ class Scheduler:
         return len(self._life.waiting)
 
     @property
+    def num_context_tokens(self) -> int:
+        """KV of running sequences, that of plans that are out included."""
+        return sum(sequence.num_scheduled for sequence in self._life.running)
+
+    @property
+    def max_sequences(self) -> int:
+        return self._config.max_sequences
+
+    @property
+    def max_batch_tokens(self) -> int:
+        return self._config.max_batch_tokens
+
+    @property
     def num_preemptions(self) -> int:
         return self._life.num_preemptions
 

@@ -110,6 +110,16 @@ class RedisLink:
         except _FAILURES as error:
             raise self._away(error) from None
 
+    async def set(self, key: bytes, value: bytes, expiry_s: float) -> None:
+        """Set the value of a key, which is dropped after `expiry_s`. `IndexAwayError`."""
+        client = self._ready()
+        try:
+            await client.execute_command(
+                "SET", key, value, "PX", round(expiry_s * 1e3), **_target(client, key)
+            )
+        except _FAILURES as error:
+            raise self._away(error) from None
+
     async def info(self) -> dict[str, Any]:
         """Return the INFO of the server (of a cluster: any of its servers). `IndexAwayError`."""
         return dict(await self._ask("INFO"))

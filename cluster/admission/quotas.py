@@ -1,0 +1,398 @@
+"""Quotas: what the requests of each tenant may use, whatever the replicas could serve (`TenantLimits`).
+
+    accept --> admit --tokenizing--> take_prompt --> produced ... --> ended
+               requests              prompt tokens   output tokens    concurrent tokens go back
+               output tokens > 0     concurrent tokens
+
+A token bucket holds up to `burst_s` seconds' worth of its rate. Output is taken when it is there, so its
+bucket may go below zero; then new requests are refused until it has recovered, and running streams continue.
+
+Gateways share the buckets: each keeps a copy of every bucket, takes its own use from it at once, and what the
+others have used when it reads their records (`merge`). The copies are too full by what the others used since,
+which they lack afterwards, so that the rate holds over time. A gateway whose records the others do not see
+takes 1/n of the limits of its n gateways, and the others leave that part to it.
+
+Without I/O: times are arguments. `cluster.admission.shared_quotas` exchanges the records.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from cluster.errors import FieldViolation, InvalidRequestError, QuotaError
+from cluster.identity.config import ANY_TENANT, AuthConfig, TenantLimits
+from kvtransfer.codec import Message, Part
+
+Rate = Literal["requests_per_s", "prompt_tokens_per_s", "output_tokens_per_s"]
+_RATES: dict[Rate, str] = {
+    "requests_per_s": "requests",
+    "prompt_tokens_per_s": "prompt tokens",
+    "output_tokens_per_s": "output tokens",
+}
+# Tenants whose buckets are kept at once; beyond it those that were used least recently start full again.
+MAX_TENANTS = 1024
+# A gateway whose record is missing for so long is taken for one that cannot be counted.
+GRACE_S = 1.0
+# A tenant with full buckets is forgotten after so long.
+_IDLE_S = 10.0
+# When concurrent tokens come back is not known.
+_HELD_RETRY_S = 1.0
+# Less is no wait: a client that waits just as long as it was told finds enough.
+_TOLERANCE_S = 1e-6
+_MAX_COUNT = 1 << 53
+_MAX_NAME_CHARS = 256
+
+Count = Annotated[int, Meta(ge=0, le=_MAX_COUNT)]
+
+
+class TenantRecord(Part, frozen=True):
+    """What a gateway has counted of one tenant; all but `num_held_tokens` only grows."""
+
+    tenant: Annotated[str, Meta(max_length=_MAX_NAME_CHARS)]
+    # Another one than before: the counts began anew, at 0.
+    count_id: Count
+    num_requests: Count
+    num_prompt_tokens: Count
+    num_output_tokens: Count
+    # Prompt and `max_tokens` of its requests that run or wait now.
+    num_held_tokens: Count
+
+
+class QuotaRecord(Message, frozen=True):
+    """What a gateway has counted, for the others."""
+
+    tenants: Annotated[tuple[TenantRecord, ...], Meta(max_length=MAX_TENANTS)]
+
+
+class QuotaHold:
+    """The concurrent tokens of one request, until they are given back."""
+
+    __slots__ = ("num_tokens", "tenant")
+
+    def __init__(self, tenant: str, num_tokens: int) -> None:
+        self.tenant = tenant
+        self.num_tokens = num_tokens
+
+
+class TokenBucket:
+    """Holds what may be used now: grows by `rate` a second up to `burst_s` seconds' worth, of both the part
+    `share`. Starts full."""
+
+    __slots__ = ("_at", "_level", "_rate", "_share", "capacity")
+
+    def __init__(self, rate: float, burst_s: float, share: float, now: float) -> None:
+        self._rate = rate
+        self.capacity = rate * burst_s
+        self._share = share
+        self._level = self.capacity * share
+        self._at = now
+
+    def level(self, now: float) -> float:
+        """Return what may be used; below zero: more than that was."""
+        if now > self._at:
+            share = self._share
+            level = self._level + (now - self._at) * self._rate * share
+            self._level = min(level, max(self._level, self.capacity * share))
+            self._at = now
+        return self._level
+
+    def missing_s(self, amount: float, now: float) -> float:
+        """Return how long until so much is there; of more than the bucket holds, until it is full."""
+        wanted = min(amount, self.capacity * self._share)
+        wait_s = (wanted - self.level(now)) / (self._rate * self._share)
+        return wait_s if wait_s > _TOLERANCE_S else 0.0
+
+    def take(self, amount: float, now: float) -> None:
+        """Take it, whether it is there or not."""
+        self._level = self.level(now) - amount
+
+    def is_full(self, now: float) -> bool:
+        return self.level(now) >= self.capacity * self._share
+
+    def set_share(self, share: float, now: float) -> None:
+        """Continue with another part of rate and capacity. What is there is divided with the others when the
+        part shrinks, and is not multiplied when it grows; a debt is, since they have the same."""
+        level = self.level(now)
+        if share < self._share or level < 0:
+            self._level = level * share / self._share
+        self._share = share
+
+
+class _Tenant:
+    """The buckets of one tenant, and what this gateway has counted for the others."""
+
+    __slots__ = (
+        "buckets",
+        "count_id",
+        "entry",
+        "held",
+        "limits",
+        "others_held",
+        "output",
+        "prompt",
+        "requests",
+        "used",
+        "used_at",
+    )
+
+    def __init__(self, limits: TenantLimits, entry: str, count_id: int, share: float, now: float) -> None:
+        self.limits = limits
+        self.entry = entry
+        self.count_id = count_id
+        self.requests = _bucket(limits.requests_per_s, limits.burst_s, share, now)
+        self.prompt = _bucket(limits.prompt_tokens_per_s, limits.burst_s, share, now)
+        self.output = _bucket(limits.output_tokens_per_s, limits.burst_s, share, now)
+        self.buckets = (self.requests, self.prompt, self.output)
+        # Since `count_id`: requests, prompt tokens, output tokens.
+        self.used = [0, 0, 0]
+        self.held = self.others_held = 0
+        self.used_at = now
+
+    def take(self, kind: int, amount: int, now: float) -> None:
+        """Take it from the bucket of this kind (its place in `used`), and count it."""
+        bucket = self.buckets[kind]
+        if bucket is not None:
+            bucket.take(amount, now)
+        self.used[kind] += amount
+        self.used_at = now
+
+    def is_idle(self, now: float) -> bool:
+        return (
+            not self.held
+            and not self.others_held
+            and now > self.used_at + _IDLE_S
+            and all(bucket is None or bucket.is_full(now) for bucket in self.buckets)
+        )
+
+
+class _Peer:
+    """Another gateway: its last record by tenant, and when it was there."""
+
+    def __init__(self, now: float) -> None:
+        self.records: dict[str, TenantRecord] = {}
+        self.seen_at = now
+        self.is_missing = False
+        # Whether its counts are known from their beginning, or from a record before.
+        self.was_read = False
+
+
+class Quotas:
+    """The quotas of all tenants at one gateway. Tenants without limits cost next to nothing."""
+
+    def __init__(self, auth: AuthConfig) -> None:
+        self._auth = auth
+        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
+        self._peers: dict[str, _Peer] = {}
+        self._num_counts = 0
+        # Until the first `merge` after a `divide`, what others have used before is not counted.
+        self._is_divided = True
+        # The part of all limits that this gateway and those whose records it reads may use.
+        self.share = 1.0
+        # Gateways that cannot be counted.
+        self.missing: tuple[str, ...] = ()
+        self.is_limited = any(_has_quota(limits) for limits in auth.tenants.values())
+
+    # ------------------------------------------------------------------------------- of each request
+
+    def admit(self, tenant: str, now: float) -> None:
+        """Take one request, before it costs anything; raise `QuotaError` where a bucket is exhausted."""
+        found = self._find(tenant, now)
+        if found is None:
+            return
+        if found.output is not None and (wait_s := found.output.missing_s(0, now)):
+            raise _exhausted(tenant, found, "output_tokens_per_s", wait_s)
+        if found.requests is not None and (wait_s := found.requests.missing_s(1, now)):
+            raise _exhausted(tenant, found, "requests_per_s", wait_s)
+        found.take(0, 1, now)
+
+    def take_prompt(
+        self, tenant: str, num_prompt_tokens: int, max_tokens: int, now: float, *, is_resumed: bool = False
+    ) -> QuotaHold:
+        """Take the prompt of an admitted request, and hold its concurrent tokens until `ended`. `max_tokens`
+        is that of all its samples.
+
+        Raises `QuotaError`, and `InvalidRequestError` where the request alone exceeds its limit. One that is
+        resumed was paid for: it holds its tokens and is never refused.
+        """
+        found = self._find(tenant, now)
+        if found is None:
+            return QuotaHold(tenant, 0)
+        num_tokens = num_prompt_tokens + max_tokens
+        if not is_resumed:
+            self._check_held(tenant, found, num_tokens)
+            if found.prompt is not None and (wait_s := found.prompt.missing_s(num_prompt_tokens, now)):
+                raise _exhausted(tenant, found, "prompt_tokens_per_s", wait_s)
+            found.take(1, num_prompt_tokens, now)
+        found.held += num_tokens
+        found.used_at = now
+        return QuotaHold(tenant, num_tokens)
+
+    def produced(self, tenant: str, num_tokens: int, now: float) -> None:
+        """Take output that has arrived."""
+        found = self._find(tenant, now)
+        if found is not None:
+            found.take(2, num_tokens, now)
+
+    def ended(self, hold: QuotaHold) -> None:
+        """Give the concurrent tokens back; again: do nothing."""
+        num_tokens, hold.num_tokens = hold.num_tokens, 0
+        if num_tokens:
+            self._tenants[hold.tenant].held -= num_tokens
+
+    # ------------------------------------------------------------------------ between the gateways
+
+    def record(self, now: float) -> QuotaRecord:
+        """Return what the other gateways have to know."""
+        for tenant in [name for name, found in self._tenants.items() if found.is_idle(now)]:
+            del self._tenants[tenant]
+        if self._is_divided:  # the others did not count it, since each had its own part
+            for found in self._tenants.values():
+                found.used = [0, 0, 0]
+                found.count_id = self._draw_count_id()
+        records = [
+            TenantRecord(name, found.count_id, found.used[0], found.used[1], found.used[2], found.held)
+            for name, found in self._tenants.items()
+            if found.held or any(found.used)
+        ]
+        return QuotaRecord(tuple(records[-MAX_TENANTS:]))
+
+    def merge(self, records: Mapping[str, QuotaRecord | None], now: float) -> None:
+        """Count what each other known gateway has used since the last time; None: it has no record."""
+        peers: dict[str, _Peer] = {}
+        missing = []
+        for name, record in records.items():
+            peer = peers[name] = self._peers.get(name) or _Peer(now)
+            if record is not None:
+                self._count(peer, record, now)
+            elif now > peer.seen_at + GRACE_S:
+                peer.is_missing = True
+            if peer.is_missing:
+                missing.append(name)
+        self._peers = peers
+        self._is_divided = False
+        self.missing = tuple(missing)
+        self._hold_others(now)
+        self._set_share((1 + len(records) - len(missing)) / (1 + len(records)), now)
+
+    def divide(self, num_others: int, now: float) -> None:
+        """Go on with this gateway's own part of all limits: nothing is known of the other gateways."""
+        self._is_divided = True
+        self._peers = {}
+        self.missing = ()
+        self._hold_others(now)
+        self._set_share(1 / (1 + num_others), now)
+
+    # --------------------------------------------------------------------------------------- private
+
+    def _find(self, tenant: str, now: float) -> _Tenant | None:
+        """Return the tenant's buckets; None where it has no limits."""
+        if not self.is_limited:
+            return None
+        found = self._tenants.get(tenant)
+        if found is None:
+            limits = self._auth.limits(tenant)
+            if not _has_quota(limits):
+                return None
+            if len(self._tenants) >= MAX_TENANTS:
+                self._forget_one()
+            entry = tenant if tenant in self._auth.tenants else ANY_TENANT
+            found = _Tenant(limits, entry, self._draw_count_id(), self.share, now)
+            self._tenants[tenant] = found
+        else:
+            self._tenants.move_to_end(tenant)
+        return found
+
+    def _forget_one(self) -> None:
+        """Forget the tenant that was used least recently of those that hold nothing here."""
+        name = next((name for name, found in self._tenants.items() if not found.held), None)
+        if name is not None:
+            del self._tenants[name]
+
+    def _check_held(self, tenant: str, found: _Tenant, num_tokens: int) -> None:
+        limit = found.limits.concurrent_tokens
+        if limit is None:
+            return
+        setting = f"auth.tenants.{found.entry}.concurrent_tokens"
+        if num_tokens > limit:
+            problem = f"prompt and max_tokens are {num_tokens} tokens, tenant {tenant!r} may have {limit}"
+            raise InvalidRequestError(
+                FieldViolation("max_tokens", f"{problem} at once ({setting}); ask for less")
+            )
+        num_held = found.held + found.others_held
+        if num_held and num_held + num_tokens > limit * self.share:
+            raise QuotaError(
+                f"tenant {tenant!r} may have {limit} tokens of prompts and max_tokens at once ({setting}), "
+                f"and has {num_held}; this request needs {num_tokens} more: wait for others to end",
+                _HELD_RETRY_S,
+                "concurrent_tokens",
+            )
+
+    def _count(self, peer: _Peer, record: QuotaRecord, now: float) -> None:
+        """Take from the buckets what this gateway has used since its last record."""
+        before, was_read = peer.records, peer.was_read
+        peer.was_read = True
+        peer.records = {each.tenant: each for each in record.tenants}
+        peer.seen_at, peer.is_missing = now, False
+        if self._is_divided:
+            return
+        for each in record.tenants:
+            known = before.get(each.tenant)
+            if known is not None and known.count_id != each.count_id:
+                known = None
+            used = [max(0, total - past) for total, past in zip(_used(each), _used(known), strict=True)]
+            found = self._find(each.tenant, now) if any(used) else None
+            if found is None:
+                continue
+            for bucket, amount in zip(found.buckets, used, strict=True):
+                if bucket is not None:
+                    # Of a gateway that was not known before more may be in its record than it used since.
+                    bucket.take(amount if was_read else min(amount, bucket.capacity), now)
+
+    def _hold_others(self, now: float) -> None:
+        for tenant in self._tenants.values():
+            tenant.others_held = 0
+        for peer in self._peers.values():
+            for each in () if peer.is_missing else peer.records.values():
+                if each.num_held_tokens and (found := self._find(each.tenant, now)) is not None:
+                    found.others_held += each.num_held_tokens
+
+    def _set_share(self, share: float, now: float) -> None:
+        if share == self.share:
+            return
+        self.share = share
+        for found in self._tenants.values():
+            for bucket in found.buckets:
+                if bucket is not None:
+                    bucket.set_share(share, now)
+
+    def _draw_count_id(self) -> int:
+        self._num_counts += 1
+        return self._num_counts
+
+
+def _bucket(rate: float | None, burst_s: float, share: float, now: float) -> TokenBucket | None:
+    return None if rate is None else TokenBucket(rate, burst_s, share, now)
+
+
+def _has_quota(limits: TenantLimits) -> bool:
+    return limits.concurrent_tokens is not None or any(getattr(limits, rate) is not None for rate in _RATES)
+
+
+def _used(record: TenantRecord | None) -> tuple[int, int, int]:
+    if record is None:
+        return 0, 0, 0
+    return record.num_requests, record.num_prompt_tokens, record.num_output_tokens
+
+
+def _exhausted(tenant: str, found: _Tenant, rate: Rate, wait_s: float) -> QuotaError:
+    what = f"{getattr(found.limits, rate):g} {_RATES[rate]} a second"
+    setting = f"auth.tenants.{found.entry}.{rate}"
+    return QuotaError(
+        f"tenant {tenant!r} may use {what} ({setting}) and has used them up; try again in {wait_s:.3g} s",
+        wait_s,
+        rate,
+    )

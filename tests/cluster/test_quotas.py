@@ -1,0 +1,437 @@
+"""Quotas of tenants under a virtual clock: what is taken, refused and given back, at one gateway and at
+several that read each other's records."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.admission import quotas as quotas_module
+from cluster.admission.quotas import GRACE_S, QuotaHold, QuotaRecord, Quotas
+from cluster.errors import InvalidRequestError, QuotaError
+from cluster.identity.config import AuthConfig
+
+PERIOD_S = 0.2
+
+
+def quotas_of(**limits: Any) -> Quotas:
+    return Quotas(AuthConfig.model_validate({"tenants": {"a": limits}}))
+
+
+def refusal(quotas: Quotas, now: float, tenant: str = "a") -> QuotaError:
+    with pytest.raises(QuotaError) as refused:
+        quotas.admit(tenant, now)
+    return refused.value
+
+
+def test_requests_are_taken_up_to_the_burst_and_the_refusal_says_when_there_is_one_more() -> None:
+    quotas = quotas_of(requests_per_s=2.0, burst_s=1.5)
+    for _ in range(3):
+        quotas.admit("a", 10.0)
+    refused = refusal(quotas, 10.1)
+    assert refused.retry_after_s == pytest.approx(0.4)
+    assert refused.limit == "requests_per_s"
+    assert str(refused) == (
+        "tenant 'a' may use 2 requests a second (auth.tenants.a.requests_per_s) and has used them up; "
+        "try again in 0.4 s"
+    )
+    quotas.admit("a", 10.1 + refused.retry_after_s)
+    refusal(quotas, 10.1 + refused.retry_after_s)
+
+
+def test_tenants_without_limits_use_what_they_like_and_the_others_have_buckets_of_their_own() -> None:
+    auth = AuthConfig.model_validate({"tenants": {"free": {}, "*": {"requests_per_s": 1.0, "burst_s": 1.0}}})
+    quotas = Quotas(auth)
+    for _ in range(100):
+        quotas.admit("free", 0.0)
+    for tenant in ("b", "c"):
+        quotas.admit(tenant, 0.0)
+        assert "auth.tenants.*.requests_per_s" in str(refusal(quotas, 0.0, tenant))
+
+
+def test_a_prompt_is_refused_until_its_tokens_are_there_and_one_beyond_the_burst_until_it_is_full() -> None:
+    quotas = quotas_of(prompt_tokens_per_s=100.0, burst_s=1.0)
+    quotas.take_prompt("a", 80, 1, 0.0)
+    with pytest.raises(QuotaError, match="prompt tokens a second") as refused:
+        quotas.take_prompt("a", 40, 1, 0.0)
+    assert refused.value.retry_after_s == pytest.approx(0.2)
+    with pytest.raises(QuotaError) as refused:
+        quotas.take_prompt("a", 300, 1, 0.0)
+    assert refused.value.retry_after_s == pytest.approx(0.8)
+    quotas.take_prompt("a", 300, 1, 0.8)
+    with pytest.raises(QuotaError) as refused:  # what it took beyond the burst is missing afterwards
+        quotas.take_prompt("a", 10, 1, 0.8)
+    assert refused.value.retry_after_s == pytest.approx(2.1)
+
+
+def test_output_beyond_its_limit_refuses_new_requests_until_the_bucket_has_recovered() -> None:
+    quotas = quotas_of(output_tokens_per_s=10.0, burst_s=1.0)
+    quotas.admit("a", 0.0)
+    quotas.produced("a", 25, 0.0)
+    quotas.produced("a", 5, 0.0)
+    refused = refusal(quotas, 0.0)
+    assert refused.limit == "output_tokens_per_s"
+    assert refused.retry_after_s == pytest.approx(2.0)
+    quotas.admit("a", refused.retry_after_s)
+
+
+def test_concurrent_tokens_come_back_once() -> None:
+    quotas = quotas_of(concurrent_tokens=100)
+    first = quotas.take_prompt("a", 30, 30, 0.0)
+    quotas.take_prompt("a", 20, 20, 0.0)
+    with pytest.raises(QuotaError, match=r"auth\.tenants\.a\.concurrent_tokens.*has 100; .* needs 2 more"):
+        quotas.take_prompt("a", 1, 1, 0.0)
+    quotas.ended(first)
+    quotas.ended(first)
+    quotas.take_prompt("a", 30, 30, 0.0)
+    with pytest.raises(QuotaError):
+        quotas.take_prompt("a", 1, 1, 0.0)
+    with pytest.raises(InvalidRequestError, match="max_tokens: prompt and max_tokens are 101 tokens"):
+        quotas.take_prompt("a", 100, 1, 0.0)
+
+
+def test_a_resumed_request_is_never_refused_and_holds_its_tokens() -> None:
+    quotas = quotas_of(prompt_tokens_per_s=1.0, burst_s=1.0, concurrent_tokens=10)
+    quotas.take_prompt("a", 50, 50, 0.0, is_resumed=True)
+    with pytest.raises(QuotaError, match="has 100"):
+        quotas.take_prompt("a", 1, 1, 0.0)
+
+
+def test_many_tenants_are_kept_in_a_bounded_table_but_none_that_holds_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quotas_module, "MAX_TENANTS", 4)
+    quotas = Quotas(AuthConfig.model_validate({"tenants": {"*": {"concurrent_tokens": 10}}}))
+    hold = quotas.take_prompt("first", 5, 5, 0.0)
+    for number in range(100):
+        quotas.ended(quotas.take_prompt(f"t{number}", 5, 5, float(number)))
+    assert len(quotas.record(100.0).tenants) <= 4
+    with pytest.raises(QuotaError):
+        quotas.take_prompt("first", 1, 1, 100.0)
+    quotas.ended(hold)
+    quotas.take_prompt("first", 1, 1, 100.0)
+
+
+def test_a_tenant_that_has_long_been_idle_is_in_no_record() -> None:
+    quotas = quotas_of(requests_per_s=1.0, burst_s=5.0)
+    quotas.merge({}, 0.0)
+    quotas.admit("a", 0.0)
+    assert [it.num_requests for it in quotas.record(1.0).tenants] == [1]
+    assert quotas.record(30.0).tenants == ()
+
+
+# ------------------------------------------------------------------------------------- one gateway
+
+
+@dataclass
+class Window:
+    """Everything that was let through, against every window."""
+
+    taken: list[tuple[float, float]] = field(default_factory=list)
+
+    def most(self, rate: float) -> float:
+        """Return the largest sum of a window less `rate` times its length."""
+        best = 0.0
+        for start in range(len(self.taken)):
+            total = 0.0
+            for at, amount in self.taken[start:]:
+                total += amount
+                best = max(best, total - rate * (at - self.taken[start][0]))
+        return best
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from([0.0, 0.01, 0.2, 1.0, 7.0]), st.integers(1, 60)), min_size=1, max_size=60
+)
+
+
+@given(STEPS, st.floats(0.5, 100.0), st.floats(0.1, 10.0))
+def test_no_window_has_more_than_its_rate_and_the_burst(
+    steps: list[tuple[float, int]], rate: float, burst_s: float
+) -> None:
+    """Against a model that adds up, and knows nothing of levels."""
+    quotas = quotas_of(requests_per_s=rate, prompt_tokens_per_s=10 * rate, burst_s=burst_s)
+    requests, prompts, now, longest = Window(), Window(), 5.0, 1
+    waits_s: list[float] = []
+    for wait_s, num_tokens in steps:
+        now += wait_s
+        try:
+            quotas.admit("a", now)
+            requests.taken.append((now, 1))
+            quotas.take_prompt("a", num_tokens, 1, now)
+            prompts.taken.append((now, num_tokens))
+            longest = max(longest, num_tokens)
+        except QuotaError as refused:
+            waits_s.append(refused.retry_after_s)
+    assert all(wait_s > 0 for wait_s in waits_s)
+    slack = 1e-3 * rate
+    assert requests.most(rate) <= max(rate * burst_s, 1) + slack
+    assert prompts.most(10 * rate) <= max(10 * rate * burst_s, longest) + slack
+
+
+@given(STEPS, st.floats(0.5, 100.0), st.floats(0.1, 10.0))
+def test_whoever_waits_as_told_is_served_then_and_not_before(
+    steps: list[tuple[float, int]], rate: float, burst_s: float
+) -> None:
+    quotas = quotas_of(prompt_tokens_per_s=rate, burst_s=burst_s)
+    now = 0.0
+    for wait_s, num_tokens in steps:
+        now += wait_s
+        try:
+            quotas.take_prompt("a", num_tokens, 1, now)
+        except QuotaError as refused:
+            with pytest.raises(QuotaError):
+                quotas.take_prompt("a", num_tokens, 1, now + 0.9 * refused.retry_after_s)
+            now += refused.retry_after_s
+            quotas.take_prompt("a", num_tokens, 1, now)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 40), st.integers(1, 60)), max_size=80))
+def test_held_tokens_are_those_of_the_requests_that_run(steps: list[tuple[bool, int, int]]) -> None:
+    quotas = quotas_of(concurrent_tokens=100)
+    running: list[tuple[QuotaHold, int]] = []
+    for begins, prompt, max_tokens in steps:
+        if begins:
+            num_held = sum(num for _, num in running)
+            try:
+                hold = quotas.take_prompt("a", prompt, max_tokens, 0.0)
+            except QuotaError:
+                assert num_held + prompt + max_tokens > 100
+            else:
+                assert num_held + prompt + max_tokens <= 100
+                running.append((hold, prompt + max_tokens))
+        elif running:
+            hold, _ = running.pop(prompt % len(running))
+            quotas.ended(hold)
+            quotas.ended(hold)
+    assert sum(it.num_held_tokens for it in quotas.record(0.0).tenants) == sum(num for _, num in running)
+
+
+# -------------------------------------------------------------------------------- several gateways
+
+
+class SharedRecords:
+    """What Redis does: keeps the last record of each gateway."""
+
+    def __init__(self, num_gateways: int, **limits: Any) -> None:
+        self.gateways = {f"g{number}": quotas_of(**limits) for number in range(num_gateways)}
+        self.records: dict[str, QuotaRecord] = {}
+        # Gateways whose connection is cut.
+        self.cut: set[str] = set()
+
+    def sync(self, name: str, now: float) -> None:
+        quotas = self.gateways[name]
+        if name in self.cut:
+            self.records.pop(name, None)
+            quotas.divide(len(self.gateways) - 1, now)
+            return
+        self.records[name] = quotas.record(now)
+        quotas.merge({it: self.records.get(it) for it in self.gateways if it != name}, now)
+
+    def sync_all(self, now: float) -> None:
+        for name in self.gateways:
+            self.sync(name, now)
+
+
+def take_all(quotas: Quotas, now: float) -> int:
+    """Take requests until one is refused."""
+    for num_taken in range(10_000):
+        try:
+            quotas.admit("a", now)
+        except QuotaError:
+            return num_taken
+    raise AssertionError("nothing is refused")
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(1, 4),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 12), st.booleans()), min_size=1, max_size=80),
+    st.floats(1.0, 40.0),
+    st.sampled_from([0.5, 2.0, 10.0]),
+)
+def test_gateways_together_exceed_the_limit_by_what_the_others_take_within_one_period(
+    num_gateways: int, steps: list[tuple[int, int, bool]], rate: float, burst_s: float
+) -> None:
+    """Each step is one period: some gateways try to take so many, all exchange records."""
+    fleet = SharedRecords(num_gateways, requests_per_s=rate, burst_s=burst_s)
+    names = list(fleet.gateways)
+    taken, now = Window(), 0.0
+    fleet.sync_all(now)
+    fleet.sync_all(now)
+    for which, num_wanted, is_all in steps:
+        now += PERIOD_S
+        for name in names if is_all else [names[which % num_gateways]]:
+            for _ in range(num_wanted):
+                try:
+                    fleet.gateways[name].admit("a", now)
+                except QuotaError:
+                    break
+                taken.taken.append((now, 1))
+        fleet.sync_all(now)
+        fleet.sync_all(now)
+    most_in_a_period = max(rate * (burst_s + PERIOD_S), 1)
+    overshoot = (num_gateways - 1) * min(most_in_a_period, max(num for _, num, _ in steps))
+    assert taken.most(rate) <= max(rate * burst_s, 1) + overshoot + 1e-3 * rate
+
+
+def test_over_a_long_time_four_gateways_give_out_the_limit_and_no_more() -> None:
+    fleet = SharedRecords(4, requests_per_s=20.0, burst_s=2.0)
+    fleet.sync_all(0.0)
+    num_taken = 0
+    for period in range(1, 501):
+        for quotas in fleet.gateways.values():
+            num_taken += take_all(quotas, period * PERIOD_S)
+        fleet.sync_all(period * PERIOD_S)
+    allowed = 20.0 * 100.0 + 40.0
+    assert allowed * 0.95 <= num_taken <= allowed + 3 * (40.0 + 20.0 * PERIOD_S)
+
+
+def test_one_busy_gateway_gets_the_whole_limit() -> None:
+    fleet = SharedRecords(4, requests_per_s=10.0, burst_s=1.0)
+    fleet.sync_all(0.0)
+    num_taken = 0
+    for period in range(1, 501):
+        num_taken += take_all(fleet.gateways["g0"], period * PERIOD_S)
+        fleet.sync_all(period * PERIOD_S)
+    assert num_taken == pytest.approx(10.0 * 100.0 + 10.0, abs=2)
+
+
+def test_concurrent_tokens_of_other_gateways_count_and_come_back() -> None:
+    fleet = SharedRecords(2, concurrent_tokens=100)
+    one, two = fleet.gateways.values()
+    fleet.sync_all(0.0)
+    hold = one.take_prompt("a", 50, 40, 0.1)
+    fleet.sync_all(0.2)
+    with pytest.raises(QuotaError, match="has 90"):
+        two.take_prompt("a", 10, 10, 0.2)
+    one.ended(hold)
+    fleet.sync_all(0.4)
+    two.take_prompt("a", 10, 10, 0.4)
+
+
+def test_the_tokens_of_a_gateway_that_died_come_back() -> None:
+    fleet = SharedRecords(2, concurrent_tokens=100)
+    one, two = fleet.gateways.values()
+    fleet.sync_all(0.0)
+    one.take_prompt("a", 50, 40, 0.1)
+    fleet.sync_all(0.2)
+    del fleet.records["g0"]  # it expired
+    two.merge({"g0": None}, 0.2 + GRACE_S + 0.1)
+    assert (two.share, two.missing) == (0.5, ("g0",))
+    two.merge({}, 5.0)  # the roster knows it no more
+    two.take_prompt("a", 50, 50, 5.0)
+
+
+def test_without_the_others_each_gateway_has_its_part() -> None:
+    fleet = SharedRecords(4, requests_per_s=40.0, burst_s=1.0)
+    fleet.sync_all(0.0)
+    fleet.cut = set(fleet.gateways)
+    fleet.sync_all(1.0)
+    assert [take_all(quotas, 1.0) for quotas in fleet.gateways.values()] == [10] * 4
+    assert [take_all(quotas, 1.5) for quotas in fleet.gateways.values()] == [5] * 4
+
+
+def test_a_gateway_that_is_cut_off_and_the_others_have_the_limit_together() -> None:
+    fleet = SharedRecords(4, requests_per_s=40.0, burst_s=1.0)
+    fleet.sync_all(0.0)
+    fleet.cut = {"g3"}
+    for period in range(1, 20):
+        fleet.sync_all(period * PERIOD_S)
+    assert [quotas.share for quotas in fleet.gateways.values()] == [0.75, 0.75, 0.75, 0.25]
+    now, num_taken = 19 * PERIOD_S, 0
+    for period in range(1, 501):
+        for quotas in fleet.gateways.values():
+            num_taken += take_all(quotas, now + period * PERIOD_S)
+        fleet.sync_all(now + period * PERIOD_S)
+    assert num_taken <= 40.0 * 100.0 + 3 * 48.0
+    assert num_taken >= 0.95 * 40.0 * 100.0
+
+
+def test_what_was_used_while_cut_off_is_not_charged_afterwards() -> None:
+    fleet = SharedRecords(2, requests_per_s=10.0, burst_s=1.0)
+    one, two = fleet.gateways.values()
+    fleet.sync_all(0.0)
+    fleet.sync_all(0.1)
+    fleet.cut = {"g0", "g1"}
+    for period in range(1, 100):
+        fleet.sync_all(period * PERIOD_S)
+        take_all(one, period * PERIOD_S)
+        take_all(two, period * PERIOD_S)
+    fleet.cut = set()
+    fleet.sync_all(20.0)
+    fleet.sync_all(20.0)
+    assert (one.share, two.share) == (1.0, 1.0)
+    assert take_all(one, 20.0) + take_all(two, 20.0) <= 5
+    assert take_all(two, 22.0) >= 9
+
+
+def test_use_before_a_gateway_came_is_not_charged_to_it() -> None:
+    fleet = SharedRecords(1, requests_per_s=10.0, burst_s=1.0)
+    fleet.sync_all(0.0)
+    for second in range(50):
+        take_all(fleet.gateways["g0"], float(second))
+        fleet.sync_all(float(second))
+    fleet.gateways["g1"] = quotas_of(requests_per_s=10.0, burst_s=1.0)
+    fleet.sync_all(60.0)
+    fleet.sync_all(60.0)
+    assert fleet.gateways["g1"].share == 1.0
+    assert take_all(fleet.gateways["g1"], 60.0) == 10
+
+
+def test_a_gateway_that_stood_still_is_charged_once_when_it_is_back() -> None:
+    fleet = SharedRecords(2, requests_per_s=10.0, burst_s=1.0)
+    one, two = fleet.gateways.values()
+    fleet.sync_all(0.0)
+    fleet.sync_all(0.0)
+    assert take_all(one, 0.1) == 10
+    fleet.sync_all(0.2)
+    fleet.sync_all(0.2)
+    record = fleet.records.pop("g0")
+    two.merge({"g0": None}, 20.0)
+    assert two.share == 0.5
+    fleet.records["g0"] = record
+    two.merge({"g0": record}, 20.2)
+    assert two.share == 1.0
+    assert take_all(two, 22.0) == 10  # nothing new was in it
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["begin", "end", "sync", "cut", "join"]), st.integers(0, 3)), max_size=120
+    )
+)
+def test_no_give_back_is_lost_whatever_happens_between_the_gateways(steps: list[tuple[str, int]]) -> None:
+    fleet = SharedRecords(3, concurrent_tokens=300)
+    names = list(fleet.gateways)
+    running: list[tuple[str, QuotaHold]] = []
+    now = 0.0
+    for what, which in steps:
+        now += PERIOD_S
+        name = names[which % 3]
+        if what == "begin":
+            with contextlib.suppress(QuotaError):
+                running.append((name, fleet.gateways[name].take_prompt("a", 20, 10, now)))
+        elif what == "end" and running:
+            ended_at, hold = running.pop(which % len(running))
+            fleet.gateways[ended_at].ended(hold)
+        elif what == "sync":
+            fleet.sync_all(now)
+        elif what == "cut":
+            fleet.cut.add(name)
+        else:
+            fleet.cut.discard(name)
+    for name, hold in running:
+        fleet.gateways[name].ended(hold)
+    fleet.cut.clear()
+    fleet.sync_all(now + 1)
+    fleet.sync_all(now + 1)
+    for quotas in fleet.gateways.values():
+        assert quotas.share == 1.0
+        quotas.ended(quotas.take_prompt("a", 150, 150, now + 1))

@@ -1,0 +1,169 @@
+"""What a replica's steps take, fitted to the steps that it runs: the router prices requests by it.
+
+A step of decodes alone takes
+
+    base + sequences x `decode_sequence_s` + tokens of context x `decode_context_s`
+
+in all stages together, and a chunk of n tokens behind p others
+
+    n x `prefill_token_s` + n x (p + n / 2) x `attention_token_s`
+
+in the slowest stage, which is what the others behind it wait for. Of a step with chunks and decodes, what the
+decodes add is taken off; before that is known such a step teaches nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import combinations
+from typing import Any
+
+from workers.messages.rank_channel import StepPlan
+
+# Of what is known, at every step: about the last 500 count.
+_FORGETTING = 0.998
+# Steps before anything is told.
+_NUM_FIRST_STEPS = 16
+# Steps from one fit to the next.
+_FIT_PERIOD = 8
+# How much the last coefficients count beside the steps.
+_INERTIA = 1e-3
+# What is told where a fit finds nothing, as 0 means that it is not known.
+_LEAST_S = 1e-9
+# A step that takes so many times what was predicted was disturbed, and counts as one that took so much.
+_MOST_RATIO = 3.0
+
+
+class NonNegativeFit:
+    """Recursive least squares with forgetting: coefficients, none negative, of a sum that is observed with
+    noise.
+
+    The squares are kept as their normal equations, whose terms decay. Where the newer observations do not
+    tell coefficients apart (all of one size), those stay as they were, by a small weight of the last fit; in
+    the beginning all is due to the first. So nothing that was learned is lost by an hour of equal steps.
+    """
+
+    def __init__(self, num_coefficients: int) -> None:
+        self._num = num_coefficients
+        self._products = [[0.0] * num_coefficients for _ in range(num_coefficients)]
+        self._moments = [0.0] * num_coefficients
+        self._num_steps = 0
+        # () until there are enough.
+        self.coefficients: tuple[float, ...] = ()
+
+    def predict(self, terms: Sequence[float]) -> float:
+        """What the coefficients make of the terms; 0.0: not known yet."""
+        return sum(each * term for each, term in zip(self.coefficients, terms, strict=False))
+
+    def add(self, terms: Sequence[float], observed: float, weight: float = 1.0) -> None:
+        """Observe what the terms, each at least 0 and the first above 0, came to."""
+        if self.coefficients and (predicted := self.predict(terms)) > 0:
+            observed = min(observed, _MOST_RATIO * predicted)
+        for row, term in enumerate(terms):
+            products = self._products[row]
+            for column, other in enumerate(terms):
+                products[column] = _FORGETTING * products[column] + weight * term * other
+            self._moments[row] = _FORGETTING * self._moments[row] + weight * term * observed
+        self._num_steps += 1
+        if self._num_steps >= _NUM_FIRST_STEPS and self._num_steps % _FIT_PERIOD == 0:
+            self._fit()
+
+    def _fit(self) -> None:
+        last = self.coefficients or (self._moments[0] / self._products[0][0], *(0.0,) * (self._num - 1))
+        matrix = [row.copy() for row in self._products]
+        moments = self._moments.copy()
+        for index in range(self._num):
+            inertia = _INERTIA * self._products[index][index]
+            matrix[index][index] += inertia
+            moments[index] += inertia * last[index]
+        self.coefficients = _least(matrix, moments)
+
+
+def _least(matrix: list[list[float]], moments: list[float]) -> tuple[float, ...]:
+    """The x, none negative, for which x * matrix * x / 2 - moments * x is least: of every choice of
+    coefficients that are not 0, the solution that is valid and best."""
+    num = len(moments)
+    used = [index for index in range(num) if matrix[index][index] > 0]
+    best, least = (0.0,) * num, 0.0
+    for size in range(1, len(used) + 1):
+        for chosen in combinations(used, size):
+            solution = _solve(
+                [[matrix[row][column] for column in chosen] for row in chosen],
+                [moments[row] for row in chosen],
+            )
+            # Where the gradient is 0, the value is half of the linear term.
+            value = -sum(moments[index] * x for index, x in zip(chosen, solution, strict=True)) / 2
+            if value < least and min(solution) >= 0:
+                least = value
+                by_index = dict(zip(chosen, solution, strict=True))
+                best = tuple(by_index.get(index, 0.0) for index in range(num))
+    return best
+
+
+def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Gaussian elimination without pivoting, which a positive definite matrix does not need. It is scaled to
+    a diagonal of ones."""
+    num = len(right)
+    scales = [matrix[index][index] ** -0.5 for index in range(num)]
+    rows = [
+        [
+            *(matrix[row][column] * scales[row] * scales[column] for column in range(num)),
+            right[row] * scales[row],
+        ]
+        for row in range(num)
+    ]
+    for pivot in range(num):
+        for row in range(pivot + 1, num):
+            factor = rows[row][pivot] / rows[pivot][pivot]
+            for column in range(pivot, num + 1):
+                rows[row][column] -= factor * rows[pivot][column]
+    solution = [0.0] * num
+    for row in reversed(range(num)):
+        rest = sum(rows[row][column] * solution[column] for column in range(row + 1, num))
+        solution[row] = (rows[row][num] - rest) / rows[row][row]
+    return [each * scale for each, scale in zip(solution, scales, strict=True)]
+
+
+class StepCosts:
+    """The coefficients by the names of `ReplicaStats`, 0.0 until enough steps were seen; see the module's
+    text."""
+
+    def __init__(self) -> None:
+        self._decode = NonNegativeFit(3)
+        self._prefill = NonNegativeFit(2)
+
+    def add(self, plan: StepPlan, decode_starts: Collection[int], stage_to_busy_s: Sequence[float]) -> None:
+        """A step is done: its decodes computed the tokens at `decode_starts`, and each stage's slowest rank
+        took `stage_to_busy_s`."""
+        if min(stage_to_busy_s) <= 0:
+            return
+        num_sequences, num_context_tokens = len(decode_starts), sum(decode_starts)
+        num_tokens, num_attended = 0, 0.0
+        for entry in plan.entries:
+            if entry.num_tokens > 1:
+                num_tokens += entry.num_tokens
+                num_attended += entry.num_tokens * (entry.start + entry.num_tokens / 2)
+            else:
+                num_sequences += 1
+                num_context_tokens += entry.start
+        total_s, slowest_s = sum(stage_to_busy_s), max(stage_to_busy_s)
+        if not num_tokens:
+            self._decode.add((1.0, num_sequences, num_context_tokens), total_s)
+            return
+        if num_sequences and not self._decode.coefficients:
+            return
+        decodes_s = self._decode.predict((0.0, num_sequences, num_context_tokens)) * slowest_s / total_s
+        if decodes_s < slowest_s:
+            # By token, a small chunk is measured with as large an error as a large one.
+            self._prefill.add((num_tokens, num_attended), slowest_s - decodes_s, 1.0 / num_tokens)
+
+    def coefficients(self) -> dict[str, Any]:
+        """The fields of `ReplicaStats` that are measured here."""
+        decode, prefill = self._decode.coefficients, self._prefill.coefficients
+        return {
+            "prefill_token_s": max(prefill[0], _LEAST_S) if prefill else 0.0,
+            "attention_token_s": prefill[1] if prefill else 0.0,
+            "decode_base_s": max(decode[0], _LEAST_S) if decode else 0.0,
+            "decode_sequence_s": decode[1] if decode else 0.0,
+            "decode_context_s": decode[2] if decode else 0.0,
+        }
