@@ -46,7 +46,7 @@ def silent_gateway() -> Iterator[tuple[str, threading.Semaphore]]:
         is_over.wait(WAIT_S)
         return b""
 
-    class Silence(grpc.GenericRpcHandler):  # type: ignore[misc]
+    class Silence(grpc.GenericRpcHandler):
         def service(self, details: Any) -> Any:
             return grpc.unary_unary_rpc_method_handler(wait)
 
