@@ -286,9 +286,7 @@ class PauseBatch(Message, frozen=True):
     is_paused: bool
 
 
-LinkDown = (
-    GatewayHello | Announce | Submission | Cancel | KvSnapshotRequest | Move | PurgeCache | PauseBatch
-)
+LinkDown = GatewayHello | Announce | Submission | Cancel | KvSnapshotRequest | Move | PurgeCache | PauseBatch
 LinkUp = ReplicaHello | StepFrame | KvEvents | KvSnapshot | Leaving | RoleChanged | CachePurged
 
 LINK_DOWN_CODEC: Codec[LinkDown] = Codec(LinkDown)

@@ -19,8 +19,9 @@ from workers.messages.rank_channel import StepPlan, StepReport
 from workers.messages.sampling import TokenLogprob
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.lifecycle import Isolation, Lifecycle, SequenceMigration
+from workers.scheduler.micro_batches import MicroBatches
 from workers.scheduler.offload import most_local_tokens
-from workers.scheduler.planner import EngineLimits, MicroBatches, Planner, landing_needs, load_needs
+from workers.scheduler.planner import EngineLimits, Planner, landing_needs, load_needs
 from workers.scheduler.sequence import Hold, LandingState, Phase, Sequence, StoreLoad
 from workers.scheduler.step import (
     ChunkDone,

@@ -225,8 +225,8 @@ class Sequence:
 
     @property
     def is_pausable(self) -> bool:
-        """Whether it is of the class `batch`, and nobody waits for it: neither a replica to which it moves, nor
-        one that keeps blocks for its hand-over."""
+        """Whether it is of the class `batch`, and nobody waits for it: neither a replica to which it moves,
+        nor one that keeps blocks for its hand-over."""
         request = self.request
         if request.submission.service_class != "batch" or self.hold_at:
             return False
