@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import grpc
 import grpc.aio
 
-from cluster.api.channel import GatewayCaller, call_error
+from cluster.api.channel import GatewayCaller, call_error, closed_error
 from cluster.errors import CallError, FieldViolation, InvalidRequestError
 from cluster.proto import APPLICATION_KEY, tandem_pb2_grpc
 from cluster.proto import tandem_pb2 as pb
@@ -148,6 +148,8 @@ class GenerateStream:
         except grpc.aio.AioRpcError as error:
             raise call_error(error) from error
         except asyncio.CancelledError:
+            if self._client.is_closed:
+                raise closed_error() from None
             if not self._is_cancelled:
                 raise
             raise CallError(grpc.StatusCode.CANCELLED, "cancelled by this client") from None
@@ -242,7 +244,7 @@ class Client(GatewayCaller):
     async def pause(self, suggested_s: float | None, num_failures: int) -> None:
         """Before another try: as the gateway suggests, at least the growing pause of our own."""
         own_s = backoff_s(num_failures, _BACKOFF_S, _MAX_BACKOFF_S)
-        await self.clock.sleep(max(own_s, min(suggested_s or 0.0, _MAX_BACKOFF_S)))
+        await self.sleep(max(own_s, min(suggested_s or 0.0, _MAX_BACKOFF_S)))
 
 
 class Collector:
