@@ -167,6 +167,11 @@ class CallError(ClusterError):
         # The bad fields of an INVALID_ARGUMENT.
         self.fields = fields
 
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the cluster, or a quota, does not allow the request now, and says when to try again."""
+        return self.code is grpc.StatusCode.RESOURCE_EXHAUSTED and bool(self.retry_after_s)
+
 
 class ConfigError(ClusterError):
     """The configuration cannot be used; each line begins with the file and the field's path."""
