@@ -13,8 +13,9 @@ replica has lately taken work from here: below 1 where something else than prefi
 sequences that decode. Where that turns out to be wrong, because the replica became slower or others are
 served first, a request is refused when it has waited as long as its class allows: no request waits longer.
 
-Calls that resume a stream, retries and migrations do not pass here: they were taken already. Not thread-safe;
-time comes from a `Clock`.
+Calls that resume a stream, retries and migrations are not judged: they were taken already. What a replica has
+refused waits in `retries` for one that has room, and goes before the rest. Not thread-safe; time comes from a
+`Clock`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import NamedTuple
 from cluster.admission.config import AdmissionConfig
 from cluster.admission.fair_queue import FairQueue, Flow, Waiting
 from cluster.admission.ladder import Ladder, Rung
+from cluster.admission.retries import RetryQueue
 from cluster.errors import OverloadedError
 from kvtransfer.common.clock import Clock
 from router.messages import Decision, RouteRequest
@@ -162,6 +164,7 @@ class RequestAdmission:
         self._asking: dict[Flow, _Asking] = {}
         self._measured_at = float("-inf")
         self._is_pumping = False
+        self.retries = RetryQueue(router)
         self.ladder = Ladder(self._moved)
         self.counts = AdmissionCounts()
 
@@ -250,6 +253,10 @@ class RequestAdmission:
         self.counts.num_capped += 1
         return cap
 
+    def retry_after_s(self, drain_s: float) -> float:
+        """Return when a client may come back that is refused until something has drained."""
+        return self._retry_s(drain_s)
+
     # --------------------------------------------------------------------------------------- release
 
     def hold(
@@ -279,6 +286,7 @@ class RequestAdmission:
             now = self._clock.now()
             self._measure(now)
             self._refuse_overdue(now)
+            self.retries.pump()
             for lane in list(self._lanes.values()):
                 self._pump_lane(lane, now)
         finally:
@@ -286,6 +294,7 @@ class RequestAdmission:
 
     def on_gone(self, replica_id: str) -> None:
         """Place again what waits for a replica that takes nothing more."""
+        self.retries.on_gone(replica_id)
         moved = [
             held
             for held in self._held.values()
