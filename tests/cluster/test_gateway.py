@@ -214,7 +214,7 @@ async def test_a_refused_request_waits_and_tries_again(pair: Pair) -> None:
     assert done.finished.timing.attempts == 3
 
 
-async def test_a_refused_request_goes_at_once_to_a_replica_that_has_room(harness: GatewayHarness) -> None:
+async def test_a_refused_request_goes_at_once_to_a_replica_that_has_capacity(harness: GatewayHarness) -> None:
     replicas = [await harness.add_replica(name, "decode") for name in ("d0", "d1", "d2")]
     gateway, address = await harness.add_gateway()
     for replica in replicas:
@@ -231,7 +231,7 @@ async def test_a_refused_request_goes_at_once_to_a_replica_that_has_room(harness
     assert len(gateway.requests.admission.retries) == 0
 
 
-async def test_a_request_that_waits_for_room_can_be_cancelled(harness: GatewayHarness) -> None:
+async def test_a_request_that_waits_for_capacity_can_be_cancelled(harness: GatewayHarness) -> None:
     replica = await harness.add_replica("d0", "decode")
     gateway, address = await harness.add_gateway()
     replica.script.num_refusals = 1000

@@ -12,8 +12,8 @@ from cluster.admission.retries import EndRate, Retry, RetryQueue
 from router.messages import Decision
 
 
-class Room:
-    """Replicas that have room for so many more requests each."""
+class Capacities:
+    """Replicas that have capacity for so many more requests each."""
 
     def __init__(self, **free: int) -> None:
         self.free = free
@@ -32,26 +32,26 @@ class Room:
         return Retry(Decision(request_id, "cost", "", replica_id, 0, 0, (), ""), release)
 
 
-def test_a_retry_goes_when_its_pair_has_room_the_first_refused_first() -> None:
-    room, released = Room(d0=0, d1=1), []
-    queue = RetryQueue(room)
+def test_a_retry_goes_when_its_pair_has_capacity_the_first_refused_first() -> None:
+    capacities, released = Capacities(d0=0, d1=1), []
+    queue = RetryQueue(capacities)
     for name, replica_id in (("a", "d0"), ("b", "d0"), ("c", "d1")):
-        queue.hold(room.retry(name, replica_id, lambda it: released.append(it.decision.request_id)))
+        queue.hold(capacities.retry(name, replica_id, lambda it: released.append(it.decision.request_id)))
     assert released == ["c"]
-    room.free["d0"] = 1
+    capacities.free["d0"] = 1
     queue.pump()
     assert released == ["c", "a"]
-    room.free["d0"] = 1
+    capacities.free["d0"] = 1
     queue.pump()
-    assert released == room.submitted == ["c", "a", "b"]
+    assert released == capacities.submitted == ["c", "a", "b"]
     assert len(queue) == 0
 
 
 def test_who_ended_is_forgotten_and_who_waits_for_a_replica_that_goes_is_released() -> None:
-    room, released = Room(d0=0, d1=0), []
-    queue = RetryQueue(room)
+    capacities, released = Capacities(d0=0, d1=0), []
+    queue = RetryQueue(capacities)
     retries = [
-        room.retry(name, replica_id, lambda it: released.append(it.decision.request_id))
+        capacities.retry(name, replica_id, lambda it: released.append(it.decision.request_id))
         for name, replica_id in (("a", "d0"), ("b", "d0"), ("c", "d1"))
     ]
     for retry in retries:
@@ -60,15 +60,15 @@ def test_who_ended_is_forgotten_and_who_waits_for_a_replica_that_goes_is_release
     assert not queue.drop(retries[0])
     queue.on_gone("d0")
     assert released == ["b"]
-    assert room.submitted == [], "its task finds that the replica is gone"
+    assert capacities.submitted == [], "its task finds that the replica is gone"
     assert len(queue) == 1
 
 
 @given(st.data())
 def test_every_retry_is_released_or_dropped_once_whatever_a_release_does(data: st.DataObject) -> None:
     """Also where a release holds the request again, or lets another end."""
-    room = Room(d0=0, d1=0, d2=0)
-    queue = RetryQueue(room)
+    capacities = Capacities(d0=0, d1=0, d2=0)
+    queue = RetryQueue(capacities)
     waiting: dict[str, Retry] = {}
     num_held = num_released = num_dropped = 0
 
@@ -85,7 +85,9 @@ def test_every_retry_is_released_or_dropped_once_whatever_a_release_does(data: s
     def hold(name: str) -> None:
         nonlocal num_held
         num_held += 1
-        waiting[name] = retry = room.retry(name, data.draw(st.sampled_from(sorted(room.free))), release)
+        waiting[name] = retry = capacities.retry(
+            name, data.draw(st.sampled_from(sorted(capacities.free))), release
+        )
         queue.hold(retry)
 
     def drop() -> None:
@@ -100,14 +102,14 @@ def test_every_retry_is_released_or_dropped_once_whatever_a_release_does(data: s
         if action == 0:
             drop()
         elif action == 1:
-            room.free[data.draw(st.sampled_from(sorted(room.free)))] += 1
+            capacities.free[data.draw(st.sampled_from(sorted(capacities.free)))] += 1
             queue.pump()
         elif action == 2:
-            queue.on_gone(data.draw(st.sampled_from(sorted(room.free))))
+            queue.on_gone(data.draw(st.sampled_from(sorted(capacities.free))))
     assert len(queue) == len(waiting)
     assert num_held == num_released + num_dropped + len(waiting)
-    assert all(not room.has_capacity(name) for name in waiting) or sum(room.free.values()) > 0
-    for name in room.free:
+    assert all(not capacities.has_capacity(name) for name in waiting) or sum(capacities.free.values()) > 0
+    for name in capacities.free:
         queue.on_gone(name)
 
 

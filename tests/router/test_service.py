@@ -331,7 +331,7 @@ def test_round_robin_takes_turns_on_each_side() -> None:
 # ----------------------------------------------------------------------------------------- capacity
 
 
-def test_who_has_room_goes_before_who_is_cheaper() -> None:
+def test_who_has_capacity_goes_before_who_is_cheaper() -> None:
     harness = RouterHarness("b0", "b1", config=RouterConfig(steps_ahead=2.5))
     # b0 has more than 2.5 steps of 512 tokens, and all of the prompt but its last block.
     harness.load("b0", backlog=1300)
@@ -343,7 +343,7 @@ def test_who_has_room_goes_before_who_is_cheaper() -> None:
     assert harness.route(keys, excluded=("b1",), prefers_capacity=True).decode == "b0", "a place is a place"
 
 
-def test_both_replicas_of_a_pair_have_room() -> None:
+def test_both_replicas_of_a_pair_have_capacity() -> None:
     harness = RouterHarness("p0", "p1", "d0", "d1")
     harness.load("p0", backlog=5000)
     harness.load("d0", backlog=5000)
@@ -357,7 +357,7 @@ def test_both_replicas_of_a_pair_have_room() -> None:
     assert harness.route(prefers_capacity=True).decode == "d1"
 
 
-def test_a_replica_that_refused_has_no_room_until_it_is_heard_again() -> None:
+def test_a_replica_that_refused_has_no_capacity_until_it_is_heard_again() -> None:
     harness = RouterHarness("b0", "b1")
     decision = harness.route(excluded=("b1",))
     assert harness.router.has_capacity(decision.request_id)
