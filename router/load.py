@@ -25,6 +25,7 @@ from typing import NamedTuple, Protocol
 from msgspec.structs import asdict, replace
 
 from kvtransfer.common.clock import Clock
+from kvtransfer.common.health import moving_average
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import QueueState, ReplicaLoad
 from router.rates import Rates, rates_of
@@ -38,6 +39,12 @@ REPORT_LAG_S = 0.02
 _CORRECTION_WEIGHT = 0.1
 _MOST_CORRECTION = 4.0
 _LEAST_RATIO = 0.1
+# The weight of the newest request in the mean time for which a sequence occupies a place.
+_RESIDENCE_WEIGHT = 0.1
+# Output tokens of a sequence, assumed until one has ended at the replica.
+DEFAULT_OUTPUT_TOKENS = 64
+# From so many running sequences on, the blocks that they hold show how many fit.
+_MIN_FITTING = 4
 # A request without news for this long is stale and no longer counts as load: the message of its end was lost.
 STALE_REQUEST_S = 300.0
 
@@ -60,6 +67,28 @@ class CurrentLoad(NamedTuple):
     # Of `backlog_tokens` and `num_sequences`: those that gateways still hold.
     num_held_tokens: int = 0
     num_held_sequences: int = 0
+    # How many sequences can run there at once; 0 if unknown.
+    num_places: float = 0.0
+    # For how long a sequence has such a place, from its first token to its end.
+    residence_s: float = 0.0
+    # The time until all that was placed there before has a place, and the next one too.
+    place_wait_s: float = 0.0
+
+    @property
+    def place_s(self) -> float:
+        """The time from one sequence that ends to the next, when all places are taken."""
+        return self.residence_s / self.num_places if self.num_places else 0.0
+
+    @property
+    def submitted_place_wait_s(self) -> float:
+        """The time until what was sent there has a place, and the next one too."""
+        num_sequences = self.num_sequences - self.num_held_sequences
+        return max(0.0, num_sequences + 1 - self.num_places) * self.place_s
+
+    def submitted_wait_s(self, num_held_tokens: int) -> float:
+        """Return how long a request would wait for all that was placed there, `num_held_tokens` less."""
+        queue_s = (self.backlog_tokens - num_held_tokens) * self.rates.token_s
+        return max(queue_s, self.submitted_place_wait_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -159,6 +188,8 @@ class _ReplicaLoad:
     state: CurrentLoad | None = None
     # Times measured there over times predicted.
     correction: float = 1.0
+    # From first tokens to ends, the mean; 0: not measured.
+    residence_s: float = 0.0
 
     @property
     def pending(self) -> tuple[_Pending, _Pending, _Pending]:
@@ -303,6 +334,7 @@ class LoadTracker:
         placement = self._placements.get(gateway_id, {}).pop(request_id, None)
         if placement is not None:
             self._forget(placement)
+            self._measure_residence(placement)
             if self._observer is not None and not gateway_id:
                 self._observer.on_finished(placement)
 
@@ -360,6 +392,13 @@ class LoadTracker:
             if (replica := self._replicas.get(replica_id)) is not None:
                 replica.forget(placement)
 
+    def _measure_residence(self, placement: Placement) -> None:
+        replica = self._replicas.get(placement.decode_id or placement.compute_id)
+        if replica is not None and placement.prefilled_at is not None:
+            took_s = self._clock.now() - placement.prefilled_at
+            replica.residence_s = moving_average(replica.residence_s, took_s, _RESIDENCE_WEIGHT)
+            replica.state = None
+
     def _drop_stale(self, placements: dict[str, Placement]) -> None:
         """Drop requests without news for `STALE_REQUEST_S`. A long answer loses nothing by it: its sequence
         has been in its replica's own reports since it joined."""
@@ -396,6 +435,9 @@ def _state_of(replica: _ReplicaLoad, others: Callable[[], Iterable[ReplicaLoad]]
     num_sequences = report.num_running + report.num_waiting + num_coming
     backlog_tokens = report.num_backlog_tokens + replica.computing.num_prefill_tokens
     rates = rates_of(report, num_sequences, replica.correction, others)
+    num_places = _num_places(report) if replica.role != "prefill" else 0.0
+    residence_s = replica.residence_s or DEFAULT_OUTPUT_TOKENS * rates.step_s
+    missing = max(0.0, num_sequences + 1 - num_places) if num_places else 0.0
     return CurrentLoad(
         role=replica.role,
         report=report,
@@ -406,4 +448,16 @@ def _state_of(replica: _ReplicaLoad, others: Callable[[], Iterable[ReplicaLoad]]
         queue_s=backlog_tokens * rates.token_s,
         num_held_tokens=replica.computing.num_held_tokens,
         num_held_sequences=staying.num_held_sequences + expected.num_held_sequences,
+        num_places=num_places,
+        residence_s=residence_s,
+        place_wait_s=missing * residence_s / num_places if missing else 0.0,
     )
+
+
+def _num_places(report: ReplicaLoad) -> float:
+    """Return how many sequences can run at once: the most that the replica takes, or as many as its blocks
+    hold, by those that run."""
+    num_used = report.num_total_blocks - report.num_free_blocks
+    if report.num_running < _MIN_FITTING or num_used <= 0:
+        return report.max_sequences
+    return min(report.max_sequences, report.num_running * report.num_total_blocks / num_used)

@@ -6,7 +6,7 @@ that it disturbs. What things take at a replica is in `router.rates`, by its own
 replicas share load by their speed.
 
     prefill p         prefill_s(p) + load_s(p) + queue_s(p) + work(p) + disturbance(p)
-    decode d          num_steps x step_s(d) + no space(d)
+    decode d          place_wait_s(d) + num_steps x step_s(d) + no space(d)
     pair p, d         prefill p + decode d + transfer_s(p) x uncached part(d)
     local d           prefill d + decode d
 
@@ -17,7 +17,11 @@ the time its tier takes. Loading delays no other request: other work runs meanwh
 as long to load as to compute is computed, and counts as uncached. At the decode side of a pair only the
 device counts: the prefill side sends what only the store holds all the same.
 
-*Queue*: the time of all that was placed there before and is not computed, also of what gateways still hold.
+*Queue*: the time of all that was placed there before and is not computed, also of what gateways still hold;
+or of waiting for a place among the sequences that run, if that is longer.
+
+*Waiting for a place*: where as many sequences run as the replica takes, a place is free whenever one ends:
+after the mean time of a sequence there, over their number.
 
 *Work*: a part of the prefill once more. For the request itself, queueing behind a sibling that computes the
 prefix is no better than computing it again on an idle replica; for all others it is.
@@ -178,10 +182,10 @@ def decode_candidate(query: RouteQuery, replica: ReplicaCost, num_steps: float) 
         side="decode",
         matched_tokens=replica.matched_tokens,
         uncached_tokens=query.num_tokens - replica.matched_tokens,
-        queue_s=0.0,
+        queue_s=state.place_wait_s,
         transfer_s=0.0,
         pressure_s=pressure_s,
-        cost_s=pressure_s,
+        cost_s=state.place_wait_s + pressure_s,
         note=note,
         step_s=state.rates.step_s,
     )
@@ -252,15 +256,16 @@ def recompute(decision: Decision) -> tuple[str, str]:
 def _computing(side: str, replica: ReplicaCost, pressure_s: float, note: str, transfer_s: float) -> Candidate:
     """A candidate on whose replica the prompt is computed."""
     state = replica.state
+    queue_s = max(state.queue_s, state.place_wait_s) if side == "local" else state.queue_s
     return Candidate(
         replica_id=state.report.identity.replica_id,
         side=side,
         matched_tokens=replica.matched_tokens,
         uncached_tokens=replica.uncached_tokens,
-        queue_s=state.queue_s,
+        queue_s=queue_s,
         transfer_s=transfer_s,
         pressure_s=pressure_s,
-        cost_s=replica.prefill_s + replica.load_s + state.queue_s + pressure_s,
+        cost_s=replica.prefill_s + replica.load_s + queue_s + pressure_s,
         note=note,
         dram_tokens=replica.dram_tokens,
         nvme_tokens=replica.nvme_tokens,

@@ -125,6 +125,15 @@ class RouterService:
         able = [name for name, it in here if it.role != "decode"]
         return iter(able or [name for name, _ in here])
 
+    def is_known(self, replica_id: str) -> bool:
+        """Whether the replica was added, and not removed since."""
+        return replica_id in self._members
+
+    def num_by_side(self) -> tuple[int, int]:
+        """Return how many replicas may compute prompts, and how many may decode."""
+        roles = [it.role for it in self._members.values() if not it.is_leaving and it.is_usable]
+        return len(roles) - roles.count("decode"), len(roles) - roles.count("prefill")
+
     def load(self, replica_id: str) -> CurrentLoad:
         """Return the load as of now of a replica that was added."""
         return self._load.state(replica_id)
@@ -158,7 +167,8 @@ class RouterService:
         choice = choose(candidates)
         if choice is None:
             raise NoReplicaError(f"no second replica beside the pinned {request.pinned_prefill}")
-        decision = _decision(request.request_id, self._config.policy, choice, candidates)
+        place_wait_s = self._load.state(choice.decode).submitted_place_wait_s if choice.prefill else 0.0
+        decision = _decision(request.request_id, self._config.policy, choice, candidates, place_wait_s)
         self._place(request, query, decision, is_held=is_held)
         self._keep(decision)
         return decision
@@ -217,6 +227,17 @@ class RouterService:
             return False
         prompt_blocks = -(-placement.num_prefill_tokens // self._block_tokens)
         return not num_sequences or state.report.num_free_blocks >= prompt_blocks
+
+    def takes_more(self, replica_id: str) -> bool:
+        """Whether a replica could take another request now: `has_capacity` for any request."""
+        if replica_id not in self._members:
+            return False
+        state = self._load.state(replica_id)
+        batch_tokens = state.report.max_batch_tokens or DEFAULT_BATCH_TOKENS
+        if state.backlog_tokens - state.num_held_tokens >= self._config.steps_ahead * batch_tokens:
+            return False
+        max_sequences = state.report.max_sequences or DEFAULT_MAX_SEQUENCES
+        return state.num_sequences - state.num_held_sequences < max_sequences
 
     def on_prefilled(self, request_id: str) -> None:
         """Note the first token: nothing is left to compute, and the decode side has the KV."""
@@ -358,7 +379,7 @@ class RouterService:
         for replica_id in ids:
             state = self._load.state(replica_id)
             if waits and (wait_s := waits.get(replica_id)) is not None:
-                state = state._replace(queue_s=wait_s)
+                state = state._replace(queue_s=wait_s, place_wait_s=0.0)
             device = match.device.get(replica_id, 0)
             dram, nvme = match.stored.get(replica_id, NOT_IN_STORE)
             replicas.append(replica_cost(query, state, state.report.received_at < oldest, device, dram, nvme))
@@ -400,7 +421,9 @@ def _hashed(replica_id: str, seed: int) -> int:
     return zlib.crc32(replica_id.encode(), seed) * 0x9E3779B1 & 0xFFFFFFFF
 
 
-def _decision(request_id: str, policy: str, choice: Choice, candidates: list[Candidate]) -> Decision:
+def _decision(
+    request_id: str, policy: str, choice: Choice, candidates: list[Candidate], place_wait_s: float
+) -> Decision:
     chosen = {(item.side, item.replica_id): item for item in candidates}
     if choice.prefill:
         prefill, decode = chosen["prefill", choice.prefill], chosen["decode", choice.decode]
@@ -421,7 +444,7 @@ def _decision(request_id: str, policy: str, choice: Choice, candidates: list[Can
         candidates=tuple(candidates),
         reason=reason,
         prediction=Prediction(
-            queue_s=prefill.queue_s,
+            queue_s=max(prefill.queue_s, place_wait_s),
             prefill_s=prefill.prefill_s,
             load_s=prefill.load_s,
             transfer_s=transfer_s,

@@ -9,9 +9,11 @@
 
 A replica is sent no more than some steps of work (`RouterService.has_capacity`); the rest waits here, where
 the order can still change. The prediction of a wait is the work that goes before, over the rate at which the
-replica has lately taken work from here: below 1 where something else than prefill is the bottleneck, such as
-sequences that decode. Where that turns out to be wrong, because the replica became slower or others are
-served first, a request is refused when it has waited as long as its class allows: no request waits longer.
+replica has lately taken work from here. The work of a request is the time of its prefill or, where that is
+longer, of its place among the sequences that decode, as long as those that ended lately had one. Where a
+prediction turns out to be wrong, because the replica became slower or others are served first, the request is
+placed anew: after each part of the time that it may wait, and when another replica has nothing to do. When it
+has waited so long that it would be late, or as long as its class allows, it is refused: none waits longer.
 
 Calls that resume a stream, retries and migrations do not pass here: they were taken already. Not thread-safe;
 time comes from a `Clock`.
@@ -21,9 +23,10 @@ from __future__ import annotations
 
 import heapq
 import logging
+import math
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from cluster.admission.config import AdmissionConfig
@@ -31,6 +34,7 @@ from cluster.admission.fair_queue import FairQueue, Flow, Waiting
 from cluster.admission.ladder import Ladder, Rung
 from cluster.errors import OverloadedError
 from kvtransfer.common.clock import Clock
+from router.errors import NoReplicaError
 from router.messages import Decision, RouteRequest
 from router.service import RouterService
 from workers.messages.link import SERVICE_CLASSES, ServiceClass
@@ -41,13 +45,20 @@ MARGIN = 0.85
 # Of the time after which a refused client may come back: it varies by this part in either direction.
 JITTER = 0.25
 _LEAST_RETRY_S = 0.1
-# How fast a replica takes work is measured over this, and remembered for about that.
-_RATE_PERIOD_S = 1.0
-_RATE_S = 4.0
+# How fast a replica takes work is remembered for about this, and before any is measured, it is assumed that
+# it took as much as was predicted for so long.
+_RATE_S = 10.0
+_ASSUMED_S = 0.5
 _LEAST_RATE = 0.01
+_MOST_RATE = 4.0
+# What waits is routed again when a replica has nothing else to do, no more often than this.
+_MOVE_S = 0.05
+# It is also routed again after this part of the time for which it may wait, so many at once.
+REROUTE_PART = 0.2
+_MOST_REROUTES = 8
 # Timers may ring so much too early.
 _EARLY_S = 0.002
-# How often the pressure is measured, at most.
+# How often the pressure is measured, at most, and how often all is looked at that waits.
 _PRESSURE_S = 0.1
 # How long a flow counts in it after its last request, and how many do.
 _ASKING_S = 5.0
@@ -78,6 +89,7 @@ class HeldRequest:
     waiting: Waiting
     # Waits no longer than until then.
     refused_at: float
+    routed_at: float
     # One of them is called, once: when it may be submitted, or when it has waited too long.
     release: Callable[[HeldRequest], None] | None = None
     refuse: Callable[[OverloadedError], None] | None = None
@@ -93,36 +105,44 @@ class _Asking(NamedTuple):
 
 class _Lane:
     """What waits for one replica, and how fast that takes work: seconds of predicted work a second, measured
-    while something waits."""
+    while something waits that it cannot take."""
 
     def __init__(self) -> None:
         self.queue = FairQueue()
-        self._rate = 1.0
-        self._since: float | None = None
+        # To be computed, of what waits.
+        self.num_tokens = 0
+        # The replicas one of which cannot take the next request; (): none waits.
+        self.waits_for: tuple[str, ...] = ()
+        # Work taken, and time in which some waited for it; what is long ago counts less.
         self._taken_s = 0.0
+        self._blocked_s = 0.0
+        self._counted_until = 0.0
 
     def rate(self, now: float) -> float:
-        """Return how fast the replica takes work; less than was measured, when it has taken none for long."""
-        if self._since is None or now < self._since + _RATE_PERIOD_S:
-            return self._rate
-        return max(
-            _LEAST_RATE, min(self._rate, (self._taken_s + self.queue.mean_cost_s) / (now - self._since))
-        )
+        """Return how fast the replica takes work."""
+        self._count(now)
+        rate = (self._taken_s + _ASSUMED_S) / (self._blocked_s + _ASSUMED_S)
+        return min(max(rate, _LEAST_RATE), _MOST_RATE)
+
+    def blocked(self, now: float, waits_for: tuple[str, ...]) -> None:
+        """Note which replicas the next request waits for, from now on; (): none."""
+        self._count(now)
+        self.waits_for = waits_for
 
     def taken(self, cost_s: float, now: float) -> None:
         """Note that the replica took work."""
-        if not len(self.queue):
-            self._since = None  # it is not the bottleneck
-            return
-        if self._since is None:
-            self._since, self._taken_s = now, 0.0
-            return
-        self._taken_s += cost_s
-        elapsed_s = now - self._since
-        if elapsed_s >= _RATE_PERIOD_S:
-            measured = min(1.0, max(_LEAST_RATE, self._taken_s / elapsed_s))
-            self._rate += min(1.0, elapsed_s / _RATE_S) * (measured - self._rate)
-            self._since, self._taken_s = now, 0.0
+        self._count(now)
+        if self.waits_for:
+            self._taken_s += cost_s
+
+    def _count(self, now: float) -> None:
+        """Let time pass: in which the next request waits, or in which what was measured is forgotten."""
+        kept = math.exp((self._counted_until - now) / _RATE_S)
+        self._taken_s *= kept
+        self._blocked_s *= kept
+        if self.waits_for:
+            self._blocked_s += _RATE_S * (1 - kept)
+        self._counted_until = now
 
 
 @dataclass(slots=True)
@@ -156,12 +176,15 @@ class RequestAdmission:
         self._held: dict[str, HeldRequest] = {}
         # By when they are refused.
         self._bounds: list[tuple[float, int, HeldRequest]] = []
+        # By when they are routed again.
+        self._reroutes: list[tuple[float, int, HeldRequest]] = []
         self._num_taken = 0
         self._num_bytes = 0
         # The flows that have asked lately, the latest last.
         self._asking: dict[Flow, _Asking] = {}
         self._measured_at = float("-inf")
         self._is_pumping = False
+        self._pumped_at = float("-inf")
         self.ladder = Ladder(self._moved)
         self.counts = AdmissionCounts()
 
@@ -216,12 +239,7 @@ class RequestAdmission:
                 f"{candidacy.weight:g} are not taken",
                 self._retry_s(self.waiting_s()),
             )
-        waits = {
-            name: self._wait_s(name, flow, candidacy.weight, now)
-            for name in self._router.compute_ids()
-            if (lane := self._lanes.get(name)) is not None and len(lane.queue)
-        }
-        decision = self._router.route(request, is_held=True, waits=waits)
+        decision = self._route(request, candidacy, now)
         prediction = decision.prediction
         ttft_s = prediction.ttft_s
         limit_s = self._limit_s(flow, now, candidacy.deadline_at)
@@ -232,13 +250,21 @@ class RequestAdmission:
         waiting = Waiting(
             request_id=request.request_id,
             flow=flow,
-            cost_s=max(prediction.prefill_s, 1e-6),
+            cost_s=self._cost_s(decision),
             arrived_at=candidacy.arrived_at,
             due_at=candidacy.arrived_at + settings.aging_s,
             priority=candidacy.priority,
             num_bytes=candidacy.num_bytes,
         )
-        held = HeldRequest(candidacy, request, decision, waiting, candidacy.arrived_at + settings.max_wait_s)
+        wait_s = settings.max_wait_s
+        if settings.ttft_s is not None:
+            wait_s = min(wait_s, settings.ttft_s - prediction.prefill_s)  # then it would be late
+        held = HeldRequest(candidacy, request, decision, waiting, candidacy.arrived_at + wait_s, now)
+        self._held[request.request_id] = held
+        self._num_bytes += candidacy.num_bytes
+        self._num_taken += 1
+        heapq.heappush(self._bounds, (held.refused_at, self._num_taken, held))
+        heapq.heappush(self._reroutes, (now + REROUTE_PART * wait_s, self._num_taken, held))
         self._put(held)
         return held
 
@@ -269,9 +295,9 @@ class RequestAdmission:
             self._router.on_finished(held.request.request_id)
             self.pump()
 
-    def pump(self) -> None:
+    def pump(self, replica_id: str = "") -> None:
         """Refuse what has waited too long, and release what the replicas can take now, in the fair order of
-        each."""
+        each. With news of one replica alone, only what waits for that is looked at, most of the time."""
         if self._is_pumping:
             return
         self._is_pumping = True
@@ -279,8 +305,16 @@ class RequestAdmission:
             now = self._clock.now()
             self._measure(now)
             self._refuse_overdue(now)
-            for lane in list(self._lanes.values()):
-                self._pump_lane(lane, now)
+            is_for_all = not replica_id or now >= self._pumped_at + _PRESSURE_S
+            if is_for_all:
+                self._pumped_at = now
+            for name, lane in list(self._lanes.items()):
+                if len(lane.queue) and (is_for_all or not lane.waits_for or replica_id in lane.waits_for):
+                    self._pump_lane(name, lane, now)
+            if is_for_all:
+                self._reroute(now)
+            if self._held:
+                self._move_some([replica_id] if not is_for_all else self._router.compute_ids(), now)
         finally:
             self._is_pumping = False
 
@@ -295,6 +329,8 @@ class RequestAdmission:
             release = held.release
             if self._take_out(held) and release is not None:
                 release(held)  # its task finds that a replica is gone, and routes it again
+        if (lane := self._lanes.get(replica_id)) is not None and not len(lane.queue):
+            del self._lanes[replica_id]
 
     def check(self) -> None:
         """Assert that queues and held requests agree."""
@@ -305,18 +341,41 @@ class RequestAdmission:
 
     # --------------------------------------------------------------------------------------- private
 
-    def _pump_lane(self, lane: _Lane, now: float) -> None:
-        paused: ServiceClass | None = "batch" if self.ladder.rung >= Rung.BATCH_PAUSED else None
-        while (waiting := lane.queue.peek(now, without=paused)) is not None:
+    def _pump_lane(self, name: str, lane: _Lane, now: float) -> None:
+        paused = self._paused
+        while True:
+            waiting = lane.queue.peek(now, without=paused)
+            if waiting is None and paused is not None and self._is_idle(name):
+                paused = None
+                waiting = lane.queue.peek(now)
+            if waiting is None:
+                break
             held = self._held[waiting.request_id]
-            if held.release is None or not self._router.has_capacity(waiting.request_id):
+            if held.release is None:
+                return
+            if not self._router.has_capacity(waiting.request_id):
+                lane.blocked(now, (held.decision.prefill, held.decision.decode))
                 return
             lane.queue.pop(now, without=paused)
-            self._forget(held)
             lane.taken(waiting.cost_s, now)
+            self._forget(held)
             self.counts.num_released[waiting.flow.service_class] += 1
             self._router.on_submitted(waiting.request_id)
             held.release(held)
+        lane.blocked(now, ())
+
+    @property
+    def _paused(self) -> ServiceClass | None:
+        return "batch" if self.ladder.rung >= Rung.BATCH_PAUSED else None
+
+    def _is_idle(self, replica_id: str) -> bool:
+        """Whether nothing was sent to the replica that has not ended: then it may have what is paused."""
+        if not self._router.is_known(replica_id):
+            return True
+        state = self._router.load(replica_id)
+        return (
+            state.num_sequences <= state.num_held_sequences and state.backlog_tokens <= state.num_held_tokens
+        )
 
     def _refuse_overdue(self, now: float) -> None:
         while self._bounds and (self._bounds[0][2].waiting.is_gone or self._bounds[0][0] <= now + _EARLY_S):
@@ -335,25 +394,94 @@ class RequestAdmission:
             )
 
     def _put(self, held: HeldRequest) -> None:
-        lane = self._lanes.setdefault(held.decision.prefill or held.decision.decode, _Lane())
+        lane = self._lanes.setdefault(_lane_of(held.decision), _Lane())
         flow = held.candidacy.flow
+        lane.num_tokens += _num_new_tokens(held)
         lane.queue.put(held.waiting, self._weight(flow, held.candidacy.weight))
-        self._held[held.waiting.request_id] = held
-        self._num_taken += 1
-        heapq.heappush(self._bounds, (held.refused_at, self._num_taken, held))
-        self._num_bytes += held.waiting.num_bytes
+
+    def _route(self, request: RouteRequest, candidacy: Candidacy, now: float) -> Decision:
+        """Place the request, which is held, by what it would wait in the order of each replica."""
+        waits = {
+            name: self._wait_s(name, candidacy.flow, candidacy.weight, now)
+            for name in self._router.compute_ids()
+            if (lane := self._lanes.get(name)) is not None and len(lane.queue)
+        }
+        return self._router.route(request, is_held=True, waits=waits)
+
+    def _move_some(self, replica_ids: Iterable[str], now: float) -> None:
+        """Let each of these replicas that nothing waits for, and that could take something, have what is next
+        in the longest queue, if the router finds that better now: predictions err."""
+        wanted = {name for lane in self._lanes.values() if len(lane.queue) for name in lane.waits_for}
+        for replica_id in replica_ids:
+            if replica_id in wanted or not self._router.takes_more(replica_id):
+                continue
+            longest = max(self._lanes.values(), key=lambda lane: lane.queue.cost_s)
+            waiting = longest.queue.peek(now, without=self._paused)
+            if waiting is None:
+                return
+            held = self._held[waiting.request_id]
+            if held.release is not None and held.routed_at + _MOVE_S <= now:
+                self._move(held, now)
+
+    def _reroute(self, now: float) -> None:
+        """Route again, as many as a pump may, what has waited for a part of its bound."""
+        num_routed = 0
+        while self._reroutes and num_routed < _MOST_REROUTES:
+            due_at, number, held = self._reroutes[0]
+            if held.waiting.is_gone:
+                heapq.heappop(self._reroutes)
+                continue
+            if due_at > now:
+                return
+            again_s = REROUTE_PART * (held.refused_at - held.candidacy.arrived_at)
+            heapq.heapreplace(self._reroutes, (now + again_s, number, held))
+            num_routed += 1
+            if held.release is not None:
+                self._move(held, now)
+
+    def _move(self, held: HeldRequest, now: float) -> None:
+        """Route a request again that waits."""
+        request = held.request
+        held.routed_at = now
+        try:
+            decision = self._route(request, held.candidacy, now)
+        except NoReplicaError:
+            return  # it stays where it is
+        before = self._lanes[_lane_of(held.decision)]
+        before.queue.drop(request.request_id)
+        before.num_tokens -= _num_new_tokens(held)
+        if not len(before.queue):
+            before.blocked(now, ())
+        held.decision = decision
+        held.waiting = replace(held.waiting, cost_s=self._cost_s(decision), is_gone=False)
+        self._put(held)
+        name = _lane_of(decision)
+        self._pump_lane(name, self._lanes[name], now)
 
     def _take_out(self, held: HeldRequest) -> bool:
         """Whether it waited."""
-        lane = self._lanes.get(held.decision.prefill or held.decision.decode)
+        lane = self._lanes.get(_lane_of(held.decision))
         if lane is None or lane.queue.drop(held.waiting.request_id) is None:
             return False
         self._forget(held)
+        if not len(lane.queue):
+            lane.blocked(self._clock.now(), ())
         return True
 
     def _forget(self, held: HeldRequest) -> None:
         del self._held[held.waiting.request_id]
         self._num_bytes -= held.waiting.num_bytes
+        self._lanes[_lane_of(held.decision)].num_tokens -= _num_new_tokens(held)
+
+    def _cost_s(self, decision: Decision) -> float:
+        """Return for how long the request occupies the replica that its lane waits for: for computing its
+        prompt or, where that is longer, for the place of its sequence. The places of replicas that only
+        decode are those of all lanes."""
+        place_s = self._router.load(decision.decode).place_s
+        if decision.prefill:
+            num_compute, num_decode = self._router.num_by_side()
+            place_s *= num_compute / max(1, num_decode)
+        return max(decision.prediction.prefill_s, place_s, 1e-6)
 
     def _weight(self, flow: Flow, tenant_weight: float) -> float:
         return self._config.of(flow.service_class).weight * tenant_weight
@@ -361,12 +489,12 @@ class RequestAdmission:
     def _wait_s(self, replica_id: str, flow: Flow, tenant_weight: float, now: float) -> float:
         """Return how long a request of the flow would wait for this replica: for what is there, for what
         other gateways hold, and for what goes before it here."""
-        queue_s = self._router.load(replica_id).queue_s
-        lane = self._lanes.get(replica_id)
-        if lane is None:
-            return queue_s
-        ahead_s = lane.queue.ahead_s(flow, self._weight(flow, tenant_weight), now)
-        return max(0.0, queue_s - lane.queue.cost_s) + ahead_s / lane.rate(now)
+        state, lane = self._router.load(replica_id), self._lanes.get(replica_id)
+        if lane is None or not len(lane.queue):
+            return state.submitted_wait_s(0)
+        weight = self._weight(flow, tenant_weight)
+        ahead_s = lane.queue.ahead_s(flow, weight, now, without=self._paused)
+        return state.submitted_wait_s(lane.num_tokens) + ahead_s / lane.rate(now)
 
     def _least_wait_s(self, flow: Flow, tenant_weight: float, now: float) -> float:
         """Return the least wait of all replicas; 0 where there is none."""
@@ -425,3 +553,13 @@ class RequestAdmission:
             pressure,
         )
         self._on_rung(rung)
+
+
+def _lane_of(decision: Decision) -> str:
+    """Return the replica that computes the prompt."""
+    return decision.prefill or decision.decode
+
+
+def _num_new_tokens(held: HeldRequest) -> int:
+    """Return how many tokens of the prompt must be computed, as the router counts them."""
+    return max(held.request.num_tokens, 1) - held.decision.prefill_cached_tokens

@@ -116,6 +116,9 @@ class FairQueue:
             return None
         flow = self._flows[waiting.flow]
         turn = self._turn(without)
+        for key, other in self._flows.items():
+            if key.service_class == without:
+                other.tag = max(other.tag, self._virtual_s)  # it does not claim the time of its pause
         if turn is flow and turn.heap[0][2] is waiting:
             self._virtual_s = max(self._virtual_s, flow.tag)
         else:
@@ -132,15 +135,15 @@ class FairQueue:
             self._remove(waiting)
         return waiting
 
-    def ahead_s(self, flow: Flow, weight: float, now: float) -> float:
+    def ahead_s(self, flow: Flow, weight: float, now: float, *, without: ServiceClass | None = None) -> float:
         """Return the work that goes before a request of this flow that arrives now: what is due, what waits
-        in the flow, and what other flows may do until then by their weights."""
+        in the flow, and what other flows may do until then by their weights, `without` left out."""
         own = self._flows.get(flow)
         own_cost_s = own.cost_s if own is not None else 0.0
         tag = max(self._virtual_s, own.tag if own is not None else 0.0) + own_cost_s / weight
         ahead_s = own_cost_s
         for key, other in self._flows.items():
-            if key != flow and other.num_waiting:
+            if key != flow and other.num_waiting and key.service_class != without:
                 ahead_s += min(other.cost_s, max(0.0, (tag - other.tag) * other.weight) + self._head_s(other))
         return min(ahead_s, self.cost_s)
 

@@ -380,7 +380,7 @@ class RequestManager:
         for ended in frame.moves:
             if (task := self._tasks.get(ended.request_id)) is not None:
                 task.apply(task.state.on_move_ended, source, ended)
-        self.admission.pump()
+        self.admission.pump(source.replica_id)
 
     def _judge(self, source: ReplicaIdentity, frame: StepFrame, now: float) -> None:
         """Let the replica's circuit breaker know what succeeded there, and what failed by its own fault."""

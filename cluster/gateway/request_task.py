@@ -26,7 +26,7 @@ from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.messages import ReplicaIdentity
 from router.errors import NoReplicaError
 from router.messages import Decision, RouteRequest
-from workers.messages.link import Cancel, HandOverTarget, Move, Submission
+from workers.messages.link import Announce, Cancel, HandOverTarget, Move, Submission
 
 # Tokens, each with its log-probabilities counted too, that one stream holds for a client that does not read.
 # A slower client is cut off with RESOURCE_EXHAUSTED; no other stream waits for it meanwhile.
@@ -47,7 +47,7 @@ class Connections(Protocol):
     def target(self, replica_id: str) -> HandOverTarget | None:
         """Return the connected replica of this id; None when there is none."""
 
-    def send(self, replica: ReplicaIdentity, message: Submission | Cancel | Move) -> bool:
+    def send(self, replica: ReplicaIdentity, message: Announce | Submission | Cancel | Move) -> bool:
         """Queue the message for this life of the replica; False when it is not connected."""
 
 
@@ -194,6 +194,8 @@ class RequestTask:
         self._on_end = on_end
         self._admission = admission
         self._held = held
+        # Where a prompt that waits was announced.
+        self._announced_to: ReplicaIdentity | None = None
         self._unread = unread
         self._buffer = OutputBuffer(unread, self._cut_off)
         self._timers = SupervisedTasks()
@@ -284,6 +286,7 @@ class RequestTask:
         if self._held is not None and self._admission is not None:
             held, self._held = self._held, None
             self._admission.drop(held)
+            self._withdraw()
         self._timers.cancel()
         self._buffer.close(end)
         self._on_end(error)
@@ -305,6 +308,8 @@ class RequestTask:
         if self._held is not None and self._admission is not None:
             self._start_timer(self._held.refused_at - self._clock.now(), self._admission.pump)
             self._admission.hold(self._held, self._released, self._refused)
+            if self._held is not None:
+                self._announce(request, self._held.decision)
             return
         try:
             decision = self._router.route(request)
@@ -321,7 +326,23 @@ class RequestTask:
     def _refused(self, error: OverloadedError) -> None:
         """End the request, which has waited too long for its turn."""
         self._held = None
+        self._withdraw()
         self.apply(self.state.on_cancel, error)
+
+    def _announce(self, request: RouteRequest, decision: Decision) -> None:
+        """Let the replica that will compute the prompt load meanwhile what is stored of it."""
+        target = self._connections.target(decision.prefill or decision.decode)
+        if target is None or not request.block_keys:
+            return
+        group = self.state.prepared.sharing_group
+        announce = Announce(request.request_id, group, request.num_tokens, request.block_keys)
+        if self._connections.send(target.identity, announce):
+            self._announced_to = target.identity
+
+    def _withdraw(self) -> None:
+        """The prompt that was announced does not come."""
+        if self._announced_to is not None:
+            self._connections.send(self._announced_to, Cancel(self._request_id, 0))
 
     def _routed(self, decision: Decision) -> None:
         prefill = self._connections.target(decision.prefill) if decision.prefill else None

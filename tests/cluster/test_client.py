@@ -7,7 +7,9 @@ import gc
 import signal
 import socket
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import grpc
 import numpy as np
 import pytest
 from gateway_harness import PROMPT, GatewayHarness, Pair, decode, expected, until
+from patience import WAIT_S
 
 from cluster.api import client as client_module
 from cluster.api.blocking_client import BlockingClient
@@ -31,6 +34,30 @@ from cluster.errors import CallError, InvalidRequestError
 from cluster.proto import tandem_pb2 as pb
 from cluster.text.preprocess import sample_seed
 from workers.messages.link import RequestFailed
+
+
+@contextmanager
+def silent_gateway() -> Iterator[tuple[str, threading.Semaphore]]:
+    """Take every call and answer none. Yield the address, and what is released for each call."""
+    called, is_over = threading.Semaphore(0), threading.Event()
+
+    def wait(request: bytes, context: grpc.ServicerContext) -> bytes:
+        called.release()
+        is_over.wait(WAIT_S)
+        return b""
+
+    class Silence(grpc.GenericRpcHandler):
+        def service(self, details: Any) -> Any:
+            return grpc.unary_unary_rpc_method_handler(wait)
+
+    server = grpc.server(ThreadPoolExecutor(4), handlers=(Silence(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}", called
+    finally:
+        is_over.set()
+        server.stop(None).wait()
 
 
 async def collect(stream: GenerateStream, collector: Collector) -> None:
@@ -267,18 +294,35 @@ def test_closing_a_blocking_client_ends_the_calls_of_other_threads(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """They neither wait for ever nor leave pending tasks, which asyncio reports when they are destroyed."""
-    with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(2) as threads:
-        client = BlockingClient(f"127.0.0.1:{silent.getsockname()[1]}")
+    with silent_gateway() as (address, called), ThreadPoolExecutor(2) as threads:
+        client = BlockingClient(address)
         calls: list[Future[Any]] = [threads.submit(client.complete, "x"), threads.submit(client.models)]
-        silent.accept()[0].close()  # a call has begun; the next connection stays without an answer
+        for _ in calls:
+            assert called.acquire(timeout=WAIT_S)
         client.close()
         for call in calls:
             with pytest.raises(CallError, match="CANCELLED: this client was closed"):
-                call.result(timeout=30)
+                call.result(timeout=WAIT_S)
         client.close()
         with pytest.raises(CallError, match="CANCELLED: this client was closed"):
             client.models()
     del client, calls, call
+    gc.collect()
+    assert not [record.message for record in caplog.records if record.name == "asyncio"]
+
+
+def test_closing_a_blocking_client_ends_a_call_that_has_no_connection_yet(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nobody answers on the connection, so the call is retried until the client is closed."""
+    with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as threads:
+        client = BlockingClient(f"127.0.0.1:{silent.getsockname()[1]}")
+        call: Future[Any] = threads.submit(client.complete, "x")
+        silent.accept()[0].close()  # the call has begun; the next connection stays without an answer
+        client.close()
+        with pytest.raises(CallError, match="CANCELLED: this client was closed"):
+            call.result(timeout=WAIT_S)
+    del client, call
     gc.collect()
     assert not [record.message for record in caplog.records if record.name == "asyncio"]
 

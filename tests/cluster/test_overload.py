@@ -1,0 +1,59 @@
+"""A cluster that is offered more than it can do, in virtual time, with the real router and admission."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.overload import SCENARIOS, Scenario, greedy, is_good, measured_capacity, recovered_s, run_load
+
+NUM_REPLICAS = 4
+DURATION_S = 60.0
+
+
+def goodput(scenario: Scenario, rate_s: float) -> float:
+    return float(run_load(scenario, NUM_REPLICAS, rate_s, DURATION_S).record()["goodput_per_s"])
+
+
+@pytest.mark.parametrize("name", ["mixed", "interactive", "pools", "decode_bound", "prefill_bound"])
+def test_goodput_holds_whatever_is_the_bottleneck(name: str) -> None:
+    scenario = SCENARIOS[name]
+    capacity = measured_capacity(scenario, NUM_REPLICAS)
+    peak = max(goodput(scenario, multiple * capacity) for multiple in (0.9, 1.2, 2.0))
+    assert peak > 0.75 * capacity
+    assert goodput(scenario, 5 * capacity) >= 0.85 * peak
+
+
+def test_below_the_capacity_nothing_is_refused_and_objectives_are_kept() -> None:
+    scenario = SCENARIOS["mixed"]
+    capacity = measured_capacity(scenario, NUM_REPLICAS)
+    load = run_load(scenario, NUM_REPLICAS, 0.5 * capacity, DURATION_S)
+    assert all(is_good(it, load.cluster.config) for it in load.cluster.requests)
+    assert load.cluster.rungs == []
+
+
+def test_goodput_is_back_soon_after_a_storm_and_nothing_is_left() -> None:
+    scenario = SCENARIOS["interactive"]
+    capacity = measured_capacity(scenario, NUM_REPLICAS)
+    load = run_load(
+        scenario, NUM_REPLICAS, 5 * capacity, DURATION_S, after_s=30.0, after_rate_s=0.5 * capacity
+    )
+    recovered = recovered_s(load, 30.0)
+    assert recovered is not None
+    assert recovered < 5.0
+    assert all(it.ended_at is not None for it in load.cluster.requests)
+    assert len(load.cluster.admission) == 0
+    assert load.cluster.router.num_placements == 0
+
+
+def test_batch_requests_that_are_held_go_when_nothing_else_is_left() -> None:
+    """The ladder stands on the rung that pauses them, and nothing comes that could move it."""
+    scenario = SCENARIOS["mixed"]
+    load = run_load(scenario, NUM_REPLICAS, 5 * measured_capacity(scenario, NUM_REPLICAS), 30.0)
+    assert load.cluster.rungs
+    assert all(it.ended_at is not None for it in load.cluster.requests)
+
+
+def test_a_greedy_tenant_takes_what_the_others_leave() -> None:
+    record = greedy(NUM_REPLICAS, 2 * DURATION_S)
+    assert record["served_share_of_greedy"] <= record["share_left"] + 0.1
+    assert all(part >= 0.95 for name, part in record["good_part"].items() if name != "greedy")
