@@ -34,6 +34,7 @@ from router.service import RouterService
 from workers.messages.link import (
     LINK_DOWN_CODEC,
     LINK_UP_CODEC,
+    Announce,
     CachePurged,
     Cancel,
     GatewayHello,
@@ -234,14 +235,14 @@ class ReplicaConnections:
         """Whether there is a link to any replica, also one that leaves."""
         return any(view.stream is not None for view in self._views.values())
 
-    def send(self, replica: ReplicaIdentity, message: Submission | Cancel | Move) -> bool:
+    def send(self, replica: ReplicaIdentity, message: Announce | Submission | Cancel | Move) -> bool:
         """Queue the message on the link to this life of the replica; False when there is none."""
         view = self._views.get(replica.replica_id)
         if view is None or view.hello is None or view.hello.identity != replica:
             return False
-        if not isinstance(message, Submission):
-            return _send(view.stream, message)
         is_behind = view.stream is not None and view.stream.num_unsent_bytes > MAX_UNSENT_BYTES
+        if not isinstance(message, Submission):
+            return not (is_behind and isinstance(message, Announce)) and _send(view.stream, message)
         if is_behind or not _send(view.stream, message):
             why = "does not read what waits for it" if is_behind else "its link is gone"
             self.breakers.failed(replica, message.request_id, why, self._clock.now())

@@ -211,6 +211,18 @@ KV = (
         why_empty=NEEDS_LOAD,
     ),
     of_replica(
+        "announced_prompts_total",
+        "num_announced_prompts",
+        "requests",
+        "Requests that were announced while they waited in a gateway, to a replica with a store.",
+    ),
+    of_replica(
+        "announced_blocks_total",
+        "num_announced_blocks",
+        "blocks",
+        "Blocks loaded from the store for announced requests before they came.",
+    ),
+    of_replica(
         "stored_blocks_total", "num_stored_blocks", "blocks", "Blocks written through to the node's store."
     ),
     of_replica(

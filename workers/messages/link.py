@@ -76,9 +76,20 @@ class Submission(Message, frozen=True):
     service_class: ServiceClass = "standard"
 
 
+class Announce(Message, frozen=True):
+    """Gateway to engine core: a request waits in the gateway, and will probably be submitted here. What the
+    store has of its prompt's `block_keys`, as in `Submission`, may be loaded meanwhile. Forgotten when the
+    request is submitted or cancelled, and after a while (`AnnouncedPrompts`)."""
+
+    request_id: str
+    sharing_group: str
+    num_tokens: int
+    block_keys: tuple[bytes, ...]
+
+
 class Cancel(Message, frozen=True):
     """Gateway to engine core: stop the request and free everything of it within one step. Always answered by
-    nothing: the gateway has already answered its client."""
+    nothing: the gateway has already answered its client. Attempt 0: it was only announced."""
 
     request_id: str
     attempt: int
@@ -255,7 +266,7 @@ class CachePurged(Message, frozen=True):
     num_requests: int
 
 
-LinkDown = GatewayHello | Submission | Cancel | KvSnapshotRequest | Move | PurgeCache
+LinkDown = GatewayHello | Announce | Submission | Cancel | KvSnapshotRequest | Move | PurgeCache
 LinkUp = ReplicaHello | StepFrame | KvEvents | KvSnapshot | Leaving | RoleChanged | CachePurged
 
 LINK_DOWN_CODEC: Codec[LinkDown] = Codec(LinkDown)

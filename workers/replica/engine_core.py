@@ -47,6 +47,7 @@ from workers.disagg.peers import Peers
 from workers.disagg.request_table import RequestTable
 from workers.errors import RankDiedError
 from workers.messages.link import (
+    Announce,
     CachePurged,
     Cancel,
     GatewayKey,
@@ -310,8 +311,13 @@ class EngineCore:
                 self.requests.submit(gateway, message)
                 if self.connector is not None:
                     self.connector.arrived(message)
+            case Announce():
+                if self.connector is not None and self.requests.takes_new:
+                    self.connector.announce(message)
             case Cancel(request_id, attempt):
                 self.requests.cancel((request_id, attempt))
+                if self.connector is not None:
+                    self.connector.withdraw(request_id)
             case Move():
                 self.migration.start(message)
             case PurgeCache():

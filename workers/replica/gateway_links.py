@@ -280,6 +280,8 @@ class ReplicaReports:
         return {
             "load_tok_s": connector.costs.measured_tok_s,
             "num_loaded_tokens": dict(connector.loader.num_loaded_tokens),
+            "num_announced_prompts": connector.announced.num_announced,
+            "num_announced_blocks": connector.announced.num_loaded_blocks,
             "num_stored_blocks": connector.saver.num_stored,
             "num_unstored_blocks": dict(connector.saver.num_unstored),
             "num_store_checksum_failures": connector.loader.num_checksum_failures,

@@ -113,6 +113,11 @@ class Request:
             return "before it was scheduled"
         return f"after {sum(sequence.num_output_tokens for sequence in self.sequences)} tokens of output"
 
+    def count_loaded(self, num_tokens: dict[str, int]) -> None:
+        """Add tokens whose KV came from the store, by tier."""
+        for tier, count in num_tokens.items():
+            self.num_loaded_tokens[tier] = self.num_loaded_tokens.get(tier, 0) + count
+
     def finish_of(self, sequence: Sequence, token: int, end_token_ids: frozenset[int]) -> str:
         """What the sequence's last token means: "stop", "length", or "" (it continues)."""
         sampling = self.submission.sampling
