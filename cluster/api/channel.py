@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import grpc
 import grpc.aio
 
-from cluster.errors import CallError, bad_fields, retry_after_s
+from cluster.errors import CallError, bad_fields, retry_after_s, usage_of
 from kvtransfer.common.clock import Clock, SystemClock
 
 UNARY_TIMEOUT_S = 30.0
@@ -134,4 +134,10 @@ class GatewayCaller:
 def call_error(error: Any) -> CallError:
     """The `CallError` of an `AioRpcError`."""
     trailing = tuple(error.trailing_metadata() or ())
-    return CallError(error.code(), error.details() or "", retry_after_s(trailing), bad_fields(trailing))
+    return CallError(
+        error.code(),
+        error.details() or "",
+        retry_after_s(trailing),
+        bad_fields(trailing),
+        usage_of(trailing),
+    )

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -168,7 +169,7 @@ def status_view(
         gateways.add_row(
             gateway.gateway_id, gateway.address, gateway.admin or NONE, str(gateway.process_id), console
         )
-    return Group(*parts, gateways)
+    return Group(*parts, *_quota_parts(status.quotas), gateways)
 
 
 def explain_view(explained: pb.ExplainResponse) -> Group:
@@ -186,6 +187,21 @@ def explain_view(explained: pb.ExplainResponse) -> Group:
     for event in explained.timeline:
         timeline.add_row(f"{event.at_ms:.1f}", event.name, event.detail)
     return Group(*parts, timeline)
+
+
+def _quota_parts(quotas: Sequence[pb.TenantQuota]) -> list[RenderableType]:
+    """Return a table of the tenants with limits that are not idle, if there are any."""
+    if not quotas:
+        return []
+    table = made_table("limits of tenants", "tenant", "in use", "refused since it was idle")
+    for quota in quotas:
+        used = ", ".join(
+            f"[yellow]{name} {share:.0%}[/]" if share >= 1 else f"{name} {share:.0%}"
+            for name, share in sorted(quota.used.items())
+        )
+        refused = ", ".join(f"{num} by {name}" for name, num in sorted(quota.num_refused.items()))
+        table.add_row(escape(quota.tenant), used, refused or NONE)
+    return [table]
 
 
 def _kv_capacity(status: pb.StatusResponse) -> str:

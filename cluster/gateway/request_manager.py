@@ -80,6 +80,8 @@ class RequestInfo(Part, frozen=True):
     tenant: str = ""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    # Of the prompt, in the last attempt.
+    num_cached_tokens: int = 0
     # 0: there is none yet.
     first_token_at: float = 0.0
     # 0: it is running.
@@ -589,6 +591,7 @@ def _record(
         tenant=request.prepared.tenant,
         num_prompt_tokens=request.prepared.num_prompt_tokens,
         num_output_tokens=request.num_output_tokens,
+        num_cached_tokens=request.num_cached_tokens,
         first_token_at=request.first_token_at,
         ended_at=ended_at,
     )

@@ -171,6 +171,11 @@ class RequestState:
         """Of all samples, including what a resumed request came with."""
         return sum(sample.num_tokens for sample in self._samples.values())
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of the prompt: not computed in the last attempt."""
+        return self._prefill_report.num_cached_tokens if self._prefill_report else 0
+
     def is_current(self, number: int) -> bool:
         """Whether the submission of this number belongs to the running attempt."""
         return self.phase is RequestPhase.RUNNING and number in self._numbers

@@ -213,6 +213,10 @@ class RequestTask:
         """Return the next output, or the summary after all of it; raise the error of a failed request."""
         return await self._buffer.get()
 
+    def summary(self) -> Summary:
+        """Summarize the request, or as much of it as has happened."""
+        return self.state.summary(self._clock.now())
+
     def abandon(self, error: RequestError | None = None) -> None:
         """Stop the work wherever it is: nobody waits for the output any more. Does nothing after the end."""
         self.apply(self.state.on_cancel, error or AbandonedError("the client cancelled the call"))

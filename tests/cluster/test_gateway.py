@@ -19,7 +19,7 @@ from cluster.proto import tandem_pb2 as pb
 from cluster.text.preprocess import sample_seed
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.messages import ReplicaIdentity
-from workers.messages.link import RequestFailed
+from workers.messages.link import RequestFailed, StepFrame
 from workers.stats_record import PathMeasure
 
 
@@ -232,6 +232,34 @@ async def test_what_cannot_be_retried_fails_at_once(pair: Pair, code: str, statu
         await pair.client.complete(PROMPT, GenerateOptions(max_tokens=5))
     assert caught.value.code is status
     assert len(pair.prefill.submissions) == 1
+
+
+async def test_what_a_request_had_used_is_in_the_status_of_its_failure(pair: Pair) -> None:
+    pair.decode.script.stop_after = 2
+    events = pair.client.generate(PROMPT, GenerateOptions(max_tokens=5)).events()
+    num_tokens = 0
+    while num_tokens < 3:
+        event = await anext(events)
+        num_tokens += len(event.token_ids) if isinstance(event, pb.Delta) else 0
+    made = pair.prefill.submissions[-1]
+    late = RequestFailed(made.request_id, made.attempt, "deadline", "too late")
+    pair.decode.broadcast(StepFrame(failures=(late,)))
+    with pytest.raises(CallError, match="too late") as caught:
+        await anext(events)
+    usage = caught.value.usage
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(encode(PROMPT)), 3)
+    assert usage.cached.device == min(16, usage.prompt_tokens - 1)
+    listed = (await pair.client.requests())[0]
+    assert (listed.state, listed.num_output_tokens) == ("failed", 3)
+    assert listed.num_cached_tokens == usage.cached.device
+
+
+async def test_a_request_that_was_not_accepted_has_used_nothing(pair: Pair) -> None:
+    with pytest.raises(CallError) as caught:
+        await pair.client.complete(PROMPT, GenerateOptions(max_tokens=5, temperature=-1.0))
+    assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.usage is None
 
 
 async def test_without_replicas_requests_are_unavailable_and_health_says_so(harness: GatewayHarness) -> None:
