@@ -115,9 +115,14 @@ class BlockingClient(BlockingCaller[Client]):
                 self._wait(_close(events, lock))
 
     def complete(
-        self, prompt: Prompt, options: GenerateOptions | None = None, *, timeout_s: float | None = None
+        self,
+        prompt: Prompt,
+        options: GenerateOptions | None = None,
+        *,
+        timeout_s: float | None = None,
+        resume: bool = True,
     ) -> Completion:
-        return self._wait(self._client.complete(prompt, options, timeout_s=timeout_s))
+        return self._wait(self._client.complete(prompt, options, timeout_s=timeout_s, resume=resume))
 
     def tokenize(self, prompt: str | Sequence[Turn]) -> list[int]:
         return self._wait(self._client.tokenize(prompt))

@@ -21,9 +21,8 @@ from cluster.api.admin_client import AdminClient
 from cluster.api.channel import ClientCredentials
 from cluster.api.client import Client
 from cluster.config import ClusterConfig, parse_config
-from cluster.gateway.request_manager import resume_digest
 from cluster.identity.identity import LOCAL
-from cluster.identity.resume_tokens import ResumeTokens
+from cluster.identity.resume_tokens import ResumeTokens, resume_digest
 from cluster.proto import tandem_pb2 as pb
 from cluster.roster.messages import GatewayRecord, ReplicaRecord
 from cluster.roster.state import LocalRoster
