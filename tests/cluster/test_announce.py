@@ -140,7 +140,7 @@ def _abandon(gateway: Gateway, task: RequestTask) -> None:
     task.abandon()
 
 
-async def test_an_announcement_is_withdrawn_when_the_request_has_to_go_elsewhere() -> None:
+async def test_an_announcement_is_withdrawn_when_the_request_is_placed_anew() -> None:
     gateway = Gateway(num_backlog_tokens=5000)
     task = gateway.begin()
     gateway.is_gone = True
