@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import grpc
 import grpc.aio
 
-from cluster.api.channel import GatewayCaller, call_error
+from cluster.api.channel import GatewayCaller, call_error, closed_error
 from cluster.errors import CallError, FieldViolation, InvalidRequestError
 from cluster.proto import APPLICATION_KEY, tandem_pb2_grpc
 from cluster.proto import tandem_pb2 as pb
@@ -152,6 +152,8 @@ class GenerateStream:
         except grpc.aio.AioRpcError as error:
             raise call_error(error) from error
         except asyncio.CancelledError:
+            if self._client.is_closed:
+                raise closed_error() from None
             if not self._is_cancelled:
                 raise
             raise CallError(grpc.StatusCode.CANCELLED, "cancelled by this client") from None
@@ -260,7 +262,7 @@ class Client(GatewayCaller):
         if not error.is_refusal:
             suggested_s = min(suggested_s, _MAX_BACKOFF_S)
         pause_s = max(suggested_s, backoff_s(num_failures, _BACKOFF_S, _MAX_BACKOFF_S))
-        await self.clock.sleep(pause_s * (1 + _JITTER * secrets.randbelow(1001) / 1000))
+        await self.sleep(pause_s * (1 + _JITTER * secrets.randbelow(1001) / 1000))
 
 
 class Collector:
