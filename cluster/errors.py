@@ -172,6 +172,11 @@ class CallError(ClusterError):
         # What an accepted request used before it failed; None: it was not accepted, or nobody said.
         self.usage = usage
 
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the cluster, or a quota, does not allow the request now, and says when to try again."""
+        return self.code is grpc.StatusCode.RESOURCE_EXHAUSTED and bool(self.retry_after_s)
+
 
 class ConfigError(ClusterError):
     """The configuration cannot be used; each line begins with the file and the field's path."""

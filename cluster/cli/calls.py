@@ -19,7 +19,7 @@ from cluster.api.channel import ClientCredentials
 from cluster.api.client import Client, Collector, Completion, GenerateOptions, Prompt, generate_request
 from cluster.api.json_text import as_dict, status_json
 from cluster.cli.store import members_table, tiers_table
-from cluster.cli.terminal import NONE, made_table, traffic_line
+from cluster.cli.terminal import NONE, err, made_table, traffic_line
 from cluster.proto import tandem_pb2 as pb
 from cluster.text.preprocess import check_values
 
@@ -55,6 +55,8 @@ async def generate(
             print(f"--- {index}: {completion.finish_reasons[index]}\n{text}")
     else:
         print()
+    if (cap := completion.finished.usage.capped_max_tokens) and not as_json:
+        err.print(f"the cluster is under load: max_tokens was cut to {cap}", highlight=False)
 
 
 def completion_json(completion: Completion) -> dict[str, Any]:

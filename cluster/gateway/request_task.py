@@ -14,6 +14,7 @@ from functools import partial
 from typing import Protocol, TypeVarTuple
 
 from cluster.admission.admission import HeldRequest, RequestAdmission
+from cluster.admission.retries import CAPACITY_WAIT_S, Retry
 from cluster.errors import AbandonedError, OverloadedError, RequestError, SlowClientError
 from cluster.gateway.attempt import OutputDelta
 from cluster.gateway.request_state import RequestPhase, RequestState
@@ -54,11 +55,16 @@ class Connections(Protocol):
 class Router(Protocol):
     """What a request needs of `router.service.RouterService`."""
 
-    def route(self, request: RouteRequest) -> Decision:
+    def route(
+        self, request: RouteRequest, *, is_held: bool = False, prefers_capacity: bool = False
+    ) -> Decision:
         """Place the request; `NoReplicaError` when there is no place."""
 
     def route_move(self, request: RouteRequest) -> str:
         """Return the decode replica that a running stream must move to; `NoReplicaError` without one."""
+
+    def on_refused(self, replica_id: str) -> None:
+        """Note that the replica has no capacity now."""
 
     def on_prefilled(self, request_id: str) -> None: ...
 
@@ -194,6 +200,7 @@ class RequestTask:
         self._on_end = on_end
         self._admission = admission
         self._held = held
+        self._retry: Retry | None = None
         # Where a prompt that waits was announced.
         self._announced_to: ReplicaIdentity | None = None
         self._unread = unread
@@ -239,8 +246,8 @@ class RequestTask:
 
     # ------------------------------------------------------------ effects (cluster.gateway.request_state)
 
-    def route(self, request: RouteRequest, delay_s: float) -> None:
-        self._after(delay_s, partial(self._route, request))
+    def route(self, request: RouteRequest, delay_s: float, *, needs_capacity: bool = False) -> None:
+        self._after(delay_s, partial(self._route, request, needs_capacity=needs_capacity))
 
     def submit(self, replica: ReplicaIdentity, submission: Submission) -> None:
         if not self._connections.send(replica, submission):
@@ -286,7 +293,9 @@ class RequestTask:
         if self._held is not None and self._admission is not None:
             held, self._held = self._held, None
             self._admission.drop(held)
-            self._withdraw()
+        self._withdraw()
+        if self._retry is not None and self._admission is not None:
+            self._admission.retries.drop(self._retry)
         self._timers.cancel()
         self._buffer.close(end)
         self._on_end(error)
@@ -304,19 +313,37 @@ class RequestTask:
         else:
             self.state.on_cancel(error, now)
 
-    def _route(self, request: RouteRequest) -> None:
+    def _route(self, request: RouteRequest, *, needs_capacity: bool = False) -> None:
         if self._held is not None and self._admission is not None:
             self._start_timer(self._held.refused_at - self._clock.now(), self._admission.pump)
             self._admission.hold(self._held, self._released, self._refused)
             if self._held is not None:
                 self._announce(request, self._held.decision)
             return
+        waits = needs_capacity and self._admission is not None
         try:
-            decision = self._router.route(request)
+            decision = self._router.route(request, is_held=waits, prefers_capacity=needs_capacity)
         except NoReplicaError as error:
             self.apply(self.state.on_no_route, str(error), error.retry_after_s)
             return
-        self._routed(decision)
+        if waits:
+            self._wait_for_capacity(request, decision)
+        else:
+            self._routed(decision)
+
+    def _wait_for_capacity(self, request: RouteRequest, decision: Decision) -> None:
+        """Submit the request, which a replica has refused, when the chosen pair can take it; after
+        `CAPACITY_WAIT_S` wherever it costs least."""
+        assert self._admission is not None
+        retries = self._admission.retries
+
+        def route_anyway() -> None:
+            if retries.drop(retry):
+                self._route(request)
+
+        self._retry = retry = Retry(decision, lambda it: self._routed(it.decision))
+        self._start_timer(CAPACITY_WAIT_S, route_anyway)
+        retries.hold(retry)
 
     def _released(self, held: HeldRequest) -> None:
         """Submit the request, which has waited for its turn."""
@@ -326,7 +353,6 @@ class RequestTask:
     def _refused(self, error: OverloadedError) -> None:
         """End the request, which has waited too long for its turn."""
         self._held = None
-        self._withdraw()
         self.apply(self.state.on_cancel, error)
 
     def _announce(self, request: RouteRequest, decision: Decision) -> None:
@@ -340,17 +366,20 @@ class RequestTask:
             self._announced_to = target.identity
 
     def _withdraw(self) -> None:
-        """The prompt that was announced does not come."""
+        """The prompt that was announced, if any, does not come."""
         if self._announced_to is not None:
-            self._connections.send(self._announced_to, Cancel(self._request_id, 0))
+            replica, self._announced_to = self._announced_to, None
+            self._connections.send(replica, Cancel(self._request_id, 0))
 
     def _routed(self, decision: Decision) -> None:
         prefill = self._connections.target(decision.prefill) if decision.prefill else None
         decode = self._connections.target(decision.decode)
         if decode is None or (decision.prefill and prefill is None):
             self.release_placement()
+            self._withdraw()
             self.apply(self.state.on_no_route, "the chosen replica has just gone", 1.0)
             return
+        self._announced_to = None
         computes = prefill.identity if prefill is not None and prefill != decode else None
         self.apply(self.state.on_routed, decision, computes, decode)
 

@@ -68,7 +68,9 @@ class Field:
         self.sent.append((replica, message))
         return True
 
-    def route(self, request: RouteRequest) -> Decision:
+    def route(
+        self, request: RouteRequest, *, is_held: bool = False, prefers_capacity: bool = False
+    ) -> Decision:
         usable = [it for it in self.known if it.replica_id not in request.excluded]
         if not usable:
             raise NoReplicaError("nobody", 3.0)
@@ -76,6 +78,9 @@ class Field:
 
     def route_move(self, request: RouteRequest) -> str:
         return self.route(request).decode
+
+    def on_refused(self, replica_id: str) -> None:
+        pass
 
     def on_prefilled(self, request_id: str) -> None:
         pass
