@@ -17,6 +17,7 @@ Without I/O: times are arguments. `cluster.admission.shared_quotas` exchanges th
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
@@ -390,11 +391,12 @@ class Quotas:
             for bucket, amount in zip(found.buckets, used, strict=True):
                 if bucket is None:
                     continue
+                most = math.inf
                 if self._is_divided:  # it may have shared its limits meanwhile with others than this one
-                    amount = min(amount, bucket.rate * GRACE_S)
+                    most = bucket.rate * GRACE_S
                 elif not was_read:  # more may be in its record than it used since it is known here
-                    amount = min(amount, bucket.capacity)
-                bucket.take(amount, now)
+                    most = bucket.capacity
+                bucket.take(min(amount, most), now)
 
     def _hold_others(self, peers: Iterable[_Peer], now: float) -> None:
         tenant_to_held: defaultdict[str, int] = defaultdict(int)
