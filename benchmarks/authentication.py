@@ -31,13 +31,12 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
 from benchmarks.drawn_trust import draw_trust
 from cluster.api.authentication import Authentication
-from cluster.gateway.request_manager import resume_digest
 from cluster.identity.access_control import AccessControl
 from cluster.identity.api_keys import add_key
 from cluster.identity.authenticator import Authenticator, Credentials
 from cluster.identity.config import AuthConfig
 from cluster.identity.identity import LOCAL
-from cluster.identity.resume_tokens import ResumeTokens
+from cluster.identity.resume_tokens import ResumeTokens, resume_digest
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc
 from kvtransfer.common.clock import SystemClock

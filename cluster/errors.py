@@ -37,11 +37,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
+
+from cluster.proto import tandem_pb2 as pb
 
 
 class ClusterError(Exception):
@@ -158,6 +160,7 @@ class CallError(ClusterError):
         message: str,
         retry_after_s: float | None = None,
         fields: tuple[FieldViolation, ...] = (),
+        usage: pb.Usage | None = None,
     ) -> None:
         super().__init__(f"{code.name}: {message}")
         self.code = code
@@ -166,6 +169,13 @@ class CallError(ClusterError):
         self.retry_after_s = retry_after_s
         # The bad fields of an INVALID_ARGUMENT.
         self.fields = fields
+        # What an accepted request used before it failed; None: it was not accepted, or nobody said.
+        self.usage = usage
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the cluster, or a quota, does not allow the request now, and says when to try again."""
+        return self.code is grpc.StatusCode.RESOURCE_EXHAUSTED and bool(self.retry_after_s)
 
 
 class ConfigError(ClusterError):
@@ -261,7 +271,8 @@ _MAX_VIOLATIONS = 12
 # The trailing metadata in which gRPC carries a google.rpc.Status.
 DETAILS_KEY = "grpc-status-details-bin"
 
-D = TypeVar("D", error_details_pb2.RetryInfo, error_details_pb2.BadRequest)
+Detail: TypeAlias = error_details_pb2.RetryInfo | error_details_pb2.BadRequest | pb.Usage
+D = TypeVar("D", error_details_pb2.RetryInfo, error_details_pb2.BadRequest, pb.Usage)
 
 
 class GrpcStatus(NamedTuple):
@@ -272,8 +283,9 @@ class GrpcStatus(NamedTuple):
     trailing_metadata: tuple[tuple[str, bytes], ...]
 
 
-def to_grpc_status(error: RequestError) -> GrpcStatus:
-    """Return the status of `error`, with BadRequest or RetryInfo packed into its details."""
+def to_grpc_status(error: RequestError, usage: pb.Usage | None = None) -> GrpcStatus:
+    """Return the status of `error`, with BadRequest or RetryInfo packed into its details, and the usage of a
+    request that failed after it was accepted."""
     code = STATUS_TABLE[type(error)]
     details: list[any_pb2.Any] = []
     if isinstance(error, InvalidRequestError):
@@ -284,6 +296,8 @@ def to_grpc_status(error: RequestError) -> GrpcStatus:
         nanos = math.ceil(error.retry_after_s * 1e9)
         delay = duration_pb2.Duration(seconds=nanos // 10**9, nanos=nanos % 10**9)
         details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
+    if usage is not None:
+        details.append(_packed(usage))
     message = str(error)[:_MAX_MESSAGE_CHARS]
     status = status_pb2.Status(code=code.value[0], message=message, details=details)
     return GrpcStatus(code, message, ((DETAILS_KEY, status.SerializeToString()),))
@@ -306,6 +320,11 @@ def bad_fields(trailing_metadata: tuple[tuple[str, str | bytes], ...]) -> tuple[
     )
 
 
+def usage_of(trailing_metadata: tuple[tuple[str, str | bytes], ...]) -> pb.Usage | None:
+    """Return what a failed call used; None where its status does not say."""
+    return next(_unpacked(trailing_metadata, pb.Usage), None)
+
+
 def _unpacked(trailing_metadata: tuple[tuple[str, str | bytes], ...], kind: type[D]) -> Iterator[D]:
     """Yield the details of this kind from the statuses in the metadata."""
     for key, value in trailing_metadata:
@@ -324,7 +343,7 @@ def _bad_request(violations: tuple[FieldViolation, ...]) -> error_details_pb2.Ba
     )
 
 
-def _packed(message: error_details_pb2.RetryInfo | error_details_pb2.BadRequest) -> any_pb2.Any:
+def _packed(message: Detail) -> any_pb2.Any:
     packed = any_pb2.Any()
     packed.Pack(message)
     return packed

@@ -92,6 +92,8 @@ class RouterService:
         self._tree = PrefixTree(clock, config.prediction_ttl_s)
         self._load = LoadTracker(clock, observer)
         self._members: OrderedDict[str, _Member] = OrderedDict()
+        # When replicas refused a request, until they are heard again.
+        self._refused_at: dict[str, float] = {}
         self._decisions: OrderedDict[str, Decision] = OrderedDict()
         # Of the members as they are; None: they have changed.
         self._table: PriceTable | None = None
@@ -112,6 +114,7 @@ class RouterService:
     def remove_replica(self, replica_id: str) -> None:
         """Remove a replica that is gone, and free its blocks, its load and its bit in the tree at once."""
         self._members.pop(replica_id, None)
+        self._refused_at.pop(replica_id, None)
         self._tree.remove_replica(replica_id)
         self._load.remove_replica(replica_id)
         self._table = None
@@ -171,17 +174,23 @@ class RouterService:
         return self._tree.needs_snapshot(replica_id)
 
     def route(
-        self, request: RouteRequest, *, is_held: bool = False, waits: Mapping[str, float] | None = None
+        self,
+        request: RouteRequest,
+        *,
+        is_held: bool = False,
+        waits: Mapping[str, float] | None = None,
+        prefers_capacity: bool = False,
     ) -> Decision:
         """Choose replicas and count the request there; one that `is_held` waits here until `on_submitted`.
         `waits` are seconds by replica, where the request would wait for that and not for all that is there.
+        With `prefers_capacity` those that can take it now go before all others, whatever they cost.
         Raises `NoReplicaError`, naming the side that is missing."""
         query = self._query(request)
         match = self._tree.match(request.block_keys)
         view = _View(match, waits or {}, self._clock.now() - self._config.stale_load_s)
         candidates: Sequence[Candidate]
         if isinstance(self._policy, CostPolicy) and not (
-            request.excluded or request.pinned_prefill or request.pinned_decode
+            prefers_capacity or request.excluded or request.pinned_prefill or request.pinned_decode
         ):
             choice, candidates = self._cheapest(request, query, view)
         else:
@@ -189,6 +198,8 @@ class RouterService:
             prefills = _replica_costs(query, self._states(prefill_ids), view)
             decodes = _replica_costs(query, self._states(decode_ids), view)
             candidates = priced = self._policy.candidates(query, prefills, decodes)
+            if prefers_capacity:
+                candidates = priced = self._with_capacity(query, priced)
             choice = choose(priced)
         if choice is None:
             raise NoReplicaError(f"no second replica beside the pinned {request.pinned_prefill}")
@@ -241,29 +252,24 @@ class RouterService:
         placement = self._load.placement(request_id)
         if placement is None or not {placement.compute_id, placement.decode_id} <= {"", *self._members}:
             return True  # whoever sends it will find out
-        state = self._load.state(placement.compute_id)
-        batch_tokens = state.report.max_batch_tokens or DEFAULT_BATCH_TOKENS
-        if state.backlog_tokens - state.num_held_tokens >= self._config.steps_ahead * batch_tokens:
-            return False
-        if placement.decode_id:
-            state = self._load.state(placement.decode_id)
-        num_sequences = state.num_sequences - state.num_held_sequences
-        max_sequences = state.report.max_sequences or DEFAULT_MAX_SEQUENCES
-        if num_sequences and num_sequences + placement.num_sequences > max_sequences:
-            return False
-        prompt_blocks = -(-placement.num_prefill_tokens // self._block_tokens)
-        return not num_sequences or state.report.num_free_blocks >= prompt_blocks
+        return self._can_compute(placement.compute_id) and self._can_decode(
+            placement.decode_id or placement.compute_id,
+            placement.num_sequences,
+            placement.num_prefill_tokens,
+        )
+
+    def on_refused(self, replica_id: str) -> None:
+        """Note that the replica has refused a request: it has no capacity until its next report."""
+        if replica_id in self._members:
+            self._refused_at[replica_id] = self._clock.now()
 
     def takes_more(self, replica_id: str) -> bool:
         """Whether a replica could take another request now: `has_capacity` for any request."""
-        if replica_id not in self._members:
-            return False
-        state = self._load.state(replica_id)
-        batch_tokens = state.report.max_batch_tokens or DEFAULT_BATCH_TOKENS
-        if state.backlog_tokens - state.num_held_tokens >= self._config.steps_ahead * batch_tokens:
-            return False
-        max_sequences = state.report.max_sequences or DEFAULT_MAX_SEQUENCES
-        return state.num_sequences - state.num_held_sequences < max_sequences
+        return (
+            replica_id in self._members
+            and self._can_compute(replica_id)
+            and self._can_decode(replica_id, num_new_sequences=1, num_prompt_tokens=0)
+        )
 
     def on_prefilled(self, request_id: str) -> None:
         """Note the first token: nothing is left to compute, and the decode side has the KV."""
@@ -378,6 +384,44 @@ class RouterService:
         elif self._has_usable(decode_ids) and not self._has_usable(prefill_ids):
             return [], decode_ids  # a decode replica is a whole engine
         return prefill_ids, decode_ids
+
+    def _with_capacity(self, query: RouteQuery, candidates: list[Candidate]) -> list[Candidate]:
+        """Return the candidates that can take the request now; all, where no choice is among those."""
+
+        def has_capacity(candidate: Candidate) -> bool:
+            name = candidate.replica_id
+            computes, decodes = candidate.side != "decode", candidate.side != "prefill"
+            return (not computes or self._can_compute(name)) and (
+                not decodes or self._can_decode(name, query.num_samples, query.num_tokens)
+            )
+
+        able = [candidate for candidate in candidates if has_capacity(candidate)]
+        return candidates if choose(able) is None else able
+
+    def _can_compute(self, replica_id: str) -> bool:
+        state = self._load.state(replica_id)
+        batch_tokens = state.report.max_batch_tokens or DEFAULT_BATCH_TOKENS
+        num_tokens = state.backlog_tokens - state.num_held_tokens
+        return not self._has_refused(replica_id) and num_tokens < self._config.steps_ahead * batch_tokens
+
+    def _can_decode(self, replica_id: str, num_new_sequences: int, num_prompt_tokens: int) -> bool:
+        if self._has_refused(replica_id):
+            return False
+        state = self._load.state(replica_id)
+        num_sequences = state.num_sequences - state.num_held_sequences
+        max_sequences = state.report.max_sequences or DEFAULT_MAX_SEQUENCES
+        if num_sequences and num_sequences + num_new_sequences > max_sequences:
+            return False
+        prompt_blocks = -(-num_prompt_tokens // self._block_tokens)
+        return not num_sequences or state.report.num_free_blocks >= prompt_blocks
+
+    def _has_refused(self, replica_id: str) -> bool:
+        """Whether the replica has refused a request, and not reported since."""
+        refused_at = self._refused_at.get(replica_id)
+        if refused_at is not None and self._load.state(replica_id).report.received_at > refused_at:
+            del self._refused_at[replica_id]
+            refused_at = None
+        return refused_at is not None
 
     def _preferred(self, replica_ids: Iterable[str]) -> list[str]:
         """Return those that are usable; all where none is."""

@@ -41,6 +41,8 @@ class ReplicaStats(Part, frozen=True):
     # Sequences.
     num_running: int = 0
     num_waiting: int = 0
+    # Of those that run: left out of steps, because gateways have paused the class `batch`.
+    num_paused: int = 0
     # The most that may run, and the most tokens of a step.
     max_sequences: int = 0
     max_batch_tokens: int = 0
@@ -126,6 +128,10 @@ class ReplicaStats(Part, frozen=True):
     # The node's store. Rates and loaded tokens by tier.
     load_tok_s: dict[str, float] = {}
     num_loaded_tokens: dict[str, int] = {}
+    # Prompts that gateways announced while their requests waited there, and blocks that were loaded for them
+    # before the requests came.
+    num_announced_prompts: int = 0
+    num_announced_blocks: int = 0
     # Blocks written through to the host tier, and finished blocks that were not, by cause ("queue",
     # "refused", "failed").
     num_stored_blocks: int = 0

@@ -15,8 +15,9 @@ prediction turns out to be wrong, because the replica became slower or others ar
 placed anew: after each part of the time that it may wait, and when another replica has nothing to do. When it
 has waited so long that it would be late, or as long as its class allows, it is refused: none waits longer.
 
-Calls that resume a stream, retries and migrations do not pass here: they were taken already. Not thread-safe;
-time comes from a `Clock`.
+Calls that resume a stream, retries and migrations are not judged: they were taken already. What a replica has
+refused waits in `retries` for one that has room, and goes before the rest. Not thread-safe; time comes from a
+`Clock`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import NamedTuple
 from cluster.admission.config import AdmissionConfig
 from cluster.admission.fair_queue import FairQueue, Flow, Waiting
 from cluster.admission.ladder import Ladder, Rung
+from cluster.admission.retries import RetryQueue
 from cluster.errors import OverloadedError
 from kvtransfer.common.clock import Clock
 from router.errors import NoReplicaError
@@ -185,6 +187,7 @@ class RequestAdmission:
         self._measured_at = float("-inf")
         self._is_pumping = False
         self._pumped_at = float("-inf")
+        self.retries = RetryQueue(router)
         self.ladder = Ladder(self._moved)
         self.counts = AdmissionCounts()
 
@@ -276,6 +279,10 @@ class RequestAdmission:
         self.counts.num_capped += 1
         return cap
 
+    def retry_after_s(self, drain_s: float) -> float:
+        """Return when a client may come back that is refused until something has drained."""
+        return self._retry_s(drain_s)
+
     # --------------------------------------------------------------------------------------- release
 
     def hold(
@@ -305,6 +312,7 @@ class RequestAdmission:
             now = self._clock.now()
             self._measure(now)
             self._refuse_overdue(now)
+            self.retries.pump()
             is_for_all = not replica_id or now >= self._pumped_at + _PRESSURE_S
             if is_for_all:
                 self._pumped_at = now
@@ -320,6 +328,7 @@ class RequestAdmission:
 
     def on_gone(self, replica_id: str) -> None:
         """Place again what waits for a replica that takes nothing more."""
+        self.retries.on_gone(replica_id)
         moved = [
             held
             for held in self._held.values()

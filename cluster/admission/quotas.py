@@ -17,8 +17,8 @@ Without I/O: times are arguments. `cluster.admission.shared_quotas` exchanges th
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -28,6 +28,7 @@ from cluster.identity.config import ANY_TENANT, AuthConfig, TenantLimits
 from kvtransfer.codec import Message, Part
 
 Rate = Literal["requests_per_s", "prompt_tokens_per_s", "output_tokens_per_s"]
+Limit = Rate | Literal["concurrent_tokens"]
 _RATES: dict[Rate, str] = {
     "requests_per_s": "requests",
     "prompt_tokens_per_s": "prompt tokens",
@@ -35,6 +36,8 @@ _RATES: dict[Rate, str] = {
 }
 # Tenants whose buckets are kept at once; beyond it those that were used least recently start full again.
 MAX_TENANTS = 1024
+# Of `uses`: those with the most refusals, then those that have used most.
+MAX_SHOWN = 16
 # A gateway whose record is missing for so long is taken for one that cannot be counted.
 GRACE_S = 1.0
 # A tenant with full buckets is forgotten after so long.
@@ -66,6 +69,16 @@ class QuotaRecord(Message, frozen=True):
     """What a gateway has counted, for the others."""
 
     tenants: Annotated[tuple[TenantRecord, ...], Meta(max_length=MAX_TENANTS)]
+
+
+class QuotaUse(Part, frozen=True):
+    """What one tenant has used of its limits, by limit, for operators."""
+
+    tenant: Annotated[str, Meta(max_length=_MAX_NAME_CHARS)]
+    # The part that is not there now: 1 or more is all of it.
+    used: dict[str, float]
+    # Requests that were refused since the tenant was last idle.
+    num_refused: dict[str, int]
 
 
 class QuotaHold:
@@ -110,6 +123,10 @@ class TokenBucket:
         """Take it, whether it is there or not."""
         self._level = self.level(now) - amount
 
+    def used(self, now: float) -> float:
+        """Return the part that is not there; above 1: more than all of it was taken."""
+        return 1 - self.level(now) / (self.capacity * self._share)
+
     def is_full(self, now: float) -> bool:
         return self.level(now) >= self.capacity * self._share
 
@@ -131,6 +148,7 @@ class _Tenant:
         "entry",
         "held",
         "limits",
+        "num_refused",
         "others_held",
         "output",
         "prompt",
@@ -150,6 +168,7 @@ class _Tenant:
         # Since `count_id`: requests, prompt tokens, output tokens.
         self.used = [0, 0, 0]
         self.held = self.others_held = 0
+        self.num_refused: Counter[Limit] = Counter()
         self.used_at = now
 
     def take(self, kind: int, amount: int, now: float) -> None:
@@ -159,6 +178,15 @@ class _Tenant:
             bucket.take(amount, now)
         self.used[kind] += amount
         self.used_at = now
+
+    def use(self, tenant: str, share: float, now: float) -> QuotaUse:
+        used: dict[str, float] = {}
+        for rate, bucket in zip(_RATES, self.buckets, strict=True):
+            if bucket is not None:
+                used[rate] = bucket.used(now)
+        if (limit := self.limits.concurrent_tokens) is not None:
+            used["concurrent_tokens"] = (self.held + self.others_held) / (limit * share)
+        return QuotaUse(tenant, used, {name: num for name, num in self.num_refused.items()})
 
     def is_idle(self, now: float) -> bool:
         return (
@@ -204,9 +232,9 @@ class Quotas:
         if found is None:
             return
         if found.output is not None and (wait_s := found.output.missing_s(0, now)):
-            raise _exhausted(tenant, found, "output_tokens_per_s", wait_s)
+            raise _refused(tenant, found, "output_tokens_per_s", wait_s)
         if found.requests is not None and (wait_s := found.requests.missing_s(1, now)):
-            raise _exhausted(tenant, found, "requests_per_s", wait_s)
+            raise _refused(tenant, found, "requests_per_s", wait_s)
         found.take(0, 1, now)
 
     def take_prompt(
@@ -225,7 +253,7 @@ class Quotas:
         if not is_resumed:
             self._check_held(tenant, found, num_tokens)
             if found.prompt is not None and (wait_s := found.prompt.missing_s(num_prompt_tokens, now)):
-                raise _exhausted(tenant, found, "prompt_tokens_per_s", wait_s)
+                raise _refused(tenant, found, "prompt_tokens_per_s", wait_s)
             found.take(1, num_prompt_tokens, now)
         found.held += num_tokens
         found.used_at = now
@@ -243,12 +271,17 @@ class Quotas:
         if num_tokens:
             self._tenants[hold.tenant].held -= num_tokens
 
+    # -------------------------------------------------------------------------------- to operators
+
+    def uses(self, now: float) -> tuple[QuotaUse, ...]:
+        """Return what tenants use now, `MAX_SHOWN` at most."""
+        return _most([found.use(name, self.share, now) for name, found in self._tenants.items()])
+
     # ------------------------------------------------------------------------ between the gateways
 
     def record(self, now: float) -> QuotaRecord:
         """Return what the other gateways have to know."""
-        for tenant in [name for name, found in self._tenants.items() if found.is_idle(now)]:
-            del self._tenants[tenant]
+        self._forget_idle(now)
         if self._is_divided:  # the others did not count it, since each had its own part
             for found in self._tenants.values():
                 found.used = [0, 0, 0]
@@ -280,6 +313,7 @@ class Quotas:
 
     def divide(self, num_others: int, now: float) -> None:
         """Go on with this gateway's own part of all limits: nothing is known of the other gateways."""
+        self._forget_idle(now)
         self._is_divided = True
         self._peers = {}
         self.missing = ()
@@ -306,6 +340,10 @@ class Quotas:
             self._tenants.move_to_end(tenant)
         return found
 
+    def _forget_idle(self, now: float) -> None:
+        for tenant in [name for name, found in self._tenants.items() if found.is_idle(now)]:
+            del self._tenants[tenant]
+
     def _forget_one(self) -> None:
         """Forget the tenant that was used least recently of those that hold nothing here."""
         name = next((name for name, found in self._tenants.items() if not found.held), None)
@@ -324,6 +362,7 @@ class Quotas:
             )
         num_held = found.held + found.others_held
         if num_held and num_held + num_tokens > limit * self.share:
+            found.num_refused["concurrent_tokens"] += 1
             raise QuotaError(
                 f"tenant {tenant!r} may have {limit} tokens of prompts and max_tokens at once ({setting}), "
                 f"and has {num_held}; this request needs {num_tokens} more: wait for others to end",
@@ -374,6 +413,26 @@ class Quotas:
         return self._num_counts
 
 
+def merged_uses(parts: Iterable[QuotaUse]) -> tuple[QuotaUse, ...]:
+    """Return what tenants use at several gateways. Each of these has counted what the others know; what one
+    has refused is its own."""
+    tenant_to_use: dict[str, QuotaUse] = {}
+    for part in parts:
+        known = tenant_to_use.get(part.tenant)
+        if known is not None:
+            used = {name: max(part.used.get(name, 0.0), known.used.get(name, 0.0)) for name in part.used}
+            part = QuotaUse(part.tenant, used, {**Counter(known.num_refused) + Counter(part.num_refused)})
+        tenant_to_use[part.tenant] = part
+    return _most(list(tenant_to_use.values()))
+
+
+def _most(uses: list[QuotaUse]) -> tuple[QuotaUse, ...]:
+    def order(use: QuotaUse) -> tuple[float, ...]:
+        return -sum(use.num_refused.values()), -max(use.used.values(), default=0.0)
+
+    return tuple(sorted(uses, key=order)[:MAX_SHOWN])
+
+
 def _bucket(rate: float | None, burst_s: float, share: float, now: float) -> TokenBucket | None:
     return None if rate is None else TokenBucket(rate, burst_s, share, now)
 
@@ -388,7 +447,9 @@ def _used(record: TenantRecord | None) -> tuple[int, int, int]:
     return record.num_requests, record.num_prompt_tokens, record.num_output_tokens
 
 
-def _exhausted(tenant: str, found: _Tenant, rate: Rate, wait_s: float) -> QuotaError:
+def _refused(tenant: str, found: _Tenant, rate: Rate, wait_s: float) -> QuotaError:
+    """Count a refusal, and return its error."""
+    found.num_refused[rate] += 1
     what = f"{getattr(found.limits, rate):g} {_RATES[rate]} a second"
     setting = f"auth.tenants.{found.entry}.{rate}"
     return QuotaError(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
-from cluster.admission.quotas import QuotaRecord, Quotas
+from cluster.admission.quotas import QuotaRecord, Quotas, QuotaUse
 from cluster.metrics.gateway_counters import GatewayCounters
 from kvtransfer.codec import Codec
 from kvtransfer.common.clock import Clock
@@ -100,6 +100,10 @@ class SharedQuotas:
             names = (f"{name} ({self._unread.get(name, 'no record')})" for name in self._quotas.missing[:8])
             because = f"what these gateways use is not known: {', '.join(names)}"
         return f"tenants' limits are divided among the gateways, {share:.0%} of each applies here: {because}"
+
+    def uses(self, now: float) -> tuple[QuotaUse, ...]:
+        """Return what tenants use now, of all gateways as far as it is known here."""
+        return self._quotas.uses(now)
 
     async def _run(self) -> None:
         while True:

@@ -269,9 +269,9 @@ def _check(identity: Identity, access: MethodAccess) -> None:
         require(identity, access)  # type: ignore[arg-type]  # a role
 
 
-async def abort(context: Context, error: RequestError) -> NoReturn:
-    """End the call with the status of the error."""
-    status = to_grpc_status(error)
+async def abort(context: Context, error: RequestError, usage: pb.Usage | None = None) -> NoReturn:
+    """End the call with the status of the error, and what the request has used."""
+    status = to_grpc_status(error, usage)
     await context.abort(status.code, status.message, status.trailing_metadata)
     raise AssertionError("abort does not return")
 

@@ -9,17 +9,16 @@ from concurrent.futures import CancelledError, Future
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-import grpc
-
 from cluster.api.admin_client import AdminClient
-from cluster.api.channel import ClientCredentials, GatewayCaller
+from cluster.api.channel import ClientCredentials, GatewayCaller, closed_error
 from cluster.api.client import Client, Completion, Event, GenerateOptions, Prompt, Turn
-from cluster.errors import CallError
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.common.clock import Clock
 
 T = TypeVar("T")
 C = TypeVar("C", bound=GatewayCaller)
+# How long calls may take to end when their client is closed: that takes a few milliseconds.
+_END_S = 5.0
 
 
 class BlockingCaller(Generic[C]):
@@ -57,13 +56,19 @@ class BlockingCaller(Generic[C]):
         self._thread.join()
 
     def _run(self, started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
-        """Run the loop until `close`; the runner then cancels every task that is left and waits for it."""
+        """Run the loop until `close`; the runner then cancels every task that is left and waits for it.
+
+        gRPC takes in what ends in any loop of the process: in the midst of the calls of another one, it would
+        fail at a call whose own loop is closed. So each call ends before the loop does.
+        """
 
         async def serve() -> None:
             closing = asyncio.Event()
             started.set_result((asyncio.get_running_loop(), closing))
             await closing.wait()
             await self._client.close()
+            if ending := asyncio.all_tasks() - {asyncio.current_task()}:
+                await asyncio.wait(ending, timeout=_END_S)
 
         with asyncio.Runner() as runner:
             runner.run(serve())
@@ -74,12 +79,12 @@ class BlockingCaller(Generic[C]):
         ):  # what is scheduled before `close` is cancelled by it, and nothing is scheduled later
             if self._is_closed:
                 work.close()
-                raise _closed()
+                raise closed_error()
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
         except CancelledError:
-            raise _closed() from None
+            raise closed_error() from None
         finally:
             future.cancel()  # when Ctrl-C ended the wait; otherwise it is done
 
@@ -115,9 +120,14 @@ class BlockingClient(BlockingCaller[Client]):
                 self._wait(_close(events, lock))
 
     def complete(
-        self, prompt: Prompt, options: GenerateOptions | None = None, *, timeout_s: float | None = None
+        self,
+        prompt: Prompt,
+        options: GenerateOptions | None = None,
+        *,
+        timeout_s: float | None = None,
+        resume: bool = True,
     ) -> Completion:
-        return self._wait(self._client.complete(prompt, options, timeout_s=timeout_s))
+        return self._wait(self._client.complete(prompt, options, timeout_s=timeout_s, resume=resume))
 
     def tokenize(self, prompt: str | Sequence[Turn]) -> list[int]:
         return self._wait(self._client.tokenize(prompt))
@@ -184,10 +194,6 @@ class BlockingAdminClient(BlockingCaller[AdminClient]):
 
     def traffic(self, weights: Mapping[str, float]) -> dict[str, float]:
         return self._wait(self._client.traffic(weights))
-
-
-def _closed() -> CallError:
-    return CallError(grpc.StatusCode.CANCELLED, "this client was closed")
 
 
 async def _next_or_none(events: AsyncGenerator[Event, None], lock: asyncio.Lock) -> Event | None:

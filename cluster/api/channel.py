@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -10,7 +11,7 @@ from typing import Any, ClassVar, Self
 import grpc
 import grpc.aio
 
-from cluster.errors import CallError, bad_fields, retry_after_s
+from cluster.errors import CallError, bad_fields, retry_after_s, usage_of
 from kvtransfer.common.clock import Clock, SystemClock
 
 UNARY_TIMEOUT_S = 30.0
@@ -73,6 +74,8 @@ class GatewayCaller:
         self._credentials = credentials or ClientCredentials()
         self._current = 0
         self._channels: dict[str, Any] = {}
+        self._pauses: set[asyncio.Future[None]] = set()
+        self.is_closed = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -86,6 +89,11 @@ class GatewayCaller:
         await self.close()
 
     async def close(self) -> None:
+        """End all calls, those that wait before another try too, with a `CallError` of CANCELLED. No call
+        can begin after this."""
+        self.is_closed = True
+        for pause in self._pauses:
+            pause.cancel()
         for channel in self._channels.values():
             await channel.close()
         self._channels.clear()
@@ -95,8 +103,22 @@ class GatewayCaller:
         """The gateway that is called now."""
         return self._addresses[self._current]
 
+    async def sleep(self, seconds: float) -> None:
+        """Wait so long, or until the client is closed, which is a `CallError` of CANCELLED."""
+        pause = asyncio.ensure_future(self.clock.sleep(seconds))
+        self._pauses.add(pause)
+        try:
+            await asyncio.wait([pause])
+        finally:
+            self._pauses.discard(pause)
+            pause.cancel()
+        if self.is_closed:
+            raise closed_error()
+
     def channel(self) -> Any:
         """Of the current address."""
+        if self.is_closed:
+            raise closed_error()
         if self.address not in self._channels:
             self._channels[self.address] = self._open_channel()
         return self._channels[self.address]
@@ -120,6 +142,10 @@ class GatewayCaller:
             return await call(request, timeout=timeout_s, metadata=self.metadata())
         except grpc.aio.AioRpcError as error:
             raise call_error(error) from error
+        except asyncio.CancelledError:
+            if not self.is_closed:
+                raise
+            raise closed_error() from None
 
     def _open_channel(self) -> Any:
         if not self.address.startswith(_TLS):
@@ -131,7 +157,18 @@ class GatewayCaller:
         )
 
 
+def closed_error() -> CallError:
+    """What the calls of a client end with when it is closed."""
+    return CallError(grpc.StatusCode.CANCELLED, "this client was closed")
+
+
 def call_error(error: Any) -> CallError:
     """The `CallError` of an `AioRpcError`."""
     trailing = tuple(error.trailing_metadata() or ())
-    return CallError(error.code(), error.details() or "", retry_after_s(trailing), bad_fields(trailing))
+    return CallError(
+        error.code(),
+        error.details() or "",
+        retry_after_s(trailing),
+        bad_fields(trailing),
+        usage_of(trailing),
+    )

@@ -7,6 +7,7 @@ it. `cluster.api.admin_client` is for operators.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import grpc
 import grpc.aio
 
-from cluster.api.channel import GatewayCaller, call_error
+from cluster.api.channel import GatewayCaller, call_error, closed_error
 from cluster.errors import CallError, FieldViolation, InvalidRequestError
 from cluster.proto import APPLICATION_KEY, tandem_pb2_grpc
 from cluster.proto import tandem_pb2 as pb
@@ -36,6 +37,8 @@ _FIRST_PATIENCE_S = 10.0
 _PATIENCE_S = 60.0
 _BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 2.0
+# Clients that failed together do not come back together: a pause is up to so much longer.
+_JITTER = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,8 @@ class GenerateStream:
     """One request: iterate over its events, once. Ends after `Finished`, or raises `CallError`.
 
     When the connection or the gateway is lost, it calls again, at the next address, with the tokens it has;
-    events already given do not come again. `num_resumes` counts that.
+    events already given do not come again. So it does after a refusal, when the time has passed that the
+    gateway suggests, unless that is beyond its patience or the deadline. `num_resumes` counts both.
     """
 
     def __init__(self, client: Client, request: pb.GenerateRequest, deadline_at: float | None, resumes: bool):
@@ -110,7 +114,7 @@ class GenerateStream:
                         ) from error
                     raise
                 before = error.message
-                await self._client.pause(error.retry_after_s, num_failures)
+                await self._client.pause(error, num_failures)
             finally:
                 if self._call is not None:
                     self._call.cancel()  # also when the iteration is left early
@@ -148,6 +152,8 @@ class GenerateStream:
         except grpc.aio.AioRpcError as error:
             raise call_error(error) from error
         except asyncio.CancelledError:
+            if self._client.is_closed:
+                raise closed_error() from None
             if not self._is_cancelled:
                 raise
             raise CallError(grpc.StatusCode.CANCELLED, "cancelled by this client") from None
@@ -159,6 +165,10 @@ class GenerateStream:
             return False
         if self._deadline_at is not None and now >= self._deadline_at:
             return False
+        if error.is_refusal:
+            until = failing_since + patience_s
+            until = until if self._deadline_at is None else min(until, self._deadline_at)
+            return now + (error.retry_after_s or 0.0) < until
         return error.code is grpc.StatusCode.UNAVAILABLE
 
     def _resumed_request(self) -> pb.GenerateRequest:
@@ -196,17 +206,23 @@ class Client(GatewayCaller):
         timeout_s: float | None = None,
         resume: bool = True,
     ) -> GenerateStream:
-        """Start a request when the result is iterated. `timeout_s` is its deadline, resumes included."""
+        """Start a request when the result is iterated. `timeout_s` is its deadline, resumes included; without
+        `resume` it is called once."""
         request = generate_request(prompt, options or GenerateOptions())
         deadline_at = None if timeout_s is None else self.clock.now() + timeout_s
         return GenerateStream(self, request, deadline_at, resume)
 
     async def complete(
-        self, prompt: Prompt, options: GenerateOptions | None = None, *, timeout_s: float | None = None
+        self,
+        prompt: Prompt,
+        options: GenerateOptions | None = None,
+        *,
+        timeout_s: float | None = None,
+        resume: bool = True,
     ) -> Completion:
         """The whole result at once."""
         collector = Collector()
-        async for event in self.generate(prompt, options, timeout_s=timeout_s):
+        async for event in self.generate(prompt, options, timeout_s=timeout_s, resume=resume):
             collector.add(event)
         return collector.completion()
 
@@ -239,10 +255,14 @@ class Client(GatewayCaller):
         )
         return list(reply.requests)
 
-    async def pause(self, suggested_s: float | None, num_failures: int) -> None:
-        """Before another try: as the gateway suggests, at least the growing pause of our own."""
-        own_s = backoff_s(num_failures, _BACKOFF_S, _MAX_BACKOFF_S)
-        await self.clock.sleep(max(own_s, min(suggested_s or 0.0, _MAX_BACKOFF_S)))
+    async def pause(self, error: CallError, num_failures: int) -> None:
+        """Before another try: as the gateway suggests, at least the growing pause of our own. What is
+        unavailable may be there earlier than was suggested; a refusal is obeyed."""
+        suggested_s = error.retry_after_s or 0.0
+        if not error.is_refusal:
+            suggested_s = min(suggested_s, _MAX_BACKOFF_S)
+        pause_s = max(suggested_s, backoff_s(num_failures, _BACKOFF_S, _MAX_BACKOFF_S))
+        await self.sleep(pause_s * (1 + _JITTER * secrets.randbelow(1001) / 1000))
 
 
 class Collector:
@@ -339,6 +359,8 @@ class GenerateOptions:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool | None = None
     priority: int = 0
+    # "interactive", "standard" or "batch"; empty: the tenant's default.
+    service_class: str = ""
     tenant: str = ""
     request_id: str = ""
     pinned_prefill: str = ""

@@ -132,6 +132,10 @@ class StatusService:
             demand=demand_message(counters.demand),
             authentication=self._config.auth.mode,
             app=self._config.app,
+            quotas=[
+                pb.TenantQuota(tenant=it.tenant, used=it.used, num_refused=it.num_refused)
+                for it in stats.quotas
+            ],
         )
 
     async def explain(self, request_id: str, tenant: str | None) -> pb.ExplainResponse:
@@ -203,16 +207,21 @@ def finished_of(summary: Summary) -> pb.GenerateResponse:
                 pb.SampleEnd(sample=item.index, finish_reason=item.finish, num_tokens=item.num_tokens)
                 for item in summary.samples
             ],
-            usage=pb.Usage(
-                prompt_tokens=summary.num_prompt_tokens,
-                cached=_cached(summary.prefill),
-                completion_tokens=sum(item.num_tokens for item in summary.samples),
-                capped_max_tokens=summary.capped_max_tokens,
-            ),
+            usage=usage_of(summary),
             timing=_timing(summary),
             prefill_replica=summary.prefill_replica,
             decode_replica=summary.decode_replica,
         )
+    )
+
+
+def usage_of(summary: Summary) -> pb.Usage:
+    """Return what the request used, finished or not."""
+    return pb.Usage(
+        prompt_tokens=summary.num_prompt_tokens,
+        cached=_cached(summary.prefill),
+        completion_tokens=sum(item.num_tokens for item in summary.samples),
+        capped_max_tokens=summary.capped_max_tokens,
     )
 
 
@@ -269,6 +278,7 @@ def _summary(record: ListedRequest, now: float, gateway_id: str) -> pb.RequestSu
         e2e_ms=_span_ms(record.started_at, record.ended_at),
         num_prompt_tokens=record.num_prompt_tokens,
         num_output_tokens=record.num_output_tokens,
+        num_cached_tokens=record.num_cached_tokens,
         attempts=record.num_attempts,
         prefill=record.prefill,
         decode=record.decode,

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from cluster.api.authentication import Context, abort, caller_identity, claim
-from cluster.api.replies import StatusService, delta_of, finished_of
+from cluster.api.replies import StatusService, delta_of, finished_of, usage_of
 from cluster.errors import FieldViolation, InvalidRequestError, OverloadedError, RequestError
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_manager import Accepted, RequestManager, check_may_use
@@ -59,7 +59,7 @@ class InferenceServicer:
         try:
             await self._stream(accepted, context)
         except RequestError as error:
-            await abort(context, error)
+            await abort(context, error, usage_of(accepted.task.summary()))
         finally:
             accepted.task.abandon()
 

@@ -26,6 +26,7 @@ from cluster.cli.serving_load import (
     BenchRequest,
     Objectives,
     Workload,
+    by_class,
     knee,
     run_workload,
     summarize,
@@ -45,6 +46,7 @@ from cluster.proto import tandem_pb2 as pb
 from kvtransfer.common.clock import Clock, SystemClock
 from workers.engine_bench.peer_process import parse_peers
 from workers.errors import PeerError
+from workers.messages.link import SERVICE_CLASSES
 
 cli = typer.Typer(no_args_is_help=True, help="Measure a running cluster, the engine or the store alone.")
 
@@ -88,6 +90,8 @@ async def run_serving_bench(
                 **summarize(records, objectives),
             }
             runs.append((label, stats))
+            if classes := by_class(records, objectives):
+                stats["classes"] = classes
             if as_json:
                 print(json.dumps(stats), flush=True)
     reasons = [stats["first_reason"] for _, stats in runs if stats["first_reason"]]
@@ -99,7 +103,10 @@ async def run_serving_bench(
         print(json.dumps({"what": "knee", "offered_per_s": knee(rates)}))
     if as_json:
         return
-    console.print(bench_table(runs))
+    columns = [
+        column for label, stats in runs for column in ((label, stats), *stats.get("classes", {}).items())
+    ]
+    console.print(bench_table(columns))
     if reasons:
         console.print(f"not every request finished; the first: {reasons[0]}", markup=False, soft_wrap=True)
     if is_sweep:
@@ -142,8 +149,10 @@ async def run_overload_bench(
 async def _run_one(
     client: Client, workload: Workload, timeout_s: float, clock: Clock, console: Console, label: str
 ) -> list[BenchRequest]:
-    async def send(prompt: list[int], num_tokens: int) -> AsyncIterator[int]:
-        options = GenerateOptions(max_tokens=num_tokens, ignore_eos=True, seed=workload.seed)
+    async def send(prompt: list[int], num_tokens: int, service_class: str) -> AsyncIterator[int]:
+        options = GenerateOptions(
+            max_tokens=num_tokens, ignore_eos=True, seed=workload.seed, service_class=service_class
+        )
         events = aiter(client.generate(prompt, options, timeout_s=timeout_s, resume=False))
         async for event in events:
             if isinstance(event, pb.Delta) and event.token_ids:
@@ -226,6 +235,9 @@ def bench_serve(
         float, typer.Option(min=0, help="With --overload: requests a second; 0: measured.")
     ] = 0.0,
     duration: Annotated[float, typer.Option(min=1, help="With --overload: of each load, seconds.")] = 180.0,
+    service_class: Annotated[
+        str, typer.Option(help="Of the requests; of several, interactive,batch, they take turns.")
+    ] = "",
     *,
     to: InferenceOptions,
 ) -> None:
@@ -234,6 +246,7 @@ def bench_serve(
     console = err if as_json else out
     address, who = to.address, to.credentials()
     clock = SystemClock()
+    classes = _classes(service_class)
     if overload:
         load = Workload(
             num_requests=requests,
@@ -245,6 +258,7 @@ def bench_serve(
             num_groups=prefix_groups,
             seed=seed,
             vocab_size=0,
+            service_classes=classes,
         )
         plan = OverloadPlan(
             load, capacity, concurrency, duration, tuple(_rate(item) for item in multiples.split(","))
@@ -263,6 +277,7 @@ def bench_serve(
             num_groups=prefix_groups,
             seed=seed + index,
             vocab_size=0,
+            service_classes=classes,
         )
         for index, value in enumerate(rates)
     ]
@@ -400,6 +415,17 @@ def _decode_shape(item: str, context: int) -> tuple[int, int]:
         raise _not_understood("--decode-batch", "whole numbers N or NxCONTEXT", item)
     batch, own_context = found.groups()
     return int(batch), int(own_context or context)
+
+
+def _classes(names: str) -> tuple[str, ...]:
+    classes = tuple(names.split(","))
+    for name in classes:
+        if name and name not in SERVICE_CLASSES:
+            raise typer.BadParameter(
+                f"expected {', '.join(SERVICE_CLASSES)} between commas, not {name!r}",
+                param_hint="--service-class",
+            )
+    return classes
 
 
 def _rate(item: str) -> float:

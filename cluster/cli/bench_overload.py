@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from cluster.cli.serving_load import BenchRequest, Objectives, Workload, summarize
+from cluster.cli.serving_load import BenchRequest, Objectives, Workload, by_class, summarize
 from cluster.cli.terminal import NONE, made_table
 from cluster.errors import BenchError
 
@@ -124,6 +124,7 @@ def _of_load(
         "capacity_per_s": capacity,
         "refusal_p99_ms": 1e3 * refusals_s[rank] if refusals_s else None,
         **stats,
+        **({"classes": classes} if (classes := by_class(records, objectives)) else {}),
     }
 
 

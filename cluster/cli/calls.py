@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -18,7 +19,7 @@ from cluster.api.channel import ClientCredentials
 from cluster.api.client import Client, Collector, Completion, GenerateOptions, Prompt, generate_request
 from cluster.api.json_text import as_dict, status_json
 from cluster.cli.store import members_table, tiers_table
-from cluster.cli.terminal import NONE, made_table, traffic_line
+from cluster.cli.terminal import NONE, err, made_table, traffic_line
 from cluster.proto import tandem_pb2 as pb
 from cluster.text.preprocess import check_values
 
@@ -54,6 +55,8 @@ async def generate(
             print(f"--- {index}: {completion.finish_reasons[index]}\n{text}")
     else:
         print()
+    if (cap := completion.finished.usage.capped_max_tokens) and not as_json:
+        err.print(f"the cluster is under load: max_tokens was cut to {cap}", highlight=False)
 
 
 def completion_json(completion: Completion) -> dict[str, Any]:
@@ -168,7 +171,7 @@ def status_view(
         gateways.add_row(
             gateway.gateway_id, gateway.address, gateway.admin or NONE, str(gateway.process_id), console
         )
-    return Group(*parts, gateways)
+    return Group(*parts, *_quota_parts(status.quotas), gateways)
 
 
 def explain_view(explained: pb.ExplainResponse) -> Group:
@@ -186,6 +189,21 @@ def explain_view(explained: pb.ExplainResponse) -> Group:
     for event in explained.timeline:
         timeline.add_row(f"{event.at_ms:.1f}", event.name, event.detail)
     return Group(*parts, timeline)
+
+
+def _quota_parts(quotas: Sequence[pb.TenantQuota]) -> list[RenderableType]:
+    """Return a table of the tenants with limits that are not idle, if there are any."""
+    if not quotas:
+        return []
+    table = made_table("limits of tenants", "tenant", "in use", "refused since it was idle")
+    for quota in quotas:
+        used = ", ".join(
+            f"[yellow]{name} {share:.0%}[/]" if share >= 1 else f"{name} {share:.0%}"
+            for name, share in sorted(quota.used.items())
+        )
+        refused = ", ".join(f"{num} by {name}" for name, num in sorted(quota.num_refused.items()))
+        table.add_row(escape(quota.tenant), used, refused or NONE)
+    return [table]
 
 
 def _kv_capacity(status: pb.StatusResponse) -> str:

@@ -93,8 +93,7 @@ def main() -> None:
     try:
         cli()
     except CallError as error:
-        hint = "; does `tandem serve` run there?" if "Connection refused" in error.message else ""
-        die(f"{error}{hint}")
+        die(_call_failed(error))
     except RayEndedError as error:
         # A regular exit would wait a minute for Ray.
         die_at_once(str(error))
@@ -206,6 +205,9 @@ def generate(
     stop_token_id: Annotated[list[int] | None, typer.Option(help="May be repeated.")] = None,
     ignore_eos: Annotated[bool | None, typer.Option("--ignore-eos")] = None,
     priority: Annotated[int, typer.Option(help="Higher goes first.")] = 0,
+    service_class: Annotated[
+        str, typer.Option(help="interactive, standard or batch; default: that of the tenant.")
+    ] = "",
     tenant: Annotated[
         str, typer.Option(help="Prefixes are shared within a tenant only; where callers are known, theirs.")
     ] = "",
@@ -232,6 +234,7 @@ def generate(
         stop_token_ids=stop_token_id or (),
         ignore_eos=ignore_eos,
         priority=priority,
+        service_class=service_class,
         tenant=tenant,
         request_id=request_id,
     )
@@ -265,6 +268,14 @@ def explain(
     """Where a running or recent request went, and why."""
     who = to.credentials()
     run(calls.explain(to.address, admin_address, request_id, out, as_json=as_json, who=who))
+
+
+def _call_failed(error: CallError) -> str:
+    """Say why a call failed, and what to do."""
+    if error.is_refusal:
+        return f"refused: {error.message}; try again in {error.retry_after_s:.1f} s"
+    hint = "; does `tandem serve` run there?" if "Connection refused" in error.message else ""
+    return f"{error}{hint}"
 
 
 def _standard_input() -> str:

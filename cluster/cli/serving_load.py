@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import grpc
@@ -36,6 +37,8 @@ class Workload:
     num_groups: int
     seed: int
     vocab_size: int
+    # Request i is of class i modulo their number; by default all are of the tenant's own.
+    service_classes: tuple[str, ...] = ("",)
 
     def prompts(self) -> list[list[int]]:
         """Draw the prompts: prompt i begins with the shared prefix of group i modulo `num_groups`."""
@@ -55,8 +58,8 @@ class Workload:
         return [float(at) for at in np.cumsum(gaps) - gaps[0]]
 
 
-# Sends (prompt, number of output tokens); yields each delta's number of tokens, or raises `CallError`.
-Sender = Callable[[list[int], int], AsyncIterator[int]]
+# Sends (prompt, number of output tokens, class); yields each delta's number of tokens, or raises `CallError`.
+Sender = Callable[[list[int], int, str], AsyncIterator[int]]
 
 _OUTCOMES = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: "refused",
@@ -75,6 +78,7 @@ class BenchRequest(NamedTuple):
     outcome: str
     # Why it is not "ok".
     reason: str = ""
+    service_class: str = ""
 
     @property
     def ttft_s(self) -> float:
@@ -113,21 +117,23 @@ async def run_workload(
     )
     started_at = clock.now()
 
-    async def one(prompt: list[int], arrival_s: float) -> BenchRequest:
+    async def one(prompt: list[int], arrival_s: float, service_class: str) -> BenchRequest:
         if (delay_s := started_at + arrival_s - clock.now()) > 0:
             await clock.sleep(delay_s)
         async with slots:
-            return await _record(workload, prompt, send, clock, on_done)
+            return await _record(workload, prompt, service_class, send, clock, on_done)
 
     pairs = zip(workload.prompts(), workload.arrivals_s(), strict=True)
+    classes = cycle(workload.service_classes)
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(prompt, arrival_s)) for prompt, arrival_s in pairs]
+        tasks = [group.create_task(one(*pair, next(classes))) for pair in pairs]
     return [task.result() for task in tasks]
 
 
 async def _record(
     workload: Workload,
     prompt: list[int],
+    service_class: str,
     send: Sender,
     clock: Clock,
     on_done: Callable[[BenchRequest], None],
@@ -135,13 +141,13 @@ async def _record(
     sent_at, outcome, reason = clock.now(), "ok", ""
     times: list[float] = []
     try:
-        async for count in send(prompt, workload.output_tokens):
+        async for count in send(prompt, workload.output_tokens, service_class):
             times += [clock.now()] * count
         if not times:
             outcome, reason = "failed", "it ended without a token"
     except CallError as error:
         outcome, reason = _OUTCOMES.get(error.code, "failed"), str(error)
-    record = BenchRequest(sent_at, clock.now(), len(prompt), tuple(times), outcome, reason)
+    record = BenchRequest(sent_at, clock.now(), len(prompt), tuple(times), outcome, reason, service_class)
     on_done(record)
     return record
 
@@ -181,6 +187,17 @@ def summarize(records: Sequence[BenchRequest], objectives: Objectives) -> dict[s
         "slo_tpot_ms": objectives.tpot_ms,
         "good_share": good / len(records),
         "goodput_per_s": good / seconds,
+    }
+
+
+def by_class(records: Sequence[BenchRequest], objectives: Objectives) -> dict[str, dict[str, Any]]:
+    """Return `summarize` of each class; nothing where all requests are of one."""
+    names = list(dict.fromkeys(record.service_class for record in records))
+    if len(names) < 2:
+        return {}
+    return {
+        name: summarize([record for record in records if record.service_class == name], objectives)
+        for name in names
     }
 
 

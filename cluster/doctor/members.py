@@ -145,6 +145,20 @@ def gateways(live: Live) -> Iterator[CheckResult]:
             )
 
 
+def quotas(live: Live) -> Iterator[CheckResult]:
+    """Report tenants whose requests are refused because of their limits."""
+    for quota in live.status.quotas:
+        refused = dict(quota.num_refused)
+        if not refused:
+            continue
+        limits = ", ".join(f"{num} by {name}" for name, num in sorted(refused.items()))
+        yield note(
+            f"tenant {quota.tenant} is over its limits: refused since it was last idle: {limits}",
+            "its clients get RESOURCE_EXHAUSTED, and when to try again",
+            f"if it should have more, raise these fields of auth.tenants.{quota.tenant}, or of its entry *",
+        )
+
+
 def clocks(live: Live) -> Iterator[CheckResult]:
     known = [reply for reply in live.gateways if reply.status is not None and reply.status.wall_time_s]
     for reply in known:
@@ -225,7 +239,13 @@ CHECKS = (
     Check("replicas", GROUP, "Replicas that are refused, unreachable, avoided or late", replicas),
     Check("flapping", GROUP, "Replicas that were replaced recently", flapping),
     Check("pools", GROUP, "Pools below what is desired, pinned or lent", pools),
-    Check("gateways", GROUP, "Gateways that do not answer, or only one", gateways),
+    Check(
+        "gateways",
+        GROUP,
+        "Gateways that do not answer, or only one, or do not know each other's use of tenants' limits",
+        gateways,
+    ),
+    Check("quotas", GROUP, "Tenants that are refused because of their limits", quotas),
     Check("clocks", GROUP, "Clocks of the gateways' hosts against this one", clocks),
     Check("versions", GROUP, "Versions that differ between gateways", versions),
     Check("authentication", GROUP, "Whether the gateways authenticate their callers", authentication),

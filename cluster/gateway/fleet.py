@@ -19,6 +19,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from msgspec import structs
 
+from cluster.admission.quotas import QuotaUse, merged_uses
 from cluster.admission.shared_quotas import SharedQuotas
 from cluster.errors import StartError, UnknownRequestError
 from cluster.gateway.placement_exchange import FollowPlacements, PlacementExchange
@@ -106,6 +107,7 @@ class ListedRequest(Part, frozen=True):
     ended_at: float
     num_prompt_tokens: int
     num_output_tokens: int
+    num_cached_tokens: int
     num_attempts: int
     # Of the last attempt; `prefill` is "" where the decode replica prefills by itself.
     prefill: str
@@ -154,6 +156,8 @@ class StatsAnswer(Message, frozen=True):
     wall: float
     totals: GatewayTotals
     seconds: tuple[SecondCounts, ...]
+    # Of tenants with limits.
+    quotas: tuple[QuotaUse, ...] = ()
 
 
 Query = ExplainQuery | ListQuery | StatsQuery | SessionEnded
@@ -189,6 +193,8 @@ class FleetStats(NamedTuple):
     totals: dict[str, GatewayTotals]
     # As in `FleetRequests`.
     missing: dict[str, str]
+    # What tenants use of their limits, those that were refused most first.
+    quotas: tuple[QuotaUse, ...] = ()
 
 
 class Fleet:
@@ -307,6 +313,7 @@ class Fleet:
             minute=window_of(both, wall),
             totals={name: it.answer.totals for name, it in given.items()},
             missing=missing,
+            quotas=merged_uses(use for it in given.values() for use in it.answer.quotas),
         )
 
     async def end_session(self, ended: EndedSession) -> dict[str, str]:
@@ -407,7 +414,7 @@ class Fleet:
                     quota_note=self._quotas.note,
                 )
                 seconds = counters.seconds.counts_since(max(since, int(now) - RING_S))
-                return StatsAnswer(now, self._clock.wall(), totals, seconds)
+                return StatsAnswer(now, self._clock.wall(), totals, seconds, self._quotas.uses(now))
             case SessionEnded(session_id, ends_at):
                 self._sessions.forget(EndedSession(session_id, ends_at))
                 return Noted(now)
@@ -520,6 +527,7 @@ def _listed(info: RequestInfo) -> ListedRequest:
         ended_at=info.ended_at,
         num_prompt_tokens=info.num_prompt_tokens,
         num_output_tokens=info.num_output_tokens,
+        num_cached_tokens=info.num_cached_tokens,
         num_attempts=len(info.decisions),
         prefill=last.prefill if last else "",
         decode=last.decode if last else "",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import logging
 import re
 import secrets
@@ -22,6 +21,7 @@ from msgspec import structs
 from cluster.admission.admission import Candidacy, HeldRequest, RequestAdmission
 from cluster.admission.fair_queue import Flow
 from cluster.admission.quotas import QuotaHold, Quotas
+from cluster.admission.retries import EndRate
 from cluster.errors import (
     AbandonedError,
     DeadlineError,
@@ -42,7 +42,7 @@ from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_task import RequestTask, Router, UnreadOutput
 from cluster.identity.config import AuthConfig
 from cluster.identity.identity import Identity
-from cluster.identity.resume_tokens import ResumeTokens
+from cluster.identity.resume_tokens import ResumeTokens, resume_digest
 from cluster.metrics.ended_request import Caller, EndedRequest, Observer, RoutedAttempt, TimelineEntry
 from cluster.metrics.gateway_counters import GatewayCounters
 from cluster.proto import tandem_pb2 as pb
@@ -80,6 +80,8 @@ class RequestInfo(Part, frozen=True):
     tenant: str = ""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    # Of the prompt, in the last attempt.
+    num_cached_tokens: int = 0
     # 0: there is none yet.
     first_token_at: float = 0.0
     # 0: it is running.
@@ -146,6 +148,7 @@ class RequestManager:
         self._latest: dict[RequestKey, RequestTask] = {}
         self._records: OrderedDict[RequestKey, RequestInfo] = OrderedDict()
         self._stale: OrderedDict[tuple[ReplicaIdentity, str, int], None] = OrderedDict()
+        self._ends = EndRate(clock.now())
         self._num_arriving = 0
         self._is_leaving = False
 
@@ -199,7 +202,10 @@ class RequestManager:
         now: float,
     ) -> Accepted:
         if len(self._tasks) + self._num_arriving >= self._max_requests:
-            raise OverloadedError(f"this gateway has {self._max_requests} requests, the most it takes")
+            raise OverloadedError(
+                f"this gateway has {self._max_requests} requests, the most it takes (gateway.max_requests)",
+                self.admission.retry_after_s(self._ends.next_s(now)),
+            )
         limits = self.limits()
         check_request(request, limits)
         check_may_use(identity, limits)
@@ -374,6 +380,8 @@ class RequestManager:
         for failure in frame.failures:
             if (task := self._tasks.get(failure.request_id)) is not None:
                 self.counters.attempt_failed(source.replica_id, failure.code, now)
+                if failure.code == "refused":
+                    self._router.on_refused(failure.refused_by or source.replica_id)
                 task.apply(task.state.on_failed, source, failure)
         for ended in frame.moves:
             if (task := self._tasks.get(ended.request_id)) is not None:
@@ -491,6 +499,7 @@ class RequestManager:
             _log.info("request %s failed: %s", request_id, reason, extra={"request_id": request_id})
         self._records.pop(key, None)
         now = self._clock.now()
+        self._ends.add(now)
         self._records[key] = _record(key, task, state, reason, now)
         if len(self._records) > NUM_RECORDS:
             self._records.popitem(last=False)
@@ -547,29 +556,6 @@ def check_may_use(identity: Identity, limits: ServingLimits) -> None:
         raise ForbiddenError(f"{identity.name} may not use the model {limits.model_name!r}")
 
 
-_LENGTH_BYTES = 8
-_PROMPTS = ("text", "token_ids", "chat")
-# Fields of a request that decide none of its tokens, or stand in a resume token by themselves.
-_NOT_DIGESTED = ("model", "request_id", "seed", "tenant", "priority", "resume", "resume_token", "pins")
-
-
-def resume_digest(request: pb.GenerateRequest) -> bytes:
-    """Return the SHA-256 of all that a call that resumes the request must repeat: the prompt, and the
-    parameters that decide its tokens."""
-    digest = hashlib.sha256()
-    parameters = pb.GenerateRequest()
-    for field, value in request.ListFields():
-        if field.name in _PROMPTS:  # it may be long, and is not copied
-            text = value.encode() if isinstance(value, str) else value.SerializeToString(deterministic=True)
-            digest.update(field.number.to_bytes(_LENGTH_BYTES, "big"))
-            digest.update(len(text).to_bytes(_LENGTH_BYTES, "big"))
-            digest.update(text)
-        elif field.name not in _NOT_DIGESTED:
-            parameters.MergeFrom(pb.GenerateRequest(**{field.name: value}))
-    digest.update(parameters.SerializeToString(deterministic=True))
-    return digest.digest()
-
-
 def _num_bytes(prepared: PreparedRequest) -> int:
     """Return what the request takes while it waits."""
     return len(prepared.prompt) + sum(map(len, prepared.block_keys)) + _REQUEST_BYTES
@@ -589,6 +575,7 @@ def _record(
         tenant=request.prepared.tenant,
         num_prompt_tokens=request.prepared.num_prompt_tokens,
         num_output_tokens=request.num_output_tokens,
+        num_cached_tokens=request.num_cached_tokens,
         first_token_at=request.first_token_at,
         ended_at=ended_at,
     )

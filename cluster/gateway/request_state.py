@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Protocol
@@ -19,7 +20,6 @@ from cluster.errors import (
     UnavailableError,
 )
 from cluster.gateway.attempt import (
-    MAX_BACKOFF_S,
     NO_TARGET_PAUSE_S,
     OVERDUE_S,
     RETRY_PAUSE_S,
@@ -54,6 +54,8 @@ from workers.messages.link import (
 
 _MAX_HELD_DELTAS = 4096
 _MAX_TIMELINE = 200
+# Of the time after which a client may come back: it is longer by up to this part.
+_JITTER = 0.25
 
 
 class RequestPhase(Enum):
@@ -72,8 +74,9 @@ class RequestEffects(Protocol):
     before the transition has returned.
     """
 
-    def route(self, request: RouteRequest, delay_s: float) -> None:
-        """Ask the router after `delay_s`, then report `on_routed` or `on_no_route`."""
+    def route(self, request: RouteRequest, delay_s: float, *, needs_capacity: bool = False) -> None:
+        """Ask the router after `delay_s`, then report `on_routed` or `on_no_route`; where the request
+        `needs_capacity`, because a replica has refused it, when replicas that can take it are found."""
 
     def submit(self, replica: ReplicaIdentity, submission: Submission) -> None:
         """Send the submission; report `on_unsent` when there is no connection to the replica."""
@@ -171,6 +174,11 @@ class RequestState:
         """Of all samples, including what a resumed request came with."""
         return sum(sample.num_tokens for sample in self._samples.values())
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of the prompt: not computed in the last attempt."""
+        return self._prefill_report.num_cached_tokens if self._prefill_report else 0
+
     def is_current(self, number: int) -> bool:
         """Whether the submission of this number belongs to the running attempt."""
         return self.phase is RequestPhase.RUNNING and number in self._numbers
@@ -247,9 +255,9 @@ class RequestState:
         patience_s = self.prepared.patience_s if self.attempt else self.prepared.first_patience_s
         if now - self._no_route_since < patience_s:
             delay_s = self._retries.relent()
-            self._effects.route(self._route_request(), delay_s)
+            self._effects.route(self._route_request(), delay_s, needs_capacity=self._was_refused)
         elif self._was_refused:
-            self._fail(OverloadedError(self._last_failure, retry_after_s), now)
+            self._fail(OverloadedError(self._last_failure, self._spread(retry_after_s)), now)
         else:
             why = f"{reason} (after: {self._last_failure})" if self._last_failure else reason
             self._fail(UnavailableError(why, retry_after_s), now)
@@ -500,17 +508,15 @@ class RequestState:
         if self.attempt - self._num_uncounted >= self.prepared.max_attempts:
             why = f"{reason} (attempt {self.attempt} of {self.prepared.max_attempts})"
             error = OverloadedError if refused else UnavailableError
-            self._fail(error(why, max(retry_after_s, 1.0)), now, gone=gone)
+            self._fail(error(why, self._spread(max(retry_after_s, 1.0))), now, gone=gone)
             return
         self._retries.exclude(blamed)
         cancels = self._cancels(gone)
         self.phase = RequestPhase.ROUTING
         delay_s = 0.0 if at_once or self.attempt == 1 else backoff(self.attempt - 2)
-        if refused:
-            delay_s = min(max(retry_after_s, backoff(self.attempt - 1)), MAX_BACKOFF_S)
         request = self._route_request()
         self._end_attempt(cancels)
-        self._effects.route(request, delay_s)
+        self._effects.route(request, delay_s, needs_capacity=refused)
 
     def _finish(self, now: float, output: Sequence[OutputDelta] = ()) -> None:
         """Every sample is finished, with this last output."""
@@ -539,6 +545,11 @@ class RequestState:
             self._effects.release_placement()
 
     # --------------------------------------------------------------------------------------- state
+
+    def _spread(self, retry_after_s: float) -> float:
+        """Return the time after which the client may come back, so that not all do at once."""
+        drawn = zlib.crc32(self.prepared.request_id.encode()) % 1001 / 1000
+        return retry_after_s * (1 + _JITTER * drawn)
 
     def _route_request(self) -> RouteRequest:
         return route_request(self.prepared, self._unfinished(), self._retries.excluded())

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Protocol, TypeVarTuple
 
 from cluster.admission.admission import HeldRequest, RequestAdmission
+from cluster.admission.retries import CAPACITY_WAIT_S, Retry
 from cluster.errors import AbandonedError, OverloadedError, RequestError, SlowClientError
 from cluster.gateway.attempt import OutputDelta
 from cluster.gateway.request_state import RequestPhase, RequestState
@@ -26,7 +27,7 @@ from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.messages import ReplicaIdentity
 from router.errors import NoReplicaError
 from router.messages import Decision, RouteRequest
-from workers.messages.link import Cancel, HandOverTarget, Move, Submission
+from workers.messages.link import Announce, Cancel, HandOverTarget, Move, Submission
 
 # Tokens, each with its log-probabilities counted too, that one stream holds for a client that does not read.
 # A slower client is cut off with RESOURCE_EXHAUSTED; no other stream waits for it meanwhile.
@@ -47,18 +48,23 @@ class Connections(Protocol):
     def target(self, replica_id: str) -> HandOverTarget | None:
         """Return the connected replica of this id; None when there is none."""
 
-    def send(self, replica: ReplicaIdentity, message: Submission | Cancel | Move) -> bool:
+    def send(self, replica: ReplicaIdentity, message: Announce | Submission | Cancel | Move) -> bool:
         """Queue the message for this life of the replica; False when it is not connected."""
 
 
 class Router(Protocol):
     """What a request needs of `router.service.RouterService`."""
 
-    def route(self, request: RouteRequest) -> Decision:
+    def route(
+        self, request: RouteRequest, *, is_held: bool = False, prefers_capacity: bool = False
+    ) -> Decision:
         """Place the request; `NoReplicaError` when there is no place."""
 
     def route_move(self, request: RouteRequest) -> str:
         """Return the decode replica that a running stream must move to; `NoReplicaError` without one."""
+
+    def on_refused(self, replica_id: str) -> None:
+        """Note that the replica has no capacity now."""
 
     def on_prefilled(self, request_id: str) -> None: ...
 
@@ -194,6 +200,9 @@ class RequestTask:
         self._on_end = on_end
         self._admission = admission
         self._held = held
+        self._retry: Retry | None = None
+        # Where a prompt that waits was announced.
+        self._announced_to: ReplicaIdentity | None = None
         self._unread = unread
         self._buffer = OutputBuffer(unread, self._cut_off)
         self._timers = SupervisedTasks()
@@ -210,6 +219,10 @@ class RequestTask:
     async def next(self) -> OutputDelta | Summary:
         """Return the next output, or the summary after all of it; raise the error of a failed request."""
         return await self._buffer.get()
+
+    def summary(self) -> Summary:
+        """Summarize the request, or as much of it as has happened."""
+        return self.state.summary(self._clock.now())
 
     def abandon(self, error: RequestError | None = None) -> None:
         """Stop the work wherever it is: nobody waits for the output any more. Does nothing after the end."""
@@ -233,8 +246,8 @@ class RequestTask:
 
     # ------------------------------------------------------------ effects (cluster.gateway.request_state)
 
-    def route(self, request: RouteRequest, delay_s: float) -> None:
-        self._after(delay_s, partial(self._route, request))
+    def route(self, request: RouteRequest, delay_s: float, *, needs_capacity: bool = False) -> None:
+        self._after(delay_s, partial(self._route, request, needs_capacity=needs_capacity))
 
     def submit(self, replica: ReplicaIdentity, submission: Submission) -> None:
         if not self._connections.send(replica, submission):
@@ -280,6 +293,9 @@ class RequestTask:
         if self._held is not None and self._admission is not None:
             held, self._held = self._held, None
             self._admission.drop(held)
+        self._withdraw()
+        if self._retry is not None and self._admission is not None:
+            self._admission.retries.drop(self._retry)
         self._timers.cancel()
         self._buffer.close(end)
         self._on_end(error)
@@ -297,17 +313,37 @@ class RequestTask:
         else:
             self.state.on_cancel(error, now)
 
-    def _route(self, request: RouteRequest) -> None:
+    def _route(self, request: RouteRequest, *, needs_capacity: bool = False) -> None:
         if self._held is not None and self._admission is not None:
             self._start_timer(self._held.refused_at - self._clock.now(), self._admission.pump)
             self._admission.hold(self._held, self._released, self._refused)
+            if self._held is not None:
+                self._announce(request, self._held.decision)
             return
+        waits = needs_capacity and self._admission is not None
         try:
-            decision = self._router.route(request)
+            decision = self._router.route(request, is_held=waits, prefers_capacity=needs_capacity)
         except NoReplicaError as error:
             self.apply(self.state.on_no_route, str(error), error.retry_after_s)
             return
-        self._routed(decision)
+        if waits:
+            self._wait_for_capacity(request, decision)
+        else:
+            self._routed(decision)
+
+    def _wait_for_capacity(self, request: RouteRequest, decision: Decision) -> None:
+        """Submit the request, which a replica has refused, when the chosen pair can take it; after
+        `CAPACITY_WAIT_S` wherever it costs least."""
+        assert self._admission is not None
+        retries = self._admission.retries
+
+        def route_anyway() -> None:
+            if retries.drop(retry):
+                self._route(request)
+
+        self._retry = retry = Retry(decision, lambda it: self._routed(it.decision))
+        self._start_timer(CAPACITY_WAIT_S, route_anyway)
+        retries.hold(retry)
 
     def _released(self, held: HeldRequest) -> None:
         """Submit the request, which has waited for its turn."""
@@ -319,13 +355,31 @@ class RequestTask:
         self._held = None
         self.apply(self.state.on_cancel, error)
 
+    def _announce(self, request: RouteRequest, decision: Decision) -> None:
+        """Let the replica that will compute the prompt load meanwhile what is stored of it."""
+        target = self._connections.target(decision.prefill or decision.decode)
+        if target is None or not request.block_keys:
+            return
+        group = self.state.prepared.sharing_group
+        announce = Announce(request.request_id, group, request.num_tokens, request.block_keys)
+        if self._connections.send(target.identity, announce):
+            self._announced_to = target.identity
+
+    def _withdraw(self) -> None:
+        """The prompt that was announced, if any, does not come."""
+        if self._announced_to is not None:
+            replica, self._announced_to = self._announced_to, None
+            self._connections.send(replica, Cancel(self._request_id, 0))
+
     def _routed(self, decision: Decision) -> None:
         prefill = self._connections.target(decision.prefill) if decision.prefill else None
         decode = self._connections.target(decision.decode)
         if decode is None or (decision.prefill and prefill is None):
             self.release_placement()
+            self._withdraw()
             self.apply(self.state.on_no_route, "the chosen replica has just gone", 1.0)
             return
+        self._announced_to = None
         computes = prefill.identity if prefill is not None and prefill != decode else None
         self.apply(self.state.on_routed, decision, computes, decode)
 

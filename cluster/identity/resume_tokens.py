@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import hmac
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import msgspec
 
 from cluster.errors import FieldViolation, ForbiddenError, InvalidRequestError
 from cluster.identity.identity import Identity
+from cluster.proto import tandem_pb2 as pb
 from kvtransfer.common.clock import Clock
 from kvtransfer.rpc.trust import Trust
 
@@ -99,3 +101,29 @@ def _data(text: str) -> bytes:
         return base64.b64decode(text, altchars=b"-_", validate=True)
     except (binascii.Error, ValueError):
         return b""
+
+
+# ----------------------------------------------------------------------------------------------
+# What a token is for.
+
+_LENGTH_BYTES = 8
+_PROMPTS = ("text", "token_ids", "chat")
+# Fields of a request that decide none of its tokens, or stand in a resume token by themselves.
+_NOT_DIGESTED = ("model", "request_id", "seed", "tenant", "priority", "resume", "resume_token", "pins")
+
+
+def resume_digest(request: pb.GenerateRequest) -> bytes:
+    """Return the SHA-256 of all that a call that resumes the request must repeat: the prompt, and the
+    parameters that decide its tokens."""
+    digest = hashlib.sha256()
+    parameters = pb.GenerateRequest()
+    for field, value in request.ListFields():
+        if field.name in _PROMPTS:  # it may be long, and is not copied
+            text = value.encode() if isinstance(value, str) else value.SerializeToString(deterministic=True)
+            digest.update(field.number.to_bytes(_LENGTH_BYTES, "big"))
+            digest.update(len(text).to_bytes(_LENGTH_BYTES, "big"))
+            digest.update(text)
+        elif field.name not in _NOT_DIGESTED:
+            parameters.MergeFrom(pb.GenerateRequest(**{field.name: value}))
+    digest.update(parameters.SerializeToString(deterministic=True))
+    return digest.digest()

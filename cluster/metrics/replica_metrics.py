@@ -21,6 +21,12 @@ ENGINES = (
     of_replica("running_sequences", "num_running", "sequences", "Running sequences."),
     of_replica("waiting_sequences", "num_waiting", "sequences", "Waiting sequences."),
     of_replica(
+        "paused_sequences",
+        "num_paused",
+        "sequences",
+        "Running sequences of the class batch that are left out of steps, because gateways are overloaded.",
+    ),
+    of_replica(
         "max_running_sequences", "max_sequences", "sequences", "The most sequences that may run at a time."
     ),
     of_replica("max_batch_tokens", "max_batch_tokens", "tokens", "The most tokens of a step."),
@@ -209,6 +215,18 @@ KV = (
         "Rate at which KV is loaded from a tier of the store.",
         by="tier",
         why_empty=NEEDS_LOAD,
+    ),
+    of_replica(
+        "announced_prompts_total",
+        "num_announced_prompts",
+        "requests",
+        "Requests that were announced while they waited in a gateway, to a replica with a store.",
+    ),
+    of_replica(
+        "announced_blocks_total",
+        "num_announced_blocks",
+        "blocks",
+        "Blocks loaded from the store for announced requests before they came.",
     ),
     of_replica(
         "stored_blocks_total", "num_stored_blocks", "blocks", "Blocks written through to the node's store."

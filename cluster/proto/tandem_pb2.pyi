@@ -302,7 +302,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("model", "replicas", "gateways", "uptime_s", "versions", "num_running_requests", "num_finished_requests", "num_failed_requests", "ready", "num_cancelled_requests", "stores", "pools", "moves", "traffic", "demand", "wall_time_s", "recent", "prefixes", "authentication", "app")
+    __slots__ = ("model", "replicas", "gateways", "uptime_s", "versions", "num_running_requests", "num_finished_requests", "num_failed_requests", "ready", "num_cancelled_requests", "stores", "pools", "moves", "traffic", "demand", "wall_time_s", "recent", "prefixes", "authentication", "app", "quotas")
     class VersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -337,6 +337,7 @@ class StatusResponse(_message.Message):
     PREFIXES_FIELD_NUMBER: _ClassVar[int]
     AUTHENTICATION_FIELD_NUMBER: _ClassVar[int]
     APP_FIELD_NUMBER: _ClassVar[int]
+    QUOTAS_FIELD_NUMBER: _ClassVar[int]
     model: Model
     replicas: _containers.RepeatedCompositeFieldContainer[Replica]
     gateways: _containers.RepeatedCompositeFieldContainer[GatewayStatus]
@@ -357,7 +358,32 @@ class StatusResponse(_message.Message):
     prefixes: _containers.RepeatedCompositeFieldContainer[PrefixReuse]
     authentication: str
     app: str
-    def __init__(self, model: _Optional[_Union[Model, _Mapping[str, object]]] = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping[str, object]]]] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping[str, object]]]] = ..., uptime_s: _Optional[float] = ..., versions: _Optional[_Mapping[str, str]] = ..., num_running_requests: _Optional[int] = ..., num_finished_requests: _Optional[int] = ..., num_failed_requests: _Optional[int] = ..., ready: _Optional[bool] = ..., num_cancelled_requests: _Optional[int] = ..., stores: _Optional[_Iterable[_Union[StoreMember, _Mapping[str, object]]]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping[str, object]]]] = ..., moves: _Optional[_Iterable[_Union[ScalingMove, _Mapping[str, object]]]] = ..., traffic: _Optional[_Mapping[str, float]] = ..., demand: _Optional[_Union[Demand, _Mapping[str, object]]] = ..., wall_time_s: _Optional[float] = ..., recent: _Optional[_Union[RecentRequests, _Mapping[str, object]]] = ..., prefixes: _Optional[_Iterable[_Union[PrefixReuse, _Mapping[str, object]]]] = ..., authentication: _Optional[str] = ..., app: _Optional[str] = ...) -> None: ...
+    quotas: _containers.RepeatedCompositeFieldContainer[TenantQuota]
+    def __init__(self, model: _Optional[_Union[Model, _Mapping[str, object]]] = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping[str, object]]]] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping[str, object]]]] = ..., uptime_s: _Optional[float] = ..., versions: _Optional[_Mapping[str, str]] = ..., num_running_requests: _Optional[int] = ..., num_finished_requests: _Optional[int] = ..., num_failed_requests: _Optional[int] = ..., ready: _Optional[bool] = ..., num_cancelled_requests: _Optional[int] = ..., stores: _Optional[_Iterable[_Union[StoreMember, _Mapping[str, object]]]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping[str, object]]]] = ..., moves: _Optional[_Iterable[_Union[ScalingMove, _Mapping[str, object]]]] = ..., traffic: _Optional[_Mapping[str, float]] = ..., demand: _Optional[_Union[Demand, _Mapping[str, object]]] = ..., wall_time_s: _Optional[float] = ..., recent: _Optional[_Union[RecentRequests, _Mapping[str, object]]] = ..., prefixes: _Optional[_Iterable[_Union[PrefixReuse, _Mapping[str, object]]]] = ..., authentication: _Optional[str] = ..., app: _Optional[str] = ..., quotas: _Optional[_Iterable[_Union[TenantQuota, _Mapping[str, object]]]] = ...) -> None: ...
+
+class TenantQuota(_message.Message):
+    __slots__ = ("tenant", "used", "num_refused")
+    class UsedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class NumRefusedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    USED_FIELD_NUMBER: _ClassVar[int]
+    NUM_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    used: _containers.ScalarMap[str, float]
+    num_refused: _containers.ScalarMap[str, int]
+    def __init__(self, tenant: _Optional[str] = ..., used: _Optional[_Mapping[str, float]] = ..., num_refused: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class RecentRequests(_message.Message):
     __slots__ = ("num_requests", "window_s", "ttft_p50_ms", "ttft_p90_ms", "tpot_p50_ms", "tpot_p90_ms", "slow_ttft_ms", "slow_queue_ms", "slow_prefill_ms", "slow_prompt_tokens", "slow_cached_tokens", "transfer_p90_ms", "num_retried")
@@ -771,7 +797,7 @@ class ListRequestsResponse(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[RequestSummary, _Mapping[str, object]]]] = ..., missing: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class RequestSummary(_message.Message):
-    __slots__ = ("request_id", "tenant", "state", "reason", "age_s", "ttft_ms", "e2e_ms", "num_prompt_tokens", "num_output_tokens", "attempts", "prefill", "decode", "gateway_id")
+    __slots__ = ("request_id", "tenant", "state", "reason", "age_s", "ttft_ms", "e2e_ms", "num_prompt_tokens", "num_output_tokens", "attempts", "prefill", "decode", "gateway_id", "num_cached_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -785,6 +811,7 @@ class RequestSummary(_message.Message):
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tenant: str
     state: str
@@ -798,7 +825,8 @@ class RequestSummary(_message.Message):
     prefill: str
     decode: str
     gateway_id: str
-    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., age_s: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., e2e_ms: _Optional[float] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., prefill: _Optional[str] = ..., decode: _Optional[str] = ..., gateway_id: _Optional[str] = ...) -> None: ...
+    num_cached_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., age_s: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., e2e_ms: _Optional[float] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., prefill: _Optional[str] = ..., decode: _Optional[str] = ..., gateway_id: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class ScaleRequest(_message.Message):
     __slots__ = ("replicas", "dry_run")

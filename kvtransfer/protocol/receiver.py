@@ -120,9 +120,16 @@ class LandingTable:
 
     # ------------------------------------------------------------------------------------- messages
 
-    def writer_joined(self, writer: ReplicaIdentity, pieces: Iterable[tuple[int, Shard]]) -> None:
-        """A writer's link opened; of every block it will write these (rank of ours, piece)."""
+    def writer_joined(
+        self, writer: ReplicaIdentity, pieces: Iterable[tuple[int, Shard]]
+    ) -> list[LandingAction]:
+        """A writer's link opened; of every block it will write these (rank of ours, piece). What it said of
+        the landings in quarantine may have been lost with its last link: they are aborted again."""
         self._writers[writer] = Lanes(pieces)
+        return [
+            ToWriter(writer, LandingAbort(landing.request.landing_id, "the peer link was lost", False))
+            for landing in self._of_writer(writer)
+        ]
 
     def request(
         self, writer: ReplicaIdentity, request: LandingRequest, now: float, *, idle: bool

@@ -16,7 +16,15 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cluster.cli.bench import bench_table, cli, engine_table
-from cluster.cli.serving_load import BenchRequest, Objectives, Workload, knee, run_workload, summarize
+from cluster.cli.serving_load import (
+    BenchRequest,
+    Objectives,
+    Workload,
+    by_class,
+    knee,
+    run_workload,
+    summarize,
+)
 from cluster.errors import CallError
 from kvtransfer.common.clock import ManualClock
 from workers.engine_bench import bench
@@ -98,7 +106,7 @@ async def test_concurrency_is_kept_and_outcomes_are_told() -> None:
     clock = ManualClock()
     running, most = 0, 0
 
-    async def send(prompt: list[int], num_tokens: int) -> AsyncIterator[int]:
+    async def send(prompt: list[int], num_tokens: int, service_class: str) -> AsyncIterator[int]:
         nonlocal running, most
         running += 1
         most = max(most, running)
@@ -127,7 +135,7 @@ async def test_concurrency_is_kept_and_outcomes_are_told() -> None:
 
 
 async def test_the_first_reason_of_a_failure_is_kept() -> None:
-    async def refuse(prompt: list[int], num_tokens: int) -> AsyncIterator[int]:
+    async def refuse(prompt: list[int], num_tokens: int, service_class: str) -> AsyncIterator[int]:
         if prompt != LOAD.prompts()[0]:
             raise CallError(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
         yield num_tokens
@@ -139,6 +147,27 @@ async def test_the_first_reason_of_a_failure_is_kept() -> None:
     names = list(bench_table([("1 at once", figures)]).columns[0].cells)
     assert "refused" in names
     assert "timed out" not in names
+
+
+async def test_classes_take_turns_and_each_has_its_figures() -> None:
+    async def send(prompt: list[int], num_tokens: int, service_class: str) -> AsyncIterator[int]:
+        if service_class == "batch":
+            raise CallError(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+        yield num_tokens
+
+    load = replace(LOAD, service_classes=("interactive", "batch"))
+    records = await run_workload(load, send, ManualClock(), lambda _: None)
+    assert [it.service_class for it in records[:3]] == ["interactive", "batch", "interactive"]
+    classes = by_class(records, Objectives(1000, 1000))
+    assert {name: (it["num_ok"], it["num_refused"]) for name, it in classes.items()} == {
+        "interactive": (4, 0),
+        "batch": (0, 4),
+    }
+    assert by_class(records[:1], Objectives(1000, 1000)) == {}
+
+
+def test_a_class_that_does_not_exist_is_named() -> None:
+    assert "not 'urgent'" in refusal("serve", "--service-class", "batch,urgent")
 
 
 # ------------------------------------------------------------------------------------------ engine

@@ -7,7 +7,9 @@ import gc
 import signal
 import socket
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import grpc
 import numpy as np
 import pytest
 from gateway_harness import PROMPT, GatewayHarness, Pair, decode, expected, until
+from patience import WAIT_S
 
 from cluster.api import client as client_module
 from cluster.api.blocking_client import BlockingClient
@@ -30,7 +33,32 @@ from cluster.api.client import (
 from cluster.errors import CallError, InvalidRequestError
 from cluster.proto import tandem_pb2 as pb
 from cluster.text.preprocess import sample_seed
+from kvtransfer.common.clock import ManualClock
 from workers.messages.link import RequestFailed
+
+
+@contextmanager
+def silent_gateway() -> Iterator[tuple[str, threading.Semaphore]]:
+    """Take every call and answer none. Yield the address, and what is released for each call."""
+    called, is_over = threading.Semaphore(0), threading.Event()
+
+    def wait(request: bytes, context: grpc.ServicerContext) -> bytes:
+        called.release()
+        is_over.wait(WAIT_S)
+        return b""
+
+    class Silence(grpc.GenericRpcHandler):
+        def service(self, details: Any) -> Any:
+            return grpc.unary_unary_rpc_method_handler(wait)
+
+    server = grpc.server(ThreadPoolExecutor(4), handlers=(Silence(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}", called
+    finally:
+        is_over.set()
+        server.stop(None).wait()
 
 
 async def collect(stream: GenerateStream, collector: Collector) -> None:
@@ -267,18 +295,35 @@ def test_closing_a_blocking_client_ends_the_calls_of_other_threads(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """They neither wait for ever nor leave pending tasks, which asyncio reports when they are destroyed."""
-    with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(2) as threads:
-        client = BlockingClient(f"127.0.0.1:{silent.getsockname()[1]}")
+    with silent_gateway() as (address, called), ThreadPoolExecutor(2) as threads:
+        client = BlockingClient(address)
         calls: list[Future[Any]] = [threads.submit(client.complete, "x"), threads.submit(client.models)]
-        silent.accept()[0].close()  # a call has begun; the next connection stays without an answer
+        for _ in calls:
+            assert called.acquire(timeout=WAIT_S)
         client.close()
         for call in calls:
             with pytest.raises(CallError, match="CANCELLED: this client was closed"):
-                call.result(timeout=30)
+                call.result(timeout=WAIT_S)
         client.close()
         with pytest.raises(CallError, match="CANCELLED: this client was closed"):
             client.models()
     del client, calls, call
+    gc.collect()
+    assert not [record.message for record in caplog.records if record.name == "asyncio"]
+
+
+def test_closing_a_blocking_client_ends_a_call_that_has_no_connection_yet(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nobody answers on the connection, so the call is retried until the client is closed."""
+    with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as threads:
+        client = BlockingClient(f"127.0.0.1:{silent.getsockname()[1]}")
+        call: Future[Any] = threads.submit(client.complete, "x")
+        silent.accept()[0].close()  # the call has begun; the next connection stays without an answer
+        client.close()
+        with pytest.raises(CallError, match="CANCELLED: this client was closed"):
+            call.result(timeout=WAIT_S)
+    del client, call
     gc.collect()
     assert not [record.message for record in caplog.records if record.name == "asyncio"]
 
@@ -304,3 +349,66 @@ async def test_the_readmes_example_works(pair: Pair, capsys: pytest.CaptureFixtu
     prompt, question = "def read_file(path):", "import os\n"
     text = f"{decode(expected(1, 60, prompt))} length\n{decode(expected(1, 60, question))}\n"
     assert capsys.readouterr().out == text
+
+
+# ----------------------------------------------------------------------------------------- refusals
+
+
+async def test_a_refused_call_comes_again_when_the_gateway_says_so(harness: GatewayHarness) -> None:
+    replica = await harness.add_replica("d0", "decode")
+    replica.script.stop_after = 3
+    _, address = await harness.add_gateway(harness.config(max_requests=1))
+    client = harness.client(address)
+    first = client.generate(PROMPT, GenerateOptions(max_tokens=9)).events()
+    await anext(first)
+    stream = client.generate(PROMPT, GenerateOptions(seed=4, max_tokens=6))
+    collector = Collector()
+    work = asyncio.create_task(collect(stream, collector))
+    await until(lambda: stream.num_resumes >= 1, "it was refused, and has waited")
+    await first.aclose()
+    replica.script.resume.set()
+    await work
+    assert list(collector.completion().token_ids[0]) == expected(4, 6)
+
+
+class PausesOnly(ManualClock):
+    """Remembers what was slept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pauses: list[float] = []
+
+    async def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.advance(seconds)
+
+
+async def test_a_refusal_is_obeyed_and_no_two_clients_come_back_at_once() -> None:
+    clock = PausesOnly()
+    client = Client("127.0.0.1:1", clock)
+    for _ in range(50):
+        await client.pause(CallError(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", 5.0), 1)
+    assert all(5.0 <= pause <= 5.0 * 1.25 for pause in clock.pauses)
+    assert max(clock.pauses) > 1.05 * min(clock.pauses)
+    await client.pause(CallError(grpc.StatusCode.UNAVAILABLE, "gone", 5.0), 1)
+    assert clock.pauses[-1] <= 2.5, "what is unavailable may be there earlier"
+
+
+@pytest.mark.parametrize(
+    ("retry_after_s", "timeout_s", "is_tried_again"),
+    [(3.0, None, True), (11.0, None, False), (3.0, 2.0, False), (None, None, False), (0.0, None, False)],
+)
+async def test_a_refusal_is_waited_for_within_patience_and_deadline(
+    retry_after_s: float | None, timeout_s: float | None, is_tried_again: bool
+) -> None:
+    """Without a time to retry, or with none left, waiting is pointless."""
+    clock = PausesOnly()
+    stream = Client("127.0.0.1:1", clock).generate(PROMPT, timeout_s=timeout_s)
+    error = CallError(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", retry_after_s)
+    assert stream._should_resume(error, clock.now()) is is_tried_again
+    assert not Client("127.0.0.1:1", clock).generate(PROMPT, resume=False)._should_resume(error, clock.now())
+
+
+def test_the_class_of_a_request_is_an_option() -> None:
+    request = generate_request(PROMPT, GenerateOptions(service_class="batch"))
+    assert request.service_class == "batch"

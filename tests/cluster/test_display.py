@@ -187,3 +187,15 @@ def test_a_long_name_folds_and_is_not_cut_off() -> None:
     firsts = [line.split()[0] for line in text.splitlines() if line.split()]
     assert "".join(first for first in firsts if first in name) == name
     assert "77" in text
+
+
+def test_what_tenants_use_of_their_limits_is_shown_while_one_does() -> None:
+    quota = pb.TenantQuota(
+        tenant="acme",
+        used={"requests_per_s": 1.02, "concurrent_tokens": 0.25},
+        num_refused={"requests_per_s": 7},
+    )
+    text = shown(status_view(pb.StatusResponse(quotas=[quota])))
+    for part in ("acme", "requests_per_s 102%", "concurrent_tokens 25%", "7 by requests_per_s"):
+        assert part in " ".join(text.split())
+    assert "limits of tenants" not in shown(status_view(pb.StatusResponse()))

@@ -111,6 +111,28 @@ def test_a_replica_whose_circuit_breaker_is_open_is_named_with_the_reason() -> N
     assert "nothing was heard for 1.0 s" in bad.seen
 
 
+def test_a_tenant_that_is_refused_because_of_its_limits_is_named_with_them() -> None:
+    def limit(status: pb.StatusResponse) -> None:
+        status.quotas.add(tenant="idle", used={"requests_per_s": 0.5})
+        status.quotas.add(tenant="busy", num_refused={"requests_per_s": 9, "concurrent_tokens": 2})
+
+    result = only(members.quotas, live(limit))
+    assert result.severity is NOTE
+    assert result.seen.endswith("2 by concurrent_tokens, 9 by requests_per_s")
+    assert "tenant busy" in result.seen
+    assert not said(members.quotas, live())
+
+
+def test_a_gateway_that_has_its_part_of_the_limits_alone_is_named() -> None:
+    def divide(status: pb.StatusResponse) -> None:
+        status.gateways.add(
+            gateway_id="gateway-x", quota_note="limits are divided: no store.redis_url is set"
+        )
+
+    seen = [text for severity, text in said(members.gateways, live(divide)) if severity is WARNING]
+    assert any("gateway-x" in text and "no store.redis_url is set" in text for text in seen)
+
+
 def test_replicas_that_are_replaced_again_and_again_are_reported() -> None:
     def young(status: pb.StatusResponse) -> None:
         status.replicas[1].epoch = int((NOW - 40) * 1000)

@@ -19,7 +19,7 @@ from cluster.proto import tandem_pb2 as pb
 from cluster.text.preprocess import sample_seed
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.messages import ReplicaIdentity
-from workers.messages.link import RequestFailed
+from workers.messages.link import RequestFailed, StepFrame
 from workers.stats_record import PathMeasure
 
 
@@ -214,10 +214,42 @@ async def test_a_refused_request_waits_and_tries_again(pair: Pair) -> None:
     assert done.finished.timing.attempts == 3
 
 
+async def test_a_refused_request_goes_at_once_to_a_replica_that_has_capacity(harness: GatewayHarness) -> None:
+    replicas = [await harness.add_replica(name, "decode") for name in ("d0", "d1", "d2")]
+    gateway, address = await harness.add_gateway()
+    for replica in replicas:
+        replica.script.num_refusals = 1
+    options = GenerateOptions(seed=6, max_tokens=3)
+    began_at = harness.clock.now()
+    done = await harness.client(address).complete(PROMPT, options)
+    # Refused by each of the three, then by none. A replica that refused is heard again within 0.2 s.
+    assert done.finished.timing.attempts == 4
+    asked = [replica for replica in replicas for _ in replica.submissions]
+    assert {it.identity.replica_id for it in asked[:3]} <= {"d0", "d1", "d2"}
+    assert all(len(replica.submissions) >= 1 for replica in replicas), "none was asked twice before all were"
+    assert harness.clock.now() - began_at < 1.0
+    assert len(gateway.requests.admission.retries) == 0
+
+
+async def test_a_request_that_waits_for_capacity_can_be_cancelled(harness: GatewayHarness) -> None:
+    replica = await harness.add_replica("d0", "decode")
+    gateway, address = await harness.add_gateway()
+    replica.script.num_refusals = 1000
+    stream = harness.client(address).generate(PROMPT, resume=False)
+    work = asyncio.create_task(anext(stream.events()))
+    retries = gateway.requests.admission.retries
+    await until(lambda: len(retries) == 1, "it was refused, and waits until the replica is heard again")
+    gateway.requests.close()
+    await until(lambda: gateway.requests.num_running == 0, "it has ended")
+    assert len(retries) == 0
+    gateway.requests.admission.check()
+    await asyncio.gather(work, return_exceptions=True)
+
+
 async def test_endless_refusal_is_resource_exhausted_with_a_time_to_retry(pair: Pair) -> None:
     pair.prefill.script.num_refusals = pair.decode.script.num_refusals = 1000
     with pytest.raises(CallError) as caught:
-        await pair.client.complete(PROMPT, GenerateOptions(max_tokens=5))
+        await pair.client.complete(PROMPT, GenerateOptions(max_tokens=5), resume=False)
     assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert caught.value.retry_after_s is not None
 
@@ -232,6 +264,34 @@ async def test_what_cannot_be_retried_fails_at_once(pair: Pair, code: str, statu
         await pair.client.complete(PROMPT, GenerateOptions(max_tokens=5))
     assert caught.value.code is status
     assert len(pair.prefill.submissions) == 1
+
+
+async def test_what_a_request_had_used_is_in_the_status_of_its_failure(pair: Pair) -> None:
+    pair.decode.script.stop_after = 2
+    events = pair.client.generate(PROMPT, GenerateOptions(max_tokens=5)).events()
+    num_tokens = 0
+    while num_tokens < 3:
+        event = await anext(events)
+        num_tokens += len(event.token_ids) if isinstance(event, pb.Delta) else 0
+    made = pair.prefill.submissions[-1]
+    late = RequestFailed(made.request_id, made.attempt, "deadline", "too late")
+    pair.decode.broadcast(StepFrame(failures=(late,)))
+    with pytest.raises(CallError, match="too late") as caught:
+        await anext(events)
+    usage = caught.value.usage
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(encode(PROMPT)), 3)
+    assert usage.cached.device == min(16, usage.prompt_tokens - 1)
+    listed = (await pair.client.requests())[0]
+    assert (listed.state, listed.num_output_tokens) == ("failed", 3)
+    assert listed.num_cached_tokens == usage.cached.device
+
+
+async def test_a_request_that_was_not_accepted_has_used_nothing(pair: Pair) -> None:
+    with pytest.raises(CallError) as caught:
+        await pair.client.complete(PROMPT, GenerateOptions(max_tokens=5, temperature=-1.0))
+    assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.usage is None
 
 
 async def test_without_replicas_requests_are_unavailable_and_health_says_so(harness: GatewayHarness) -> None:
@@ -380,8 +440,9 @@ async def test_more_requests_than_allowed_are_refused_with_a_time_to_retry(harne
     for events in running:
         await anext(events)
     with pytest.raises(CallError, match="RESOURCE_EXHAUSTED") as caught:
-        await client.complete(PROMPT)
-    assert caught.value.retry_after_s == 1.0
+        await client.complete(PROMPT, resume=False)
+    assert caught.value.is_refusal
+    assert "gateway.max_requests" in caught.value.message
     for events in running:
         await events.aclose()
 

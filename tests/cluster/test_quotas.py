@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.admission import quotas as quotas_module
-from cluster.admission.quotas import GRACE_S, QuotaHold, QuotaRecord, Quotas
+from cluster.admission.quotas import (
+    GRACE_S,
+    MAX_SHOWN,
+    QuotaHold,
+    QuotaRecord,
+    Quotas,
+    QuotaUse,
+    merged_uses,
+)
 from cluster.errors import InvalidRequestError, QuotaError
 from cluster.identity.config import AuthConfig
 
@@ -123,6 +131,35 @@ def test_a_tenant_that_has_long_been_idle_is_in_no_record() -> None:
     quotas.admit("a", 0.0)
     assert [it.num_requests for it in quotas.record(1.0).tenants] == [1]
     assert quotas.record(30.0).tenants == ()
+
+
+def test_operators_see_what_is_used_and_refused_until_the_tenant_is_idle() -> None:
+    quotas = quotas_of(requests_per_s=1.0, burst_s=4.0, concurrent_tokens=100)
+    assert quotas.uses(0.0) == ()
+    for _ in range(4):
+        quotas.admit("a", 0.0)
+    hold = quotas.take_prompt("a", 20, 30, 0.0)
+    for _ in range(3):
+        refusal(quotas, 0.0)
+    (use,) = quotas.uses(1.0)
+    assert use.used == {"requests_per_s": pytest.approx(0.75), "concurrent_tokens": 0.5}
+    assert use.num_refused == {"requests_per_s": 3}
+    quotas.ended(hold)
+    quotas.divide(0, 60.0)
+    assert quotas.uses(60.0) == ()
+
+
+def test_what_several_gateways_say_of_a_tenant_is_one_line() -> None:
+    tenants = [QuotaUse(f"t{number}", {"requests_per_s": 0.1 * number}, {}) for number in range(MAX_SHOWN)]
+    one = QuotaUse("a", {"requests_per_s": 0.5, "concurrent_tokens": 0.2}, {"requests_per_s": 2})
+    other = QuotaUse(
+        "a", {"requests_per_s": 0.4, "concurrent_tokens": 0.3}, {"requests_per_s": 1, "concurrent_tokens": 1}
+    )
+    merged = merged_uses([*tenants, one, other])
+    assert merged[0] == QuotaUse(
+        "a", {"requests_per_s": 0.5, "concurrent_tokens": 0.3}, {"requests_per_s": 3, "concurrent_tokens": 1}
+    )
+    assert [it.tenant for it in merged[1:]] == [f"t{number}" for number in range(MAX_SHOWN - 1, 0, -1)]
 
 
 # ------------------------------------------------------------------------------------- one gateway

@@ -148,7 +148,7 @@ def test_who_is_blamed_for_a_failure(
     *_, retry = request.on_failed(P0, RequestFailed("r", 1, code, "why", 0.5, refused_by), 1.0)
     assert isinstance(retry, Route)
     assert retry.request.excluded == excluded
-    assert retry.delay_s == (0.5 if avoided else 0.0)
+    assert (retry.delay_s, retry.needs_capacity) == (0.0, avoided)
     if code == "peer":  # without another decode replica, d0 shall do it without p0, which has no way there
         (alone,) = request.on_no_route("none left", 1.0, 1.0)
         assert isinstance(alone, Route)
@@ -194,7 +194,7 @@ def test_refusals_to_the_end_are_overload() -> None:
     *_, fail = request.on_failed(P0, RequestFailed("r", 1, "refused", "full", 3.0), 1.0)
     assert isinstance(fail, Fail)
     assert isinstance(fail.error, OverloadedError)
-    assert fail.error.retry_after_s == 3.0
+    assert 3.0 <= fail.error.retry_after_s <= 3.0 * 1.25, "not all come back at once"
 
 
 @pytest.mark.parametrize(("code", "error"), [("deadline", DeadlineError), ("invalid", InvalidRequestError)])

@@ -25,6 +25,7 @@ from kvtransfer.messages import ReplicaIdentity
 from router.errors import NoReplicaError
 from router.messages import Decision, RouteRequest
 from workers.messages.link import (
+    Announce,
     Cancel,
     HandOverTarget,
     Move,
@@ -55,19 +56,21 @@ class Field:
     def __init__(self) -> None:
         self.known = [D0, D1]
         self.gone: set[ReplicaIdentity] = set()
-        self.sent: list[tuple[ReplicaIdentity, Submission | Cancel | Move]] = []
+        self.sent: list[tuple[ReplicaIdentity, Announce | Submission | Cancel | Move]] = []
         self.finished: list[str] = []
 
     def target(self, replica_id: str) -> HandOverTarget | None:
         return next((HandOverTarget(it, "a") for it in self.known if it.replica_id == replica_id), None)
 
-    def send(self, replica: ReplicaIdentity, message: Submission | Cancel | Move) -> bool:
+    def send(self, replica: ReplicaIdentity, message: Announce | Submission | Cancel | Move) -> bool:
         if replica in self.gone:
             return False
         self.sent.append((replica, message))
         return True
 
-    def route(self, request: RouteRequest) -> Decision:
+    def route(
+        self, request: RouteRequest, *, is_held: bool = False, prefers_capacity: bool = False
+    ) -> Decision:
         usable = [it for it in self.known if it.replica_id not in request.excluded]
         if not usable:
             raise NoReplicaError("nobody", 3.0)
@@ -75,6 +78,9 @@ class Field:
 
     def route_move(self, request: RouteRequest) -> str:
         return self.route(request).decode
+
+    def on_refused(self, replica_id: str) -> None:
+        pass
 
     def on_prefilled(self, request_id: str) -> None:
         pass
@@ -386,7 +392,7 @@ class Reentering(Field):
         self.task: RequestTask
         self.num_failing = 3
 
-    def send(self, replica: ReplicaIdentity, message: Submission | Cancel | Move) -> bool:
+    def send(self, replica: ReplicaIdentity, message: Announce | Submission | Cancel | Move) -> bool:
         if isinstance(message, Cancel):
             self.task.apply(self.task.state.on_lost, replica, "it ends in the middle of a send")
         elif isinstance(message, Submission) and self.num_failing:

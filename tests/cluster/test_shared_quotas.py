@@ -308,6 +308,9 @@ async def test_two_gateways_give_one_tenant_one_limit_and_status_says_when_they_
     assert "requests_per_s" in error.message
     status = await known[0][0].status()
     assert [it.quota_note for it in status.gateways] == ["", ""]
+    (quota,) = status.quotas
+    assert (quota.tenant, dict(quota.num_refused)) == ("a", {"requests_per_s": 1})
+    assert quota.used["requests_per_s"] == pytest.approx(1.0, abs=0.01)
     server.kill()
     await until(lambda: all(it.requests.counters.quota_share == 0.5 for it, _ in known), "their parts")
     await until_noted(known[0][0])

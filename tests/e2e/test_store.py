@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_harness import BLOCK_TOKENS, E2eHarness, Heard, Replica, until
+from e2e_harness import BLOCK_TOKENS, ROOT_KEY, E2eHarness, Heard, Replica, raw, until
 from store_harness import StoreHarness
 
+from kvtransfer.blocks.keys import extend_keys
 from kvtransfer.common.faults import FaultRule
 from workers.config import Parallel
+from workers.messages.link import Announce, Cancel, PurgeCache
 
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "repetition_penalty": 1.1, "seed": 77}
 NUM_TOKENS = 200
@@ -89,6 +91,76 @@ async def test_what_one_replica_computed_another_loads(stored: tuple[E2eHarness,
     assert heard.prefill.num_loaded_tokens == {"dram": NUM_FULL_BLOCKS * BLOCK_TOKENS}
     assert heard.prefill.num_cached_tokens == NUM_FULL_BLOCKS * BLOCK_TOKENS
     await harness.quiet()
+
+
+def announced(request_id: str, tokens: list[int]) -> Announce:
+    keys = extend_keys(ROOT_KEY, raw(tokens), BLOCK_TOKENS)
+    return Announce(request_id, "", len(tokens), keys)
+
+
+async def test_what_is_announced_is_on_the_device_when_the_request_comes(
+    stored: tuple[E2eHarness, StoreHarness],
+) -> None:
+    harness, store = stored
+    await store.start()
+    first, second = await add(harness, store, "a"), await add(harness, store, "b")
+    wanted = await alone(harness, prompt(1))
+    await run(harness, first, "r", prompt(1))
+    await stored_blocks(first, NUM_FULL_BLOCKS)
+    tiers = second.core.connector
+    assert tiers is not None
+    second.send(announced("r2", prompt(1)))
+    second.send(announced("gone", prompt(1)))
+    await until(lambda: tiers.announced.num_loaded_blocks == NUM_FULL_BLOCKS, "all blocks were loaded")
+    assert second.core.scheduler.is_idle
+    second.send(Cancel("gone", 0))
+    heard = await run(harness, second, "r2", prompt(1))
+    assert heard.sequence() == wanted
+    assert heard.prefill is not None
+    assert heard.prefill.num_cached_tokens == NUM_FULL_BLOCKS * BLOCK_TOKENS
+    assert heard.prefill.num_loaded_tokens == {"dram": NUM_FULL_BLOCKS * BLOCK_TOKENS}
+    assert tiers.loader.num_loaded_tokens == {"dram": NUM_FULL_BLOCKS * BLOCK_TOKENS}, "they were loaded once"
+    assert len(tiers.announced) == 0
+    await harness.quiet()
+
+
+async def test_a_request_right_behind_its_announcement_is_loaded_once(
+    stored: tuple[E2eHarness, StoreHarness],
+) -> None:
+    harness, store = stored
+    await store.start()
+    first, second = await add(harness, store, "a"), await add(harness, store, "b")
+    wanted = [await alone(harness, prompt(seed)) for seed in range(4)]
+    for seed in range(4):
+        await run(harness, first, f"r{seed}", prompt(seed))
+    await stored_blocks(first, 4 * NUM_FULL_BLOCKS)
+    submissions = [
+        harness.submission(f"s{seed}", prompt(seed), max_tokens=16, **SAMPLING) for seed in range(4)
+    ]
+    for seed in range(4):
+        second.send(announced(f"s{seed}", prompt(seed)))
+        second.send(submissions[seed])
+    for seed in range(4):
+        assert (await harness.ended(submissions[seed])).sequence() == wanted[seed]
+    tiers = second.core.connector
+    assert tiers is not None
+    assert tiers.loader.num_loaded_tokens == {"dram": 4 * NUM_FULL_BLOCKS * BLOCK_TOKENS}
+    await harness.quiet()
+
+
+async def test_nothing_is_loaded_for_a_purged_group(stored: tuple[E2eHarness, StoreHarness]) -> None:
+    harness, store = stored
+    await store.start()
+    first, second = await add(harness, store, "a"), await add(harness, store, "b")
+    await run(harness, first, "r", prompt(1))
+    await stored_blocks(first, NUM_FULL_BLOCKS)
+    second.send(announced("r2", prompt(1)))
+    second.send(PurgeCache(1, ""))
+    tiers = second.core.connector
+    assert tiers is not None
+    await until(lambda: tiers.announced.num_announced == 1 and len(tiers.announced) == 0, "it is forgotten")
+    await harness.quiet()
+    assert second.core.pool.num_cached == 0
 
 
 async def test_a_loaded_prefix_is_handed_over(stored: tuple[E2eHarness, StoreHarness]) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from landing_world import BLOCK, DECODE, PREFILL, Ranks, World, request
 
@@ -170,6 +170,40 @@ def test_quarantine_ends_when_every_rank_is_closed_and_every_writer_of_each_is_g
     assert (world.pool.num_quarantined, world.pool.num_referenced) == (0, 0)
 
 
+def test_an_acknowledgement_that_a_link_has_lost_is_asked_for_again_on_the_next() -> None:
+    """A rank that then stands still closes no connection, which would end the quarantine as well."""
+    world = crossed()
+    world.compute(1, BLOCK)
+    world.writers_work()
+    world.do_push(world.push.stop("r1", 0, "cancelled", world.now))
+    for writer in world.writers:
+        assert writer.handle(), "the stop"
+        writer.is_frozen = True
+    world.link_breaks()
+    world.settle()
+    world.decode_notices()
+    world.settle()
+    assert (world.ended, world.pool.num_quarantined) == ({"r1": "peer"}, 2), "nobody knows that it has ended"
+    world.connect()
+    world.settle()
+    assert (world.pool.num_quarantined, world.pool.num_referenced) == (0, 0)
+
+
+def test_landings_are_aborted_again_only_while_a_writer_may_write_them() -> None:
+    world = crossed()
+    world.compute(1, BLOCK)
+    world.writers_work()
+    world.writers[0].is_frozen = True
+    world.link_breaks()
+    world.connect()
+    while world.deliver_to_prefill() or world.deliver_to_decode():
+        pass
+    assert world.pool.num_quarantined == 2, "rank 0 has not acknowledged its stop"
+    world.writers[0].is_frozen = False
+    world.settle()
+    assert (world.pool.num_quarantined, world.pool.num_referenced) == (0, 0)
+
+
 def test_a_rank_without_lanes_answers_without_a_manifest() -> None:
     world = World(BlockPool(8, BLOCK), sources=tuple(enumerate(WHOLE * 3)), readers=tuple(enumerate(WHOLE)))
     assert [len(writer.lanes) for writer in world.writers] == [1, 0, 1], "two layers for three copies"
@@ -285,6 +319,8 @@ class Interleaving:
         for number in self.sizes if world.prefill_lives else ():
             world.do_push(world.push.stop(f"r{number}", 0, "end of the test", world.now))
         for _ in range(3):
+            if any(writer.is_frozen for writer in world.writers):  # it does not even close its connections
+                world.connect()
             world.settle()
             world.decode_notices()
             world.now += 100.0
@@ -302,6 +338,9 @@ def repeat(times: int, *steps: Callable[[], bool]) -> None:
     one_sided=st.booleans(),
     sources=st.sampled_from(SHAPES),
     readers=st.sampled_from(SHAPES),
+)
+@example(
+    "pushing", [("stop", 0, 0), ("breaks", 0, 0), ("handle", 0, 1), ("freeze", 0, 0)], True, WHOLE, WHOLE
 )
 @settings(max_examples=500, deadline=None)
 def test_no_interleaving_writes_into_a_foreign_block_or_joins_what_is_not_there_or_leaks(

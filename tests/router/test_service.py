@@ -326,3 +326,50 @@ def test_round_robin_takes_turns_on_each_side() -> None:
     decisions = [harness.route() for _ in range(6)]
     assert [item.prefill for item in decisions] == ["p0", "p1", "p2"] * 2
     assert [item.decode for item in decisions] == ["d0", "d1"] * 3
+
+
+# ----------------------------------------------------------------------------------------- capacity
+
+
+def test_who_has_capacity_goes_before_who_is_cheaper() -> None:
+    harness = RouterHarness("b0", "b1", config=RouterConfig(steps_ahead=2.5))
+    # b0 has more than 2.5 steps of 512 tokens, and all of the prompt but its last block.
+    harness.load("b0", backlog=1300)
+    harness.load("b1", backlog=1200)
+    harness.store("b0", keys_of("shared", 62))
+    keys = keys_of("shared", 62)
+    assert harness.route(keys).decode == "b0"
+    assert harness.route(keys, prefers_capacity=True).decode == "b1"
+    assert harness.route(keys, excluded=("b1",), prefers_capacity=True).decode == "b0", "a place is a place"
+
+
+def test_both_replicas_of_a_pair_have_capacity() -> None:
+    harness = RouterHarness("p0", "p1", "d0", "d1")
+    harness.load("p0", backlog=5000)
+    harness.load("d0", backlog=5000)
+    harness.load("d1", running=64)
+    for _ in range(4):
+        decision = harness.route(prefers_capacity=True)
+        assert (decision.prefill, decision.decode) == ("p1", "d0")
+        harness.router.on_finished(decision.request_id)
+    harness.load("d0", running=1, free=5)  # fewer blocks than the prompt needs
+    harness.load("d1", running=63)
+    assert harness.route(prefers_capacity=True).decode == "d1"
+
+
+def test_a_replica_that_refused_has_no_capacity_until_it_is_heard_again() -> None:
+    harness = RouterHarness("b0", "b1")
+    decision = harness.route(excluded=("b1",))
+    assert harness.router.has_capacity(decision.request_id)
+    harness.clock.advance(0.1)
+    harness.router.on_refused("b0")
+    assert not harness.router.has_capacity(decision.request_id)
+    assert harness.route(prefers_capacity=True).decode == "b1"
+    harness.clock.advance(0.1)
+    harness.load("b0")
+    assert harness.router.has_capacity(decision.request_id)
+    harness.router.on_refused("unheard-of")
+    harness.router.on_refused("b0")
+    harness.router.remove_replica("b0")
+    harness.join("b0", epoch=2)
+    assert harness.router.has_capacity(harness.route(excluded=("b1",)).request_id)

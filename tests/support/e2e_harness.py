@@ -31,6 +31,7 @@ from workers.config import EngineConfig, Parallel
 from workers.messages.link import (
     LINK_DOWN_CODEC,
     LINK_UP_CODEC,
+    Announce,
     Cancel,
     GatewayHello,
     HandOverReport,
@@ -40,6 +41,7 @@ from workers.messages.link import (
     Move,
     MoveEnded,
     PrefillReport,
+    PurgeCache,
     ReplicaHello,
     RequestFailed,
     SampleState,
@@ -121,7 +123,7 @@ class Replica:
         assert isinstance(LINK_UP_CODEC.decode(hello), ReplicaHello)
         self._task = asyncio.create_task(self._listen())
 
-    def send(self, message: Submission | Cancel | Move) -> None:
+    def send(self, message: Announce | Submission | Cancel | Move | PurgeCache) -> None:
         self._stream.send(LINK_DOWN_CODEC.encode(message))
 
     async def close(self) -> None:

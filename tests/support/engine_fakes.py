@@ -61,6 +61,8 @@ class Wires:
     ended: list[tuple[LoadNeed, dict[str, int]]] = field(default_factory=list)
     held: list[Hold] = field(default_factory=list)
     num_running: int = 0
+    # Of waiting sequences.
+    num_awaited: int = 0
 
     def send(self, message: object) -> bool:
         if self.is_up:
@@ -74,6 +76,9 @@ class Wires:
 
     def num_running_of(self, group: str) -> int:
         return self.num_running
+
+    def num_blocks_awaited(self, group: str | None) -> int:
+        return self.num_awaited
 
     def hold_others(self, need: LoadNeed, hold: Hold) -> None:
         self.held.append(hold)

@@ -227,8 +227,10 @@ class World:
         self.connection = b"connection %d" % self.num_connections
         for writer in self.writers:
             writer.orders.append(ConnectPeer(self.connection, PREFILL, DECODE, (), (), 0.0))
-        self.landing.writer_joined(PREFILL, [(target, piece) for _, target, piece in self.pieces])
         self.is_linked = True
+        aborts = self.landing.writer_joined(PREFILL, [(target, piece) for _, target, piece in self.pieces])
+        if aborts:
+            self.do_landing(aborts)
 
     def link_breaks(self) -> None:
         """The prefill side sees it now, the decode side some time later."""

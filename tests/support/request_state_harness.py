@@ -33,6 +33,7 @@ P0, P1, D0, D1 = (ReplicaIdentity(name, 1) for name in ("p0", "p1", "d0", "d1"))
 class Route(NamedTuple):
     request: RouteRequest
     delay_s: float
+    needs_capacity: bool = False
 
 
 class Submit(NamedTuple):
@@ -100,8 +101,8 @@ class RecordedEffects:
         self._on_effect()
         self.calls.append(effect)
 
-    def route(self, request: RouteRequest, delay_s: float) -> None:
-        self._record(Route(request, delay_s))
+    def route(self, request: RouteRequest, delay_s: float, *, needs_capacity: bool = False) -> None:
+        self._record(Route(request, delay_s, needs_capacity))
 
     def submit(self, replica: ReplicaIdentity, submission: Submission) -> None:
         self._record(Submit(replica, submission))

@@ -77,6 +77,8 @@ class RouterHarness:
         excluded: tuple[str, ...] = (),
         pinned_prefill: str = "",
         pinned_decode: str = "",
+        *,
+        prefers_capacity: bool = False,
     ) -> Decision:
         self.num_requests += 1
         decision = self.router.route(
@@ -89,7 +91,8 @@ class RouterHarness:
                 excluded=excluded,
                 pinned_prefill=pinned_prefill,
                 pinned_decode=pinned_decode,
-            )
+            ),
+            prefers_capacity=prefers_capacity,
         )
         assert recompute(decision) == (decision.prefill, decision.decode)
         assert self.router.explain(decision.request_id) is decision

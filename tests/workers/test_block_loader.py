@@ -25,6 +25,7 @@ from kvtransfer.store.messages import (
 from workers.scheduler.block_pool import ROOT, BlockPool
 from workers.scheduler.sequence import Hold
 from workers.scheduler.step import LoadNeed, StepRates
+from workers.store_connector.announced import POOL_SHARE, AnnouncedPrompts
 from workers.store_connector.block_loader import (
     FETCH_PATIENCE_S,
     FIND_PATIENCE_S,
@@ -45,6 +46,7 @@ class LoadingHarness:
         self.clock = ManualClock()
         self.pool = BlockPool(num_blocks, 16, shares)
         self.costs = TierCosts(16, BLOCK_BYTES)
+        self.announced = AnnouncedPrompts()
         fake: Any = self.wires
         self.loader = BlockLoader(
             pool=self.pool,
@@ -55,6 +57,7 @@ class LoadingHarness:
             rates=StepRates(prefill_tok_s=prefill_tok_s),
             scheduler=fake,
             control=FakeControl(),
+            announced=self.announced,
         )
 
     def need(self, keys: tuple[bytes, ...] = KEYS, num_held: int = 0) -> LoadNeed:
@@ -312,19 +315,162 @@ def test_nothing_is_asked_of_an_owner_that_is_away() -> None:
     assert harness.wires.ended == [(harness.need(), {})]
 
 
+# ----------------------------------------------------------------------------------------------
+# Early loads, for requests that were announced and have not come.
+
+
+def early(
+    harness: LoadingHarness, *tiers: str, keys: tuple[bytes, ...] = KEYS, num_held: int = 0
+) -> LoadNeed:
+    """Announce "r", and let its blocks be found."""
+    assert harness.announced.add("r", "t", keys, harness.clock.now())
+    need = LoadNeed("r", 0, 0, "t", keys, num_held)
+    harness.loader.begin_early(need)
+    find = harness.wires.take(FindRequest)
+    assert isinstance(find, FindRequest)
+    harness.loader.found(FindAnswer(find.number, tiers))  # type: ignore[arg-type]
+    return need
+
+
+def fetching(harness: LoadingHarness) -> FetchRequest:
+    fetch = harness.wires.take(FetchRequest)
+    assert isinstance(fetch, FetchRequest)
+    return fetch
+
+
+def submitted_need(num_held: int = 0, keys: tuple[bytes, ...] = KEYS) -> LoadNeed:
+    return LoadNeed("r", 1, 3, "t", keys, num_held)
+
+
+def test_an_announced_prompt_is_on_the_device_when_its_request_comes() -> None:
+    harness = LoadingHarness(num_blocks=32)
+    early(harness, *("dram",) * 8)
+    harness.bring(fetching(harness).number, 0, 8, is_last=True)
+    harness.copy_all()
+    assert len(harness.pool.match(KEYS)) == 8
+    assert harness.pool.num_references == harness.loader.num_references == 0
+    assert harness.announced.num_loaded_blocks == 8
+    assert harness.wires.ended == [], "no sequence has waited for it"
+    harness.loader.submitted("r", 1, 3)
+    prompt = harness.announced.forget("r")
+    assert prompt is not None
+    assert prompt.num_loaded_blocks(8) == {"dram": 8}
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_request_that_comes_meanwhile_waits_for_its_early_load(is_asked: bool) -> None:
+    harness = LoadingHarness(num_blocks=32)
+    early(harness, *("dram",) * 8)
+    fetch = fetching(harness)
+    harness.bring(fetch.number, 0, 4, is_last=False)
+    harness.announced.forget("r")
+    harness.loader.submitted("r", 1, 3)
+    if is_asked:
+        harness.loader.wanted(submitted_need())
+        assert not any(isinstance(it, FindRequest) for it in harness.wires.sent), "nothing is loaded twice"
+    harness.bring(fetch.number, 4, 4, is_last=True)
+    harness.copy_all()
+    assert harness.wires.ended == [(submitted_need(), {"dram": 8})]
+    assert harness.announced.num_loaded_blocks == 0
+    assert harness.pool.num_references == 0
+
+
+def test_other_keys_than_were_announced_are_loaded_on_their_own() -> None:
+    harness = LoadingHarness(num_blocks=32)
+    early(harness, *("dram",) * 4, keys=KEYS[:4])
+    harness.loader.submitted("r", 1, 3)
+    harness.loader.wanted(submitted_need(keys=KEYS[4:]))
+    assert isinstance(harness.wires.take(FindRequest), FindRequest)
+
+
+def test_an_early_load_leaves_blocks_to_all_that_wait_here_and_holds_up_nobody() -> None:
+    harness = LoadingHarness(num_blocks=32)
+    harness.wires.num_awaited = 26
+    early(harness, *("dram",) * 8)
+    harness.clock.advance(SPACE_PATIENCE_S + 1)
+    harness.loader.pump()
+    assert not any(isinstance(it, FetchRequest) for it in harness.wires.sent)
+    assert harness.wires.held == []
+    harness.loader.submitted("r", 1, 3)  # now it waits as the others do
+    harness.loader.wanted(submitted_need())
+    harness.loader.pump()
+    assert len(fetching(harness).keys) == 8
+
+
+def test_early_loads_take_a_part_of_the_device() -> None:
+    harness = LoadingHarness(num_blocks=6 * POOL_SHARE)
+    harness.announced.add("other", "u", KEYS, 0.0)
+    harness.announced.begin("other", 0, 2)
+    early(harness, *("dram",) * 8)
+    assert len(fetching(harness).keys) == 4, "of six"
+
+
+def test_early_loads_take_a_part_of_the_group_s_share_and_of_what_is_left_of_it() -> None:
+    harness = LoadingHarness(num_blocks=64, shares=GroupShares(0.5))
+    early(harness, *("dram",) * 8)
+    assert len(fetching(harness).keys) == 8, "32 blocks are its share"
+    harness = LoadingHarness(num_blocks=32, shares=GroupShares(0.5))
+    running = harness.pool.allocate(13, "t")
+    early(harness, *("dram",) * 8)
+    assert not any(isinstance(it, FetchRequest) for it in harness.wires.sent), "3 of 16 are left"
+    assert harness.wires.held == []
+    harness.pool.release(running)
+    harness.loader.pump()
+    assert len(fetching(harness).keys) == 4, "a quarter of 16"
+
+
+def test_an_early_load_leaves_its_group_s_share_to_those_of_it_that_wait_here() -> None:
+    harness = LoadingHarness(num_blocks=128, shares=GroupShares(0.25))
+    harness.wires.num_awaited = 26
+    early(harness, *("dram",) * 8)
+    assert not any(isinstance(it, FetchRequest) for it in harness.wires.sent), "26 of 32 are awaited"
+    harness.wires.num_awaited = 24
+    harness.loader.pump()
+    assert len(fetching(harness).keys) == 8
+
+
+def test_what_is_withdrawn_before_it_moves_does_not() -> None:
+    harness = LoadingHarness(num_blocks=32)
+    harness.wires.num_awaited = 32
+    early(harness, *("dram",) * 8)
+    harness.announced.forget("r")
+    harness.loader.withdraw("r")
+    assert harness.loader.is_idle
+    harness.wires.num_awaited = 0
+    early(harness, *("dram",) * 8)
+    fetch = fetching(harness)
+    harness.announced.forget("r")
+    harness.loader.withdraw("r")
+    assert not harness.loader.is_idle, "ranks may be copying"
+    harness.announced.add("r", "t", KEYS, 0.0)
+    harness.loader.begin_early(LoadNeed("r", 0, 0, "t", KEYS, 0))  # announced again
+    harness.bring(fetch.number, 0, 8, is_last=True)
+    harness.copy_all()
+    assert harness.loader.is_idle
+    assert len(harness.pool.match(KEYS)) == 8
+
+
 @given(st.data())
 @settings(deadline=None, max_examples=150)
 def test_every_load_ends_once_and_leaks_nothing(data: st.DataObject) -> None:
     harness = LoadingHarness(num_blocks=24)
     num_needs = data.draw(st.integers(1, 3))
     fetched: Counter[int] = Counter()
+    needs: list[LoadNeed] = []
+    announced: list[LoadNeed] = []
     for number in range(num_needs):
         keys = tuple(bytes([16 * number + index + 1]) * 16 for index in range(6))
-        harness.loader.wanted(harness.need(keys))
+        needs.append(LoadNeed(f"r{number}", 1, 0, "t", keys, 0))
+        if data.draw(st.booleans()):
+            announced.append(needs[-1])
+            harness.announced.add(f"r{number}", "t", keys, 0.0)
+            harness.loader.begin_early(LoadNeed(f"r{number}", 0, 0, "t", keys, 0))
+        else:
+            harness.loader.wanted(needs[-1])
     for _ in range(data.draw(st.integers(0, 25))):
         finds = [message for message in harness.wires.sent if isinstance(message, FindRequest)]
         fetches = [message for message in harness.wires.sent if isinstance(message, FetchRequest)]
-        match data.draw(st.sampled_from(["find", "bring", "copy", "tick", "lost"])):
+        match data.draw(st.sampled_from(["find", "bring", "copy", "tick", "lost", "submitted", "withdraw"])):
             case "find" if finds:
                 find = data.draw(st.sampled_from(finds))
                 tiers = ("dram",) * data.draw(st.integers(0, 6))
@@ -352,15 +498,27 @@ def test_every_load_ends_once_and_leaks_nothing(data: st.DataObject) -> None:
             case "lost":
                 harness.loader.lost()
                 harness.wires.sent.clear()
+            case "submitted" if announced:
+                need = announced.pop()
+                harness.announced.forget(need.request_id)
+                harness.loader.submitted(need.request_id, 1, 0)
+                harness.loader.wanted(need)
+            case "withdraw" if announced:
+                need = data.draw(st.sampled_from(announced))
+                harness.loader.withdraw(need.request_id)
         harness.pool.check()
         assert harness.pool.num_references == harness.loader.num_references
         copied_to = {read.block_id for _, order in harness.wires.orders for read in order.reads}  # type: ignore[union-attr]
         assert all(map(harness.pool.is_referenced, copied_to)), (
             "a rank still copies into a block that is free"
         )
+    for need in announced:
+        harness.loader.submitted(need.request_id, 1, 0)
+        harness.loader.wanted(need)
     harness.loader.lost()
     harness.copy_all()
     assert harness.loader.is_idle
     assert not harness.loader.has_orders
+    assert {need.request_id: need for need, _ in harness.wires.ended} == {it.request_id: it for it in needs}
     assert len(harness.wires.ended) == num_needs
     assert harness.pool.num_references == 0

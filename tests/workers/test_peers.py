@@ -18,6 +18,7 @@ from kvtransfer.messages import (
     ClosePeer,
     CompatibilityRecord,
     ConnectPeer,
+    LandingAbort,
     LandingGrant,
     LanePath,
     PeerConnected,
@@ -66,6 +67,7 @@ class Sides:
         self.num_ready = 0
         self.pieces: Sequence[tuple[int, Shard]] = ()
         self.is_broken = False
+        self.on_joined: Callable[[ReplicaIdentity], None] = lambda writer: None
 
     def message(self, peer: ReplicaIdentity, message: PeerLinkMessage) -> None:
         if self.is_broken:
@@ -80,6 +82,7 @@ class Sides:
 
     def writer_joined(self, writer: ReplicaIdentity, pieces: Sequence[tuple[int, Shard]]) -> None:
         self.pieces = pieces
+        self.on_joined(writer)
 
     def writer_lost(self, writer: ReplicaIdentity) -> None:
         self.lost.append(writer)
@@ -279,6 +282,22 @@ async def test_each_rank_connects_its_lanes_and_the_path_is_ready_when_all_have(
         assert "here rank 1 has failed over and writes to peer rank 1 over tcp" in warning
         assert [it.transport for it in harness.peers.paths()] == ["shm", "tcp", "shm", "tcp"]
         assert harness.sides.num_ready == 1
+
+
+async def test_what_the_decode_side_sends_a_new_writer_follows_the_introduction() -> None:
+    """Otherwise the writer would take it for the introduction, and give the link up."""
+    harness = PeersHarness()
+    abort = LandingAbort(b"1", "the peer link was lost", False)
+    harness.sides.on_joined = lambda writer: harness.peers.send_to_writer(writer, abort)
+    stream, feed = fed(PeerHello(PEER, RECORD, WHOLE))
+    serving = asyncio.create_task(harness.serve(stream))
+    await until(lambda: bool(harness.sides.pieces), "the link is open")
+    await asyncio.sleep(0)  # what is sent in one turn of the loop is written together
+    feed.feed(None)
+    await serving
+    hello, sent = (PEER_CODEC.decode(frame) for frame in feed.sent())
+    assert isinstance(hello, PeerHello)
+    assert sent == abort
 
 
 async def test_the_decode_side_expects_what_the_writers_ranks_will_send() -> None:

@@ -70,7 +70,7 @@ class KvReceiver:
 
     def writer_joined(self, writer: ReplicaIdentity, pieces: Sequence[tuple[int, Shard]]) -> None:
         """The Peer link of a writer opened; of every block it will write these (rank of ours, piece)."""
-        self.landings.writer_joined(writer, pieces)
+        self._do(self.landings.writer_joined(writer, pieces))
 
     def message(self, writer: ReplicaIdentity, message: PeerLinkMessage) -> None:
         """From a prefill replica."""

@@ -317,8 +317,8 @@ class Peers:
             earlier.close()
             side.writer_lost(writer)
         self._writers[writer] = stream
+        stream.send(PEER_CODEC.encode(self._hello()))  # before anything that `side` sends
         side.writer_joined(writer, [(target, piece) for _, target, piece in pieces])
-        stream.send(PEER_CODEC.encode(self._hello()))
         try:
             while (frame := await stream.receive()) is not None and self._writers.get(writer) is stream:
                 side.message(writer, PEER_CODEC.decode(frame))

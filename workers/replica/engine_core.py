@@ -47,6 +47,7 @@ from workers.disagg.peers import Peers
 from workers.disagg.request_table import RequestTable
 from workers.errors import RankDiedError
 from workers.messages.link import (
+    Announce,
     CachePurged,
     Cancel,
     GatewayKey,
@@ -54,6 +55,7 @@ from workers.messages.link import (
     Leaving,
     LinkDown,
     Move,
+    PauseBatch,
     PurgeCache,
     ReplicaHello,
     RequestKey,
@@ -242,7 +244,7 @@ class EngineCore:
         while self._has_work and not self._death and self._clock.now() < deadline:
             await self._clock.sleep(TICK_S / 5)
         self.requests.hand_back_all()
-        self._gateways.flush(self.reports.load)
+        self._gateways.flush(self.reports.load, self.reports.queue)
 
     @property
     def _has_work(self) -> bool:
@@ -310,10 +312,17 @@ class EngineCore:
                 self.requests.submit(gateway, message)
                 if self.connector is not None:
                     self.connector.arrived(message)
+            case Announce():
+                if self.connector is not None and self.requests.takes_new:
+                    self.connector.announce(message)
             case Cancel(request_id, attempt):
                 self.requests.cancel((request_id, attempt))
+                if self.connector is not None:
+                    self.connector.withdraw(request_id)
             case Move():
                 self.migration.start(message)
+            case PauseBatch(is_paused):
+                self._gateways.pause_batch(gateway, is_paused)
             case PurgeCache():
                 purged = self._purge(message)
                 self._publish_kv()
@@ -389,8 +398,9 @@ class EngineCore:
 
     def _pump(self) -> None:
         if self._death:
-            self._gateways.flush(self.reports.load)
+            self._gateways.flush(self.reports.load, self.reports.queue)
             return
+        self.scheduler.pause_batch(self._gateways.is_batch_paused)
         self.kv_receiver.grant()
         if self.connector is not None:
             self.connector.pump()
@@ -404,7 +414,7 @@ class EngineCore:
         for report in self.scheduler.isolation.take_reports():
             self.requests.isolated(report)
         self._publish_kv()
-        self._gateways.flush(self.reports.load)
+        self._gateways.flush(self.reports.load, self.reports.queue)
 
     def _publish_kv(self) -> None:
         events = self.reports.kv_events()
@@ -442,7 +452,7 @@ class EngineCore:
         _log.error("%s: %s", self.identity.replica_id, reason)
         self._group.kill()
         self.table.fail_all(reason, suspects)
-        self._gateways.flush(self.reports.load)
+        self._gateways.flush(self.reports.load, self.reports.queue)
         if self.address:
             self._tasks.spawn(self.peers.close(), "engine-core-death")
 

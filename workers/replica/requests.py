@@ -68,6 +68,11 @@ class Requests:
         # Why it is handed back, to be done by another replica.
         self._leaving = ""
 
+    @property
+    def takes_new(self) -> bool:
+        """Whether requests are taken now."""
+        return not (self.refusal or self._leaving)
+
     # ------------------------------------------------------------------------------ from the gateways
 
     def submit(self, gateway: GatewayKey, submission: Submission) -> None:

@@ -19,8 +19,9 @@ from workers.messages.rank_channel import StepPlan, StepReport
 from workers.messages.sampling import TokenLogprob
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.lifecycle import Isolation, Lifecycle, SequenceMigration
+from workers.scheduler.micro_batches import MicroBatches
 from workers.scheduler.offload import most_local_tokens
-from workers.scheduler.planner import EngineLimits, MicroBatches, Planner, landing_needs, load_needs
+from workers.scheduler.planner import EngineLimits, Planner, landing_needs, load_needs
 from workers.scheduler.sequence import Hold, LandingState, Phase, Sequence, StoreLoad
 from workers.scheduler.step import (
     ChunkDone,
@@ -109,6 +110,15 @@ class Scheduler:
     @property
     def max_batch_tokens(self) -> int:
         return self._config.max_batch_tokens
+
+    def pause_batch(self, is_paused: bool) -> None:
+        """Leave the class `batch` out of plans while others are here, or not any more."""
+        self._life.is_batch_paused = is_paused
+
+    @property
+    def num_paused(self) -> int:
+        """Running sequences that are left out of plans."""
+        return sum(it.is_pausable for it in self._life.running) if self._life.pauses_batch else 0
 
     @property
     def num_preemptions(self) -> int:
@@ -289,12 +299,27 @@ class Scheduler:
 
     def end_load(self, need: LoadNeed, num_loaded_tokens: dict[str, int]) -> None:
         """All that will come from the store is in the prefix index (`num_loaded_tokens`, by tier)."""
+        request = self._life.requests.get((need.request_id, need.attempt))
+        for sequence in request.sequences if request else ():
+            if sequence.index == need.sample and sequence.phase is Phase.WAITING:
+                sequence.request.count_loaded(num_loaded_tokens)
         for sequence in self._loading(need):
             sequence.load, sequence.holds = StoreLoad.DONE, Hold.NOBODY
             sequence.num_expected_cached_tokens = self._life.tables.num_cached_tokens(sequence)
-            for tier, count in num_loaded_tokens.items():
-                loaded = sequence.request.num_loaded_tokens
-                loaded[tier] = loaded.get(tier, 0) + count
+
+    def note_loaded(self, key: RequestKey, num_loaded_tokens: dict[str, int]) -> None:
+        """So many tokens, by tier, were loaded for a request before it came."""
+        request = self._life.requests.get(key)
+        if request is not None:
+            request.count_loaded(num_loaded_tokens)
+
+    def num_blocks_awaited(self, group: str | None) -> int:
+        """Blocks that waiting sequences of this sharing group (None: of any) take at most."""
+        return sum(
+            -(-sequence.num_tokens // self._pool.block_tokens)
+            for sequence in self._life.waiting
+            if group in (None, sequence.sharing_group)
+        )
 
     def _loading(self, need: LoadNeed) -> list[Sequence]:
         """The sequence that waits for it, if it is still here."""

@@ -5,13 +5,16 @@
 
 A load ends in every case, with what came good: the first `n` blocks of what was asked. What is bad, late,
 lost or not worth its way is computed. No request waits for an owner that does not answer.
+
+A load can begin before its request comes (`AnnouncedPrompts`). It is then *early*: it takes only blocks that
+nobody here waits for, holds up nobody, and becomes that of the request's sequence when the request comes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.store.messages import (
@@ -30,6 +33,7 @@ from workers.scheduler.block_pool import ROOT, BlockPool
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.sequence import Hold
 from workers.scheduler.step import LoadNeed, StepRates
+from workers.store_connector.announced import POOL_SHARE, AnnouncedPrompts
 
 # An owner that has not answered a look-up after this is taken for hung.
 FIND_PATIENCE_S = 0.2
@@ -57,6 +61,8 @@ class _Load:
     need: LoadNeed
     began_at: float
     heard_at: float
+    # Its request has not come.
+    is_early: bool = False
     tiers: tuple[str, ...] = ()
     # From when on it waits for free blocks, if there are none.
     found_at: float = 0.0
@@ -93,6 +99,7 @@ class BlockLoader:
         rates: StepRates,
         scheduler: Scheduler,
         control: EngineControl,
+        announced: AnnouncedPrompts,
     ) -> None:
         self._pool = pool
         self._costs = costs
@@ -102,8 +109,11 @@ class BlockLoader:
         self._rates = rates
         self._scheduler = scheduler
         self._control = control
+        self._announced = announced
         self._loads: dict[int, _Load] = {}
         self._gets: dict[int, tuple[int, _Part]] = {}
+        # By request.
+        self._early: dict[str, int] = {}
         self._number = 0
         self.num_checksum_failures = 0
         # By tier.
@@ -123,11 +133,47 @@ class BlockLoader:
     def is_idle(self) -> bool:
         return not self._loads
 
+    @property
+    def num_loads(self) -> int:
+        """Loads under way, those included that wait for free blocks."""
+        return len(self._loads)
+
+    def is_loading(self, key: bytes) -> bool:
+        """Whether a load of blocks from this one on is under way."""
+        return any(load.keys[:1] == (key,) for load in self._loads.values())
+
     def wanted(self, need: LoadNeed) -> None:
-        """A sequence waits for these."""
+        """A sequence waits for these. What began early for it is what it waits for."""
+        begun = next((it for it in self._loads.values() if _is_for(it, need)), None)
+        if begun is not None:
+            begun.found_at, begun.hold = self._clock.now(), Hold.NOBODY
+        else:
+            self._ask(need, is_early=False)
+
+    def begin_early(self, need: LoadNeed) -> None:
+        """A request that will want these is announced; `need` names no sequence yet."""
+        if need.request_id in self._early:  # announced again, while the earlier load still ends
+            return
+        self._early[need.request_id] = self._number + 1
+        self._ask(need, is_early=True)
+
+    def submitted(self, request_id: str, attempt: int, sample: int) -> None:
+        """An announced request has come: what is being loaded early is for its sequence."""
+        number = self._early.pop(request_id, None)
+        if number is not None:
+            load = self._loads[number]
+            load.is_early, load.need = False, replace(load.need, attempt=attempt, sample=sample)
+
+    def withdraw(self, request_id: str) -> None:
+        """An announced request does not come: what has not begun to move does not."""
+        number = self._early.get(request_id)
+        if number is not None and not self._loads[number].is_fetching:
+            self._end(number)
+
+    def _ask(self, need: LoadNeed, *, is_early: bool) -> None:
         self._number += 1
         now = self._clock.now()
-        load = self._loads[self._number] = _Load(need, now, now)
+        load = self._loads[self._number] = _Load(need, now, now, is_early)
         if not self._client.send(FindRequest(self._number, need.keys[0], load.keys)):
             self._end(self._number)
 
@@ -172,6 +218,8 @@ class BlockLoader:
         group = load.need.sharing_group
         num_most = self._pool.num_total - self._pool.num_quarantined
         num_most = min(num_most, self._pool.limit(group)) - 1 - len(held_ids)
+        if load.is_early:
+            num_most = min(num_most, self._num_early_blocks(group))
         load.tiers = load.tiers[: max(0, num_most)]
         if not load.tiers:
             self._end(number)
@@ -181,6 +229,8 @@ class BlockLoader:
             return
         num_idle = sum(not self._pool.is_referenced(block_id) for block_id in held_ids)
         num_free = self._pool.num_free - num_idle - self._scheduler.num_running
+        if load.is_early:
+            num_free -= self._scheduler.num_blocks_awaited(None)
         if len(load.tiers) > max(num_free, 0):
             is_patient = self._clock.now() - load.found_at <= SPACE_PATIENCE_S
             self._hold(load, Hold.NOBODY if is_patient else Hold.EVERYBODY)
@@ -196,6 +246,8 @@ class BlockLoader:
         load.held_ids = held_ids
         self._pool.acquire(held_ids)
         load.block_ids = self._pool.allocate(len(keys), group)
+        if load.is_early:
+            self._announced.begin(load.need.request_id, len(held_ids), len(keys))
 
     def _lacks_share(self, load: _Load, held_ids: Sequence[int]) -> bool:
         """Whether the load's sharing group has too little left of its share."""
@@ -203,10 +255,19 @@ class BlockLoader:
         if not self._pool.has_limit(group):
             return False
         num_blocks = len(load.tiers) + self._pool.num_to_use(held_ids) + self._scheduler.num_running_of(group)
+        if load.is_early:
+            num_blocks += self._scheduler.num_blocks_awaited(group)
         return num_blocks > self._pool.num_left(group)
 
+    def _num_early_blocks(self, group: str) -> int:
+        """How many blocks more may be loaded for requests of a sharing group that have not come."""
+        num_left = self._pool.num_total // POOL_SHARE - self._announced.num_blocks()
+        if not self._pool.has_limit(group):
+            return num_left
+        return min(num_left, self._pool.limit(group) // POOL_SHARE - self._announced.num_blocks(group))
+
     def _hold(self, load: _Load, hold: Hold) -> None:
-        if load.hold is not hold:
+        if load.hold is not hold and not load.is_early:
             load.hold = hold
             self._scheduler.hold_others(load.need, hold)
 
@@ -322,8 +383,23 @@ class BlockLoader:
             load.is_reported = True
             num_tokens = {tier: count * self._pool.block_tokens for tier, count in num_blocks.items()}
             self.num_loaded_tokens.update(num_tokens)
-            self._scheduler.end_load(load.need, num_tokens)
+            if load.is_early:
+                del self._early[load.need.request_id]
+                self._announced.loaded(load.need.request_id, load.came_from[: sum(num_blocks.values())])
+            else:
+                self._scheduler.end_load(load.need, num_tokens)
             self._control.wake()
+
+
+def _is_for(load: _Load, need: LoadNeed) -> bool:
+    """Whether what the load brings is what the sequence of this need would wait for."""
+    its = load.need
+    return (
+        not (load.is_early or load.is_reported)
+        and (its.request_id, its.attempt, its.sample) == (need.request_id, need.attempt, need.sample)
+        and its.sharing_group == need.sharing_group
+        and its.keys == need.keys[: len(its.keys)]
+    )
 
 
 # ----------------------------------------------------------------------------------------------

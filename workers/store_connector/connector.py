@@ -3,6 +3,8 @@
     StoreClient <---- StoreConnector ----> ranks (AttachStore, StorePut, StoreGet)
                       |   |
           WriteThrough     BlockLoader          TierView (what the node holds, for KV events)
+                               |
+                        AnnouncedPrompts
 
 Open is the store when its owner is connected and every rank has mapped the same arena. While it is not, loads
 end at once and finished blocks are not stored; the replica serves on.
@@ -44,11 +46,12 @@ from kvtransfer.store.messages import (
 from kvtransfer.store.store_client import StoreClient
 from workers.config import EngineConfig
 from workers.interfaces import EngineControl, RankChannel
-from workers.messages.link import Submission
+from workers.messages.link import Announce, Submission
 from workers.messages.rank_channel import RankReady
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
-from workers.scheduler.step import StepRates
+from workers.scheduler.step import LoadNeed, StepRates
+from workers.store_connector.announced import AnnouncedPrompts
 from workers.store_connector.block_loader import BlockLoader, TierCosts
 from workers.store_connector.block_saver import BlockSaver
 
@@ -84,6 +87,7 @@ class StoreConnector:
         shards = [rank.endpoints.shard for rank in ready]
         self._name = name
         self._session = draw_id()
+        self._pool = pool
         self._scheduler = scheduler
         self._max_loading = engine.max_loading
         self._num_ranks = len(shards)
@@ -111,6 +115,7 @@ class StoreConnector:
             self._client,
             ranks,
         )
+        self.announced = AnnouncedPrompts()
         self.loader = BlockLoader(
             pool=pool,
             costs=self.costs,
@@ -120,6 +125,7 @@ class StoreConnector:
             scheduler=scheduler,
             control=control,
             clock=clock,
+            announced=self.announced,
         )
 
     async def start(self) -> None:
@@ -149,8 +155,34 @@ class StoreConnector:
     # ------------------------------------------------------------------------------------ from the engine
     # core
 
+    def announce(self, announce: Announce) -> None:
+        """A request waits in a gateway: what it will want is loaded, or at least brought near."""
+        block_tokens = self._pool.block_tokens
+        num_blocks = min((announce.num_tokens - 1) // block_tokens, self._pool.num_total)
+        keys = announce.block_keys[: max(0, num_blocks)]
+        if not (self.is_open and keys):
+            return
+        is_new = self.announced.add(announce.request_id, announce.sharing_group, keys, self._clock.now())
+        if is_new and self.loader.num_loads >= self._max_loading:
+            self.loader.prefetch(announce.sharing_group, keys)
+
+    def withdraw(self, request_id: str) -> None:
+        """An announced request does not come."""
+        if self.announced.forget(request_id) is not None:
+            self.loader.withdraw(request_id)
+
     def arrived(self, submission: Submission) -> None:
-        """A request was queued. One that will wait for a while has its blocks brought near meanwhile."""
+        """A request was queued, unless it was refused. What is loaded for it since it was announced is its
+        own. One that will wait for a while has its blocks brought near meanwhile."""
+        request_id, attempt = submission.request_id, submission.attempt
+        if not self._scheduler.is_here(request_id, attempt):
+            self.withdraw(request_id)
+            return
+        if (prompt := self.announced.forget(request_id)) is not None:
+            self.loader.submitted(request_id, attempt, submission.samples[0].index)
+            num_blocks = prompt.num_loaded_blocks(len(self._pool.match(prompt.keys)))
+            num_tokens = {tier: count * self._pool.block_tokens for tier, count in num_blocks.items()}
+            self._scheduler.note_loaded((request_id, attempt), num_tokens)
         if self.is_open and submission.block_keys and self._scheduler.num_waiting > self._max_loading:
             self.loader.prefetch(submission.sharing_group, submission.block_keys)
 
@@ -174,12 +206,27 @@ class StoreConnector:
                     self._scheduler.end_load(need, {})
             if is_open:
                 break
+        if is_open:
+            self._load_announced()
+
+    def _load_announced(self) -> None:
+        """Begin what fits beside the loads of requests that are here. Of prompts that begin alike the second
+        one waits for what is loaded for the first."""
+        while self.loader.num_loads < self._max_loading and (prompt := self.announced.next) is not None:
+            num_held = len(self._pool.match(prompt.keys))
+            if num_held < len(prompt.keys) and self.loader.is_loading(prompt.keys[num_held]):
+                return
+            self.announced.take()
+            if num_held < len(prompt.keys):
+                need = LoadNeed(prompt.request_id, 0, 0, prompt.sharing_group, prompt.keys, num_held)
+                self.loader.begin_early(need)
 
     def purge(self, group: str | None) -> None:
         """Nothing of this group (None: of any) that was finished before goes to the store, or comes from it,
         after this."""
         self.pump()  # what was finished last is queued
         self.saver.drop(group)
+        self.announced.drop(group)
         self.loader.drop(group)
 
     def tick(self) -> None:
@@ -187,6 +234,8 @@ class StoreConnector:
         if self._client.is_up and self._clock.now() >= self._attach_at:
             self._attach()
         now = self._clock.now()
+        for prompt in self.announced.expire(now):
+            self.loader.withdraw(prompt.request_id)
         if not self._is_answering and now >= self._ask_at:
             self._ask_at = now + _ASK_PERIOD_S
             self._client.send(FindRequest(_NO_LOAD, b"", ()))  # any answer shows that it is back

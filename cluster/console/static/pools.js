@@ -164,6 +164,9 @@ export function notesOf(status, writers) {
       lines.push(`${writer.replica_id} ${way}: ${path.instead_of}`);
     }
   }
+  for (const gateway of status.gateways) {
+    if (gateway.quota_note) lines.push(`${gateway.gateway_id}: ${gateway.quota_note}`);
+  }
   for (const node of status.store_stats) {
     if (node.error) lines.push(`store of node ${node.member.host}: ${node.error}`);
     if (node.index && node.index.note) lines.push(`index of node ${node.member.host}: ${node.index.note}`);

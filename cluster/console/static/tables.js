@@ -163,6 +163,16 @@ export function showGateways(gateways, ownId, totals) {
   ]);
 }
 
+export function showQuotas(quotas) {
+  const used = (quota) => Object.entries(quota.used || {}).sort();
+  rows(byId("quotas"), quotas, (quota) => quota.tenant, [
+    column((quota) => quota.tenant),
+    column((quota) => used(quota).map(([name, share]) => `${name} ${percent(share)}`).join(", ")),
+    column((quota) => Object.entries(quota.num_refused || {}).sort().map(([name, num]) => `${num} by ${name}`).join(", ") || NONE),
+  ]);
+  show(byId("quotas-table"), quotas.length > 0);
+}
+
 export function showTraffic(traffic) {
   const shares = Object.entries(traffic).sort();
   const total = shares.reduce((sum, [, share]) => sum + share, 0) || 1;

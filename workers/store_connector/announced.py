@@ -1,0 +1,131 @@
+"""Prompts of requests that wait in gateways and will probably come here: what the store has of them is loaded
+meanwhile, as for requests that wait here.
+
+    Announce --> pending --take--> asked --loaded--> on the device, as far as it came
+                    |                |                  |
+                    +----------------+------------------+--> forgotten: submitted, cancelled, or 30 s are over
+
+Sans I/O: time is an argument. `workers.store_connector.connector` asks, `block_loader` loads.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# By then the request has gone elsewhere, or waits for so long that what was loaded may be evicted again.
+ANNOUNCED_S = 30.0
+# Prompts, and bytes of their keys, that are kept at most. What is announced beyond is loaded when it comes.
+MAX_PROMPTS = 256
+MAX_KEY_BYTES = 4 << 20
+# At most one in so many blocks of the replica, or of a sharing group's share, holds what was loaded for
+# requests that have not come.
+POOL_SHARE = 4
+
+
+@dataclass(slots=True)
+class AnnouncedPrompt:
+    """`keys` are those of all its full blocks, the last token's excluded."""
+
+    request_id: str
+    sharing_group: str
+    keys: tuple[bytes, ...]
+    expires_at: float
+    # When its load began, so many blocks were on the device.
+    num_held: int = 0
+    # So many behind those are being loaded, or have come.
+    num_blocks: int = 0
+    # The tiers from which these have come.
+    tiers: Sequence[str] = ()
+
+    @property
+    def num_key_bytes(self) -> int:
+        """What it takes in memory."""
+        return sum(map(len, self.keys))
+
+    def num_loaded_blocks(self, num_matched: int) -> dict[str, int]:
+        """Of the blocks that were loaded for it, those among the first `num_matched` of its prompt, by
+        tier."""
+        return dict(Counter(self.tiers[: max(0, num_matched - self.num_held)]))
+
+
+class AnnouncedPrompts:
+    """In the order in which they were announced."""
+
+    def __init__(self) -> None:
+        # All of them, and those of which nothing was loaded yet.
+        self._prompts: OrderedDict[str, AnnouncedPrompt] = OrderedDict()
+        self._pending: OrderedDict[str, AnnouncedPrompt] = OrderedDict()
+        self._num_key_bytes = 0
+        # Totals: prompts, and blocks that were on the device before their request came.
+        self.num_announced = 0
+        self.num_loaded_blocks = 0
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def add(self, request_id: str, sharing_group: str, keys: tuple[bytes, ...], now: float) -> bool:
+        """Note an announced prompt; False when it is known, or when there are too many."""
+        prompt = AnnouncedPrompt(request_id, sharing_group, keys, now + ANNOUNCED_S)
+        if request_id in self._prompts or len(self._prompts) >= MAX_PROMPTS:
+            return False
+        if self._num_key_bytes + prompt.num_key_bytes > MAX_KEY_BYTES:
+            return False
+        self._prompts[request_id] = self._pending[request_id] = prompt
+        self._num_key_bytes += prompt.num_key_bytes
+        self.num_announced += 1
+        return True
+
+    @property
+    def next(self) -> AnnouncedPrompt | None:
+        """The first of which nothing was loaded yet."""
+        return next(iter(self._pending.values()), None)
+
+    def take(self) -> None:
+        """Count the `next` prompt among those that are looked after."""
+        self._pending.popitem(last=False)
+
+    def begin(self, request_id: str, num_held: int, num_blocks: int) -> None:
+        """Note that so many blocks are being loaded, behind those that are held."""
+        if (prompt := self._prompts.get(request_id)) is not None:
+            prompt.num_held, prompt.num_blocks = num_held, num_blocks
+
+    def loaded(self, request_id: str, tiers: Sequence[str]) -> None:
+        """Note what has come."""
+        self.num_loaded_blocks += len(tiers)
+        if (prompt := self._prompts.get(request_id)) is not None:
+            prompt.num_blocks, prompt.tiers = len(tiers), tiers
+
+    def num_blocks(self, group: str | None = None) -> int:
+        """Blocks that were or are being loaded for prompts of this group (None: of all)."""
+        return sum(it.num_blocks for it in self._prompts.values() if group in (None, it.sharing_group))
+
+    def forget(self, request_id: str) -> AnnouncedPrompt | None:
+        """Remove and return a prompt, if it is here."""
+        prompt = self._prompts.pop(request_id, None)
+        if prompt is not None:
+            self._pending.pop(request_id, None)
+            self._num_key_bytes -= prompt.num_key_bytes
+        return prompt
+
+    def drop(self, group: str | None) -> list[AnnouncedPrompt]:
+        """Remove and return the prompts of this group (None: all)."""
+        gone = [it for it in self._prompts.values() if group in (None, it.sharing_group)]
+        for prompt in gone:
+            self.forget(prompt.request_id)
+        return gone
+
+    def expire(self, now: float) -> list[AnnouncedPrompt]:
+        """Remove and return what was announced long ago."""
+        gone: list[AnnouncedPrompt] = []
+        while self._prompts and (first := next(iter(self._prompts.values()))).expires_at <= now:
+            self.forget(first.request_id)
+            gone.append(first)
+        return gone
+
+    def check(self) -> None:
+        """Assert the bounds and that the counts are right."""
+        assert self._pending.keys() <= self._prompts.keys()
+        assert self._num_key_bytes == sum(it.num_key_bytes for it in self._prompts.values()) <= MAX_KEY_BYTES
+        assert len(self._prompts) <= MAX_PROMPTS
