@@ -32,7 +32,7 @@ from typing import NamedTuple
 from cluster.admission.config import AdmissionConfig
 from cluster.admission.fair_queue import Flow, Waiting
 from cluster.admission.ladder import Ladder, Rung
-from cluster.admission.lane import Lane
+from cluster.admission.lane import ReplicaLane
 from cluster.admission.retries import RetryQueue
 from cluster.errors import OverloadedError
 from cluster.metrics.admission_stats import AdmissionStats, ClassStats, RungChange
@@ -135,7 +135,7 @@ class RequestAdmission:
         self._clock = clock
         self._seeds = seeds
         self._on_rung = on_rung
-        self._lanes: dict[str, Lane] = {}
+        self._lanes: dict[str, ReplicaLane] = {}
         self._held: dict[str, HeldRequest] = {}
         # By when they are refused.
         self._bounds: list[tuple[float, int, HeldRequest]] = []
@@ -339,7 +339,7 @@ class RequestAdmission:
 
     # --------------------------------------------------------------------------------------- private
 
-    def _pump_lane(self, name: str, lane: Lane, now: float) -> None:
+    def _pump_lane(self, name: str, lane: ReplicaLane, now: float) -> None:
         paused = self._paused
         while True:
             waiting = lane.queue.peek(now, without=paused)
@@ -392,7 +392,7 @@ class RequestAdmission:
             )
 
     def _put(self, held: HeldRequest) -> None:
-        lane = self._lanes.setdefault(_lane_of(held.decision), Lane())
+        lane = self._lanes.setdefault(_lane_of(held.decision), ReplicaLane())
         flow = held.candidacy.flow
         lane.num_tokens += _num_new_tokens(held)
         lane.queue.put(held.waiting, self._weight(flow, held.candidacy.weight))

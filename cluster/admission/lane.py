@@ -14,7 +14,7 @@ _LEAST_RATE = 0.01
 _MOST_RATE = 4.0
 
 
-class Lane:
+class ReplicaLane:
     """What waits for one replica, and how fast that takes work: seconds of predicted work a second, measured
     while something waits that it cannot take."""
 
