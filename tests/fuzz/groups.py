@@ -8,6 +8,7 @@ from tests.fuzz import (
     target_files,
     target_frames,
     target_nvme,
+    target_replica,
     target_requests,
     target_transports,
 )
@@ -20,5 +21,6 @@ GROUPS: dict[str, OpenTargets] = {
     "credentials": target_credentials.open_targets,
     "files": target_files.open_targets,
     "nvme": target_nvme.open_targets,
+    "replica": target_replica.open_targets,
     "requests": target_requests.open_targets,
 }
