@@ -44,8 +44,8 @@ def open_targets(stack: ExitStack, folder: Path) -> list[Target]:
     """Return targets of a gateway and of a peer that send a running replica nonsense."""
     replica = _Replica(stack, folder)
     return [
-        Target("gateway, replica", partial(replica.run, "link"), 150),
-        Target("peer, replica", partial(replica.run, "peer"), 150),
+        Target("gateway, replica", partial(replica.run, "link"), 40),
+        Target("peer, replica", partial(replica.run, "peer"), 40),
     ]
 
 
