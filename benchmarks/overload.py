@@ -67,7 +67,9 @@ def make_cluster(
     )
 
 
-def measured_capacity(scenario: Scenario, num_replicas: int, seed: int = 1) -> float:
+def measured_capacity(
+    scenario: Scenario, num_replicas: int, seed: int = 1, duration_s: float = 120.0
+) -> float:
     """Return the requests a second that the replicas get done when they always have enough."""
     cluster = make_cluster(scenario, num_replicas, seed, has_admission=False)
     cluster.saturate(
@@ -75,8 +77,8 @@ def measured_capacity(scenario: Scenario, num_replicas: int, seed: int = 1) -> f
     )
     cluster.run(60.0)
     before = sum(it.ended_at is not None for it in cluster.requests)
-    cluster.run(180.0)
-    return (sum(it.ended_at is not None for it in cluster.requests) - before) / 120.0
+    cluster.run(60.0 + duration_s)
+    return (sum(it.ended_at is not None for it in cluster.requests) - before) / duration_s
 
 
 def is_good(request: VirtualRequest, config: AdmissionConfig) -> bool:
@@ -166,7 +168,7 @@ def recovered_s(load: Load, after_s: float) -> float | None:
 
 def overload(name: str, scenario: Scenario, num_replicas: int, duration_s: float) -> Iterator[dict[str, Any]]:
     """Measure the capacity, every load, and the recovery after the last."""
-    capacity = measured_capacity(scenario, num_replicas)
+    capacity = measured_capacity(scenario, num_replicas, duration_s=min(120.0, duration_s))
     peak = 0.0
     for multiple in MULTIPLES:
         started_at = time.perf_counter()

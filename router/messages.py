@@ -5,6 +5,9 @@ KV events arrive as `kvtransfer.messages.KvEvents` and `KvSnapshot`. All sizes a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import overload
+
 from kvtransfer.codec import Part
 from kvtransfer.messages import ReplicaIdentity
 
@@ -100,6 +103,31 @@ class Candidate(Part, frozen=True):
     step_s: float = 0.0
 
 
+class Candidates(Sequence[Candidate]):
+    """The candidates of a decision, made when somebody reads them."""
+
+    def __init__(self, make: Callable[[], list[Candidate]]) -> None:
+        self._make: Callable[[], list[Candidate]] | None = make
+        self._made: list[Candidate] = []
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    @overload
+    def __getitem__(self, index: int) -> Candidate: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Candidate]: ...
+
+    def __getitem__(self, index: int | slice) -> Candidate | Sequence[Candidate]:
+        return self._all()[index]
+
+    def _all(self) -> list[Candidate]:
+        if self._make is not None:
+            self._made, self._make = self._make(), None
+        return self._made
+
+
 class Prediction(Part, frozen=True):
     """What a request will take where it was placed, in seconds. The queue counts all that was placed there
     before, also what is held back in gateways."""
@@ -132,6 +160,6 @@ class Decision(Part, frozen=True):
     decode: str
     prefill_cached_tokens: int
     decode_cached_tokens: int
-    candidates: tuple[Candidate, ...]
+    candidates: Sequence[Candidate]
     reason: str
     prediction: Prediction = Prediction()

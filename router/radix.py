@@ -6,15 +6,21 @@ The router's service owns one tree and looks up, for each request, how much of t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.messages import BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
 
 # While a snapshot is awaited, a gap is reported again only this often: one request, not one per event.
 SNAPSHOT_WAIT_S = 2.0
+
+# Keys that are looked up before it is asked whether anybody has the last of them.
+_MATCHED_AT_ONCE = 256
 
 StoreTier = Literal["dram", "nvme"]
 
@@ -246,31 +252,39 @@ class PrefixTree:
         assert len(self._slot_to_id) == len(self._holders) + len(self._free_slots)
 
     def _match_tiers(self, keys: Sequence[bytes]) -> Match:
-        """Match with the store as well: a replica continues in the store where its device part ends, and the
-        blocks passed there are counted whenever their tier changes."""
-        on_device = self._key_to_mask.get
-        on_dram, on_nvme = self._tier_to_masks["dram"].get, self._tier_to_masks["nvme"].get
-        replica_to_depth: dict[str, int] = {}
-        runs = _Runs()
-        alive = on_device(keys[0], 0)
-        leaving = ~alive  # those whose device part is empty
-        depth = 0
-        for depth, key in enumerate(keys):
-            still_alive = alive & on_device(key, 0)
-            if still_alive != alive:
-                leaving |= alive ^ still_alive
-                self._record(replica_to_depth, alive ^ still_alive, depth)
-                alive = still_alive
-            if following := leaving | runs.dram | runs.nvme:
-                runs.enter(following & on_dram(key, 0), following & on_nvme(key, 0), depth)
-                leaving = 0
-            if not alive | runs.dram | runs.nvme:
-                break
-        self._record(replica_to_depth, alive, depth + 1)
-        runs.enter(0, 0, depth + 1)
+        """Match with the store as well: a replica continues in the store where its device part ends, until a
+        block is in neither tier."""
+        device, dram, nvme = self._held_by(keys)
+        # A row a block, and a column a replica; the last row is nobody's.
+        blocks = np.arange(len(device))[:, None]
+        depths = device.argmin(axis=0)
+        is_before = blocks < depths
+        ends = (dram | nvme | is_before).argmin(axis=0)
+        num_dram = (dram & ~is_before & (blocks < ends)).sum(axis=0)
+        num_nvme = ends - depths - num_dram
         ids = self._slot_to_id
-        stored = {ids[bit.bit_length() - 1]: InStore(*counts) for bit, counts in runs.counts.items()}
-        return Match(replica_to_depth, stored)
+        on_device, stored = depths.tolist(), zip(num_dram.tolist(), num_nvme.tolist(), strict=True)
+        return Match(
+            {ids[slot]: depth for slot, depth in enumerate(on_device) if depth},
+            {ids[slot]: InStore(*counts) for slot, counts in enumerate(stored) if any(counts)},
+        )
+
+    def _held_by(self, keys: Sequence[bytes]) -> Iterator[npt.NDArray[np.bool_]]:
+        """Return who has which of the leading keys on its device, in DRAM and on NVMe: `[num_keys + 1,
+        num_slots]`. Keys behind one that nobody has may be left out."""
+        maps = self._key_to_mask, self._tier_to_masks["dram"], self._tier_to_masks["nvme"]
+        masks: tuple[list[int], ...] = ([], [], [])
+        for start in range(0, len(keys), _MATCHED_AT_ONCE):
+            for key_to_mask, found in zip(maps, masks, strict=True):
+                get_mask = key_to_mask.get
+                found += [get_mask(key, 0) for key in keys[start : start + _MATCHED_AT_ONCE]]
+            if not any(found[-1] for found in masks):
+                break
+        num_bytes = -(-len(self._slot_to_id) // 8)
+        for found in masks:
+            packed = b"".join([mask.to_bytes(num_bytes, "little") for mask in (*found, 0)])
+            rows = np.frombuffer(packed, np.uint8).reshape(-1, num_bytes)
+            yield np.unpackbits(rows, axis=1, bitorder="little").view(np.bool_)
 
     def _record(self, replica_to_depth: dict[str, int], mask: int, depth: int) -> None:
         while mask:
@@ -316,29 +330,6 @@ class PrefixTree:
             for key in over:
                 del predicted_until[key]
             _clear_bit(self._key_to_mask, prediction.holder, over)
-
-
-class _Runs:
-    """The replicas that are in each store tier at the current block, and how many blocks each had there."""
-
-    def __init__(self) -> None:
-        self.dram = 0
-        self.nvme = 0
-        # By the replica's bit: blocks in DRAM and on NVMe.
-        self.counts: dict[int, list[int]] = {}
-        self._bit_to_start: dict[int, int] = {}
-
-    def enter(self, dram: int, nvme: int, depth: int) -> None:
-        """From block `depth` on these replicas are in each tier (none is in both)."""
-        changed = (dram ^ self.dram) | (nvme ^ self.nvme)
-        while changed:
-            bit = changed & -changed
-            num_blocks = depth - self._bit_to_start.get(bit, depth)
-            counts = self.counts.setdefault(bit, [0, 0])
-            counts[0 if bit & self.dram else 1] += num_blocks
-            self._bit_to_start[bit] = depth
-            changed ^= bit
-        self.dram, self.nvme = dram, nvme
 
 
 def _set_bit(masks: dict[bytes, int], holder: _Holder, keys: Iterable[bytes]) -> None:

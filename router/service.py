@@ -7,16 +7,18 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.messages import KvEvents, KvSnapshot, ReplicaIdentity
 from router.config import RouterConfig
 from router.errors import NoReplicaError
 from router.load import CurrentLoad, LoadTracker, Placement, PlacementObserver
-from router.messages import Candidate, Decision, Prediction, QueueState, ReplicaLoad, RouteRequest
+from router.messages import Candidate, Candidates, Decision, Prediction, QueueState, ReplicaLoad, RouteRequest
 from router.policies import (
     NEVER_FITS_S,
     Choice,
+    CostPolicy,
     ReplicaCost,
     RouteQuery,
     choose,
@@ -24,6 +26,7 @@ from router.policies import (
     make_policy,
     replica_cost,
 )
+from router.price_table import HASH_FACTOR, PriceTable
 from router.radix import NOT_IN_STORE, Match, PrefixTree
 
 # Assumed for a replica that has not reported them.
@@ -41,6 +44,15 @@ class _Member:
     is_leaving: bool = False
     # False: chosen only where nothing else is left.
     is_usable: bool = True
+
+
+class _View(NamedTuple):
+    """What a decision sees beside the loads: cached blocks, waits by replica that replace those of the loads,
+    and the time before which a report is stale."""
+
+    match: Match
+    waits: Mapping[str, float]
+    oldest: float
 
 
 class RouterService:
@@ -83,6 +95,8 @@ class RouterService:
         # When replicas refused a request, until they are heard again.
         self._refused_at: dict[str, float] = {}
         self._decisions: OrderedDict[str, Decision] = OrderedDict()
+        # Of the members as they are; None: they have changed.
+        self._table: PriceTable | None = None
 
     def add_replica(self, identity: ReplicaIdentity, role: str) -> None:
         """Add a replica that takes requests, or change its role. A new epoch starts with nothing known."""
@@ -95,6 +109,7 @@ class RouterService:
             self._members[identity.replica_id] = _Member(identity, role)
         self._tree.add_replica(identity)
         self._load.add_replica(identity, role)
+        self._table = None
 
     def remove_replica(self, replica_id: str) -> None:
         """Remove a replica that is gone, and free its blocks, its load and its bit in the tree at once."""
@@ -102,16 +117,19 @@ class RouterService:
         self._refused_at.pop(replica_id, None)
         self._tree.remove_replica(replica_id)
         self._load.remove_replica(replica_id)
+        self._table = None
 
     def set_leaving(self, replica_id: str) -> None:
         """Send nothing new to this epoch of the replica."""
         if (member := self._members.get(replica_id)) is not None:
             member.is_leaving = True
+            self._table = None
 
     def set_usable(self, replica_id: str, is_usable: bool) -> None:
         """Choose this epoch of the replica only where nothing else is left, or like any other again."""
         if (member := self._members.get(replica_id)) is not None:
             member.is_usable = is_usable
+            self._table = None
 
     def on_load(self, load: ReplicaLoad) -> None:
         """Take a replica's load report."""
@@ -167,19 +185,25 @@ class RouterService:
         `waits` are seconds by replica, where the request would wait for that and not for all that is there.
         With `prefers_capacity` those that can take it now go before all others, whatever they cost.
         Raises `NoReplicaError`, naming the side that is missing."""
-        prefill_ids, decode_ids = self._usable(request)
-        match = self._tree.match(request.block_keys)
         query = self._query(request)
-        prefills = self._replica_costs(query, prefill_ids, match, waits)
-        decodes = self._replica_costs(query, decode_ids, match, waits)
-        candidates = self._policy.candidates(query, prefills, decodes)
-        if prefers_capacity:
-            candidates = self._with_capacity(query, candidates)
-        choice = choose(candidates)
+        match = self._tree.match(request.block_keys)
+        view = _View(match, waits or {}, self._clock.now() - self._config.stale_load_s)
+        candidates: Sequence[Candidate]
+        if isinstance(self._policy, CostPolicy) and not (
+            prefers_capacity or request.excluded or request.pinned_prefill or request.pinned_decode
+        ):
+            choice, candidates = self._cheapest(request, query, view)
+        else:
+            prefill_ids, decode_ids = self._usable(request)
+            prefills = _replica_costs(query, self._states(prefill_ids), view)
+            decodes = _replica_costs(query, self._states(decode_ids), view)
+            candidates = priced = self._policy.candidates(query, prefills, decodes)
+            if prefers_capacity:
+                candidates = priced = self._with_capacity(query, priced)
+            choice = choose(priced)
         if choice is None:
             raise NoReplicaError(f"no second replica beside the pinned {request.pinned_prefill}")
-        place_wait_s = self._load.state(choice.decode).submitted_place_wait_s if choice.prefill else 0.0
-        decision = _decision(request.request_id, self._config.policy, choice, candidates, place_wait_s)
+        decision = self._decision(request.request_id, query, choice, candidates, view)
         self._place(request, query, decision, is_held=is_held)
         self._keep(decision)
         return decision
@@ -194,7 +218,9 @@ class RouterService:
             if member.role != "prefill" and not member.is_leaving and replica_id not in request.excluded
         )
         query = self._query(request)
-        replicas = self._replica_costs(query, decode_ids, self._tree.match(request.block_keys))
+        match = self._tree.match(request.block_keys)
+        view = _View(match, {}, self._clock.now() - self._config.stale_load_s)
+        replicas = _replica_costs(query, self._states(decode_ids), view)
         priced = [decode_candidate(query, replica, self._config.decode_steps) for replica in replicas]
         chosen = min(priced, key=lambda item: (item.cost_s, item.uncached_tokens), default=None)
         if chosen is None or chosen.cost_s >= NEVER_FITS_S:
@@ -239,14 +265,11 @@ class RouterService:
 
     def takes_more(self, replica_id: str) -> bool:
         """Whether a replica could take another request now: `has_capacity` for any request."""
-        if replica_id not in self._members:
-            return False
-        state = self._load.state(replica_id)
-        batch_tokens = state.report.max_batch_tokens or DEFAULT_BATCH_TOKENS
-        if state.backlog_tokens - state.num_held_tokens >= self._config.steps_ahead * batch_tokens:
-            return False
-        max_sequences = state.report.max_sequences or DEFAULT_MAX_SEQUENCES
-        return state.num_sequences - state.num_held_sequences < max_sequences
+        return (
+            replica_id in self._members
+            and self._can_compute(replica_id)
+            and self._can_decode(replica_id, num_new_sequences=1, num_prompt_tokens=0)
+        )
 
     def on_prefilled(self, request_id: str) -> None:
         """Note the first token: nothing is left to compute, and the decode side has the KV."""
@@ -338,7 +361,7 @@ class RouterService:
             if not member.is_leaving and replica_id not in request.excluded
         }
         if self._salt:
-            seed = zlib.crc32(f"{self._salt} {request.request_id}".encode())
+            seed = self._seed(request)
             order = sorted(usable, key=lambda replica_id: _hashed(replica_id, seed))
             usable = {replica_id: usable[replica_id] for replica_id in order}
         decode_ids = self._preferred(
@@ -418,19 +441,65 @@ class RouterService:
         )
         return f"{text}; {pinned} was pinned" if pinned else text
 
-    def _replica_costs(
-        self, query: RouteQuery, ids: Iterable[str], match: Match, waits: Mapping[str, float] | None = None
-    ) -> list[ReplicaCost]:
-        oldest = self._clock.now() - self._config.stale_load_s
-        replicas = []
-        for replica_id in ids:
-            state = self._load.state(replica_id)
-            if waits and (wait_s := waits.get(replica_id)) is not None:
-                state = state._replace(queue_s=wait_s, place_wait_s=0.0)
-            device = match.device.get(replica_id, 0)
-            dram, nvme = match.stored.get(replica_id, NOT_IN_STORE)
-            replicas.append(replica_cost(query, state, state.report.received_at < oldest, device, dram, nvme))
-        return replicas
+    def _seed(self, request: RouteRequest) -> int:
+        return zlib.crc32(f"{self._salt} {request.request_id}".encode())
+
+    def _states(self, ids: Iterable[str]) -> list[tuple[str, CurrentLoad]]:
+        return [(each, self._load.state(each)) for each in ids]
+
+    def _cheapest(
+        self, request: RouteRequest, query: RouteQuery, view: _View
+    ) -> tuple[Choice | None, Candidates]:
+        """Choose among all replicas that take requests, by the policy "cost"."""
+        if self._table is None:
+            roles = {replica_id: member.role for replica_id, member in self._members.items()}
+            self._table = PriceTable(self._load, *self._usable(request), roles)
+        table = self._table
+        table.refresh()
+        ranks = table.hashed(self._seed(request)) if self._salt else None
+        sides = table.sides(ranks, {replica_id: place for place, replica_id in enumerate(self._members)})
+        num_steps = self._config.decode_steps
+        choice = table.cheapest(query, view.match, sides, view.waits, view.oldest, num_steps)
+        states, ids, policy = list(table.states), table.ids, self._policy
+
+        def made() -> list[Candidate]:
+            prefills, decodes = ([(ids[row], states[row]) for row in rows] for rows in sides)
+            return policy.candidates(
+                query, _replica_costs(query, prefills, view), _replica_costs(query, decodes, view)
+            )
+
+        return choice, Candidates(made)
+
+    def _decision(
+        self, request_id: str, query: RouteQuery, choice: Choice, candidates: Sequence[Candidate], view: _View
+    ) -> Decision:
+        (decode,) = _replica_costs(query, self._states([choice.decode]), view)
+        prefill, transfer_s, place_wait_s = decode, 0.0, decode.state.place_wait_s
+        if choice.prefill:
+            (prefill,) = _replica_costs(query, self._states([choice.prefill]), view)
+            lacking = (query.num_tokens - decode.matched_tokens) / query.num_tokens
+            transfer_s = query.num_tokens * prefill.state.rates.transfer_s * lacking
+            place_wait_s = self._load.state(choice.decode).submitted_place_wait_s
+            reason = f"the pair costs {_ms(choice.pair_cost_s)}, {_other('alone', choice.local_cost_s)}"
+        else:
+            reason = f"alone costs {_ms(choice.local_cost_s)}, {_other('the best pair', choice.pair_cost_s)}"
+        return Decision(
+            request_id=request_id,
+            policy=self._config.policy,
+            prefill=choice.prefill,
+            decode=choice.decode,
+            prefill_cached_tokens=query.num_tokens - prefill.uncached_tokens,
+            decode_cached_tokens=decode.matched_tokens,
+            candidates=candidates,
+            reason=reason,
+            prediction=Prediction(
+                queue_s=max(prefill.state.queue_s, place_wait_s),
+                prefill_s=prefill.prefill_s,
+                load_s=prefill.load_s,
+                transfer_s=transfer_s,
+                step_s=decode.state.rates.step_s,
+            ),
+        )
 
     def _place(self, request: RouteRequest, query: RouteQuery, decision: Decision, *, is_held: bool) -> None:
         compute_id = decision.prefill or decision.decode
@@ -465,39 +534,21 @@ class RouterService:
 
 def _hashed(replica_id: str, seed: int) -> int:
     """Hash the id; multiplied, because checksums with two seeds differ by the same bits for all ids."""
-    return zlib.crc32(replica_id.encode(), seed) * 0x9E3779B1 & 0xFFFFFFFF
+    return zlib.crc32(replica_id.encode(), seed) * HASH_FACTOR & 0xFFFFFFFF
 
 
-def _decision(
-    request_id: str, policy: str, choice: Choice, candidates: list[Candidate], place_wait_s: float
-) -> Decision:
-    chosen = {(item.side, item.replica_id): item for item in candidates}
-    if choice.prefill:
-        prefill, decode = chosen["prefill", choice.prefill], chosen["decode", choice.decode]
-        reason = f"the pair costs {_ms(choice.pair_cost_s)}, {_other('alone', choice.local_cost_s)}"
-        lacking = decode.uncached_tokens / (decode.matched_tokens + decode.uncached_tokens)
-        transfer_s = prefill.transfer_s * lacking
-    else:
-        prefill = decode = chosen["local", choice.decode]
-        reason = f"alone costs {_ms(choice.local_cost_s)}, {_other('the best pair', choice.pair_cost_s)}"
-        transfer_s = 0.0
-    return Decision(
-        request_id=request_id,
-        policy=policy,
-        prefill=choice.prefill,
-        decode=choice.decode,
-        prefill_cached_tokens=prefill.matched_tokens + prefill.dram_tokens + prefill.nvme_tokens,
-        decode_cached_tokens=decode.matched_tokens,
-        candidates=tuple(candidates),
-        reason=reason,
-        prediction=Prediction(
-            queue_s=max(prefill.queue_s, place_wait_s),
-            prefill_s=prefill.prefill_s,
-            load_s=prefill.load_s,
-            transfer_s=transfer_s,
-            step_s=decode.step_s,
-        ),
-    )
+def _replica_costs(
+    query: RouteQuery, states: Iterable[tuple[str, CurrentLoad]], view: _View
+) -> list[ReplicaCost]:
+    match, replicas = view.match, []
+    for replica_id, state in states:
+        if (wait_s := view.waits.get(replica_id)) is not None:
+            state = state._replace(queue_s=wait_s, place_wait_s=0.0)
+        device = match.device.get(replica_id, 0)
+        dram, nvme = match.stored.get(replica_id, NOT_IN_STORE)
+        is_stale = state.report.received_at < view.oldest
+        replicas.append(replica_cost(query, state, is_stale, device, dram, nvme))
+    return replicas
 
 
 def _other(name: str, cost_s: float) -> str:

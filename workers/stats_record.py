@@ -41,6 +41,8 @@ class ReplicaStats(Part, frozen=True):
     # Sequences.
     num_running: int = 0
     num_waiting: int = 0
+    # Of those that run: left out of steps, because gateways have paused the class `batch`.
+    num_paused: int = 0
     # The most that may run, and the most tokens of a step.
     max_sequences: int = 0
     max_batch_tokens: int = 0

@@ -3,7 +3,7 @@ may wait. Times are in seconds."""
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -46,6 +46,19 @@ class AdmissionConfig(BaseModel):
         """Return the settings of a class."""
         settings: ClassConfig = getattr(self, name)
         return settings
+
+    @model_validator(mode="before")
+    @classmethod
+    def _over_defaults(cls, fields: Any) -> Any:
+        """What a class is given leaves the rest of that class as it is by default."""
+        if not isinstance(fields, dict):
+            return fields
+        given = {name: fields[name] for name in SERVICE_CLASSES if isinstance(fields.get(name), dict)}
+        merged = {
+            name: {**cls.model_fields[name].default.model_dump(), **settings}
+            for name, settings in given.items()
+        }
+        return {**fields, **merged}
 
     @model_validator(mode="after")
     def _aging_before_refusal(self) -> Self:

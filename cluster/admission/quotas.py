@@ -17,7 +17,8 @@ Without I/O: times are arguments. `cluster.admission.shared_quotas` exchanges th
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+import math
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
@@ -95,10 +96,10 @@ class TokenBucket:
     """Holds what may be used now: grows by `rate` a second up to `burst_s` seconds' worth, of both the part
     `share`. Starts full."""
 
-    __slots__ = ("_at", "_level", "_rate", "_share", "capacity")
+    __slots__ = ("_at", "_level", "_share", "capacity", "rate")
 
     def __init__(self, rate: float, burst_s: float, share: float, now: float) -> None:
-        self._rate = rate
+        self.rate = rate
         self.capacity = rate * burst_s
         self._share = share
         self._level = self.capacity * share
@@ -108,7 +109,7 @@ class TokenBucket:
         """Return what may be used; below zero: more than that was."""
         if now > self._at:
             share = self._share
-            level = self._level + (now - self._at) * self._rate * share
+            level = self._level + (now - self._at) * self.rate * share
             self._level = min(level, max(self._level, self.capacity * share))
             self._at = now
         return self._level
@@ -116,7 +117,7 @@ class TokenBucket:
     def missing_s(self, amount: float, now: float) -> float:
         """Return how long until so much is there; of more than the bucket holds, until it is full."""
         wanted = min(amount, self.capacity * self._share)
-        wait_s = (wanted - self.level(now)) / (self._rate * self._share)
+        wait_s = (wanted - self.level(now)) / (self.rate * self._share)
         return wait_s if wait_s > _TOLERANCE_S else 0.0
 
     def take(self, amount: float, now: float) -> None:
@@ -171,12 +172,13 @@ class _Tenant:
         self.num_refused: Counter[Limit] = Counter()
         self.used_at = now
 
-    def take(self, kind: int, amount: int, now: float) -> None:
-        """Take it from the bucket of this kind (its place in `used`), and count it."""
+    def take(self, kind: int, amount: int, now: float, *, is_shared: bool) -> None:
+        """Take it from the bucket of this kind (its place in `used`), and count it where others share it."""
         bucket = self.buckets[kind]
         if bucket is not None:
             bucket.take(amount, now)
-        self.used[kind] += amount
+        if is_shared:
+            self.used[kind] += amount
         self.used_at = now
 
     def use(self, tenant: str, share: float, now: float) -> QuotaUse:
@@ -216,7 +218,8 @@ class Quotas:
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
         self._peers: dict[str, _Peer] = {}
         self._num_counts = 0
-        # Until the first `merge` after a `divide`, what others have used before is not counted.
+        # From a `divide` to the next `merge`, and before the first: what is taken then comes from a part of
+        # this gateway's own, which the others do not count.
         self._is_divided = True
         # The part of all limits that this gateway and those whose records it reads may use.
         self.share = 1.0
@@ -235,7 +238,7 @@ class Quotas:
             raise _refused(tenant, found, "output_tokens_per_s", wait_s)
         if found.requests is not None and (wait_s := found.requests.missing_s(1, now)):
             raise _refused(tenant, found, "requests_per_s", wait_s)
-        found.take(0, 1, now)
+        found.take(0, 1, now, is_shared=not self._is_divided)
 
     def take_prompt(
         self, tenant: str, num_prompt_tokens: int, max_tokens: int, now: float, *, is_resumed: bool = False
@@ -254,7 +257,7 @@ class Quotas:
             self._check_held(tenant, found, num_tokens)
             if found.prompt is not None and (wait_s := found.prompt.missing_s(num_prompt_tokens, now)):
                 raise _refused(tenant, found, "prompt_tokens_per_s", wait_s)
-            found.take(1, num_prompt_tokens, now)
+            found.take(1, num_prompt_tokens, now, is_shared=not self._is_divided)
         found.held += num_tokens
         found.used_at = now
         return QuotaHold(tenant, num_tokens)
@@ -263,7 +266,7 @@ class Quotas:
         """Take output that has arrived."""
         found = self._find(tenant, now)
         if found is not None:
-            found.take(2, num_tokens, now)
+            found.take(2, num_tokens, now, is_shared=not self._is_divided)
 
     def ended(self, hold: QuotaHold) -> None:
         """Give the concurrent tokens back; again: do nothing."""
@@ -282,10 +285,6 @@ class Quotas:
     def record(self, now: float) -> QuotaRecord:
         """Return what the other gateways have to know."""
         self._forget_idle(now)
-        if self._is_divided:  # the others did not count it, since each had its own part
-            for found in self._tenants.values():
-                found.used = [0, 0, 0]
-                found.count_id = self._draw_count_id()
         records = [
             TenantRecord(name, found.count_id, found.used[0], found.used[1], found.used[2], found.held)
             for name, found in self._tenants.items()
@@ -299,25 +298,27 @@ class Quotas:
         missing = []
         for name, record in records.items():
             peer = peers[name] = self._peers.get(name) or _Peer(now)
-            if record is not None:
-                self._count(peer, record, now)
+            if record is not None or self._is_divided:
+                peer.seen_at, peer.is_missing = now, False
             elif now > peer.seen_at + GRACE_S:
                 peer.is_missing = True
             if peer.is_missing:
                 missing.append(name)
         self._peers = peers
-        self._is_divided = False
         self.missing = tuple(missing)
-        self._hold_others(now)
         self._set_share((1 + len(records) - len(missing)) / (1 + len(records)), now)
+        for name, record in records.items():
+            if record is not None:
+                self._count(peers[name], record, now)
+        self._is_divided = False
+        self._hold_others(peers.values(), now)
 
     def divide(self, num_others: int, now: float) -> None:
         """Go on with this gateway's own part of all limits: nothing is known of the other gateways."""
         self._forget_idle(now)
         self._is_divided = True
-        self._peers = {}
         self.missing = ()
-        self._hold_others(now)
+        self._hold_others((), now)
         self._set_share(1 / (1 + num_others), now)
 
     # --------------------------------------------------------------------------------------- private
@@ -375,11 +376,12 @@ class Quotas:
         before, was_read = peer.records, peer.was_read
         peer.was_read = True
         peer.records = {each.tenant: each for each in record.tenants}
-        peer.seen_at, peer.is_missing = now, False
-        if self._is_divided:
-            return
+        if self._is_divided and not was_read:
+            return  # it is this gateway that begins
         for each in record.tenants:
             known = before.get(each.tenant)
+            if known == each:
+                continue
             if known is not None and known.count_id != each.count_id:
                 known = None
             used = [max(0, total - past) for total, past in zip(_used(each), _used(known), strict=True)]
@@ -387,17 +389,25 @@ class Quotas:
             if found is None:
                 continue
             for bucket, amount in zip(found.buckets, used, strict=True):
-                if bucket is not None:
-                    # Of a gateway that was not known before more may be in its record than it used since.
-                    bucket.take(amount if was_read else min(amount, bucket.capacity), now)
+                if bucket is None:
+                    continue
+                most = math.inf
+                if self._is_divided:  # it may have shared its limits meanwhile with others than this one
+                    most = bucket.rate * GRACE_S
+                elif not was_read:  # more may be in its record than it used since it is known here
+                    most = bucket.capacity
+                bucket.take(min(amount, most), now)
 
-    def _hold_others(self, now: float) -> None:
-        for tenant in self._tenants.values():
-            tenant.others_held = 0
-        for peer in self._peers.values():
+    def _hold_others(self, peers: Iterable[_Peer], now: float) -> None:
+        tenant_to_held: defaultdict[str, int] = defaultdict(int)
+        for peer in peers:
             for each in () if peer.is_missing else peer.records.values():
-                if each.num_held_tokens and (found := self._find(each.tenant, now)) is not None:
-                    found.others_held += each.num_held_tokens
+                tenant_to_held[each.tenant] += each.num_held_tokens
+        for name, tenant in self._tenants.items():
+            tenant.others_held = tenant_to_held.pop(name, 0)
+        for name, num_held in tenant_to_held.items():
+            if num_held and (found := self._find(name, now)) is not None:
+                found.others_held = num_held
 
     def _set_share(self, share: float, now: float) -> None:
         if share == self.share:

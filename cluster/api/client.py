@@ -168,7 +168,7 @@ class GenerateStream:
         if error.is_refusal:
             until = failing_since + patience_s
             until = until if self._deadline_at is None else min(until, self._deadline_at)
-            return now + (error.retry_after_s or 0.0) < until
+            return now + (1 + _JITTER) * (error.retry_after_s or 0.0) < until
         return error.code is grpc.StatusCode.UNAVAILABLE
 
     def _resumed_request(self) -> pb.GenerateRequest:

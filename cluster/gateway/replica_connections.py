@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from cluster.gateway.circuit_breaker import TURN_S, CircuitBreaker, CircuitBreakers
 from cluster.proto import tandem_pb2 as pb
@@ -29,7 +29,7 @@ from kvtransfer.messages import (
 )
 from kvtransfer.rpc.stream import FrameStream, open_link
 from kvtransfer.rpc.trust import Trust
-from router.messages import ReplicaLoad
+from router.messages import QueueState, ReplicaLoad
 from router.service import ROLES, RouterService
 from workers.messages.link import (
     LINK_DOWN_CODEC,
@@ -44,6 +44,7 @@ from workers.messages.link import (
     LinkUp,
     LoadReport,
     Move,
+    PauseBatch,
     PurgeCache,
     ReplicaHello,
     RoleChanged,
@@ -181,6 +182,7 @@ class ReplicaConnections:
         self.compatibility: CompatibilityRecord | None = None
         # The bytes of KV of one token; 0 before the first replica has connected.
         self._token_bytes = 0
+        self._pauses_batch = False
         # The least of the replicas connected so far that can serve alone; 0 before the first.
         self.max_context_tokens = 0
         # The least KV blocks of these replicas; 0 before the first.
@@ -235,6 +237,13 @@ class ReplicaConnections:
     def is_connected(self) -> bool:
         """Whether there is a link to any replica, also one that leaves."""
         return any(view.stream is not None for view in self._views.values())
+
+    def pause_batch(self, is_paused: bool) -> None:
+        """Ask all replicas to leave the class `batch` out of their steps, or to run it again."""
+        if is_paused != self._pauses_batch:
+            self._pauses_batch = is_paused
+            for view in self._views.values():
+                _send(view.stream, PauseBatch(is_paused))
 
     def send(self, replica: ReplicaIdentity, message: Announce | Submission | Cancel | Move) -> bool:
         """Queue the message on the link to this life of the replica; False when there is none."""
@@ -436,6 +445,8 @@ class ReplicaConnections:
         view.avoided = "" if breaker is None else breaker.note
         self._on_load(view, hello.load)
         _send(stream, KvSnapshotRequest("connect"))
+        if self._pauses_batch:
+            _send(stream, PauseBatch(True))
         if view.record.leaving:
             self._set_leaving(view)
         _log.info("link to %s is up: role %s", hello.identity.replica_id, hello.role)
@@ -494,6 +505,9 @@ class ReplicaConnections:
         if isinstance(message, StepFrame):
             if message.load is not None:
                 self._on_load(view, message.load)
+            elif message.queue is not None:
+                queue = QueueState(**asdict(message.queue))
+                self._router.on_queue(identity, queue, self._clock.now())
             self._events.on_step(identity, message)
         elif isinstance(message, KvEvents):
             in_order = self._router.on_events(message)

@@ -293,7 +293,7 @@ class RequestTask:
         if self._held is not None and self._admission is not None:
             held, self._held = self._held, None
             self._admission.drop(held)
-            self._withdraw()
+        self._withdraw()
         if self._retry is not None and self._admission is not None:
             self._admission.retries.drop(self._retry)
         self._timers.cancel()
@@ -353,7 +353,6 @@ class RequestTask:
     def _refused(self, error: OverloadedError) -> None:
         """End the request, which has waited too long for its turn."""
         self._held = None
-        self._withdraw()
         self.apply(self.state.on_cancel, error)
 
     def _announce(self, request: RouteRequest, decision: Decision) -> None:
@@ -367,17 +366,20 @@ class RequestTask:
             self._announced_to = target.identity
 
     def _withdraw(self) -> None:
-        """The prompt that was announced does not come."""
+        """The prompt that was announced, if any, does not come."""
         if self._announced_to is not None:
-            self._connections.send(self._announced_to, Cancel(self._request_id, 0))
+            replica, self._announced_to = self._announced_to, None
+            self._connections.send(replica, Cancel(self._request_id, 0))
 
     def _routed(self, decision: Decision) -> None:
         prefill = self._connections.target(decision.prefill) if decision.prefill else None
         decode = self._connections.target(decision.decode)
         if decode is None or (decision.prefill and prefill is None):
             self.release_placement()
+            self._withdraw()
             self.apply(self.state.on_no_route, "the chosen replica has just gone", 1.0)
             return
+        self._announced_to = None
         computes = prefill.identity if prefill is not None and prefill != decode else None
         self.apply(self.state.on_routed, decision, computes, decode)
 

@@ -21,6 +21,12 @@ ENGINES = (
     of_replica("running_sequences", "num_running", "sequences", "Running sequences."),
     of_replica("waiting_sequences", "num_waiting", "sequences", "Waiting sequences."),
     of_replica(
+        "paused_sequences",
+        "num_paused",
+        "sequences",
+        "Running sequences of the class batch that are left out of steps, because gateways are overloaded.",
+    ),
+    of_replica(
         "max_running_sequences", "max_sequences", "sequences", "The most sequences that may run at a time."
     ),
     of_replica("max_batch_tokens", "max_batch_tokens", "tokens", "The most tokens of a step."),

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Callable
 
 from cluster.admission.admission import RequestAdmission
+from cluster.admission.ladder import Rung
 from cluster.admission.quotas import Quotas
 from cluster.admission.shared_quotas import SharedQuotas
 from cluster.api.admin_servicer import AdminServicer
@@ -159,6 +160,9 @@ class Gateway:
         self._is_serving = False
         self._tasks = SupervisedTasks()
 
+    def _on_rung(self, rung: Rung) -> None:
+        self.connections.pause_batch(rung >= Rung.BATCH_PAUSED)
+
     def _open_requests(
         self,
         router: RouterService,
@@ -180,7 +184,7 @@ class Gateway:
             quotas=quotas,
             resume_tokens=ResumeTokens(trust, clock, config.auth.resume_s),
             on_members=self._on_members,
-            admission=RequestAdmission(config.admission, router, clock, seeds),
+            admission=RequestAdmission(config.admission, router, clock, seeds, self._on_rung),
             observers=_observers(config, history, self._tracer),
             counters=_open_counters(config, self.connections),
         )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from cluster.admission.admission import JITTER, MARGIN, Candidacy, HeldRequest, RequestAdmission
 from cluster.admission.config import AdmissionConfig
@@ -182,6 +183,18 @@ def world() -> Iterator[World]:
     assert world.admission.num_bytes == 0
     assert world.admission.waiting_s() == 0
     assert world.router.num_placements == 0
+
+
+def test_what_a_class_is_given_leaves_the_rest_of_it_as_it_is() -> None:
+    config = AdmissionConfig.model_validate({"interactive": {"ttft_s": 2.0}, "batch": {"weight": 0.5}})
+    default = AdmissionConfig()
+    assert config.interactive == default.interactive.model_copy(update={"ttft_s": 2.0})
+    assert config.batch == default.batch.model_copy(update={"weight": 0.5})
+    assert config.standard == default.standard
+    with pytest.raises(ValidationError, match=r"interactive\.aging_s: after 5 s"):
+        AdmissionConfig.model_validate({"interactive": {"max_wait_s": 4.0}})
+    with pytest.raises(ValidationError, match="ttft"):
+        AdmissionConfig.model_validate({"interactive": {"ttft": 4.0}})
 
 
 # ------------------------------------------------------------------------------------- what is taken

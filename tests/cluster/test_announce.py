@@ -47,6 +47,7 @@ class Gateway:
         self.clock = ManualClock()
         self.sent: list[Announce | Submission | Cancel | Move] = []
         self.errors: list[RequestError | None] = []
+        self.is_gone = False
         self.router = RouterService(RouterConfig(), 16, self.clock, 1, salt="g")
         self.router.add_replica(REPLICA, "both")
         self.router.on_snapshot(KvSnapshot(REPLICA, 0, ()))
@@ -71,7 +72,7 @@ class Gateway:
         self.admission = RequestAdmission(CONFIG, self.router, self.clock, lambda: 1)
 
     def target(self, replica_id: str) -> HandOverTarget | None:
-        return HandOverTarget(REPLICA, "a")
+        return None if self.is_gone else HandOverTarget(REPLICA, "a")
 
     def send(self, replica: ReplicaIdentity, message: Announce | Submission | Cancel | Move) -> bool:
         assert replica == REPLICA
@@ -137,6 +138,16 @@ async def test_a_prompt_without_a_full_block_is_not_announced() -> None:
 
 def _abandon(gateway: Gateway, task: RequestTask) -> None:
     task.abandon()
+
+
+async def test_an_announcement_is_withdrawn_when_the_request_is_placed_anew() -> None:
+    gateway = Gateway(num_backlog_tokens=5000)
+    task = gateway.begin()
+    gateway.is_gone = True
+    gateway.admission.on_gone("d0")
+    assert gateway.sent[1:] == [Cancel("r", 0)]
+    task.abandon()
+    assert gateway.sent[2:] == []
 
 
 def _wait_too_long(gateway: Gateway, task: RequestTask) -> None:

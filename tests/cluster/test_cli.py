@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from gateway_harness import PROMPT, GatewayHarness
 from optional_programs import uses_compiler, uses_redis_or_valkey
 from serving import ROOT, TINY, environment, free_port, tandem
 
+from cluster.api.client import GenerateOptions
 from cluster.cli.update import serve_config
 from cluster.errors import ConfigError
 
@@ -54,6 +58,32 @@ def test_an_unreachable_gateway_is_one_line(command: tuple[str, ...]) -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("tandem: UNAVAILABLE")
     assert "Traceback" not in done.stderr
+
+
+async def test_a_refusal_is_one_line_with_its_reason_and_when_to_come_back(harness: GatewayHarness) -> None:
+    replica = await harness.add_replica("d0", "decode")
+    replica.script.stop_after = 3
+    _, address = await harness.add_gateway(harness.config(max_requests=1))
+    running = harness.client(address).generate(PROMPT, GenerateOptions(max_tokens=9)).events()
+    await anext(running)
+    done = await asyncio.to_thread(tandem, "generate", "x", "--timeout", "2", "--address", address)
+    await running.aclose()
+    assert done.returncode == 1
+    told = " ".join(done.stderr.split())
+    assert told.startswith("tandem: refused: this gateway has 1 requests, the most it takes")
+    assert re.search(r"; try again in \d+\.\d s$", told)
+
+
+async def test_the_class_of_a_request_is_an_option(harness: GatewayHarness) -> None:
+    replica = await harness.add_replica("d0", "decode")
+    _, address = await harness.add_gateway()
+    arguments = ("generate", "x", "--service-class", "batch", "--max-tokens", "2", "--address", address)
+    done = await asyncio.to_thread(tandem, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert [it.service_class for it in replica.submissions] == ["batch"]
+    wrong = await asyncio.to_thread(tandem, "generate", "x", "--service-class", "urgent")
+    assert wrong.returncode == 1
+    assert "service_class: must be one of interactive, standard, batch" in " ".join(wrong.stderr.split())
 
 
 def test_the_deadline_bounds_the_wait_for_a_gateway() -> None:

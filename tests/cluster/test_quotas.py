@@ -329,6 +329,38 @@ def test_over_a_long_time_four_gateways_give_out_the_limit_and_no_more() -> None
     assert allowed * 0.95 <= num_taken <= allowed + 3 * (40.0 + 20.0 * PERIOD_S)
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.floats(-1e6, 1e6), min_size=3, max_size=3),
+    st.lists(st.sampled_from(["", "", "", "evict g0", "evict all", "skip g1"]), min_size=20, max_size=60),
+)
+def test_neither_clocks_that_differ_nor_records_that_vanish_give_a_tenant_more(
+    offsets: list[float], losses: list[str]
+) -> None:
+    """Each gateway has a clock of its own; Redis drops records, and a gateway's exchange comes late."""
+    fleet = SharedRecords(3, requests_per_s=20.0, burst_s=2.0)
+    clocks = dict(zip(fleet.gateways, offsets, strict=True))
+    num_taken, now = 0, 0.0
+    for name in [*clocks, *clocks]:
+        fleet.sync(name, clocks[name])
+    for loss in losses:
+        now += PERIOD_S
+        for name, quotas in fleet.gateways.items():
+            num_taken += take_all(quotas, clocks[name] + now)
+        for name in clocks:
+            if loss == "skip g1" == f"skip {name}":
+                continue
+            fleet.sync(name, clocks[name] + now)
+            if loss == "evict all":
+                fleet.records.clear()
+        if loss == "evict g0":
+            fleet.records.pop("g0", None)
+    allowed = 20.0 * (now + 2.0)
+    assert num_taken <= allowed + 2 * (40.0 + 20.0 * PERIOD_S)
+    if not any(losses):
+        assert num_taken >= 0.9 * 20.0 * now
+
+
 def test_one_busy_gateway_gets_the_whole_limit() -> None:
     fleet = SharedRecords(4, requests_per_s=10.0, burst_s=1.0)
     fleet.sync_all(0.0)
@@ -406,6 +438,23 @@ def test_what_was_used_while_cut_off_is_not_charged_afterwards() -> None:
     assert (one.share, two.share) == (1.0, 1.0)
     assert take_all(one, 20.0) + take_all(two, 20.0) <= 5
     assert take_all(two, 22.0) >= 9
+
+
+def test_what_was_used_before_a_short_cut_is_charged_afterwards() -> None:
+    """A connection that breaks again and again does not multiply the limit."""
+    fleet = SharedRecords(4, requests_per_s=20.0, burst_s=2.0)
+    fleet.sync_all(0.0)
+    num_taken = 0
+    for period in range(1, 501):
+        for quotas in fleet.gateways.values():
+            num_taken += take_all(quotas, period * PERIOD_S)
+        fleet.cut = set(fleet.gateways) if period % 2 else set()
+        for name in fleet.cut:
+            fleet.gateways[name].divide(3, period * PERIOD_S)
+        if not fleet.cut:
+            fleet.sync_all(period * PERIOD_S)
+            fleet.sync_all(period * PERIOD_S)
+    assert num_taken <= 1.25 * (20.0 * 100.0 + 4 * 40.0)
 
 
 def test_use_before_a_gateway_came_is_not_charged_to_it() -> None:

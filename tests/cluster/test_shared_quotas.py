@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from child_processes import killed_on_error
 from gateway_harness import PROMPT, GatewayHarness, encode, until
 from index_harness import RawRedis
 from optional_programs import uses_redis_or_valkey
 
-from cluster.admission.quotas import MAX_TENANTS, QuotaRecord, Quotas, TenantRecord
-from cluster.admission.shared_quotas import EXPIRY_S, MAX_RECORD_BYTES, RECORD_CODEC, SharedQuotas, quota_key
+from cluster.admission.quotas import GRACE_S, MAX_TENANTS, QuotaRecord, Quotas, TenantRecord
+from cluster.admission.shared_quotas import (
+    EXPIRY_S,
+    MAX_RECORD_BYTES,
+    RECORD_CODEC,
+    SharedQuotas,
+    quota_key,
+)
 from cluster.api.client import GenerateOptions, GenerateStream
 from cluster.errors import CallError, QuotaError
 from cluster.identity.config import AuthConfig
@@ -75,7 +86,12 @@ def shares(built: list[Member]) -> list[float]:
 async def until_all_read(built: list[Member], server: RawRedis) -> None:
     """Wait until each has written its record, and read those of the others."""
     await until(lambda: server.client().dbsize() == len(built), "all records")
-    await until(lambda: all(not member.shared.note for member in built), "limits are shared")
+    await until(lambda: is_shared(built), "limits are shared")
+
+
+def is_shared(built: list[Member]) -> bool:
+    """Whether each has read the records of the others since it last had its own part."""
+    return all(member.quotas.share == 1 and not member.quotas._is_divided for member in built)
 
 
 @uses_redis_or_valkey
@@ -99,6 +115,10 @@ async def test_what_one_gateway_takes_is_missing_at_the_others(server: RawRedis)
         for key in list(client.keys()):
             assert 0 < client.pttl(key) <= EXPIRY_S * 1e3
         assert sorted(client.keys()) == [quota_key("tandem", f"g{number}") for number in range(3)]
+
+
+def is_seen(member: Member, num_requests: int) -> bool:
+    return seen_by(member) == num_requests
 
 
 def seen_by(member: Member) -> int:
@@ -141,6 +161,69 @@ async def test_nobody_waits_for_a_redis_that_stands_still(server: RawRedis) -> N
         await until(lambda: shares(built) == [0.5, 0.5], "each has its part")
         server.signal(signal.SIGCONT)
         await until(lambda: shares(built) == [1.0, 1.0], "shared again")
+
+
+@uses_redis_or_valkey
+async def test_connections_that_are_cut_again_and_again_cost_no_more_than_a_reconnection(
+    server: RawRedis,
+) -> None:
+    async with members(2, server.url, requests_per_s=0.01, burst_s=1000.0) as built:
+        await until_all_read(built, server)
+        for number in range(1, 6):
+            await until(lambda: is_shared(built), "shared")
+            built[0].quotas.admit("a", CLOCK.now())
+            server.client().client_kill_filter(_type="normal", skipme=True)
+            await until(partial(is_seen, built[1], number), "g1 reads it")
+        await until(lambda: shares(built) == [1.0, 1.0], "shared again")
+        assert 3 <= built[1].take_all() <= 5
+
+
+@uses_redis_or_valkey
+async def test_a_redis_without_memory_counts_as_away(tmp_path: Path) -> None:
+    with RawRedis(tmp_path, maxmemory=1, maxmemory_policy="noeviction") as full:
+        full.client().ping()
+        async with members(2, full.url, requests_per_s=0.01, burst_s=1000.0) as built:
+            await until(lambda: shares(built) == [0.5, 0.5], "each has its part")
+            await until(lambda: "maxmemory" in built[0].shared.note, "the reason is named")
+            full.client().config_set("maxmemory", 0)
+            await until(lambda: shares(built) == [1.0, 1.0], "shared again")
+
+
+@uses_redis_or_valkey
+async def test_the_tokens_of_a_killed_gateway_come_back_when_its_record_expires(server: RawRedis) -> None:
+    """SIGKILL: nothing is given back, and nobody removes the gateway from the roster."""
+    code = (
+        "import asyncio, test_shared_quotas as tests\n"
+        "async def run():\n"
+        f"    member = tests.Member('g0', ['g0', 'g1'], {server.url!r}, concurrent_tokens=100)\n"
+        "    member.quotas.take_prompt('a', 50, 40, tests.CLOCK.now())\n"
+        "    member.shared.start()\n"
+        "    await asyncio.Event().wait()\n"
+        "asyncio.run(run())\n"
+    )
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent / "support"), *sys.path])
+    other = Member("g1", ["g0", "g1"], server.url, concurrent_tokens=100)
+    other.shared.start()
+    killed = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path})
+    with killed_on_error(killed):
+
+        def can_begin() -> bool:
+            try:
+                other.quotas.ended(other.quotas.take_prompt("a", 20, 20, CLOCK.now()))
+            except QuotaError:
+                return False
+            return True
+
+        await until(lambda: not can_begin(), "g1 knows what g0 holds")
+        assert other.counters.quota_share == 1.0
+        killed.kill()
+        killed.wait()
+    killed_at = CLOCK.now()
+    await until(can_begin, "the tokens are back")
+    assert CLOCK.now() - killed_at < EXPIRY_S + GRACE_S + 3
+    assert "g0 (no record)" in other.shared.note
+    await other.shared.stop()
 
 
 def many_tenants() -> bytes:

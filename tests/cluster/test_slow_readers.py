@@ -15,6 +15,7 @@ from cluster.errors import CallError
 from cluster.gateway import replica_connections
 from cluster.proto import tandem_pb2 as pb
 from kvtransfer.rpc.stream import FrameStream
+from workers.messages.link import Announce
 
 MAX_MB = 0.5
 
@@ -72,3 +73,8 @@ async def test_no_submission_is_added_to_what_a_replica_does_not_read(
     ]
     assert len(other.submissions) == 8
     assert behind.submissions == []
+    announce = Announce("r", "", 16, (b"key",))
+    assert not gateway.connections.send(behind.identity, announce)
+    assert gateway.connections.send(other.identity, announce)
+    await until(lambda: other.announces == [announce], "it has arrived")
+    assert behind.announces == []

@@ -256,7 +256,7 @@ def unfill(folder: Path) -> None:
 def flip(folder: Path) -> None:
     """One bit in each page of each file."""
     for path in folder.glob("*.seg"):
-        with path.open("r+b") as file:
+        with suppress(FileNotFoundError), path.open("r+b") as file:  # the store may just have removed it
             for offset in range(2048, path.stat().st_size, 4096):
                 file.seek(offset)
                 byte = file.read(1)
@@ -266,7 +266,8 @@ def flip(folder: Path) -> None:
 
 def truncate(folder: Path) -> None:
     for path in folder.glob("*.seg"):
-        os.truncate(path, 0)
+        with suppress(FileNotFoundError):
+            os.truncate(path, 0)
 
 
 def has_io_errors(stat: StoreStat) -> bool:

@@ -112,10 +112,12 @@ class Front:
         harness: E2eHarness,
         model_dir: Path,
         tenants: dict[str, dict[str, Any]] | None = None,
+        *,
+        admission: dict[str, Any] | None = None,
         **router: Any,
     ) -> None:
         """`router`: its settings. By default the policy is plain, and every prompt is handed over. `tenants`
-        are the limits of some."""
+        are the limits of some, `admission` the settings of classes."""
         number = next(_FRONT_NUMBERS)
         self.harness = harness
         self.clock = SystemClock()
@@ -124,7 +126,7 @@ class Front:
         self.gateway = Gateway(
             gateway_id=f"front{number}",
             epoch=1,
-            config=front_config(model_dir, settings, tenants or {}),
+            config=front_config(model_dir, settings, tenants or {}, admission or {}),
             roster=self.roster,
             trust=Trust.read(harness.trust),
             clock=self.clock,
@@ -173,11 +175,17 @@ class Front:
         await self.roster.remove(identity.replica_id, identity.epoch)
 
     def call(
-        self, asked: Prompt, *, client: Client | None = None, timeout_s: float | None = None, **options: Any
+        self,
+        asked: Prompt,
+        *,
+        client: Client | None = None,
+        timeout_s: float | None = None,
+        resume: bool = True,
+        **options: Any,
     ) -> Call:
         """Start a request."""
         wanted = GenerateOptions(**{"max_tokens": 8, "ignore_eos": True, **options})
-        call = Call((client or self.client).generate(asked, wanted, timeout_s=timeout_s))
+        call = Call((client or self.client).generate(asked, wanted, timeout_s=timeout_s, resume=resume))
         call.task = asyncio.create_task(call.listen())
         return call
 
@@ -236,7 +244,10 @@ async def tokens_alone(
 
 
 def front_config(
-    model_dir: Path, router: dict[str, Any], tenants: dict[str, dict[str, Any]]
+    model_dir: Path,
+    router: dict[str, Any],
+    tenants: dict[str, dict[str, Any]],
+    admission: dict[str, Any],
 ) -> ClusterConfig:
     """A configuration whose pools exist on paper only: the test makes the replicas."""
     engine = {"block_tokens": BLOCK_TOKENS}
@@ -250,6 +261,7 @@ def front_config(
             "gateway": {"port": 0, "drain_s": 0},
             "router": router,
             "auth": {"tenants": tenants},
+            "admission": admission,
             "debug": {"allow_pins": True},
         },
         "e2e",

@@ -43,6 +43,7 @@ from kvtransfer.rpc.trust import Trust
 from workers.messages.link import (
     LINK_DOWN_CODEC,
     LINK_UP_CODEC,
+    Announce,
     CachePurged,
     Cancel,
     GatewayHello,
@@ -113,6 +114,7 @@ class ScriptedReplica:
         self.num_blocks = 1000
         self.script = Script()
         self.submissions: list[Submission] = []
+        self.announces: list[Announce] = []
         self.cancels: list[Cancel] = []
         self.moves: list[Move] = []
         self.snapshot_requests: list[str] = []
@@ -198,6 +200,8 @@ class ScriptedReplica:
             if isinstance(message, Submission):
                 self.submissions.append(message)
                 self._run(message, self._prefill(message, hello.gateway_id))
+            elif isinstance(message, Announce):
+                self.announces.append(message)
             elif isinstance(message, Cancel):
                 self.cancels.append(message)
                 for task in self._running.pop((message.request_id, message.attempt), []):

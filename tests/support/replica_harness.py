@@ -59,6 +59,7 @@ from workers.messages.link import (
     LoadReport,
     Move,
     MoveEnded,
+    QueueReport,
     RequestFailed,
     SampleState,
     StepFrame,
@@ -251,7 +252,9 @@ class ReplicaHarness:
                 self.joined.extend(message.hand_overs)
 
     def flush(self) -> None:
-        self.gateways.flush(lambda: LoadReport(identity=HERE, sequence=0))
+        self.gateways.flush(
+            lambda: LoadReport(identity=HERE, sequence=0), lambda: QueueReport(0, 0, 0, 0, 0, 0)
+        )
 
 
 A, B = ReplicaIdentity("a", 1), ReplicaIdentity("b", 1)

@@ -22,7 +22,7 @@ from kvtransfer.blocks.keys import extend_keys
 from kvtransfer.common.group_shares import GroupShares
 from kvtransfer.messages import ReplicaIdentity
 from workers.config import EngineConfig
-from workers.messages.link import HandOverTarget, SampleState, Submission
+from workers.messages.link import HandOverTarget, SampleState, ServiceClass, Submission
 from workers.messages.rank_channel import StepPlan, StepReport
 from workers.messages.sampling import SamplingParams
 from workers.scheduler.block_pool import BlockPool
@@ -279,6 +279,7 @@ def ask(
     decode: str = "",
     suspect: bool = False,
     group: str = "",
+    service_class: ServiceClass = "standard",
 ) -> Submission:
     """Of the names every other one has a penalty, so that its plans carry its tokens."""
     tokens = pack(prompt)
@@ -298,6 +299,7 @@ def ask(
         decode=HandOverTarget(ReplicaIdentity(decode, 1), decode) if decode else None,
         deadline_s=deadline_s,
         suspect=suspect,
+        service_class=service_class,
     )
 
 

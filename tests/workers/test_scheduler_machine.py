@@ -29,7 +29,14 @@ from kvtransfer.common.group_shares import GroupShares
 from kvtransfer.messages import ReplicaIdentity
 from workers.config import EngineConfig
 from workers.errors import OutOfBlocksError
-from workers.messages.link import HandOverTarget, RequestFailed, SampleState, Submission, TokenDelta
+from workers.messages.link import (
+    HandOverTarget,
+    RequestFailed,
+    SampleState,
+    ServiceClass,
+    Submission,
+    TokenDelta,
+)
 from workers.messages.sampling import SamplingParams
 from workers.scheduler.step import LandingNeed, PromptDone, StepOutcome
 
@@ -125,6 +132,7 @@ class Pair(RuleBasedStateMachine):
         num_resumed=st.sampled_from([0, 0, 0, 1, 5]),
         sampling=st.builds(SamplingParams, max_tokens=st.integers(1, 14), ignore_eos=st.booleans()),
         priority=st.sampled_from([0, 0, 0, 1]),
+        service_class=st.sampled_from(["standard", "standard", "interactive", "batch", "batch"]),
         deadline_s=st.sampled_from([None, None, None, 1.5, 6.0]),
         where=st.sampled_from(["prefill", "decode", "outbound", "outbound"]),
         suspect=st.sampled_from([False, False, True]),
@@ -137,6 +145,7 @@ class Pair(RuleBasedStateMachine):
         num_resumed: int,
         sampling: SamplingParams,
         priority: int,
+        service_class: ServiceClass,
         deadline_s: float | None,
         where: str,
         suspect: bool,
@@ -162,6 +171,7 @@ class Pair(RuleBasedStateMachine):
             tenant="",
             sharing_group=group,
             priority=priority,
+            service_class=service_class,
             prompt=pack(prompt),
             root_key=root_key,
             block_keys=extend_keys(root_key, pack(prompt), BLOCK_TOKENS),
@@ -195,6 +205,10 @@ class Pair(RuleBasedStateMachine):
 
     def is_late(self, life: Life) -> bool:
         return life.deadline is not None and life.deadline <= self.now
+
+    @rule(number=st.integers(0, 1), is_paused=st.booleans())
+    def pause_batch(self, number: int, is_paused: bool) -> None:
+        self.engines[number].scheduler.pause_batch(is_paused)
 
     @rule(delta_s=st.sampled_from([0.1, 1.0]))
     def pass_time(self, delta_s: float) -> None:

@@ -32,7 +32,7 @@ from workers.messages.link import SampleState, Submission
 from workers.messages.rank_channel import StepPlan, StepReport
 from workers.messages.sampling import SamplingParams
 from workers.scheduler.block_pool import BlockPool
-from workers.scheduler.planner import MicroBatches
+from workers.scheduler.micro_batches import MicroBatches
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import unpack_ids
 

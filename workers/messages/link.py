@@ -215,8 +215,20 @@ class LoadReport(ReplicaStats, frozen=True, kw_only=True):
 News = TokenDelta | PrefillReport | HandOverReport | RequestFailed | MoveEnded | IsolationReport
 
 
+class QueueReport(Part, frozen=True):
+    """What of a replica's load changes from step to step, as in `workers.stats_record.ReplicaStats`."""
+
+    num_running: int
+    num_waiting: int
+    num_landings: int
+    num_backlog_tokens: int
+    num_free_blocks: int
+    num_context_tokens: int
+
+
 class StepFrame(Message, frozen=True):
-    """Engine core to gateway: all news of one engine step for this gateway's requests."""
+    """Engine core to gateway: all news of one engine step for this gateway's requests. `queue` is there when
+    it has changed, unless `load` is."""
 
     deltas: tuple[TokenDelta, ...] = ()
     prefills: tuple[PrefillReport, ...] = ()
@@ -225,6 +237,7 @@ class StepFrame(Message, frozen=True):
     load: LoadReport | None = None
     moves: tuple[MoveEnded, ...] = ()
     isolations: tuple[IsolationReport, ...] = ()
+    queue: QueueReport | None = None
 
 
 class ReplicaHello(Message, frozen=True):
@@ -266,7 +279,14 @@ class CachePurged(Message, frozen=True):
     num_requests: int
 
 
-LinkDown = GatewayHello | Announce | Submission | Cancel | KvSnapshotRequest | Move | PurgeCache
+class PauseBatch(Message, frozen=True):
+    """Gateway to engine core: leave requests of the class `batch` out of steps while others are there, until
+    it is said otherwise or this Link ends."""
+
+    is_paused: bool
+
+
+LinkDown = GatewayHello | Announce | Submission | Cancel | KvSnapshotRequest | Move | PurgeCache | PauseBatch
 LinkUp = ReplicaHello | StepFrame | KvEvents | KvSnapshot | Leaving | RoleChanged | CachePurged
 
 LINK_DOWN_CODEC: Codec[LinkDown] = Codec(LinkDown)

@@ -55,6 +55,7 @@ from workers.messages.link import (
     Leaving,
     LinkDown,
     Move,
+    PauseBatch,
     PurgeCache,
     ReplicaHello,
     RequestKey,
@@ -244,7 +245,7 @@ class EngineCore:
         while self._has_work and not self._death and self._clock.now() < deadline:
             await self._clock.sleep(TICK_S / 5)
         self.requests.hand_back_all()
-        self._gateways.flush(self.reports.load)
+        self._gateways.flush(self.reports.load, self.reports.queue)
 
     @property
     def _has_work(self) -> bool:
@@ -321,6 +322,8 @@ class EngineCore:
                     self.connector.withdraw(request_id)
             case Move():
                 self.migration.start(message)
+            case PauseBatch(is_paused):
+                self._gateways.pause_batch(gateway, is_paused)
             case PurgeCache():
                 purged = self._purge(message)
                 self._publish_kv()
@@ -396,8 +399,9 @@ class EngineCore:
 
     def _pump(self) -> None:
         if self._death:
-            self._gateways.flush(self.reports.load)
+            self._gateways.flush(self.reports.load, self.reports.queue)
             return
+        self.scheduler.pause_batch(self._gateways.is_batch_paused)
         self.kv_receiver.grant()
         if self.connector is not None:
             self.connector.pump()
@@ -411,7 +415,7 @@ class EngineCore:
         for report in self.scheduler.isolation.take_reports():
             self.requests.isolated(report)
         self._publish_kv()
-        self._gateways.flush(self.reports.load)
+        self._gateways.flush(self.reports.load, self.reports.queue)
 
     def _publish_kv(self) -> None:
         events = self.reports.kv_events()
@@ -449,7 +453,7 @@ class EngineCore:
         _log.error("%s: %s", self.identity.replica_id, reason)
         self._group.kill()
         self.table.fail_all(reason, suspects)
-        self._gateways.flush(self.reports.load)
+        self._gateways.flush(self.reports.load, self.reports.queue)
         if self.address:
             self._tasks.spawn(self.peers.close(), "engine-core-death")
 

@@ -36,6 +36,7 @@ from workers.messages.link import (
     MoveEnded,
     News,
     PrefillReport,
+    QueueReport,
     ReplicaHello,
     RequestFailed,
     RoleChanged,
@@ -50,6 +51,8 @@ from workers.store_connector.connector import StoreConnector
 
 GATEWAY_GRACE_S = 3.0
 LOAD_PERIOD_S = 0.2
+# How often gateways hear of changes of the queue, at most.
+QUEUE_PERIOD_S = 0.01
 
 _log = logging.getLogger("tandem.engine_core")
 
@@ -60,6 +63,10 @@ class _Port:
     lost_at: float
     news: list[News] = field(default_factory=list)
     load_sent_at: float = 0.0
+    queue_seen_at: float = 0.0
+    # What was seen last of the queue.
+    queue: tuple[int, ...] = ()
+    pauses_batch: bool = False
 
 
 class GatewayLinks:
@@ -103,8 +110,18 @@ class GatewayLinks:
         """Begin the grace period of a gateway whose link has ended."""
         port = self._ports.get(key)
         if port is not None and port.stream is stream:
-            port.stream = None
+            port.stream, port.pauses_batch = None, False
             port.lost_at = self._clock.now()
+
+    def pause_batch(self, key: GatewayKey, is_paused: bool) -> None:
+        """Take the word of a gateway for as long as its link lasts."""
+        if (port := self._ports.get(key)) is not None and port.stream is not None:
+            port.pauses_batch = is_paused
+
+    @property
+    def is_batch_paused(self) -> bool:
+        """Whether any gateway asks for it."""
+        return any(port.pauses_batch for port in self._ports.values())
 
     def expired(self) -> list[GatewayKey]:
         """Forget, and return, gateways whose grace period is over."""
@@ -125,16 +142,26 @@ class GatewayLinks:
             port = self._ports[key] = _Port(None, self._clock.now())
         port.news.append(news)
 
-    def flush(self, load: Callable[[], LoadReport]) -> None:
-        """Send what was posted, one frame per gateway, with a report made by `load` when one is due."""
+    def flush(self, load: Callable[[], LoadReport], queue: Callable[[], QueueReport]) -> None:
+        """Send what was posted, one frame per gateway, with a report made by `load` when one is due; between
+        two of them with what `queue` makes, where that has changed."""
         now = self._clock.now()
+        current: QueueReport | None = None
         for port in self._ports.values():
+            if port.stream is None:
+                continue
             load_due = now >= port.load_sent_at + LOAD_PERIOD_S
-            if port.stream is None or not (port.news or load_due):
+            is_changed = False
+            if not load_due and now >= port.queue_seen_at + QUEUE_PERIOD_S:
+                port.queue_seen_at = now
+                current = current or queue()
+                is_changed, port.queue = port.queue != (seen := _taken(current)), seen
+            if not (port.news or load_due or is_changed):
                 continue
             if load_due:
-                port.load_sent_at = now
-            port.stream.send(LINK_UP_CODEC.encode(_frame(port.news, load() if load_due else None)))
+                port.load_sent_at = port.queue_seen_at = now
+            frame = _frame(port.news, load() if load_due else None, current if is_changed else None)
+            port.stream.send(LINK_UP_CODEC.encode(frame))
             port.news = []
 
     def broadcast(self, message: KvEvents | KvSnapshot | Leaving | RoleChanged) -> None:
@@ -157,7 +184,12 @@ class GatewayLinks:
                 port.stream.close()
 
 
-def _frame(news: list[News], load: LoadReport | None) -> StepFrame:
+def _taken(queue: QueueReport) -> tuple[int, ...]:
+    """What decides whether gateways send more; context and free blocks change with every token."""
+    return queue.num_running, queue.num_waiting, queue.num_landings, queue.num_backlog_tokens
+
+
+def _frame(news: list[News], load: LoadReport | None, queue: QueueReport | None) -> StepFrame:
     deltas = tuple([item for item in news if isinstance(item, TokenDelta)])
     others = [item for item in news if not isinstance(item, TokenDelta)] if len(deltas) < len(news) else []
     return StepFrame(
@@ -168,6 +200,7 @@ def _frame(news: list[News], load: LoadReport | None) -> StepFrame:
         load=load,
         moves=tuple(item for item in others if isinstance(item, MoveEnded)),
         isolations=tuple(item for item in others if isinstance(item, IsolationReport)),
+        queue=queue,
     )
 
 
@@ -227,6 +260,18 @@ class ReplicaReports:
             stored += self._connector.view.snapshot()
         return KvSnapshot(self._identity, self._kv_sequence, stored)
 
+    def queue(self) -> QueueReport:
+        """What waits and runs at this moment."""
+        landings = self._kv_receiver.landings
+        return QueueReport(
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            num_landings=landings.num_open + landings.num_waiting,
+            num_backlog_tokens=self._scheduler.num_backlog_tokens,
+            num_free_blocks=self._pool.num_free,
+            num_context_tokens=self._scheduler.num_context_tokens,
+        )
+
     def load(self) -> LoadReport:
         """The state of this moment."""
         self._load_sequence += 1
@@ -237,6 +282,7 @@ class ReplicaReports:
             sequence=self._load_sequence,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
+            num_paused=scheduler.num_paused,
             max_sequences=scheduler.max_sequences,
             max_batch_tokens=scheduler.max_batch_tokens,
             num_context_tokens=scheduler.num_context_tokens,

@@ -33,8 +33,8 @@ class Lifecycle:
     (`resume`) when the move does not come about.
     Cancel and deadline lead from every state to ENDED. A sequence that ends or is preempted while an
     unreported plan names it is `leaving`: it keeps blocks and slot until that plan is reported. A preempted
-    one then waits before the others of its priority, with prompt and output as its tokens. The samples of a
-    request start as the `forks` of the first one, which computes the prompt for all of them.
+    one then waits before the others of its class and priority, with prompt and output as its tokens. The
+    samples of a request start as the `forks` of the first one, which computes the prompt for all of them.
     """
 
     def __init__(self, pool: BlockPool, max_sequences: int, num_offload_blocks: int = 0) -> None:
@@ -50,6 +50,8 @@ class Lifecycle:
         self.running: list[Sequence] = []  # by rank
         self.leaving: list[Sequence] = []
         self.num_preemptions = 0
+        # Whether the class `batch` is paused; see `pauses_batch`.
+        self.is_batch_paused = False
         # Whether blocks may be had from the store: then a sequence that begins to wait wants them.
         self.has_store = False
         # Whether a plan found out that more is wanted.
@@ -64,6 +66,17 @@ class Lifecycle:
     @property
     def num_free_slots(self) -> int:
         return max(0, len(self._free_slots) - self.num_reserved_slots)
+
+    @property
+    def pauses_batch(self) -> bool:
+        """Whether sequences of the class `batch` are left out of plans: they keep what they have, unless
+        others need the blocks. While there are no others, they run."""
+        if not self.is_batch_paused:
+            return False
+        return any(
+            request.submission.service_class != "batch" and not request.is_held
+            for request in self.requests.values()
+        )
 
     def blocks_come_back(self, group: str | None) -> bool:
         """Whether the reports of plans that are out will free blocks of this sharing group (None: of any) for

@@ -17,6 +17,7 @@ from workers.messages.link import Submission
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.block_tables import BlockDemand, BlockTables
 from workers.scheduler.lifecycle import Isolation, Lifecycle
+from workers.scheduler.micro_batches import MicroBatches
 from workers.scheduler.offload import Offloader
 from workers.scheduler.sequence import Hold, LandingState, Phase, Request, Sequence, StoreLoad
 from workers.scheduler.step import (
@@ -50,6 +51,8 @@ class Planner:
         """Put into the batch what can be computed now; `out` names of each plan that is out the suspect that
         is alone in it (None: it is not isolated). A suspect is never out together with others, nor with
         another suspect: who comes next waits for the reports."""
+        if self._life.pauses_batch:
+            self._free_paused_slots()
         is_first = self._isolation.is_next
         for is_isolated in (is_first, not is_first):
             suspect = self._isolation.current if is_isolated else None
@@ -70,8 +73,11 @@ class Planner:
         if self._life.suspects:
             running = [sequence for sequence in running if not sequence.request.submission.suspect]
             self._life.num_reserved_slots = self._isolation.num_slots_needed
+        pauses = self._life.pauses_batch
+        if pauses:
+            running = [sequence for sequence in running if not sequence.is_pausable]
         self._fill_from(batch, running)
-        self._admit(batch, now)
+        self._admit(batch, now, without_batch=pauses)
         self._life.num_reserved_slots = 0
         if self._offloader is not None and batch.num_planned:
             self._offloader.relieve(batch, self._life.running)
@@ -197,15 +203,18 @@ class Planner:
                 return shorter
         return 0
 
-    def _admit(self, batch: StepBatch, now: float) -> None:
+    def _admit(self, batch: StepBatch, now: float, *, without_batch: bool) -> None:
         """Move waiting sequences into the batch, in order, while there are budget, slots and blocks. Of the
         suspects one is admitted at a time, and waits for its turn. A sequence that waits for the share of its
-        sharing group holds back those behind it of that group, and its younger landings, and nobody else."""
+        sharing group holds back those behind it of that group, and its younger landings, and nobody else;
+        nor does one of the class `batch` that is paused."""
         held_groups: dict[str, ShareClaim] = {}
         self._pool.claim("sequences", held_groups)
         for sequence in list(self._life.waiting):
             request = sequence.request
             self._life.handled = request.key
+            if without_batch and sequence.is_pausable:
+                continue
             if sequence.holds is Hold.EVERYBODY:
                 return
             if held_groups and sequence.sharing_group in held_groups:
@@ -218,18 +227,27 @@ class Planner:
             is_suspect = request.submission.suspect
             if is_suspect and self._isolation.is_busy:
                 continue
-            if batch.budget_tokens <= 0 or self._life.num_free_slots < sequence.num_slots_needed:
+            if batch.budget_tokens <= 0:
                 return
+            while self._life.num_free_slots < sequence.num_slots_needed:
+                if not self._makes_way(sequence):
+                    return
             most_tokens = min(sequence.num_tokens, batch.budget_tokens)
             num_blocks = self._num_blocks(sequence.num_tokens)
             if not batch.fits(sequence, most_tokens, num_blocks, sequence.samplers or (sequence,)):
                 return
             demand = self._life.tables.demand(sequence)
-            if self._lacks_share(sequence, demand):
+            while lacks_share := self._lacks_share(sequence, demand):
+                if not self._makes_way(sequence, sequence.sharing_group):
+                    break
+                demand = self._life.tables.demand(sequence)
+            if lacks_share:
                 held_groups[sequence.sharing_group] = self._claim(sequence)
                 continue
-            if not self._take_blocks(sequence, demand):
-                return
+            while not self._take_blocks(sequence, demand):
+                if sequence.load is not StoreLoad.DONE or not self._makes_way(sequence):
+                    return
+                demand = self._life.tables.demand(sequence)
             if request.scheduled_at is None:
                 request.scheduled_at = now
                 request.num_cached_tokens = min(sequence.num_scheduled, request.num_prompt_tokens)
@@ -238,6 +256,26 @@ class Planner:
                 self._life.num_reserved_slots = self._isolation.num_slots_needed
             else:
                 self._plan_sequence(batch, sequence)
+
+    def _free_paused_slots(self) -> None:
+        """Preempt paused sequences for others that have joined without a slot."""
+        running = self._life.running
+        num_wanted = sum(it.num_slots_needed for it in running if it.slot < 0 and not it.is_pausable)
+        for victim in [it for it in reversed(running) if it.is_pausable and it.slot >= 0]:
+            if num_wanted <= self._life.num_free_slots:
+                return
+            self._life.preempt(victim)
+
+    def _makes_way(self, sequence: Sequence, group: str | None = None) -> bool:
+        """Whether a paused sequence (of this sharing group), which would not end, was preempted for this
+        one."""
+        if not self._life.pauses_batch or sequence.is_pausable:
+            return False
+        for victim in reversed(self._running_of(group)):
+            if victim.is_pausable and not victim.request.decodes_remotely:
+                self._life.preempt(victim)
+                return True
+        return False
 
     def _lacks_share(self, sequence: Sequence, demand: BlockDemand) -> bool:
         """Whether its sharing group has too little left of its share for a waiting sequence; see
@@ -311,59 +349,6 @@ def _ready(running: Seq[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
         elif num_remaining > 1:
             chunks.append(sequence)
     return decoding, chunks
-
-
-# ----------------------------------------------------------------------------------------------
-# Micro-batches: which sequences a plan may take when several stages compute several plans at once.
-#
-# A plan visits the stages one after another, so P stages are busy only while P plans are under way that do
-# not wait for each other. Decoding sequences are therefore dealt out over P plans in turn, and a prompt's
-# chunks, which wait for no token, go into one plan after another. Used by the scheduler.
-
-
-class MicroBatches:
-    """Whose turn it is to decode, and how long a prompt chunk may be.
-
-    Chunks are up to `chunk_tokens` long. Of several stages, all are as slow as the most expensive plan under
-    way; so a chunk is then so much shorter, behind a longer prefix, that it costs what the longest one costs
-    at the prompt's start, but not shorter than `min_chunk_tokens`. `attention_ratio` is the cost of attending
-    to one earlier token in units of the cost of one token's products.
-    """
-
-    def __init__(
-        self, num_stages: int, chunk_tokens: int, min_chunk_tokens: int, attention_ratio: float
-    ) -> None:
-        self._num_stages = num_stages
-        self._chunk_tokens = chunk_tokens
-        self._min_chunk_tokens = min(min_chunk_tokens, chunk_tokens)
-        self._ratio = attention_ratio if num_stages > 1 else 0.0
-        self._chunk_cost = chunk_tokens * (1 + self._ratio * chunk_tokens / 2)
-
-    def chunk_tokens(self, start: int) -> int:
-        """The longest chunk behind `start` tokens: c with c * (1 + ratio * (start + c / 2)) as at 0."""
-        linear = 1 + self._ratio * start
-        root = math.sqrt(linear * linear + 2 * self._ratio * self._chunk_cost)
-        num_tokens = int(2 * self._chunk_cost / (linear + root) + 1e-6)
-        return max(self._min_chunk_tokens, num_tokens)
-
-    def num_turns(self, num_decoding: int, step: int) -> int:
-        """How many of the decoding sequences the plan of `step` takes; P plans in a row take them all."""
-        return max(1, (num_decoding + step % self._num_stages) // self._num_stages)
-
-    def in_turn(self, decoding: Seq[Sequence], step: int, budget_tokens: int) -> list[Sequence]:
-        """Those of `decoding` (by rank) that the plan of `step` may name, in the order of their turn.
-
-        A sequence whose last token is not known yet would hold up the first stage, and all plans behind,
-        until the last stage has sampled it. By the P-th plan after, it has.
-        """
-        due = [it for it in decoding if not it.num_pending or it.last_step <= step - self._num_stages]
-        num_turns = self.num_turns(len(decoding), step)
-        if num_turns > budget_tokens:
-            due.sort(key=lambda sequence: (-sequence.request.submission.priority, sequence.last_step))
-        elif num_turns < len(due):
-            due.sort(key=lambda sequence: sequence.last_step)
-            due[:num_turns] = sorted(due[:num_turns], key=lambda sequence: sequence.rank)
-        return due
 
 
 # ----------------------------------------------------------------------------------------------

@@ -19,8 +19,9 @@ from workers.messages.rank_channel import StepPlan, StepReport
 from workers.messages.sampling import TokenLogprob
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.lifecycle import Isolation, Lifecycle, SequenceMigration
+from workers.scheduler.micro_batches import MicroBatches
 from workers.scheduler.offload import most_local_tokens
-from workers.scheduler.planner import EngineLimits, MicroBatches, Planner, landing_needs, load_needs
+from workers.scheduler.planner import EngineLimits, Planner, landing_needs, load_needs
 from workers.scheduler.sequence import Hold, LandingState, Phase, Sequence, StoreLoad
 from workers.scheduler.step import (
     ChunkDone,
@@ -109,6 +110,15 @@ class Scheduler:
     @property
     def max_batch_tokens(self) -> int:
         return self._config.max_batch_tokens
+
+    def pause_batch(self, is_paused: bool) -> None:
+        """Leave the class `batch` out of plans while others are here, or not any more."""
+        self._life.is_batch_paused = is_paused
+
+    @property
+    def num_paused(self) -> int:
+        """Running sequences that are left out of plans."""
+        return sum(it.is_pausable for it in self._life.running) if self._life.pauses_batch else 0
 
     @property
     def num_preemptions(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from kvtransfer.blocks.keys import TOKEN_BYTES, extend_keys
-from workers.messages.link import RequestKey, SampleState, Submission
+from workers.messages.link import RequestKey, SampleState, ServiceClass, Submission
 
 
 class Phase(Enum):
@@ -43,7 +43,15 @@ class StoreLoad(Enum):
     DONE = "done"
 
 
-Rank = tuple[int, int, int]
+# Who goes first is who arrived first, counting a step of priority as so many seconds, and a class as so many
+# seconds' delay: nobody waits for ever for others that come later.
+PRIORITY_S = 10.0
+CLASS_DELAY_S: dict[ServiceClass, float] = {"interactive": 0.0, "standard": 5.0, "batch": 600.0}
+# A preempted sequence waits before those that have arrived less than so long before it.
+_PREEMPTED_S = 600.0
+
+# As if it had arrived then; number of arrival; index of the sample.
+Rank = tuple[float, int, int]
 
 
 class Request:
@@ -65,6 +73,7 @@ class Request:
         "scheduled_at",
         "sequences",
         "submission",
+        "urgency",
     )
 
     def __init__(self, submission: Submission, arrival: int, now: float, output_limit: int) -> None:
@@ -72,6 +81,8 @@ class Request:
         self.key: RequestKey = submission.request_id, submission.attempt
         self.arrival = arrival
         self.arrived_at = now
+        # When it counts as having arrived.
+        self.urgency = now - PRIORITY_S * submission.priority + CLASS_DELAY_S[submission.service_class]
         self.deadline = None if submission.deadline_s is None else now + submission.deadline_s
         self.num_prompt_tokens = len(submission.prompt) // TOKEN_BYTES
         # Tokens a sample may have in all: `max_tokens`, clipped to the context.
@@ -213,14 +224,24 @@ class Sequence:
         return self.request.submission.sharing_group
 
     @property
-    def rank(self) -> Rank:
-        """Order of service, smallest first; the victim of a preemption is the largest."""
-        return -self.request.submission.priority, self.request.arrival, self.index
+    def is_pausable(self) -> bool:
+        """Whether it is of the class `batch`, and nobody waits for it: neither a replica to which it moves,
+        nor one that keeps blocks for its hand-over."""
+        request = self.request
+        if request.submission.service_class != "batch" or self.hold_at:
+            return False
+        return not request.decodes_remotely or request.landing is not LandingState.READY
 
     @property
-    def queue_rank(self) -> tuple[int, bool, Rank]:
-        """Order of waiting: of one priority, those that were preempted come first."""
-        return -self.request.submission.priority, not self.preempted, self.rank
+    def rank(self) -> Rank:
+        """Order of service, smallest first; the victim of a preemption is the largest."""
+        return self.request.urgency, self.request.arrival, self.index
+
+    @property
+    def queue_rank(self) -> Rank:
+        """Order of waiting: those that were preempted come before the others of their class and priority."""
+        urgency, arrival, index = self.rank
+        return urgency - _PREEMPTED_S * self.preempted, arrival, index
 
     @property
     def num_output_tokens(self) -> int:

@@ -1,0 +1,104 @@
+"""Prices over arrays are those of the formulas, one by one."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtransfer.common.clock import ManualClock
+from kvtransfer.messages import BlocksStored, KvSnapshot, ReplicaIdentity
+from router.config import RouterConfig
+from router.messages import ReplicaLoad, RouteRequest
+from router.policies import recompute
+from router.service import RouterService
+
+BLOCK_TOKENS = 16
+KEYS = tuple(f"k{index}".encode() for index in range(40))
+
+replicas = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(["prefill", "decode", "both"]),
+        "backlog": st.sampled_from([0, 0, 100, 5000]),
+        "running": st.integers(0, 40),
+        "free": st.sampled_from([0, 10, 1000]),
+        "tok_s": st.sampled_from([0.0, 1000.0, 10_000.0]),
+        "token_s": st.sampled_from([0.0, 0.0001]),
+        "max_local": st.sampled_from([0, 100, 100_000]),
+        "max_sequences": st.sampled_from([0, 8]),
+        "age_s": st.sampled_from([0.0, 0.0, 0.0, 60.0]),
+        "device": st.integers(0, 40),
+        "dram": st.integers(0, 10),
+        "nvme": st.integers(0, 10),
+        "wait": st.sampled_from([None, None, 0.0, 3.0]),
+    }
+)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(replicas, min_size=1, max_size=12),
+    st.integers(1, 700),
+    st.integers(0, 5000),
+    st.sampled_from([1.0, 0.3, 0.01]),
+    st.sampled_from(["", "g0"]),
+)
+def test_the_choice_is_that_of_the_formulas(
+    drawn: list[dict[str, object]], num_tokens: int, num_new: int, kv_share: float, salt: str
+) -> None:
+    clock = ManualClock(100.0)
+    router = RouterService(RouterConfig(), BLOCK_TOKENS, clock, 1, salt=salt)
+    waits: dict[str, float] = {}
+    for index, it in enumerate(drawn):
+        identity = ReplicaIdentity(f"{it['role']}-{index}", 1)
+        router.add_replica(identity, str(it["role"]))
+        ends = [int(str(it["device"]))]
+        for tier in ("dram", "nvme"):
+            ends.append(ends[-1] + int(str(it[tier])))
+        chains = (
+            BlocksStored(b"", KEYS[: ends[0]]),
+            BlocksStored(b"", KEYS[ends[0] : ends[1]], "dram"),
+            BlocksStored(b"", KEYS[ends[1] : ends[2]], "nvme"),
+        )
+        router.on_snapshot(KvSnapshot(identity, 1, chains))
+        if isinstance(wait_s := it["wait"], float):
+            waits[identity.replica_id] = wait_s
+        router.on_load(
+            ReplicaLoad(
+                identity=identity,
+                received_at=clock.now() - float(str(it["age_s"])),
+                num_running=int(str(it["running"])),
+                num_waiting=0,
+                num_landings=0,
+                num_backlog_tokens=int(str(it["backlog"])),
+                num_free_blocks=int(str(it["free"])),
+                num_total_blocks=1000,
+                prefill_tok_s=float(str(it["tok_s"])),
+                decode_step_s=0.02,
+                transfer_tok_s=100_000.0,
+                load_tok_s={"dram": 50_000.0, "nvme": 2000.0},
+                max_local_tokens=int(str(it["max_local"])),
+                prefill_token_s=float(str(it["token_s"])),
+                attention_token_s=1e-8,
+                max_sequences=int(str(it["max_sequences"])),
+            )
+        )
+    if all(it["role"] == "prefill" for it in drawn):
+        return
+    for number in range(3):
+        request = RouteRequest(
+            f"q{number}", "t", KEYS[: num_tokens // BLOCK_TOKENS], num_tokens, num_new, kv_share=kv_share
+        )
+        decision = router.route(request, is_held=number == 1, waits=waits)
+        assert recompute(decision) == (decision.prefill, decision.decode)
+        chosen = {(it.side, it.replica_id): it for it in decision.candidates}
+        prefill = chosen["prefill" if decision.prefill else "local", decision.prefill or decision.decode]
+        assert decision.prediction.prefill_s == prefill.prefill_s
+        assert decision.prediction.load_s == prefill.load_s
+        assert decision.prefill_cached_tokens == (
+            prefill.matched_tokens + prefill.dram_tokens + prefill.nvme_tokens
+        )
+        cost_s = prefill.cost_s
+        if decision.prefill:
+            decode = chosen["decode", decision.decode]
+            cost_s += decode.cost_s + prefill.transfer_s * (decode.uncached_tokens / num_tokens)
+        assert f"costs {1e3 * cost_s:.1f} ms" in decision.reason

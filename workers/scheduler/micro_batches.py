@@ -1,0 +1,66 @@
+"""Micro-batches: which sequences a plan may take when several stages compute several plans at once.
+
+A plan visits the stages one after another, so P stages are busy only while P plans are under way that do not
+wait for each other. Decoding sequences are therefore dealt out over P plans in turn, and a prompt's chunks,
+which wait for no token, go into one plan after another. Used by the scheduler.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+
+from workers.scheduler.sequence import Sequence
+
+
+class MicroBatches:
+    """Whose turn it is to decode, and how long a prompt chunk may be.
+
+    Chunks are up to `chunk_tokens` long. Of several stages, all are as slow as the most expensive plan under
+    way; so a chunk is then so much shorter, behind a longer prefix, that it costs what the longest one costs
+    at the prompt's start, but not shorter than `min_chunk_tokens`. `attention_ratio` is the cost of attending
+    to one earlier token in units of the cost of one token's products.
+    """
+
+    def __init__(
+        self, num_stages: int, chunk_tokens: int, min_chunk_tokens: int, attention_ratio: float
+    ) -> None:
+        self._num_stages = num_stages
+        self._chunk_tokens = chunk_tokens
+        self._min_chunk_tokens = min(min_chunk_tokens, chunk_tokens)
+        self._ratio = attention_ratio if num_stages > 1 else 0.0
+        self._chunk_cost = chunk_tokens * (1 + self._ratio * chunk_tokens / 2)
+
+    def chunk_tokens(self, start: int) -> int:
+        """The longest chunk behind `start` tokens: c with c * (1 + ratio * (start + c / 2)) as at 0."""
+        linear = 1 + self._ratio * start
+        root = math.sqrt(linear * linear + 2 * self._ratio * self._chunk_cost)
+        num_tokens = int(2 * self._chunk_cost / (linear + root) + 1e-6)
+        return max(self._min_chunk_tokens, num_tokens)
+
+    def num_turns(self, num_decoding: int, step: int) -> int:
+        """How many of the decoding sequences the plan of `step` takes; P plans in a row take them all."""
+        return max(1, (num_decoding + step % self._num_stages) // self._num_stages)
+
+    def in_turn(self, decoding: Seq[Sequence], step: int, budget_tokens: int) -> list[Sequence]:
+        """Those of `decoding` (by rank) that the plan of `step` may name, in the order of their turn.
+
+        A sequence whose last token is not known yet would hold up the first stage, and all plans behind,
+        until the last stage has sampled it. By the P-th plan after, it has.
+        """
+        due = [it for it in decoding if not it.num_pending or it.last_step <= step - self._num_stages]
+        num_turns = self.num_turns(len(decoding), step)
+        if num_turns > budget_tokens:
+            due.sort(key=_turn)
+        elif num_turns < len(due):
+            due.sort(key=lambda sequence: sequence.last_step)
+            due[:num_turns] = sorted(due[:num_turns], key=lambda sequence: sequence.rank)
+        return due
+
+
+# Where not all of them fit into a step, a priority goes so many steps before its turn.
+_PRIORITY_STEPS = 4
+
+
+def _turn(sequence: Sequence) -> int:
+    return sequence.last_step - _PRIORITY_STEPS * sequence.request.submission.priority
