@@ -283,7 +283,7 @@ class RequestAdmission:
         """Call `release` when the request may be submitted, which may be now, or `refuse` when it has waited
         as long as its class allows (`HeldRequest.refused_at`, when somebody must call `pump`)."""
         held.release, held.refuse = release, refuse
-        self.pump()
+        self.pump(_lane_of(held.decision))
 
     def drop(self, held: HeldRequest) -> None:
         """Forget a request that ended while it waited."""
