@@ -24,17 +24,18 @@ from __future__ import annotations
 
 import heapq
 import logging
-import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from cluster.admission.config import AdmissionConfig
-from cluster.admission.fair_queue import FairQueue, Flow, Waiting
+from cluster.admission.fair_queue import Flow, Waiting
 from cluster.admission.ladder import Ladder, Rung
+from cluster.admission.lane import ReplicaLane
 from cluster.admission.retries import RetryQueue
 from cluster.errors import OverloadedError
+from cluster.metrics.admission_stats import AdmissionStats, ClassStats, RungChange
 from kvtransfer.common.clock import Clock
 from router.errors import NoReplicaError
 from router.messages import Decision, RouteRequest
@@ -47,12 +48,6 @@ MARGIN = 0.85
 # Of the time after which a refused client may come back: it varies by this part in either direction.
 JITTER = 0.25
 _LEAST_RETRY_S = 0.1
-# How fast a replica takes work is remembered for about this, and before any is measured, it is assumed that
-# it took as much as was predicted for so long.
-_RATE_S = 10.0
-_ASSUMED_S = 0.5
-_LEAST_RATE = 0.01
-_MOST_RATE = 4.0
 # What waits is routed again when a replica has nothing else to do, no more often than this.
 _MOVE_S = 0.05
 # It is also routed again after this part of the time for which it may wait, so many at once.
@@ -65,6 +60,9 @@ _PRESSURE_S = 0.1
 # How long a flow counts in it after its last request, and how many do.
 _ASKING_S = 5.0
 _MAX_ASKING = 1000
+
+# Changes of the rung that are shown.
+NUM_CHANGES_KEPT = 8
 
 _log = logging.getLogger(__name__)
 
@@ -89,6 +87,8 @@ class HeldRequest:
     request: RouteRequest
     decision: Decision
     waiting: Waiting
+    # From its arrival to its first token, as predicted when it was taken.
+    predicted_s: float
     # Waits no longer than until then.
     refused_at: float
     routed_at: float
@@ -105,48 +105,6 @@ class _Asking(NamedTuple):
     pressure: float
 
 
-class _Lane:
-    """What waits for one replica, and how fast that takes work: seconds of predicted work a second, measured
-    while something waits that it cannot take."""
-
-    def __init__(self) -> None:
-        self.queue = FairQueue()
-        # To be computed, of what waits.
-        self.num_tokens = 0
-        # The replicas one of which cannot take the next request; (): none waits.
-        self.waits_for: tuple[str, ...] = ()
-        # Work taken, and time in which some waited for it; what is long ago counts less.
-        self._taken_s = 0.0
-        self._blocked_s = 0.0
-        self._counted_until = 0.0
-
-    def rate(self, now: float) -> float:
-        """Return how fast the replica takes work."""
-        self._count(now)
-        rate = (self._taken_s + _ASSUMED_S) / (self._blocked_s + _ASSUMED_S)
-        return min(max(rate, _LEAST_RATE), _MOST_RATE)
-
-    def blocked(self, now: float, waits_for: tuple[str, ...]) -> None:
-        """Note which replicas the next request waits for, from now on; (): none."""
-        self._count(now)
-        self.waits_for = waits_for
-
-    def taken(self, cost_s: float, now: float) -> None:
-        """Note that the replica took work."""
-        self._count(now)
-        if self.waits_for:
-            self._taken_s += cost_s
-
-    def _count(self, now: float) -> None:
-        """Let time pass: in which the next request waits, or in which what was measured is forgotten."""
-        kept = math.exp((self._counted_until - now) / _RATE_S)
-        self._taken_s *= kept
-        self._blocked_s *= kept
-        if self.waits_for:
-            self._blocked_s += _RATE_S * (1 - kept)
-        self._counted_until = now
-
-
 @dataclass(slots=True)
 class AdmissionCounts:
     """Totals since the start of the gateway."""
@@ -155,6 +113,9 @@ class AdmissionCounts:
     num_refused: Counter[tuple[str, ServiceClass]] = field(default_factory=Counter)
     num_capped: int = 0
     num_released: Counter[ServiceClass] = field(default_factory=Counter)
+    # By the rung that was taken, and the latest.
+    num_rung_changes: Counter[str] = field(default_factory=Counter)
+    rung_changes: deque[RungChange] = field(default_factory=lambda: deque(maxlen=NUM_CHANGES_KEPT))
 
 
 class RequestAdmission:
@@ -174,7 +135,7 @@ class RequestAdmission:
         self._clock = clock
         self._seeds = seeds
         self._on_rung = on_rung
-        self._lanes: dict[str, _Lane] = {}
+        self._lanes: dict[str, ReplicaLane] = {}
         self._held: dict[str, HeldRequest] = {}
         # By when they are refused.
         self._bounds: list[tuple[float, int, HeldRequest]] = []
@@ -209,6 +170,32 @@ class RequestAdmission:
     def waiting_s(self) -> float:
         """Return the predicted work of all that waits."""
         return sum(lane.queue.cost_s for lane in self._lanes.values())
+
+    def stats(self) -> AdmissionStats:
+        """Return what people and metrics are shown."""
+        now, num_waiting = self._clock.now(), self.num_waiting()
+        refused: dict[str, dict[str, int]] = {name: {} for name in SERVICE_CLASSES}
+        for (reason, name), count in self.counts.num_refused.items():
+            refused[name][reason] = count
+        return AdmissionStats(
+            rung=int(self.ladder.rung),
+            rung_name=self.ladder.rung.name.lower(),
+            pressure=self.ladder.pressure,
+            num_waiting_bytes=self._num_bytes,
+            waiting_s=self.waiting_s(),
+            num_capped=self.counts.num_capped,
+            classes={
+                name: ClassStats(
+                    num_waiting=num_waiting[name],
+                    wait_s=self._least_wait_s(Flow("", name), 1.0, now),
+                    num_released=self.counts.num_released[name],
+                    num_refused=refused[name],
+                )
+                for name in SERVICE_CLASSES
+            },
+            num_rung_changes=dict(self.counts.num_rung_changes),
+            changes=tuple(self.counts.rung_changes),
+        )
 
     # ------------------------------------------------------------------------------------- admission
 
@@ -262,7 +249,9 @@ class RequestAdmission:
         wait_s = settings.max_wait_s
         if settings.ttft_s is not None:
             wait_s = min(wait_s, settings.ttft_s - prediction.prefill_s)  # then it would be late
-        held = HeldRequest(candidacy, request, decision, waiting, candidacy.arrived_at + wait_s, now)
+        predicted_s = now - candidacy.arrived_at + ttft_s
+        refused_at = candidacy.arrived_at + wait_s
+        held = HeldRequest(candidacy, request, decision, waiting, predicted_s, refused_at, now)
         self._held[request.request_id] = held
         self._num_bytes += candidacy.num_bytes
         self._num_taken += 1
@@ -294,7 +283,7 @@ class RequestAdmission:
         """Call `release` when the request may be submitted, which may be now, or `refuse` when it has waited
         as long as its class allows (`HeldRequest.refused_at`, when somebody must call `pump`)."""
         held.release, held.refuse = release, refuse
-        self.pump()
+        self.pump(_lane_of(held.decision))
 
     def drop(self, held: HeldRequest) -> None:
         """Forget a request that ended while it waited."""
@@ -350,7 +339,7 @@ class RequestAdmission:
 
     # --------------------------------------------------------------------------------------- private
 
-    def _pump_lane(self, name: str, lane: _Lane, now: float) -> None:
+    def _pump_lane(self, name: str, lane: ReplicaLane, now: float) -> None:
         paused = self._paused
         while True:
             waiting = lane.queue.peek(now, without=paused)
@@ -403,7 +392,7 @@ class RequestAdmission:
             )
 
     def _put(self, held: HeldRequest) -> None:
-        lane = self._lanes.setdefault(_lane_of(held.decision), _Lane())
+        lane = self._lanes.setdefault(_lane_of(held.decision), ReplicaLane())
         flow = held.candidacy.flow
         lane.num_tokens += _num_new_tokens(held)
         lane.queue.put(held.waiting, self._weight(flow, held.candidacy.weight))
@@ -561,6 +550,9 @@ class RequestAdmission:
             rung.name.lower(),
             pressure,
         )
+        self.counts.num_rung_changes[rung.name.lower()] += 1
+        change = RungChange(self._clock.wall(), before.name.lower(), rung.name.lower(), pressure)
+        self.counts.rung_changes.append(change)
         self._on_rung(rung)
 
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
+from msgspec.structs import asdict
 
 from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig, PoolConfig
@@ -19,6 +20,7 @@ from cluster.gateway.fleet import Fleet, FleetStats, FoundRequest, ListedRequest
 from cluster.gateway.history import RequestHistory
 from cluster.gateway.replica_connections import ReplicaConnections, ReplicaView
 from cluster.gateway.request_manager import RequestManager
+from cluster.metrics.admission_stats import AdmissionStats
 from cluster.metrics.ended_request import Summary
 from cluster.metrics.gateway_counters import cached_by_tier, demand_message
 from cluster.metrics.replica_stats import load_of
@@ -262,9 +264,32 @@ def _gateway(record: GatewayRecord, stats: FleetStats) -> pb.GatewayStatus:
         status.num_cancelled_requests = totals.num_cancelled
         status.unheard.update(totals.unheard)
         status.quota_note = totals.quota_note
+        status.admission.CopyFrom(_admission(totals.admission))
     else:
         status.note = stats.missing.get(record.gateway_id, "has just started")
     return status
+
+
+def _admission(stats: AdmissionStats) -> pb.AdmissionStatus:
+    return pb.AdmissionStatus(
+        rung=stats.rung,
+        rung_name=stats.rung_name,
+        pressure=stats.pressure,
+        num_waiting_bytes=stats.num_waiting_bytes,
+        waiting_s=stats.waiting_s,
+        num_capped=stats.num_capped,
+        classes=[
+            pb.ClassStatus(
+                name=name,
+                num_waiting=it.num_waiting,
+                wait_s=it.wait_s,
+                num_released=it.num_released,
+                num_refused=it.num_refused,
+            )
+            for name, it in stats.classes.items()
+        ],
+        changes=[pb.RungChange(**asdict(change)) for change in stats.changes],
+    )
 
 
 def _summary(record: ListedRequest, now: float, gateway_id: str) -> pb.RequestSummary:

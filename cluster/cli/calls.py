@@ -18,6 +18,7 @@ from cluster.api.admin_client import AdminClient
 from cluster.api.channel import ClientCredentials
 from cluster.api.client import Client, Collector, Completion, GenerateOptions, Prompt, generate_request
 from cluster.api.json_text import as_dict, status_json
+from cluster.cli.admission_table import admission_parts
 from cluster.cli.store import members_table, tiers_table
 from cluster.cli.terminal import NONE, err, made_table, traffic_line
 from cluster.proto import tandem_pb2 as pb
@@ -149,7 +150,8 @@ def status_view(
         f"{_requests_line(status)}\n"
         f"{_kv_capacity(status)}"
     )
-    parts: list[RenderableType] = [head, *pool_parts(status), _replica_table(status.replicas)]
+    parts: list[RenderableType] = [head, *admission_parts(status), *pool_parts(status)]
+    parts.append(_replica_table(status.replicas))
     by_replica = {replica.replica_id: replica.paths for replica in paths}
     parts += [
         Text(f"{replica.replica_id}: {note}")

@@ -90,7 +90,7 @@ class ConsoleApi:
             "ttft": stats.curves.ttft,
             "itl": stats.curves.itl,
             "minute": msgspec.structs.asdict(stats.minute),
-            "totals": {name: msgspec.structs.asdict(totals) for name, totals in stats.totals.items()},
+            "totals": msgspec.to_builtins(stats.totals),
             "missing": stats.missing,
         }
 

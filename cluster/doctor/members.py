@@ -137,6 +137,13 @@ def gateways(live: Live) -> Iterator[CheckResult]:
                 "both may choose the same replica at the same time, which lengthens queues under load",
                 "see whether the gateways reach each other's gateway.fleet_port and share the cluster secret",
             )
+        if gateway.admission.rung:
+            does = gateway.admission.rung_name.replace("_", " ")
+            yield warning(
+                f"gateway {gateway.gateway_id} is under load: {does}",
+                f"new requests wait for {gateway.admission.pressure:.0%} of their objectives",
+                "more replicas, or longer objectives under admission; docs/overload.md says how to size them",
+            )
         if gateway.quota_note:
             yield warning(
                 f"gateway {gateway.gateway_id}: {gateway.quota_note}",

@@ -26,6 +26,7 @@ from cluster.gateway.placement_exchange import FollowPlacements, PlacementExchan
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_manager import RequestInfo, RequestManager, is_drawn_by
 from cluster.identity.sessions import EndedSession, Sessions
+from cluster.metrics.admission_stats import AdmissionStats
 from cluster.metrics.curves import RING_S, Curves, SecondCounts, Window, curves_of, merged, window_of
 from cluster.roster.messages import GatewayRecord
 from kvtransfer.codec import Codec, Message, Part
@@ -146,6 +147,7 @@ class GatewayTotals(Part, frozen=True):
     unheard: dict[str, str]
     # Why only a part of the tenants' limits applies there; "": all of them apply.
     quota_note: str = ""
+    admission: AdmissionStats = AdmissionStats()
 
 
 class StatsAnswer(Message, frozen=True):
@@ -412,6 +414,7 @@ class Fleet:
                     num_cancelled=counters.num_ended("cancelled"),
                     unheard=self._exchange.missing(),
                     quota_note=self._quotas.note,
+                    admission=self._requests.admission.stats(),
                 )
                 seconds = counters.seconds.counts_since(max(since, int(now) - RING_S))
                 return StatsAnswer(now, self._clock.wall(), totals, seconds, self._quotas.uses(now))

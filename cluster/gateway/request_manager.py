@@ -478,7 +478,7 @@ class RequestManager:
             unread=self.unread,
         )
         self._tasks[prepared.request_id] = self._latest[key] = task
-        self.counters.arrived(prepared, now)
+        self.counters.arrived(prepared, now, 0.0 if held is None else held.predicted_s)
         task.begin()
         return task
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from cluster.metrics.gateway_metrics import POOLS, REQUESTS, TENANTS
+from cluster.metrics.gateway_metrics import ADMISSION, CLASSES, POOLS, REQUESTS, TENANTS
 from cluster.metrics.replica_metrics import ENGINES, KV, STORES, TRANSFER
 
 SECTIONS = {
     "Requests": REQUESTS,
+    "Admission": ADMISSION,
+    "Classes": CLASSES,
     "Tenants": TENANTS,
     "Pools": POOLS,
     "Engines": ENGINES,

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from cluster.metrics.admission_stats import AdmissionStats
 from cluster.metrics.definitions import SECTIONS
 from cluster.metrics.gateway_counters import GatewayCounters, ReplicaCounters, cumulative
+from cluster.metrics.gateway_metrics import ADMISSION, CLASSES
 from cluster.metrics.metric import BATCH_SIZE
 from cluster.metrics.registry import MetricsRegistry
 from cluster.metrics.replica_metrics import STORES
@@ -51,7 +53,12 @@ class GatewayMetrics:
         self._moves_seen_to: float | None = None
 
     def update(
-        self, counters: GatewayCounters, status: pb.StatusResponse, now: float, num_unheard: int
+        self,
+        counters: GatewayCounters,
+        admission: AdmissionStats,
+        status: pb.StatusResponse,
+        now: float,
+        num_unheard: int,
     ) -> Iterator[None]:
         """Set and count everything, a part at each step: the event loop may have other work in between. `now`
         is the counters' clock, `num_unheard` the gateways whose placements are not heard."""
@@ -59,6 +66,9 @@ class GatewayMetrics:
         counters.advance(now)
         registry.export(_GATEWAY, counters)
         registry.set("unheard_gateways", num_unheard)
+        registry.export(ADMISSION, admission)
+        for name, of_class in admission.classes.items():
+            registry.export(CLASSES, of_class, **{"class": name})
         for state, code in {*_ENDS, *counters.num_requests}:
             registry.total("requests_total", counters.num_requests[state, code], state=state, code=code)
         for tier in _CACHE_TIERS:

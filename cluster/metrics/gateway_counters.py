@@ -67,6 +67,8 @@ class _Open:
     tenant: str
     started_at: float
     num_prompt_tokens: int
+    # Of the first token; 0: none.
+    predicted_s: float = 0.0
     num_output_tokens: int = 0
     sample_to_num_tokens: Counter[int] = field(default_factory=Counter)
     sample_to_last_at: dict[int, float] = field(default_factory=dict)
@@ -136,10 +138,10 @@ class GatewayCounters:
 
     # ------------------------------------------------------------------------- from the request manager
 
-    def arrived(self, plan: PreparedRequest, now: float) -> None:
-        """A request was accepted."""
+    def arrived(self, plan: PreparedRequest, now: float, predicted_s: float = 0.0) -> None:
+        """A request was accepted, whose first token is predicted after so many seconds; 0: nothing is."""
         num_prompt_tokens = len(plan.prompt) // TOKEN_BYTES
-        self._open[plan.request_id] = _Open(plan.tenant, now, num_prompt_tokens)
+        self._open[plan.request_id] = _Open(plan.tenant, now, num_prompt_tokens, predicted_s)
         self.num_prompt_tokens += num_prompt_tokens
         self.tenants.use(plan.tenant).num_prompt_tokens += num_prompt_tokens
         self.demand.num_arrived += 1
@@ -188,6 +190,8 @@ class GatewayCounters:
             second.ttft.add(ttft_s)
             self.demand.first_token(ttft_s > self._ttft_slo_s)
             self._observe(replica_id, "ttft_seconds", ttft_s, now)
+            if open_.predicted_s > 0:
+                self._observe(replica_id, "ttft_prediction_ratio", ttft_s / open_.predicted_s, now)
         elif last_at is not None:
             gap_s = (now - last_at) / num_tokens
             second.itl.add(gap_s, num_tokens)

@@ -6,6 +6,12 @@ from cluster.metrics.metric import NEEDS_FAULT, NEEDS_HAND_OVER, of_gateway, of_
 
 REQUESTS = (
     times_of("ttft_seconds", "From acceptance to the first token; by the replica that sent it."),
+    times_of(
+        "ttft_prediction_ratio",
+        "Time to the first token over what was predicted when the request was taken; by the replica that "
+        "sent it.",
+        unit="",
+    ),
     times_of("itl_seconds", "Between two tokens of one continuation, as they reach the gateway."),
     times_of("tpot_seconds", "Mean time for an output token after the first, of each finished request."),
     times_of("e2e_seconds", "From acceptance to the end, of each finished request."),
@@ -112,6 +118,77 @@ REQUESTS = (
         "leaving, deadline, invalid. Most are placed again and the client does not notice.",
         by="code",
         why_empty=NEEDS_FAULT,
+    ),
+)
+
+ADMISSION = (
+    of_gateway(
+        "admission_rung",
+        "rung",
+        "",
+        "What the gateway does under load: 0 nothing, 1 pauses the class batch, 2 caps max_tokens, 3 refuses "
+        "low weights, 4 refuses most.",
+    ),
+    of_gateway(
+        "admission_pressure_ratio",
+        "pressure",
+        "",
+        "How much of its objective a new request waits, the mean of the tenants and classes that ask.",
+    ),
+    of_gateway(
+        "admission_rung_changes_total",
+        "num_rung_changes",
+        "changes",
+        "Changes of what the gateway does under load, by what it does since.",
+        by="rung",
+        why_empty="needs load",
+    ),
+    of_gateway("admission_waiting_bytes", "num_waiting_bytes", "bytes", "Size of the requests that wait."),
+    of_gateway(
+        "admission_waiting_work_seconds",
+        "waiting_s",
+        "seconds",
+        "How long the replicas will compute the prompts of the requests that wait.",
+    ),
+    of_gateway(
+        "admission_capped_requests_total",
+        "num_capped",
+        "requests",
+        "Requests whose max_tokens was cut because of the load.",
+    ),
+)
+
+# Of each class.
+CLASSES = (
+    of_gateway(
+        "class_waiting_requests",
+        "num_waiting",
+        "requests",
+        "Requests that wait in the gateway.",
+        by="class",
+    ),
+    of_gateway(
+        "class_wait_seconds",
+        "wait_s",
+        "seconds",
+        "How long a new request would wait now, of a tenant that has none waiting.",
+        by="class",
+    ),
+    of_gateway(
+        "class_released_requests_total",
+        "num_released",
+        "requests",
+        "Requests that were sent to replicas.",
+        by="class",
+    ),
+    of_gateway(
+        "class_refused_requests_total",
+        "num_refused",
+        "requests",
+        "Refused requests by reason: late (it would miss its objective), aged (it has waited as long as it "
+        "may), shed (low weight under load), bytes (too much waits).",
+        by="class reason",
+        why_empty="needs load",
     ),
 )
 

@@ -42,6 +42,7 @@ _STAGE_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
 # By metric: what gateways measure of requests.
 REQUEST_TIMES = {
     "ttft_seconds": _TTFT_S,
+    "ttft_prediction_ratio": (0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0),
     "tpot_seconds": _ITL_S,
     "itl_seconds": _ITL_S,
     "e2e_seconds": _E2E_S,
@@ -95,5 +96,5 @@ of_node = functools.partial(metric, _NODE, why_empty=NEEDS_STORE)
 of_tier = functools.partial(metric, _TIER, why_empty=NEEDS_STORE)
 
 
-def times_of(name: str, help_: str, why_empty: str = "") -> Metric:
-    return of_served(name, "", "seconds", help_, why_empty=why_empty, buckets=REQUEST_TIMES[name])
+def times_of(name: str, help_: str, why_empty: str = "", unit: str = "seconds") -> Metric:
+    return of_served(name, "", unit, help_, why_empty=why_empty, buckets=REQUEST_TIMES[name])

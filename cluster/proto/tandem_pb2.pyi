@@ -649,7 +649,7 @@ class Path(_message.Message):
     def __init__(self, peer_replica_id: _Optional[str] = ..., rank: _Optional[int] = ..., peer_rank: _Optional[int] = ..., transport: _Optional[str] = ..., gb_s: _Optional[float] = ..., latency_us: _Optional[float] = ..., device: _Optional[str] = ..., instead_of: _Optional[str] = ...) -> None: ...
 
 class GatewayStatus(_message.Message):
-    __slots__ = ("gateway_id", "epoch", "address", "process_id", "console", "admin", "num_running_requests", "num_finished_requests", "num_failed_requests", "num_cancelled_requests", "note", "has_tls", "unheard", "quota_note")
+    __slots__ = ("gateway_id", "epoch", "address", "process_id", "console", "admin", "num_running_requests", "num_finished_requests", "num_failed_requests", "num_cancelled_requests", "note", "has_tls", "unheard", "quota_note", "admission")
     class UnheardEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -671,6 +671,7 @@ class GatewayStatus(_message.Message):
     HAS_TLS_FIELD_NUMBER: _ClassVar[int]
     UNHEARD_FIELD_NUMBER: _ClassVar[int]
     QUOTA_NOTE_FIELD_NUMBER: _ClassVar[int]
+    ADMISSION_FIELD_NUMBER: _ClassVar[int]
     gateway_id: str
     epoch: int
     address: str
@@ -685,7 +686,61 @@ class GatewayStatus(_message.Message):
     has_tls: bool
     unheard: _containers.ScalarMap[str, str]
     quota_note: str
-    def __init__(self, gateway_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., process_id: _Optional[int] = ..., console: _Optional[str] = ..., admin: _Optional[str] = ..., num_running_requests: _Optional[int] = ..., num_finished_requests: _Optional[int] = ..., num_failed_requests: _Optional[int] = ..., num_cancelled_requests: _Optional[int] = ..., note: _Optional[str] = ..., has_tls: _Optional[bool] = ..., unheard: _Optional[_Mapping[str, str]] = ..., quota_note: _Optional[str] = ...) -> None: ...
+    admission: AdmissionStatus
+    def __init__(self, gateway_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., process_id: _Optional[int] = ..., console: _Optional[str] = ..., admin: _Optional[str] = ..., num_running_requests: _Optional[int] = ..., num_finished_requests: _Optional[int] = ..., num_failed_requests: _Optional[int] = ..., num_cancelled_requests: _Optional[int] = ..., note: _Optional[str] = ..., has_tls: _Optional[bool] = ..., unheard: _Optional[_Mapping[str, str]] = ..., quota_note: _Optional[str] = ..., admission: _Optional[_Union[AdmissionStatus, _Mapping[str, object]]] = ...) -> None: ...
+
+class AdmissionStatus(_message.Message):
+    __slots__ = ("rung", "rung_name", "pressure", "num_waiting_bytes", "waiting_s", "num_capped", "classes", "changes")
+    RUNG_FIELD_NUMBER: _ClassVar[int]
+    RUNG_NAME_FIELD_NUMBER: _ClassVar[int]
+    PRESSURE_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WAITING_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_CAPPED_FIELD_NUMBER: _ClassVar[int]
+    CLASSES_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    rung: int
+    rung_name: str
+    pressure: float
+    num_waiting_bytes: int
+    waiting_s: float
+    num_capped: int
+    classes: _containers.RepeatedCompositeFieldContainer[ClassStatus]
+    changes: _containers.RepeatedCompositeFieldContainer[RungChange]
+    def __init__(self, rung: _Optional[int] = ..., rung_name: _Optional[str] = ..., pressure: _Optional[float] = ..., num_waiting_bytes: _Optional[int] = ..., waiting_s: _Optional[float] = ..., num_capped: _Optional[int] = ..., classes: _Optional[_Iterable[_Union[ClassStatus, _Mapping[str, object]]]] = ..., changes: _Optional[_Iterable[_Union[RungChange, _Mapping[str, object]]]] = ...) -> None: ...
+
+class ClassStatus(_message.Message):
+    __slots__ = ("name", "num_waiting", "wait_s", "num_released", "num_refused")
+    class NumRefusedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_RELEASED_FIELD_NUMBER: _ClassVar[int]
+    NUM_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    num_waiting: int
+    wait_s: float
+    num_released: int
+    num_refused: _containers.ScalarMap[str, int]
+    def __init__(self, name: _Optional[str] = ..., num_waiting: _Optional[int] = ..., wait_s: _Optional[float] = ..., num_released: _Optional[int] = ..., num_refused: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class RungChange(_message.Message):
+    __slots__ = ("at", "before", "after", "pressure")
+    AT_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    PRESSURE_FIELD_NUMBER: _ClassVar[int]
+    at: float
+    before: str
+    after: str
+    pressure: float
+    def __init__(self, at: _Optional[float] = ..., before: _Optional[str] = ..., after: _Optional[str] = ..., pressure: _Optional[float] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("request_id", "tenant")

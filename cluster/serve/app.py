@@ -304,7 +304,8 @@ class GatewayActor:
             counters = self._gateway.requests.counters
             status = await self._gateway.status()
             num_unheard = len(self._gateway.exchange.missing())
-            for _ in self._metrics.update(counters, status, self._clock.now(), num_unheard):
+            admission = self._gateway.requests.admission.stats()
+            for _ in self._metrics.update(counters, admission, status, self._clock.now(), num_unheard):
                 await self._clock.sleep(0)
             await self._clock.sleep(_METRICS_S)
 

@@ -21,6 +21,7 @@ from prometheus import (
     table,
 )
 
+from cluster.metrics.admission_stats import AdmissionStats, ClassStats
 from cluster.metrics.definitions import METRICS, SECTIONS
 from cluster.metrics.exporters import GatewayMetrics, ReplicaMetrics, StoreMetrics
 from cluster.metrics.gateway_counters import GatewayCounters
@@ -131,6 +132,11 @@ def gateway_status(*moves: pb.ScalingMove) -> pb.StatusResponse:
     )
 
 
+ADMITTED = AdmissionStats(
+    num_rung_changes={"refusing": 1}, classes={"batch": ClassStats(num_refused={"late": 2})}
+)
+
+
 def test_everything_that_is_declared_can_be_exported_and_nothing_else() -> None:
     recorder = Recorder()
     replica_metrics(recorder).update(LOAD, "decode")
@@ -145,7 +151,7 @@ def test_everything_that_is_declared_can_be_exported_and_nothing_else() -> None:
     for histogram in replica.histograms.values():
         histogram.observe(0.1)
     gateway = GatewayMetrics(recorder.registry(app="a", gateway="g", model="m"), 1.0)
-    list(gateway.update(counters, gateway_status(), 0.0, 0))
+    list(gateway.update(counters, ADMITTED, gateway_status(), 0.0, 0))
     declared = {name for metric in METRICS.values() for name in series_names(metric)}
     assert recorder.names() == declared
     for name, text in recorder.help.items():
@@ -217,10 +223,10 @@ def test_scaling_moves_are_counted_from_the_first_look_on() -> None:
     counters = GatewayCounters(lambda replica_id: "", lambda: 0)
     old = pb.ScalingMove(at=10.0, pool="decode", by="operator")
     new = pb.ScalingMove(at=11.0, pool="decode", by="autoscaler")
-    list(metrics.update(counters, gateway_status(old), 0.0, 0))
+    list(metrics.update(counters, ADMITTED, gateway_status(old), 0.0, 0))
     assert recorder.value("scaling_moves_total", by="operator") < 1
     for _ in range(2):
-        list(metrics.update(counters, gateway_status(old, new), 1.0, 0))
+        list(metrics.update(counters, ADMITTED, gateway_status(old, new), 1.0, 0))
     assert recorder.value("scaling_moves_total", by="operator") < 1
     assert recorder.value("scaling_moves_total", by="autoscaler") == 1
     assert recorder.value("pool_replicas", state="ready") == 1

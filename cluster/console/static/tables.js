@@ -151,6 +151,8 @@ export function showGateways(gateways, ownId, totals) {
     column(total("num_running"), "num"),
     column(total("num_finished"), "num"),
     column(total("num_failed"), "num"),
+    column((gateway) => ((gateway.admission || {}).classes || []).map((it) => `${it.name} ${it.num_waiting || 0}`).join(", ") || NONE, "wide"),
+    column((gateway) => ((gateway.admission || {}).rung_name || NONE).replaceAll("_", " ")),
     {
       fill: (cell, gateway) => {
         if (!cell.firstElementChild) cell.append(el("a"));

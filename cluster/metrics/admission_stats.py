@@ -1,0 +1,45 @@
+"""What a gateway's admission does, as metrics, `status` and the other gateways read it."""
+
+from __future__ import annotations
+
+from kvtransfer.codec import Part
+
+
+class ClassStats(Part, frozen=True):
+    """Requests of one class at one gateway; totals since its start."""
+
+    num_waiting: int = 0
+    # How long a new request would wait there now, of a tenant that has none waiting.
+    wait_s: float = 0.0
+    num_released: int = 0
+    # By reason: "late", "bytes", "shed", "aged".
+    num_refused: dict[str, int] = {}
+
+
+class RungChange(Part, frozen=True):
+    """A change of the ladder's rung. `at` is unix time; new requests then waited for `pressure` of their
+    objectives."""
+
+    at: float
+    before: str
+    after: str
+    pressure: float
+
+
+class AdmissionStats(Part, frozen=True):
+    """The ladder, and what waits in a gateway."""
+
+    rung: int = 0
+    # "normal", "batch_paused", "tokens_capped", "low_weight_shed" or "refusing".
+    rung_name: str = "normal"
+    pressure: float = 0.0
+    # Of the requests that wait: their size, and how long the replicas will compute them.
+    num_waiting_bytes: int = 0
+    waiting_s: float = 0.0
+    num_capped: int = 0
+    # By class.
+    classes: dict[str, ClassStats] = {}
+    # By the rung that was taken.
+    num_rung_changes: dict[str, int] = {}
+    # The latest, oldest first.
+    changes: tuple[RungChange, ...] = ()
