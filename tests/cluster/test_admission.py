@@ -263,7 +263,7 @@ def test_a_refusal_is_told_from_what_was_predicted_while_nothing_changes(world: 
         asked[of.tenant] += 1
         return predict(of, weight, now)
 
-    world.admission._least_wait_s = counted  # type: ignore[method-assign]
+    world.admission._least_wait_s = counted  # type: ignore[assignment, method-assign]
     while world.arrive(f"{world.admission.counts}{len(world.candidacies)}") is not None:
         pass
     before = asked["a"]
