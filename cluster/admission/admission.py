@@ -60,6 +60,8 @@ _PRESSURE_S = 0.1
 # How long a flow counts in it after its last request, and how many do.
 _ASKING_S = 5.0
 _MAX_ASKING = 1000
+# While nothing comes or goes, the least wait of a flow holds for so long: a refusal costs next to nothing.
+_EARLY_WAIT_S = 0.02
 
 # Changes of the rung that are shown.
 NUM_CHANGES_KEPT = 8
@@ -95,6 +97,14 @@ class HeldRequest:
     # One of them is called, once: when it may be submitted, or when it has waited too long.
     release: Callable[[HeldRequest], None] | None = None
     refuse: Callable[[OverloadedError], None] | None = None
+
+
+class _EarlyWait(NamedTuple):
+    """The least wait of a flow at that time, after so many changes of what waits."""
+
+    at: float
+    num_changes: int
+    wait_s: float
 
 
 class _Asking(NamedTuple):
@@ -145,6 +155,9 @@ class RequestAdmission:
         self._num_bytes = 0
         # The flows that have asked lately, the latest last.
         self._asking: dict[Flow, _Asking] = {}
+        # Puts and removals, and what was predicted since the last one.
+        self._num_changes = 0
+        self._early: dict[Flow, _EarlyWait] = {}
         self._measured_at = float("-inf")
         self._is_pumping = False
         self._pumped_at = float("-inf")
@@ -203,7 +216,13 @@ class RequestAdmission:
         """Raise `OverloadedError` where the queues alone make any request of the flow late: nothing of it has
         been read yet."""
         limit_s = self._limit_s(flow, now, deadline_at)
-        wait_s = self._least_wait_s(flow, weight, now)
+        early = self._early.get(flow)
+        if early is None or early.num_changes != self._num_changes or now >= early.at + _EARLY_WAIT_S:
+            early = _EarlyWait(now, self._num_changes, self._least_wait_s(flow, weight, now))
+            if len(self._early) >= _MAX_ASKING:
+                self._early.clear()
+            self._early[flow] = early
+        wait_s = early.wait_s
         self._note(flow, weight, wait_s, now)
         if wait_s > limit_s:
             self._refuse("late", flow, wait_s, limit_s)
@@ -394,6 +413,7 @@ class RequestAdmission:
     def _put(self, held: HeldRequest) -> None:
         lane = self._lanes.setdefault(_lane_of(held.decision), ReplicaLane())
         flow = held.candidacy.flow
+        self._num_changes += 1
         lane.num_tokens += _num_new_tokens(held)
         lane.queue.put(held.waiting, self._weight(flow, held.candidacy.weight))
 
@@ -467,6 +487,7 @@ class RequestAdmission:
         return True
 
     def _forget(self, held: HeldRequest) -> None:
+        self._num_changes += 1
         del self._held[held.waiting.request_id]
         self._num_bytes -= held.waiting.num_bytes
         self._lanes[_lane_of(held.decision)].num_tokens -= _num_new_tokens(held)

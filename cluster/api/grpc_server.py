@@ -16,7 +16,7 @@ import grpc.aio
 import psutil
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
-from cryptography.x509 import load_pem_x509_certificates
+from cryptography.x509 import InvalidVersion, load_pem_x509_certificates
 from grpc_health.v1 import health, health_pb2_grpc
 
 from cluster.config import GatewayConfig
@@ -233,7 +233,7 @@ def _check_pair(cert: bytes, key: bytes) -> None:
     try:
         chain, private = load_pem_x509_certificates(cert), load_pem_private_key(key, None)
         is_pair = chain[0].public_key() == private.public_key()
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+    except (ValueError, TypeError, UnsupportedAlgorithm, InvalidVersion) as error:
         raise StartError(f"gateway.tls_cert_file, gateway.tls_key_file: {error}") from error
     if not is_pair:
         raise StartError("gateway.tls_key_file: it is not the key of gateway.tls_cert_file")

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from cluster.config import LOOPBACK
@@ -18,6 +18,15 @@ from cluster.doctor.checks import Check, CheckContext, CheckResult, error, note,
 
 _RENEW = "renew the files: a running process reads them again"
 # What was read after the results that were found on the way; empty: it could not be read.
+# What the library raises beside `ValueError`.
+_UNREADABLE = (
+    x509.InvalidVersion,
+    x509.DuplicateExtension,
+    x509.UnsupportedGeneralNameType,
+    UnsupportedAlgorithm,
+    TypeError,
+)
+
 _Reading = Generator[CheckResult, None, tuple[x509.Certificate, ...]]
 
 
@@ -100,7 +109,7 @@ def _pair(cert_field: str, cert_file: Path, key_field: str, key_file: Path) -> _
     """Read the chain of `cert_file`, whose first certificate has the key in `key_file`."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert_file, key_file)
-        chain = x509.load_pem_x509_certificates(cert_file.read_bytes())
+        chain = _read(cert_file)
         mode = stat.S_IMODE(key_file.stat().st_mode)
     except (OSError, ValueError) as problem:  # ssl.SSLError is an OSError
         yield error(
@@ -118,9 +127,22 @@ def _pair(cert_field: str, cert_file: Path, key_field: str, key_file: Path) -> _
     return tuple(chain)
 
 
-def _authorities(field: str, path: Path) -> _Reading:
+def _read(path: Path) -> list[x509.Certificate]:
+    """Return the certificates of a PEM file; `ValueError` when a part of one cannot be read, which is parsed
+    only when somebody asks for it."""
     try:
         found = x509.load_pem_x509_certificates(path.read_bytes())
+        for certificate in found:
+            parts = certificate.extensions, certificate.subject, certificate.issuer, certificate.public_key()
+            assert all(part is not None for part in parts)
+    except _UNREADABLE as problem:
+        raise ValueError(str(problem)) from problem
+    return found
+
+
+def _authorities(field: str, path: Path) -> _Reading:
+    try:
+        found = _read(path)
     except (OSError, ValueError) as problem:
         yield error(f"{field} {path}: {problem}", "what needs it does not start", "name a PEM file")
         return ()

@@ -19,7 +19,7 @@ from cluster.roster.messages import GatewayRecord, ReplicaRecord, RosterView, St
 from cluster.roster.state import RosterClient
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.health import Backoff
-from kvtransfer.errors import PeerGoneError, TransferError
+from kvtransfer.errors import PeerGoneError, TransferError, WireError
 from kvtransfer.messages import (
     CompatibilityRecord,
     KvEvents,
@@ -30,7 +30,7 @@ from kvtransfer.messages import (
 from kvtransfer.rpc.stream import FrameStream, open_link
 from kvtransfer.rpc.trust import Trust
 from router.messages import QueueState, ReplicaLoad
-from router.service import RouterService
+from router.service import ROLES, RouterService
 from workers.messages.link import (
     LINK_DOWN_CODEC,
     LINK_UP_CODEC,
@@ -41,6 +41,7 @@ from workers.messages.link import (
     HandOverTarget,
     Leaving,
     LinkDown,
+    LinkUp,
     LoadReport,
     Move,
     PauseBatch,
@@ -456,6 +457,8 @@ class ReplicaConnections:
         """Return why this replica cannot be used; "" when it can."""
         if hello.identity.replica_id != record.identity.replica_id:
             return f"its address answers as {hello.identity.replica_id}"
+        if hello.role not in ROLES:
+            return f"it has role {hello.role[:20]!r}, not one of {', '.join(ROLES)}"
         if hello.compatibility.block_tokens != self._block_tokens:
             return f"block_tokens {hello.compatibility.block_tokens}, configured {self._block_tokens}"
         if self.compatibility is None or not self.is_connected():
@@ -498,6 +501,7 @@ class ReplicaConnections:
 
     def _on_frame(self, view: ReplicaView, identity: ReplicaIdentity, frame: bytes) -> None:
         message = LINK_UP_CODEC.decode(frame)
+        _check_sender(message, identity)
         if isinstance(message, StepFrame):
             if message.load is not None:
                 self._on_load(view, message.load)
@@ -507,7 +511,7 @@ class ReplicaConnections:
             self._events.on_step(identity, message)
         elif isinstance(message, KvEvents):
             in_order = self._router.on_events(message)
-            if not in_order and message.publisher == identity:
+            if not in_order:
                 self._ask_snapshot(view)
         elif isinstance(message, KvSnapshot):
             view.note = ""
@@ -554,3 +558,16 @@ def _send(stream: FrameStream | None, message: LinkDown) -> bool:
         return False
     stream.send(LINK_DOWN_CODEC.encode(message))
     return True
+
+
+def _check_sender(message: LinkUp, identity: ReplicaIdentity) -> None:
+    """Raise `WireError`, which ends the Link, where a replica speaks for another one, or names no role."""
+    about = identity
+    if isinstance(message, StepFrame):
+        about = identity if message.load is None else message.load.identity
+    elif isinstance(message, KvEvents | KvSnapshot):
+        about = message.publisher
+    elif isinstance(message, RoleChanged) and message.role not in ROLES:
+        raise WireError(f"role {message.role[:20]!r} is not one of {', '.join(ROLES)}")
+    if about != identity:
+        raise WireError(f"a {type(message).__name__} of {about.replica_id[:64]!r} came from another replica")

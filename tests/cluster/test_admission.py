@@ -254,6 +254,29 @@ def test_the_queues_alone_refuse_before_a_prompt_is_read(world: World) -> None:
         world.admission.check_early(Flow("a", "batch"), 1.0, 0.0, 5.0)
 
 
+def test_a_refusal_is_told_from_what_was_predicted_while_nothing_changes(world: World) -> None:
+    """And when something does, or a moment has passed, the waits are predicted anew."""
+    flow, asked = Flow("a", "interactive"), Counter[str]()
+    predict = world.admission._least_wait_s
+
+    def counted(of: Flow, weight: float, now: float) -> float:
+        asked[of.tenant] += 1
+        return predict(of, weight, now)
+
+    world.admission._least_wait_s = counted  # type: ignore[assignment, method-assign]
+    while world.arrive(f"{world.admission.counts}{len(world.candidacies)}") is not None:
+        pass
+    before = asked["a"]
+    for _ in range(100):
+        with pytest.raises(OverloadedError):
+            world.admission.check_early(flow, 1.0, world.clock.now(), 0.5)
+    assert asked["a"] <= before + 1
+    world.run(1.0)  # one is done
+    with pytest.raises(OverloadedError):
+        world.admission.check_early(flow, 1.0, world.clock.now(), 1.5)
+    assert asked["a"] > before
+
+
 def test_the_bytes_of_what_waits_are_bounded(world: World) -> None:
     for index in range(3):
         assert world.arrive(str(index), num_bytes=400_000, service_class="batch") is not None

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from gateway_harness import PROMPT, GatewayHarness, expected, until
+from gateway_harness import PROMPT, GatewayHarness, Pair, expected, until
 
 from cluster.api.client import GenerateOptions
 from cluster.gateway import replica_connections
 from cluster.proto import tandem_pb2 as pb
 from cluster.serve.gateway_server import Gateway
-from kvtransfer.messages import BlocksStored, CompatibilityRecord, KvEvents
+from kvtransfer.messages import BlocksStored, CompatibilityRecord, KvEvents, KvSnapshot, ReplicaIdentity
 from kvtransfer.rpc.trust import Trust
+from workers.messages.link import LinkUp, LoadReport, RoleChanged, StepFrame
 
 
 def states(gateway: Gateway) -> list[str]:
@@ -131,3 +132,25 @@ async def test_a_replica_that_falls_silent_is_left_and_found_again(
     await until(lambda: any(view.note == note for view in gateway.connections.views()), "the reason is told")
     silent.script.is_stopped = False
     await until(lambda: len(silent.snapshot_requests) > 1, "it is connected again")
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (RoleChanged("nothing", 1), "role 'nothing' is not one of prefill, decode, both"),
+        (StepFrame(load=LoadReport(identity=ReplicaIdentity("p0", 1), sequence=9)), "a StepFrame of 'p0'"),
+        (KvSnapshot(ReplicaIdentity("d0", 2), 1, ()), "a KvSnapshot of 'd0'"),
+    ],
+)
+async def test_a_replica_that_is_wrong_about_itself_loses_its_link_and_may_come_back(
+    pair: Pair, message: LinkUp, reason: str
+) -> None:
+    """An error of another kind would end the task that connects, until the roster changes."""
+    view = pair.gateway.connections.find("d0")
+    assert view is not None
+    stream = view.stream
+    pair.decode.broadcast(message)
+    await until(lambda: reason in view.note, "the link has ended for that reason")
+    await until(lambda: view.takes_requests, "the replica is connected again")
+    assert view.stream is not stream
+    assert (await pair.client.complete(PROMPT, GenerateOptions(max_tokens=2))).finish_reasons == ("length",)

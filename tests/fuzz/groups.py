@@ -7,7 +7,9 @@ from tests.fuzz import (
     target_credentials,
     target_files,
     target_frames,
+    target_gateway,
     target_nvme,
+    target_replica,
     target_requests,
     target_transports,
 )
@@ -19,6 +21,8 @@ GROUPS: dict[str, OpenTargets] = {
     "connections": target_connections.open_targets,
     "credentials": target_credentials.open_targets,
     "files": target_files.open_targets,
+    "gateway": target_gateway.open_targets,
     "nvme": target_nvme.open_targets,
+    "replica": target_replica.open_targets,
     "requests": target_requests.open_targets,
 }

@@ -14,10 +14,14 @@ from random import Random
 from typing import Any
 
 import jwt
+from certificates import write_certificate
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from doctor_harness import config_of, context_of
 
-from cluster.errors import ForbiddenError, InvalidRequestError, UnauthenticatedError
+from cluster.api.grpc_server import Certificate
+from cluster.doctor import tls
+from cluster.errors import ForbiddenError, InvalidRequestError, StartError, UnauthenticatedError
 from cluster.identity.api_keys import add_key, parse_keys
 from cluster.identity.audit import AuditEntry, AuditLog
 from cluster.identity.authenticator import Authenticator, Credentials
@@ -28,7 +32,8 @@ from cluster.identity.jwt_tokens import parse_issuer_keys
 from cluster.identity.key_roots import parse_key_roots
 from cluster.identity.resume_tokens import RelayedCaller, RelayTokens, ResumeTokens
 from cluster.identity.sessions import Sessions
-from kvtransfer.common.clock import ManualClock
+from cluster.serve.machine import Machine
+from kvtransfer.common.clock import ManualClock, SystemClock
 from kvtransfer.rpc.trust import Trust
 from tests.fuzz.mutation import EDGE_TEXTS, any_text, any_tree, mutate_bytes, mutate_text, mutate_tree
 from tests.fuzz.target import FindingError, Target, outcome
@@ -50,6 +55,7 @@ def open_targets(stack: ExitStack, folder: Path) -> list[Target]:
         Target("resume token", callers.resume_token, 400),
         Target("relay token", callers.relay_token, 400),
         Target("names in a certificate", callers.certificate, 400),
+        Target("files of a certificate", _CertificateFiles(folder).run, 40),
         Target("file of API keys", callers.key_file, 60),
         Target("file of an issuer's keys", callers.issuer_file, 150),
         Target("file of key roots", _key_roots, 400),
@@ -254,6 +260,36 @@ class _Callers:
             text = json.dumps(mutate_tree(rng, self._jwks)).encode()
             text = mutate_bytes(rng, text) if rng.random() < 0.2 else text
         return outcome(lambda: parse_issuer_keys(text), ValueError)
+
+
+class _CertificateFiles:
+    """The chain and the key of a gateway's port, damaged as text or in the DER within."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files = write_certificate(folder, "fuzzed")
+        self._honest = [path.read_bytes() for path in self._files]
+        cert_file, key_file = map(str, self._files)
+        config = config_of(
+            gateway={"tls_cert_file": cert_file, "tls_key_file": key_file},
+            inner_tls={"cert_file": cert_file, "key_file": key_file, "ca_file": cert_file},
+        )
+        self._checked = context_of(Machine(), config, clock=SystemClock())
+
+    def run(self, rng: Random) -> str:
+        """What is taken over serves a handshake's context; the doctor has an opinion on anything."""
+        damaged = rng.randrange(3)
+        for number, (path, text) in enumerate(zip(self._files, self._honest, strict=True)):
+            path.write_bytes(self._damage(rng, text) if damaged in (number, 2) else text)
+        for check in (tls.gateway_tls, tls.inner_tls):
+            assert list(check(self._checked))
+        return outcome(lambda: Certificate(*self._files).ssl_context(), StartError)
+
+    def _damage(self, rng: Random, text: bytes) -> bytes:
+        if rng.random() < 0.5:
+            return mutate_bytes(rng, text)
+        first, *body, last = text.strip().split(b"\n")
+        der = mutate_bytes(rng, base64.b64decode(b"".join(body)))
+        return b"\n".join([first, base64.encodebytes(der).strip(), last]) + b"\n"
 
 
 def _key_roots(rng: Random) -> str:

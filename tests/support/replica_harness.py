@@ -159,6 +159,7 @@ class ReplicaHarness:
         self.kv_receiver = KvReceiver(
             config=TransferConfig(),
             num_ranks=num_ranks,
+            vocab_size=VOCABULARY,
             pool=self.pool,
             scheduler=self.scheduler,
             requests=self.table,

@@ -31,7 +31,7 @@ from kvtransfer.messages import (
 from kvtransfer.protocol.actions import Landed, LandingAction, Lost, LostCause, ToRank, ToRanks, ToWriter
 from kvtransfer.protocol.receiver import LandingTable
 from workers.disagg.peers import Peers
-from workers.disagg.request_table import RequestTable
+from workers.disagg.request_table import RequestTable, find_problem
 from workers.interfaces import RankChannel
 from workers.messages.link import HandOverReport, RequestKey, StageTimes, Submission
 from workers.messages.peer_link import HandOver, PeerLinkMessage
@@ -49,6 +49,7 @@ class KvReceiver:
         *,
         config: TransferConfig,
         num_ranks: int,
+        vocab_size: int,
         pool: BlockPool,
         scheduler: Scheduler,
         requests: RequestTable,
@@ -57,6 +58,8 @@ class KvReceiver:
         clock: Clock,
         faults: Faults,
     ) -> None:
+        self._vocab_size = vocab_size
+        self._block_tokens = pool.block_tokens
         self._scheduler = scheduler
         self._requests = requests
         self._peers = peers
@@ -150,8 +153,24 @@ class KvReceiver:
             if self._scheduler.is_here(*name):
                 self._do(self.landings.abort(landing_id, f"{name} runs here already", "message"))
                 return
+            if problem := self._find_problem(submission):
+                self._do(self.landings.abort(landing_id, problem, "message"))
+                return
             self._hand_overs[landing_id] = hand_over
         self._do(self.landings.hand_over(writer, landing_id, name, _num_landed_tokens(submission), now))
+
+    def _find_problem(self, submission: Submission) -> str:
+        """What is wrong with a submission that is handed over; "" where nothing is."""
+        samples, num_prompt_tokens = submission.samples, len(submission.prompt) // TOKEN_BYTES
+        if num_prompt_tokens == 0 or submission.sampling.max_tokens < 1:
+            return f"{num_prompt_tokens} tokens of prompt, max_tokens {submission.sampling.max_tokens}"
+        if len(samples) > self._scheduler.max_sequences:
+            return f"{len(samples)} samples, {self._scheduler.max_sequences} fit this replica"
+        if len(samples) > 1 and any(len(sample.output) != TOKEN_BYTES for sample in samples):
+            return "samples: several have more than their first token"
+        if len(submission.block_keys) > num_prompt_tokens // self._block_tokens:
+            return f"{len(submission.block_keys)} block keys for {num_prompt_tokens} tokens"
+        return find_problem(submission, self._vocab_size)
 
     def _join(self, landed: Landed) -> None:
         self._faults.at("engine_core.join")

@@ -125,6 +125,7 @@ class EngineCore:
         self.kv_receiver = KvReceiver(
             config=spec.transfer,
             num_ranks=len(ready),
+            vocab_size=first.vocab_size,
             pool=self.pool,
             scheduler=self.scheduler,
             requests=self.table,

@@ -6,7 +6,6 @@ Called by the engine core. The record of a request is kept in `workers.disagg.re
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 from msgspec.structs import replace
 
@@ -16,7 +15,7 @@ from kvtransfer.messages import ReplicaIdentity
 from workers.disagg.kv_receiver import KvReceiver
 from workers.disagg.kv_sender import KvSender
 from workers.disagg.migration import MigrationManager
-from workers.disagg.request_table import RequestTable
+from workers.disagg.request_table import RequestTable, find_problem
 from workers.errors import CapacityError, QueueFullError
 from workers.messages.link import (
     GatewayKey,
@@ -172,11 +171,10 @@ class Requests:
             return RequestFailed(*key, "refused", self.refusal, _REFUSED_RETRY_S)
         if self._leaving:
             return RequestFailed(*key, "leaving", self._leaving)
-        for field, tokens in _token_fields(submission):
-            if len(tokens) % TOKEN_BYTES:
-                return RequestFailed(*key, "invalid", f"{field}: {len(tokens)} bytes are no token ids")
-            if max(memoryview(tokens).cast("I"), default=0) >= self._vocab_size:
-                return RequestFailed(*key, "invalid", f"{field}: a token id is not below {self._vocab_size}")
+        if problem := find_problem(submission, self._vocab_size):
+            return RequestFailed(*key, "invalid", problem)
+        if len(submission.samples) > 1 and any(sample.output for sample in submission.samples):
+            return RequestFailed(*key, "invalid", "samples: only one may have output already")
         if key in self._table:
             return RequestFailed(*key, "invalid", "attempt: this attempt of the request is here already")
         try:
@@ -208,9 +206,3 @@ class Requests:
         ended = self._table.post_delta(delta)
         if ended is not None:
             self._kv_sender.cancel(ended, "it ended before it migrated")
-
-
-def _token_fields(submission: Submission) -> Iterator[tuple[str, bytes]]:
-    yield "prompt", submission.prompt
-    for sample in submission.samples:
-        yield f"samples[{sample.index}].output", sample.output
