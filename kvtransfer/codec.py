@@ -8,6 +8,7 @@ stream a frame lies behind its length in bytes, a little-endian uint32.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import IO, Generic, TypeVar, cast
 
 import msgspec
@@ -35,7 +36,7 @@ class Codec(Generic[M]):
 
     def __init__(self, union: object) -> None:
         self.union = union
-        self._encoder = msgspec.msgpack.Encoder()
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=_listed)
         self._decoder = msgspec.msgpack.Decoder(cast(type[M], union))
 
     def encode(self, message: M) -> bytes:
@@ -49,6 +50,13 @@ class Codec(Generic[M]):
             return self._decoder.decode(frame)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise WireError(f"frame refused: {error}") from error
+
+
+def _listed(value: object) -> list[object]:
+    """Return the items of a sequence that is not a built-in one, such as one that is made when it is read."""
+    if isinstance(value, Sequence):
+        return list(value)
+    raise NotImplementedError(f"{type(value).__name__} cannot be sent")
 
 
 def framed(frame: bytes) -> bytes:

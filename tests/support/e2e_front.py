@@ -331,9 +331,9 @@ class Stage:
         return await self.harness.add(name, role, engine=settings, transfer=transfer or {}, faults=faults)
 
     @asynccontextmanager
-    async def front(self, *replicas: Replica) -> AsyncIterator[Front]:
-        """A gateway over these replicas; guests end with it."""
-        front = Front(self.harness, self.model_dir)
+    async def front(self, *replicas: Replica, **router: Any) -> AsyncIterator[Front]:
+        """A gateway over these replicas, with these settings of its router; guests end with it."""
+        front = Front(self.harness, self.model_dir, **router)
         await front.open()
         try:
             await front.register(*replicas)
