@@ -58,8 +58,8 @@ class Submission(Message, frozen=True):
     share the prompt; more than one only when all outputs are empty (a resumed request is one submission per
     unfinished sample). `deadline_s` is what remains of it (None: none). KV of a private one is neither found
     by others nor stored. A `suspect` was in flight when a replica broke: it runs alone until it has survived
-    some steps (`engine.isolation`). One with `pooling` ends with the prompt, by an `Embedding` in place of
-    tokens: it has one sample, without output, and is not handed over.
+    some steps (`engine.isolation`). One with `pooling` ends with the prompt, by a `PromptEmbedding` in place
+    of tokens: it has one sample, without output, and is not handed over.
     """
 
     request_id: str
@@ -155,7 +155,7 @@ class PromptLogprobs(Part, frozen=True):
     logprobs: PackedLogprobs
 
 
-class Embedding(Part, frozen=True):
+class PromptEmbedding(Part, frozen=True):
     """The end of a request with `pooling`: the hidden state of the prompt's last token after the final norm,
     not normalized, as float32 `vector` [hidden_size]."""
 
@@ -239,7 +239,7 @@ class LoadReport(ReplicaStats, frozen=True, kw_only=True):
 News = (
     TokenDelta
     | PromptLogprobs
-    | Embedding
+    | PromptEmbedding
     | PrefillReport
     | HandOverReport
     | RequestFailed
@@ -272,7 +272,7 @@ class StepFrame(Message, frozen=True):
     isolations: tuple[IsolationReport, ...] = ()
     queue: QueueReport | None = None
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-    embeddings: tuple[Embedding, ...] = ()
+    embeddings: tuple[PromptEmbedding, ...] = ()
 
 
 class ReplicaHello(Message, frozen=True):
