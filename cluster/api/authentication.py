@@ -26,7 +26,7 @@ from cluster.identity.authenticator import Credentials, require
 from cluster.identity.certificates import names_of_auth_context
 from cluster.identity.identity import Identity, Role
 from cluster.proto import RELAYED_CERTIFICATE_KEY
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 AUTHORIZATION_KEY = "authorization"
 

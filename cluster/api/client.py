@@ -17,8 +17,9 @@ import grpc.aio
 
 from cluster.api.channel import GatewayCaller, call_error, closed_error
 from cluster.errors import CallError, FieldViolation, InvalidRequestError
-from cluster.proto import APPLICATION_KEY, tandem_pb2_grpc
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto import APPLICATION_KEY
+from cluster.proto.tandem.v1 import inference_pb2 as pb
+from cluster.proto.tandem.v1 import inference_pb2_grpc
 from kvtransfer.common.health import backoff_s
 
 __all__ = [
@@ -196,7 +197,7 @@ class Client(GatewayCaller):
     then, and for who calls.
     """
 
-    stub_type = tandem_pb2_grpc.InferenceStub
+    stub_type = inference_pb2_grpc.InferenceStub
 
     def generate(
         self,

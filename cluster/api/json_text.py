@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 
 
 def status_json(
-    status: pb.StatusResponse,
-    stores: Sequence[pb.StoreNodeStat],
-    paths: Sequence[pb.ReplicaPaths] | None = None,
+    status: admin_pb.StatusResponse,
+    stores: Sequence[admin_pb.StoreNodeStat],
+    paths: Sequence[admin_pb.ReplicaPaths] | None = None,
 ) -> dict[str, Any]:
     """Return the status, with the stores' tiers as `store_stats` and, if given, `paths`."""
     whole = {**as_dict(status), "store_stats": [as_dict(node) for node in stores]}

@@ -20,7 +20,7 @@ from cluster.gateway.request_manager import Accepted, RequestManager, check_may_
 from cluster.gateway.traffic_splitter import TrafficSplitter
 from cluster.identity.identity import Identity
 from cluster.metrics.ended_request import Caller, Summary
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.preprocess import Preprocessor, ServingLimits, check_detokenize, check_tokenize
 from kvtransfer.common.clock import let_others_run
 from kvtransfer.common.faults import Faults

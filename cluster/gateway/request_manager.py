@@ -45,7 +45,7 @@ from cluster.identity.identity import Identity
 from cluster.identity.resume_tokens import ResumeTokens, resume_digest
 from cluster.metrics.ended_request import Caller, EndedRequest, Observer, RoutedAttempt, TimelineEntry
 from cluster.metrics.gateway_counters import GatewayCounters
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.preprocess import PreparedRequest, Preprocessor, ServingLimits, check_request
 from cluster.text.tokenizer import SampleText
 from kvtransfer.blocks.keys import TOKEN_BYTES

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from cluster.config import ClusterConfig
 from cluster.metrics.gateway_counters import Demand, demand_of
 from cluster.metrics.replica_stats import stats_of
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.roster.messages import RosterView, ScalingMove
 from cluster.scaling.config import PoolLimits
 from cluster.scaling.roles import RoleTable
@@ -191,7 +191,7 @@ _READY = "ready"
 
 class _Report(NamedTuple):
     received_at: float
-    status: pb.StatusResponse
+    status: admin_pb.StatusResponse
 
 
 class GatewayReports:
@@ -201,7 +201,7 @@ class GatewayReports:
         self._latest: dict[str, _Report] = {}
         self._demand = DemandMeter()
 
-    def add(self, gateway: str, status: pb.StatusResponse, now: float) -> None:
+    def add(self, gateway: str, status: admin_pb.StatusResponse, now: float) -> None:
         """`gateway` names it with its epoch."""
         self._latest[gateway] = _Report(now, status)
         self._demand.add(gateway, demand_of(status.demand))

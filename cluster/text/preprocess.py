@@ -20,7 +20,7 @@ from cluster.config import GatewayConfig
 from cluster.errors import FieldViolation, InvalidRequestError, TemplateError, UnknownModelError
 from cluster.identity.identity import MAX_PRIORITY
 from cluster.identity.key_roots import KeyRoots
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.chat_template import ChatRenderer, ChatTurn, load_chat_template
 from cluster.text.tokenizer import SHORT_CHARS, ModelText, SampleText
 from kvtransfer.blocks.keys import TOKEN_BYTES

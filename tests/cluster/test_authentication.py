@@ -26,7 +26,8 @@ from cluster.identity.api_keys import revoke_key
 from cluster.identity.identity import ROLES
 from cluster.identity.resume_tokens import RelayedCaller, RelayTokens
 from cluster.proto import RELAYED_CERTIFICATE_KEY
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.serve.gateway_server import Gateway
 from kvtransfer.common.clock import SystemClock
 
@@ -43,8 +44,8 @@ REQUESTS: dict[str, Any] = {
     "Generate": pb.GenerateRequest(token_ids=pb.TokenIds(ids=encode(PROMPT)), max_tokens=1),
     "Tokenize": pb.TokenizeRequest(text="x"),
     "Explain": pb.ExplainRequest(request_id="unheard-of"),
-    "StorePurge": pb.StorePurgeRequest(all=True),
-    "Traffic": pb.TrafficRequest(weights={"tandem": 1.0}),
+    "StorePurge": admin_pb.StorePurgeRequest(all=True),
+    "Traffic": admin_pb.TrafficRequest(weights={"tandem": 1.0}),
 }
 
 
@@ -242,7 +243,7 @@ async def test_the_client_library_shows_its_credentials(guarded: Guarded) -> Non
         await admin.explain(done.request_id, "ops")
     assert [path.replica_id for path in await admin.paths()] == ["d0", "p0"]
     with pytest.raises(CallError, match=r"PERMISSION_DENIED.*lacks the role 'operator'"):
-        await admin.store_purge(pb.StorePurgeRequest(all=True))
+        await admin.store_purge(admin_pb.StorePurgeRequest(all=True))
 
 
 async def test_tokens_of_an_issuer_are_as_good(harness: GatewayHarness, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from cluster_operator import Steady, pool_of
 from serving import TINY, RunningCluster, free_port
 
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 ENGINE = "engine: {block_tokens: 16, max_sequences: 4}"
@@ -29,7 +29,7 @@ def start(folder: Path, scaling: str, num_prefill: int) -> RunningCluster:
     return RunningCluster("--file", str(file), "--port", str(free_port()))
 
 
-def roles(status: pb.StatusResponse, pool: str) -> list[str]:
+def roles(status: admin_pb.StatusResponse, pool: str) -> list[str]:
     return sorted(replica.role for replica in status.replicas if replica.pool == pool)
 
 

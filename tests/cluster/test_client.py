@@ -31,7 +31,7 @@ from cluster.api.client import (
     generate_request,
 )
 from cluster.errors import CallError, InvalidRequestError
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.preprocess import sample_seed
 from kvtransfer.common.clock import ManualClock
 from workers.messages.link import RequestFailed

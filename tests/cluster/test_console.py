@@ -19,7 +19,7 @@ from cluster.api.client import Client, Collector, GenerateOptions
 from cluster.cli import calls
 from cluster.config import ClusterConfig, GatewayConfig, parse_config
 from cluster.errors import CallError, ConfigError, DashboardAwayError, StartError, UnavailableError
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.scaling.orders import Operations
 from cluster.serve.launcher import check_hosts
 from kvtransfer.common.clock import SystemClock

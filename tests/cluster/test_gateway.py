@@ -15,7 +15,8 @@ from patience import WAIT_S
 from cluster.api.client import Collector, GenerateOptions, GenerateStream, Turn
 from cluster.api.public_ports import SERVICE_NAME
 from cluster.errors import CallError
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.preprocess import sample_seed
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.messages import ReplicaIdentity
@@ -361,7 +362,7 @@ async def test_a_decode_replica_that_cannot_be_written_to_does_all_itself(pair: 
     assert done.finished.timing.attempts == 2
 
 
-async def shown_paths(pair: Pair, num_paths: int) -> list[pb.Path]:
+async def shown_paths(pair: Pair, num_paths: int) -> list[admin_pb.Path]:
     """Of p0, as soon as there are so many."""
     clock = SystemClock()
     async with asyncio.timeout(WAIT_S):

@@ -10,7 +10,7 @@ import pytest
 from google.protobuf.json_format import MessageToDict, ParseDict
 
 from cluster.api.json_text import as_dict
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 
 MESSAGES = sorted(name for name, kind in vars(pb).items() if isinstance(kind, type))
 DOUBLES = 0.0, -1.5, 1e300, 0.1, float("inf"), float("-inf")
@@ -70,10 +70,10 @@ def test_any_message_is_what_protobuf_makes_of_it_with_numbers(name: str) -> Non
 
 
 def test_large_integers_are_numbers() -> None:
-    status = pb.StatusResponse(num_finished_requests=(1 << 64) - 1)
+    status = admin_pb.StatusResponse(num_finished_requests=(1 << 64) - 1)
     status.replicas.add(epoch=1 << 60).load.num_loaded_tokens["dram"] = 1 << 50
     made = as_dict(status)
     (replica,) = made["replicas"]
     assert made["num_finished_requests"] == (1 << 64) - 1
     assert (replica["epoch"], replica["load"]["num_loaded_tokens"]) == (1 << 60, {"dram": 1 << 50})
-    assert "load" not in as_dict(pb.StatusResponse(replicas=[pb.Replica()]))["replicas"][0]
+    assert "load" not in as_dict(admin_pb.StatusResponse(replicas=[admin_pb.Replica()]))["replicas"][0]

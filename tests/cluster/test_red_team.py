@@ -27,7 +27,8 @@ from benchmarks.drawn_trust import draw_trust
 from cluster.api.client import GenerateOptions
 from cluster.console.http_server import API, PATH
 from cluster.identity.api_keys import revoke_key
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.roster.messages import GatewayRecord
 from kvtransfer.errors import ProofError
 from kvtransfer.rpc.handshake import connect_tcp, prove_as_async_client, prove_as_client
@@ -103,10 +104,10 @@ REQUESTS: dict[str, Any] = {
     f"{INFERENCE}Detokenize": pb.DetokenizeRequest(token_ids=[5]),
     f"{INFERENCE}Explain": pb.ExplainRequest(request_id=VICTIM, tenant="acme"),
     f"{ADMIN}Explain": pb.ExplainRequest(request_id=VICTIM),
-    f"{ADMIN}StorePurge": pb.StorePurgeRequest(all=True),
-    f"{ADMIN}Scale": pb.ScaleRequest(replicas={"decode": 2}),
-    f"{ADMIN}Release": pb.ReleaseRequest(pools=["decode"]),
-    f"{ADMIN}Traffic": pb.TrafficRequest(weights={"tandem": 1.0}),
+    f"{ADMIN}StorePurge": admin_pb.StorePurgeRequest(all=True),
+    f"{ADMIN}Scale": admin_pb.ScaleRequest(replicas={"decode": 2}),
+    f"{ADMIN}Release": admin_pb.ReleaseRequest(pools=["decode"]),
+    f"{ADMIN}Traffic": admin_pb.TrafficRequest(weights={"tandem": 1.0}),
     f"{REFLECTION}ServerReflectionInfo": reflection_pb2.ServerReflectionRequest(list_services=""),
 }
 

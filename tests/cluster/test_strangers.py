@@ -19,7 +19,8 @@ from gateway_harness import PROMPT, GatewayHarness, encode, expected
 from cluster.api.admin_client import AdminClient
 from cluster.api.client import Client, GenerateOptions
 from cluster.errors import CallError
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.serve.gateway_server import Gateway
 from workers.messages.link import Submission
 
@@ -207,12 +208,12 @@ async def test_nobody_goes_first_at_will(scene: Scene, tenant: str, asked: int, 
 @pytest.mark.parametrize(
     ("method", "request_"),
     [
-        ("Status", pb.StatusRequest()),
-        ("StoreStat", pb.StoreStatRequest()),
-        ("StoreList", pb.StoreListRequest()),
-        ("StoreVerify", pb.StoreVerifyRequest()),
-        ("StorePurge", pb.StorePurgeRequest(all=True)),
-        ("Traffic", pb.TrafficRequest(weights={"tandem-v2": 1.0})),
+        ("Status", admin_pb.StatusRequest()),
+        ("StoreStat", admin_pb.StoreStatRequest()),
+        ("StoreList", admin_pb.StoreListRequest()),
+        ("StoreVerify", admin_pb.StoreVerifyRequest()),
+        ("StorePurge", admin_pb.StorePurgeRequest(all=True)),
+        ("Traffic", admin_pb.TrafficRequest(weights={"tandem-v2": 1.0})),
     ],
 )
 async def test_what_concerns_the_cluster_is_for_operators(scene: Scene, method: str, request_: Any) -> None:

@@ -14,7 +14,7 @@ from gateway_harness import MAX_CONTEXT, PROMPT, Pair, expected
 
 from cluster.api.client import GenerateOptions
 from cluster.errors import HTTP_STATUS, STATUS_TABLE, CallError, RequestError, RetryableError, bad_fields
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.preprocess import ServingLimits, check_request, max_tokens_of, sampling_of
 from workers.messages.sampling import SamplingParams
 

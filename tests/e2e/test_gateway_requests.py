@@ -25,7 +25,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cluster.api.client import GenerateStream, Turn
 from cluster.api.public_ports import SERVICE_NAME
 from cluster.errors import CallError
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.preprocess import sample_seed
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

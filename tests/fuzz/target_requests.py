@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError, Message
 
 from cluster.api.json_text import as_dict
 from cluster.errors import RequestError, to_grpc_status
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.chat_template import ChatTemplate, ChatTurn, RenderOrder, render
 from cluster.text.preprocess import (
     ServingLimits,
