@@ -99,7 +99,7 @@ def test_the_printed_configuration_means_the_same(
     assert load_config(written(tmp_path_factory.mktemp("printed"), config_yaml(config))) == config
 
 
-def test_a_file_is_printed_with_paths_that_hold_elsewhere(tmp_path: Path) -> None:
+def test_relative_paths_of_a_file_are_printed_as_absolute_ones(tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "there").mkdir()
     text = """
