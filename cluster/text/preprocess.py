@@ -25,7 +25,7 @@ from cluster.text.chat_template import ChatRenderer, ChatTurn, load_chat_templat
 from cluster.text.tokenizer import SHORT_CHARS, ModelText, SampleText
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.clock import Clock
-from workers.messages.link import SERVICE_CLASSES, ServiceClass
+from workers.messages.link import SERVICE_CLASSES, Pooling, ServiceClass
 from workers.messages.sampling import SamplingParams
 from workers.model.model_config import read_model_config
 
@@ -72,6 +72,8 @@ class PreparedRequest:
     service_class: ServiceClass = "standard"
     # What `max_tokens` was cut to because of the load; 0: it was not.
     capped_max_tokens: int = 0
+    # The prompt is embedded: no token is generated.
+    pooling: Pooling | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
