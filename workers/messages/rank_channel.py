@@ -340,7 +340,7 @@ class Shutdown(Message, frozen=True):
 
 GrammarOrder = CompileGrammar | ReleaseGrammar
 
-RankDown = FormGroup | StepPlan | Shutdown | TransferOrder | StoreOrder | GrammarOrder
+RankDown = FormGroup | StepPlan | Shutdown | TransferOrder | StoreOrder
 RankUp = (
     RankJoined
     | RankProgress
