@@ -482,4 +482,6 @@ def submission(
         deadline_s=None if deadline_at is None else max(0.0, deadline_at - now),
         suspect=suspect,
         service_class=prepared.service_class,
+        grammar=prepared.grammar,
+        is_private=prepared.is_private,
     )

@@ -227,6 +227,7 @@ class RequestManager:
         self._num_arriving += 1
         try:
             prompt = await self._preprocessor.prompt_tokens(request, limits)
+            grammar = await self._preprocessor.grammar(request)
         finally:
             self._num_arriving -= 1
         compatibility = self._connections.compatibility
@@ -245,6 +246,7 @@ class RequestManager:
             fingerprint=compatibility.model_fingerprint,
             deadline_at=deadline_at,
             service_class=service_class,
+            grammar=grammar,
         )
         if deadline_s is not None and now + deadline_s <= self._clock.now():
             raise DeadlineError("the deadline passed before the request was accepted")

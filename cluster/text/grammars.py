@@ -35,6 +35,8 @@ _MAX_MEMORY_BYTES = 3 << 29
 _NUM_CACHED = 1024
 _MAX_CACHED_BYTES = 32 << 20
 _MAX_REASON_CHARS = 500
+# How the library calls a grammar without an output.
+_UNSATISFIED = "NoExtension"
 # Between the parts of an object or a list there may be one space: free whitespace has no end.
 _JSON_STYLE: JsonCompileOptions = {
     "item_separator": ", ?",
@@ -52,7 +54,7 @@ class Tag(Part, frozen=True):
     end: str
 
 
-class GrammarOrder(Message, frozen=True):
+class OutputConstraint(Message, frozen=True):
     """What the output must look like: `text` is a JSON schema, a regular expression, a grammar in GBNF or in
     Lark's syntax; `choices` and `tags` with `triggers` go with their kinds."""
 
@@ -75,7 +77,7 @@ class GrammarRefused(Message, frozen=True):
     reason: str
 
 
-_ORDER_CODEC: Codec[GrammarOrder] = Codec(GrammarOrder)
+_ORDER_CODEC: Codec[OutputConstraint] = Codec(OutputConstraint)
 _RESULT_CODEC: Codec[GrammarMade | GrammarRefused] = Codec(GrammarMade | GrammarRefused)
 
 
@@ -98,7 +100,7 @@ class GrammarCompiler:
         self._num_bytes = 0
         self._making: dict[bytes, asyncio.Task[GrammarMade | GrammarRefused]] = {}
 
-    async def make(self, order: GrammarOrder) -> Grammar:
+    async def make(self, order: OutputConstraint) -> Grammar:
         """Return the grammar; raise `GrammarError` where the demand is wrong, unsupported or too complex."""
         data = _ORDER_CODEC.encode(order)
         if len(data) > MAX_GRAMMAR_BYTES:
@@ -157,7 +159,7 @@ class _Refusal(Exception):
     """The order cannot be carried out; the text says why."""
 
 
-def grammar_text(order: GrammarOrder) -> str:
+def grammar_text(order: OutputConstraint) -> str:
     """Return an order in the library's syntax; raise `ValueError` or a refusal where there is no such."""
     match order.kind:
         case "json_schema":
@@ -184,7 +186,7 @@ def _of_schema(text: str) -> str:
     return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_STYLE))
 
 
-def _of_tags(order: GrammarOrder) -> str:
+def _of_tags(order: OutputConstraint) -> str:
     """Return the grammar of free text with tags; each follows the longest trigger that it begins with."""
     tags = []
     for tag in order.tags:
@@ -209,7 +211,7 @@ class _Child:
         """Return the encoded result of an encoded order."""
         return _RESULT_CODEC.encode(self._result(_ORDER_CODEC.decode(data)))
 
-    def _result(self, order: GrammarOrder) -> GrammarMade | GrammarRefused:
+    def _result(self, order: OutputConstraint) -> GrammarMade | GrammarRefused:
         try:
             text = grammar_text(order)
         except (ValueError, GbnfToLarkError, RecursionError, _Refusal) as error:
@@ -220,7 +222,9 @@ class _Child:
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
-            return GrammarRefused(matcher.get_error()[:_MAX_REASON_CHARS])
+            error = matcher.get_error()
+            reason = "no output satisfies it" if error.startswith(_UNSATISFIED) else error
+            return GrammarRefused(reason[:_MAX_REASON_CHARS])
         return GrammarMade(text)
 
 
