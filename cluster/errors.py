@@ -43,7 +43,7 @@ import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 
 class ClusterError(Exception):

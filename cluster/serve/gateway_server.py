@@ -35,7 +35,7 @@ from cluster.metrics.ended_request import Observer
 from cluster.metrics.gateway_counters import GatewayCounters
 from cluster.metrics.logs import log_access, log_relayed
 from cluster.metrics.tracing import RequestTracer
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.roster.messages import GatewayRecord
 from cluster.roster.state import RosterClient, ScalingRoster
 from cluster.scaling.orders import Operations, ScalerOrders
@@ -189,7 +189,7 @@ class Gateway:
             counters=_open_counters(config, self.connections),
         )
 
-    async def status(self) -> pb.StatusResponse:
+    async def status(self) -> admin_pb.StatusResponse:
         """Answer as the call of this name; callers must not change the message."""
         return await self._status.status()
 

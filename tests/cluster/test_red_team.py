@@ -18,6 +18,7 @@ import pytest
 from callers import Issuer, bearing, jwt_config, key_of
 from console_harness import ConsoleHarness
 from gateway_harness import PROMPT, GatewayHarness
+from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from listeners import KINDS, ListenerProcess
@@ -27,7 +28,8 @@ from benchmarks.drawn_trust import draw_trust
 from cluster.api.client import GenerateOptions
 from cluster.console.http_server import API, PATH
 from cluster.identity.api_keys import revoke_key
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.roster.messages import GatewayRecord
 from kvtransfer.errors import ProofError
 from kvtransfer.rpc.handshake import connect_tcp, prove_as_async_client, prove_as_client
@@ -57,6 +59,7 @@ def row(known: str, *, other: Any, viewer: Any, operator: Any, replayed: Any = N
 
 SERVICES = (
     *pb.DESCRIPTOR.services_by_name.values(),
+    *admin_pb.DESCRIPTOR.services_by_name.values(),
     health_pb2.DESCRIPTOR.services_by_name["Health"],
     reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"],
 )
@@ -76,6 +79,8 @@ RPCS: dict[str, Row] = {
     f"{INFERENCE}Generate": row(
         UNKNOWN, other="OK", viewer=FORBIDDEN, operator=FORBIDDEN, replayed=FORBIDDEN
     ),
+    f"{INFERENCE}Embed": row(UNKNOWN, other="UNIMPLEMENTED", viewer=FORBIDDEN, operator=FORBIDDEN),
+    f"{INFERENCE}Score": row(UNKNOWN, other="UNIMPLEMENTED", viewer=FORBIDDEN, operator=FORBIDDEN),
     f"{INFERENCE}Tokenize": USERS,
     f"{INFERENCE}Detokenize": USERS,
     f"{INFERENCE}ListModels": USERS,
@@ -103,10 +108,10 @@ REQUESTS: dict[str, Any] = {
     f"{INFERENCE}Detokenize": pb.DetokenizeRequest(token_ids=[5]),
     f"{INFERENCE}Explain": pb.ExplainRequest(request_id=VICTIM, tenant="acme"),
     f"{ADMIN}Explain": pb.ExplainRequest(request_id=VICTIM),
-    f"{ADMIN}StorePurge": pb.StorePurgeRequest(all=True),
-    f"{ADMIN}Scale": pb.ScaleRequest(replicas={"decode": 2}),
-    f"{ADMIN}Release": pb.ReleaseRequest(pools=["decode"]),
-    f"{ADMIN}Traffic": pb.TrafficRequest(weights={"tandem": 1.0}),
+    f"{ADMIN}StorePurge": admin_pb.StorePurgeRequest(all=True),
+    f"{ADMIN}Scale": admin_pb.ScaleRequest(replicas={"decode": 2}),
+    f"{ADMIN}Release": admin_pb.ReleaseRequest(pools=["decode"]),
+    f"{ADMIN}Traffic": admin_pb.TrafficRequest(weights={"tandem": 1.0}),
     f"{REFLECTION}ServerReflectionInfo": reflection_pb2.ServerReflectionRequest(list_services=""),
 }
 
@@ -193,7 +198,7 @@ class Siege:
         those for operators and viewers."""
         request, token = REQUESTS.get(path), self.credentials[caller]
         if request is None:
-            request = getattr(pb, METHODS[path].input_type.name, health_pb2.HealthCheckRequest)()
+            request = GetMessageClass(METHODS[path].input_type)()
         if path == f"{INFERENCE}Generate":
             request = pb.GenerateRequest.FromString(request.SerializeToString())
             request.request_id = f"try-{caller.replace(' ', '-')}"

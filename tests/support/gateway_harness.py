@@ -23,7 +23,7 @@ from cluster.api.client import Client
 from cluster.config import ClusterConfig, parse_config
 from cluster.identity.identity import LOCAL
 from cluster.identity.resume_tokens import ResumeTokens, resume_digest
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.roster.messages import GatewayRecord, ReplicaRecord
 from cluster.roster.state import LocalRoster
 from cluster.scaling.orders import Operations
