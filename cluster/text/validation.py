@@ -175,6 +175,7 @@ def sampling_of(request: pb.GenerateRequest, max_tokens: int) -> SamplingParams:
         stop_token_ids=tuple(request.stop_token_ids),
         ignore_eos=value("ignore_eos", _DEFAULTS.ignore_eos),
         num_logprobs=value("logprobs", None),
+        num_prompt_logprobs=value("prompt_logprobs", None),
     )
 
 
