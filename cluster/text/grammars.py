@@ -222,8 +222,8 @@ class _Child:
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
-            error = matcher.get_error()
-            reason = "no output satisfies it" if error.startswith(_UNSATISFIED) else error
+            words = matcher.get_error()
+            reason = "no output satisfies it" if words.startswith(_UNSATISFIED) else words
             return GrammarRefused(reason[:_MAX_REASON_CHARS])
         return GrammarMade(text)
 
