@@ -265,6 +265,11 @@ class StepPlan(Message, frozen=True):
     def num_tokens(self) -> int:
         return sum(entry.num_tokens for entry in self.entries) + len(self.decodes) // 4
 
+    @property
+    def num_targets(self) -> int:
+        """Tokens of prompts whose log-probabilities are asked for."""
+        return sum(len(entry.targets.tokens) // 4 for entry in self.entries if entry.targets is not None)
+
 
 class RowLogprob(Part, frozen=True):
     """The log-probabilities that go with the token of row `row` of a report."""
