@@ -16,7 +16,6 @@ import selectors
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -43,7 +42,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class GrammarCheck(NamedTuple):
-    """What compiling took: memory in use afterwards and time; or why the grammar is refused."""
+    """What compiling took: memory in use afterwards and time of a core; or why the grammar is refused."""
 
     num_bytes: int
     seconds: float
@@ -97,14 +96,14 @@ class GrammarChecker:
         return self._answer(_MAX_START_S) is not None
 
     def _answer(self, timeout_s: float) -> bytes | None:
-        """Return the child's next line; None if it ended or said nothing in time."""
+        """Return the child's next line, of which each part comes in time; None if it does not come."""
         assert self._child is not None
         assert self._child.stdout is not None
-        line, deadline = b"", time.monotonic() + timeout_s
+        line = b""
         with selectors.DefaultSelector() as selector:
             selector.register(self._child.stdout, selectors.EVENT_READ)
             while not line.endswith(b"\n"):
-                if not selector.select(deadline - time.monotonic()):
+                if not selector.select(timeout_s):
                     return None
                 part = os.read(self._child.stdout.fileno(), 1 << 16)
                 if not part:
@@ -165,10 +164,14 @@ class _Memory:
         return int(info.uordblks + info.hblkhd)
 
 
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
 def _limit_cpu() -> None:
     """Let the process end after `MAX_CPU_S` more of its core."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    most = int(used.ru_utime + used.ru_stime) + 1 + MAX_CPU_S
+    most = int(_cpu_s()) + 1 + MAX_CPU_S
     resource.setrlimit(resource.RLIMIT_CPU, (most, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
@@ -179,12 +182,12 @@ def _limit_memory() -> None:
 
 
 def _check(tokenizer: LLTokenizer, text: str, memory: _Memory) -> GrammarCheck:
-    num_bytes, started_at = memory.num_bytes(), time.monotonic()
+    num_bytes, started_at = memory.num_bytes(), _cpu_s()
     try:
         matcher = compile_grammar(tokenizer, text)
     except ValueError as error:
         return GrammarCheck(0, 0.0, str(error))
-    seconds = time.monotonic() - started_at
+    seconds = _cpu_s() - started_at
     matcher.compute_bitmask()
     return GrammarCheck(max(0, memory.num_bytes() - num_bytes), seconds, error_of(matcher))
 
