@@ -49,8 +49,8 @@ from workers.model.rank_memory import least_kv_tokens
 from workers.model.sizes import kv_heads
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups
+from workers.rank.compiled_grammars import CompiledGrammars
 from workers.rank.device_queue import DeviceQueue, make_queue, take_device
-from workers.rank.grammars import CompiledGrammars
 from workers.rank.input_batch import InputBatch
 from workers.rank.memory_profile import MemoryMeter, MemoryProfile, largest_steps, trial_blocks
 from workers.rank.probe import device_memory

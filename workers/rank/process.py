@@ -58,8 +58,8 @@ from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.sizes import refuse_empty_parts
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups, find_store, open_store
+from workers.rank.compiled_grammars import GRAMMAR_THREAD, CompiledGrammars, CompileThread
 from workers.rank.device_queue import take_device
-from workers.rank.grammars import GRAMMAR_THREAD, CompiledGrammars, GrammarCompiler
 from workers.rank.model_runner import AutoKv, ModelRunner, ReadyFields, read_dtype
 from workers.rank.probe import AT_START, DeviceLimits, Probe, ProbeResult, device_memory, measure_limits
 from workers.rank.progress import Progress
@@ -92,7 +92,7 @@ class _OrderHandlers(NamedTuple):
     agent: TransferAgent
     store_worker: StoreWorker
     # At the rank that samples.
-    compiler: GrammarCompiler | None
+    compiler: CompileThread | None
 
     def handle(self, order: TransferOrder | StoreOrder | GrammarOrder) -> None:
         """Pass an order on."""
@@ -174,7 +174,7 @@ class _Rank:
         self._channel.send(RankProgress(self._spec.rank, phase))
         self._faults.at(f"rank.start.{phase.partition(' ')[0]}")
 
-    def _make_compiler(self) -> GrammarCompiler | None:
+    def _make_compiler(self) -> CompileThread | None:
         """Begin to read the tokenizer at the rank that samples, while the model loads."""
         spec = self._spec
         if (spec.stage, spec.tp_rank) != (spec.pp - 1, 0):
@@ -182,7 +182,7 @@ class _Rank:
         model_dir = Path(spec.model_dir)
         config = read_model_config(model_dir)
         grammars = CompiledGrammars(model_dir, config.vocab_size, config.eos_token_ids)
-        return GrammarCompiler(grammars, self._channel.send)
+        return CompileThread(grammars, self._channel.send)
 
     def _load(self, form: FormGroup, store: Store | None, grammars: CompiledGrammars | None) -> ModelRunner:
         spec = self._spec
@@ -225,7 +225,7 @@ class _Rank:
             grammars=grammars,
         )
 
-    def _make_handlers(self, runner: ModelRunner, compiler: GrammarCompiler | None) -> _OrderHandlers:
+    def _make_handlers(self, runner: ModelRunner, compiler: CompileThread | None) -> _OrderHandlers:
         spec, send = self._spec, self._channel.send
         agent = TransferAgent(
             identity=spec.replica,

@@ -18,11 +18,11 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
 
-from workers.errors import GrammarError
+from workers.errors import GrammarRefusedError
 from workers.messages.rank_channel import FailedEntry, RowMask, SlotSample, SlotStart
+from workers.rank.compiled_grammars import CompiledGrammars
 from workers.rank.device_queue import CopiedOut
 from workers.rank.grammar_check import error_of
-from workers.rank.grammars import CompiledGrammars
 from workers.rank.input_batch import PlannedRows
 from workers.rank.logits import Slots
 
@@ -110,7 +110,7 @@ class SlotMatchers:
             try:
                 slot.matcher = self._grammars.matcher(start.grammar)
                 slot.failure = self._replay(slot, sample)
-            except GrammarError as error:
+            except GrammarRefusedError as error:
                 slot.failure = MatcherFailure(f"its grammar: {error}", "invalid")
 
     def free(self, slot: int) -> None:
@@ -258,7 +258,7 @@ class SlotMatchers:
         slot.is_separate = True
         try:
             slot.matcher = self._grammars.separate_matcher(slot.grammar)
-        except GrammarError as error:
+        except GrammarRefusedError as error:
             return MatcherFailure(f"its grammar: {error}", "invalid")
         if not slot.matcher.consume_tokens(slot.tokens):
             return _cannot_follow(slot.matcher)

@@ -35,12 +35,12 @@ from workers.model.decoder import Decoder
 from workers.model.host_kv import HostKv
 from workers.model.parallel import Unfinished
 from workers.rank.collectives import RankGroups
+from workers.rank.compiled_grammars import CompiledGrammars
 from workers.rank.containment import Containment
 from workers.rank.decode_graphs import DecodeGraphs, graph_sizes
 from workers.rank.device_batch import DeviceBatch, RowsThere
 from workers.rank.device_queue import DeviceQueue, make_queue
 from workers.rank.device_sampler import DeviceSampler, Drawn, make_device_sampler
-from workers.rank.grammars import CompiledGrammars
 from workers.rank.input_batch import InputBatch, InputTokens, PlannedRows
 from workers.rank.progress import Progress, StepFaults
 from workers.rank.prompt_reader import PromptReader

@@ -17,7 +17,7 @@ from workers.messages.link import IsolationReport, RequestFailed, RequestKey, Su
 from workers.messages.rank_channel import FailedEntry
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.block_tables import BlockTables
-from workers.scheduler.grammars import GrammarTable
+from workers.scheduler.needed_grammars import NeededGrammars
 from workers.scheduler.sequence import Phase, Rank, Request, Sequence, StoreLoad
 from workers.scheduler.step import IssuedPlan
 
@@ -41,7 +41,7 @@ class Lifecycle:
 
     def __init__(self, pool: BlockPool, max_sequences: int, num_offload_blocks: int = 0) -> None:
         self.tables = BlockTables(pool, num_offload_blocks)
-        self.grammars = GrammarTable()
+        self.grammars = NeededGrammars()
         self.requests: dict[RequestKey, Request] = {}
         # Of `requests`: those that run alone until they are cleared (`Isolation`).
         self.suspects: dict[RequestKey, Request] = {}

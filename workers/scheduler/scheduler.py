@@ -200,7 +200,7 @@ class Scheduler:
 
     def check_grammar(self, submission: Submission) -> None:
         """Raise `QueueFullError` when too many other grammars are in use."""
-        self._life.grammars.check_room(submission)
+        self._life.grammars.check_limit(submission)
 
     def submit(self, submission: Submission, now: float) -> None:
         """Queue a request. Raises as `check_capacity`, and `ValueError` when this attempt is here already."""

@@ -28,7 +28,7 @@ class _Needed:
     requests: dict[RequestKey, Request] = field(default_factory=dict)
 
 
-class GrammarTable:
+class NeededGrammars:
     """Which grammars are needed, and which of them are ready."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class GrammarTable:
     def __len__(self) -> int:
         return len(self._digest_to_needed)
 
-    def check_room(self, submission: Submission) -> None:
+    def check_limit(self, submission: Submission) -> None:
         """Raise `QueueFullError` if the submission's grammar is one too many."""
         grammar = submission.grammar
         if grammar is None or grammar.digest in self._digest_to_needed or len(self) < MAX_GRAMMARS:

@@ -19,7 +19,7 @@ from queue import Empty, SimpleQueue
 
 from llguidance import LLMatcher, LLTokenizer
 
-from workers.errors import GrammarError
+from workers.errors import GrammarRefusedError
 from workers.messages.rank_channel import CompileGrammar, GrammarCompiled, GrammarOrder
 from workers.messages.sampling import Grammar
 from workers.rank.grammar_check import GrammarChecker, compile_grammar, load_tokenizer
@@ -64,7 +64,7 @@ class CompiledGrammars:
     @property
     def tokenizer(self) -> LLTokenizer:
         """The model's tokenizer, read with the first call: of 150,000 tokens in 2 s, and Python waits
-        meanwhile. Raises `GrammarError` if grammars cannot be used with this model."""
+        meanwhile. Raises `GrammarRefusedError` if grammars cannot be used with this model."""
         with self._loading:
             if self._tokenizer is None:
                 self._tokenizer = self._load()
@@ -81,7 +81,7 @@ class CompiledGrammars:
 
     def compile(self, grammar: Grammar, num_bytes: int = 0, seconds: float = 0.0) -> None:
         """Compile a grammar, which is needed until its `release`; compiling it elsewhere took so much memory
-        and time. Raises `GrammarError` if it is refused."""
+        and time. Raises `GrammarRefusedError` if it is refused."""
         if self.find(grammar.digest):
             return
         prototype = self._compile(grammar.text)
@@ -98,8 +98,8 @@ class CompiledGrammars:
                 self._forget_idle()
 
     def matcher(self, digest: bytes) -> LLMatcher:
-        """Return a matcher at the beginning of the text. Raises `GrammarError` if the grammar is not compiled
-        or cannot be used again."""
+        """Return a matcher at the beginning of the text. Raises `GrammarRefusedError` if the grammar is not
+        compiled or cannot be used again."""
         with self._lock:
             compiled = self._compiled(digest)
             if compiled.is_worn:
@@ -140,24 +140,24 @@ class CompiledGrammars:
             text = self.tokenizer_file.read_text(encoding="utf-8")
             return load_tokenizer(text, self.vocab_size, self.end_ids)
         except (OSError, ValueError) as error:
-            raise GrammarError(f"this model cannot follow a grammar: {error}") from error
+            raise GrammarRefusedError(f"this model cannot follow a grammar: {error}") from error
 
     def _compile(self, text: str) -> LLMatcher:
         try:
             return compile_grammar(self.tokenizer, text)
         except ValueError as error:
-            raise GrammarError(str(error)) from error
+            raise GrammarRefusedError(str(error)) from error
 
     def _compiled(self, digest: bytes) -> _Compiled:
         compiled = self._digest_to_compiled.get(digest)
         if compiled is None:
-            raise GrammarError("it is not compiled here")
+            raise GrammarRefusedError("it is not compiled here")
         return compiled
 
     @staticmethod
     def _refuse_pause(compiled: _Compiled) -> None:
         if compiled.seconds > _MAX_PAUSE_S:
-            raise GrammarError("too complex: its lexer has too many states")
+            raise GrammarRefusedError("too complex: its lexer has too many states")
 
     def _forget_idle(self) -> None:
         idle = [it for it in self._digest_to_compiled.values() if not it.is_needed]
@@ -169,7 +169,7 @@ class CompiledGrammars:
             num_idle, num_bytes = num_idle - 1, num_bytes - compiled.num_bytes
 
 
-class GrammarCompiler:
+class CompileThread:
     """The thread that compiles what the engine core orders, in order; first of all it reads the tokenizer.
     `is_loaded` is set when it has."""
 
@@ -192,7 +192,7 @@ class GrammarCompiler:
         self._thread.join()
 
     def _run(self) -> None:
-        with contextlib.suppress(GrammarError):  # every grammar that comes is answered with it
+        with contextlib.suppress(GrammarRefusedError):  # every grammar that comes is answered with it
             _ = self.grammars.tokenizer
         self.is_loaded.set()
         while True:
@@ -222,6 +222,6 @@ class GrammarCompiler:
                 reason = f"grammars of {num_bytes} bytes are in use, {MAX_BYTES} are the limit"
                 return GrammarCompiled(grammar.digest, reason, is_full=True)
             self.grammars.compile(grammar, check.num_bytes, check.seconds)
-        except GrammarError as error:
+        except GrammarRefusedError as error:
             return GrammarCompiled(grammar.digest, str(error))
         return GrammarCompiled(grammar.digest)
