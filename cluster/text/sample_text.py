@@ -17,7 +17,7 @@ from cluster.text.output_parsers.pieces import (
     Piece,
     Reasoning,
     ToolCallDelta,
-    joined,
+    joined_calls,
     num_possible,
 )
 from cluster.text.output_parsers.reasoning import PlainParser
@@ -83,7 +83,8 @@ class SampleText:
 
     The text ends at a stop string (`finish` becomes "stop", later tokens do not count) and does not contain
     the end token of a sample that finished with "stop". Stop strings are searched in the content, not in
-    reasoning or tool calls. A sample with tool calls that would finish with "stop" finishes with "tool_calls".
+    reasoning or tool calls. A sample with tool calls that would finish with "stop" finishes with
+    "tool_calls".
     """
 
     def __init__(
@@ -146,10 +147,6 @@ class SampleText:
             "".join(piece.text for piece in pieces if isinstance(piece, Content)),
             self.finish_at_end_token() if finish == "stop" else finish,
             "".join(piece.text for piece in pieces if isinstance(piece, Reasoning)),
-            tuple(
-                piece
-                for piece in joined(it for it in pieces if isinstance(it, ToolCallDelta))
-                if isinstance(piece, ToolCallDelta)
-            ),
+            joined_calls(piece for piece in pieces if isinstance(piece, ToolCallDelta)),
             matched_stop,
         )

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from cluster.config import ReasoningParserName, ToolParserName
 from cluster.text.output_parsers.pieces import CallIds, OutputParser
 from cluster.text.output_parsers.reasoning import PlainParser, ReasoningParser
 from cluster.text.output_parsers.tool_calls import BareCalls, ListedCalls, MarkedCalls
-
-# "auto": by the chat template.
-ToolParserName = Literal["auto", "none", "hermes", "llama3", "mistral"]
-ReasoningParserName = Literal["auto", "none", "think", "mistral"]
 
 _TOOL_PARSERS: dict[str, Callable[[CallIds], OutputParser]] = {
     "hermes": MarkedCalls,

@@ -89,6 +89,11 @@ def num_possible(text: str, marker: str) -> int:
     return 0
 
 
+def joined_calls(calls: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
+    """Join parts of the same call that follow each other."""
+    return tuple(piece for piece in joined(calls) if isinstance(piece, ToolCallDelta))
+
+
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
     """Join neighbours of the same kind, and drop empty ones."""
     result: list[Piece] = []

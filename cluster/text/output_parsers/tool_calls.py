@@ -53,14 +53,16 @@ class _JsonCallText:
         read = text[: len(text) - len(rest)]
         if not self._is_named:
             self._raw.append(read)
-        if self._call.is_broken:
-            return ([Content(read[-1:])] if self._is_named else self.flush()), rest
         pieces: list[Piece] = []
+        if self._call.is_broken and not self._call.name:
+            return self.flush(), rest
         if self._call.name and not self._is_named:
             self._is_named = True
             pieces.append(ToolCallDelta(self._index, self._call_id, self._call.name))
         if self._is_named and (arguments := self._call.take_arguments()):
             pieces.append(ToolCallDelta(self._index, arguments=arguments))
+        if self._call.is_broken:
+            pieces.append(Content(read[-1:]))
         if self._call.is_done and not self._call.has_arguments:
             pieces.append(ToolCallDelta(self._index, arguments="{}"))
         return pieces, rest
@@ -92,12 +94,12 @@ class _NamedCallText:
             if not marker:
                 if not self._may_be_header(before):
                     self.is_broken = True
-                    return self.flush(), ""
+                    return [Content(self._opening)], self._header
                 return [], ""
             name = before.partition(self._CALL_ID)[0].strip()
             if not name or not _NAME_PART.fullmatch(name):
                 self.is_broken = True
-                return self.flush(), ""
+                return [Content(self._opening)], self._header
             text = marker + text if marker == "{" else text
             self._end = ValueEnd()
             pieces.append(ToolCallDelta(self._index, self._call_id, name))
