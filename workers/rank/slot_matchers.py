@@ -238,15 +238,18 @@ class SlotMatchers:
         """Advance a slot's matcher. Returns why that failed, if so."""
         if not tokens:
             return None
+        slot.has_ended = tokens[-1] in self._grammars.end_ids
+        inner = tokens[:-1] if slot.has_ended else tokens
         assert slot.matcher is not None
-        if not slot.matcher.consume_tokens(tokens):
+        if not slot.matcher.consume_tokens(inner):
             failure = self._separate(slot)
             if failure is not None:
                 return failure
-            if not slot.matcher.consume_tokens(tokens):
+            if not slot.matcher.consume_tokens(inner):
                 return _cannot_follow(slot.matcher)
+        if slot.has_ended and not slot.matcher.is_accepting():
+            return MatcherFailure("its output ended before the grammar allowed it", "invalid")
         slot.tokens += tokens
-        slot.has_ended = tokens[-1] in self._grammars.end_ids
         return None
 
     def _separate(self, slot: _Slot) -> MatcherFailure | None:
