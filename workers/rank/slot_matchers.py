@@ -52,13 +52,15 @@ class StepMasks(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """The matcher of a slot, which has taken all its `tokens`; None while it has failed from the start."""
+    """The matcher of a slot, which has taken all its `tokens`; None until the slot samples, for its grammar
+    may be compiled while its prompt is computed."""
 
     grammar: bytes
-    matcher: LLMatcher | None
+    sample: SlotSample
     # For the words of its end tokens, while these may not come: until so many tokens.
     min_tokens: int
     end_words: Masks
+    matcher: LLMatcher | None = None
     tokens: list[int] = field(default_factory=list)
     # Its lexer is not that of another slot.
     is_separate: bool = False
@@ -104,14 +106,8 @@ class SlotMatchers:
             if 0 <= token < self._grammars.vocab_size:
                 end_words[token // 32] |= np.uint32(1 << token % 32)
         for sample in start.samples:
-            slot = _Slot(start.grammar, None, sampling.min_tokens, end_words)
-            self._slots[sample.slot] = slot
+            self._slots[sample.slot] = _Slot(start.grammar, sample, sampling.min_tokens, end_words)
             self._is_bound[sample.slot] = True
-            try:
-                slot.matcher = self._grammars.matcher(start.grammar)
-                slot.failure = self._replay(slot, sample)
-            except GrammarRefusedError as error:
-                slot.failure = MatcherFailure(f"its grammar: {error}", "invalid")
 
     def free(self, slot: int) -> None:
         """Forget a slot, with or without a grammar."""
@@ -139,6 +135,9 @@ class SlotMatchers:
             for row, number in enumerate(slots.tolist())
             if (slot := self._slots.get(number)) is not None and not slot.has_ended
         ]
+        for _, slot in places:
+            if slot.matcher is None and slot.failure is None:
+                slot.failure = self._begin(slot)
         failed: list[FailedEntry] = []
         alive = [(row, slot) for row, slot in places if slot.failure is None]
         self._fill([(slot, row) for row, slot in alive], masks)
@@ -200,9 +199,14 @@ class SlotMatchers:
 
     # ------------------------------------------------------------------------------------------ private
 
-    def _replay(self, slot: _Slot, sample: SlotSample) -> MatcherFailure | None:
-        """Take the output that a sample has. The mask before its last token must be that which the sample's
-        replica had there."""
+    def _begin(self, slot: _Slot) -> MatcherFailure | None:
+        """Make a slot's matcher, and let it take the output that the sample has. The mask before the last
+        token must be that of the replica where the output comes from."""
+        try:
+            slot.matcher = self._grammars.matcher(slot.grammar)
+        except GrammarRefusedError as error:
+            return MatcherFailure(f"its grammar: {error}", "invalid")
+        sample = slot.sample
         output = np.frombuffer(sample.output, dtype="<u4").tolist()
         if not output:
             return None
