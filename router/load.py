@@ -59,7 +59,7 @@ class CurrentLoad(NamedTuple):
     backlog_tokens: int
     # Sequences that decode there, wait there, or are on their way there.
     num_sequences: int
-    # Blocks free for another request; may be negative when more is on its way than fits.
+    # Blocks free for another request, what gateways hold left out; negative when more is on its way than fits.
     num_free_blocks: int
     rates: Rates
     # The time of the backlog.
@@ -137,11 +137,13 @@ class _Pending:
 
     placements: set[Placement] = field(default_factory=set)
     num_prefill_tokens: int = 0
-    num_new_blocks: int = 0
     num_sequences: int = 0
     # Of these: of placements that are held.
     num_held_tokens: int = 0
     num_held_sequences: int = 0
+    # Of those that are not held: only what was sent takes blocks.
+    num_sent: int = 0
+    num_new_blocks: int = 0
 
     def add(self, placement: Placement) -> None:
         self.placements.add(placement)
@@ -154,20 +156,24 @@ class _Pending:
 
     def _count(self, placement: Placement, sign: int) -> None:
         self.num_prefill_tokens += sign * placement.num_prefill_tokens
-        self.num_new_blocks += sign * placement.num_new_blocks
         self.num_sequences += sign * placement.num_sequences
         if placement.is_held:
             self.num_held_tokens += sign * placement.num_prefill_tokens
             self.num_held_sequences += sign * placement.num_sequences
+        else:
+            self.num_sent += sign
+            self.num_new_blocks += sign * placement.num_new_blocks
 
     def check(self) -> None:
         """Assert that the sums are those of the placements."""
         items = self.placements
+        held, sent = [it for it in items if it.is_held], [it for it in items if not it.is_held]
         assert self.num_prefill_tokens == sum(item.num_prefill_tokens for item in items)
-        assert self.num_new_blocks == sum(item.num_new_blocks for item in items)
         assert self.num_sequences == sum(item.num_sequences for item in items)
-        assert self.num_held_tokens == sum(item.num_prefill_tokens for item in items if item.is_held)
-        assert self.num_held_sequences == sum(item.num_sequences for item in items if item.is_held)
+        assert self.num_held_tokens == sum(item.num_prefill_tokens for item in held)
+        assert self.num_held_sequences == sum(item.num_sequences for item in held)
+        assert self.num_sent == len(sent)
+        assert self.num_new_blocks == sum(item.num_new_blocks for item in sent)
 
 
 @dataclass(slots=True, eq=False)
@@ -428,10 +434,11 @@ def _state_of(replica: _ReplicaLoad, others: Callable[[], Iterable[ReplicaLoad]]
         report = ReplicaLoad(replica.identity, float("-inf"), 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0)
     expected, staying = replica.expected, replica.staying
     num_new_blocks = staying.num_new_blocks
-    if len(expected.placements) > report.num_landings:
-        not_landed = 1.0 - report.num_landings / len(expected.placements)
+    if expected.num_sent > report.num_landings:
+        not_landed = 1.0 - report.num_landings / expected.num_sent
         num_new_blocks += round(not_landed * expected.num_new_blocks)
-    num_coming = max(report.num_landings, expected.num_sequences) + staying.num_sequences
+    num_expected = expected.num_sequences - expected.num_held_sequences
+    num_coming = max(report.num_landings, num_expected) + expected.num_held_sequences + staying.num_sequences
     num_sequences = report.num_running + report.num_waiting + num_coming
     backlog_tokens = report.num_backlog_tokens + replica.computing.num_prefill_tokens
     rates = rates_of(report, num_sequences, replica.correction, others)
