@@ -153,10 +153,12 @@ class ReleaseGrammar(Message, frozen=True):
 
 
 class GrammarCompiled(Message, frozen=True):
-    """Rank to engine core: slots may start with this grammar or, with an `error`, it is refused."""
+    """Rank to engine core: slots may start with this grammar or, with an `error`, it is refused. `is_full`:
+    only because others take all the memory that there is for grammars."""
 
     digest: bytes
     error: str = ""
+    is_full: bool = False
 
 
 # ---------------------------------------------------------------------------------------------- steps
@@ -263,6 +265,11 @@ class StepPlan(Message, frozen=True):
     def num_tokens(self) -> int:
         return sum(entry.num_tokens for entry in self.entries) + len(self.decodes) // 4
 
+    @property
+    def num_targets(self) -> int:
+        """Tokens of prompts whose log-probabilities are asked for."""
+        return sum(len(entry.targets.tokens) // 4 for entry in self.entries if entry.targets is not None)
+
 
 class RowLogprob(Part, frozen=True):
     """The log-probabilities that go with the token of row `row` of a report."""
@@ -340,7 +347,7 @@ class Shutdown(Message, frozen=True):
 
 GrammarOrder = CompileGrammar | ReleaseGrammar
 
-RankDown = FormGroup | StepPlan | Shutdown | TransferOrder | StoreOrder
+RankDown = FormGroup | StepPlan | Shutdown | TransferOrder | StoreOrder | GrammarOrder
 RankUp = (
     RankJoined
     | RankProgress

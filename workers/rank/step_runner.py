@@ -35,6 +35,7 @@ from workers.model.decoder import Decoder
 from workers.model.host_kv import HostKv
 from workers.model.parallel import Unfinished
 from workers.rank.collectives import RankGroups
+from workers.rank.compiled_grammars import CompiledGrammars
 from workers.rank.containment import Containment
 from workers.rank.decode_graphs import DecodeGraphs, graph_sizes
 from workers.rank.device_batch import DeviceBatch, RowsThere
@@ -42,7 +43,9 @@ from workers.rank.device_queue import DeviceQueue, make_queue
 from workers.rank.device_sampler import DeviceSampler, Drawn, make_device_sampler
 from workers.rank.input_batch import InputBatch, InputTokens, PlannedRows
 from workers.rank.progress import Progress, StepFaults
+from workers.rank.prompt_reader import PromptReader
 from workers.rank.sampler import Sampled, Sampler
+from workers.rank.slot_matchers import SlotMatchers
 from workers.rank.step_parts import Executed, SamplingPart, StepPart
 from workers.rank.tickets import DrawnRows, Results, Ticket, row_logprobs
 
@@ -72,8 +75,10 @@ class StepRunner:
         max_context_tokens: int,
         queue: DeviceQueue | None = None,
         num_graph_rows: int = 0,
+        grammars: CompiledGrammars | None = None,
     ) -> None:
-        """`max_slots` may be in use at a time, with up to `max_context_tokens` each.
+        """`max_slots` may be in use at a time, with up to `max_context_tokens` each. At the rank that samples
+        their outputs may follow `grammars`.
 
         With a `queue`, tokens stay on the device, and the last block of `kv` is scratch. `record_graphs` then
         records graphs of up to `num_graph_rows` sequences."""
@@ -90,6 +95,9 @@ class StepRunner:
         self.queue = queue or make_queue(kv.device)
         self.progress = Progress(self.queue)
         self._step_faults = StepFaults(self.progress, faults, groups.rank)
+        self._reader = PromptReader(
+            decoder, groups, unfinished, self._containment, self.queue, self.progress, self._step_faults
+        )
         num_blocks = len(kv) if queue is None else len(kv) - 1
         self.batch = InputBatch(max_slots, -(-max_context_tokens // block_tokens), block_tokens, num_blocks)
         self._inputs = InputTokens(groups, max_slots) if groups.is_first_stage and queue is None else None
@@ -101,6 +109,9 @@ class StepRunner:
             self._sampler = Sampler(vocab_size, end_ids, kv.device, max_slots)
         if groups.is_sampler and queue is not None:
             self._sampler_there = make_device_sampler(vocab_size, end_ids, queue, max_slots)
+        self._matchers: SlotMatchers | None = None
+        if grammars is not None and (sampler := self._sampler_there or self._sampler) is not None:
+            self._matchers = SlotMatchers(grammars, max_slots, torch.get_num_threads(), sampler.lift_minimum)
         self._there: DeviceBatch | None = None
         self._graphs: DecodeGraphs | None = None
         if queue is not None:
@@ -111,6 +122,11 @@ class StepRunner:
                 decoder, attention, there, self._sampler_there, groups, unfinished, queue
             )
         self._finished_at = 0.0
+
+    @property
+    def rows_of_piece(self) -> int:
+        """How many positions of a prompt are read at a time; see `workers.rank.prompt_reader`."""
+        return self._reader.rows_of_piece
 
     @property
     def runs_ahead(self) -> bool:
@@ -129,13 +145,12 @@ class StepRunner:
         `workers.rank.containment`."""
         report = ticket.report
         if not self.runs_ahead and ticket.results is None:
-            return report
+            return ticket.completed(report)
         ticket.event.synchronize()
         # A step that was launched while another one computed began when that was done.
         started_at = max(report.started_at, self._finished_at)
         self._finished_at = self._clock.now()
-        report = replace(report, started_at=started_at, finished_at=self._finished_at)
-        return report if ticket.results is None else ticket.results.complete(report)
+        return ticket.completed(replace(report, started_at=started_at, finished_at=self._finished_at))
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Executed:
@@ -154,6 +169,7 @@ class StepRunner:
         self._change_slots(plan)
         if plan.copies:
             self._copy_blocks(plan.copies)
+        self._reader.begin(plan)
         return started_at, rows
 
     def _execute(self, plan: StepPlan, rows: PlannedRows, started_at: float) -> Executed:
@@ -168,24 +184,34 @@ class StepRunner:
         if there is None:
             whole, waited_s = self._input(plan, rows)
             started_at += waited_s
-        return Executed(plan.step, rows, started_at, self._compute_in_parts(rows, whole), there)
+        sampling = self._compute_in_parts(rows, whole)
+        return Executed(plan.step, rows, started_at, sampling, there, self._reader.take())
 
     @torch.inference_mode()
     def sample(self, executed: Executed, masks: NDArray[np.uint32] | None = None) -> Ticket:
         """Sample for a step that is executed: the tokens feed the next one, and go into the report. `masks`
         [num_samples, ceil(vocab_size / 32)] may allow only some tokens to each row of the report, as in
-        `Sampler.sample`."""
+        `Sampler.sample`, in place of those of the slots' grammars."""
         return self._sample(executed, masks)
 
     def _sample(self, executed: Executed, masks: NDArray[np.uint32] | None) -> Ticket:
-        if self._there is not None:
-            return self._sample_there(executed, masks)
+        sample = self._sample_here if self._there is None else self._sample_there
+        own = None if self._matchers is None or masks is not None else self._matchers.masks(executed.rows)
+        if own is None:
+            return sample(executed, masks)._replace(readings=executed.readings)
+        self._containment.refuse(own.failed)
+        ticket = sample(executed, own.masks)
+        return ticket._replace(report=replace(ticket.report, masks=own.digests), readings=executed.readings)
+
+    def _sample_here(self, executed: Executed, masks: NDArray[np.uint32] | None) -> Ticket:
         tokens = np.zeros(len(executed.rows.sample_slots), np.int64)
         logprobs: list[RowLogprob] = []
         for rows, sampled in self._sampled_parts(executed, partial(self._draw, masks=masks)):
             tokens[rows.sample_rows] = sampled.tokens
             if sampled.row_to_logprob:
                 logprobs += row_logprobs(rows, sampled.row_to_logprob)
+            if self._matchers is not None:
+                self._containment.refuse(self._matchers.advance(rows, sampled.tokens))
         packed = b""
         if self._sampler is not None:
             self._hand_out(executed, tokens)
@@ -194,7 +220,7 @@ class StepRunner:
         return Ticket(report, self.queue.event())
 
     def _sample_there(self, executed: Executed, masks: NDArray[np.uint32] | None) -> Ticket:
-        """Do what `sample` does, with tokens that stay on the device."""
+        """Do what `_sample_here` does, with tokens that stay on the device."""
         num_samples = len(executed.rows.sample_slots)
         allocate = partial(torch.zeros, num_samples, dtype=torch.int32, device=self._device)
         tokens = self._containment.insist(allocate)
@@ -224,7 +250,10 @@ class StepRunner:
         if self._sampler_there is None:
             return Ticket(report, self.queue.event())
         copied = self.queue.copy_out(tokens, self.queue.host_memory(tokens))
-        return Ticket(report, copied.event, Results(copied, drawings))
+        if self._matchers is None:
+            return Ticket(report, copied.event, Results(copied, drawings))
+        bound = self._matchers.expect(copied, [drawn.rows for drawn in drawings])
+        return Ticket(report, copied.event, Results(copied, drawings, partial(self._matchers.take, bound)))
 
     def _sampled_parts(
         self, executed: Executed, draw: Callable[[SamplingPart, Tensor], _Sample]
@@ -283,6 +312,7 @@ class StepRunner:
             and not self.batch.in_host[rows.slots].any()
             and not self._slot_to_refusal
             and not self._containment.has_lost_slots
+            and not (self._matchers is not None and self._matchers.bind(rows.sample_slots))
         )
 
     # ---------------------------------------------------------------------- for measurements
@@ -316,6 +346,9 @@ class StepRunner:
             there, _ = self._stage(plan, rows, self._there)
         hidden = torch.zeros(shape, dtype=self._kv.dtype, device=self._device)
         hidden = self._decoder.run_layers(hidden, self._plan(rows, there), most_layers)
+        self._reader.begin(plan)
+        self._reader.read(rows, hidden)
+        self._reader.take()
         if self._groups.is_last_stage and len(rows.sampling):
             last = hidden[to_device(np.cumsum(rows.lengths)[rows.sampling] - 1, self._device)]
             logits = self._decoder.logits(last)
@@ -348,10 +381,14 @@ class StepRunner:
         for slot in plan.free_slots:
             if self._slot_to_refusal.pop(slot, None) is None:
                 sampler.free(slot)
+            if self._matchers is not None:
+                self._matchers.free(slot)
         for start in plan.starts:
             if not self._containment.attempt(partial(_start, sampler, start)):
                 reason = self._containment.reason
                 self._slot_to_refusal |= dict.fromkeys((sample.slot for sample in start.samples), reason)
+            elif self._matchers is not None:
+                self._matchers.start(start)
 
     def _stage(self, plan: StepPlan, rows: PlannedRows, there: DeviceBatch) -> tuple[RowsThere, Tensor]:
         """Copy to the device what a plan changes, and return its rows and its tokens [num_tokens] there."""
@@ -393,6 +430,7 @@ class StepRunner:
             result = self._attempt(part)
             if result is not None:
                 hidden, to_sample = result
+                self._reader.read(part.rows, hidden)
                 done.append(StepPart(part.rows, hidden))
                 sampling += [to_sample] if to_sample.rows.num_sequences else []
             elif part.rows.num_sequences == 1:
