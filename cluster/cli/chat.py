@@ -73,7 +73,7 @@ class Screen(Protocol):
         """Show where a request went."""
 
 
-class Chat:
+class ChatSession:
     """Sends what the user says, and carries out the user's commands."""
 
     def __init__(
@@ -202,7 +202,7 @@ class TerminalScreen:
         self._is_thinking = False
         self._console.print()
         if answer.completion is not None:
-            self.note(figures(answer.completion))
+            self.note(stats_line(answer.completion))
         else:
             self.note("(the answer is not complete)")
 
@@ -223,7 +223,7 @@ def printable(text: str) -> str:
     return "".join(it if it.isprintable() or it in _KEPT_CONTROLS else "\ufffd" for it in text)
 
 
-def figures(completion: Completion) -> str:
+def stats_line(completion: Completion) -> str:
     """Return `48 tokens (length), first after 0.03 s, then 120.0 a second; 64 of 80 prompt tokens cached`."""
     usage, timing = completion.finished.usage, completion.finished.timing
     cached = usage.cached.device + usage.cached.dram + usage.cached.nvme + usage.cached.remote
@@ -297,7 +297,7 @@ def chat_on_terminal(
     """Chat until Ctrl-D. A request that fails is shown, and the chat continues without it."""
     model = chat_model(client.models(), options.model)
     screen = TerminalScreen(console)
-    chat = Chat(client, options, screen, timeout_s, system)
+    chat = ChatSession(client, options, screen, timeout_s, system)
     screen.note(f"{model.name}, {model.max_context_tokens} tokens of context; /help lists the commands")
     editor = LineEditor(history, screen.note)
     try:
@@ -362,7 +362,7 @@ def chat_through_pipe(
 ) -> None:
     """Answer each line that is not empty; the first request that fails ends the chat, and so does Ctrl-C."""
     chat_model(client.models(), options.model)
-    chat = Chat(client, options, screen, timeout_s, system)
+    chat = ChatSession(client, options, screen, timeout_s, system)
     for line in pipe_lines(source):
         answer = chat.take(line)
         if answer is not None and answer.completion is None:

@@ -20,7 +20,15 @@ from rich.console import Console
 from serving import ROOT, environment, tandem
 
 from cluster.api.client import Completion, Turn
-from cluster.cli.chat import Answer, Conversation, PipeScreen, TerminalScreen, figures, pipe_lines, printable
+from cluster.cli.chat import (
+    Answer,
+    Conversation,
+    PipeScreen,
+    TerminalScreen,
+    pipe_lines,
+    printable,
+    stats_line,
+)
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from kvtransfer.common.clock import SystemClock
 
@@ -304,7 +312,7 @@ def test_a_model_cannot_steer_the_terminal() -> None:
 def test_figures_of_an_answer() -> None:
     usage = pb.Usage(prompt_tokens=80, completion_tokens=11, cached=pb.CachedTokens(device=48, nvme=16))
     finished = pb.Finished(usage=usage, timing=pb.Timing(ttft_ms=30, e2e_ms=1030))
-    shown = figures(Completion("r", 1, ("x",), ((1,),), ("stop",), finished))
+    shown = stats_line(Completion("r", 1, ("x",), ((1,),), ("stop",), finished))
     assert shown == "11 tokens (stop), first after 0.03 s, then 10.0 a second; 64 of 80 prompt tokens cached"
 
 
