@@ -13,11 +13,12 @@ from cluster.api.authentication import Authentication
 from cluster.api.grpc_server import Certificate, ClientPort, bind, open_health, open_server
 from cluster.api.servicer import InferenceServicer
 from cluster.config import GatewayConfig
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.proto.tandem.v1 import admin_pb2_grpc, inference_pb2_grpc
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
-ADMIN_NAME = pb.DESCRIPTOR.services_by_name["Admin"].full_name
+ADMIN_NAME = admin_pb.DESCRIPTOR.services_by_name["Admin"].full_name
 _GRACE_S = 1.0
 
 

@@ -24,6 +24,7 @@ from cluster.metrics.admission_stats import AdmissionStats
 from cluster.metrics.ended_request import Summary
 from cluster.metrics.gateway_counters import cached_by_tier, demand_message
 from cluster.metrics.replica_stats import load_of
+from cluster.proto.enums import value_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.roster.messages import GatewayRecord, ReplicaRecord, RosterView
@@ -197,7 +198,7 @@ def delta_of(delta: OutputDelta) -> pb.GenerateResponse:
                 )
                 for item in delta.logprobs
             ],
-            finish_reason=delta.finish,
+            finish_reason=value_of(pb.FinishReason, delta.finish),
         )
     )
 
@@ -207,7 +208,11 @@ def finished_of(summary: Summary) -> pb.GenerateResponse:
     return pb.GenerateResponse(
         finished=pb.Finished(
             samples=[
-                pb.SampleEnd(sample=item.index, finish_reason=item.finish, num_tokens=item.num_tokens)
+                pb.SampleEnd(
+                    sample=item.index,
+                    finish_reason=value_of(pb.FinishReason, item.finish),
+                    num_tokens=item.num_tokens,
+                )
                 for item in summary.samples
             ],
             usage=usage_of(summary),
@@ -281,7 +286,7 @@ def _admission(stats: AdmissionStats) -> admin_pb.AdmissionStatus:
         num_capped=stats.num_capped,
         classes=[
             admin_pb.ClassStatus(
-                name=name,
+                service_class=value_of(pb.ServiceClass, name),
                 num_waiting=it.num_waiting,
                 wait_s=it.wait_s,
                 num_released=it.num_released,
@@ -297,7 +302,7 @@ def _summary(record: ListedRequest, now: float, gateway_id: str) -> pb.RequestSu
     return pb.RequestSummary(
         request_id=record.request_id,
         tenant=record.tenant,
-        state=record.state,
+        state=value_of(pb.RequestState, record.state),
         reason=record.reason,
         age_s=now - record.started_at,
         ttft_ms=_span_ms(record.started_at, record.first_token_at),
@@ -322,7 +327,7 @@ def _explanation(found: FoundRequest) -> pb.ExplainResponse:
         request_id=record.request_id,
         tenant=record.tenant,
         gateway_id=found.gateway_id,
-        state=record.state,
+        state=value_of(pb.RequestState, record.state),
         reason=record.reason,
         decisions=[_decision(item.attempt, item.decision) for item in record.decisions],
         timeline=[
@@ -427,7 +432,7 @@ def _pool(
     limits = config.scaling.pools.get(pool.name) if config.scaling.autoscale else None
     return admin_pb.Pool(
         name=pool.name,
-        role=pool.role,
+        role=value_of(admin_pb.ReplicaRole, pool.role),
         configured=pool.replicas,
         desired=view.desired.get(pool.name, pool.replicas),
         pinned=pool.name in view.pinned,
@@ -522,16 +527,16 @@ def _replica(look: ReplicaLook) -> admin_pb.Replica:
         replica_id=record.identity.replica_id,
         epoch=record.identity.epoch,
         pool=record.pool,
-        role=look.role,
+        role=value_of(admin_pb.ReplicaRole, look.role),
         address=record.address,
-        state=look.state,
+        state=value_of(admin_pb.ReplicaState, look.state),
         note=look.note,
         process_id=record.process_id,
         rank_process_ids=record.rank_process_ids,
         load=load_of(look.load) if look.load else None,
         tp=record.tp,
         stage_layers=[end - start for start, end in record.stages],
-        home_role=record.home_role or record.role,
+        home_role=value_of(admin_pb.ReplicaRole, record.home_role or record.role),
         role_epoch=look.role_epoch,
     )
 

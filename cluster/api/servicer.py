@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+import grpc
 import numpy as np
 
 from cluster.api.authentication import Context, abort, caller_identity, claim
@@ -21,7 +22,8 @@ from cluster.gateway.traffic_splitter import TrafficSplitter
 from cluster.identity.identity import Identity
 from cluster.metrics.ended_request import Caller, Summary
 from cluster.proto.tandem.v1 import inference_pb2 as pb
-from cluster.text.preprocess import Preprocessor, ServingLimits, check_detokenize, check_tokenize
+from cluster.text.preprocess import Preprocessor
+from cluster.text.validation import ServingLimits, check_detokenize, check_tokenize
 from kvtransfer.common.clock import let_others_run
 from kvtransfer.common.faults import Faults
 
@@ -62,6 +64,14 @@ class InferenceServicer:
             await abort(context, error, usage_of(accepted.task.summary()))
         finally:
             accepted.task.abandon()
+
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "embeddings are not served yet")
+        raise AssertionError("abort does not return")
+
+    async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "scores are not served yet")
+        raise AssertionError("abort does not return")
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         try:

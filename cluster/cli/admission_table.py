@@ -10,7 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.cli.terminal import NONE, made_table
+from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 _NUM_CHANGES = 5
 
@@ -36,7 +38,7 @@ def _classes(admissions: list[admin_pb.AdmissionStatus]) -> Table:
     by_name: dict[str, list[admin_pb.ClassStatus]] = {}
     for admission in admissions:
         for each in admission.classes:
-            by_name.setdefault(each.name, []).append(each)
+            by_name.setdefault(name_of(pb.ServiceClass, each.service_class), []).append(each)
     for name, classes in by_name.items():
         refused: Counter[str] = Counter()
         for each in classes:

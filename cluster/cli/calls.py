@@ -21,9 +21,10 @@ from cluster.api.json_text import as_dict, status_json
 from cluster.cli.admission_table import admission_parts
 from cluster.cli.store import members_table, tiers_table
 from cluster.cli.terminal import NONE, err, made_table, traffic_line
+from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.proto.tandem.v1 import inference_pb2 as pb
-from cluster.text.preprocess import check_values
+from cluster.text.validation import check_values
 
 
 async def generate(
@@ -179,7 +180,8 @@ def status_view(
 
 def explain_view(explained: pb.ExplainResponse) -> Group:
     """Show every decision with its candidates, the chosen ones marked, and the timeline."""
-    end = f"{explained.state}: {explained.reason}" if explained.reason else explained.state
+    state = name_of(pb.RequestState, explained.state)
+    end = f"{state}: {explained.reason}" if explained.reason else state
     parts: list[RenderableType] = [Text(f"{explained.request_id}: {end}\n")]
     for decision in explained.decisions:
         parts += [_candidate_table(decision)]
@@ -230,11 +232,14 @@ def _replica_table(replicas: Sequence[admin_pb.Replica]) -> Table:
     table = made_table("replicas", "replica", "role", "state", numbers=numbers)
     for replica in replicas:
         load = replica.load
-        home = f" (of {replica.home_role})" if replica.home_role not in ("", replica.role) else ""
+        role = name_of(admin_pb.ReplicaRole, replica.role)
+        home = ""
+        if replica.home_role not in (admin_pb.REPLICA_ROLE_UNSPECIFIED, replica.role):
+            home = f" (of {name_of(admin_pb.ReplicaRole, replica.home_role)})"
         table.add_row(
             replica.replica_id,
-            "\n".join(filter(None, (f"{replica.role}{home}", _shape(replica), load.backend))),
-            replica.state,
+            "\n".join(filter(None, (f"{role}{home}", _shape(replica), load.backend))),
+            name_of(admin_pb.ReplicaState, replica.state),
             f"{load.num_running}/{load.num_waiting}",
             f"{load.num_free_blocks}/{load.num_total_blocks}",
             str(load.num_cached_blocks),
@@ -386,7 +391,7 @@ def pool_parts(status: admin_pb.StatusResponse) -> list[RenderableType]:
         late = pool.num_ready != pool.desired
         table.add_row(
             pool.name,
-            pool.role,
+            name_of(admin_pb.ReplicaRole, pool.role),
             _chosen_by(pool),
             str(pool.configured),
             str(pool.desired),

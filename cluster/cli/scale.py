@@ -37,6 +37,7 @@ from cluster.errors import (
     ScaleTimeoutError,
     UnknownPoolError,
 )
+from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.scaling.headroom import add_up, amount_text
 from cluster.scaling.orders import plan_order
@@ -296,7 +297,7 @@ def plan_scale(
         recalled=tuple(
             replica.replica_id
             for replica in (status.replicas if status is not None and has_change else ())
-            if replica.home_role not in ("", replica.role)
+            if replica.home_role not in (admin_pb.REPLICA_ROLE_UNSPECIFIED, replica.role)
         ),
         reply=reply,
         has_status=status is not None,
@@ -344,11 +345,11 @@ def plan_json(plan: ScalePlan) -> dict[str, Any]:
 def _affected_pool(change: admin_pb.PoolChange, status: admin_pb.StatusResponse | None) -> AffectedPool:
     if status is None:
         return AffectedPool(change, "", None, None)
-    role = next((it.role for it in status.pools if it.name == change.name), "")
+    role = next((name_of(admin_pb.ReplicaRole, it.role) for it in status.pools if it.name == change.name), "")
     loads = sorted(
         replica.load.num_running + replica.load.num_waiting
         for replica in status.replicas
-        if replica.pool == change.name and replica.state == "ready"
+        if replica.pool == change.name and replica.state == admin_pb.REPLICA_STATE_READY
     )
     num_leaving = max(0, len(loads) - change.after)
     return AffectedPool(change, role, sum(loads[:num_leaving]), sum(loads[len(loads) - num_leaving :]))

@@ -12,6 +12,7 @@ from cluster.api.admin_client import AdminClient
 from cluster.api.channel import ClientCredentials
 from cluster.config import ClusterConfig
 from cluster.errors import CallError
+from cluster.proto.enums import value_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.scaling.config import ScalingConfig
 from cluster.serve.machine import Machine
@@ -208,7 +209,12 @@ class Live:
                 yield node.member.host, tier, before
 
     def of_role(self, *roles: str) -> list[admin_pb.Replica]:
-        return [item for item in self.status.replicas if item.role in roles and item.state == "ready"]
+        wanted = {value_of(admin_pb.ReplicaRole, role) for role in roles}
+        return [
+            item
+            for item in self.status.replicas
+            if item.role in wanted and item.state == admin_pb.REPLICA_STATE_READY
+        ]
 
 
 async def look(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from cluster.doctor.checks import Check, CheckResult, Figures, Live, error, note, ok, warning
+from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 
 GROUP = "serving"
@@ -28,12 +29,12 @@ class Cause(NamedTuple):
 def route(live: Live) -> Iterator[CheckResult]:
     status = live.status
     if status.ready:
-        num_ready = sum(item.state == "ready" for item in status.replicas)
+        num_ready = sum(item.state == admin_pb.REPLICA_STATE_READY for item in status.replicas)
         yield ok(f"requests can be served; {num_ready} replicas are ready")
         return
-    states = ", ".join(f"{item.replica_id} {item.state}" for item in status.replicas) or "no replica is known"
+    states = [f"{it.replica_id} {name_of(admin_pb.ReplicaState, it.state)}" for it in status.replicas]
     yield error(
-        f"no request can be served: {states}",
+        f"no request can be served: {', '.join(states) or 'no replica is known'}",
         "a request needs a ready replica that decodes",
         "see the replicas' notes here and their worker-*.err logs; while a model loads, wait",
     )

@@ -15,7 +15,7 @@ from kvtransfer.common.health import backoff_s
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import RouteRequest
 from workers.messages.link import HandOverTarget, IsolationReport, Move, SampleState, Submission, TokenDelta
-from workers.messages.sampling import TokenLogprob
+from workers.messages.sampling import PackedLogprobs, TokenLogprob
 
 # Retries: which replicas to avoid, and whether the request itself breaks them.
 
@@ -304,6 +304,26 @@ class OutputDelta:
     text: str
     logprobs: tuple[TokenLogprob, ...]
     finish: str
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobsDelta:
+    """Log-probabilities of the prompt's tokens [first_index, first_index + n), for the client. They come in
+    order, from index 1 to the prompt's end, before any token of output."""
+
+    first_index: int
+    logprobs: PackedLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingDelta:
+    """The embedding of the prompt, for the client: float32 [hidden_size], not normalized. It is all the
+    output of a request with `pooling`."""
+
+    vector: bytes
+
+
+Output = OutputDelta | PromptLogprobsDelta | EmbeddingDelta
 
 
 class SampleOutput:

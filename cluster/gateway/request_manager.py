@@ -45,9 +45,11 @@ from cluster.identity.identity import Identity
 from cluster.identity.resume_tokens import ResumeTokens, resume_digest
 from cluster.metrics.ended_request import Caller, EndedRequest, Observer, RoutedAttempt, TimelineEntry
 from cluster.metrics.gateway_counters import GatewayCounters
+from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import inference_pb2 as pb
-from cluster.text.preprocess import PreparedRequest, Preprocessor, ServingLimits, check_request
+from cluster.text.preprocess import PreparedRequest, Preprocessor
 from cluster.text.tokenizer import SampleText
+from cluster.text.validation import ServingLimits, check_request
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.codec import Part
 from kvtransfer.common.clock import Clock
@@ -287,7 +289,7 @@ class RequestManager:
     def _service_class(self, request: pb.GenerateRequest, identity: Identity) -> ServiceClass:
         """Return the class of the request; raise `InvalidRequestError` where its tenant may not name it."""
         limits = self._auth.limits(request.tenant)
-        named = request.service_class
+        named = name_of(pb.ServiceClass, request.service_class)
         if not named:
             return limits.default_class
         if limits.classes and named not in limits.classes:

@@ -12,6 +12,7 @@ from cluster.metrics.gateway_metrics import ADMISSION, CLASSES
 from cluster.metrics.metric import BATCH_SIZE
 from cluster.metrics.registry import MetricsRegistry
 from cluster.metrics.replica_metrics import STORES
+from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from kvtransfer.store.messages import StoreStat
 from workers.stats_record import ReplicaStats
@@ -92,7 +93,9 @@ class GatewayMetrics:
                 self._registry.histogram(name, histogram.cumulative(), histogram.total, **labels)
 
     def _update_pools(self, counters: GatewayCounters, status: admin_pb.StatusResponse) -> None:
-        counts = Counter((replica.pool, replica.state) for replica in status.replicas)
+        counts = Counter(
+            (replica.pool, name_of(admin_pb.ReplicaState, replica.state)) for replica in status.replicas
+        )
         for pool in status.pools:
             for state in _REPLICA_STATES:
                 self._registry.set("pool_replicas", counts[pool.name, state], pool=pool.name, state=state)

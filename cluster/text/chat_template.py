@@ -13,7 +13,6 @@ import json
 import resource
 import socket
 import sys
-from collections.abc import Sequence
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -37,6 +36,8 @@ from workers.model.model_config import read_json
 _RENDER_TIMEOUT_S = 5.0
 _START_TIMEOUT_S = 30.0
 _MAX_MEMORY_BYTES = 1 << 30
+# Follows the content of a final message that is continued; the text ends there.
+_OPEN_END = "\ue000continued\ue000"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Whatever else a template makes Python raise ends the child, which the parent reports and replaces.
 _RENDER_ERRORS = (
@@ -52,11 +53,42 @@ _RENDER_ERRORS = (
 )
 
 
+class CalledTool(Part, frozen=True):
+    """A tool call in an assistant's turn; `arguments` is JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
 class ChatTurn(Part, frozen=True):
     """One message of a conversation."""
 
     role: str
     content: str
+    reasoning: str = ""
+    tool_calls: tuple[CalledTool, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+
+
+class ChatTool(Part, frozen=True):
+    """A function that the model may call; `parameters_json` is the JSON schema of its arguments ("": any)."""
+
+    name: str
+    description: str = ""
+    parameters_json: str = ""
+
+
+class Chat(Part, frozen=True):
+    """A conversation, and how it is rendered. `template_args_json` is a JSON object of further variables."""
+
+    turns: tuple[ChatTurn, ...]
+    tools: tuple[ChatTool, ...] = ()
+    add_generation_prompt: bool = True
+    # The last turn is left open.
+    continue_final_message: bool = False
+    template_args_json: str = ""
 
 
 class ChatTemplate(Part, frozen=True):
@@ -70,8 +102,7 @@ class RenderOrder(Message, frozen=True):
     """Parent to child. `wall_s` is what `strftime_now` shows; times and sizes are bounds."""
 
     template: ChatTemplate
-    turns: tuple[ChatTurn, ...]
-    add_generation_prompt: bool
+    chat: Chat
     wall_s: float
     max_chars: int
     max_cpu_s: int
@@ -127,14 +158,11 @@ class ChatRenderer:
         self._turn = asyncio.Lock()
         self._child: _Child | None = None
 
-    async def render(
-        self, turns: Sequence[ChatTurn], *, add_generation_prompt: bool, wall_s: float, max_chars: int
-    ) -> str:
+    async def render(self, chat: Chat, *, wall_s: float, max_chars: int) -> str:
         """The prompt's text; `TemplateError` says what the template did."""
         order = RenderOrder(
             template=self._template,
-            turns=tuple(turns),
-            add_generation_prompt=add_generation_prompt,
+            chat=chat,
             wall_s=wall_s,
             max_chars=max_chars,
             max_cpu_s=int(self._render_timeout_s) + 1,
@@ -196,7 +224,7 @@ class _Child:
                 *(sys.executable, "-m", "cluster.text.chat_template", str(theirs.fileno())),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
-                cwd=Path(__file__).parents[1],
+                cwd=Path(__file__).parents[2],
                 env={},
             )
         child = cls(process, await frame_stream(ours, "chat template"))
@@ -237,12 +265,14 @@ class _TemplateNamespace(jinja2.utils.Namespace):
 def render(order: RenderOrder) -> Rendered | RenderRefused:
     """What the child does with an order: as transformers' `apply_chat_template`, plus the bound of output."""
     try:
+        chat = order.chat
         context: dict[str, Any] = {
             **order.template.special_tokens,
-            "messages": [{"role": turn.role, "content": turn.content} for turn in order.turns],
-            "tools": None,
             "documents": None,
-            "add_generation_prompt": order.add_generation_prompt,
+            **(json.loads(chat.template_args_json) if chat.template_args_json else {}),
+            "messages": _messages(chat),
+            "tools": [_tool(tool) for tool in chat.tools] or None,
+            "add_generation_prompt": chat.add_generation_prompt,
             "strftime_now": lambda pattern: datetime.fromtimestamp(order.wall_s).strftime(pattern),
         }
         pieces: list[str] = []
@@ -254,7 +284,45 @@ def render(order: RenderOrder) -> Rendered | RenderRefused:
             pieces.append(piece)
     except _RENDER_ERRORS as error:
         return RenderRefused(f"{type(error).__name__}: {str(error)[:500]}")
-    return Rendered("".join(pieces))
+    text = "".join(pieces)
+    if not order.chat.continue_final_message:
+        return Rendered(text)
+    before, mark, _ = text.rpartition(_OPEN_END)
+    return Rendered(before) if mark else RenderRefused("it does not show the final message, to be continued")
+
+
+def _messages(chat: Chat) -> list[dict[str, Any]]:
+    """The turns as templates know them; the end of one to be continued is marked."""
+    messages = [_message(turn) for turn in chat.turns]
+    if chat.continue_final_message:
+        messages[-1]["content"] += _OPEN_END
+    return messages
+
+
+def _message(turn: ChatTurn) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": turn.role, "content": turn.content}
+    if turn.reasoning:
+        message["reasoning_content"] = turn.reasoning
+    if turn.tool_calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.loads(call.arguments or "{}")},
+            }
+            for call in turn.tool_calls
+        ]
+    if turn.tool_call_id:
+        message["tool_call_id"] = turn.tool_call_id
+    if turn.name:
+        message["name"] = turn.name
+    return message
+
+
+def _tool(tool: ChatTool) -> dict[str, Any]:
+    parameters = json.loads(tool.parameters_json) if tool.parameters_json else {"type": "object"}
+    function = {"name": tool.name, "description": tool.description, "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 @lru_cache(maxsize=4)

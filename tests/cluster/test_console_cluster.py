@@ -134,7 +134,8 @@ def shown_rows(browser: Browser) -> list[tuple[str, str, str, str]]:
 
 
 def ready_decodes(status: admin_pb.StatusResponse) -> set[str]:
-    return {it.replica_id for it in status.replicas if it.pool == "decode" and it.state == "ready"}
+    ready = admin_pb.REPLICA_STATE_READY
+    return {it.replica_id for it in status.replicas if it.pool == "decode" and it.state == ready}
 
 
 def test_the_page_shows_what_the_command_line_says(cluster: RunningCluster, browser: Browser) -> None:

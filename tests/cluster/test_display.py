@@ -94,7 +94,12 @@ def test_sizes_are_short(num_bytes: float, text: str) -> None:
 
 def status(age_s: float) -> admin_pb.StatusResponse:
     load = admin_pb.Load(num_free_blocks=1024, num_total_blocks=1024, age_s=age_s)
-    replica = admin_pb.Replica(replica_id="prefill-abcd1234", role="prefill", state="connecting", load=load)
+    replica = admin_pb.Replica(
+        replica_id="prefill-abcd1234",
+        role=admin_pb.REPLICA_ROLE_PREFILL,
+        state=admin_pb.REPLICA_STATE_CONNECTING,
+        load=load,
+    )
     return admin_pb.StatusResponse(model=pb.Model(name="m"), replicas=[replica], num_cancelled_requests=7)
 
 
@@ -123,8 +128,8 @@ def test_shapes_and_the_matrix_of_paths_are_whole_in_80_columns() -> None:
     targets = [f"decode-{number}-abcd1234" for number in range(7)]
     writer = admin_pb.Replica(
         replica_id="prefill-abcd1234",
-        role="prefill",
-        state="ready",
+        role=admin_pb.REPLICA_ROLE_PREFILL,
+        state=admin_pb.REPLICA_STATE_READY,
         tp=2,
         stage_layers=[2, 4],
         load=admin_pb.Load(
@@ -135,7 +140,11 @@ def test_shapes_and_the_matrix_of_paths_are_whole_in_80_columns() -> None:
     paths += [path(1, targets[-1], "shm", 3.25), path(0, targets[-1], "tcp", 0.75, "shm is 0.1 GB/s")]
     written = admin_pb.ReplicaPaths(replica_id=writer.replica_id, paths=paths)
     reader = admin_pb.Replica(
-        replica_id="decode-0-abcd1234", role="decode", state="ready", tp=1, stage_layers=[6]
+        replica_id="decode-0-abcd1234",
+        role=admin_pb.REPLICA_ROLE_DECODE,
+        state=admin_pb.REPLICA_STATE_READY,
+        tp=1,
+        stage_layers=[6],
     )
     text = shown(status_view(admin_pb.StatusResponse(replicas=[writer, reader]), paths=[written]))
     assert "…" not in text
@@ -155,7 +164,9 @@ def test_a_missing_path_is_shown_with_its_reason() -> None:
     missing = admin_pb.Path(
         peer_replica_id="decode-abcd1234", instead_of="shm: 4 GB/s is below the floor of 9 GB/s"
     )
-    replica = admin_pb.Replica(replica_id="prefill-abcd1234", role="prefill", state="ready")
+    replica = admin_pb.Replica(
+        replica_id="prefill-abcd1234", role=admin_pb.REPLICA_ROLE_PREFILL, state=admin_pb.REPLICA_STATE_READY
+    )
     written = admin_pb.ReplicaPaths(replica_id=replica.replica_id, paths=[missing])
     text = shown(status_view(admin_pb.StatusResponse(replicas=[replica]), paths=[written])).split(
         "paths (", 1
@@ -189,7 +200,10 @@ def test_stores_are_shown_as_processes_and_as_tiers() -> None:
 def test_a_long_name_folds_and_is_not_cut_off() -> None:
     name = "a-pool-with-quite-a-long-name-for-a-name-abcd1234"
     replica = admin_pb.Replica(
-        replica_id=name, role="both", state="connecting", load=admin_pb.Load(num_cached_blocks=77)
+        replica_id=name,
+        role=admin_pb.REPLICA_ROLE_BOTH,
+        state=admin_pb.REPLICA_STATE_CONNECTING,
+        load=admin_pb.Load(num_cached_blocks=77),
     )
     text = shown(status_view(admin_pb.StatusResponse(replicas=[replica])))
     assert "…" not in text

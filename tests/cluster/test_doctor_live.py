@@ -26,7 +26,7 @@ def test_a_good_cluster_has_no_symptom() -> None:
 def test_no_route_is_an_error_that_names_the_states() -> None:
     def broken(status: admin_pb.StatusResponse) -> None:
         status.ready = False
-        status.replicas[1].state = "connecting"
+        status.replicas[1].state = admin_pb.REPLICA_STATE_CONNECTING
 
     result = only(serving.route, live(broken))
     assert result.severity is ERROR
@@ -142,7 +142,7 @@ def test_other_causes_of_slow_decoding() -> None:
         status.replicas[1].load.num_running = 64
 
     def away(status: admin_pb.StatusResponse) -> None:
-        status.replicas[1].state = "connecting"
+        status.replicas[1].state = admin_pb.REPLICA_STATE_CONNECTING
 
     assert pace(preempted, before=False).figures["cause"] == "sequences are preempted"
     assert pace(preempted).figures["cause"] == "steps take that long"  # none of them just now

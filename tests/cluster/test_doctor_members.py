@@ -7,6 +7,7 @@ from doctor_harness import NOW, live, only, said
 
 from cluster.doctor import kv_cache, members
 from cluster.doctor.checks import GatewayReply, Severity
+from cluster.proto.enums import value_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 
 OK, NOTE, WARNING, ERROR = Severity
@@ -95,7 +96,7 @@ def test_blocks_that_are_not_stored_are_noted_by_cause() -> None:
 )
 def test_replicas_that_are_not_ready_are_reported(state: str, age_s: float, severity: Severity) -> None:
     def change(status: admin_pb.StatusResponse) -> None:
-        status.replicas[1].state = state
+        status.replicas[1].state = value_of(admin_pb.ReplicaState, state)
         status.replicas[1].load.age_s = age_s
 
     assert [each for each, _ in said(members.replicas, live(change))] == [severity, OK]

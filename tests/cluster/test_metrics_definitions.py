@@ -126,7 +126,7 @@ def replica_metrics(recorder: Recorder) -> ReplicaMetrics:
 
 def gateway_status(*moves: admin_pb.ScalingMove) -> admin_pb.StatusResponse:
     return admin_pb.StatusResponse(
-        replicas=[admin_pb.Replica(replica_id="decode-a", pool="decode", state="ready")],
+        replicas=[admin_pb.Replica(replica_id="decode-a", pool="decode", state=admin_pb.REPLICA_STATE_READY)],
         pools=[admin_pb.Pool(name="decode", desired=2, pinned=True, num_lent=1)],
         moves=moves,
     )

@@ -18,6 +18,7 @@ import pytest
 from callers import Issuer, bearing, jwt_config, key_of
 from console_harness import ConsoleHarness
 from gateway_harness import PROMPT, GatewayHarness
+from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from listeners import KINDS, ListenerProcess
@@ -58,6 +59,7 @@ def row(known: str, *, other: Any, viewer: Any, operator: Any, replayed: Any = N
 
 SERVICES = (
     *pb.DESCRIPTOR.services_by_name.values(),
+    *admin_pb.DESCRIPTOR.services_by_name.values(),
     health_pb2.DESCRIPTOR.services_by_name["Health"],
     reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"],
 )
@@ -77,6 +79,8 @@ RPCS: dict[str, Row] = {
     f"{INFERENCE}Generate": row(
         UNKNOWN, other="OK", viewer=FORBIDDEN, operator=FORBIDDEN, replayed=FORBIDDEN
     ),
+    f"{INFERENCE}Embed": row(UNKNOWN, other="UNIMPLEMENTED", viewer=FORBIDDEN, operator=FORBIDDEN),
+    f"{INFERENCE}Score": row(UNKNOWN, other="UNIMPLEMENTED", viewer=FORBIDDEN, operator=FORBIDDEN),
     f"{INFERENCE}Tokenize": USERS,
     f"{INFERENCE}Detokenize": USERS,
     f"{INFERENCE}ListModels": USERS,
@@ -194,7 +198,7 @@ class Siege:
         those for operators and viewers."""
         request, token = REQUESTS.get(path), self.credentials[caller]
         if request is None:
-            request = getattr(pb, METHODS[path].input_type.name, health_pb2.HealthCheckRequest)()
+            request = GetMessageClass(METHODS[path].input_type)()
         if path == f"{INFERENCE}Generate":
             request = pb.GenerateRequest.FromString(request.SerializeToString())
             request.request_id = f"try-{caller.replace(' ', '-')}"

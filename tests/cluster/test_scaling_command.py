@@ -42,6 +42,7 @@ from cluster.errors import (
     ScaleTimeoutError,
     UnknownPoolError,
 )
+from cluster.proto.enums import value_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.scaling.headroom import make_headroom
 from cluster.scaling.serve_client import ServeClient
@@ -64,14 +65,17 @@ def status(*loads: tuple[str, str, int]) -> admin_pb.StatusResponse:
             admin_pb.Replica(
                 replica_id=f"{pool}-{number}",
                 pool=pool,
-                role=role,
-                home_role=pool,
-                state="ready",
+                role=value_of(admin_pb.ReplicaRole, role),
+                home_role=value_of(admin_pb.ReplicaRole, pool),
+                state=admin_pb.REPLICA_STATE_READY,
                 load=admin_pb.Load(num_running=running),
             )
             for number, (pool, role, running) in enumerate(loads)
         ],
-        pools=[admin_pb.Pool(name=name, role=name) for name in ("prefill", "decode")],
+        pools=[
+            admin_pb.Pool(name=name, role=value_of(admin_pb.ReplicaRole, name))
+            for name in ("prefill", "decode")
+        ],
     )
 
 
@@ -327,7 +331,13 @@ async def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_status_shows_counts_pins_lent_replicas_and_moves() -> None:
     pool = admin_pb.Pool(
-        name="decode", role="decode", configured=1, desired=3, pinned=True, num_ready=2, num_lent=1
+        name="decode",
+        role=admin_pb.REPLICA_ROLE_DECODE,
+        configured=1,
+        desired=3,
+        pinned=True,
+        num_ready=2,
+        num_lent=1,
     )
     move = admin_pb.ScalingMove(at=0.0, pool="decode", before=1, after=3, by="operator", reason="curl")
     text = shown(*pool_parts(admin_pb.StatusResponse(pools=[pool], moves=[move])))

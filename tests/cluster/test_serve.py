@@ -19,6 +19,7 @@ from serving import TINY, RunningCluster, free_port, object_store_counters, tand
 
 from cluster.api.blocking_client import BlockingAdminClient, BlockingClient
 from cluster.api.client import GenerateOptions
+from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 
@@ -69,7 +70,8 @@ def store_is_open(admin: BlockingAdminClient) -> bool:
 
 
 def roles(status: admin_pb.StatusResponse) -> list[str]:
-    return sorted(replica.role for replica in status.replicas if replica.state == "ready")
+    ready = [it for it in status.replicas if it.state == admin_pb.REPLICA_STATE_READY]
+    return sorted(name_of(admin_pb.ReplicaRole, replica.role) for replica in ready)
 
 
 def measured_paths(cluster: RunningCluster) -> list[admin_pb.Path]:

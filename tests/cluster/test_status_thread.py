@@ -12,6 +12,7 @@ from gateway_harness import FINGERPRINT, Pair
 
 from cluster.api.replies import STATUS_S, Fresh, StatusThread
 from cluster.gateway.replica_connections import ReplicaState, ReplicaView
+from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.roster.messages import ReplicaRecord
 from kvtransfer.common.clock import ManualClock
@@ -75,7 +76,10 @@ async def test_only_replicas_that_changed_are_built_anew(thread: StatusThread) -
     views.append(view("d4"))
     third = await looked(13.0)
     assert thread.num_built == 7
-    assert [(it.replica_id, it.state, it.load.num_running) for it in third.replicas] == [
+    assert [
+        (it.replica_id, name_of(admin_pb.ReplicaState, it.state), it.load.num_running)
+        for it in third.replicas
+    ] == [
         ("d0", "ready", 0),
         ("d1", "ready", 7),
         ("d2", "leaving", 0),

@@ -94,7 +94,9 @@ async def load(client: Client, process_id: int) -> tuple[list[Timed], float]:
 
 def all_used(status: admin_pb.StatusResponse) -> bool:
     """Whether every replica is ready, and none is avoided."""
-    return [(it.state, it.note) for it in status.replicas] == [("ready", "")] * NUM_REPLICAS
+    return [(it.state, it.note) for it in status.replicas] == [
+        (admin_pb.REPLICA_STATE_READY, "")
+    ] * NUM_REPLICAS
 
 
 def p99_s(requests: Sequence[Timed]) -> float:

@@ -134,7 +134,7 @@ async def test_requests_of_others_are_not_explained(scene: Scene) -> None:
         await scene.nobody.explain(VICTIM)
     with pytest.raises(CallError, match="PERMISSION_DENIED"):
         await scene.admin.explain(VICTIM)
-    assert (await scene.acme.explain(VICTIM)).state == "running"
+    assert (await scene.acme.explain(VICTIM)).state == pb.REQUEST_STATE_RUNNING
 
 
 async def test_naming_a_tenant_does_not_explain_its_requests(scene: Scene) -> None:
@@ -180,7 +180,7 @@ async def test_the_same_id_of_another_tenant_is_another_request(scene: Scene) ->
     done = await scene.mallory.complete(PROMPT, options)
     assert list(done.token_ids[0]) == expected(2, 3)
     explained = await scene.mallory.explain(VICTIM)
-    assert (explained.tenant, explained.state) == ("mallory", "finished")
+    assert (explained.tenant, explained.state) == ("mallory", pb.REQUEST_STATE_FINISHED)
     assert (await scene.acme.explain(VICTIM)).tenant == "acme"
     with pytest.raises(CallError, match="ALREADY_EXISTS"):
         await scene.acme.complete(PROMPT, options)

@@ -165,7 +165,7 @@ async def test_a_request_without_an_id_gets_one_and_can_be_explained(apps: TwoAp
     done = await client.complete(PROMPT, GenerateOptions(max_tokens=3, model="m"))
     assert chr(done.token_ids[0][0]) == "B"
     explained = await client.explain(done.request_id)
-    assert explained.state == "finished"
+    assert explained.state == pb.REQUEST_STATE_FINISHED
     assert explained.decisions[0].decode == "e0"
     with pytest.raises(CallError, match="NOT_FOUND"):
         await client.explain("unheard-of")

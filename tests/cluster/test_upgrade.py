@@ -163,7 +163,8 @@ class Watch:
 
 
 def ready(status: admin_pb.StatusResponse, pool: str) -> frozenset[str]:
-    return frozenset(it.replica_id for it in status.replicas if it.pool == pool and it.state == "ready")
+    ready = admin_pb.REPLICA_STATE_READY
+    return frozenset(it.replica_id for it in status.replicas if it.pool == pool and it.state == ready)
 
 
 def lives(status: admin_pb.StatusResponse, pool: str) -> set[tuple[str, int, int]]:

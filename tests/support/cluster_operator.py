@@ -62,7 +62,7 @@ def ready(pool: str, num_replicas: int) -> Callable[[admin_pb.StatusResponse], b
 
     def holds(status: admin_pb.StatusResponse) -> bool:
         states = [replica.state for replica in status.replicas if replica.pool == pool]
-        return states == ["ready"] * num_replicas
+        return states == [admin_pb.REPLICA_STATE_READY] * num_replicas
 
     return holds
 

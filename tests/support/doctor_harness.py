@@ -9,6 +9,7 @@ from typing import Any
 
 from cluster.config import ClusterConfig, parse_config
 from cluster.doctor.checks import CheckContext, CheckResult, Expected, GatewayReply, Live, Severity
+from cluster.proto.enums import value_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.serve.machine import KernelClock, Machine
 from cluster.serve.memory import ClusterNeed, needs_of
@@ -138,8 +139,8 @@ def replica(name: str, role: str) -> admin_pb.Replica:
         replica_id=name,
         epoch=int(NOW * 1000) - _DAY_MS,
         pool=role,
-        role=role,
-        state="ready",
+        role=value_of(admin_pb.ReplicaRole, role),
+        state=admin_pb.REPLICA_STATE_READY,
         load=admin_pb.Load(
             num_free_blocks=500,
             num_total_blocks=1000,
@@ -164,8 +165,12 @@ def status() -> admin_pb.StatusResponse:
         ready=True,
         authentication="required",
         pools=[
-            admin_pb.Pool(name="prefill", role="prefill", configured=1, desired=1, num_ready=1),
-            admin_pb.Pool(name="decode", role="decode", configured=1, desired=1, num_ready=1),
+            admin_pb.Pool(
+                name="prefill", role=admin_pb.REPLICA_ROLE_PREFILL, configured=1, desired=1, num_ready=1
+            ),
+            admin_pb.Pool(
+                name="decode", role=admin_pb.REPLICA_ROLE_DECODE, configured=1, desired=1, num_ready=1
+            ),
         ],
         wall_time_s=NOW,
         recent=admin_pb.RecentRequests(

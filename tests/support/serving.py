@@ -22,6 +22,7 @@ from patience import SETTLE_S, START_S, WAIT_S
 from benchmarks.random_checkpoint import write_random_checkpoint
 from cluster.api.blocking_client import BlockingAdminClient
 from cluster.errors import CallError
+from cluster.proto.enums import value_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from kvtransfer.common.clock import SystemClock
 
@@ -139,7 +140,11 @@ class RunningCluster:
 
     def replica(self, role: str) -> admin_pb.Replica:
         """The first replica of this role."""
-        return next(replica for replica in self.status().replicas if replica.role == role)
+        return next(
+            replica
+            for replica in self.status().replicas
+            if replica.role == value_of(admin_pb.ReplicaRole, role)
+        )
 
     def wait_for(
         self, condition: Callable[[admin_pb.StatusResponse], bool], timeout_s: float = SETTLE_S

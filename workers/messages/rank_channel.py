@@ -14,7 +14,7 @@ from kvtransfer.messages import (
 )
 from kvtransfer.rpc.trust import TrustFiles
 from kvtransfer.store.messages import StoreOrder, StoreReport
-from workers.messages.sampling import SamplingParams, TokenLogprob
+from workers.messages.sampling import PackedLogprobs, SamplingParams, TokenLogprob
 from workers.stats_record import DeviceMemory
 
 # ---------------------------------------------------------------------------------------------- start
@@ -168,13 +168,24 @@ class TableChange(Part, frozen=True):
     block_ids: bytes
 
 
+class PromptTargets(Part, frozen=True):
+    """Log-probabilities are asked for of these `tokens` (uint32) of a prompt, and of the `num_top` most
+    likely in their places: each from the logits of the position before it, the first from those of position
+    `start`."""
+
+    start: int
+    tokens: bytes
+    num_top: int
+
+
 class BatchEntry(Part, frozen=True):
     """Compute `num_tokens` tokens of one sequence from position `start`: a chunk of a prompt, or the first
     token that a slot computes after its start.
 
     `sample_slots` are the slots that sample from the last position's logits: none for a chunk that is not the
     prompt's last, one normally, n when n samples fork from one prompt. All slots that are named continue
-    behind the last position, which the block table of `slot` covers.
+    behind the last position, which the block table of `slot` covers. With `pools`, the hidden state of the
+    last position is asked for in place of a sample.
     """
 
     slot: int
@@ -182,6 +193,8 @@ class BatchEntry(Part, frozen=True):
     num_tokens: int
     tokens: bytes
     sample_slots: tuple[int, ...]
+    targets: PromptTargets | None = None
+    pools: bool = False
 
 
 class BlockCopy(Part, frozen=True):
@@ -232,6 +245,21 @@ class RowLogprob(Part, frozen=True):
     logprob: TokenLogprob
 
 
+class EntryLogprobs(Part, frozen=True):
+    """The log-probabilities of the `targets` of entry `index` of the plan."""
+
+    index: int
+    logprobs: PackedLogprobs
+
+
+class EntryEmbedding(Part, frozen=True):
+    """The hidden state after the final norm of the last position of entry `index` of the plan, which `pools`:
+    float32 `vector` [hidden_size]."""
+
+    index: int
+    vector: bytes
+
+
 class FailedEntry(Part, frozen=True):
     """Sequence `index` of the plan, of its entries and then of its decodes, was not computed; "" where
     another rank knows why."""
@@ -243,8 +271,9 @@ class FailedEntry(Part, frozen=True):
 class StepReport(Message, frozen=True):
     """Rank to engine core: its part of the step is done and its KV is in the pool, except that of `failed`
     entries. Only the sampling rank has `tokens`: uint32, a row for each of the plan's `sample_slots`, 0 where
-    it failed. `logprobs` are those of the rows for which they were asked. Times are the rank's monotonic
-    clock: when its input was there, and when its part was done."""
+    it failed. `logprobs` are those of the rows for which they were asked, and `prompt_logprobs` and
+    `embeddings` those of entries; an entry that failed has none. Times are the rank's monotonic clock: when
+    its input was there, and when its part was done."""
 
     step: int
     tokens: bytes
@@ -256,6 +285,8 @@ class StepReport(Message, frozen=True):
     # earlier step which this plan had not known of.
     failed: tuple[FailedEntry, ...] = ()
     logprobs: tuple[RowLogprob, ...] = ()
+    prompt_logprobs: tuple[EntryLogprobs, ...] = ()
+    embeddings: tuple[EntryEmbedding, ...] = ()
 
 
 class StepProgress(Message, frozen=True):

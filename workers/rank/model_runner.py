@@ -45,7 +45,8 @@ from workers.rank.device_queue import DeviceQueue, make_queue, take_device
 from workers.rank.input_batch import InputBatch
 from workers.rank.memory_profile import MemoryMeter, MemoryProfile, largest_steps, trial_blocks
 from workers.rank.probe import device_memory
-from workers.rank.step_runner import Executed, StepRunner
+from workers.rank.step_parts import Executed
+from workers.rank.step_runner import StepRunner
 from workers.rank.tickets import MOST_LAUNCHED, Ticket, launched
 
 _log = logging.getLogger("tandem.rank")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -43,57 +43,8 @@ from workers.rank.device_sampler import DeviceSampler, Drawn, make_device_sample
 from workers.rank.input_batch import InputBatch, InputTokens, PlannedRows
 from workers.rank.progress import Progress, StepFaults
 from workers.rank.sampler import Sampled, Sampler
+from workers.rank.step_parts import Executed, SamplingPart, StepPart
 from workers.rank.tickets import DrawnRows, Results, Ticket, row_logprobs
-
-
-class _Part(NamedTuple):
-    """Sequences of a step and the inputs of all their tokens, one sequence after another: token ids [T], or
-    hidden states [T, C]. `there` are the rows on the device, where they are known to it already."""
-
-    rows: PlannedRows
-    inputs: Tensor
-    there: RowsThere | None = None
-
-    def only(self, kept: NDArray[np.bool_]) -> _Part:
-        """The part with the sequences that `kept` marks."""
-        if kept.all():
-            return self
-        tokens = torch.from_numpy(np.flatnonzero(np.repeat(kept, self.rows.lengths)))
-        return _Part(self.rows.only(kept), self.inputs[tokens.to(self.inputs.device)])
-
-    def halves(self) -> tuple[_Part, _Part]:
-        is_first = np.arange(self.rows.num_sequences) < self.rows.num_sequences // 2
-        return self.only(is_first), self.only(~is_first)
-
-
-class _Sampling(NamedTuple):
-    """Sequences that sample, one row each: the hidden states [num_rows, C] of their last tokens and, unless
-    an attempt to sample has used them up, logits [num_rows, vocab_size]. `slots_there` are the slots that
-    sample, where the device knows them already."""
-
-    rows: PlannedRows
-    hidden: Tensor
-    logits: Tensor | None
-    slots_there: Tensor | None = None
-
-    def halves(self) -> tuple[_Sampling, _Sampling]:
-        middle = self.rows.num_sequences // 2
-        is_first = np.arange(self.rows.num_sequences) < middle
-        return (
-            _Sampling(self.rows.only(is_first), self.hidden[:middle], None),
-            _Sampling(self.rows.only(~is_first), self.hidden[middle:], None),
-        )
-
-
-class Executed(NamedTuple):
-    """A step whose layers and head are computed (or queued), and that has still to sample."""
-
-    step: int
-    rows: PlannedRows
-    started_at: float
-    sampling: list[_Sampling]
-    there: RowsThere | None = None
-
 
 _Sample = TypeVar("_Sample")
 
@@ -209,7 +160,7 @@ class StepRunner:
         there: RowsThere | None = None
         if self._there is not None:
             there, tokens = self._stage(plan, rows, self._there)
-            whole = _Part(rows, tokens, there).only(self._containment.intact(rows))
+            whole = StepPart(rows, tokens, there).only(self._containment.intact(rows))
         if not rows.num_sequences:
             # What runs ahead has an event that shows whether the device is usable.
             self._containment.touch_device(waits=not self.runs_ahead)
@@ -276,7 +227,7 @@ class StepRunner:
         return Ticket(report, copied.event, Results(copied, drawings))
 
     def _sampled_parts(
-        self, executed: Executed, draw: Callable[[_Sampling, Tensor], _Sample]
+        self, executed: Executed, draw: Callable[[SamplingPart, Tensor], _Sample]
     ) -> Iterator[tuple[PlannedRows, _Sample]]:
         """Sample all that an executed step has left to sample, in parts if an attempt fails on any rank of
         the stage."""
@@ -343,11 +294,11 @@ class StepRunner:
         rows = self.batch.change(plan)
         if self._there is not None:
             there, tokens = self._stage(plan, rows, self._there)
-            whole = _Part(rows, tokens, there)
+            whole = StepPart(rows, tokens, there)
         else:
             assert self._inputs is not None
             self._inputs.change(plan)
-            whole = _Part(rows, torch.from_numpy(self._inputs.tokens(plan)))
+            whole = StepPart(rows, torch.from_numpy(self._inputs.tokens(plan)))
         _, sampling = self._compute(whole)
         assert sampling.logits is not None
         return sampling.logits
@@ -369,7 +320,7 @@ class StepRunner:
             last = hidden[to_device(np.cumsum(rows.lengths)[rows.sampling] - 1, self._device)]
             logits = self._decoder.logits(last)
             draw = self._draw if self._there is None else self._draw_there
-            draw(_Sampling(rows, last, logits), logits, None)
+            draw(SamplingPart(rows, last, logits), logits, None)
         self.queue.event().synchronize()
 
     def _plan(self, rows: PlannedRows, there: RowsThere | None) -> AttentionPlan:
@@ -411,14 +362,14 @@ class StepRunner:
             self._sampler_there.change(changes_there)
         return rows_there, tokens
 
-    def _input(self, plan: StepPlan, rows: PlannedRows) -> tuple[_Part, float]:
+    def _input(self, plan: StepPlan, rows: PlannedRows) -> tuple[StepPart, float]:
         """Return what this stage can compute of the step, and the seconds that this rank waited for it."""
         began_at = self._clock.now()
         if self._inputs is not None:
             tokens = self._inputs.tokens(plan)
             waited_s = self._clock.now() - began_at
             self._inputs.expect(plan.step, rows.sample_slots)
-            whole = _Part(rows, torch.from_numpy(tokens))
+            whole = StepPart(rows, torch.from_numpy(tokens))
             return whole.only(self._containment.intact(rows)), waited_s
         is_present = self._groups.receive_marks(rows.num_sequences) > 0
         self._containment.miss(rows.only(~is_present))
@@ -428,21 +379,21 @@ class StepRunner:
         if received.num_sequences:
             self._groups.receive_hidden(hidden)
         waited_s = self._clock.now() - began_at
-        return _Part(received, hidden).only(self._containment.intact(received)), waited_s
+        return StepPart(received, hidden).only(self._containment.intact(received)), waited_s
 
-    def _compute_in_parts(self, rows: PlannedRows, whole: _Part) -> list[_Sampling]:
+    def _compute_in_parts(self, rows: PlannedRows, whole: StepPart) -> list[SamplingPart]:
         """Compute the layers of this stage, at once, or in parts if an attempt fails on any rank of the
         stage. What comes last in the plan, sequences that decode, is computed first: where memory lacks, the
         newest fail. Returns what samples; any other stage sends its hidden states on."""
-        done: list[_Part] = []
-        sampling: list[_Sampling] = []
+        done: list[StepPart] = []
+        sampling: list[SamplingPart] = []
         pending = [whole] if whole.rows.num_sequences else []
         while pending:
             part = pending.pop()
             result = self._attempt(part)
             if result is not None:
                 hidden, to_sample = result
-                done.append(_Part(part.rows, hidden))
+                done.append(StepPart(part.rows, hidden))
                 sampling += [to_sample] if to_sample.rows.num_sequences else []
             elif part.rows.num_sequences == 1:
                 self._containment.fail(part.rows)
@@ -454,7 +405,7 @@ class StepRunner:
         self._send_hidden(rows.num_sequences, done)
         return []
 
-    def _attempt(self, part: _Part) -> tuple[Tensor, _Sampling] | None:
+    def _attempt(self, part: StepPart) -> tuple[Tensor, SamplingPart] | None:
         """Compute a part. Returns None if that failed here or at another rank."""
         self._unfinished.begin(part.rows.num_tokens, len(part.rows.sampling))
         self._step_faults.begin(part.rows)
@@ -463,7 +414,7 @@ class StepRunner:
             self._unfinished.finish(self._kv)
         return computed if self._groups.agree(computed is not None) else None
 
-    def _compute(self, part: _Part) -> tuple[Tensor, _Sampling]:
+    def _compute(self, part: StepPart) -> tuple[Tensor, SamplingPart]:
         """Return hidden states [num_tokens, hidden_size] after this stage's layers, and what samples: at
         stages before the last without logits."""
         rows, there = part.rows, part.there
@@ -488,7 +439,7 @@ class StepRunner:
                 else there.last_rows
             )
             last = hidden[last_rows]
-        sampling = _Sampling(
+        sampling = SamplingPart(
             rows.only(is_sampling), last, None, None if there is None else there.sample_slots
         )
         if self._groups.is_last_stage and len(sources):
@@ -507,7 +458,7 @@ class StepRunner:
         return logits
 
     def _attempt_sampling(
-        self, part: _Sampling, draw: Callable[[_Sampling, Tensor], _Sample]
+        self, part: SamplingPart, draw: Callable[[SamplingPart, Tensor], _Sample]
     ) -> _Sample | None:
         """Sample one token for each slot, at the sampler; the other ranks of its stage return nothing. The
         result is None if that failed here or at another rank."""
@@ -527,7 +478,7 @@ class StepRunner:
         self.progress.mark_layer()
         return sampled
 
-    def _draw(self, part: _Sampling, logits: Tensor, masks: NDArray[np.uint32] | None) -> Sampled:
+    def _draw(self, part: SamplingPart, logits: Tensor, masks: NDArray[np.uint32] | None) -> Sampled:
         slots = part.rows.sample_slots
         if self._sampler is None:
             return Sampled(np.zeros(len(slots), np.uint32), {})
@@ -536,7 +487,7 @@ class StepRunner:
             logits, slots, masks[part.rows.sample_rows] if masks is not None else None
         )
 
-    def _draw_there(self, part: _Sampling, logits: Tensor, masks: NDArray[np.uint32] | None) -> Drawn:
+    def _draw_there(self, part: SamplingPart, logits: Tensor, masks: NDArray[np.uint32] | None) -> Drawn:
         slots = part.rows.sample_slots
         if self._sampler_there is None:  # must not fail: the rank that samples has counted its tokens
             return _NOTHING_DRAWN
@@ -566,7 +517,7 @@ class StepRunner:
         if self._inputs is not None:
             self._inputs.sampled(executed.rows.sample_slots, tokens)
 
-    def _send_hidden(self, num_sequences: int, done: list[_Part]) -> None:
+    def _send_hidden(self, num_sequences: int, done: list[StepPart]) -> None:
         """Send the next stage which sequences were computed, and their hidden states in the plan's order."""
         marks = np.zeros(num_sequences, dtype=np.uint8)
         for part in done:
