@@ -1,4 +1,4 @@
-"""What all answers to generating requests are made of: the output of each sample, usage, log-probabilities."""
+"""What answers to generating requests are made of: the output of each sample, usage, log-probabilities."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ encode = msgspec.json.Encoder().encode
 
 
 class Answer(Protocol):
-    """Makes the body of one answer from what its calls of `Generate` bring. A request with several prompts has
-    one call for each; `number` counts them."""
+    """Makes the body of one answer from what its calls of `Generate` bring. A request with several prompts
+    has one call for each; `number` counts them."""
 
     def take(self, number: int, response: pb.GenerateResponse) -> bytes:
         """Take a message; return the events that it makes in a stream."""
@@ -102,7 +102,7 @@ class ToolCallOutput:
 
 
 @dataclass(slots=True)
-class SampleOutput:
+class SampleAnswer:
     """What one sample has brought."""
 
     texts: list[str] = field(default_factory=list)
@@ -139,7 +139,7 @@ class CallOutput:
 
     request_id: str = ""
     prompt: list[pb.PromptPart] = field(default_factory=list)
-    samples: dict[int, SampleOutput] = field(default_factory=dict)
+    samples: dict[int, SampleAnswer] = field(default_factory=dict)
     usage: pb.Usage = field(default_factory=pb.Usage)
 
     def add(self, response: pb.GenerateResponse) -> None:
@@ -155,11 +155,11 @@ class CallOutput:
         elif kind == "finished":
             self.usage = response.finished.usage
 
-    def sample(self, index: int) -> SampleOutput:
+    def sample(self, index: int) -> SampleAnswer:
         """Return the output of a sample, empty where there is none yet."""
-        return self.samples.setdefault(index, SampleOutput())
+        return self.samples.setdefault(index, SampleAnswer())
 
-    def in_order(self) -> list[tuple[int, SampleOutput]]:
+    def in_order(self) -> list[tuple[int, SampleAnswer]]:
         """Return the samples by their numbers."""
         return sorted(self.samples.items())
 
@@ -199,7 +199,7 @@ class ContentLogprob(msgspec.Struct):
 
 
 class RankedLogprob(msgspec.Struct):
-    """vLLM's: of a token of a prompt; `rank` counts from 1, None where it is not among those that were asked."""
+    """vLLM's: of a token of a prompt; `rank` counts from 1, None: it is not among those that were asked."""
 
     logprob: float
     rank: int | None

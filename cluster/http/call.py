@@ -1,6 +1,6 @@
 """A call of `tandem.v1.Inference` that came over HTTP: to the servicer it looks like one that came over gRPC.
 
-    POST /v1/... --> HttpCall --> InferenceServicer.Generate --write--> the answer's JSON or events
+POST /v1/... --> HttpCall --> InferenceServicer.Generate --write--> the answer's JSON or events
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 OnEvent = Callable[[pb.GenerateResponse], Awaitable[None]]
 
 
-class AbortedCall(Exception):  # noqa: N818
+class AbortedCall(Exception):
     """The servicer has ended a call with a status other than OK."""
 
     def __init__(self, code: grpc.StatusCode, message: str, trailing: Metadata = ()) -> None:
@@ -41,14 +41,16 @@ class AbortedCall(Exception):  # noqa: N818
 
 
 class HttpCall:
-    """What the servicer uses of `grpc.aio.ServicerContext`. `on_event` takes each message, and returns when the
-    next may come."""
+    """What the servicer uses of `grpc.aio.ServicerContext`. `on_event` takes each message, and returns when
+    the next may come."""
 
     def __init__(self, request: web.Request, on_event: OnEvent | None = None) -> None:
         self._request = request
         self._on_event = on_event
         # What gRPC would send before the first message.
         self.initial_metadata: dict[str, str] = {}
+        # "" until the request is accepted.
+        self.request_id = ""
 
     def invocation_metadata(self) -> Metadata:
         """Return the metadata that a gRPC client would have sent."""
@@ -79,15 +81,19 @@ class HttpCall:
     async def write(self, response: pb.GenerateResponse) -> None:
         """Pass one message on."""
         assert self._on_event is not None, "only Generate writes"
+        if not self.request_id and response.WhichOneof("event") == "accepted":
+            self.request_id = response.accepted.request_id
         await self._on_event(response)
 
-    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> NoReturn:
+    async def abort(
+        self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()
+    ) -> NoReturn:
         """End the call."""
         raise AbortedCall(code, details, tuple(trailing_metadata))
 
 
 def shown_authorization(headers: Mapping[str, str]) -> str:
-    """Return the value of `authorization`, also of a client that sends its key as Anthropic's do; "": none."""
+    """Return the value of `authorization`, also of a client that sends its key as Anthropic's; "": none."""
     if "Authorization" in headers:
         return headers["Authorization"]
     return f"Bearer {headers[API_KEY_HEADER]}" if headers.get(API_KEY_HEADER) else ""

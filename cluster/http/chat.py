@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: from OpenAI's request to a `GenerateRequest`, and from its output to the answer."""
+"""POST /v1/chat/completions: from the request to a `GenerateRequest`, and from its output to the answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cluster.http.answers import (
     ContentLogprob,
     Maker,
     RankedLogprob,
-    SampleOutput,
+    SampleAnswer,
     Usage,
     content_logprobs,
     encode,
@@ -53,7 +53,7 @@ _NAMES: Mapping[str, str] = {
 
 
 class Translated(NamedTuple):
-    """A request as the servicer takes it, one call for each prompt, and the names of its fields for errors."""
+    """A request as the servicer takes it, one call for each prompt, and the names of fields for errors."""
 
     calls: list[pb.GenerateRequest]
     rename: Rename
@@ -171,7 +171,7 @@ class _Chunk(msgspec.Struct):
     model: str
     choices: list[_ChunkChoice]
     object: str = "chat.completion.chunk"
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     prompt_logprobs: Any = UNSET
 
 
@@ -262,7 +262,7 @@ class ChatAnswer:
             chunk.usage = None
         return chunk
 
-    def _choice(self, index: int, sample: SampleOutput) -> _Choice:
+    def _choice(self, index: int, sample: SampleAnswer) -> _Choice:
         text = self._echoed + sample.text
         message = _Message("assistant", text if text or not sample.tool_calls else None)
         if sample.tool_calls:

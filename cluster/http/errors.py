@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-
 import grpc
 import msgspec
 
@@ -19,6 +18,8 @@ from cluster.errors import (
 )
 from cluster.http.call import AbortedCall
 
+# Of methods that this version does not serve.
+_NOT_SERVED = 501
 # By gRPC status: `type` and `code` of OpenAI's errors.
 _KINDS: Mapping[grpc.StatusCode, tuple[str, str | None]] = {
     grpc.StatusCode.INVALID_ARGUMENT: ("invalid_request_error", "invalid_value"),
@@ -50,7 +51,7 @@ _ANTHROPIC_TYPES: Mapping[int, str] = {
 Rename = Callable[[str], str]
 
 
-class HttpProblem(Exception):  # noqa: N818
+class HttpProblem(Exception):
     """A request ends with this answer; `param` is the path of the bad field."""
 
     def __init__(
@@ -85,7 +86,7 @@ class HttpProblem(Exception):  # noqa: N818
             param = fields[0].field
             message = "; ".join(f"{field}: {problem}" for field, problem in fields)
         return cls(
-            HTTP_STATUS.get(call.code, 500),
+            _NOT_SERVED if call.code is grpc.StatusCode.UNIMPLEMENTED else HTTP_STATUS.get(call.code, 500),
             message,
             kind=kind,
             code=code,
@@ -118,8 +119,6 @@ class _AnthropicDetails(msgspec.Struct):
 class _AnthropicError(msgspec.Struct):
     error: _AnthropicDetails
     type: str = "error"
-
-
 
 
 def openai_error(problem: HttpProblem) -> bytes:

@@ -85,8 +85,8 @@ class HttpPort:
         except OSError as error:
             await self._runner.cleanup()
             raise StartError(
-                f"{self._field}: cannot listen on {self._host}:{self._port}: {error.strerror or error}; choose "
-                "another port, 0 for a free one, or null for none"
+                f"{self._field}: cannot listen on {self._host}:{self._port}: {error.strerror or error}; "
+                "choose another port, 0 for a free one, or null for none"
             ) from error
         return int(self._runner.addresses[0][1])
 

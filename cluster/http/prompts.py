@@ -1,4 +1,4 @@
-"""From the fields of OpenAI's API to a `GenerateRequest`: prompts, sampling, what the output must look like."""
+"""From fields of OpenAI's API to a `GenerateRequest`: prompts, sampling, what output must look like."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from cluster.http.schemas import (
     ContentPart,
     NamedTool,
     ResponseFormat,
-    Sampled,
+    SampledRequest,
     StructuredOutputs,
     TagStructure,
     ToolDefinition,
 )
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 
-ROLES: Mapping[str, pb.Role.ValueType] = {
+ROLES: Mapping[str, pb.Role] = {
     "system": pb.ROLE_SYSTEM,
     "developer": pb.ROLE_DEVELOPER,
     "user": pb.ROLE_USER,
@@ -54,7 +54,7 @@ _SAME = (
     "truncate_prompt_tokens",
     "prompt_logprobs",
 )
-_SERVICE_TIERS: Mapping[str, pb.ServiceClass.ValueType] = {
+_SERVICE_TIERS: Mapping[str, pb.ServiceClass] = {
     "auto": pb.SERVICE_CLASS_UNSPECIFIED,
     "default": pb.SERVICE_CLASS_UNSPECIFIED,
     "flex": pb.SERVICE_CLASS_BATCH,
@@ -79,7 +79,7 @@ def renamer(names: Mapping[str, str]) -> Rename:
 # --------------------------------------------------------------------------------------------- sampling
 
 
-def sampled_request(body: Sampled) -> tuple[pb.GenerateRequest, dict[str, str]]:
+def sampled_request(body: SampledRequest) -> tuple[pb.GenerateRequest, dict[str, str]]:
     """Return a request with all that chats and completions have in common, and the names of its fields."""
     request = pb.GenerateRequest(model=body.model or "", request_id=body.request_id or "")
     names = dict(NAMES)
@@ -111,7 +111,7 @@ def sampled_request(body: Sampled) -> tuple[pb.GenerateRequest, dict[str, str]]:
     return request, names
 
 
-def service_class(tier: str | None) -> pb.ServiceClass.ValueType:
+def service_class(tier: str | None) -> pb.ServiceClass:
     """Return the class of OpenAI's `service_tier`."""
     if tier is None:
         return pb.SERVICE_CLASS_UNSPECIFIED
@@ -129,7 +129,7 @@ def _token_id(text: str) -> int:
 # ------------------------------------------------------------------------------------------ constraints
 
 
-def set_constraint(request: pb.GenerateRequest, body: Sampled, names: dict[str, str]) -> None:
+def set_constraint(request: pb.GenerateRequest, body: SampledRequest, names: dict[str, str]) -> None:
     """Set what the output must look like, from the one field that says so."""
     given = {
         "response_format": body.response_format,
@@ -267,7 +267,9 @@ def _part_text(part: ContentPart, field: str) -> str:
         return part.text
     if part.type == "refusal":
         return part.refusal or ""
-    raise bad_field(f"{field}.type", f"{part.type[:50]!r} is not supported: the model reads text alone; send text")
+    raise bad_field(
+        f"{field}.type", f"{part.type[:50]!r} is not supported: the model reads text alone; send text"
+    )
 
 
 def add_tools(chat: pb.ChatPrompt, tools: Sequence[ToolDefinition], field: str = "tools") -> None:
@@ -302,7 +304,7 @@ def add_function(
     )
 
 
-_MODES: Mapping[str, pb.ToolChoice.Mode.ValueType] = {
+_MODES: Mapping[str, pb.ToolChoice.Mode] = {
     "auto": pb.ToolChoice.MODE_AUTO,
     "none": pb.ToolChoice.MODE_NONE,
     "required": pb.ToolChoice.MODE_REQUIRED,

@@ -32,8 +32,8 @@ B = TypeVar("B", bound=Body)
 
 
 def decode(body: bytes, kind: type[B], refused: Mapping[str, str]) -> B:
-    """Return the request; `InvalidRequestError` names the bad field by its path. `refused` says of fields that
-    exist elsewhere what to do without them."""
+    """Return the request; `InvalidRequestError` names the bad field by its path. `refused` says of fields
+    that exist elsewhere what to do without them."""
     try:
         fields = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -166,7 +166,7 @@ class CalledFunction(Body, kw_only=True):
     arguments: str
 
 
-class CalledTool(Body, kw_only=True):
+class PastToolCall(Body, kw_only=True):
     """A tool call of an earlier turn."""
 
     id: str
@@ -195,7 +195,7 @@ class ChatMessage(Body, kw_only=True):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[CalledTool] | None = None
+    tool_calls: list[PastToolCall] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -208,7 +208,7 @@ class ChatMessage(Body, kw_only=True):
 # ---------------------------------------------------------------------------------------------- requests
 
 
-class Sampled(Body, kw_only=True):
+class SampledRequest(Body, kw_only=True):
     """What chats and completions have in common."""
 
     model: str | None = None
@@ -250,7 +250,7 @@ class Sampled(Body, kw_only=True):
     request_id: str | None = None
 
 
-class ChatRequest(Sampled, kw_only=True):
+class ChatRequest(SampledRequest, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: list[ChatMessage]
@@ -276,7 +276,7 @@ class ChatRequest(Sampled, kw_only=True):
     include_reasoning: bool | None = None
 
 
-class CompletionRequest(Sampled, kw_only=True):
+class CompletionRequest(SampledRequest, kw_only=True):
     """POST /v1/completions."""
 
     prompt: str | list[Any]

@@ -1,17 +1,23 @@
-"""Writing an answer as server-sent events. The next event is taken only when the client has taken those before,
-so that what a slow client does not read waits in the request's `OutputBuffer`, with its bounds."""
+"""Writing an answer as server-sent events. The next event is taken only when the client has taken those
+before, so that what a slow client does not read waits in the request's `OutputBuffer`, with its bounds."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from aiohttp import web
 
 # What the transport holds before a write waits.
 _MAX_WAITING_BYTES = 64 << 10
 DONE = b"data: [DONE]\n\n"
-_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+_HEADERS = {
+    "Server": "tandem",
+    "X-Content-Type-Options": "nosniff",
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-store",
+    "X-Accel-Buffering": "no",
+}
 
 
 def event(payload: bytes) -> bytes:
@@ -32,8 +38,9 @@ class EventStream:
         self._request = request
         self._write_timeout_s = write_timeout_s
         self._response: web.StreamResponse | None = None
-        # Sent with the first event.
-        self.headers: dict[str, str] = {}
+        self._beginning = asyncio.Lock()
+        # Returns what is sent before the first event.
+        self.headers: Callable[[], Mapping[str, str]] = dict
 
     @property
     def has_begun(self) -> bool:
@@ -41,15 +48,16 @@ class EventStream:
         return self._response is not None
 
     async def send(self, events: bytes) -> None:
-        """Send events, and return when the next may be sent; `ConnectionError` when the client is gone, or has
-        taken nothing for too long."""
+        """Send events, and return when the next may be sent; `ConnectionError` when the client is gone, or
+        has taken nothing for too long."""
         if not events:
             return
         transport = self._request.transport
         if transport is None:
             raise ConnectionResetError("the client is gone")
         if self._response is None:
-            self._response = await self._begin(self.headers)
+            await self._begin()
+        assert self._response is not None
         if len(events) + transport.get_write_buffer_size() <= _MAX_WAITING_BYTES:
             await self._response.write(events)
             return
@@ -68,13 +76,10 @@ class EventStream:
         await self._response.write_eof()
         return self._response
 
-    def cut(self) -> None:
-        """End the connection, so that the client knows that the answer has no end."""
-        transport = self._request.transport
-        if transport is not None:
-            transport.close()
-
-    async def _begin(self, headers: Mapping[str, str]) -> web.StreamResponse:
-        response = web.StreamResponse(headers={**_HEADERS, **headers})
-        await response.prepare(self._request)
-        return response
+    async def _begin(self) -> None:
+        """Send status and headers, once for the several calls that one answer may have."""
+        async with self._beginning:
+            if self._response is None:
+                response = web.StreamResponse(headers={**_HEADERS, **self.headers()})
+                await response.prepare(self._request)
+                self._response = response

@@ -21,7 +21,7 @@ def names_of_auth_context(auth_context: Mapping[str, Iterable[bytes]]) -> tuple[
 
 
 def names_of_peer(certificate: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the peer's certificate, from `ssl.SSLObject.getpeercert()`: those that gRPC shows."""
+    """Return the names of the peer's certificate, from `ssl.SSLObject.getpeercert()`: as gRPC has them."""
     subject = [pair for part in certificate.get("subject", ()) for pair in part]
     common = [value for kind, value in subject if kind == "commonName"]
     others = [value for _, value in certificate.get("subjectAltName", ()) if isinstance(value, str)]
