@@ -431,14 +431,23 @@ class ClusterConfig(_Settings):
 
 def load_config(path: Path) -> ClusterConfig:
     """Read and check the file; `ConfigError` names the file and each bad field."""
+    return located_config(read_mapping(path), str(path), path.resolve().parent)
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Read the file without checking its fields; `ConfigError` where it holds no mapping."""
     try:
         raw = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:  # also a date of month 13
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected a mapping with the keys model and pools")
-    config = parse_config(raw, str(path))
-    folder = path.resolve().parent
+    return raw
+
+
+def located_config(raw: dict[str, Any], source: str, folder: Path) -> ClusterConfig:
+    """Check the mapping as `parse_config` does; its relative paths are relative to the folder."""
+    config = parse_config(raw, source)
     located: dict[str, Any] = {"model": folder / config.model}
     if config.secret_file is not None:
         located["secret_file"] = folder / config.secret_file
@@ -492,14 +501,7 @@ def default_config(
     model's context length (0: unknown): small models get small blocks. `nvme` is a folder and how many 1e9
     bytes of its disk the store may use.
     """
-    block_tokens = 16 if 0 < context_tokens <= _SMALL_CONTEXT_TOKENS else 64
-    engine = {"block_tokens": block_tokens}
-    pools: list[dict[str, Any]] = [{"name": "decode", "role": "decode", "replicas": decode, "engine": engine}]
-    if prefill == 0:
-        pools = [{"name": "both", "role": "both", "replicas": decode, "engine": engine}]
-    else:
-        pools.insert(0, {"name": "prefill", "role": "prefill", "replicas": prefill, "engine": engine})
-    raw: dict[str, Any] = {"model": model.resolve(), "pools": pools}
+    raw = default_mapping(model, prefill, decode, context_tokens)
     gateway = {"host": host, "port": port, "admin_port": admin_port}
     raw["gateway"] = {name: value for name, value in gateway.items() if value is not None}
     if insecure:
@@ -508,6 +510,17 @@ def default_config(
         folder, num_gb = nvme
         raw["store"] = {"nvme_path": folder.resolve(), "nvme_gb": num_gb}
     return parse_config(raw, "command line")
+
+
+def default_mapping(model: Path, prefill: int, decode: int, context_tokens: int) -> dict[str, Any]:
+    """Return the model and the pools of `default_config`, as a file would have them."""
+    block_tokens = 16 if 0 < context_tokens <= _SMALL_CONTEXT_TOKENS else 64
+    counts = {"both": decode} if prefill == 0 else {"prefill": prefill, "decode": decode}
+    pools = [
+        {"name": role, "role": role, "replicas": count, "engine": {"block_tokens": block_tokens}}
+        for role, count in counts.items()
+    ]
+    return {"model": model.resolve(), "pools": pools}
 
 
 def _suits_all(transport: str, devices: tuple[Device, ...]) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 from cluster.api.authentication import Context, abort, caller_identity, claim
 from cluster.api.replies import StatusService, delta_of, finished_of, usage_of
 from cluster.errors import FieldViolation, InvalidRequestError, OverloadedError, RequestError
+from cluster.gateway.attempt import OutputDelta
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_manager import Accepted, RequestManager, check_may_use
 from cluster.gateway.traffic_splitter import TrafficSplitter
@@ -113,7 +114,8 @@ class InferenceServicer:
         await context.write(pb.GenerateResponse(accepted=first))
         while not isinstance(output := await accepted.task.next(), Summary):
             self._faults.at("gateway.token")
-            await context.write(delta_of(output))
+            if isinstance(output, OutputDelta):
+                await context.write(delta_of(output))
         await context.write(finished_of(output))
 
 

@@ -18,6 +18,7 @@ from cluster.cli.doctor import doctor
 from cluster.cli.gateway_options import AdminOptions, InferenceOptions, gateway_options
 from cluster.cli.key import cli as key_cli
 from cluster.cli.scale import scale
+from cluster.cli.serve_options import ServeOptions, announced_config, config_yaml, serve_options
 from cluster.cli.store import cli as store_cli
 from cluster.cli.terminal import (
     AsJson,
@@ -34,7 +35,7 @@ from cluster.cli.terminal import (
     stages,
 )
 from cluster.cli.traffic import traffic
-from cluster.cli.update import HOST_HELP, serve_config, update
+from cluster.cli.update import update
 from cluster.config import LOOPBACK, ClusterConfig
 from cluster.errors import CallError, ClusterError, RayEndedError, StartError
 from kvtransfer.common.clock import SystemClock
@@ -102,39 +103,27 @@ def main() -> None:
 
 
 @cli.command()
+@serve_options
 def serve(
     file: Annotated[Path | None, typer.Option("-f", "--file", help="The cluster's YAML file.")] = None,
-    model: Annotated[Path | None, typer.Option(help="Model folder; default: the bundled one.")] = None,
-    prefill: Annotated[int | None, typer.Option(min=0, help="Prefill replicas; 0: no such pool.")] = None,
-    decode: Annotated[int | None, typer.Option(min=1, help="Decode replicas.")] = None,
-    host: Annotated[str | None, typer.Option(help=HOST_HELP)] = None,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Of the gateway; 0: a free one.")] = None,
-    admin_port: Annotated[
-        int | None,
-        typer.Option(min=0, max=65535, help="Of the gateway, for operators; 0, or with --port: a free one."),
-    ] = None,
-    nvme: Annotated[Path | None, typer.Option(help="Keep KV in this folder of a local disk too.")] = None,
-    nvme_gb: Annotated[float | None, typer.Option(help="How much of the disk, in 1e9 bytes.")] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Let other hosts call without authentication.")
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the configuration as a YAML file; start nothing.")
     ] = False,
     ray_address: RayAddress = "auto",
+    *,
+    given: ServeOptions,
 ) -> None:
-    """Start the pools and the gateway, and serve until Ctrl-C."""
+    """Start the pools and the gateway, and serve until Ctrl-C.
+
+    The options below describe the cluster without a file; beside one, they replace what it says.
+    """
     interrupted = catch_signals()
+    config = announced_config(file, given)
+    if print_config:
+        print(config_yaml(config), end="")
+        return
     from cluster.serve.launcher import Service  # here: only this command and the demo need Ray
 
-    config = serve_config(
-        file,
-        model or (None if file else bundled_model()),
-        prefill,
-        decode,
-        host,
-        port,
-        (nvme, nvme_gb),
-        admin_port=admin_port,
-        insecure=insecure,
-    )
     # The index server comes from the environment where the file names none.
     url = os.environ.pop("REDIS_URL", "")  # processes that are started here do not get it
     if url and not config.store.has_redis:
@@ -156,6 +145,7 @@ def serve(
             ("Ray token", _token_place()),
             ("logs", addresses.logs or "on the nodes of the Ray cluster"),
             ("dtype", service.dtype_reason),
+            ("settings", str(file) if file else "of the options; --print-config prints them as a file"),
         ):
             out.print(f"{name:<10} {place}", soft_wrap=True)
         out.print("Ctrl-C stops everything.")

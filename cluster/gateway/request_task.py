@@ -16,7 +16,7 @@ from typing import Protocol, TypeVarTuple
 from cluster.admission.admission import HeldRequest, RequestAdmission
 from cluster.admission.retries import CAPACITY_WAIT_S, Retry
 from cluster.errors import AbandonedError, OverloadedError, RequestError, SlowClientError
-from cluster.gateway.attempt import OutputDelta
+from cluster.gateway.attempt import EmbeddingDelta, Output, OutputDelta, PromptLogprobsDelta
 from cluster.gateway.request_state import RequestPhase, RequestState
 from cluster.metrics.ended_request import Summary
 from cluster.text.preprocess import PreparedRequest
@@ -95,13 +95,15 @@ class UnreadOutput:
 
 
 class OutputBuffer:
-    """Output on its way to the client. What waits is merged per sample, so a slow reader gets fewer, longer
-    deltas; the end comes last. What was taken last counts as unread until the next is asked for."""
+    """Output on its way to the client. What was read of the prompt comes first. Tokens that wait are merged
+    per sample, so a slow reader gets fewer, longer deltas; the end comes last. What was taken last counts as
+    unread until the next is asked for."""
 
     def __init__(self, unread: UnreadOutput, cut_off: Callable[[], None]) -> None:
         """`cut_off` is called when this is the slowest reader, and too much waits."""
         self.cut_off = cut_off
         self._unread = unread
+        self._of_prompt: deque[PromptLogprobsDelta | EmbeddingDelta] = deque()
         self._waiting: dict[int, deque[OutputDelta]] = {}
         self._end: Summary | RequestError | None = None
         self._ready = asyncio.Event()
@@ -109,12 +111,15 @@ class OutputBuffer:
         self.num_unread = 0
         self.num_waiting_bytes = 0
 
-    def put(self, delta: OutputDelta) -> None:
-        """Append output of one sample."""
-        self._waiting.setdefault(delta.sample, deque()).append(delta)
+    def put(self, delta: Output) -> None:
+        """Append output of one sample, or what was read of the prompt."""
+        if isinstance(delta, OutputDelta):
+            self._waiting.setdefault(delta.sample, deque()).append(delta)
+            self.num_unread += _weight(delta)
+        else:
+            self._of_prompt.append(delta)
         self._ready.set()
         num_bytes = _num_bytes(delta)
-        self.num_unread += _weight(delta)
         self.num_waiting_bytes += num_bytes
         self._unread.added(self, num_bytes)
 
@@ -127,6 +132,7 @@ class OutputBuffer:
 
     def discard(self) -> None:
         """Drop what waits: nobody will read it."""
+        self._of_prompt.clear()
         self._waiting.clear()
         num_bytes, self.num_waiting_bytes, self.num_unread = self.num_waiting_bytes, 0, 0
         self._unread.removed(self, num_bytes)
@@ -136,19 +142,31 @@ class OutputBuffer:
         num_bytes, self._num_taken_bytes = self._num_taken_bytes, 0
         self._unread.removed(self, num_bytes)
 
-    async def get(self) -> OutputDelta | Summary:
+    async def get(self) -> Output | Summary:
         """Return the next output, at last the summary, or raise the error; the end again and again."""
         self.release()
         await self._ready.wait()
-        if self._waiting:
-            deltas = self._take()
-            if not self._waiting and self._end is None:
+        if self._of_prompt or self._waiting:
+            output = self._next()
+            if not (self._of_prompt or self._waiting) and self._end is None:
                 self._ready.clear()
-            return _merged(deltas)
+            return output
         assert self._end is not None
         if isinstance(self._end, RequestError):
             raise self._end
         return self._end
+
+    def _next(self) -> Output:
+        """Take what is read next."""
+        if not self._of_prompt:
+            return _merged(self._take())
+        output = self._of_prompt.popleft()
+        self._taken(_num_bytes(output))
+        return output
+
+    def _taken(self, num_bytes: int) -> None:
+        self.num_waiting_bytes -= num_bytes
+        self._num_taken_bytes += num_bytes
 
     def _take(self) -> list[OutputDelta]:
         """Take what waits of the sample whose turn it is, as much as goes into one message."""
@@ -161,10 +179,8 @@ class OutputBuffer:
             weight += _weight(deltas[-1])
         if queue:  # the other samples have their turns first
             self._waiting[sample] = queue
-        num_bytes = sum(map(_num_bytes, deltas))
         self.num_unread -= weight
-        self.num_waiting_bytes -= num_bytes
-        self._num_taken_bytes += num_bytes
+        self._taken(sum(map(_num_bytes, deltas)))
         return deltas
 
 
@@ -216,7 +232,7 @@ class RequestTask:
             self._start_timer(deadline_at - self._clock.now(), partial(self.apply, self.state.on_deadline))
         self.apply(self.state.start)
 
-    async def next(self) -> OutputDelta | Summary:
+    async def next(self) -> Output | Summary:
         """Return the next output, or the summary after all of it; raise the error of a failed request."""
         return await self._buffer.get()
 
@@ -276,7 +292,7 @@ class RequestTask:
     def release_placement(self) -> None:
         self._router.on_finished(self._request_id)
 
-    def emit(self, delta: OutputDelta) -> None:
+    def emit(self, delta: Output) -> None:
         self._buffer.put(delta)
         if self._buffer.num_unread > MAX_UNREAD:
             self.abandon(
@@ -402,7 +418,11 @@ def _weight(delta: OutputDelta) -> int:
     return len(delta.tokens) // TOKEN_BYTES + sum(1 + len(it.top) for it in delta.logprobs)
 
 
-def _num_bytes(delta: OutputDelta) -> int:
+def _num_bytes(delta: Output) -> int:
+    if isinstance(delta, PromptLogprobsDelta):
+        return _DELTA_BYTES + delta.logprobs.num_bytes
+    if isinstance(delta, EmbeddingDelta):
+        return _DELTA_BYTES + len(delta.vector)
     num_top = sum(len(it.top) for it in delta.logprobs)
     logprob_bytes = len(delta.logprobs) * _LOGPROB_BYTES + num_top * _TOP_BYTES
     return _DELTA_BYTES + len(delta.tokens) + sys.getsizeof(delta.text) + logprob_bytes

@@ -23,12 +23,13 @@ from cluster.text.chat_template import (
     ChatTurn,
     load_chat_template,
 )
+from cluster.text.grammars import GrammarCompiler, OutputConstraint, Tag, Vocabulary
 from cluster.text.tokenizer import SHORT_CHARS, ModelText, SampleText
 from cluster.text.validation import ServingLimits, max_tokens_of, sampling_of
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.clock import Clock
 from workers.messages.link import Pooling, ServiceClass
-from workers.messages.sampling import SamplingParams
+from workers.messages.sampling import Grammar, SamplingParams
 from workers.model.model_config import read_model_config
 
 _MASK = (1 << 64) - 1
@@ -74,6 +75,10 @@ class PreparedRequest:
     service_class: ServiceClass = "standard"
     # What `max_tokens` was cut to because of the load; 0: it was not.
     capped_max_tokens: int = 0
+    # What the output must be.
+    grammar: Grammar | None = None
+    # Its KV is found by no other request, and not stored.
+    is_private: bool = False
     # The prompt is embedded: no token is generated.
     pooling: Pooling | None = None
 
@@ -117,6 +122,10 @@ class Preprocessor:
         self._text = ModelText.load(model_dir)
         template = load_chat_template(model_dir)
         self._chat = ChatRenderer(template) if template is not None else None
+        tokenizer = model_dir / "tokenizer.json"
+        self._grammars = GrammarCompiler(
+            Vocabulary(tokenizer, self._model.vocab_size, tuple(self._model.eos_token_ids))
+        )
 
     @property
     def has_chat_template(self) -> bool:
@@ -148,6 +157,12 @@ class Preprocessor:
             prompt = prompt[-request.truncate_prompt_tokens * TOKEN_BYTES :]
         return prompt
 
+    async def grammar(self, request: pb.GenerateRequest) -> Grammar | None:
+        """Return what the output of a checked request must be; raise `GrammarError` where that cannot be."""
+        if not request.HasField("constraint"):
+            return None
+        return await self._grammars.make(constraint_of(request.constraint))
+
     def prepare(
         self,
         request: pb.GenerateRequest,
@@ -159,6 +174,7 @@ class Preprocessor:
         fingerprint: bytes,
         deadline_at: float | None,
         service_class: ServiceClass = "standard",
+        grammar: Grammar | None = None,
     ) -> tuple[PreparedRequest, list[SampleText]]:
         """Prepare a checked and tokenized request, with the text of each sample so far. `request_id` is the
         client's, or drawn.
@@ -185,6 +201,8 @@ class Preprocessor:
             pinned_decode=request.pins.decode,
             kv_share=limits.kv_share,
             service_class=service_class,
+            grammar=grammar,
+            is_private=request.cache_control == pb.CACHE_CONTROL_NO_STORE,
         )
         return prepared, texts
 
@@ -213,9 +231,10 @@ class Preprocessor:
         )
 
     async def close(self) -> None:
-        """End the chat template's process."""
+        """End the processes of the chat template and of grammars."""
         if self._chat is not None:
             await self._chat.close()
+        await self._grammars.close()
 
     def _samples(
         self, request: pb.GenerateRequest, seed: int, max_tokens: int
@@ -253,6 +272,25 @@ def sample_seed(seed: int, index: int) -> int:
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
     return mixed ^ (mixed >> 31)
+
+
+def constraint_of(constraint: pb.Constraint) -> OutputConstraint:
+    """Return a checked constraint for the compiler of grammars."""
+    match constraint.WhichOneof("kind"):
+        case "json_schema":
+            return OutputConstraint("json_schema", constraint.json_schema)
+        case "regex":
+            return OutputConstraint("regex", constraint.regex)
+        case "grammar":
+            return OutputConstraint("grammar", constraint.grammar)
+        case "choice":
+            return OutputConstraint("choice", choices=tuple(constraint.choice.choices))
+        case "structural_tags":
+            found = constraint.structural_tags
+            tags = tuple(Tag(it.begin, it.json_schema, it.end) for it in found.tags)
+            return OutputConstraint("structural_tags", tags=tags, triggers=tuple(found.triggers))
+        case _:
+            return OutputConstraint("json_object")
 
 
 def chat_of(chat: pb.ChatPrompt) -> Chat:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cluster.errors import RequestError
-from cluster.gateway.attempt import OutputDelta
+from cluster.gateway.attempt import EmbeddingDelta, Output, OutputDelta, PromptLogprobsDelta
 from cluster.gateway.request_state import RequestPhase, RequestState
 from cluster.metrics.ended_request import Summary, TimelineEntry
 from cluster.text.preprocess import PreparedRequest, SampleStart, sample_seed
@@ -85,6 +85,8 @@ Effect = (
     | Confirm
     | Release
     | OutputDelta
+    | PromptLogprobsDelta
+    | EmbeddingDelta
     | Finish
     | Fail
 )
@@ -125,7 +127,7 @@ class RecordedEffects:
     def release_placement(self) -> None:
         self._record(Release())
 
-    def emit(self, delta: OutputDelta) -> None:
+    def emit(self, delta: Output) -> None:
         self._record(delta)
 
     def finish(self, summary: Summary) -> None:

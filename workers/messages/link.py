@@ -12,7 +12,7 @@ from kvtransfer.messages import (
     KvSnapshotRequest,
     ReplicaIdentity,
 )
-from workers.messages.sampling import PackedLogprobs, SamplingParams, TokenLogprob
+from workers.messages.sampling import Grammar, PackedLogprobs, SamplingParams, TokenLogprob
 from workers.stats_record import ReplicaStats
 
 # (request id, attempt).
@@ -36,11 +36,14 @@ class GatewayHello(Message, frozen=True):
 
 
 class SampleState(Part, frozen=True):
-    """One of the `n` continuations of a prompt: its number, its seed, and the tokens it has so far."""
+    """One of the `n` continuations of a prompt: its number, its seed, and the tokens it has so far. With a
+    grammar `mask_digest` is that of its last token (`TokenDelta`), with which the replayed state is compared;
+    b"": it is not."""
 
     index: int
     seed: int
     output: bytes = b""
+    mask_digest: bytes = b""
 
 
 class HandOverTarget(Part, frozen=True):
@@ -59,7 +62,8 @@ class Submission(Message, frozen=True):
     unfinished sample). `deadline_s` is what remains of it (None: none). KV of a private one is neither found
     by others nor stored. A `suspect` was in flight when a replica broke: it runs alone until it has survived
     some steps (`engine.isolation`). One with `pooling` ends with the prompt, by a `PromptEmbedding` in place
-    of tokens: it has one sample, without output, and is not handed over.
+    of tokens: it has one sample, without output, and is not handed over. With a `grammar` every
+    sample's output is one of its texts, or the beginning of one where it ends for another reason.
     """
 
     request_id: str
@@ -78,6 +82,7 @@ class Submission(Message, frozen=True):
     suspect: bool = False
     service_class: ServiceClass = "standard"
     pooling: Pooling | None = None
+    grammar: Grammar | None = None
 
 
 class Announce(Message, frozen=True):
@@ -133,7 +138,8 @@ class StageTimes(Part, frozen=True):
 
 class TokenDelta(Part, frozen=True):
     """New tokens of one sample: output indices [first_index, first_index + n). `finish` is "" while it
-    runs, else "stop" (an end token, included last) or "length"."""
+    runs, else "stop" (an end token, included last) or "length". With a grammar `mask_digest` is that of the
+    tokens that were allowed in the last one's place."""
 
     request_id: str
     attempt: int
@@ -142,6 +148,7 @@ class TokenDelta(Part, frozen=True):
     tokens: bytes
     logprobs: tuple[TokenLogprob, ...]
     finish: str
+    mask_digest: bytes = b""
 
 
 class PromptLogprobs(Part, frozen=True):

@@ -14,7 +14,7 @@ from kvtransfer.messages import (
 )
 from kvtransfer.rpc.trust import TrustFiles
 from kvtransfer.store.messages import StoreOrder, StoreReport
-from workers.messages.sampling import PackedLogprobs, SamplingParams, TokenLogprob
+from workers.messages.sampling import Grammar, PackedLogprobs, SamplingParams, TokenLogprob
 from workers.stats_record import DeviceMemory
 
 # ---------------------------------------------------------------------------------------------- start
@@ -135,28 +135,54 @@ class RankFailed(Message, frozen=True):
     lost_peer: bool = False
 
 
+# ------------------------------------------------------------------------------------------- grammars
+
+
+class CompileGrammar(Message, frozen=True):
+    """Engine core to the rank that samples: compile this grammar and keep it until it is released; answered
+    with `GrammarCompiled`."""
+
+    grammar: Grammar
+
+
+class ReleaseGrammar(Message, frozen=True):
+    """Engine core to the rank that samples: no request here needs this grammar any more. It may stay in the
+    cache. Follows every `CompileGrammar`, also one that was refused."""
+
+    digest: bytes
+
+
+class GrammarCompiled(Message, frozen=True):
+    """Rank to engine core: slots may start with this grammar or, with an `error`, it is refused."""
+
+    digest: bytes
+    error: str = ""
+
+
 # ---------------------------------------------------------------------------------------------- steps
 
 
 class SlotSample(Part, frozen=True):
     """A sample takes slot `slot` of the rank. `last_token` is the newest of prompt and output, of which it
     has `num_output_tokens` already (resume, hand-over, preemption); `output` are these where penalties count
-    them, else b""."""
+    them or a grammar replays them, else b"". `mask_digest` as in `SampleState`."""
 
     slot: int
     seed: int
     last_token: int
     num_output_tokens: int = 0
     output: bytes = b""
+    mask_digest: bytes = b""
 
 
 class SlotStart(Part, frozen=True):
     """Samples of one request begin: what the sampler must know of them. `prompt` is b"" unless the repetition
-    penalty looks at it."""
+    penalty looks at it; `grammar` is the digest of one that is compiled, or b""."""
 
     sampling: SamplingParams
     samples: tuple[SlotSample, ...]
     prompt: bytes = b""
+    grammar: bytes = b""
 
 
 class TableChange(Part, frozen=True):
@@ -237,6 +263,11 @@ class StepPlan(Message, frozen=True):
     def num_tokens(self) -> int:
         return sum(entry.num_tokens for entry in self.entries) + len(self.decodes) // 4
 
+    @property
+    def num_targets(self) -> int:
+        """Tokens of prompts whose log-probabilities are asked for."""
+        return sum(len(entry.targets.tokens) // 4 for entry in self.entries if entry.targets is not None)
+
 
 class RowLogprob(Part, frozen=True):
     """The log-probabilities that go with the token of row `row` of a report."""
@@ -262,18 +293,27 @@ class EntryEmbedding(Part, frozen=True):
 
 class FailedEntry(Part, frozen=True):
     """Sequence `index` of the plan, of its entries and then of its decodes, was not computed; "" where
-    another rank knows why."""
+    another rank knows why. `code` is that of its `RequestFailed`: "invalid" where its grammar is the
+    cause."""
 
     index: int
     reason: str
+    code: str = "internal"
+
+
+class RowMask(Part, frozen=True):
+    """The digest of the tokens that a grammar allowed in the place of the token of row `row` of a report."""
+
+    row: int
+    digest: bytes
 
 
 class StepReport(Message, frozen=True):
     """Rank to engine core: its part of the step is done and its KV is in the pool, except that of `failed`
     entries. Only the sampling rank has `tokens`: uint32, a row for each of the plan's `sample_slots`, 0 where
-    it failed. `logprobs` are those of the rows for which they were asked, and `prompt_logprobs` and
-    `embeddings` those of entries; an entry that failed has none. Times are the rank's monotonic clock: when
-    its input was there, and when its part was done."""
+    it failed. `logprobs` are those of the rows for which they were asked, `masks` of those with a grammar,
+    and `prompt_logprobs` and `embeddings` those of entries; an entry that failed has none. Times are the
+    rank's monotonic clock: when its input was there, and when its part was done."""
 
     step: int
     tokens: bytes
@@ -287,6 +327,7 @@ class StepReport(Message, frozen=True):
     logprobs: tuple[RowLogprob, ...] = ()
     prompt_logprobs: tuple[EntryLogprobs, ...] = ()
     embeddings: tuple[EntryEmbedding, ...] = ()
+    masks: tuple[RowMask, ...] = ()
 
 
 class StepProgress(Message, frozen=True):
@@ -302,6 +343,8 @@ class Shutdown(Message, frozen=True):
     reason: str
 
 
+GrammarOrder = CompileGrammar | ReleaseGrammar
+
 RankDown = FormGroup | StepPlan | Shutdown | TransferOrder | StoreOrder
 RankUp = (
     RankJoined
@@ -310,6 +353,7 @@ RankUp = (
     | RankFailed
     | StepProgress
     | StepReport
+    | GrammarCompiled
     | TransferReport
     | StoreReport
 )

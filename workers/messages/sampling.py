@@ -3,6 +3,7 @@ channels."""
 
 from __future__ import annotations
 
+import hashlib
 import struct
 
 from kvtransfer.codec import Part
@@ -10,6 +11,29 @@ from kvtransfer.codec import Part
 _GREEDY_TEMPERATURE = 1e-5
 # Of the likeliest tokens at each position of a prompt.
 MAX_PROMPT_LOGPROBS = 128
+# The longest text of a grammar, in UTF-8.
+MAX_GRAMMAR_BYTES = 256 << 10
+
+
+class Grammar(Part, frozen=True):
+    """What the output must be: `text` is a grammar of llguidance, in Lark's syntax or its own JSON. `digest`
+    is the SHA-256 of the text in UTF-8, by which the compiled grammar is cached."""
+
+    text: str
+    digest: bytes
+
+    @staticmethod
+    def of(text: str) -> Grammar:
+        """Return the grammar of a text."""
+        return Grammar(text, hashlib.sha256(text.encode()).digest())
+
+    def find_problem(self) -> str:
+        """Return what is wrong with its fields, beginning with the field; "" where nothing is. The text is
+        not compiled."""
+        num_bytes = len(self.text.encode())
+        if num_bytes > MAX_GRAMMAR_BYTES:
+            return f"text: {num_bytes} bytes, {MAX_GRAMMAR_BYTES} are the limit"
+        return "" if self == Grammar.of(self.text) else "digest: it is not that of the text"
 
 
 class SamplingParams(Part, frozen=True):

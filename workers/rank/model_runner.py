@@ -27,7 +27,15 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.messages import PROTOCOL_VERSION, CompatibilityRecord, Shard
 from workers.errors import CapacityError, WorkerError
-from workers.messages.rank_channel import BatchEntry, SlotSample, SlotStart, StepPlan, StepReport, TableChange
+from workers.messages.rank_channel import (
+    BatchEntry,
+    PromptTargets,
+    SlotSample,
+    SlotStart,
+    StepPlan,
+    StepReport,
+    TableChange,
+)
 from workers.messages.sampling import SamplingParams
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import AttentionBackend
@@ -290,7 +298,8 @@ class ModelRunner:
         decodes = np.array(slots, dtype="<u4").tobytes()
         plans = [StepPlan(0, starts=tuple(starts), tables=tables, entries=(prefill,))]
         if 2 < num_tokens <= most - _NUM_CONTINUED:
-            chunk = BatchEntry(other, 0, num_tokens - 1, tokens[4:], (other,))
+            targets = PromptTargets(0, tokens[8:], 1)
+            chunk = BatchEntry(other, 0, num_tokens - 1, tokens[4:], (other,), targets, pools=True)
             plans += [StepPlan(0, decodes=decodes), StepPlan(0, entries=(chunk,), decodes=decodes)]
         plans.append(StepPlan(0, free_slots=(*slots, other)))
         queued: SimpleQueue[StepPlan | None] = SimpleQueue()
@@ -320,12 +329,15 @@ class ModelRunner:
         self.run(StepPlan(0, free_slots=slots))
 
     def _warm_up_shapes(self, num_tokens: int) -> None:
-        """Run a chunk of `num_tokens` and a decode of every slot through one layer."""
+        """Run a chunk of `num_tokens` and a decode of every slot through one layer, and read a piece of the
+        chunk."""
         slots = tuple(range(self._max_sequences))
         starts = tuple(SlotStart(SamplingParams(), (SlotSample(slot, 0, 0),)) for slot in slots)
         tables = (self._table(0, num_tokens), *(self._table(slot, 1) for slot in slots[1:]))
         self.run(StepPlan(0, starts=starts, tables=tables))
-        chunk = BatchEntry(0, 0, num_tokens, bytes(4 * num_tokens), ())
+        num_read = min(num_tokens, self._runner.rows_of_piece)
+        targets = PromptTargets(0, bytes(4 * num_read), 1)
+        chunk = BatchEntry(0, 0, num_tokens, bytes(4 * num_tokens), (), targets)
         firsts = tuple(BatchEntry(slot, 0, 1, bytes(4), ()) for slot in slots)
         for entries in ((chunk,), firsts):
             self._runner.rehearse(StepPlan(0, entries=entries), most_layers=1)

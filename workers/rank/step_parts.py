@@ -12,6 +12,7 @@ from torch import Tensor
 
 from workers.rank.device_batch import RowsThere
 from workers.rank.input_batch import PlannedRows
+from workers.rank.prompt_reader import PromptReadings
 
 
 class StepPart(NamedTuple):
@@ -54,10 +55,12 @@ class SamplingPart(NamedTuple):
 
 
 class Executed(NamedTuple):
-    """A step whose layers and head are computed (or queued), and that has still to sample."""
+    """A step whose layers and head are computed (or queued), and that has still to sample. `readings` are
+    what was asked of its prompts."""
 
     step: int
     rows: PlannedRows
     started_at: float
     sampling: list[SamplingPart]
     there: RowsThere | None = None
+    readings: PromptReadings | None = None

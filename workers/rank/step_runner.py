@@ -42,6 +42,7 @@ from workers.rank.device_queue import DeviceQueue, make_queue
 from workers.rank.device_sampler import DeviceSampler, Drawn, make_device_sampler
 from workers.rank.input_batch import InputBatch, InputTokens, PlannedRows
 from workers.rank.progress import Progress, StepFaults
+from workers.rank.prompt_reader import PromptReader
 from workers.rank.sampler import Sampled, Sampler
 from workers.rank.step_parts import Executed, SamplingPart, StepPart
 from workers.rank.tickets import DrawnRows, Results, Ticket, row_logprobs
@@ -90,6 +91,9 @@ class StepRunner:
         self.queue = queue or make_queue(kv.device)
         self.progress = Progress(self.queue)
         self._step_faults = StepFaults(self.progress, faults, groups.rank)
+        self._reader = PromptReader(
+            decoder, groups, unfinished, self._containment, self.queue, self.progress, self._step_faults
+        )
         num_blocks = len(kv) if queue is None else len(kv) - 1
         self.batch = InputBatch(max_slots, -(-max_context_tokens // block_tokens), block_tokens, num_blocks)
         self._inputs = InputTokens(groups, max_slots) if groups.is_first_stage and queue is None else None
@@ -113,6 +117,11 @@ class StepRunner:
         self._finished_at = 0.0
 
     @property
+    def rows_of_piece(self) -> int:
+        """How many positions of a prompt are read at a time; see `workers.rank.prompt_reader`."""
+        return self._reader.rows_of_piece
+
+    @property
     def runs_ahead(self) -> bool:
         """Whether a step is still under way when `launch` returns."""
         return self.queue.runs_behind
@@ -129,13 +138,12 @@ class StepRunner:
         `workers.rank.containment`."""
         report = ticket.report
         if not self.runs_ahead and ticket.results is None:
-            return report
+            return ticket.completed(report)
         ticket.event.synchronize()
         # A step that was launched while another one computed began when that was done.
         started_at = max(report.started_at, self._finished_at)
         self._finished_at = self._clock.now()
-        report = replace(report, started_at=started_at, finished_at=self._finished_at)
-        return report if ticket.results is None else ticket.results.complete(report)
+        return ticket.completed(replace(report, started_at=started_at, finished_at=self._finished_at))
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Executed:
@@ -154,6 +162,7 @@ class StepRunner:
         self._change_slots(plan)
         if plan.copies:
             self._copy_blocks(plan.copies)
+        self._reader.begin(plan)
         return started_at, rows
 
     def _execute(self, plan: StepPlan, rows: PlannedRows, started_at: float) -> Executed:
@@ -168,7 +177,8 @@ class StepRunner:
         if there is None:
             whole, waited_s = self._input(plan, rows)
             started_at += waited_s
-        return Executed(plan.step, rows, started_at, self._compute_in_parts(rows, whole), there)
+        sampling = self._compute_in_parts(rows, whole)
+        return Executed(plan.step, rows, started_at, sampling, there, self._reader.take())
 
     @torch.inference_mode()
     def sample(self, executed: Executed, masks: NDArray[np.uint32] | None = None) -> Ticket:
@@ -178,8 +188,10 @@ class StepRunner:
         return self._sample(executed, masks)
 
     def _sample(self, executed: Executed, masks: NDArray[np.uint32] | None) -> Ticket:
-        if self._there is not None:
-            return self._sample_there(executed, masks)
+        sample = self._sample_here if self._there is None else self._sample_there
+        return sample(executed, masks)._replace(readings=executed.readings)
+
+    def _sample_here(self, executed: Executed, masks: NDArray[np.uint32] | None) -> Ticket:
         tokens = np.zeros(len(executed.rows.sample_slots), np.int64)
         logprobs: list[RowLogprob] = []
         for rows, sampled in self._sampled_parts(executed, partial(self._draw, masks=masks)):
@@ -194,7 +206,7 @@ class StepRunner:
         return Ticket(report, self.queue.event())
 
     def _sample_there(self, executed: Executed, masks: NDArray[np.uint32] | None) -> Ticket:
-        """Do what `sample` does, with tokens that stay on the device."""
+        """Do what `_sample_here` does, with tokens that stay on the device."""
         num_samples = len(executed.rows.sample_slots)
         allocate = partial(torch.zeros, num_samples, dtype=torch.int32, device=self._device)
         tokens = self._containment.insist(allocate)
@@ -316,6 +328,9 @@ class StepRunner:
             there, _ = self._stage(plan, rows, self._there)
         hidden = torch.zeros(shape, dtype=self._kv.dtype, device=self._device)
         hidden = self._decoder.run_layers(hidden, self._plan(rows, there), most_layers)
+        self._reader.begin(plan)
+        self._reader.read(rows, hidden)
+        self._reader.take()
         if self._groups.is_last_stage and len(rows.sampling):
             last = hidden[to_device(np.cumsum(rows.lengths)[rows.sampling] - 1, self._device)]
             logits = self._decoder.logits(last)
@@ -393,6 +408,7 @@ class StepRunner:
             result = self._attempt(part)
             if result is not None:
                 hidden, to_sample = result
+                self._reader.read(part.rows, hidden)
                 done.append(StepPart(part.rows, hidden))
                 sampling += [to_sample] if to_sample.rows.num_sequences else []
             elif part.rows.num_sequences == 1:

@@ -17,6 +17,7 @@ from workers.messages.rank_channel import RowLogprob, StepPlan, StepReport
 from workers.messages.sampling import TokenLogprob
 from workers.rank.device_queue import CopiedOut, Event
 from workers.rank.input_batch import PlannedRows
+from workers.rank.prompt_reader import PromptReadings
 
 # Steps that a rank whose device runs behind has queued on it: the one that computes, and the next.
 MOST_LAUNCHED = 2
@@ -45,12 +46,19 @@ class Results(NamedTuple):
 
 
 class Ticket(NamedTuple):
-    """A step that is launched. Its report holds once the device has passed `event`, and `results`, if there
-    are any, complete it then."""
+    """A step that is launched. Its report holds once the device has passed `event`, and `results` and
+    `readings`, if there are any, complete it then."""
 
     report: StepReport
     event: Event
     results: Results | None = None
+    readings: PromptReadings | None = None
+
+    def completed(self, report: StepReport) -> StepReport:
+        """Return the report with results and readings. The event is passed."""
+        if self.results is not None:
+            report = self.results.complete(report)
+        return report if self.readings is None else self.readings.complete(report)
 
 
 def row_logprobs(rows: PlannedRows, row_to_logprob: dict[int, TokenLogprob]) -> list[RowLogprob]:

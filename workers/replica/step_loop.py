@@ -120,13 +120,15 @@ class StepLoop:
             for stage in range(self._pp)
         ]
         failed = _merged(rank_to_report)
-        if not failed:
+        # The head at every position would make all chunks look slower.
+        is_typical = not (failed or plan.num_targets)
+        if is_typical:
             self.rates.add(plan, stage_to_busy_s)
         sampled = rank_to_report[(self._pp - 1) * self._tp]
         started_at = sampled.finished_at - sum(stage_to_busy_s)
         whole = replace(sampled, started_at=started_at, failed=failed)
         outcome = self._scheduler.settle(whole, self._last_settled_at)
-        if not failed:
+        if is_typical:
             self.costs.add(plan, outcome.decode_starts, stage_to_busy_s)
         self.stats.add(plan, outcome.decode_starts, stage_to_busy_s)
         self.stats.settled(outcome)
@@ -227,6 +229,7 @@ class StepStats:
         if self.capability is None or busy_s <= 0:
             return
         num_sampled = sum(len(entry.sample_slots) for entry in plan.entries) + len(decode_starts)
+        num_sampled += plan.num_targets
         spans = [(entry.start, entry.num_tokens) for entry in plan.entries]
         work = self.capability.work.of(spans, num_sampled, decode_starts)
         self.num_flops += work.flops

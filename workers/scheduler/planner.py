@@ -29,6 +29,7 @@ from workers.scheduler.step import (
     sample_bytes,
     start_bytes,
     table_bytes,
+    target_bytes,
 )
 
 
@@ -106,7 +107,7 @@ class Planner:
         """Add the sequence's next chunk to the batch if its budgets, slots and blocks allow."""
         self._life.handled = sequence.request.key
         longest = self._micro.chunk_tokens(sequence.num_scheduled)
-        num_tokens = min(sequence.num_remaining, longest, batch.budget_tokens)
+        num_tokens = min(sequence.num_remaining, longest, batch.most_tokens(sequence))
         if num_tokens <= 0 or sequence.phase is not Phase.RUNNING:
             return
         if sequence.slot < 0 and self._life.num_free_slots < sequence.num_slots_needed:
@@ -433,6 +434,7 @@ class EngineLimits:
             + sample_bytes(sampling, output_limit)
             + len(submission.samples) * sample_bytes(sampling, 0)
             + entry_bytes(num_tokens, len(submission.samples))
+            + target_bytes(sampling, num_prompt_tokens)
             + table_bytes(num_tokens // self.pool.block_tokens + 1)
         )
         if num_bytes > PLAN_BYTES:

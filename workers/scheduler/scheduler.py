@@ -14,7 +14,15 @@ from msgspec.structs import replace
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from workers.config import EngineConfig
 from workers.errors import QueueFullError
-from workers.messages.link import RequestFailed, RequestKey, StageTimes, Submission, TokenDelta
+from workers.messages.link import (
+    PromptEmbedding,
+    PromptLogprobs,
+    RequestFailed,
+    RequestKey,
+    StageTimes,
+    Submission,
+    TokenDelta,
+)
 from workers.messages.rank_channel import StepPlan, StepReport
 from workers.messages.sampling import TokenLogprob
 from workers.scheduler.block_pool import BlockPool
@@ -206,6 +214,7 @@ class Scheduler:
         request = self._life.arrive(submission, now, self._limits.output_limit(submission))
         request.scheduled_at = now
         request.prompt_done = True
+        request.num_scored_tokens = request.num_prompt_tokens
         for sequence in request.sequences:
             assert sequence.num_output_tokens > 0, "a sample was handed over without its first token"
             newest = sequence.token_at(sequence.num_tokens - 1)
@@ -368,6 +377,8 @@ class Scheduler:
         for index, entry in enumerate(issued.entries):
             sampled = rows.take(len(entry.samplers))
             if self._is_computed(entry.sequence, index_to_reason.get(index), outcome):
+                if entry.targets is not None or entry.pools:
+                    self._settle_readings(index, entry, report, outcome)
                 self._settle_entry(entry, sampled, report, now, outcome)
         for index, sequence in enumerate(issued.decodes, len(issued.entries)):
             token, logprob = rows.next()
@@ -408,6 +419,25 @@ class Scheduler:
         if sequence.finish:
             self._life.end(sequence)
 
+    @staticmethod
+    def _settle_readings(index: int, entry: PlannedEntry, report: StepReport, outcome: StepOutcome) -> None:
+        """Take what entry `index` of the plan has read of its prompt; an embedding is the end of it."""
+        sequence, request = entry.sequence, entry.sequence.request
+        if entry.targets is not None:
+            first = entry.targets.start + 1
+            assert first == request.num_scored_tokens, f"{first} follows on {request.num_scored_tokens}"
+            (logprobs,) = (it.logprobs for it in report.prompt_logprobs if it.index == index)
+            num_tokens = len(entry.targets.tokens) // TOKEN_BYTES
+            assert logprobs.is_whole, f"log-probabilities of entry {index}"
+            assert (logprobs.num_tokens, logprobs.num_top) == (num_tokens, entry.targets.num_top)
+            outcome.prompt_logprobs.append(PromptLogprobs(*request.key, first, logprobs))
+            request.num_scored_tokens += num_tokens
+        if entry.pools:
+            (vector,) = (it.vector for it in report.embeddings if it.index == index)
+            outcome.embeddings.append(PromptEmbedding(*request.key, vector))
+            sequence.num_pending -= 1
+            sequence.finish = "stop"
+
     def _settle_entry(
         self,
         entry: PlannedEntry,
@@ -427,11 +457,11 @@ class Scheduler:
             outcome.migrating.append(self._chunk(entry, report))
             if entry.end == sequence.hold_at:
                 self._life.hold(sequence)
-        if entry.samplers and not request.prompt_done:
+        if (entry.samplers or entry.pools) and not request.prompt_done:
             outcome.prompts.append(self._finish_prompt(sequence, entry.end, now))
-        for sampler in entry.samplers:
-            if sampler.finish and sampler.phase is not Phase.HELD:
-                self._life.end(sampler)
+        for ended in (sequence,) if entry.pools else entry.samplers:
+            if ended.finish and ended.phase is not Phase.HELD:
+                self._life.end(ended)
 
     def _chunk(self, entry: PlannedEntry, report: StepReport) -> ChunkDone:
         return ChunkDone(

@@ -67,8 +67,10 @@ class Request:
         "num_cached_tokens",
         "num_loaded_tokens",
         "num_prompt_tokens",
+        "num_scored_tokens",
         "num_survived_steps",
         "output_limit",
+        "pools",
         "prompt_done",
         "scheduled_at",
         "sequences",
@@ -85,6 +87,11 @@ class Request:
         self.urgency = now - PRIORITY_S * submission.priority + CLASS_DELAY_S[submission.service_class]
         self.deadline = None if submission.deadline_s is None else now + submission.deadline_s
         self.num_prompt_tokens = len(submission.prompt) // TOKEN_BYTES
+        # Its leading tokens whose log-probabilities are reported, or are not asked for. The first has none.
+        is_scored = submission.sampling.num_prompt_logprobs is not None
+        self.num_scored_tokens = 1 if is_scored else self.num_prompt_tokens
+        # It ends with an embedding of its prompt.
+        self.pools = submission.pooling is not None
         # Tokens a sample may have in all: `max_tokens`, clipped to the context.
         self.output_limit = output_limit
         self.landing = LandingState.READY if submission.decode is None else LandingState.NEEDED
@@ -116,6 +123,14 @@ class Request:
             for sequence in self.sequences
             if not sequence.finish
         )
+
+    @property
+    def num_reusable_tokens(self) -> int | None:
+        """So many tokens at most need not be computed where their KV is cached; None: all. The hidden state
+        of each token says how likely the next one is."""
+        if self.num_scored_tokens >= self.num_prompt_tokens:
+            return None
+        return self.num_scored_tokens - 1
 
     @property
     def progress(self) -> str:
@@ -269,9 +284,10 @@ class Sequence:
 
     @property
     def samplers(self) -> tuple[Sequence, ...]:
-        """Who samples when the target is reached: nobody where an adopted leader only repairs the prompt."""
+        """Who samples when the target is reached: nobody where an adopted leader only repairs the prompt, and
+        where the prompt is embedded."""
         if not self.forks:
-            return (self,)
+            return () if self.request.pools else (self,)
         return () if self.num_output_tokens else (self, *self.forks)
 
     @property
