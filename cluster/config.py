@@ -176,7 +176,7 @@ class HttpConfig(_Settings):
 
     # Where clients are answered over HTTP, on `gateway.host`; 0: a free one; None: nowhere. As for the
     # console, a free one where another `gateway.port` is set and this is not.
-    port: int | None = Field(default=8783, ge=0, le=65535)
+    port: int | None = Field(default=8784, ge=0, le=65535)
     # The largest body of a request; a longer one is refused before it is read.
     max_body_bytes: int = Field(default=16 << 20, ge=1 << 10)
     # The longest header of a request. Larger ones end the connection.

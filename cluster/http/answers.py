@@ -212,8 +212,8 @@ def content_logprobs(items: Iterable[pb.TokenLogprob]) -> list[ContentLogprob]:
         ContentLogprob(
             token=item.text,
             logprob=item.logprob,
-            bytes=list(item.bytes),
-            top_logprobs=[TopLogprob(top.text, top.logprob, list(top.bytes)) for top in item.top],
+            bytes=list(item.token_bytes),
+            top_logprobs=[TopLogprob(top.text, top.logprob, list(top.token_bytes)) for top in item.top],
         )
         for item in items
     ]

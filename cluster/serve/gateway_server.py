@@ -138,17 +138,7 @@ class Gateway:
         self._console = open_console(gateway_id, config, services, clock)
         self.console_port = 0  # where the console listens after `start`; 0: there is none
         self._certificate = open_certificate(config.gateway, config.auth, "inference")
-        self._traffic = TrafficSplitter(
-            app=config.app,
-            gateway_id=gateway_id,
-            model_name=config.model_name,
-            roster=roster,
-            open_roster=open_roster,
-            clock=clock,
-            relays=access.relays,
-            certificate=self._certificate,
-            on_end=log_relayed if config.logs.access else None,
-        )
+        self._traffic = self._open_traffic(roster, open_roster)
         faults, orders = Faults(config.debug.fault_rules), ScalerOrders(operations)
         servicer = InferenceServicer(
             self.requests, self.connections, self._texts, status, faults, self._traffic
@@ -167,6 +157,22 @@ class Gateway:
         )
         self._is_serving = False
         self._tasks = SupervisedTasks()
+
+    def _open_traffic(
+        self, roster: ScalingRoster, open_roster: Callable[[str], RosterClient] | None
+    ) -> TrafficSplitter:
+        config = self._config
+        return TrafficSplitter(
+            app=config.app,
+            gateway_id=self._gateway_id,
+            model_name=config.model_name,
+            roster=roster,
+            open_roster=open_roster,
+            clock=self._clock,
+            relays=self._access.relays,
+            certificate=self._certificate,
+            on_end=log_relayed if config.logs.access else None,
+        )
 
     def _on_rung(self, rung: Rung) -> None:
         self.connections.pause_batch(rung >= Rung.BATCH_PAUSED)

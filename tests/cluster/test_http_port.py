@@ -297,7 +297,7 @@ def test_another_port_than_the_default_comes_with_a_free_one_for_http() -> None:
     def http_port(**fields: Any) -> int | None:
         return GatewayConfig.model_validate(fields).http.port
 
-    assert http_port() == 8783
+    assert http_port() == 8784
     assert http_port(port=9000) == http_port(port=0) == 0
     assert http_port(port=9000, http={"port": 9001}) == 9001
     assert http_port(port=9000, http={"body_timeout_s": 1}) == 0
