@@ -171,6 +171,11 @@ class PoolConfig(_Settings):
             )
 
 
+# "auto": as the chat template has it.
+ToolParserName = Literal["auto", "none", "hermes", "llama3", "mistral"]
+ReasoningParserName = Literal["auto", "none", "think", "mistral"]
+
+
 class HttpConfig(_Settings):
     """Configures the HTTP port of each gateway, which speaks the APIs of OpenAI and Anthropic."""
 
@@ -246,6 +251,10 @@ class GatewayConfig(_Settings):
     max_samples: int = Field(default=16, ge=1)
     # `max_tokens` of a request that names none.
     default_max_tokens: int = Field(default=256, ge=1)
+    # How tool calls stand in the model's answers; `auto`: as its chat template writes them.
+    tool_parser: ToolParserName = "auto"
+    # Between which marks reasoning stands in them; `auto`: those of the chat template.
+    reasoning_parser: ReasoningParserName = "auto"
 
     @model_validator(mode="after")
     def _certificate_with_key(self) -> Self:

@@ -48,7 +48,7 @@ from cluster.metrics.gateway_counters import GatewayCounters
 from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.preprocess import PreparedRequest, Preprocessor
-from cluster.text.tokenizer import SampleText
+from cluster.text.sample_text import SampleText
 from cluster.text.validation import ServingLimits, check_request
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.codec import Part

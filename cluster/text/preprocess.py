@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,7 +25,9 @@ from cluster.text.chat_template import (
     load_chat_template,
 )
 from cluster.text.grammars import GrammarCompiler, OutputConstraint, Tag, Vocabulary
-from cluster.text.tokenizer import SHORT_CHARS, ModelText, SampleText
+from cluster.text.output_parsers.choose import OutputParsers, ParserNeeds
+from cluster.text.sample_text import SampleText
+from cluster.text.tokenizer import SHORT_CHARS, ModelText
 from cluster.text.validation import ServingLimits, max_tokens_of, sampling_of
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.clock import Clock
@@ -45,6 +48,13 @@ class SampleStart:
     seed: int
     output: bytes = b""
     finish: str = ""
+
+
+class Prompt(NamedTuple):
+    """The prompt's token ids, uint32 little-endian, and whether it ends with the beginning of reasoning."""
+
+    tokens: bytes
+    opens_reasoning: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +133,9 @@ class Preprocessor:
         template = load_chat_template(model_dir)
         self._chat = ChatRenderer(template) if template is not None else None
         tokenizer = model_dir / "tokenizer.json"
+        self._parsers = OutputParsers.choose(
+            template.source if template is not None else None, gateway.tool_parser, gateway.reasoning_parser
+        )
         self._grammars = GrammarCompiler(
             Vocabulary(tokenizer, self._model.vocab_size, tuple(self._model.eos_token_ids))
         )
@@ -143,8 +156,9 @@ class Preprocessor:
             allow_pins=self._allow_pins,
         )
 
-    async def prompt_tokens(self, request: pb.GenerateRequest, limits: ServingLimits) -> bytes:
-        """Return the prompt of a checked request, as uint32 little-endian: its end where it is truncated."""
+    async def prompt_tokens(self, request: pb.GenerateRequest, limits: ServingLimits) -> Prompt:
+        """Return the prompt of a checked request: its end where it is truncated."""
+        opens_reasoning = False
         kind = request.WhichOneof("prompt")
         if kind == "token_ids":
             prompt = np.asarray(request.token_ids.ids, dtype="<u4").tobytes()
@@ -152,10 +166,11 @@ class Preprocessor:
             prompt = await self.encode(request.text)
         else:
             text = await self.render_chat(request.chat, limits)
+            opens_reasoning = self._parsers.opens_reasoning(text)
             prompt = await self.encode(text, add_special_tokens=False)
         if request.HasField("truncate_prompt_tokens"):
             prompt = prompt[-request.truncate_prompt_tokens * TOKEN_BYTES :]
-        return prompt
+        return Prompt(prompt, opens_reasoning)
 
     async def grammar(self, request: pb.GenerateRequest) -> Grammar | None:
         """Return what the output of a checked request must be; raise `GrammarError` where that cannot be."""
@@ -166,7 +181,7 @@ class Preprocessor:
     def prepare(
         self,
         request: pb.GenerateRequest,
-        prompt: bytes,
+        prompt: Prompt,
         limits: ServingLimits,
         *,
         request_id: str,
@@ -181,16 +196,16 @@ class Preprocessor:
 
         Raises `InvalidRequestError` when the request is too long.
         """
-        max_tokens = max_tokens_of(request, len(prompt) // TOKEN_BYTES, limits)
+        max_tokens = max_tokens_of(request, len(prompt.tokens) // TOKEN_BYTES, limits)
         seed = request.seed if request.HasField("seed") else self._draw_seed()
-        starts, texts = self._samples(request, seed, max_tokens)
-        chain = self._key_roots.chain(prompt, fingerprint, sharing_group)
+        starts, texts = self._samples(request, seed, max_tokens, request_id, prompt)
+        chain = self._key_roots.chain(prompt.tokens, fingerprint, sharing_group)
         prepared = PreparedRequest(
             request_id=f"{request_id}~{secrets.token_hex(_UNIQUE_BYTES)}",
             tenant=request.tenant,
             sharing_group=sharing_group,
             priority=request.priority,
-            prompt=prompt,
+            prompt=prompt.tokens,
             root_key=chain.root_key,
             block_keys=chain.block_keys,
             sampling=sampling_of(request, max_tokens),
@@ -237,14 +252,14 @@ class Preprocessor:
         await self._grammars.close()
 
     def _samples(
-        self, request: pb.GenerateRequest, seed: int, max_tokens: int
+        self, request: pb.GenerateRequest, seed: int, max_tokens: int, request_id: str, prompt: Prompt
     ) -> tuple[list[SampleStart], list[SampleText]]:
         """Return fresh samples, or what a resuming client has of them, which may be complete."""
         resumed = {item.sample: item for item in request.resume}
         starts: list[SampleStart] = []
         texts: list[SampleText] = []
         for index in range(max(1, request.n)):
-            text = SampleText(self._text.detokenizer(), request.stop)
+            text = self._sample_text(request, request_id, index, opens_reasoning=prompt.opens_reasoning)
             output, finish = b"", ""
             if index in resumed:
                 output = np.asarray(resumed[index].token_ids, dtype="<u4").tobytes()
@@ -252,12 +267,26 @@ class Preprocessor:
             if output and not finish:
                 finish = text.push(output, "").finish
                 if resumed[index].token_ids[-1] in self._end_token_ids(request):
-                    finish = "stop"
+                    finish = text.finish_at_end_token()
                 elif len(output) >= max_tokens * TOKEN_BYTES:
                     finish = finish or "length"
             starts.append(SampleStart(index, sample_seed(seed, index), output, finish))
             texts.append(text)
         return starts, texts
+
+    def _sample_text(
+        self, request: pb.GenerateRequest, request_id: str, sample: int, *, opens_reasoning: bool
+    ) -> SampleText:
+        """Return the text of a sample without output."""
+        needs = parser_needs_of(request)
+        kept = self._parsers.kept_tokens(needs)
+        return SampleText(
+            self._text.detokenizer(kept, keeps_all=request.keep_special_tokens),
+            request.stop,
+            stop_token_ids=request.stop_token_ids,
+            includes_stop=request.include_stop,
+            parser=self._parsers.make(needs, request_id, sample, opens_reasoning=opens_reasoning),
+        )
 
     def _end_token_ids(self, request: pb.GenerateRequest) -> set[int]:
         ends = set(request.stop_token_ids)
@@ -272,6 +301,14 @@ def sample_seed(seed: int, index: int) -> int:
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
     return mixed ^ (mixed >> 31)
+
+
+def parser_needs_of(request: pb.GenerateRequest) -> ParserNeeds:
+    """Return which parts of the answer the request wants apart."""
+    is_chat = request.WhichOneof("prompt") == "chat"
+    separates = request.separate_reasoning if request.HasField("separate_reasoning") else is_chat
+    may_call = bool(request.chat.tools) and request.chat.tool_choice.mode != pb.ToolChoice.MODE_NONE
+    return ParserNeeds(calls_tools=is_chat and may_call, separates_reasoning=separates)
 
 
 def constraint_of(constraint: pb.Constraint) -> OutputConstraint:
