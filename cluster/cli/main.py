@@ -141,6 +141,7 @@ def serve(
             )
         for name, place in (
             ("gateway", f"[bold]{', '.join(addresses.gateways)}[/]"),
+            ("HTTP", ", ".join(addresses.http_urls) or "none"),
             ("admin", ", ".join(addresses.admins)),
             ("console", ", ".join(addresses.consoles) or "none"),
             ("callers", _callers(config)),
