@@ -16,7 +16,7 @@ from cluster.api.client import Turn, generate_request
 from cluster.cli import calls
 from cluster.cli.bench import cli as bench_cli
 from cluster.cli.bench_traces import bench_scaling, bench_store
-from cluster.cli.chat import PipeScreen, chat_on_terminal, chat_through_pipe
+from cluster.cli.chat_session import PipeScreen, chat_on_terminal, chat_through_pipe
 from cluster.cli.doctor import doctor
 from cluster.cli.gateway_options import AdminOptions, InferenceOptions, gateway_options
 from cluster.cli.key import cli as key_cli

@@ -20,8 +20,8 @@ from rich.console import Console
 from serving import ROOT, environment, tandem
 
 from cluster.api.client import Completion, Turn
-from cluster.cli.chat import (
-    Answer,
+from cluster.cli.chat_session import (
+    SpokenAnswer,
     Conversation,
     PipeScreen,
     TerminalScreen,
@@ -297,7 +297,7 @@ def test_reasoning_in_a_pipe_is_in_the_json_alone() -> None:
         screen = PipeScreen(output, Console(file=io.StringIO()), as_json=as_json)
         screen.show(pb.Delta(reasoning="hmm"))
         screen.show(pb.Delta(text="yes\nno\r\n"))
-        screen.end(Answer("yes", completion))
+        screen.end(SpokenAnswer("yes", completion))
         if as_json:
             shown: dict[str, Any] = json.loads(output.getvalue())
             assert (shown["text"], shown["reasoning"]) == ("yes", "hmm")

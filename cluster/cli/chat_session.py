@@ -50,7 +50,7 @@ class Conversation:
         return {"messages": [turn._asdict() for turn in (*system, *self.turns)]}
 
 
-class Answer(NamedTuple):
+class SpokenAnswer(NamedTuple):
     """An answer as far as it came; `completion` is None where it did not come to its end."""
 
     text: str
@@ -63,7 +63,7 @@ class Screen(Protocol):
     def show(self, delta: pb.Delta) -> None:
         """Show the next part of an answer."""
 
-    def end(self, answer: Answer) -> None:
+    def end(self, answer: SpokenAnswer) -> None:
         """Show that the answer is over."""
 
     def note(self, text: str) -> None:
@@ -93,7 +93,7 @@ class ChatSession:
         # Files that hold this chat, which may be written again.
         self._saved: set[Path] = set()
 
-    def take(self, line: str) -> Answer | None:
+    def take(self, line: str) -> SpokenAnswer | None:
         """Send what the user says, and return the answer; or carry out a command.
 
         Ctrl-C ends the answer, and the chat has it as far as it came. `CallError` or `InvalidRequestError`
@@ -104,7 +104,7 @@ class ChatSession:
             return None
         return self._say(line.removeprefix("/") if line.startswith("//") else line)
 
-    def _say(self, text: str) -> Answer:
+    def _say(self, text: str) -> SpokenAnswer:
         prompt = self.conversation.prompt(text)
         collector, parts, completion = Collector(), [], None
         events = self._client.generate(prompt, self._options, timeout_s=self._timeout_s)
@@ -122,9 +122,9 @@ class ChatSession:
             with _ignored_interrupts():
                 events.close()
         except CallError:
-            self._screen.end(Answer("".join(parts), None))
+            self._screen.end(SpokenAnswer("".join(parts), None))
             raise
-        answer = Answer("".join(parts), completion)
+        answer = SpokenAnswer("".join(parts), completion)
         self._screen.end(answer)
         if answer.text or completion is not None:
             self.conversation.add(text, answer.text)
@@ -198,7 +198,7 @@ class TerminalScreen:
                 self._console.print("\n")
             self._print(delta.text, "green")
 
-    def end(self, answer: Answer) -> None:
+    def end(self, answer: SpokenAnswer) -> None:
         self._is_thinking = False
         self._console.print()
         if answer.completion is not None:
@@ -333,7 +333,7 @@ class PipeScreen:
             self._output.write(delta.text.translate(_BREAKS_TO_SPACES))
             self._output.flush()
 
-    def end(self, answer: Answer) -> None:
+    def end(self, answer: SpokenAnswer) -> None:
         if not self._as_json:
             self._output.write("\n")
         elif answer.completion is not None:
