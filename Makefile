@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile -c constraints.txt
 
-.PHONY: help setup demo serve test test-all fuzz lint bench proto chart
+.PHONY: help setup demo serve test test-all fuzz lint bench proto proto-image chart
 
 help:
 	@echo "make demo      one model, one prefill and one decode replica, a few requests; then everything stops"
@@ -18,7 +18,7 @@ help:
 	@echo "make bench     the benchmarks of this machine, as JSON lines"
 	@echo "make lint      ruff, mypy, import-linter"
 	@echo "make setup     .venv with everything for development"
-	@echo "make proto     cluster/proto/*_pb2* from tandem.proto"
+	@echo "make proto     cluster/proto/tandem/v1/*_pb2* from the .proto files"
 	@echo "make chart     the chart's schema and table of values from values.yaml and the configuration"
 
 setup: $(VENV)/.dev
@@ -65,10 +65,14 @@ bench: $(VENV)/.dev
 	@for script in benchmarks/*.py; do $(BIN)/python -m benchmarks.$$(basename $$script .py) || exit 1; done
 
 proto: $(VENV)/.dev
+	cd cluster/proto && $(abspath $(BIN))/buf lint
 	$(BIN)/python -m grpc_tools.protoc -I cluster/proto --python_out=cluster/proto \
-		--pyi_out=cluster/proto --grpc_python_out=cluster/proto tandem.proto
-	sed -i 's/^import tandem_pb2 as/from cluster.proto import tandem_pb2 as/' cluster/proto/tandem_pb2_grpc.py
-	sed -i -E 's/_Mapping([],])/_Mapping[str, object]\1/g' cluster/proto/tandem_pb2.pyi
+		--pyi_out=cluster/proto --grpc_python_out=cluster/proto tandem/v1/inference.proto tandem/v1/admin.proto
+	sed -i 's/^from tandem.v1 import/from cluster.proto.tandem.v1 import/' cluster/proto/tandem/v1/*_pb2*.py*
+	sed -i -E 's/_Mapping([],])/_Mapping[str, object]\1/g' cluster/proto/tandem/v1/*.pyi
+
+proto-image: $(VENV)/.dev
+	cd cluster/proto && $(abspath $(BIN))/buf build --exclude-source-info -o tandem.v1.binpb
 
 chart: $(VENV)/.dev
 	PYTHONPATH=. $(BIN)/python tests/support/chart_schema.py

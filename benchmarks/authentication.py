@@ -37,8 +37,8 @@ from cluster.identity.authenticator import Authenticator, Credentials
 from cluster.identity.config import AuthConfig
 from cluster.identity.identity import LOCAL
 from cluster.identity.resume_tokens import ResumeTokens, resume_digest
-from cluster.proto import tandem_pb2 as pb
-from cluster.proto import tandem_pb2_grpc
+from cluster.proto.tandem.v1 import inference_pb2 as pb
+from cluster.proto.tandem.v1 import inference_pb2_grpc
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.rpc.trust import Trust
 
@@ -178,7 +178,7 @@ def _config(keys_file: Path) -> AuthConfig:
 # ------------------------------------------------------------------------------------------- over gRPC
 
 
-class Streams(tandem_pb2_grpc.InferenceServicer):
+class Streams(inference_pb2_grpc.InferenceServicer):
     """Answers `Generate` with as many tokens as it is asked for, and does nothing else."""
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
@@ -193,7 +193,7 @@ class Served:
     def __init__(self, metadata: tuple[tuple[str, str], ...], access: AccessControl | None) -> None:
         interceptors = [] if access is None else [Authentication(access)]
         self._server = grpc.aio.server(interceptors=interceptors)
-        tandem_pb2_grpc.add_InferenceServicer_to_server(Streams(), self._server)
+        inference_pb2_grpc.add_InferenceServicer_to_server(Streams(), self._server)
         self._metadata = metadata
         self._channel: Any = None
         self._call: Any = None
@@ -203,7 +203,7 @@ class Served:
         port = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
         self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
-        self._call = tandem_pb2_grpc.InferenceStub(self._channel).Generate
+        self._call = inference_pb2_grpc.InferenceStub(self._channel).Generate
 
     async def stop(self) -> None:
         """End the server and the client."""

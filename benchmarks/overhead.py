@@ -34,7 +34,7 @@ import torch
 from benchmarks.drawn_trust import draw_trust
 from cluster.api.client import Client, GenerateOptions
 from cluster.config import parse_config
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.roster.actor import VIEW_CODEC
 from cluster.roster.messages import ReplicaRecord, RosterView
 from cluster.roster.state import LocalRoster

@@ -405,7 +405,7 @@ class VirtualCluster:
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         # Calls of closed loops, one for each request that ends.
-        self._on_end: Callable[[], None] | None = None
+        self._on_end: Callable[[], object] = lambda: None
         self.replicas: dict[str, VirtualReplica] = {}
         for index, (role, model) in enumerate(replicas):
             replica = VirtualReplica(self, f"r{index:03}", role, model)
@@ -493,8 +493,7 @@ class VirtualCluster:
         for request in news.ended:
             request.ended_at = now
             self.router.on_finished(request.request_id)
-            if self._on_end is not None:
-                self._on_end()
+            self._on_end()
         if self._has_admission:
             self.admission.pump(replica.identity.replica_id)
 

@@ -5,6 +5,7 @@ ClusterError
 │   ├── InvalidRequestError       the client must change the named fields
 │   ├── TemplateError             the model's chat template cannot render this chat: send text instead
 │   │   └── TemplateRefusedError  in words of its own, which are not logged
+│   ├── GrammarError              the constraint is wrong, unsupported or too complex: simplify it
 │   ├── UnknownModelError         ask for a model that `ListModels` names
 │   ├── UnknownRequestError       the request is not among the running and recent ones
 │   ├── DuplicateRequestError     the request id is in use: choose another, or resume it
@@ -43,7 +44,7 @@ import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 
 class ClusterError(Exception):
@@ -85,6 +86,15 @@ class TemplateRefusedError(TemplateError):
     @property
     def logged(self) -> str:
         return "the model's chat template failed"
+
+
+class GrammarError(RequestError):
+    """No grammar can be made of what the output must look like; the text, which may have words of the caller,
+    says why."""
+
+    @property
+    def logged(self) -> str:
+        return "the constraint was refused"
 
 
 class UnknownModelError(RequestError):
@@ -234,6 +244,7 @@ STATUS_TABLE: dict[type[RequestError], grpc.StatusCode] = {
     InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
     TemplateError: grpc.StatusCode.INVALID_ARGUMENT,
     TemplateRefusedError: grpc.StatusCode.INVALID_ARGUMENT,
+    GrammarError: grpc.StatusCode.INVALID_ARGUMENT,
     UnknownModelError: grpc.StatusCode.NOT_FOUND,
     UnknownRequestError: grpc.StatusCode.NOT_FOUND,
     DuplicateRequestError: grpc.StatusCode.ALREADY_EXISTS,
@@ -292,6 +303,8 @@ def to_grpc_status(error: RequestError, usage: pb.Usage | None = None) -> GrpcSt
         details.append(_packed(_bad_request(error.violations)))
     elif isinstance(error, TemplateError):
         details.append(_packed(_bad_request((FieldViolation("chat", str(error)),))))
+    elif isinstance(error, GrammarError):
+        details.append(_packed(_bad_request((FieldViolation("constraint", str(error)),))))
     elif isinstance(error, RetryableError):
         nanos = math.ceil(error.retry_after_s * 1e9)
         delay = duration_pb2.Duration(seconds=nanos // 10**9, nanos=nanos % 10**9)

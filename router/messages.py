@@ -57,7 +57,8 @@ class QueueState(Part, frozen=True):
 class RouteRequest(Part, frozen=True):
     """A request to place. `block_keys` are those of the prompt's full blocks, `excluded` replicas were tried
     and failed, and `pinned_prefill` and `pinned_decode` ("" if free) are a debug option. Its sharing group
-    may use `kv_share` of each replica's blocks."""
+    may use `kv_share` of each replica's blocks. One that does not decode ends with its prompt: one replica
+    computes it, whatever its role."""
 
     request_id: str
     tenant: str
@@ -69,6 +70,7 @@ class RouteRequest(Part, frozen=True):
     pinned_prefill: str = ""
     pinned_decode: str = ""
     kv_share: float = 1.0
+    decodes: bool = True
 
 
 class Candidate(Part, frozen=True):

@@ -193,7 +193,11 @@ class RouterService:
         view = _View(match, waits or {}, held_part, self._clock.now() - self._config.stale_load_s)
         candidates: Sequence[Candidate]
         if isinstance(self._policy, CostPolicy) and not (
-            prefers_capacity or request.excluded or request.pinned_prefill or request.pinned_decode
+            prefers_capacity
+            or request.excluded
+            or request.pinned_prefill
+            or request.pinned_decode
+            or not request.decodes
         ):
             choice, candidates = self._cheapest(request, query, view)
         else:
@@ -348,7 +352,8 @@ class RouterService:
             num_samples=request.num_samples,
             block_tokens=self._block_tokens,
             skip_prefill_tokens=self._config.skip_prefill_tokens,
-            may_stay=not request.pinned_prefill or request.pinned_prefill == request.pinned_decode,
+            may_stay=not (request.pinned_prefill and request.decodes)
+            or request.pinned_prefill == request.pinned_decode,
             kv_share=request.kv_share,
         )
 
@@ -364,6 +369,12 @@ class RouterService:
             seed = self._seed(request)
             order = sorted(usable, key=lambda replica_id: _hashed(replica_id, seed))
             usable = {replica_id: usable[replica_id] for replica_id in order}
+        if not request.decodes:
+            pinned = request.pinned_prefill or request.pinned_decode
+            able = self._preferred(replica_id for replica_id in usable if pinned in ("", replica_id))
+            if not able:
+                raise NoReplicaError(self._missing("prefill or decode", request, pinned))
+            return [], able
         decode_ids = self._preferred(
             replica_id
             for replica_id, member in usable.items()
@@ -432,7 +443,7 @@ class RouterService:
         return any(self._members[each].is_usable for each in replica_ids)
 
     def _missing(self, side: str, request: RouteRequest, pinned: str) -> str:
-        other = "prefill" if side == "decode" else "decode"
+        other = {"prefill": "decode", "decode": "prefill"}.get(side)
         of_side = [item for item in self._members.values() if item.role != other]
         num_leaving = sum(item.is_leaving for item in of_side)
         num_excluded = sum(item.identity.replica_id in request.excluded for item in of_side)

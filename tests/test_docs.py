@@ -62,7 +62,7 @@ def defined_names() -> dict[str, frozenset[str]]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 found[node.name] = found.get(node.name, frozenset()) | frozenset(_members(node))
-    proto = (ROOT / "cluster/proto/tandem.proto").read_text()
+    proto = "".join(path.read_text() for path in sorted((ROOT / "cluster/proto/tandem/v1").glob("*.proto")))
     found.update({name: frozenset() for name in re.findall(r"\b(?:message|rpc|enum) (\w+)", proto)})
     rules = (ROOT / "helm/tandem/rules/tandem.yaml").read_text()
     found.update({name: frozenset() for name in re.findall(r"alert: (\w+)", rules)})

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 import grpc.aio
 
 from cluster.api.channel import UNARY_TIMEOUT_S, GatewayCaller, call_error
-from cluster.proto import tandem_pb2 as pb
-from cluster.proto import tandem_pb2_grpc
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
+from cluster.proto.tandem.v1 import admin_pb2_grpc
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 # The scaler may wait for Ray's dashboard.
 SCALE_TIMEOUT_S = 45.0
@@ -21,16 +22,16 @@ class AdminClient(GatewayCaller):
     `host:port` is reached without TLS, `tls://host:port` with it.
     """
 
-    stub_type = tandem_pb2_grpc.AdminStub
+    stub_type = admin_pb2_grpc.AdminStub
 
-    async def status(self) -> pb.StatusResponse:
-        reply: pb.StatusResponse = await self._unary("Status", pb.StatusRequest())
+    async def status(self) -> admin_pb.StatusResponse:
+        reply: admin_pb.StatusResponse = await self._unary("Status", admin_pb.StatusRequest())
         return reply
 
-    async def paths(self, replica_ids: Sequence[str] = ()) -> list[pb.ReplicaPaths]:
+    async def paths(self, replica_ids: Sequence[str] = ()) -> list[admin_pb.ReplicaPaths]:
         """The measured paths from these replicas, by default from all."""
         call = self.stub().Paths(
-            pb.PathsRequest(replica_ids=replica_ids), timeout=UNARY_TIMEOUT_S, metadata=self.metadata()
+            admin_pb.PathsRequest(replica_ids=replica_ids), timeout=UNARY_TIMEOUT_S, metadata=self.metadata()
         )
         try:
             return [message async for message in call]
@@ -50,39 +51,41 @@ class AdminClient(GatewayCaller):
         )
         return reply
 
-    async def store_stat(self) -> pb.StoreStatResponse:
-        reply: pb.StoreStatResponse = await self._unary("StoreStat", pb.StoreStatRequest())
+    async def store_stat(self) -> admin_pb.StoreStatResponse:
+        reply: admin_pb.StoreStatResponse = await self._unary("StoreStat", admin_pb.StoreStatRequest())
         return reply
 
-    async def store_list(self, request: pb.StoreListRequest) -> pb.StoreListResponse:
-        reply: pb.StoreListResponse = await self._unary("StoreList", request)
+    async def store_list(self, request: admin_pb.StoreListRequest) -> admin_pb.StoreListResponse:
+        reply: admin_pb.StoreListResponse = await self._unary("StoreList", request)
         return reply
 
     async def store_verify(
-        self, request: pb.StoreVerifyRequest, timeout_s: float | None = None
-    ) -> pb.StoreVerifyResponse:
+        self, request: admin_pb.StoreVerifyRequest, timeout_s: float | None = None
+    ) -> admin_pb.StoreVerifyResponse:
         """Reads all that matches, which may take as long as a disk takes; without `timeout_s` no limit."""
-        reply: pb.StoreVerifyResponse = await self._unary("StoreVerify", request, timeout_s)
+        reply: admin_pb.StoreVerifyResponse = await self._unary("StoreVerify", request, timeout_s)
         return reply
 
     async def store_purge(
-        self, request: pb.StorePurgeRequest, timeout_s: float | None = None
-    ) -> pb.StorePurgeResponse:
-        reply: pb.StorePurgeResponse = await self._unary("StorePurge", request, timeout_s)
+        self, request: admin_pb.StorePurgeRequest, timeout_s: float | None = None
+    ) -> admin_pb.StorePurgeResponse:
+        reply: admin_pb.StorePurgeResponse = await self._unary("StorePurge", request, timeout_s)
         return reply
 
-    async def scale(self, replicas: Mapping[str, int], *, dry_run: bool = False) -> pb.ScaleResponse:
+    async def scale(self, replicas: Mapping[str, int], *, dry_run: bool = False) -> admin_pb.ScaleResponse:
         """Set how many replicas each of these pools has. `dry_run`: only say what would change; of all pools
         where none is named."""
-        request = pb.ScaleRequest(replicas=replicas, dry_run=dry_run)
-        reply: pb.ScaleResponse = await self._unary("Scale", request, SCALE_TIMEOUT_S)
+        request = admin_pb.ScaleRequest(replicas=replicas, dry_run=dry_run)
+        reply: admin_pb.ScaleResponse = await self._unary("Scale", request, SCALE_TIMEOUT_S)
         return reply
 
     async def release(self, pools: Sequence[str]) -> None:
         """Let the autoscaler change these pools again."""
-        await self._unary("Release", pb.ReleaseRequest(pools=pools), SCALE_TIMEOUT_S)
+        await self._unary("Release", admin_pb.ReleaseRequest(pools=pools), SCALE_TIMEOUT_S)
 
     async def traffic(self, weights: Mapping[str, float]) -> dict[str, float]:
         """Split the application's requests by these weights; returns the share of each application."""
-        reply: pb.TrafficResponse = await self._unary("Traffic", pb.TrafficRequest(weights=weights))
+        reply: admin_pb.TrafficResponse = await self._unary(
+            "Traffic", admin_pb.TrafficRequest(weights=weights)
+        )
         return dict(reply.shares)

@@ -9,7 +9,8 @@ from cluster.api.servicer import explain, list_requests
 from cluster.api.store_admin import StoreAdmin
 from cluster.errors import FieldViolation, InvalidRequestError, RequestError
 from cluster.gateway.traffic_splitter import TrafficSplitter
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.scaling.orders import ScalerOrders
 
 
@@ -24,10 +25,10 @@ class AdminServicer:
         self._stores = stores
         self._traffic = traffic
 
-    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
+    async def Status(self, request: admin_pb.StatusRequest, context: Context) -> admin_pb.StatusResponse:
         return await self._status.status()
 
-    async def Paths(self, request: pb.PathsRequest, context: Context) -> None:
+    async def Paths(self, request: admin_pb.PathsRequest, context: Context) -> None:
         async for message in self._status.paths(frozenset(request.replica_ids)):
             await context.write(message)
 
@@ -40,28 +41,36 @@ class AdminServicer:
     ) -> pb.ListRequestsResponse:
         return await list_requests(self._status, request, None, context)
 
-    async def StoreStat(self, request: pb.StoreStatRequest, context: Context) -> pb.StoreStatResponse:
+    async def StoreStat(
+        self, request: admin_pb.StoreStatRequest, context: Context
+    ) -> admin_pb.StoreStatResponse:
         return await self._stores.stat(context.time_remaining())
 
-    async def StoreList(self, request: pb.StoreListRequest, context: Context) -> pb.StoreListResponse:
+    async def StoreList(
+        self, request: admin_pb.StoreListRequest, context: Context
+    ) -> admin_pb.StoreListResponse:
         try:
             return await self._stores.records(request, context.time_remaining())
         except RequestError as error:
             await abort(context, error)
 
-    async def StoreVerify(self, request: pb.StoreVerifyRequest, context: Context) -> pb.StoreVerifyResponse:
+    async def StoreVerify(
+        self, request: admin_pb.StoreVerifyRequest, context: Context
+    ) -> admin_pb.StoreVerifyResponse:
         try:
             return await self._stores.verify(request, context.time_remaining())
         except RequestError as error:
             await abort(context, error)
 
-    async def StorePurge(self, request: pb.StorePurgeRequest, context: Context) -> pb.StorePurgeResponse:
+    async def StorePurge(
+        self, request: admin_pb.StorePurgeRequest, context: Context
+    ) -> admin_pb.StorePurgeResponse:
         try:
             return await self._stores.purge(request, context.time_remaining())
         except RequestError as error:
             await abort(context, error)
 
-    async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleResponse:
+    async def Scale(self, request: admin_pb.ScaleRequest, context: Context) -> admin_pb.ScaleResponse:
         try:
             if not (request.replicas or request.dry_run):
                 raise InvalidRequestError(FieldViolation("replicas", "is empty; name a pool and its count"))
@@ -70,17 +79,17 @@ class AdminServicer:
         except RequestError as error:
             await abort(context, error)
 
-    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
+    async def Release(self, request: admin_pb.ReleaseRequest, context: Context) -> admin_pb.ReleaseResponse:
         try:
             if not request.pools:
                 raise InvalidRequestError(FieldViolation("pools", "is empty; name the pools to release"))
             await self._orders.release(request.pools, by=caller_identity().name)
-            return pb.ReleaseResponse()
+            return admin_pb.ReleaseResponse()
         except RequestError as error:
             await abort(context, error)
 
-    async def Traffic(self, request: pb.TrafficRequest, context: Context) -> pb.TrafficResponse:
+    async def Traffic(self, request: admin_pb.TrafficRequest, context: Context) -> admin_pb.TrafficResponse:
         try:
-            return pb.TrafficResponse(shares=await self._traffic.set_shares(request.weights))
+            return admin_pb.TrafficResponse(shares=await self._traffic.set_shares(request.weights))
         except RequestError as error:
             await abort(context, error)

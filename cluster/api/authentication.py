@@ -26,7 +26,8 @@ from cluster.identity.authenticator import Credentials, require
 from cluster.identity.certificates import names_of_auth_context
 from cluster.identity.identity import Identity, Role
 from cluster.proto import RELAYED_CERTIFICATE_KEY
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 AUTHORIZATION_KEY = "authorization"
 
@@ -36,7 +37,7 @@ Context = Any
 MethodAccess = Role | Literal["identified", "open"]
 
 _INFERENCE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
-_ADMIN = pb.DESCRIPTOR.services_by_name["Admin"].full_name
+_ADMIN = admin_pb.DESCRIPTOR.services_by_name["Admin"].full_name
 _ADMIN_PREFIX = f"/{_ADMIN}/"
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
@@ -44,6 +45,8 @@ _REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
 # What each method needs. One without an entry is refused.
 METHOD_ACCESS: Mapping[str, MethodAccess] = {
     f"/{_INFERENCE}/Generate": "user",
+    f"/{_INFERENCE}/Embed": "user",
+    f"/{_INFERENCE}/Score": "user",
     f"/{_INFERENCE}/Tokenize": "user",
     f"/{_INFERENCE}/Detokenize": "user",
     f"/{_INFERENCE}/ListModels": "user",
@@ -70,6 +73,11 @@ _caller: ContextVar[Identity] = ContextVar("caller")
 def caller_identity() -> Identity:
     """Return who makes the call that this task serves."""
     return _caller.get()
+
+
+def set_caller(identity: Identity) -> None:
+    """Name who makes the call that this task serves, where the call did not come through `Authentication`."""
+    _caller.set(identity)
 
 
 def claim(request: pb.GenerateRequest, identity: Identity) -> None:

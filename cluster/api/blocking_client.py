@@ -12,7 +12,8 @@ from typing import Any, Generic, Self, TypeVar
 from cluster.api.admin_client import AdminClient
 from cluster.api.channel import ClientCredentials, GatewayCaller, closed_error
 from cluster.api.client import Client, Completion, Event, GenerateOptions, Prompt, Turn
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from kvtransfer.common.clock import Clock
 
 T = TypeVar("T")
@@ -157,10 +158,10 @@ class BlockingAdminClient(BlockingCaller[AdminClient]):
     ) -> None:
         super().__init__(AdminClient(addresses, clock, credentials=credentials))
 
-    def status(self) -> pb.StatusResponse:
+    def status(self) -> admin_pb.StatusResponse:
         return self._wait(self._client.status())
 
-    def paths(self, replica_ids: Sequence[str] = ()) -> list[pb.ReplicaPaths]:
+    def paths(self, replica_ids: Sequence[str] = ()) -> list[admin_pb.ReplicaPaths]:
         """The measured paths from these replicas, by default from all."""
         return self._wait(self._client.paths(replica_ids))
 
@@ -170,26 +171,26 @@ class BlockingAdminClient(BlockingCaller[AdminClient]):
     def requests(self, limit: int | None = None) -> pb.ListRequestsResponse:
         return self._wait(self._client.requests(limit))
 
-    def scale(self, replicas: Mapping[str, int], *, dry_run: bool = False) -> pb.ScaleResponse:
+    def scale(self, replicas: Mapping[str, int], *, dry_run: bool = False) -> admin_pb.ScaleResponse:
         return self._wait(self._client.scale(replicas, dry_run=dry_run))
 
     def release(self, pools: Sequence[str]) -> None:
         return self._wait(self._client.release(pools))
 
-    def store_stat(self) -> pb.StoreStatResponse:
+    def store_stat(self) -> admin_pb.StoreStatResponse:
         return self._wait(self._client.store_stat())
 
-    def store_list(self, request: pb.StoreListRequest) -> pb.StoreListResponse:
+    def store_list(self, request: admin_pb.StoreListRequest) -> admin_pb.StoreListResponse:
         return self._wait(self._client.store_list(request))
 
     def store_verify(
-        self, request: pb.StoreVerifyRequest, timeout_s: float | None = None
-    ) -> pb.StoreVerifyResponse:
+        self, request: admin_pb.StoreVerifyRequest, timeout_s: float | None = None
+    ) -> admin_pb.StoreVerifyResponse:
         return self._wait(self._client.store_verify(request, timeout_s))
 
     def store_purge(
-        self, request: pb.StorePurgeRequest, timeout_s: float | None = None
-    ) -> pb.StorePurgeResponse:
+        self, request: admin_pb.StorePurgeRequest, timeout_s: float | None = None
+    ) -> admin_pb.StorePurgeResponse:
         return self._wait(self._client.store_purge(request, timeout_s))
 
     def traffic(self, weights: Mapping[str, float]) -> dict[str, float]:

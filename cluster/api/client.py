@@ -17,8 +17,10 @@ import grpc.aio
 
 from cluster.api.channel import GatewayCaller, call_error, closed_error
 from cluster.errors import CallError, FieldViolation, InvalidRequestError
-from cluster.proto import APPLICATION_KEY, tandem_pb2_grpc
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto import APPLICATION_KEY
+from cluster.proto.enums import name_of, names_of, value_of
+from cluster.proto.tandem.v1 import inference_pb2 as pb
+from cluster.proto.tandem.v1 import inference_pb2_grpc
 from kvtransfer.common.health import backoff_s
 
 __all__ = [
@@ -196,7 +198,7 @@ class Client(GatewayCaller):
     then, and for who calls.
     """
 
-    stub_type = tandem_pb2_grpc.InferenceStub
+    stub_type = inference_pb2_grpc.InferenceStub
 
     def generate(
         self,
@@ -230,7 +232,7 @@ class Client(GatewayCaller):
         if isinstance(prompt, str):
             request = pb.TokenizeRequest(text=prompt)
         else:
-            request = pb.TokenizeRequest(chat=chat_messages(prompt))
+            request = pb.TokenizeRequest(chat=chat_prompt(prompt))
         reply: pb.TokenizeResponse = await self._unary("Tokenize", request)
         return list(reply.token_ids)
 
@@ -295,7 +297,9 @@ class Collector:
             seed=self._accepted.seed,
             texts=tuple("".join(output.texts) for output in outputs),
             token_ids=tuple(tuple(output.token_ids) for output in outputs),
-            finish_reasons=tuple(end.finish_reason for end in self._finished.samples),
+            finish_reasons=tuple(
+                name_of(pb.FinishReason, end.finish_reason) for end in self._finished.samples
+            ),
             finished=self._finished,
             logprobs=tuple(tuple(output.logprobs) for output in outputs),
         )
@@ -308,7 +312,7 @@ class _Output:
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     logprobs: list[pb.TokenLogprob] = field(default_factory=list)
-    finish_reason: str = ""
+    finish_reason: pb.FinishReason = pb.FINISH_REASON_UNSPECIFIED
 
     def add(self, delta: pb.Delta) -> None:
         if delta.first_index != len(self.token_ids):
@@ -367,31 +371,44 @@ class GenerateOptions:
     pinned_decode: str = ""
 
 
-_PINS = ("pinned_prefill", "pinned_decode")
+_APART = ("pinned_prefill", "pinned_decode", "service_class")
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
     """The message; `InvalidRequestError` names an option, or the prompt, that does not fit in its field."""
-    request = pb.GenerateRequest()
+    request = pb.GenerateRequest(
+        service_class=_value("service_class", pb.ServiceClass, options.service_class)
+    )
     for option in fields(options):
-        if option.name not in _PINS:
+        if option.name not in _APART:
             request.MergeFrom(_message(pb.GenerateRequest, option.name, getattr(options, option.name)))
     if options.pinned_prefill or options.pinned_decode:
         request.pins.CopyFrom(pb.Pins(prefill=options.pinned_prefill, decode=options.pinned_decode))
     if isinstance(prompt, str):
         request.MergeFrom(_message(pb.GenerateRequest, "text", prompt))
     elif len(prompt) > 0 and isinstance(prompt[0], Turn):
-        request.chat.CopyFrom(chat_messages(prompt))
+        request.chat.CopyFrom(chat_prompt(prompt))
     else:
         request.token_ids.CopyFrom(_message(pb.TokenIds, "ids", prompt))
     return request
 
 
-def chat_messages(turns: Sequence[Any]) -> pb.ChatMessages:
+def chat_prompt(turns: Sequence[Any]) -> pb.ChatPrompt:
     """The message of a chat made of `Turn`s."""
-    messages = [{"role": role, "content": content} for role, content in turns]
-    chat: pb.ChatMessages = _message(pb.ChatMessages, "messages", messages)
+    chat = pb.ChatPrompt()
+    for index, (role, content) in enumerate(turns):
+        message = chat.messages.add(role=_value(f"chat.messages[{index}].role", pb.Role, role))
+        message.content.append(_message(pb.ContentPart, "text", content))
     return chat
+
+
+def _value(field: str, kind: Any, name: str) -> Any:
+    """The value of an enum by its short name."""
+    try:
+        return value_of(kind, name)
+    except KeyError:
+        known = ", ".join(sorted(filter(None, names_of(kind.DESCRIPTOR).values())))
+        raise InvalidRequestError(FieldViolation(field, f"is {name[:100]!r}; use one of {known}")) from None
 
 
 def _message(kind: Any, name: str, value: Any) -> Any:

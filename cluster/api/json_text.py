@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.enums import names_of
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 
 
 def status_json(
-    status: pb.StatusResponse,
-    stores: Sequence[pb.StoreNodeStat],
-    paths: Sequence[pb.ReplicaPaths] | None = None,
+    status: admin_pb.StatusResponse,
+    stores: Sequence[admin_pb.StoreNodeStat],
+    paths: Sequence[admin_pb.ReplicaPaths] | None = None,
 ) -> dict[str, Any]:
     """Return the status, with the stores' tiers as `store_stats` and, if given, `paths`."""
     whole = {**as_dict(status), "store_stats": [as_dict(node) for node in stores]}
@@ -21,8 +23,8 @@ def status_json(
 
 
 def as_dict(message: Any) -> dict[str, Any]:
-    """Every field, also those at 0, under its name in the .proto; 64-bit integers as numbers. Fields that
-    may be absent, and are, are left out.
+    """Every field, also those at 0, under its name in the .proto; 64-bit integers as numbers, enums by their
+    short names, bytes in base64. Fields that may be absent, and are, are left out.
 
     protobuf's own MessageToDict writes 64-bit integers as strings and takes ten times as long, which a
     gateway that is asked for its status every second would feel.
@@ -47,7 +49,6 @@ def _fields(descriptor: Any) -> tuple[_Field, ...]:
 
 def _converter(field: Any) -> Callable[[Any], Any]:
     """For the API's kinds of fields: numbers, texts, messages, lists and maps of these."""
-    assert field.type not in (field.TYPE_BYTES, field.TYPE_ENUM, field.TYPE_FLOAT), field.full_name
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         convert = _converter(field.message_type.fields_by_name["value"])
         return lambda entries: {str(key): convert(value) for key, value in entries.items()}
@@ -58,7 +59,12 @@ def _converter(field: Any) -> Callable[[Any], Any]:
 def _single(field: Any) -> Callable[[Any], Any]:
     if field.message_type is not None:
         return as_dict
-    return _finite if field.type == field.TYPE_DOUBLE else lambda value: value
+    if field.enum_type is not None:
+        names = names_of(field.enum_type)
+        return lambda value: names.get(value, value)
+    if field.type == field.TYPE_BYTES:
+        return lambda value: base64.b64encode(value).decode()
+    return _finite if field.type in (field.TYPE_DOUBLE, field.TYPE_FLOAT) else lambda value: value
 
 
 def _finite(value: float) -> float | str:

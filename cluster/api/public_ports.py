@@ -13,11 +13,12 @@ from cluster.api.authentication import Authentication
 from cluster.api.grpc_server import Certificate, ClientPort, bind, open_health, open_server
 from cluster.api.servicer import InferenceServicer
 from cluster.config import GatewayConfig
-from cluster.proto import tandem_pb2 as pb
-from cluster.proto import tandem_pb2_grpc
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
+from cluster.proto.tandem.v1 import admin_pb2_grpc, inference_pb2_grpc
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
-ADMIN_NAME = pb.DESCRIPTOR.services_by_name["Admin"].full_name
+ADMIN_NAME = admin_pb.DESCRIPTOR.services_by_name["Admin"].full_name
 _GRACE_S = 1.0
 
 
@@ -54,9 +55,9 @@ class PublicPorts:
         self._health = health.aio.HealthServicer()
         await self.set_health(is_serving)
         inference = self._open(SERVICE_NAME)
-        tandem_pb2_grpc.add_InferenceServicer_to_server(self._servicer, inference)
+        inference_pb2_grpc.add_InferenceServicer_to_server(self._servicer, inference)
         admin = self._open(ADMIN_NAME)
-        tandem_pb2_grpc.add_AdminServicer_to_server(self._admin_servicer, admin)
+        admin_pb2_grpc.add_AdminServicer_to_server(self._admin_servicer, admin)
         self.clients = bind(inference, settings, settings.port, self._certificate, is_shared=is_shared)
         self.admin_port = bind(
             admin, settings, settings.admin_port, self._admin_certificate, is_shared=is_admin_shared

@@ -24,7 +24,9 @@ from cluster.metrics.admission_stats import AdmissionStats
 from cluster.metrics.ended_request import Summary
 from cluster.metrics.gateway_counters import cached_by_tier, demand_message
 from cluster.metrics.replica_stats import load_of
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.enums import value_of
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.roster.messages import GatewayRecord, ReplicaRecord, RosterView
 from cluster.scaling.orders import OrderDone
 from cluster.text.preprocess import Preprocessor
@@ -91,11 +93,11 @@ class StatusService:
             block_tokens=self._config.pools[0].engine.block_tokens,
         )
 
-    async def status(self) -> pb.StatusResponse:
+    async def status(self) -> admin_pb.StatusResponse:
         """Return a status not older than `STATUS_S`, the same for all callers, who must not change it."""
         return await self._status.get()
 
-    async def paths(self, replica_ids: Collection[str]) -> AsyncIterator[pb.ReplicaPaths]:
+    async def paths(self, replica_ids: Collection[str]) -> AsyncIterator[admin_pb.ReplicaPaths]:
         """Yield the measured paths from these replicas; from all when there are none."""
         views = self._connections.views()
         asked = [view for view in views if not replica_ids or view.record.identity.replica_id in replica_ids]
@@ -106,15 +108,15 @@ class StatusService:
         """End the thread."""
         self._thread.close()
 
-    async def _make_status(self) -> pb.StatusResponse:
+    async def _make_status(self) -> admin_pb.StatusResponse:
         stats, now = await self.stats.get(), self._clock.now()
         return await self._thread.add_replicas(
             self._status_without_replicas(now, stats), self._connections.views(), now
         )
 
-    def _status_without_replicas(self, now: float, stats: FleetStats) -> pb.StatusResponse:
+    def _status_without_replicas(self, now: float, stats: FleetStats) -> admin_pb.StatusResponse:
         counters = self._requests.counters
-        return pb.StatusResponse(
+        return admin_pb.StatusResponse(
             model=self.model(),
             gateways=[_gateway(record, stats) for record in self._connections.gateways],
             uptime_s=now - self._started_at,
@@ -135,7 +137,7 @@ class StatusService:
             authentication=self._config.auth.mode,
             app=self._config.app,
             quotas=[
-                pb.TenantQuota(tenant=it.tenant, used=it.used, num_refused=it.num_refused)
+                admin_pb.TenantQuota(tenant=it.tenant, used=it.used, num_refused=it.num_refused)
                 for it in stats.quotas
             ],
         )
@@ -160,11 +162,11 @@ class StatusService:
         return pb.ListRequestsResponse(requests=requests, missing=found.missing)
 
 
-def scale_reply(done: OrderDone) -> pb.ScaleResponse:
+def scale_reply(done: OrderDone) -> admin_pb.ScaleResponse:
     """Return what an order changes."""
-    return pb.ScaleResponse(
+    return admin_pb.ScaleResponse(
         pools=[
-            pb.PoolChange(
+            admin_pb.PoolChange(
                 name=it.pool,
                 before=it.before,
                 after=it.after,
@@ -196,7 +198,7 @@ def delta_of(delta: OutputDelta) -> pb.GenerateResponse:
                 )
                 for item in delta.logprobs
             ],
-            finish_reason=delta.finish,
+            finish_reason=value_of(pb.FinishReason, delta.finish),
         )
     )
 
@@ -206,7 +208,11 @@ def finished_of(summary: Summary) -> pb.GenerateResponse:
     return pb.GenerateResponse(
         finished=pb.Finished(
             samples=[
-                pb.SampleEnd(sample=item.index, finish_reason=item.finish, num_tokens=item.num_tokens)
+                pb.SampleEnd(
+                    sample=item.index,
+                    finish_reason=value_of(pb.FinishReason, item.finish),
+                    num_tokens=item.num_tokens,
+                )
                 for item in summary.samples
             ],
             usage=usage_of(summary),
@@ -247,8 +253,8 @@ def _timing(summary: Summary) -> pb.Timing:
     )
 
 
-def _gateway(record: GatewayRecord, stats: FleetStats) -> pb.GatewayStatus:
-    status = pb.GatewayStatus(
+def _gateway(record: GatewayRecord, stats: FleetStats) -> admin_pb.GatewayStatus:
+    status = admin_pb.GatewayStatus(
         gateway_id=record.gateway_id,
         epoch=record.epoch,
         address=record.address,
@@ -270,8 +276,8 @@ def _gateway(record: GatewayRecord, stats: FleetStats) -> pb.GatewayStatus:
     return status
 
 
-def _admission(stats: AdmissionStats) -> pb.AdmissionStatus:
-    return pb.AdmissionStatus(
+def _admission(stats: AdmissionStats) -> admin_pb.AdmissionStatus:
+    return admin_pb.AdmissionStatus(
         rung=stats.rung,
         rung_name=stats.rung_name,
         pressure=stats.pressure,
@@ -279,8 +285,8 @@ def _admission(stats: AdmissionStats) -> pb.AdmissionStatus:
         waiting_s=stats.waiting_s,
         num_capped=stats.num_capped,
         classes=[
-            pb.ClassStatus(
-                name=name,
+            admin_pb.ClassStatus(
+                service_class=value_of(pb.ServiceClass, name),
                 num_waiting=it.num_waiting,
                 wait_s=it.wait_s,
                 num_released=it.num_released,
@@ -288,7 +294,7 @@ def _admission(stats: AdmissionStats) -> pb.AdmissionStatus:
             )
             for name, it in stats.classes.items()
         ],
-        changes=[pb.RungChange(**asdict(change)) for change in stats.changes],
+        changes=[admin_pb.RungChange(**asdict(change)) for change in stats.changes],
     )
 
 
@@ -296,7 +302,7 @@ def _summary(record: ListedRequest, now: float, gateway_id: str) -> pb.RequestSu
     return pb.RequestSummary(
         request_id=record.request_id,
         tenant=record.tenant,
-        state=record.state,
+        state=value_of(pb.RequestState, record.state),
         reason=record.reason,
         age_s=now - record.started_at,
         ttft_ms=_span_ms(record.started_at, record.first_token_at),
@@ -321,7 +327,7 @@ def _explanation(found: FoundRequest) -> pb.ExplainResponse:
         request_id=record.request_id,
         tenant=record.tenant,
         gateway_id=found.gateway_id,
-        state=record.state,
+        state=value_of(pb.RequestState, record.state),
         reason=record.reason,
         decisions=[_decision(item.attempt, item.decision) for item in record.decisions],
         timeline=[
@@ -403,28 +409,30 @@ class Fresh(Generic[T]):
         return value
 
 
-def pools_of(config: ClusterConfig, connections: ReplicaConnections) -> list[pb.Pool]:
+def pools_of(config: ClusterConfig, connections: ReplicaConnections) -> list[admin_pb.Pool]:
     """Return the state of the configured pools, in the order of the configuration."""
     ready = [view for view in connections.views() if view.takes_requests]
     return [_pool(config, pool, connections.roster_view, ready) for pool in config.pools]
 
 
-def moves_of(view: RosterView) -> list[pb.ScalingMove]:
+def moves_of(view: RosterView) -> list[admin_pb.ScalingMove]:
     """Return the latest changes of counts and roles, oldest first."""
     return [
-        pb.ScalingMove(
+        admin_pb.ScalingMove(
             at=move.at, pool=move.pool, before=move.before, after=move.after, by=move.by, reason=move.reason
         )
         for move in view.moves
     ]
 
 
-def _pool(config: ClusterConfig, pool: PoolConfig, view: RosterView, ready: list[ReplicaView]) -> pb.Pool:
+def _pool(
+    config: ClusterConfig, pool: PoolConfig, view: RosterView, ready: list[ReplicaView]
+) -> admin_pb.Pool:
     own = [replica for replica in ready if replica.record.pool == pool.name]
     limits = config.scaling.pools.get(pool.name) if config.scaling.autoscale else None
-    return pb.Pool(
+    return admin_pb.Pool(
         name=pool.name,
-        role=pool.role,
+        role=value_of(admin_pb.ReplicaRole, pool.role),
         configured=pool.replicas,
         desired=view.desired.get(pool.name, pool.replicas),
         pinned=pool.name in view.pinned,
@@ -469,20 +477,20 @@ class StatusThread:
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "status")
         # By replica; for the thread alone.
-        self._built: dict[str, tuple[ReplicaLook, pb.Replica]] = {}
+        self._built: dict[str, tuple[ReplicaLook, admin_pb.Replica]] = {}
         # Messages of replicas built since the start.
         self.num_built = 0
 
     async def add_replicas(
-        self, status: pb.StatusResponse, views: Sequence[ReplicaView], now: float
-    ) -> pb.StatusResponse:
+        self, status: admin_pb.StatusResponse, views: Sequence[ReplicaView], now: float
+    ) -> admin_pb.StatusResponse:
         """Add the replicas as they are now to the message. Nobody else may use it meanwhile."""
         looks = [(ReplicaLook.of(view), now - view.load_at) for view in views]
         return await self._run(lambda: self._add(status, looks))
 
     async def paths(
         self, views: Sequence[ReplicaView], known: Collection[ReplicaIdentity]
-    ) -> AsyncIterator[pb.ReplicaPaths]:
+    ) -> AsyncIterator[admin_pb.ReplicaPaths]:
         """Yield the paths of each replica, in this order, to the replicas of `known`."""
         looks = [(view.record.identity, view.paths) for view in views]
         for identity, paths in looks:
@@ -496,8 +504,8 @@ class StatusThread:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def _add(
-        self, status: pb.StatusResponse, looks: Sequence[tuple[ReplicaLook, float]]
-    ) -> pb.StatusResponse:
+        self, status: admin_pb.StatusResponse, looks: Sequence[tuple[ReplicaLook, float]]
+    ) -> admin_pb.StatusResponse:
         before, self._built = self._built, {}
         for look, age_s in looks:
             replica_id = look.record.identity.replica_id
@@ -513,30 +521,30 @@ class StatusThread:
         return status
 
 
-def _replica(look: ReplicaLook) -> pb.Replica:
+def _replica(look: ReplicaLook) -> admin_pb.Replica:
     record = look.record
-    return pb.Replica(
+    return admin_pb.Replica(
         replica_id=record.identity.replica_id,
         epoch=record.identity.epoch,
         pool=record.pool,
-        role=look.role,
+        role=value_of(admin_pb.ReplicaRole, look.role),
         address=record.address,
-        state=look.state,
+        state=value_of(admin_pb.ReplicaState, look.state),
         note=look.note,
         process_id=record.process_id,
         rank_process_ids=record.rank_process_ids,
         load=load_of(look.load) if look.load else None,
         tp=record.tp,
         stage_layers=[end - start for start, end in record.stages],
-        home_role=record.home_role or record.role,
+        home_role=value_of(admin_pb.ReplicaRole, record.home_role or record.role),
         role_epoch=look.role_epoch,
     )
 
 
 def _replica_paths(
     identity: ReplicaIdentity, paths: Sequence[PathMeasure], known: Collection[ReplicaIdentity]
-) -> pb.ReplicaPaths:
-    reply = pb.ReplicaPaths(replica_id=identity.replica_id, epoch=identity.epoch)
+) -> admin_pb.ReplicaPaths:
+    reply = admin_pb.ReplicaPaths(replica_id=identity.replica_id, epoch=identity.epoch)
     for number, path in enumerate(paths):
         if path.peer in known:
             reply.paths.append(_path(path))
@@ -545,8 +553,8 @@ def _replica_paths(
     return reply
 
 
-def _path(path: PathMeasure) -> pb.Path:
-    return pb.Path(
+def _path(path: PathMeasure) -> admin_pb.Path:
+    return admin_pb.Path(
         peer_replica_id=path.peer.replica_id,
         rank=path.rank,
         peer_rank=path.peer_rank,

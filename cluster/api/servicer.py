@@ -10,18 +10,21 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+import grpc
 import numpy as np
 
 from cluster.api.authentication import Context, abort, caller_identity, claim
 from cluster.api.replies import StatusService, delta_of, finished_of, usage_of
 from cluster.errors import FieldViolation, InvalidRequestError, OverloadedError, RequestError
+from cluster.gateway.attempt import OutputDelta
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_manager import Accepted, RequestManager, check_may_use
 from cluster.gateway.traffic_splitter import TrafficSplitter
 from cluster.identity.identity import Identity
 from cluster.metrics.ended_request import Caller, Summary
-from cluster.proto import tandem_pb2 as pb
-from cluster.text.preprocess import Preprocessor, ServingLimits, check_detokenize, check_tokenize
+from cluster.proto.tandem.v1 import inference_pb2 as pb
+from cluster.text.preprocess import Preprocessor
+from cluster.text.validation import ServingLimits, check_detokenize, check_tokenize
 from kvtransfer.common.clock import let_others_run
 from kvtransfer.common.faults import Faults
 
@@ -63,6 +66,14 @@ class InferenceServicer:
         finally:
             accepted.task.abandon()
 
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "embeddings are not served yet")
+        raise AssertionError("abort does not return")
+
+    async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "scores are not served yet")
+        raise AssertionError("abort does not return")
+
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         try:
             limits = self._requests.limits()
@@ -103,7 +114,8 @@ class InferenceServicer:
         await context.write(pb.GenerateResponse(accepted=first))
         while not isinstance(output := await accepted.task.next(), Summary):
             self._faults.at("gateway.token")
-            await context.write(delta_of(output))
+            if isinstance(output, OutputDelta):
+                await context.write(delta_of(output))
         await context.write(finished_of(output))
 
 

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from cluster.errors import FieldViolation, InvalidRequestError
 from cluster.gateway.replica_connections import ReplicaConnections
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.roster.messages import StoreRecord
 from kvtransfer.errors import PeerGoneError, TransferError
 from kvtransfer.rpc.stream import FrameStream, open_tcp
@@ -47,7 +47,7 @@ _CONNECT_S = 3.0
 # Of the caller's deadline, kept for the answer that names the stores that were late.
 _MARGIN_S = 0.5
 
-M = TypeVar("M", pb.StoreTier, pb.StoreIndex)
+M = TypeVar("M", admin_pb.StoreTier, admin_pb.StoreIndex)
 T = TypeVar("T", StoreStat, StoreListing, VerifyResult, PurgeResult)
 
 
@@ -66,33 +66,41 @@ class StoreAdmin:
         self._trust = trust
         self._name = name
 
-    def members(self) -> list[pb.StoreMember]:
+    def members(self) -> list[admin_pb.StoreMember]:
         return [_member(record) for record in self._connections.stores]
 
-    async def stat(self, remaining_s: float | None) -> pb.StoreStatResponse:
+    async def stat(self, remaining_s: float | None) -> admin_pb.StoreStatResponse:
         limit_s = min(_limit(remaining_s) or STAT_S, STAT_S)
-        return pb.StoreStatResponse(
-            nodes=await self._ask_all(StatRequest(), StoreStat, _stat, pb.StoreNodeStat, limit_s)
+        return admin_pb.StoreStatResponse(
+            nodes=await self._ask_all(StatRequest(), StoreStat, _stat, admin_pb.StoreNodeStat, limit_s)
         )
 
-    async def records(self, request: pb.StoreListRequest, remaining_s: float | None) -> pb.StoreListResponse:
+    async def records(
+        self, request: admin_pb.StoreListRequest, remaining_s: float | None
+    ) -> admin_pb.StoreListResponse:
         limit = request.limit if request.HasField("limit") else DEFAULT_LIMIT
         if not 1 <= limit <= MAX_LIMIT:
             raise InvalidRequestError(FieldViolation("limit", f"must be from 1 to {MAX_LIMIT}, not {limit}"))
         wanted = ListRequest(*_filter(request.filter), limit)
-        return pb.StoreListResponse(
-            nodes=await self._ask_all(wanted, StoreListing, _listing, pb.StoreNodeList, _limit(remaining_s))
+        return admin_pb.StoreListResponse(
+            nodes=await self._ask_all(
+                wanted, StoreListing, _listing, admin_pb.StoreNodeList, _limit(remaining_s)
+            )
         )
 
     async def verify(
-        self, request: pb.StoreVerifyRequest, remaining_s: float | None
-    ) -> pb.StoreVerifyResponse:
+        self, request: admin_pb.StoreVerifyRequest, remaining_s: float | None
+    ) -> admin_pb.StoreVerifyResponse:
         wanted = VerifyRequest(*_filter(request.filter))
-        return pb.StoreVerifyResponse(
-            nodes=await self._ask_all(wanted, VerifyResult, None, pb.StoreNodeVerified, _limit(remaining_s))
+        return admin_pb.StoreVerifyResponse(
+            nodes=await self._ask_all(
+                wanted, VerifyResult, None, admin_pb.StoreNodeVerified, _limit(remaining_s)
+            )
         )
 
-    async def purge(self, request: pb.StorePurgeRequest, remaining_s: float | None) -> pb.StorePurgeResponse:
+    async def purge(
+        self, request: admin_pb.StorePurgeRequest, remaining_s: float | None
+    ) -> admin_pb.StorePurgeResponse:
         wanted = _filter(request.filter)
         if wanted == Filter(None, None) and not request.all:
             problem = "names neither a sharing group nor a model; to delete everything, set `all`"
@@ -105,9 +113,9 @@ class StoreAdmin:
         replicas = await self._connections.purge_caches(*wanted, remaining_s)
         if remaining_s is not None:
             remaining_s = max(0.0, remaining_s - (now() - began_at))
-        return pb.StorePurgeResponse(
+        return admin_pb.StorePurgeResponse(
             nodes=await self._ask_all(
-                PurgeRequest(*wanted), PurgeResult, None, pb.StoreNodePurged, _limit(remaining_s)
+                PurgeRequest(*wanted), PurgeResult, None, admin_pb.StoreNodePurged, _limit(remaining_s)
             ),
             replicas=replicas,
         )
@@ -116,7 +124,7 @@ class StoreAdmin:
         self,
         request: AdminRequest,
         expected: type[T],
-        translate: Callable[[pb.StoreMember, T], Any] | None,
+        translate: Callable[[admin_pb.StoreMember, T], Any] | None,
         message: Callable[..., Any],
         limit_s: float | None,
     ) -> list[Any]:
@@ -170,7 +178,7 @@ def _limit(remaining_s: float | None) -> float | None:
     return None if remaining_s is None else max(remaining_s - _MARGIN_S, remaining_s / 2)
 
 
-def _filter(asked: pb.StoreFilter) -> Filter:
+def _filter(asked: admin_pb.StoreFilter) -> Filter:
     group = asked.sharing_group if asked.HasField("sharing_group") else None
     model = asked.model if asked.HasField("model") else None
     if model is not None and not re.fullmatch("[0-9a-f]+", model):
@@ -180,8 +188,8 @@ def _filter(asked: pb.StoreFilter) -> Filter:
     return Filter(group, model)
 
 
-def _member(record: StoreRecord) -> pb.StoreMember:
-    return pb.StoreMember(
+def _member(record: StoreRecord) -> admin_pb.StoreMember:
+    return admin_pb.StoreMember(
         node_id=record.node_id,
         epoch=record.epoch,
         address=record.address,
@@ -190,11 +198,11 @@ def _member(record: StoreRecord) -> pb.StoreMember:
     )
 
 
-def _stat(member: pb.StoreMember, stat: StoreStat) -> pb.StoreNodeStat:
-    return pb.StoreNodeStat(
+def _stat(member: admin_pb.StoreMember, stat: StoreStat) -> admin_pb.StoreNodeStat:
+    return admin_pb.StoreNodeStat(
         member=member,
-        tiers=[_in_ms(tier, pb.StoreTier) for tier in stat.tiers],
-        index=_in_ms(stat.index, pb.StoreIndex),
+        tiers=[_in_ms(tier, admin_pb.StoreTier) for tier in stat.tiers],
+        index=_in_ms(stat.index, admin_pb.StoreIndex),
         bytes_by_sharing_group=stat.bytes_by_group,
         num_sessions=stat.num_sessions,
     )
@@ -205,18 +213,18 @@ def _in_ms(stat: TierStat | IndexStat, kind: Callable[..., M]) -> M:
     return kind(**same, latency_ms=1e3 * stat.latency_s)
 
 
-def _listing(member: pb.StoreMember, listing: StoreListing) -> pb.StoreNodeList:
-    return pb.StoreNodeList(
+def _listing(member: admin_pb.StoreMember, listing: StoreListing) -> admin_pb.StoreNodeList:
+    return admin_pb.StoreNodeList(
         member=member,
         records=[_record(item) for item in listing.records],
         num_matching=listing.num_matching,
     )
 
 
-def _record(listed: ListedRecord) -> pb.StoreRecord:
+def _record(listed: ListedRecord) -> admin_pb.StoreRecord:
     info = listed.info
     shard = info.id.shard
-    return pb.StoreRecord(
+    return admin_pb.StoreRecord(
         key=info.id.key.hex(),
         parent=info.parent.hex(),
         sharing_group=info.sharing_group,

@@ -10,12 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.cli.terminal import NONE, made_table
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.enums import name_of
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 _NUM_CHANGES = 5
 
 
-def admission_parts(status: pb.StatusResponse) -> list[RenderableType]:
+def admission_parts(status: admin_pb.StatusResponse) -> list[RenderableType]:
     """Return a table of the classes, over all gateways that answered, then what each gateway does under
     load, and the latest changes of that."""
     known = [it for it in status.gateways if it.HasField("admission")]
@@ -30,13 +32,13 @@ def admission_parts(status: pb.StatusResponse) -> list[RenderableType]:
     return parts + [Text(_change_line(name, change)) for _, name, change in changes[-_NUM_CHANGES:]]
 
 
-def _classes(admissions: list[pb.AdmissionStatus]) -> Table:
+def _classes(admissions: list[admin_pb.AdmissionStatus]) -> Table:
     numbers = ["waiting", "wait now, s", "sent", "refused"]
     table = made_table("admission", "class", "refused because", numbers=numbers)
-    by_name: dict[str, list[pb.ClassStatus]] = {}
+    by_name: dict[str, list[admin_pb.ClassStatus]] = {}
     for admission in admissions:
         for each in admission.classes:
-            by_name.setdefault(each.name, []).append(each)
+            by_name.setdefault(name_of(pb.ServiceClass, each.service_class), []).append(each)
     for name, classes in by_name.items():
         refused: Counter[str] = Counter()
         for each in classes:
@@ -52,7 +54,7 @@ def _classes(admissions: list[pb.AdmissionStatus]) -> Table:
     return table
 
 
-def _load_line(gateway: pb.GatewayStatus) -> str:
+def _load_line(gateway: admin_pb.GatewayStatus) -> str:
     admission = gateway.admission
     return (
         f"{gateway.gateway_id}: {_words(admission.rung_name)} (rung {admission.rung} of 4); new requests "
@@ -60,7 +62,7 @@ def _load_line(gateway: pb.GatewayStatus) -> str:
     )
 
 
-def _change_line(gateway_id: str, change: pb.RungChange) -> str:
+def _change_line(gateway_id: str, change: admin_pb.RungChange) -> str:
     at = datetime.fromtimestamp(change.at, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
     return (
         f"{at} {gateway_id}: {_words(change.before)} -> {_words(change.after)}, new requests wait for "

@@ -42,7 +42,7 @@ from cluster.cli.terminal import (
 )
 from cluster.dtypes import auto_dtype
 from cluster.errors import BenchError
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from kvtransfer.common.clock import Clock, SystemClock
 from workers.engine_bench.peer_process import parse_peers
 from workers.errors import PeerError

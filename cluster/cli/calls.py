@@ -1,4 +1,4 @@
-"""`tandem generate`, `status` and `explain`: calls to a running gateway, and what they show."""
+"""`tandem generate`, `models`, `status` and `explain`: calls to a running gateway, and what they show."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from cluster.api.json_text import as_dict, status_json
 from cluster.cli.admission_table import admission_parts
 from cluster.cli.store import members_table, tiers_table
 from cluster.cli.terminal import NONE, err, made_table, traffic_line
-from cluster.proto import tandem_pb2 as pb
-from cluster.text.preprocess import check_values
+from cluster.proto.enums import name_of
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
+from cluster.text.validation import check_values
 
 
 async def generate(
@@ -91,6 +93,18 @@ def completion_json(completion: Completion) -> dict[str, Any]:
     }
 
 
+async def models(
+    address: str, console: Console, *, as_json: bool, who: ClientCredentials | None = None
+) -> None:
+    """Print the models that are served there."""
+    async with Client(address, credentials=who) as client:
+        served = await client.models()
+    if as_json:
+        print(json.dumps({"models": [as_dict(model) for model in served]}))
+    else:
+        console.print(models_table(served))
+
+
 async def status(
     admin_address: str, console: Console, *, as_json: bool, who: ClientCredentials | None = None
 ) -> None:
@@ -137,9 +151,9 @@ _LATE_S = 3.0
 
 
 def status_view(
-    status: pb.StatusResponse,
-    stores: Sequence[pb.StoreNodeStat] = (),
-    paths: Sequence[pb.ReplicaPaths] = (),
+    status: admin_pb.StatusResponse,
+    stores: Sequence[admin_pb.StoreNodeStat] = (),
+    paths: Sequence[admin_pb.ReplicaPaths] = (),
 ) -> Group:
     """Show the pools, the replicas, the matrix of measured paths, the stores with their tiers, and the
     gateways."""
@@ -176,9 +190,26 @@ def status_view(
     return Group(*parts, *_quota_parts(status.quotas), gateways)
 
 
+def models_table(models: Sequence[pb.Model]) -> Table:
+    """Return a row for each model. What only replicas know is missing while none is connected."""
+    numbers = "context\ntokens", "vocabulary", "block\ntokens"
+    table = made_table("models", "name", "chat", "fingerprint", numbers=numbers)
+    for model in models:
+        table.add_row(
+            escape(model.name),
+            "yes" if model.has_chat_template else "no template",
+            model.fingerprint or NONE,
+            str(model.max_context_tokens or NONE),
+            str(model.vocab_size),
+            str(model.block_tokens or NONE),
+        )
+    return table
+
+
 def explain_view(explained: pb.ExplainResponse) -> Group:
     """Show every decision with its candidates, the chosen ones marked, and the timeline."""
-    end = f"{explained.state}: {explained.reason}" if explained.reason else explained.state
+    state = name_of(pb.RequestState, explained.state)
+    end = f"{state}: {explained.reason}" if explained.reason else state
     parts: list[RenderableType] = [Text(f"{explained.request_id}: {end}\n")]
     for decision in explained.decisions:
         parts += [_candidate_table(decision)]
@@ -193,7 +224,7 @@ def explain_view(explained: pb.ExplainResponse) -> Group:
     return Group(*parts, timeline)
 
 
-def _quota_parts(quotas: Sequence[pb.TenantQuota]) -> list[RenderableType]:
+def _quota_parts(quotas: Sequence[admin_pb.TenantQuota]) -> list[RenderableType]:
     """Return a table of the tenants with limits that are not idle, if there are any."""
     if not quotas:
         return []
@@ -208,7 +239,7 @@ def _quota_parts(quotas: Sequence[pb.TenantQuota]) -> list[RenderableType]:
     return [table]
 
 
-def _kv_capacity(status: pb.StatusResponse) -> str:
+def _kv_capacity(status: admin_pb.StatusResponse) -> str:
     """Return the KV tokens of a replica of each pool, which memory decides where `kv_tokens` is auto; empty
     before any replica has reported."""
     pool_to_tokens: dict[str, list[int]] = {}
@@ -223,17 +254,20 @@ def _kv_capacity(status: pb.StatusResponse) -> str:
     return f"KV tokens of a replica: {', '.join(parts)}\n" if parts else ""
 
 
-def _replica_table(replicas: Sequence[pb.Replica]) -> Table:
+def _replica_table(replicas: Sequence[admin_pb.Replica]) -> Table:
     # The role names the own pool's too while a replica plays another's: `decode (of prefill)`.
     numbers = "run/\nwait", "free\nblocks", "cached", "prefill\ntok/s", "step\nms", "moved\nGB/s"
     table = made_table("replicas", "replica", "role", "state", numbers=numbers)
     for replica in replicas:
         load = replica.load
-        home = f" (of {replica.home_role})" if replica.home_role not in ("", replica.role) else ""
+        role = name_of(admin_pb.ReplicaRole, replica.role)
+        home = ""
+        if replica.home_role not in (admin_pb.REPLICA_ROLE_UNSPECIFIED, replica.role):
+            home = f" (of {name_of(admin_pb.ReplicaRole, replica.home_role)})"
         table.add_row(
             replica.replica_id,
-            "\n".join(filter(None, (f"{replica.role}{home}", _shape(replica), load.backend))),
-            replica.state,
+            "\n".join(filter(None, (f"{role}{home}", _shape(replica), load.backend))),
+            name_of(admin_pb.ReplicaState, replica.state),
             f"{load.num_running}/{load.num_waiting}",
             f"{load.num_free_blocks}/{load.num_total_blocks}",
             str(load.num_cached_blocks),
@@ -244,7 +278,7 @@ def _replica_table(replicas: Sequence[pb.Replica]) -> Table:
     return table
 
 
-def _shape(replica: pb.Replica) -> str:
+def _shape(replica: admin_pb.Replica) -> str:
     """Return `2x2 (10+18)`: tp x pp and the layers of each stage; empty for a single rank."""
     layers = replica.stage_layers
     if replica.tp * len(layers) <= 1:
@@ -253,7 +287,7 @@ def _shape(replica: pb.Replica) -> str:
     return f"{replica.tp}x{len(layers)}{split}"
 
 
-def _replica_notes(replica: pb.Replica, paths: Iterable[pb.Path]) -> list[str]:
+def _replica_notes(replica: admin_pb.Replica, paths: Iterable[admin_pb.Path]) -> list[str]:
     """Return a line for each problem, and none for a healthy replica."""
     load = replica.load
     counts = (
@@ -270,7 +304,7 @@ def _replica_notes(replica: pb.Replica, paths: Iterable[pb.Path]) -> list[str]:
     return notes + [f"{number} {meaning}" for number, meaning in counts if number]
 
 
-def _path_note(path: pb.Path) -> str:
+def _path_note(path: admin_pb.Path) -> str:
     if not path.transport:
         return f"cannot write to {path.peer_replica_id}: {path.instead_of}"
     return (
@@ -304,8 +338,8 @@ class _PathMatrix:
     """Renders the paths: rows write, columns receive, each cell sums up the paths between the ranks of the
     two. A table has as many columns as the width allows."""
 
-    def __init__(self, replicas: Sequence[pb.ReplicaPaths]) -> None:
-        cells: dict[tuple[str, str], list[pb.Path]] = {}
+    def __init__(self, replicas: Sequence[admin_pb.ReplicaPaths]) -> None:
+        cells: dict[tuple[str, str], list[admin_pb.Path]] = {}
         for replica in replicas:
             for path in replica.paths:
                 cells.setdefault((replica.replica_id, path.peer_replica_id), []).append(path)
@@ -334,7 +368,7 @@ class _PathMatrix:
         return targets, []
 
 
-def _path_cell(paths: Sequence[pb.Path]) -> str:
+def _path_cell(paths: Sequence[admin_pb.Path]) -> str:
     """Return a line `shm memory x3` for each transport, then `5.80 GB/s 3 us`; warnings are yellow."""
     if not all(path.transport for path in paths):
         return "[red]none[/]"
@@ -355,10 +389,10 @@ def _rate(value: float, num_digits: int) -> str:
 _NUM_MOVES = 5
 
 
-def _requests_line(status: pb.StatusResponse) -> str:
+def _requests_line(status: admin_pb.StatusResponse) -> str:
     """The requests of all gateways that answered; of the one that was asked where none is registered."""
     silent = [f"{it.gateway_id} {it.note}" for it in status.gateways if it.note]
-    known: Sequence[pb.GatewayStatus | pb.StatusResponse]
+    known: Sequence[admin_pb.GatewayStatus | admin_pb.StatusResponse]
     known = [it for it in status.gateways if not it.note] or [status]
     running, finished, cancelled, failed = (
         sum(getattr(it, f"num_{kind}_requests") for it in known)
@@ -375,7 +409,7 @@ def _requests_line(status: pb.StatusResponse) -> str:
     return line + "".join(unheard + divided)
 
 
-def pool_parts(status: pb.StatusResponse) -> list[RenderableType]:
+def pool_parts(status: admin_pb.StatusResponse) -> list[RenderableType]:
     """Return a table of the pools, then the latest changes, oldest first."""
     if not status.pools:
         return []
@@ -385,7 +419,7 @@ def pool_parts(status: pb.StatusResponse) -> list[RenderableType]:
         late = pool.num_ready != pool.desired
         table.add_row(
             pool.name,
-            pool.role,
+            name_of(admin_pb.ReplicaRole, pool.role),
             _chosen_by(pool),
             str(pool.configured),
             str(pool.desired),
@@ -397,14 +431,14 @@ def pool_parts(status: pb.StatusResponse) -> list[RenderableType]:
     return [table, *moves, Text("")] if moves else [table]
 
 
-def move_line(move: pb.ScalingMove) -> str:
+def move_line(move: admin_pb.ScalingMove) -> str:
     """Return `2026-01-31 12:00:00Z decode 1 -> 3 by operator: why`; a change of role has no counts."""
     at = datetime.fromtimestamp(move.at, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
     counts = f" {move.before} -> {move.after}" if move.before != move.after else ""
     return f"{at} {move.pool}{counts} by {move.by}: {move.reason}"
 
 
-def _chosen_by(pool: pb.Pool) -> str:
+def _chosen_by(pool: admin_pb.Pool) -> str:
     if pool.pinned:
         return "operator (pinned)"
     return "autoscaler" if pool.max else "configuration" if pool.desired == pool.configured else "nobody now"

@@ -16,7 +16,7 @@ from cluster.api.client import Client, Collector, GenerateOptions
 from cluster.cli.terminal import NONE, made_table, progress_line, stages
 from cluster.config import default_config
 from cluster.errors import StartError
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.serve.launcher import Service
 from kvtransfer.common.clock import Clock
 from workers.model.model_config import read_model_config

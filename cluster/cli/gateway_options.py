@@ -85,8 +85,15 @@ class AdminOptions(CallerOptions):
 
 def gateway_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options in the fields of its one parameter that is a `CallerOptions`."""
+    return spliced_options(command, CallerOptions)
+
+
+def spliced_options(command: Callable[..., None], kind: type) -> Callable[..., None]:
+    """Give a command the options in the fields of its one parameter that is of this dataclass, or of one
+    derived from it."""
     signature = inspect.signature(command, eval_str=True)
-    (taker,) = (it for it in signature.parameters.values() if _is_caller_options(it.annotation))
+    parameters = signature.parameters.values()
+    (taker,) = (it for it in parameters if inspect.isclass(it.annotation) and issubclass(it.annotation, kind))
     shared = inspect.signature(taker.annotation, eval_str=True).parameters
 
     @functools.wraps(command)
@@ -94,7 +101,7 @@ def gateway_options(command: Callable[..., None]) -> Callable[..., None]:
         values = {name: given.pop(name) for name in shared}
         command(**given, **{taker.name: taker.annotation(**values)})
 
-    own = [it for it in signature.parameters.values() if it.name != taker.name]
+    own = [it for it in parameters if it.name != taker.name]
     called.__signature__ = signature.replace(parameters=[*own, *shared.values()])  # type: ignore[attr-defined]
     return called
 
@@ -108,10 +115,6 @@ def read_key_file(path: Path) -> str:
     if not text or not text.isprintable():
         raise ConfigError(f"--api-key-file: {path} must hold one line, the API key or JWT")
     return text
-
-
-def _is_caller_options(annotation: object) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, CallerOptions)
 
 
 def _read(path: Path, option: str) -> bytes:

@@ -37,7 +37,8 @@ from cluster.errors import (
     ScaleTimeoutError,
     UnknownPoolError,
 )
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.enums import name_of
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.scaling.headroom import add_up, amount_text
 from cluster.scaling.orders import plan_order
 from cluster.scaling.serve_client import ServeClient
@@ -122,13 +123,13 @@ def read_token(token: str, file: Path | None) -> str:
 class ScaleTarget(Protocol):
     """Takes orders for the pools of one application."""
 
-    async def scale(self, counts: Mapping[str, int], *, dry_run: bool) -> pb.ScaleResponse:
+    async def scale(self, counts: Mapping[str, int], *, dry_run: bool) -> admin_pb.ScaleResponse:
         """Order the counts, or only say what that would change; of all pools where none is named."""
 
     async def release(self, pools: Sequence[str]) -> None:
         """Let the autoscaler change these pools again."""
 
-    async def status(self) -> pb.StatusResponse | None:
+    async def status(self) -> admin_pb.StatusResponse | None:
         """Return what runs on the replicas; None: not known."""
 
 
@@ -138,13 +139,13 @@ class GatewayTarget:
     def __init__(self, client: AdminClient) -> None:
         self._client = client
 
-    async def scale(self, counts: Mapping[str, int], *, dry_run: bool) -> pb.ScaleResponse:
+    async def scale(self, counts: Mapping[str, int], *, dry_run: bool) -> admin_pb.ScaleResponse:
         return await self._client.scale(counts, dry_run=dry_run)
 
     async def release(self, pools: Sequence[str]) -> None:
         await self._client.release(pools)
 
-    async def status(self) -> pb.StatusResponse | None:
+    async def status(self) -> admin_pb.StatusResponse | None:
         return await self._client.status()
 
 
@@ -155,7 +156,7 @@ class DashboardTarget:
         self._client = client
         self._app = app
 
-    async def scale(self, counts: Mapping[str, int], *, dry_run: bool) -> pb.ScaleResponse:
+    async def scale(self, counts: Mapping[str, int], *, dry_run: bool) -> admin_pb.ScaleResponse:
         seen = await self._client.application()
         if seen is None:
             problem = f"has no application {self._app!r}; --app names another"
@@ -178,7 +179,7 @@ class DashboardTarget:
     async def release(self, pools: Sequence[str]) -> None:
         raise PinError("Ray Serve knows no pins: pools are released through a gateway, without --dashboard")
 
-    async def status(self) -> pb.StatusResponse | None:
+    async def status(self) -> admin_pb.StatusResponse | None:
         return None
 
 
@@ -201,7 +202,7 @@ class ScaleWork:
         self, counts: Mapping[str, int], released: Sequence[str], *, dry_run: bool, wait_s: float | None
     ) -> None:
         status = await self._target.status()
-        reply = await self._target.scale(counts, dry_run=dry_run) if counts else pb.ScaleResponse()
+        reply = await self._target.scale(counts, dry_run=dry_run) if counts else admin_pb.ScaleResponse()
         if released and not dry_run:
             await self._target.release(released)
         plan = plan_scale(reply, status, released)
@@ -245,7 +246,7 @@ class AffectedPool(NamedTuple):
     """Represents one order. `least` and `most` bound the running requests of the replicas that leave, because
     Ray Serve chooses which do; None: not known."""
 
-    change: pb.PoolChange
+    change: admin_pb.PoolChange
     role: str
     least: int | None
     most: int | None
@@ -267,7 +268,7 @@ class ScalePlan(NamedTuple):
     released: tuple[str, ...]
     # Replicas that play another pool's role and return to their own first.
     recalled: tuple[str, ...]
-    reply: pb.ScaleResponse
+    reply: admin_pb.ScaleResponse
     has_status: bool
 
 
@@ -285,7 +286,7 @@ def parse_orders(texts: Sequence[str]) -> dict[str, int]:
 
 
 def plan_scale(
-    reply: pb.ScaleResponse, status: pb.StatusResponse | None, released: Sequence[str]
+    reply: admin_pb.ScaleResponse, status: admin_pb.StatusResponse | None, released: Sequence[str]
 ) -> ScalePlan:
     """Put together what changes; `status` None: what runs on the replicas is not known."""
     pools = tuple(_affected_pool(change, status) for change in reply.pools)
@@ -296,7 +297,7 @@ def plan_scale(
         recalled=tuple(
             replica.replica_id
             for replica in (status.replicas if status is not None and has_change else ())
-            if replica.home_role not in ("", replica.role)
+            if replica.home_role not in (admin_pb.REPLICA_ROLE_UNSPECIFIED, replica.role)
         ),
         reply=reply,
         has_status=status is not None,
@@ -341,14 +342,14 @@ def plan_json(plan: ScalePlan) -> dict[str, Any]:
     }
 
 
-def _affected_pool(change: pb.PoolChange, status: pb.StatusResponse | None) -> AffectedPool:
+def _affected_pool(change: admin_pb.PoolChange, status: admin_pb.StatusResponse | None) -> AffectedPool:
     if status is None:
         return AffectedPool(change, "", None, None)
-    role = next((it.role for it in status.pools if it.name == change.name), "")
+    role = next((name_of(admin_pb.ReplicaRole, it.role) for it in status.pools if it.name == change.name), "")
     loads = sorted(
         replica.load.num_running + replica.load.num_waiting
         for replica in status.replicas
-        if replica.pool == change.name and replica.state == "ready"
+        if replica.pool == change.name and replica.state == admin_pb.REPLICA_STATE_READY
     )
     num_leaving = max(0, len(loads) - change.after)
     return AffectedPool(change, role, sum(loads[:num_leaving]), sum(loads[len(loads) - num_leaving :]))

@@ -25,7 +25,7 @@ from cluster.cli.terminal import (
     run,
 )
 from cluster.errors import StoreAwayError
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 
 cli = typer.Typer(no_args_is_help=True, help="The tiered store of every node: list, measure, verify, purge.")
 
@@ -147,7 +147,7 @@ async def show_records(
 ) -> None:
     """Print the records of every node."""
     async with AdminClient(address, credentials=who) as client:
-        asked = pb.StoreListRequest(filter=await _filter(client, selection), limit=limit)
+        asked = admin_pb.StoreListRequest(filter=await _filter(client, selection), limit=limit)
         reply = await client.store_list(asked)
     _show(reply, as_json, console, listing_view)
     _check(_failures(reply.nodes, "not listed"))
@@ -174,7 +174,7 @@ async def verify_records(
 ) -> None:
     """Have every node read its records; `StoreAwayError` when one was bad."""
     async with AdminClient(address, credentials=who) as client:
-        asked = pb.StoreVerifyRequest(filter=await _filter(client, selection))
+        asked = admin_pb.StoreVerifyRequest(filter=await _filter(client, selection))
         reply = await client.store_verify(asked, timeout_s)
     _show(reply, as_json, console, verified_view)
     _check(_failures(reply.nodes, "not verified"))
@@ -195,7 +195,7 @@ async def purge_records(
     """Delete the records from every node and replica."""
     async with AdminClient(address, credentials=who) as client:
         chosen = await _filter(client, selection)
-        asked = pb.StorePurgeRequest(filter=chosen, all=selection.is_everything)
+        asked = admin_pb.StorePurgeRequest(filter=chosen, all=selection.is_everything)
         reply = await client.store_purge(asked, timeout_s)
     _show(reply, as_json, console, purged_view)
     failures = [f"replica {it.replica_id} {it.error}" for it in reply.replicas if it.error]
@@ -204,9 +204,9 @@ async def purge_records(
     _check(failures)
 
 
-async def _filter(client: AdminClient, selection: Selection) -> pb.StoreFilter:
+async def _filter(client: AdminClient, selection: Selection) -> admin_pb.StoreFilter:
     """Return the filter, in which a served model's name becomes its fingerprint."""
-    chosen = pb.StoreFilter()
+    chosen = admin_pb.StoreFilter()
     if selection.sharing_group is not None:
         chosen.sharing_group = selection.sharing_group
     if selection.model is not None:
@@ -248,7 +248,7 @@ _MODEL_CHARS = 8
 _MAX_GROUPS = 20
 
 
-def members_table(members: Sequence[pb.StoreMember]) -> Table:
+def members_table(members: Sequence[admin_pb.StoreMember]) -> Table:
     """Show the store processes, as registered."""
     table = made_table("stores", "node", "host", "address", numbers=("process",))
     for member in members:
@@ -256,7 +256,7 @@ def members_table(members: Sequence[pb.StoreMember]) -> Table:
     return table
 
 
-def tiers_table(nodes: Sequence[pb.StoreNodeStat]) -> Group:
+def tiers_table(nodes: Sequence[admin_pb.StoreNodeStat]) -> Group:
     """Show one row for each tier, and below the problems, for `tandem status`."""
     table = made_table("store", "node", "tier", numbers=("used", "of", "records", "hits", "index"))
     for node in nodes:
@@ -273,7 +273,7 @@ def tiers_table(nodes: Sequence[pb.StoreNodeStat]) -> Group:
     return _group([table], notes(nodes))
 
 
-def stat_view(reply: pb.StoreStatResponse) -> Group:
+def stat_view(reply: admin_pb.StoreStatResponse) -> Group:
     """Show all statistics of every tier, of the index, and of the sharing groups."""
     tiers = made_table(
         "tiers", "node", "tier", numbers=("used", "of", "records", "hits", "evicted", "refused", "queue")
@@ -322,7 +322,7 @@ def stat_view(reply: pb.StoreStatResponse) -> Group:
     return _group(parts, notes(node for node in reply.nodes if not node.error))  # those fail the command
 
 
-def listing_view(reply: pb.StoreListResponse) -> Group:
+def listing_view(reply: admin_pb.StoreListResponse) -> Group:
     """Show the records of every node, and how many more there are."""
     parts = []
     for node in reply.nodes:
@@ -353,7 +353,7 @@ def listing_view(reply: pb.StoreListResponse) -> Group:
     return Group(*parts)  # also those without a record: their node was asked
 
 
-def verified_view(reply: pb.StoreVerifyResponse) -> Group:
+def verified_view(reply: admin_pb.StoreVerifyResponse) -> Group:
     """Show what was read, and how much of it was bad."""
     table = made_table("verified", "node", "tier", numbers=("records", "bad"))
     texts = []
@@ -367,7 +367,7 @@ def verified_view(reply: pb.StoreVerifyResponse) -> Group:
     return _group([table], texts)
 
 
-def purged_view(reply: pb.StorePurgeResponse) -> Group:
+def purged_view(reply: admin_pb.StorePurgeResponse) -> Group:
     """Show what was deleted, and what is deleted when its last user is done."""
     table = made_table("purged", "node or replica", "tier", numbers=("records", "size"))
     texts = []
@@ -394,7 +394,7 @@ def purged_view(reply: pb.StorePurgeResponse) -> Group:
     return _group([table], texts)
 
 
-def notes(nodes: Iterable[pb.StoreNodeStat]) -> list[str]:
+def notes(nodes: Iterable[admin_pb.StoreNodeStat]) -> list[str]:
     """Return a line for each problem, and none for healthy stores."""
     lines = []
     for node in nodes:
@@ -422,7 +422,7 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.1f} {_UNITS[unit]}" if unit else f"{num_bytes:.0f} B"
 
 
-def hit_rate(tier: pb.StoreTier) -> str:
+def hit_rate(tier: admin_pb.StoreTier) -> str:
     """Return the share of the requested blocks that the tier had."""
     asked = tier.num_hits + tier.num_misses
     return f"{tier.num_hits / asked:.0%}" if asked else NONE
@@ -433,7 +433,7 @@ def _group(tables: Iterable[Table], texts: Iterable[str]) -> Group:
     return Group(*(table for table in tables if table.row_count), *(Text(text) for text in texts))
 
 
-def _amplification(tier: pb.StoreTier) -> str:
+def _amplification(tier: admin_pb.StoreTier) -> str:
     """Return the bytes written per byte put, for NVMe only: the host tier is also written when blocks are
     read."""
     if tier.tier != "nvme" or not tier.num_put_bytes:
@@ -441,16 +441,16 @@ def _amplification(tier: pb.StoreTier) -> str:
     return f"{tier.num_written_bytes / tier.num_put_bytes:.2f}"
 
 
-def _capacity(tier: pb.StoreTier) -> str:
+def _capacity(tier: admin_pb.StoreTier) -> str:
     return size(tier.capacity_bytes) if tier.capacity_bytes else NONE
 
 
-def _index_cell(index: pb.StoreIndex) -> str:
+def _index_cell(index: admin_pb.StoreIndex) -> str:
     colour = {"up": "green", "slow": "yellow", "down": "red"}.get(index.state)
     return f"[{colour}]{index.state}[/]" if colour else index.state or NONE
 
 
-def _by_group(nodes: Iterable[pb.StoreNodeStat]) -> list[tuple[str, int]]:
+def _by_group(nodes: Iterable[admin_pb.StoreNodeStat]) -> list[tuple[str, int]]:
     """Return the bytes of each sharing group on all nodes, the largest first."""
     total: dict[str, int] = {}
     for node in nodes:

@@ -1,5 +1,4 @@
-"""`tandem update`: give a running application another configuration; and the configuration of `tandem
-serve`."""
+"""`tandem update`: give a running application another configuration."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ import typer
 from rich.console import Group
 from rich.table import Table
 
+from cluster.cli.serve_options import ServeOptions, announced_config, serve_options
 from cluster.cli.terminal import (
     AsJson,
     JoinedRay,
@@ -21,10 +21,7 @@ from cluster.cli.terminal import (
     progress_line,
     stages,
 )
-from cluster.config import ClusterConfig, default_config, load_config
-from cluster.errors import ConfigError
 from kvtransfer.common.clock import SystemClock
-from workers.model.model_config import read_model_config
 
 if TYPE_CHECKING:
     from cluster.serve.rollout import Roll
@@ -33,21 +30,22 @@ if TYPE_CHECKING:
 _GATEWAYS = "gateways"
 
 
+@serve_options
 def update(
     file: Annotated[Path, typer.Option("-f", "--file", help="The cluster's changed YAML file.")],
-    model: Annotated[Path | None, typer.Option(help="As given to `tandem serve`.")] = None,
-    host: Annotated[str | None, typer.Option(help="As above: of the gateway.")] = None,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="As above.")] = None,
-    admin_port: Annotated[int | None, typer.Option(min=0, max=65535, help="As above.")] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="As given to `tandem serve`.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; do nothing.")] = False,
     ray_address: JoinedRay = "auto",
     as_json: AsJson = False,
+    *,
+    given: ServeOptions,
 ) -> None:
-    """Give a running application the settings of FILE; replicas that they concern are replaced one by one."""
+    """Give a running application the settings of FILE; replicas that they concern are replaced one by one.
+
+    Options that `tandem serve` was given beside the file are given here too: what they say goes before FILE.
+    """
     from cluster.serve.update import Update, connect  # here: it needs Ray
 
-    config = overridden(load_config(file), model, host, port, admin_port=admin_port, insecure=insecure)
+    config = announced_config(file, given)
     with stages(err, "connecting to Ray"):
         connect(ray_address)
     interrupted = catch_signals()  # after Ray, which sets handlers of its own
@@ -100,73 +98,3 @@ def _happens(roll: Roll) -> str:
 
 def _text(value: object) -> str:
     return "-" if value is None else json.dumps(value) if not isinstance(value, str) else value
-
-
-# ----------------------------------------------------------------------------------------------
-# The configuration of `tandem serve`: a file, options, or both.
-
-HOST_HELP = 'Address for the gateway to listen on; "auto": all of this node\'s.'
-
-
-def serve_config(
-    file: Path | None,
-    model: Path | None,
-    prefill: int | None,
-    decode: int | None,
-    host: str | None,
-    port: int | None,
-    nvme: tuple[Path | None, float | None],
-    *,
-    admin_port: int | None = None,
-    insecure: bool = False,
-) -> ClusterConfig:
-    """Return the file's configuration as the options change it, or without a file that of the options.
-    `ConfigError` or a usage error where they contradict each other. `model` must be given without a file."""
-    folder, num_gb = nvme
-    if (folder is None) != (num_gb is None):
-        raise typer.BadParameter("go together", param_hint="--nvme, --nvme-gb")
-    if file is not None:
-        if folder is not None:
-            raise typer.BadParameter("the file says it, under store:", param_hint="--nvme, --nvme-gb")
-        if prefill is not None or decode is not None:
-            raise typer.BadParameter(
-                "the file says how many replicas there are", param_hint="--prefill, --decode"
-            )
-        return overridden(load_config(file), model, host, port, admin_port=admin_port, insecure=insecure)
-    assert model is not None
-    return default_config(
-        model,
-        prefill=1 if prefill is None else prefill,
-        decode=1 if decode is None else decode,
-        host=host,
-        port=port,
-        admin_port=admin_port,
-        insecure=insecure,
-        context_tokens=read_model_config(model).max_context_tokens,
-        nvme=None if folder is None or num_gb is None else (folder, num_gb),
-    )
-
-
-def overridden(
-    config: ClusterConfig,
-    model: Path | None,
-    host: str | None,
-    port: int | None,
-    *,
-    admin_port: int | None = None,
-    insecure: bool = False,
-) -> ClusterConfig:
-    """Return the configuration with this model folder, and the gateway at this host and these ports; None:
-    unchanged. `insecure`: other hosts than this one may reach it without authentication. `ConfigError` where
-    they could and may not."""
-    changes: dict[str, Any] = {} if model is None else {"model": model.resolve()}
-    if insecure:
-        if config.auth.mode == "required":
-            raise ConfigError("--insecure contradicts the file's auth.mode: required")
-        changes["auth"] = config.auth.model_copy(update={"insecure": True})
-    changed = config.model_copy(update=changes | {"gateway": config.gateway.at(host, port, admin_port)})
-    try:
-        changed.check_exposure()
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    return changed

@@ -15,7 +15,7 @@ from cluster.config import ClusterConfig
 from cluster.errors import DashboardAwayError
 from cluster.gateway.fleet import Fleet, ListedRequest
 from cluster.metrics.curves import CURVE_S
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.scaling.orders import Operations
 from kvtransfer.common.clock import Clock
 
@@ -52,7 +52,7 @@ class ConsoleApi:
         self.status = Fresh(self._make_status, _STATUS_AGE_S, clock)
         # JSON with the paths of as many replicas as fit into `MAX_PATHS`, and the number of the others.
         self.paths = Fresh(self._make_paths, _PATHS_AGE_S, clock)
-        self._store_stat: Fresh[pb.StoreStatResponse] = Fresh(
+        self._store_stat: Fresh[admin_pb.StoreStatResponse] = Fresh(
             lambda: stores.stat(STAT_S), _STORES_AGE_S, clock
         )
 
@@ -109,7 +109,7 @@ class ConsoleApi:
         return await asyncio.to_thread(lambda: json.dumps(status_json(reply, nodes)))
 
     async def _make_paths(self) -> str:
-        shown: list[pb.ReplicaPaths] = []
+        shown: list[admin_pb.ReplicaPaths] = []
         num_paths = num_left_out = 0
         async for replica in self._status_service.paths(()):
             if num_paths + len(replica.paths) > MAX_PATHS:

@@ -12,7 +12,8 @@ from cluster.api.admin_client import AdminClient
 from cluster.api.channel import ClientCredentials
 from cluster.config import ClusterConfig
 from cluster.errors import CallError
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.enums import value_of
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.scaling.config import ScalingConfig
 from cluster.serve.machine import Machine
 from cluster.serve.memory import ClusterNeed
@@ -150,7 +151,7 @@ class GatewayReply(NamedTuple):
     over ours, give or take half of `round_trip_s`."""
 
     address: str
-    status: pb.StatusResponse | None
+    status: admin_pb.StatusResponse | None
     error: str = ""
     skew_s: float = 0.0
     round_trip_s: float = 0.0
@@ -175,17 +176,17 @@ class Expected(NamedTuple):
 class Live:
     """Represents a running cluster: `before` is an earlier `status`, as `stores_before` are of `stores`."""
 
-    status: pb.StatusResponse
-    before: pb.StatusResponse
-    stores: Sequence[pb.StoreNodeStat]
-    stores_before: Sequence[pb.StoreNodeStat]
+    status: admin_pb.StatusResponse
+    before: admin_pb.StatusResponse
+    stores: Sequence[admin_pb.StoreNodeStat]
+    stores_before: Sequence[admin_pb.StoreNodeStat]
     gateways: Sequence[GatewayReply]
     expected: Expected
     # Of this command.
     version: str = ""
-    paths: Sequence[pb.ReplicaPaths] = ()
+    paths: Sequence[admin_pb.ReplicaPaths] = ()
 
-    def growth(self, count: Callable[[pb.Load], int]) -> dict[str, int]:
+    def growth(self, count: Callable[[admin_pb.Load], int]) -> dict[str, int]:
         """Return by replica how much a counter grew between the two looks, where it did; new replicas are
         left out."""
         earlier = {(item.replica_id, item.epoch): count(item.load) for item in self.before.replicas}
@@ -195,7 +196,7 @@ class Live:
         }
         return {name: growth for name, growth in grown.items() if growth}
 
-    def tiers(self) -> Iterator[tuple[str, pb.StoreTier, pb.StoreTier]]:
+    def tiers(self) -> Iterator[tuple[str, admin_pb.StoreTier, admin_pb.StoreTier]]:
         """Yield host, each tier of its store, and the same tier before."""
         earlier = {
             (node.member.node_id, node.member.epoch, tier.tier): tier
@@ -207,8 +208,13 @@ class Live:
                 before = earlier.get((node.member.node_id, node.member.epoch, tier.tier), tier)
                 yield node.member.host, tier, before
 
-    def of_role(self, *roles: str) -> list[pb.Replica]:
-        return [item for item in self.status.replicas if item.role in roles and item.state == "ready"]
+    def of_role(self, *roles: str) -> list[admin_pb.Replica]:
+        wanted = {value_of(admin_pb.ReplicaRole, role) for role in roles}
+        return [
+            item
+            for item in self.status.replicas
+            if item.role in wanted and item.state == admin_pb.REPLICA_STATE_READY
+        ]
 
 
 async def look(
@@ -232,7 +238,7 @@ async def look(
     return Live(status, before, stores, stores_before, replies, expected, version, paths)
 
 
-async def _ask(client: AdminClient) -> tuple[pb.StatusResponse, list[pb.StoreNodeStat]]:
+async def _ask(client: AdminClient) -> tuple[admin_pb.StatusResponse, list[admin_pb.StoreNodeStat]]:
     status = await client.status()
     return status, list((await client.store_stat()).nodes) if status.stores else []
 

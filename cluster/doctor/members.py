@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from cluster.config import LOOPBACK
 from cluster.doctor.checks import Check, CheckResult, Figures, GatewayReply, Live, error, note, ok, warning
 from cluster.gateway.circuit_breaker import NOTE as BREAKER
+from cluster.proto.enums import name_of
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 
 GROUP = "members"
 # Replicas report several times a second.
@@ -21,20 +23,21 @@ _LOCAL = tuple(f"{host}:" for host in LOOPBACK)
 def replicas(live: Live) -> Iterator[CheckResult]:
     num_good = 0
     for replica in live.status.replicas:
-        name = f"{replica.replica_id} ({replica.role})"
-        if replica.state == "refused":
+        name = f"{replica.replica_id} ({name_of(admin_pb.ReplicaRole, replica.role)})"
+        state = name_of(admin_pb.ReplicaState, replica.state)
+        if state == "refused":
             yield error(
                 f"{name} is not used: {replica.note}",
                 "it would compute other KV than the others, or store it otherwise",
                 "give all replicas the same model, dtype and block_tokens; see worker-*.err of that replica",
             )
-        elif replica.state == "leaving":
+        elif state == "leaving":
             yield note(
                 f"{name} is leaving", "it takes nothing new and ends when its streams have moved or ended"
             )
-        elif replica.state != "ready":
+        elif state != "ready":
             yield warning(
-                f"{name} is {replica.state}" + (f": {replica.note}" if replica.note else ""),
+                f"{name} is {state}" + (f": {replica.note}" if replica.note else ""),
                 "this gateway has no Link to it, so it gets no request from here",
                 "see whether its process runs and its port can be reached from the gateway",
             )

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from cluster.doctor.checks import Check, CheckResult, Figures, Live, error, note, ok, warning
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.enums import name_of
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 
 GROUP = "serving"
 # Fewer say nothing about a rate or a percentile.
@@ -28,12 +29,12 @@ class Cause(NamedTuple):
 def route(live: Live) -> Iterator[CheckResult]:
     status = live.status
     if status.ready:
-        num_ready = sum(item.state == "ready" for item in status.replicas)
+        num_ready = sum(item.state == admin_pb.REPLICA_STATE_READY for item in status.replicas)
         yield ok(f"requests can be served; {num_ready} replicas are ready")
         return
-    states = ", ".join(f"{item.replica_id} {item.state}" for item in status.replicas) or "no replica is known"
+    states = [f"{it.replica_id} {name_of(admin_pb.ReplicaState, it.state)}" for it in status.replicas]
     yield error(
-        f"no request can be served: {states}",
+        f"no request can be served: {', '.join(states) or 'no replica is known'}",
         "a request needs a ready replica that decodes",
         "see the replicas' notes here and their worker-*.err logs; while a model loads, wait",
     )
@@ -63,7 +64,7 @@ def ttft(live: Live) -> Iterator[CheckResult]:
             yield warning(f"{seen}: {cause.name}", cause.why, cause.remedy, cause=cause.name, **figures)
 
 
-def ttft_cause(live: Live, recent: pb.RecentRequests) -> Cause:
+def ttft_cause(live: Live, recent: admin_pb.RecentRequests) -> Cause:
     """Return the cause by the largest part of the slow requests' time; waiting for a landing counts as
     queueing."""
     whole = max(recent.slow_ttft_ms, 1e-9)
@@ -213,7 +214,7 @@ def failures(live: Live) -> Iterator[CheckResult]:
         yield ok(f"no request failed of {live.status.num_finished_requests} since the gateway started")
 
 
-def _recents(live: Live) -> Iterator[tuple[str, pb.RecentRequests]]:
+def _recents(live: Live) -> Iterator[tuple[str, admin_pb.RecentRequests]]:
     """Yield the recent requests of every gateway that answers, with its address where there are several."""
     replies = [reply for reply in live.gateways if reply.status is not None]
     for reply in replies:
@@ -254,7 +255,7 @@ def hit_rate(live: Live) -> Iterator[CheckResult]:
                 yield _reuse_result(reuse)
 
 
-def _reuse_result(reuse: pb.PrefixReuse) -> CheckResult:
+def _reuse_result(reuse: admin_pb.PrefixReuse) -> CheckResult:
     total = reuse.num_finished_tokens
     rate, known = reuse.num_cached_tokens / total, reuse.num_finished_known_tokens / total
     tenant = f"tenant {reuse.tenant!r}" if reuse.tenant else "requests without a tenant"
@@ -289,7 +290,7 @@ def _reuse_result(reuse: pb.PrefixReuse) -> CheckResult:
     )
 
 
-def _diverging(reuse: pb.PrefixReuse, tenant: str, rate: float, figures: Figures) -> CheckResult:
+def _diverging(reuse: admin_pb.PrefixReuse, tenant: str, rate: float, figures: Figures) -> CheckResult:
     """Return the result for prompts whose block at `diverge_at` is the first new one."""
     behind = reuse.num_tokens_behind / max(reuse.num_diverging, 1)
     repeated = reuse.num_repeated_behind / max(reuse.num_tokens_behind, 1)

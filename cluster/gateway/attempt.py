@@ -7,15 +7,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from cluster.errors import PoisonRequestError
+from cluster.metrics.ended_request import SampleResult
+from cluster.text.output_parsers.pieces import ToolCallDelta
 from cluster.text.preprocess import PreparedRequest, SampleStart
-from cluster.text.tokenizer import SampleText
+from cluster.text.sample_text import SampleText
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.health import backoff_s
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import RouteRequest
-from workers.messages.link import HandOverTarget, IsolationReport, Move, SampleState, Submission, TokenDelta
-from workers.messages.sampling import TokenLogprob
+from workers.messages.link import (
+    HandOverTarget,
+    IsolationReport,
+    Move,
+    PromptLogprobs,
+    SampleState,
+    Submission,
+    TokenDelta,
+)
+from workers.messages.sampling import PackedLogprobs, TokenLogprob
 
 # Retries: which replicas to avoid, and whether the request itself breaks them.
 
@@ -304,6 +316,65 @@ class OutputDelta:
     text: str
     logprobs: tuple[TokenLogprob, ...]
     finish: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    # The stop string or stop token that ended the sample; None: neither.
+    matched_stop: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobsDelta:
+    """Log-probabilities of the prompt's tokens [first_index, first_index + n), for the client. They come in
+    order, from index 1 to the prompt's end, before any token of output."""
+
+    first_index: int
+    logprobs: PackedLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingDelta:
+    """The embedding of the prompt, for the client: float32 [hidden_size], not normalized. It is all the
+    output of a request with `pooling`."""
+
+    vector: bytes
+
+
+Output = OutputDelta | PromptLogprobsDelta | EmbeddingDelta
+
+
+class PromptProgress:
+    """How far the log-probabilities of a request's prompt have come, of all attempts together. A call that
+    resumes with output has had them."""
+
+    def __init__(self, prepared: PreparedRequest) -> None:
+        self._num_tokens = prepared.num_prompt_tokens
+        self._num_top = prepared.sampling.num_prompt_logprobs
+        has_output = any(start.output or start.finish for start in prepared.samples)
+        self._next_index = self._num_tokens if self._num_top is None or has_output else 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether none are missing."""
+        return self._next_index >= self._num_tokens
+
+    def is_readable(self, part: PromptLogprobs) -> bool:
+        """Return whether a part can follow on what is here, or repeats some of it."""
+        logprobs = part.logprobs
+        return (
+            logprobs.is_whole
+            and logprobs.num_top == self._num_top
+            and 1 <= part.first_index <= self._next_index
+            and part.first_index + logprobs.num_tokens <= self._num_tokens
+        )
+
+    def take(self, part: PromptLogprobs) -> PromptLogprobsDelta | None:
+        """Take a readable part, and return what of it is new."""
+        first, num_tokens = self._next_index, part.logprobs.num_tokens
+        num_known = first - part.first_index
+        if num_known >= num_tokens:
+            return None
+        self._next_index = part.first_index + num_tokens
+        return PromptLogprobsDelta(first, part.logprobs.part(num_known, num_tokens))
 
 
 class SampleOutput:
@@ -330,6 +401,11 @@ class SampleOutput:
     def has_progressed(self) -> bool:
         """Whether this attempt has brought a token."""
         return self.num_tokens > self._num_tokens_before
+
+    @property
+    def result(self) -> SampleResult:
+        """Return how the sample ended, or how far it has come."""
+        return SampleResult(self.index, self.finish, self.num_tokens, self._text.num_reasoning_tokens)
 
     def begin_attempt(self) -> None:
         """Forget what belongs to the previous attempt only."""
@@ -389,6 +465,9 @@ class SampleOutput:
             text=step.text,
             logprobs=delta.logprobs[: step.num_tokens],
             finish=step.finish,
+            reasoning=step.reasoning,
+            tool_calls=step.tool_calls,
+            matched_stop=step.matched_stop,
         )
 
 
@@ -400,15 +479,20 @@ def by_submission(unfinished: Sequence[SampleOutput]) -> list[list[SampleOutput]
 
 
 def route_request(
-    prepared: PreparedRequest, unfinished: Sequence[SampleOutput], excluded: tuple[str, ...]
+    prepared: PreparedRequest,
+    unfinished: Sequence[SampleOutput],
+    excluded: tuple[str, ...],
+    *,
+    is_scored: bool = True,
 ) -> RouteRequest:
-    """Build the router's request for what is left."""
+    """Build the router's request for what is left. A prompt that is not yet `is_scored`, though its
+    log-probabilities are asked for, is computed whole wherever it is cached."""
     longest = max(sample.num_tokens for sample in unfinished)
     shortest = min(sample.num_tokens for sample in unfinished)
     return RouteRequest(
         request_id=prepared.request_id,
         tenant=prepared.tenant,
-        block_keys=prepared.block_keys,
+        block_keys=prepared.block_keys if is_scored else (),
         num_tokens=prepared.num_prompt_tokens + longest,
         max_new_tokens=max(1, prepared.sampling.max_tokens - shortest),
         num_samples=len(unfinished),
@@ -416,6 +500,7 @@ def route_request(
         pinned_prefill=prepared.pinned_prefill,
         pinned_decode=prepared.pinned_decode,
         kv_share=prepared.kv_share,
+        decodes=prepared.pooling is None,
     )
 
 
@@ -424,13 +509,14 @@ def first_route_request(prepared: PreparedRequest) -> RouteRequest:
     return RouteRequest(
         request_id=prepared.request_id,
         tenant=prepared.tenant,
-        block_keys=prepared.block_keys,
+        block_keys=prepared.block_keys if PromptProgress(prepared).is_whole else (),
         num_tokens=prepared.num_prompt_tokens,
         max_new_tokens=max(1, prepared.sampling.max_tokens),
         num_samples=len(prepared.samples),
         pinned_prefill=prepared.pinned_prefill,
         pinned_decode=prepared.pinned_decode,
         kv_share=prepared.kv_share,
+        decodes=prepared.pooling is None,
     )
 
 
@@ -442,11 +528,15 @@ def submission(
     now: float,
     *,
     suspect: bool = False,
+    is_scored: bool = True,
 ) -> Submission:
-    """Begin an attempt of the samples of `group`, as they are now."""
+    """Begin an attempt of the samples of `group`, as they are now. The log-probabilities of a prompt that
+    `is_scored` are not asked for again."""
     for sample in group:
         sample.begin_attempt()
-    deadline_at = prepared.deadline_at
+    deadline_at, sampling = prepared.deadline_at, prepared.sampling
+    if is_scored and sampling.num_prompt_logprobs is not None:
+        sampling = replace(sampling, num_prompt_logprobs=None)
     return Submission(
         request_id=prepared.request_id,
         attempt=number,
@@ -457,9 +547,12 @@ def submission(
         root_key=prepared.root_key,
         block_keys=prepared.block_keys,
         samples=tuple(SampleState(sample.index, sample.seed, bytes(sample.tokens)) for sample in group),
-        sampling=prepared.sampling,
+        sampling=sampling,
         decode=target,
         deadline_s=None if deadline_at is None else max(0.0, deadline_at - now),
         suspect=suspect,
         service_class=prepared.service_class,
+        grammar=prepared.grammar,
+        is_private=prepared.is_private,
+        pooling=prepared.pooling,
     )

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.metrics.ended_request import EndedRequest, Summary
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from kvtransfer.common.clock import Clock
 
 MAX_REQUESTS = 256
@@ -70,16 +70,16 @@ class RequestHistory:
         if len(self._hits) > MAX_TENANTS:
             self._hits.popitem(last=False)
 
-    def summary(self) -> pb.RecentRequests:
+    def summary(self) -> admin_pb.RecentRequests:
         """Return percentiles, and the stages of slow requests, of the last ten minutes."""
         oldest = self._clock.now() - MAX_AGE_S
         done = [item for item in self._done if item.at >= oldest]
         if not done:
-            return pb.RecentRequests()
+            return admin_pb.RecentRequests()
         by_ttft = sorted(done, key=lambda item: item.ttft_ms)
         slow = by_ttft[-max(len(done) // 10, 1) :]
         tpots = sorted(item.tpot_ms for item in done if item.tpot_ms)
-        return pb.RecentRequests(
+        return admin_pb.RecentRequests(
             num_requests=len(done),
             window_s=self._clock.now() - done[0].at,
             ttft_p50_ms=percentile([item.ttft_ms for item in by_ttft], 0.5),
@@ -95,13 +95,13 @@ class RequestHistory:
             num_retried=sum(item.num_attempts > 1 for item in done),
         )
 
-    def prefixes(self) -> list[pb.PrefixReuse]:
+    def prefixes(self) -> list[admin_pb.PrefixReuse]:
         """Return the prefix reuse of the tenants with the most recent prompts."""
         return [self._reuse(reuse._asdict()) for reuse in self._prefixes.reuse(NUM_TENANTS)]
 
-    def _reuse(self, fields: dict[str, Any]) -> pb.PrefixReuse:
+    def _reuse(self, fields: dict[str, Any]) -> admin_pb.PrefixReuse:
         hits = self._hits.get(fields["tenant"], ())
-        return pb.PrefixReuse(
+        return admin_pb.PrefixReuse(
             **fields,
             num_finished_tokens=sum(item.num_tokens for item in hits),
             num_finished_known_tokens=sum(item.num_known for item in hits),

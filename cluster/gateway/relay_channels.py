@@ -10,7 +10,7 @@ import grpc.aio
 from cryptography import x509
 from cryptography.x509.oid import NameOID
 
-from cluster.proto import tandem_pb2_grpc
+from cluster.proto.tandem.v1 import inference_pb2_grpc
 from cluster.roster.messages import GatewayRecord
 
 _CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
@@ -58,7 +58,7 @@ class RelayChannels:
                 self._closing.append(known.channel)
             known = _Opened(_open(gateway, own), gateway.certificate, own)
             self._opened[gateway.address] = known
-        return tandem_pb2_grpc.InferenceStub(known.channel)
+        return inference_pb2_grpc.InferenceStub(known.channel)
 
     async def close(self) -> None:
         """Close all channels."""

@@ -14,7 +14,7 @@ from typing import Protocol
 from msgspec.structs import asdict, replace
 
 from cluster.gateway.circuit_breaker import TURN_S, CircuitBreaker, CircuitBreakers
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.roster.messages import GatewayRecord, ReplicaRecord, RosterView, StoreRecord
 from cluster.roster.state import RosterClient
 from kvtransfer.common.clock import Clock
@@ -264,7 +264,7 @@ class ReplicaConnections:
 
     async def purge_caches(
         self, group: str | None, model: str | None, remaining_s: float | None
-    ) -> list[pb.ReplicaPurged]:
+    ) -> list[admin_pb.ReplicaPurged]:
         """Purge the caches of this sharing group on replicas of models whose fingerprint begins so; None: of
         all.
 
@@ -287,8 +287,8 @@ class ReplicaConnections:
             answer.set_exception(PeerGoneError(view.note or "no link to it yet"))
         return answer
 
-    async def _purge(self, view: ReplicaView, group: str | None, limit_s: float) -> pb.ReplicaPurged:
-        reply = pb.ReplicaPurged(replica_id=view.record.identity.replica_id)
+    async def _purge(self, view: ReplicaView, group: str | None, limit_s: float) -> admin_pb.ReplicaPurged:
+        reply = admin_pb.ReplicaPurged(replica_id=view.record.identity.replica_id)
         try:
             async with asyncio.timeout(limit_s):
                 purged = await self.purge(view, group)

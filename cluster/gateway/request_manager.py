@@ -44,15 +44,18 @@ from cluster.identity.identity import Identity
 from cluster.identity.resume_tokens import ResumeTokens, resume_digest
 from cluster.metrics.ended_request import Caller, EndedRequest, Observer, RoutedAttempt, TimelineEntry
 from cluster.metrics.gateway_counters import GatewayCounters
-from cluster.proto import tandem_pb2 as pb
-from cluster.text.preprocess import PreparedRequest, Preprocessor, ServingLimits, check_request
-from cluster.text.tokenizer import SampleText
+from cluster.proto.enums import name_of
+from cluster.proto.tandem.v1 import inference_pb2 as pb
+from cluster.text.preprocess import PreparedRequest, Preprocessor
+from cluster.text.sample_text import SampleText
+from cluster.text.validation import ServingLimits, check_request
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.codec import Part
 from kvtransfer.common.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
 from router.errors import NoReplicaError
-from workers.messages.link import SERVICE_CLASSES, Cancel, ServiceClass, StepFrame
+from workers.messages.link import SERVICE_CLASSES, Cancel, Pooling, ServiceClass, StepFrame
+from workers.messages.sampling import SamplingParams
 
 # Ended requests that `Explain` remembers.
 NUM_RECORDS = 1024
@@ -165,15 +168,17 @@ class RequestManager:
         deadline_s: float | None,
         identity: Identity,
         caller: Caller = _NOBODY,
+        pooling: Pooling | None = None,
     ) -> Accepted:
         """Check, tokenize and start the request; raise the `RequestError` that says why it cannot be.
 
         The request is the identity's already (`cluster.api.authentication.claim`). `deadline_s` is what
-        remains of the client's deadline (None: none).
+        remains of the client's deadline (None: none). With `pooling` its prompt is embedded, and nothing is
+        generated.
         """
         now = self._clock.now()
         try:
-            return await self._accept(request, deadline_s, identity, caller, now)
+            return await self._accept(request, deadline_s, identity, caller, now, pooling)
         except RequestError as error:
             if isinstance(error, QuotaError):
                 self.counters.over_quota(request.tenant, error.limit)
@@ -199,6 +204,7 @@ class RequestManager:
         identity: Identity,
         caller: Caller,
         now: float,
+        pooling: Pooling | None,
     ) -> Accepted:
         limits = self.limits()
         check_request(request, limits)
@@ -226,6 +232,7 @@ class RequestManager:
         self._num_arriving += 1
         try:
             prompt = await self._preprocessor.prompt_tokens(request, limits)
+            grammar = await self._preprocessor.grammar(request)
         finally:
             self._num_arriving -= 1
         compatibility = self._connections.compatibility
@@ -244,7 +251,10 @@ class RequestManager:
             fingerprint=compatibility.model_fingerprint,
             deadline_at=deadline_at,
             service_class=service_class,
+            grammar=grammar,
         )
+        if pooling is not None:
+            prepared = replace(prepared, pooling=pooling, sampling=SamplingParams(max_tokens=1))
         if deadline_s is not None and now + deadline_s <= self._clock.now():
             raise DeadlineError("the deadline passed before the request was accepted")
         key = prepared.tenant, request_id
@@ -288,7 +298,7 @@ class RequestManager:
     def _service_class(self, request: pb.GenerateRequest, identity: Identity) -> ServiceClass:
         """Return the class of the request; raise `InvalidRequestError` where its tenant may not name it."""
         limits = self._auth.limits(request.tenant)
-        named = request.service_class
+        named = name_of(pb.ServiceClass, request.service_class)
         if not named:
             return limits.default_class
         if limits.classes and named not in limits.classes:
@@ -369,12 +379,18 @@ class RequestManager:
         for joined in frame.hand_overs:
             if (task := self._current(source, joined.request_id, joined.attempt)) is not None:
                 task.apply(task.state.on_handed_over, source, joined)
+        for part in frame.prompt_logprobs:
+            if (task := self._current(source, part.request_id, part.attempt)) is not None:
+                task.apply(task.state.on_prompt_logprobs, source, part)
         for delta in frame.deltas:
             if (task := self._current(source, delta.request_id, delta.attempt)) is not None:
                 self.counters.streamed(source.replica_id, delta, now)
                 num_tokens = len(delta.tokens) // TOKEN_BYTES
                 self._quotas.produced(task.state.prepared.tenant, num_tokens, now)
                 task.apply(task.state.on_delta, source, delta)
+        for embedding in frame.embeddings:
+            if (task := self._current(source, embedding.request_id, embedding.attempt)) is not None:
+                task.apply(task.state.on_embedding, source, embedding)
         for isolated in frame.isolations:
             if (task := self._tasks.get(isolated.request_id)) is not None:
                 task.apply(task.state.on_isolated, source, isolated)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from enum import Enum, auto
-from typing import Protocol
 
 from cluster.errors import (
     DeadlineError,
@@ -23,7 +22,9 @@ from cluster.gateway.attempt import (
     NO_TARGET_PAUSE_S,
     OVERDUE_S,
     RETRY_PAUSE_S,
-    OutputDelta,
+    EmbeddingDelta,
+    Output,
+    PromptProgress,
     RetryPolicy,
     SampleOutput,
     StreamMigration,
@@ -33,9 +34,10 @@ from cluster.gateway.attempt import (
     route_request,
     submission,
 )
-from cluster.metrics.ended_request import RoutedAttempt, SampleResult, Summary, TimelineEntry
+from cluster.gateway.request_effects import RequestEffects
+from cluster.metrics.ended_request import RoutedAttempt, Summary, TimelineEntry
 from cluster.text.preprocess import PreparedRequest
-from cluster.text.tokenizer import SampleText
+from cluster.text.sample_text import SampleText
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import Decision, RouteRequest
@@ -44,16 +46,18 @@ from workers.messages.link import (
     HandOverReport,
     HandOverTarget,
     IsolationReport,
-    Move,
     MoveEnded,
     PrefillReport,
+    PromptEmbedding,
+    PromptLogprobs,
     RequestFailed,
-    Submission,
     TokenDelta,
 )
 
 _MAX_HELD_DELTAS = 4096
 _MAX_TIMELINE = 200
+_FLOAT_BYTES = 4
+_UNREADABLE = "sent a stream that cannot be read"
 # Of the time after which a client may come back: it is longer by up to this part.
 _JITTER = 0.25
 
@@ -65,48 +69,6 @@ class RequestPhase(Enum):
     ROUTING = auto()
     RUNNING = auto()
     ENDED = auto()
-
-
-class RequestEffects(Protocol):
-    """What a request's state machine has done to the world around it.
-
-    A transition changes its state first and calls the effects last; no effect may call the machine back
-    before the transition has returned.
-    """
-
-    def route(self, request: RouteRequest, delay_s: float, *, needs_capacity: bool = False) -> None:
-        """Ask the router after `delay_s`, then report `on_routed` or `on_no_route`; where the request
-        `needs_capacity`, because a replica has refused it, when replicas that can take it are found."""
-
-    def submit(self, replica: ReplicaIdentity, submission: Submission) -> None:
-        """Send the submission; report `on_unsent` when there is no connection to the replica."""
-
-    def cancel(self, replica: ReplicaIdentity, cancel: Cancel) -> None:
-        """Send the cancel, if the replica is still connected."""
-
-    def schedule_move(self, delay_s: float) -> None:
-        """Report `on_move_time` after `delay_s`."""
-
-    def route_move(self, request: RouteRequest) -> None:
-        """Ask the router for another decode replica, then report `on_move_routed`."""
-
-    def move(self, replica: ReplicaIdentity, order: Move) -> None:
-        """Send the order to the replica that decodes, if it is still connected."""
-
-    def confirm_placement(self) -> None:
-        """Report to the router that the prompt is computed, or that the stream has moved."""
-
-    def release_placement(self) -> None:
-        """Report to the router that the attempt is over, or that the stream does not move."""
-
-    def emit(self, delta: OutputDelta) -> None:
-        """Pass output on to the client."""
-
-    def finish(self, summary: Summary) -> None:
-        """End the request, which is complete. Terminal."""
-
-    def fail(self, error: RequestError) -> None:
-        """End the request, which is not complete. Terminal."""
 
 
 class RequestState:
@@ -152,6 +114,7 @@ class RequestState:
             start.index: SampleOutput(start, text)
             for start, text in zip(prepared.samples, texts, strict=True)
         }
+        self._prompt = PromptProgress(prepared)
         self._prefill: ReplicaIdentity | None = None
         self._computed_at: ReplicaIdentity | None = None
         self._prefill_report: PrefillReport | None = None
@@ -186,7 +149,7 @@ class RequestState:
     def summary(self, now: float) -> Summary:
         """Summarize the request, or as much of it as has happened."""
         return Summary(
-            samples=tuple(SampleResult(it.index, it.finish, it.num_tokens) for it in self._samples.values()),
+            samples=tuple(it.result for it in self._samples.values()),
             num_prompt_tokens=self.prepared.num_prompt_tokens,
             num_attempts=self.attempt,
             started_at=self.started_at,
@@ -235,10 +198,10 @@ class RequestState:
         self._numbers = range(first, first + len(groups))
         self._migration.reset(decode.identity, first, can_move=[len(group) for group in groups] == [1])
         target = decode if prefill is not None else None
-        suspect = self._suspicion.is_suspect
+        suspect, is_scored = self._suspicion.is_suspect, self._prompt.is_whole
         self._suspicion.routed(self._numbers)
         submissions = [
-            submission(self.prepared, group, number, target, now, suspect=suspect)
+            submission(self.prepared, group, number, target, now, suspect=suspect, is_scored=is_scored)
             for group, number in zip(groups, self._numbers, strict=True)
         ]
         for made in submissions:
@@ -294,13 +257,36 @@ class RequestState:
         if self._migration.decodes():
             self._effects.schedule_move(0.0)
 
+    def on_prompt_logprobs(self, source: ReplicaIdentity, part: PromptLogprobs, now: float) -> None:
+        """Take log-probabilities of the prompt, some of which another attempt may have brought."""
+        if not self.is_current(part.attempt):
+            return
+        if not self._prompt.is_readable(part):
+            self._retry(f"{source.replica_id} {_UNREADABLE}", [source], now)
+        elif (new := self._prompt.take(part)) is not None:
+            self._effects.emit(new)
+
+    def on_embedding(self, source: ReplicaIdentity, embedding: PromptEmbedding, now: float) -> None:
+        """Take the embedding of the prompt, which is the end."""
+        if not self.is_current(embedding.attempt):
+            return
+        if self.prepared.pooling is None or not embedding.vector or len(embedding.vector) % _FLOAT_BYTES:
+            self._retry(f"{source.replica_id} {_UNREADABLE}", [source], now)
+            return
+        self.first_token_at = now
+        for sample in self._samples.values():
+            sample.finish = "stop"
+        self._finish(now, [EmbeddingDelta(embedding.vector)])
+
     def on_delta(self, source: ReplicaIdentity, delta: TokenDelta, now: float) -> None:
         """Take new tokens, which may be early, late, repeated or of an old attempt."""
         sample = self._samples.get(delta.sample)
         if not self.is_current(delta.attempt) or sample is None or sample.finish:
             return
-        if len(delta.tokens) % TOKEN_BYTES or len(sample.held) >= _MAX_HELD_DELTAS:
-            self._retry(f"{source.replica_id} sent a stream that cannot be read", [source], now)
+        # What the first token says comes after all that is asked of the prompt.
+        is_early = delta.first_index == 0 and not self._prompt.is_whole
+        if is_early or len(delta.tokens) % TOKEN_BYTES or len(sample.held) >= _MAX_HELD_DELTAS:
+            self._retry(f"{source.replica_id} {_UNREADABLE}", [source], now)
             return
         if source == self._migration.decode:
             sample.is_decoding = True
@@ -518,7 +504,7 @@ class RequestState:
         self._end_attempt(cancels)
         self._effects.route(request, delay_s, needs_capacity=refused)
 
-    def _finish(self, now: float, output: Sequence[OutputDelta] = ()) -> None:
+    def _finish(self, now: float, output: Sequence[Output] = ()) -> None:
         """Every sample is finished, with this last output."""
         self._note(now, "finished", f"after {self.attempt} attempts")
         # A sample that a stop string ended still runs on its replica.
@@ -552,7 +538,8 @@ class RequestState:
         return retry_after_s * (1 + _JITTER * drawn)
 
     def _route_request(self) -> RouteRequest:
-        return route_request(self.prepared, self._unfinished(), self._retries.excluded())
+        excluded, is_scored = self._retries.excluded(), self._prompt.is_whole
+        return route_request(self.prepared, self._unfinished(), excluded, is_scored=is_scored)
 
     def _cancels(self, gone: ReplicaIdentity | None) -> list[tuple[ReplicaIdentity, Cancel]]:
         """What stops the running attempt everywhere but on `gone`."""

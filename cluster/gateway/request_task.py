@@ -16,11 +16,12 @@ from typing import Protocol, TypeVarTuple
 from cluster.admission.admission import HeldRequest, RequestAdmission
 from cluster.admission.retries import CAPACITY_WAIT_S, Retry
 from cluster.errors import AbandonedError, OverloadedError, RequestError, SlowClientError
-from cluster.gateway.attempt import OutputDelta
+from cluster.gateway.attempt import EmbeddingDelta, Output, OutputDelta, PromptLogprobsDelta
 from cluster.gateway.request_state import RequestPhase, RequestState
 from cluster.metrics.ended_request import Summary
+from cluster.text.output_parsers.pieces import joined_calls
 from cluster.text.preprocess import PreparedRequest
-from cluster.text.tokenizer import SampleText
+from cluster.text.sample_text import SampleText
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.tasks import SupervisedTasks
@@ -34,10 +35,12 @@ from workers.messages.link import Announce, Cancel, HandOverTarget, Move, Submis
 MAX_UNREAD = 65536
 # The same of what waits and is sent as one message.
 MAX_MERGED = 4096
-# What output takes in memory: a delta beside its text, a log-probability, and an alternative to its token.
+# What output takes in memory: a delta beside its texts, a log-probability, and an alternative to its token.
 _DELTA_BYTES = 176
 _LOGPROB_BYTES = 112
 _TOP_BYTES = 120
+# A part of a tool call beside its arguments.
+_CALL_BYTES = 240
 
 Args = TypeVarTuple("Args")
 
@@ -100,13 +103,15 @@ class UnreadOutput:
 
 
 class OutputBuffer:
-    """Output on its way to the client. What waits is merged per sample, so a slow reader gets fewer, longer
-    deltas; the end comes last. What was taken last counts as unread until the next is asked for."""
+    """Output on its way to the client. What was read of the prompt comes first. Tokens that wait are merged
+    per sample, so a slow reader gets fewer, longer deltas; the end comes last. What was taken last counts as
+    unread until the next is asked for."""
 
     def __init__(self, unread: UnreadOutput, cut_off: Callable[[], None]) -> None:
         """`cut_off` is called when this is the slowest reader, and too much waits."""
         self.cut_off = cut_off
         self._unread = unread
+        self._of_prompt: deque[PromptLogprobsDelta | EmbeddingDelta] = deque()
         self._waiting: dict[int, deque[OutputDelta]] = {}
         self._end: Summary | RequestError | None = None
         self._ready = asyncio.Event()
@@ -114,12 +119,15 @@ class OutputBuffer:
         self.num_unread = 0
         self.num_waiting_bytes = 0
 
-    def put(self, delta: OutputDelta) -> None:
-        """Append output of one sample."""
-        self._waiting.setdefault(delta.sample, deque()).append(delta)
+    def put(self, delta: Output) -> None:
+        """Append output of one sample, or what was read of the prompt."""
+        if isinstance(delta, OutputDelta):
+            self._waiting.setdefault(delta.sample, deque()).append(delta)
+            self.num_unread += _weight(delta)
+        else:
+            self._of_prompt.append(delta)
         self._ready.set()
         num_bytes = _num_bytes(delta)
-        self.num_unread += _weight(delta)
         self.num_waiting_bytes += num_bytes
         self._unread.added(self, num_bytes)
 
@@ -132,6 +140,7 @@ class OutputBuffer:
 
     def discard(self) -> None:
         """Drop what waits: nobody will read it."""
+        self._of_prompt.clear()
         self._waiting.clear()
         num_bytes, self.num_waiting_bytes, self.num_unread = self.num_waiting_bytes, 0, 0
         self._unread.removed(self, num_bytes)
@@ -141,19 +150,31 @@ class OutputBuffer:
         num_bytes, self._num_taken_bytes = self._num_taken_bytes, 0
         self._unread.removed(self, num_bytes)
 
-    async def get(self) -> OutputDelta | Summary:
+    async def get(self) -> Output | Summary:
         """Return the next output, at last the summary, or raise the error; the end again and again."""
         self.release()
         await self._ready.wait()
-        if self._waiting:
-            deltas = self._take()
-            if not self._waiting and self._end is None:
+        if self._of_prompt or self._waiting:
+            output = self._next()
+            if not (self._of_prompt or self._waiting) and self._end is None:
                 self._ready.clear()
-            return _merged(deltas)
+            return output
         assert self._end is not None
         if isinstance(self._end, RequestError):
             raise self._end
         return self._end
+
+    def _next(self) -> Output:
+        """Take what is read next."""
+        if not self._of_prompt:
+            return _merged(self._take())
+        output = self._of_prompt.popleft()
+        self._taken(_num_bytes(output))
+        return output
+
+    def _taken(self, num_bytes: int) -> None:
+        self.num_waiting_bytes -= num_bytes
+        self._num_taken_bytes += num_bytes
 
     def _take(self) -> list[OutputDelta]:
         """Take what waits of the sample whose turn it is, as much as goes into one message."""
@@ -166,10 +187,8 @@ class OutputBuffer:
             weight += _weight(deltas[-1])
         if queue:  # the other samples have their turns first
             self._waiting[sample] = queue
-        num_bytes = sum(map(_num_bytes, deltas))
         self.num_unread -= weight
-        self.num_waiting_bytes -= num_bytes
-        self._num_taken_bytes += num_bytes
+        self._taken(sum(map(_num_bytes, deltas)))
         return deltas
 
 
@@ -221,7 +240,7 @@ class RequestTask:
             self._start_timer(deadline_at - self._clock.now(), partial(self.apply, self.state.on_deadline))
         self.apply(self.state.start)
 
-    async def next(self) -> OutputDelta | Summary:
+    async def next(self) -> Output | Summary:
         """Return the next output, or the summary after all of it; raise the error of a failed request."""
         return await self._buffer.get()
 
@@ -281,7 +300,7 @@ class RequestTask:
     def release_placement(self) -> None:
         self._router.on_finished(self._request_id)
 
-    def emit(self, delta: OutputDelta) -> None:
+    def emit(self, delta: Output) -> None:
         self._buffer.put(delta)
         if self._buffer.num_unread > MAX_UNREAD:
             self.abandon(
@@ -409,10 +428,16 @@ def _weight(delta: OutputDelta) -> int:
     return len(delta.tokens) // TOKEN_BYTES + sum(1 + len(it.top) for it in delta.logprobs)
 
 
-def _num_bytes(delta: OutputDelta) -> int:
+def _num_bytes(delta: Output) -> int:
+    if isinstance(delta, PromptLogprobsDelta):
+        return _DELTA_BYTES + delta.logprobs.num_bytes
+    if isinstance(delta, EmbeddingDelta):
+        return _DELTA_BYTES + len(delta.vector)
     num_top = sum(len(it.top) for it in delta.logprobs)
     logprob_bytes = len(delta.logprobs) * _LOGPROB_BYTES + num_top * _TOP_BYTES
-    return _DELTA_BYTES + len(delta.tokens) + sys.getsizeof(delta.text) + logprob_bytes
+    call_bytes = sum(_CALL_BYTES + sys.getsizeof(call.arguments) for call in delta.tool_calls)
+    text_bytes = sys.getsizeof(delta.text) + sys.getsizeof(delta.reasoning)
+    return _DELTA_BYTES + len(delta.tokens) + text_bytes + logprob_bytes + call_bytes
 
 
 def _merged(deltas: list[OutputDelta]) -> OutputDelta:
@@ -425,4 +450,7 @@ def _merged(deltas: list[OutputDelta]) -> OutputDelta:
         text="".join(delta.text for delta in deltas),
         logprobs=tuple(item for delta in deltas for item in delta.logprobs),
         finish=deltas[-1].finish,
+        reasoning="".join(delta.reasoning for delta in deltas),
+        tool_calls=joined_calls(call for delta in deltas for call in delta.tool_calls),
+        matched_stop=deltas[-1].matched_stop,
     )

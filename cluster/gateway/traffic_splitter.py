@@ -30,7 +30,7 @@ from cluster.identity.certificates import names_of_auth_context
 from cluster.identity.resume_tokens import RelayedCaller, RelayTokens
 from cluster.metrics.ended_request import RelayedRequest
 from cluster.proto import APPLICATION_KEY, RELAYED_CERTIFICATE_KEY
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.roster.messages import GatewayRecord, SetTraffic
 from cluster.roster.state import RosterClient, ScalingRoster
 from kvtransfer.common.clock import Clock

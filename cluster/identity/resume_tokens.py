@@ -13,7 +13,7 @@ import msgspec
 
 from cluster.errors import FieldViolation, ForbiddenError, InvalidRequestError
 from cluster.identity.identity import Identity
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from kvtransfer.common.clock import Clock
 from kvtransfer.rpc.trust import Trust
 

@@ -12,7 +12,8 @@ from cluster.metrics.gateway_metrics import ADMISSION, CLASSES
 from cluster.metrics.metric import BATCH_SIZE
 from cluster.metrics.registry import MetricsRegistry
 from cluster.metrics.replica_metrics import STORES
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.enums import name_of
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from kvtransfer.store.messages import StoreStat
 from workers.stats_record import ReplicaStats
 
@@ -56,7 +57,7 @@ class GatewayMetrics:
         self,
         counters: GatewayCounters,
         admission: AdmissionStats,
-        status: pb.StatusResponse,
+        status: admin_pb.StatusResponse,
         now: float,
         num_unheard: int,
     ) -> Iterator[None]:
@@ -91,8 +92,10 @@ class GatewayMetrics:
             if histogram.num_values:
                 self._registry.histogram(name, histogram.cumulative(), histogram.total, **labels)
 
-    def _update_pools(self, counters: GatewayCounters, status: pb.StatusResponse) -> None:
-        counts = Counter((replica.pool, replica.state) for replica in status.replicas)
+    def _update_pools(self, counters: GatewayCounters, status: admin_pb.StatusResponse) -> None:
+        counts = Counter(
+            (replica.pool, name_of(admin_pb.ReplicaState, replica.state)) for replica in status.replicas
+        )
         for pool in status.pools:
             for state in _REPLICA_STATES:
                 self._registry.set("pool_replicas", counts[pool.name, state], pool=pool.name, state=state)
@@ -104,7 +107,7 @@ class GatewayMetrics:
                 changes = counters.num_breaker_changes[pool.name, state]
                 self._registry.total("breaker_changes_total", changes, pool=pool.name, state=state)
 
-    def _update_moves(self, status: pb.StatusResponse) -> None:
+    def _update_moves(self, status: admin_pb.StatusResponse) -> None:
         latest = max((move.at for move in status.moves), default=0.0)
         if self._moves_seen_to is not None:  # what is older than this gateway is not counted
             new = [(move.pool, move.by) for move in status.moves if move.at > self._moves_seen_to]

@@ -14,7 +14,7 @@ from typing import Any
 from cluster.metrics.curves import CURVE_S, RING_S, Curves, SecondRing, Window, curves_of, window_of
 from cluster.metrics.ended_request import EndedRequest, Summary
 from cluster.metrics.metric import REQUEST_TIMES
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.text.preprocess import PreparedRequest
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from router.messages import Decision
@@ -481,11 +481,11 @@ _NAMES = tuple(field.name for field in dataclasses.fields(Demand))
 _values = operator.attrgetter(*_NAMES)
 
 
-def demand_message(demand: Demand) -> pb.Demand:
+def demand_message(demand: Demand) -> admin_pb.Demand:
     """The public message."""
-    return pb.Demand(**dict(zip(_NAMES, _values(demand), strict=True)))
+    return admin_pb.Demand(**dict(zip(_NAMES, _values(demand), strict=True)))
 
 
-def demand_of(message: pb.Demand) -> Demand:
+def demand_of(message: admin_pb.Demand) -> Demand:
     """The totals in the public message."""
     return Demand(*(getattr(message, name) for name in _NAMES))

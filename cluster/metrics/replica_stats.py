@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any, NamedTuple
 
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from workers.stats_record import ReplicaStats
 
 
@@ -18,21 +18,21 @@ class _Renamed(NamedTuple):
 
 RENAMED = {"decode_step_ms": _Renamed("decode_step_s", 1e3)}
 SHARED = tuple(
-    field.name for field in pb.Load.DESCRIPTOR.fields if field.name in ReplicaStats.__struct_fields__
+    field.name for field in admin_pb.Load.DESCRIPTOR.fields if field.name in ReplicaStats.__struct_fields__
 )
 _values_of = operator.attrgetter(*SHARED)
 _MAPS = frozenset(name for name in SHARED if isinstance(getattr(ReplicaStats(), name), dict))
 
 
-def load_of(stats: ReplicaStats) -> pb.Load:
+def load_of(stats: ReplicaStats) -> admin_pb.Load:
     """The message without its age."""
     values: dict[str, Any] = dict(zip(SHARED, _values_of(stats), strict=True))
     for name, (stat, scale) in RENAMED.items():
         values[name] = getattr(stats, stat) * scale
-    return pb.Load(**values)
+    return admin_pb.Load(**values)
 
 
-def stats_of(load: pb.Load) -> dict[str, Any]:
+def stats_of(load: admin_pb.Load) -> dict[str, Any]:
     """The fields of `ReplicaStats` that the message has."""
     values = dict(zip(SHARED, _values_of(load), strict=True))
     for name in _MAPS:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from cluster.config import ClusterConfig
 from cluster.metrics.gateway_counters import Demand, demand_of
 from cluster.metrics.replica_stats import stats_of
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.enums import name_of
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.roster.messages import RosterView, ScalingMove
 from cluster.scaling.config import PoolLimits
 from cluster.scaling.roles import RoleTable
@@ -186,12 +187,10 @@ class History:
 # ----------------------------------------------------------------------------------------------
 # From the reports of the gateways and the roster to samples and pools.
 
-_READY = "ready"
-
 
 class _Report(NamedTuple):
     received_at: float
-    status: pb.StatusResponse
+    status: admin_pb.StatusResponse
 
 
 class GatewayReports:
@@ -201,7 +200,7 @@ class GatewayReports:
         self._latest: dict[str, _Report] = {}
         self._demand = DemandMeter()
 
-    def add(self, gateway: str, status: pb.StatusResponse, now: float) -> None:
+    def add(self, gateway: str, status: admin_pb.StatusResponse, now: float) -> None:
         """`gateway` names it with its epoch."""
         self._latest[gateway] = _Report(now, status)
         self._demand.add(gateway, demand_of(status.demand))
@@ -222,12 +221,14 @@ class GatewayReports:
                 seen = ReplicaSample(
                     replica_id=replica.replica_id,
                     pool=replica.pool,
-                    role=replica.role,
+                    role=name_of(admin_pb.ReplicaRole, replica.role),
                     age_s=replica.load.age_s + (now - report.received_at),
                     **stats_of(replica.load),
                 )
                 known = replicas.get(seen.replica_id)
-                if replica.state == _READY and (known is None or seen.age_s < known.age_s):
+                if replica.state == admin_pb.REPLICA_STATE_READY and (
+                    known is None or seen.age_s < known.age_s
+                ):
                     replicas[seen.replica_id] = seen
         return ScalingSample(
             at=wall,

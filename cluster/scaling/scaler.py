@@ -16,7 +16,7 @@ from cluster.errors import (
     RosterAwayError,
     UnknownPoolError,
 )
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.roster.messages import (
     DropLease,
     Observed,
@@ -83,7 +83,7 @@ class Scaler:
         self._config = config
         self._history = History(history_span_s(config.scaling))
 
-    def report(self, gateway: str, status: pb.StatusResponse) -> None:
+    def report(self, gateway: str, status: admin_pb.StatusResponse) -> None:
         """What this gateway sees now; `gateway` names it with its epoch."""
         self._reports.add(gateway, status, self._clock.now())
 

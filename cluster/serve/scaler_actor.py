@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from cluster.config import ClusterConfig, read_trust
 from cluster.errors import DashboardAwayError, UnavailableError
 from cluster.metrics.logs import log_to_stderr
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.roster.actor import NAMESPACE, open_roster
 from cluster.scaling.counts import KeptCounts, RedisCounts
 from cluster.scaling.scaler import Scaler
@@ -72,7 +72,7 @@ class RayScaler:
             self._running = None
         if self._running is None:
             self._running = asyncio.create_task(self._scaler.run(), name="scaler")
-        self._scaler.report(gateway, pb.StatusResponse.FromString(frame))
+        self._scaler.report(gateway, admin_pb.StatusResponse.FromString(frame))
         return self._mark
 
     async def order(self, frame: bytes) -> bytes:
@@ -110,13 +110,13 @@ class ScalerHandle:
         """Go on with the configuration of the deploy with this mark."""
         self._config_json, self._mark = config.model_dump_json(), mark
 
-    async def report(self, status: pb.StatusResponse) -> None:
+    async def report(self, status: admin_pb.StatusResponse) -> None:
         """Send a report. A scaler that is away is no error: the next report may reach it, or another."""
         try:
             async with asyncio.timeout(_CALL_S):
                 actor = await self._reach()
                 # What the scaler uses, small enough to be passed inside Ray's call.
-                part = pb.StatusResponse(replicas=status.replicas, demand=status.demand)
+                part = admin_pb.StatusResponse(replicas=status.replicas, demand=status.demand)
                 mark = await actor.report.remote(self._gateway, part.SerializeToString())
                 if mark < self._mark:
                     await actor.configure.remote(self._config_json, self._mark)

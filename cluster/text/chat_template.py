@@ -2,18 +2,12 @@
 
 A template comes with the weights and may be hostile. It runs in jinja2's immutable sandbox, which keeps it
 from Python's objects, inside a child process with bounded memory, time and output, which keeps an endless
-loop or a huge string from the gateway. `python -m cluster.text.chat_template FD` is that child.
+loop or a huge string from the gateway (`cluster.text.bounded_process`).
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
-import resource
-import socket
-import sys
-from collections.abc import Sequence
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -26,17 +20,17 @@ import jinja2.parser
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from cluster.errors import TemplateError, TemplateRefusedError
+from cluster.errors import TemplateRefusedError
+from cluster.text.bounded_process import BoundedProcess, BoundsBrokenError, serve
 from kvtransfer.codec import Codec, Message, Part
-from kvtransfer.errors import PeerGoneError
-from kvtransfer.rpc.handshake import receive_frame, send_frame
-from kvtransfer.rpc.stream import FrameStream, frame_stream
 from workers.errors import CheckpointError
 from workers.model.model_config import read_json
 
 _RENDER_TIMEOUT_S = 5.0
-_START_TIMEOUT_S = 30.0
+_MAX_CPU_S = 6
 _MAX_MEMORY_BYTES = 1 << 30
+# Follows the content of a final message that is continued; the text ends there.
+_OPEN_END = "\ue000continued\ue000"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Whatever else a template makes Python raise ends the child, which the parent reports and replaces.
 _RENDER_ERRORS = (
@@ -52,11 +46,42 @@ _RENDER_ERRORS = (
 )
 
 
+class CalledTool(Part, frozen=True):
+    """A tool call in an assistant's turn; `arguments` is JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
 class ChatTurn(Part, frozen=True):
     """One message of a conversation."""
 
     role: str
     content: str
+    reasoning: str = ""
+    tool_calls: tuple[CalledTool, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+
+
+class ChatTool(Part, frozen=True):
+    """A function that the model may call; `parameters_json` is the JSON schema of its arguments ("": any)."""
+
+    name: str
+    description: str = ""
+    parameters_json: str = ""
+
+
+class Chat(Part, frozen=True):
+    """A conversation, and how it is rendered. `template_args_json` is a JSON object of further variables."""
+
+    turns: tuple[ChatTurn, ...]
+    tools: tuple[ChatTool, ...] = ()
+    add_generation_prompt: bool = True
+    # The last turn is left open.
+    continue_final_message: bool = False
+    template_args_json: str = ""
 
 
 class ChatTemplate(Part, frozen=True):
@@ -67,14 +92,12 @@ class ChatTemplate(Part, frozen=True):
 
 
 class RenderOrder(Message, frozen=True):
-    """Parent to child. `wall_s` is what `strftime_now` shows; times and sizes are bounds."""
+    """Parent to child. `wall_s` is what `strftime_now` shows."""
 
     template: ChatTemplate
-    turns: tuple[ChatTurn, ...]
-    add_generation_prompt: bool
+    chat: Chat
     wall_s: float
     max_chars: int
-    max_cpu_s: int
 
 
 class Rendered(Message, frozen=True):
@@ -119,28 +142,20 @@ def load_chat_template(model_dir: Path) -> ChatTemplate | None:
 
 
 class ChatRenderer:
-    """The parent's side: one child, started when first needed and replaced when it breaks a bound."""
+    """The parent's side."""
 
     def __init__(self, template: ChatTemplate, *, render_timeout_s: float = _RENDER_TIMEOUT_S) -> None:
         self._template = template
-        self._render_timeout_s = render_timeout_s
-        self._turn = asyncio.Lock()
-        self._child: _Child | None = None
+        self._process = BoundedProcess("cluster.text.chat_template", timeout_s=render_timeout_s)
 
-    async def render(
-        self, turns: Sequence[ChatTurn], *, add_generation_prompt: bool, wall_s: float, max_chars: int
-    ) -> str:
+    async def render(self, chat: Chat, *, wall_s: float, max_chars: int) -> str:
         """The prompt's text; `TemplateError` says what the template did."""
-        order = RenderOrder(
-            template=self._template,
-            turns=tuple(turns),
-            add_generation_prompt=add_generation_prompt,
-            wall_s=wall_s,
-            max_chars=max_chars,
-            max_cpu_s=int(self._render_timeout_s) + 1,
-        )
-        async with self._turn:
-            result = await self._exchange(ORDER_CODEC.encode(order))
+        order = RenderOrder(template=self._template, chat=chat, wall_s=wall_s, max_chars=max_chars)
+        result: Rendered | RenderRefused
+        try:
+            result = RESULT_CODEC.decode(await self._process.exchange(ORDER_CODEC.encode(order)))
+        except BoundsBrokenError as error:
+            result = RenderRefused(str(error))
         if isinstance(result, RenderRefused):
             problem = f"the model's chat template failed: {result.reason}"
             raise TemplateRefusedError(f"{problem}; send text instead")
@@ -148,71 +163,11 @@ class ChatRenderer:
 
     async def start(self) -> None:
         """Start the child ahead of the first chat."""
-        async with self._turn:
-            await self._ready_child()
+        await self._process.start()
 
     async def close(self) -> None:
         """End the child."""
-        child, self._child = self._child, None
-        if child is not None:
-            await child.kill()
-
-    async def _exchange(self, order: bytes) -> Rendered | RenderRefused:
-        child = await self._ready_child()
-        self._child = None  # until the answer is there: an interrupted child is not used again
-        try:
-            async with asyncio.timeout(self._render_timeout_s):
-                child.stream.send(order)
-                result = RESULT_CODEC.decode(await child.stream.next_frame())
-        except TimeoutError:
-            return RenderRefused(f"it did not end within {self._render_timeout_s:g} s")
-        except (PeerGoneError, OSError):
-            return RenderRefused("it broke the process that renders it (too much memory or time)")
-        else:
-            self._child = child
-        finally:
-            if self._child is None:
-                await child.kill()
-        return result
-
-    async def _ready_child(self) -> _Child:
-        if self._child is None:
-            self._child = await _Child.start()
-        return self._child
-
-
-class _Child:
-    """A running `python -m cluster.text.chat_template`."""
-
-    def __init__(self, process: asyncio.subprocess.Process, stream: FrameStream) -> None:
-        self._process = process
-        self.stream = stream
-
-    @classmethod
-    async def start(cls) -> _Child:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "cluster.text.chat_template", str(theirs.fileno())),
-                pass_fds=(theirs.fileno(),),
-                stdin=asyncio.subprocess.DEVNULL,
-                cwd=Path(__file__).parents[1],
-                env={},
-            )
-        child = cls(process, await frame_stream(ours, "chat template"))
-        try:
-            async with asyncio.timeout(_START_TIMEOUT_S):
-                await child.stream.next_frame()
-        except (TimeoutError, PeerGoneError) as error:
-            await child.kill()
-            raise TemplateError("the process that renders chat templates did not start") from error
-        return child
-
-    async def kill(self) -> None:
-        self.stream.abort()
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        await self._process.wait()
+        await self._process.close()
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -237,12 +192,14 @@ class _TemplateNamespace(jinja2.utils.Namespace):
 def render(order: RenderOrder) -> Rendered | RenderRefused:
     """What the child does with an order: as transformers' `apply_chat_template`, plus the bound of output."""
     try:
+        chat = order.chat
         context: dict[str, Any] = {
             **order.template.special_tokens,
-            "messages": [{"role": turn.role, "content": turn.content} for turn in order.turns],
-            "tools": None,
             "documents": None,
-            "add_generation_prompt": order.add_generation_prompt,
+            **(json.loads(chat.template_args_json) if chat.template_args_json else {}),
+            "messages": _messages(chat),
+            "tools": [_tool(tool) for tool in chat.tools] or None,
+            "add_generation_prompt": chat.add_generation_prompt,
             "strftime_now": lambda pattern: datetime.fromtimestamp(order.wall_s).strftime(pattern),
         }
         pieces: list[str] = []
@@ -254,7 +211,45 @@ def render(order: RenderOrder) -> Rendered | RenderRefused:
             pieces.append(piece)
     except _RENDER_ERRORS as error:
         return RenderRefused(f"{type(error).__name__}: {str(error)[:500]}")
-    return Rendered("".join(pieces))
+    text = "".join(pieces)
+    if not order.chat.continue_final_message:
+        return Rendered(text)
+    before, mark, _ = text.rpartition(_OPEN_END)
+    return Rendered(before) if mark else RenderRefused("it does not show the final message, to be continued")
+
+
+def _messages(chat: Chat) -> list[dict[str, Any]]:
+    """The turns as templates know them; the end of one to be continued is marked."""
+    messages = [_message(turn) for turn in chat.turns]
+    if chat.continue_final_message:
+        messages[-1]["content"] += _OPEN_END
+    return messages
+
+
+def _message(turn: ChatTurn) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": turn.role, "content": turn.content}
+    if turn.reasoning:
+        message["reasoning_content"] = turn.reasoning
+    if turn.tool_calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.loads(call.arguments or "{}")},
+            }
+            for call in turn.tool_calls
+        ]
+    if turn.tool_call_id:
+        message["tool_call_id"] = turn.tool_call_id
+    if turn.name:
+        message["name"] = turn.name
+    return message
+
+
+def _tool(tool: ChatTool) -> dict[str, Any]:
+    parameters = json.loads(tool.parameters_json) if tool.parameters_json else {"type": "object"}
+    function = {"name": tool.name, "description": tool.description, "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 @lru_cache(maxsize=4)
@@ -285,20 +280,10 @@ def _to_json(
     )
 
 
-def serve(sock: socket.socket) -> None:
-    """The child's life: orders until the parent closes the socket."""
-    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
-    send_frame(sock, b"ready")
-    while True:
-        try:
-            order = ORDER_CODEC.decode(receive_frame(sock))
-        except PeerGoneError:
-            return
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        used_s = int(usage.ru_utime + usage.ru_stime)
-        resource.setrlimit(resource.RLIMIT_CPU, (used_s + order.max_cpu_s, resource.RLIM_INFINITY))
-        send_frame(sock, RESULT_CODEC.encode(render(order)))
+def answer(order: bytes) -> bytes:
+    """Return the result of an encoded order."""
+    return RESULT_CODEC.encode(render(ORDER_CODEC.decode(order)))
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    serve(answer, max_memory_bytes=_MAX_MEMORY_BYTES, max_cpu_s=_MAX_CPU_S)

@@ -29,7 +29,7 @@ from cluster.identity.audit import (
     AuditLog,
 )
 from cluster.identity.config import AuditConfig
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from kvtransfer.common.clock import ManualClock
 
 PROMPT = "def confidential(): return the answer, the quick brown fox"
@@ -87,9 +87,11 @@ class Audited:
         await admin.explain(done.request_id)
         await admin.requests()
         await admin.store_stat()
-        await admin.store_list(pb.StoreListRequest())
-        await admin.store_verify(pb.StoreVerifyRequest(filter=pb.StoreFilter(sharing_group="acme")))
-        await admin.store_purge(pb.StorePurgeRequest(filter=pb.StoreFilter(sharing_group="acme")))
+        await admin.store_list(admin_pb.StoreListRequest())
+        await admin.store_verify(
+            admin_pb.StoreVerifyRequest(filter=admin_pb.StoreFilter(sharing_group="acme"))
+        )
+        await admin.store_purge(admin_pb.StorePurgeRequest(filter=admin_pb.StoreFilter(sharing_group="acme")))
         await admin.scale({"decode": 2})
         await admin.release(["decode"])
         await admin.traffic({"tandem": 1.0})
@@ -105,7 +107,7 @@ class Audited:
         operator = self.harness.admin(gateway, credentials=bearing(self.operator))
         # Somebody who takes one field for another.
         assert await refused(operator.explain(self.operator)) == "NOT_FOUND"
-        assert await refused(operator.store_purge(pb.StorePurgeRequest())) == "INVALID_ARGUMENT"
+        assert await refused(operator.store_purge(admin_pb.StorePurgeRequest())) == "INVALID_ARGUMENT"
 
     async def use_console(self) -> None:
         page = self.front.page

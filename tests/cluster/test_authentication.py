@@ -14,6 +14,7 @@ from authority import Authority
 from callers import Issuer, bearing, jwt_config, key_of, write_jwks
 from cryptography import x509
 from gateway_harness import PROMPT, GatewayHarness, Pair, encode, expected, until
+from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from patience import WAIT_S
@@ -26,13 +27,14 @@ from cluster.identity.api_keys import revoke_key
 from cluster.identity.identity import ROLES
 from cluster.identity.resume_tokens import RelayedCaller, RelayTokens
 from cluster.proto import RELAYED_CERTIFICATE_KEY
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.serve.gateway_server import Gateway
 from kvtransfer.common.clock import SystemClock
 
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 PERMISSION_DENIED = grpc.StatusCode.PERMISSION_DENIED
-SERVICES = pb.DESCRIPTOR.services_by_name
+SERVICES = {**pb.DESCRIPTOR.services_by_name, **admin_pb.DESCRIPTOR.services_by_name}
 METHODS = {
     f"/{service.full_name}/{method.name}": method
     for service in SERVICES.values()
@@ -43,8 +45,8 @@ REQUESTS: dict[str, Any] = {
     "Generate": pb.GenerateRequest(token_ids=pb.TokenIds(ids=encode(PROMPT)), max_tokens=1),
     "Tokenize": pb.TokenizeRequest(text="x"),
     "Explain": pb.ExplainRequest(request_id="unheard-of"),
-    "StorePurge": pb.StorePurgeRequest(all=True),
-    "Traffic": pb.TrafficRequest(weights={"tandem": 1.0}),
+    "StorePurge": admin_pb.StorePurgeRequest(all=True),
+    "Traffic": admin_pb.TrafficRequest(weights={"tandem": 1.0}),
 }
 
 
@@ -75,7 +77,7 @@ class Guarded:
     async def call(self, path: str, metadata: tuple[tuple[str, str], ...] = ()) -> grpc.StatusCode:
         """The status of one call of the method."""
         method = METHODS[path]
-        request = REQUESTS.get(method.name) or getattr(pb, method.input_type.name)()
+        request = REQUESTS.get(method.name) or GetMessageClass(method.input_type)()
         async with grpc.aio.insecure_channel(self.place(path)) as channel:
             kind = channel.unary_stream if method.server_streaming else channel.unary_unary
             call = kind(path, request_serializer=lambda it: it.SerializeToString())(
@@ -237,12 +239,12 @@ async def test_the_client_library_shows_its_credentials(guarded: Guarded) -> Non
     admin = guarded.harness.admin(credentials=bearing(guarded.keys["viewer"]))
     assert (await admin.status()).authentication == "required"
     assert [it.request_id for it in (await admin.requests()).requests] == [done.request_id]
-    assert (await admin.explain(done.request_id, "acme")).state == "finished"
+    assert (await admin.explain(done.request_id, "acme")).state == pb.REQUEST_STATE_FINISHED
     with pytest.raises(CallError, match="NOT_FOUND"):
         await admin.explain(done.request_id, "ops")
     assert [path.replica_id for path in await admin.paths()] == ["d0", "p0"]
     with pytest.raises(CallError, match=r"PERMISSION_DENIED.*lacks the role 'operator'"):
-        await admin.store_purge(pb.StorePurgeRequest(all=True))
+        await admin.store_purge(admin_pb.StorePurgeRequest(all=True))
 
 
 async def test_tokens_of_an_issuer_are_as_good(harness: GatewayHarness, tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import pytest
 from cluster_operator import Steady, pool_of
 from serving import TINY, RunningCluster, free_port
 
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.enums import name_of
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 ENGINE = "engine: {block_tokens: 16, max_sequences: 4}"
@@ -29,8 +30,16 @@ def start(folder: Path, scaling: str, num_prefill: int) -> RunningCluster:
     return RunningCluster("--file", str(file), "--port", str(free_port()))
 
 
-def roles(status: pb.StatusResponse, pool: str) -> list[str]:
-    return sorted(replica.role for replica in status.replicas if replica.pool == pool)
+def roles(status: admin_pb.StatusResponse, pool: str) -> list[str]:
+    return sorted(
+        name_of(admin_pb.ReplicaRole, replica.role) for replica in status.replicas if replica.pool == pool
+    )
+
+
+def lends(replica: admin_pb.Replica) -> bool:
+    """Whether a prefill replica decodes."""
+    roles = admin_pb.REPLICA_ROLE_DECODE, admin_pb.REPLICA_ROLE_PREFILL
+    return (replica.role, replica.home_role) == roles
 
 
 def test_a_burst_scales_decode_up_and_back(tmp_path: Path) -> None:
@@ -44,7 +53,8 @@ def test_a_burst_scales_decode_up_and_back(tmp_path: Path) -> None:
         cluster.wait_for(
             lambda status: (
                 pool_of(status, "decode").desired == 1
-                and [it.state for it in status.replicas if it.pool == "decode"] == ["ready"]
+                and [it.state for it in status.replicas if it.pool == "decode"]
+                == [admin_pb.REPLICA_STATE_READY]
             ),
             120,
         )
@@ -68,12 +78,14 @@ def test_an_idle_prefill_replica_decodes_for_a_while_with_the_weights_it_has(tmp
         cluster.wait_for(lambda status: roles(status, "prefill") == ["decode", "prefill"])
         status = cluster.wait_for(
             lambda status: any(
-                replica.pool == "prefill" and replica.role == "decode" and replica.load.num_running > 0
+                replica.pool == "prefill"
+                and replica.role == admin_pb.REPLICA_ROLE_DECODE
+                and replica.load.num_running > 0
                 for replica in status.replicas
             ),
             30,
         )
-        (lent,) = [it for it in status.replicas if it.role == "decode" and it.home_role == "prefill"]
+        (lent,) = [it for it in status.replicas if lends(it)]
         assert lent.role_epoch > 0
         assert [(pool.name, pool.num_ready, pool.num_lent) for pool in status.pools] == [
             ("prefill", 2, 1),

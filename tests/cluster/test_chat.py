@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cluster.api.client import GenerateOptions, Turn
 from cluster.errors import CallError, TemplateError
-from cluster.text.chat_template import ChatRenderer, ChatTemplate, ChatTurn, load_chat_template
+from cluster.text.chat_template import Chat, ChatRenderer, ChatTemplate, ChatTurn, load_chat_template
 from workers.errors import CheckpointError
 
 TURNS = [
@@ -68,7 +68,8 @@ async def render(
 ) -> str:
     renderer = ChatRenderer(template, render_timeout_s=timeout_s)
     try:
-        return await renderer.render(turns, add_generation_prompt=opens, wall_s=0.0, max_chars=100_000)
+        chat = Chat(tuple(turns), add_generation_prompt=opens)
+        return await renderer.render(chat, wall_s=0.0, max_chars=100_000)
     finally:
         await renderer.close()
 
@@ -93,7 +94,7 @@ async def test_a_hostile_template_is_an_error_and_the_next_chat_works(what: str)
     renderer = ChatRenderer(ChatTemplate(HOSTILE[what], {}), render_timeout_s=0.5)
     for _ in range(2):
         with pytest.raises(TemplateError):
-            await renderer.render(TURNS, add_generation_prompt=True, wall_s=0.0, max_chars=10_000)
+            await renderer.render(Chat(tuple(TURNS)), wall_s=0.0, max_chars=10_000)
     await renderer.close()
     assert "be brief" in await render(ChatTemplate(TEMPLATE, {}), TURNS)
 

@@ -31,7 +31,8 @@ from cluster.api.client import (
     generate_request,
 )
 from cluster.errors import CallError, InvalidRequestError
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.enums import name_of
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.preprocess import sample_seed
 from kvtransfer.common.clock import ManualClock
 from workers.messages.link import RequestFailed
@@ -93,7 +94,7 @@ async def test_a_stream_goes_on_at_another_gateway(harness: GatewayHarness, stop
 async def test_a_finished_sample_is_not_continued(pair: Pair) -> None:
     request = generate_request(PROMPT, GenerateOptions(n=2, seed=4, max_tokens=8, request_id="again"))
     tokens = [expected(sample_seed(4, index), 8) for index in range(2)]
-    request.resume.add(sample=0, token_ids=tokens[0][:5], finish_reason="stop")
+    request.resume.add(sample=0, token_ids=tokens[0][:5], finish_reason=pb.FINISH_REASON_STOP)
     request.resume.add(sample=1, token_ids=tokens[1][:5])
     pair.harness.allow_resume(request)
     collector = Collector()
@@ -111,8 +112,10 @@ async def test_a_finished_sample_is_not_continued(pair: Pair) -> None:
     assert [(it.index, len(it.output) // 4) for it in submission.samples] == [(1, 5)]
 
 
-@pytest.mark.parametrize(("ending", "reason"), [([0], "stop"), ([], "length")])
-async def test_a_resume_with_nothing_to_do_finishes(pair: Pair, ending: list[int], reason: str) -> None:
+@pytest.mark.parametrize(("ending", "reason"), [([0], pb.FINISH_REASON_STOP), ([], pb.FINISH_REASON_LENGTH)])
+async def test_a_resume_with_nothing_to_do_finishes(
+    pair: Pair, ending: list[int], reason: pb.FinishReason
+) -> None:
     """Also for a client that does not tell the finish: an end token, or max_tokens, speaks for itself."""
     request = generate_request(PROMPT, GenerateOptions(seed=4, max_tokens=6))
     request.resume.add(sample=0, token_ids=[*expected(4, 6 - len(ending)), *ending])
@@ -196,7 +199,7 @@ async def test_the_blocking_client_does_the_same(pair: Pair) -> None:
             found.append(
                 [type(event).__name__ for event in client.generate("x", GenerateOptions(max_tokens=1))]
             )
-            found.append(client.explain(done.request_id).state)
+            found.append(name_of(pb.RequestState, client.explain(done.request_id).state))
             found.append(client.models()[0].name)
             found.append(done.request_id in [it.request_id for it in client.requests()])
             events = client.generate("x", GenerateOptions(max_tokens=400))
@@ -225,7 +228,9 @@ async def test_the_blocking_client_does_the_same(pair: Pair) -> None:
         ("x", GenerateOptions(stop_token_ids=[-1]), "stop_token_ids"),
         ("\ud800", GenerateOptions(), "text"),
         ([-1], GenerateOptions(), "ids"),
-        ([Turn("user", "\ud800")], GenerateOptions(), "messages"),
+        ([Turn("user", "\ud800")], GenerateOptions(), "text"),
+        ([Turn("nobody", "x")], GenerateOptions(), "chat.messages[0].role"),
+        ("x", GenerateOptions(service_class="best"), "service_class"),
     ],
 )
 def test_what_does_not_fit_in_its_field_is_named(prompt: Prompt, options: GenerateOptions, name: str) -> None:
@@ -411,4 +416,4 @@ async def test_a_refusal_is_waited_for_within_patience_and_deadline(
 
 def test_the_class_of_a_request_is_an_option() -> None:
     request = generate_request(PROMPT, GenerateOptions(service_class="batch"))
-    assert request.service_class == "batch"
+    assert request.service_class == pb.SERVICE_CLASS_BATCH

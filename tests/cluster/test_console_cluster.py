@@ -22,7 +22,7 @@ from serving import TINY, RunningCluster, free_port, tandem
 
 from cluster.api.blocking_client import BlockingClient
 from cluster.api.client import GenerateOptions
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, *needs_chromium]
 MORE = 'section[aria-labelledby="pool-decode"] [data-act="more"]'
@@ -133,8 +133,9 @@ def shown_rows(browser: Browser) -> list[tuple[str, str, str, str]]:
     return sorted(rows)
 
 
-def ready_decodes(status: pb.StatusResponse) -> set[str]:
-    return {it.replica_id for it in status.replicas if it.pool == "decode" and it.state == "ready"}
+def ready_decodes(status: admin_pb.StatusResponse) -> set[str]:
+    ready = admin_pb.REPLICA_STATE_READY
+    return {it.replica_id for it in status.replicas if it.pool == "decode" and it.state == ready}
 
 
 def test_the_page_shows_what_the_command_line_says(cluster: RunningCluster, browser: Browser) -> None:

@@ -24,7 +24,7 @@ from serving import ROOT, TINY, environment, free_port
 from cluster.api.blocking_client import BlockingAdminClient
 from cluster.errors import CallError
 from cluster.identity.key_roots import rotate_key_root
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from kvtransfer.common.clock import SystemClock
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -167,7 +167,7 @@ def admin_address(application: dict[str, Any]) -> str:
     return f"127.0.0.1:{application['args']['config']['gateway']['admin_port']}"
 
 
-def gateway_pool(application: dict[str, Any]) -> pb.Pool | None:
+def gateway_pool(application: dict[str, Any]) -> admin_pb.Pool | None:
     """The pool as the gateway tells it; None while there is no gateway."""
     try:
         with BlockingAdminClient(admin_address(application)) as client:

@@ -12,7 +12,8 @@ from cluster.cli.calls import status_view
 from cluster.cli.demo import DemoRow, demo_table
 from cluster.cli.store import size
 from cluster.cli.terminal import stages
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 
 def shown(what: RenderableType) -> str:
@@ -48,23 +49,23 @@ def test_the_demo_says_what_the_store_gave() -> None:
     assert "1024 dram, 64 remote" in table
 
 
-def tier(name: str, **figures: Any) -> pb.StoreTier:
-    return pb.StoreTier(tier=name, **figures)
+def tier(name: str, **figures: Any) -> admin_pb.StoreTier:
+    return admin_pb.StoreTier(tier=name, **figures)
 
 
 def test_the_tiers_of_every_node_are_whole_in_80_columns_with_what_should_not_be() -> None:
     large = {"num_bytes": 123_456_789_012, "capacity_bytes": 900_000_000_000, "num_records": 1_234_567}
-    full = pb.StoreNodeStat(
-        member=pb.StoreMember(node_id="0123456789ab", address="127.0.0.1:1"),
+    full = admin_pb.StoreNodeStat(
+        member=admin_pb.StoreMember(node_id="0123456789ab", address="127.0.0.1:1"),
         tiers=[
             tier("dram", num_hits=999, num_misses=1, num_quarantined=2, **large),
             tier("nvme", num_checksum_failures=3, num_io_errors=4, note="read-only", **large),
             tier("remote"),
         ],
-        index=pb.StoreIndex(state="slow", note="away since 3 s"),
+        index=admin_pb.StoreIndex(state="slow", note="away since 3 s"),
     )
-    gone = pb.StoreNodeStat(
-        member=pb.StoreMember(node_id="ba9876543210", address="127.0.0.1:2"), error="not reached"
+    gone = admin_pb.StoreNodeStat(
+        member=admin_pb.StoreMember(node_id="ba9876543210", address="127.0.0.1:2"), error="not reached"
     )
     text = shown(status_view(status(0.2), [full, gone]))
     rows = [line.split() for line in text.splitlines() if line.strip().startswith("0123456789ab")]
@@ -91,10 +92,15 @@ def test_sizes_are_short(num_bytes: float, text: str) -> None:
     assert size(num_bytes) == text
 
 
-def status(age_s: float) -> pb.StatusResponse:
-    load = pb.Load(num_free_blocks=1024, num_total_blocks=1024, age_s=age_s)
-    replica = pb.Replica(replica_id="prefill-abcd1234", role="prefill", state="connecting", load=load)
-    return pb.StatusResponse(model=pb.Model(name="m"), replicas=[replica], num_cancelled_requests=7)
+def status(age_s: float) -> admin_pb.StatusResponse:
+    load = admin_pb.Load(num_free_blocks=1024, num_total_blocks=1024, age_s=age_s)
+    replica = admin_pb.Replica(
+        replica_id="prefill-abcd1234",
+        role=admin_pb.REPLICA_ROLE_PREFILL,
+        state=admin_pb.REPLICA_STATE_CONNECTING,
+        load=load,
+    )
+    return admin_pb.StatusResponse(model=pb.Model(name="m"), replicas=[replica], num_cancelled_requests=7)
 
 
 def test_status_notes_a_replica_that_does_not_report() -> None:
@@ -105,9 +111,9 @@ def test_status_notes_a_replica_that_does_not_report() -> None:
     assert "prefill-abcd1234 prefill connecting" in quiet
 
 
-def path(rank: int, peer: str, transport: str, gb_s: float, instead_of: str = "") -> pb.Path:
+def path(rank: int, peer: str, transport: str, gb_s: float, instead_of: str = "") -> admin_pb.Path:
     device = "memory" if transport == "shm" else "127.0.0.1"
-    return pb.Path(
+    return admin_pb.Path(
         peer_replica_id=peer,
         rank=rank,
         transport=transport,
@@ -120,19 +126,27 @@ def path(rank: int, peer: str, transport: str, gb_s: float, instead_of: str = ""
 
 def test_shapes_and_the_matrix_of_paths_are_whole_in_80_columns() -> None:
     targets = [f"decode-{number}-abcd1234" for number in range(7)]
-    writer = pb.Replica(
+    writer = admin_pb.Replica(
         replica_id="prefill-abcd1234",
-        role="prefill",
-        state="ready",
+        role=admin_pb.REPLICA_ROLE_PREFILL,
+        state=admin_pb.REPLICA_STATE_READY,
         tp=2,
         stage_layers=[2, 4],
-        load=pb.Load(num_free_blocks=1024, num_total_blocks=1024, prefill_tok_s=12345, decode_step_ms=123.4),
+        load=admin_pb.Load(
+            num_free_blocks=1024, num_total_blocks=1024, prefill_tok_s=12345, decode_step_ms=123.4
+        ),
     )
     paths = [path(rank, target, "shm", 5.5 + rank) for target in targets[:-1] for rank in range(2)]
     paths += [path(1, targets[-1], "shm", 3.25), path(0, targets[-1], "tcp", 0.75, "shm is 0.1 GB/s")]
-    written = pb.ReplicaPaths(replica_id=writer.replica_id, paths=paths)
-    reader = pb.Replica(replica_id="decode-0-abcd1234", role="decode", state="ready", tp=1, stage_layers=[6])
-    text = shown(status_view(pb.StatusResponse(replicas=[writer, reader]), paths=[written]))
+    written = admin_pb.ReplicaPaths(replica_id=writer.replica_id, paths=paths)
+    reader = admin_pb.Replica(
+        replica_id="decode-0-abcd1234",
+        role=admin_pb.REPLICA_ROLE_DECODE,
+        state=admin_pb.REPLICA_STATE_READY,
+        tp=1,
+        stage_layers=[6],
+    )
+    text = shown(status_view(admin_pb.StatusResponse(replicas=[writer, reader]), paths=[written]))
     assert "…" not in text
     assert max(len(line) for line in text.splitlines()) <= 80
     for cell in ("2x2 (2+4)", "1024/1024", "12345", "123.4", *targets):
@@ -147,32 +161,36 @@ def test_shapes_and_the_matrix_of_paths_are_whole_in_80_columns() -> None:
 
 
 def test_a_missing_path_is_shown_with_its_reason() -> None:
-    missing = pb.Path(
+    missing = admin_pb.Path(
         peer_replica_id="decode-abcd1234", instead_of="shm: 4 GB/s is below the floor of 9 GB/s"
     )
-    replica = pb.Replica(replica_id="prefill-abcd1234", role="prefill", state="ready")
-    written = pb.ReplicaPaths(replica_id=replica.replica_id, paths=[missing])
-    text = shown(status_view(pb.StatusResponse(replicas=[replica]), paths=[written])).split("paths (", 1)
+    replica = admin_pb.Replica(
+        replica_id="prefill-abcd1234", role=admin_pb.REPLICA_ROLE_PREFILL, state=admin_pb.REPLICA_STATE_READY
+    )
+    written = admin_pb.ReplicaPaths(replica_id=replica.replica_id, paths=[missing])
+    text = shown(status_view(admin_pb.StatusResponse(replicas=[replica]), paths=[written])).split(
+        "paths (", 1
+    )
     assert "prefill-abcd1234: cannot write to decode-abcd1234: shm: 4 GB/s" in text[0]
     assert text[1].split("prefill-abcd1234")[1].split()[0] == "none"
 
 
 def test_status_has_the_kv_of_a_replica_of_each_pool() -> None:
-    def replica(pool: str, num_blocks: int) -> pb.Replica:
-        return pb.Replica(
-            replica_id=f"{pool}-{num_blocks}", pool=pool, load=pb.Load(num_total_blocks=num_blocks)
+    def replica(pool: str, num_blocks: int) -> admin_pb.Replica:
+        return admin_pb.Replica(
+            replica_id=f"{pool}-{num_blocks}", pool=pool, load=admin_pb.Load(num_total_blocks=num_blocks)
         )
 
     replicas = [replica("p", 10), replica("d", 40), replica("d", 30), replica("new", 0)]
-    message = pb.StatusResponse(model=pb.Model(block_tokens=64), replicas=replicas)
+    message = admin_pb.StatusResponse(model=pb.Model(block_tokens=64), replicas=replicas)
     assert "KV tokens of a replica: d 1920 to 2560, p 640\n" in shown(status_view(message))
-    assert "KV tokens" not in shown(status_view(pb.StatusResponse(replicas=replicas[-1:])))
+    assert "KV tokens" not in shown(status_view(admin_pb.StatusResponse(replicas=replicas[-1:])))
 
 
 def test_stores_are_shown_as_processes_and_as_tiers() -> None:
-    member = pb.StoreMember(node_id="n0", host="node-a", address="10.0.0.1:5000", process_id=4711)
-    node = pb.StoreNodeStat(member=member, tiers=[pb.StoreTier(tier="dram", num_records=77)])
-    text = shown(status_view(pb.StatusResponse(stores=[member]), [node]))
+    member = admin_pb.StoreMember(node_id="n0", host="node-a", address="10.0.0.1:5000", process_id=4711)
+    node = admin_pb.StoreNodeStat(member=member, tiers=[admin_pb.StoreTier(tier="dram", num_records=77)])
+    text = shown(status_view(admin_pb.StatusResponse(stores=[member]), [node]))
     processes, tiers = text.split("stores", 1)[1].split("store ", 1)
     assert processes.split()[-4:] == ["n0", "node-a", "10.0.0.1:5000", "4711"]
     assert "dram" in tiers
@@ -181,8 +199,13 @@ def test_stores_are_shown_as_processes_and_as_tiers() -> None:
 
 def test_a_long_name_folds_and_is_not_cut_off() -> None:
     name = "a-pool-with-quite-a-long-name-for-a-name-abcd1234"
-    replica = pb.Replica(replica_id=name, role="both", state="connecting", load=pb.Load(num_cached_blocks=77))
-    text = shown(status_view(pb.StatusResponse(replicas=[replica])))
+    replica = admin_pb.Replica(
+        replica_id=name,
+        role=admin_pb.REPLICA_ROLE_BOTH,
+        state=admin_pb.REPLICA_STATE_CONNECTING,
+        load=admin_pb.Load(num_cached_blocks=77),
+    )
+    text = shown(status_view(admin_pb.StatusResponse(replicas=[replica])))
     assert "…" not in text
     firsts = [line.split()[0] for line in text.splitlines() if line.split()]
     assert "".join(first for first in firsts if first in name) == name
@@ -190,12 +213,12 @@ def test_a_long_name_folds_and_is_not_cut_off() -> None:
 
 
 def test_what_tenants_use_of_their_limits_is_shown_while_one_does() -> None:
-    quota = pb.TenantQuota(
+    quota = admin_pb.TenantQuota(
         tenant="acme",
         used={"requests_per_s": 1.02, "concurrent_tokens": 0.25},
         num_refused={"requests_per_s": 7},
     )
-    text = shown(status_view(pb.StatusResponse(quotas=[quota])))
+    text = shown(status_view(admin_pb.StatusResponse(quotas=[quota])))
     for part in ("acme", "requests_per_s 102%", "concurrent_tokens 25%", "7 by requests_per_s"):
         assert part in " ".join(text.split())
-    assert "limits of tenants" not in shown(status_view(pb.StatusResponse()))
+    assert "limits of tenants" not in shown(status_view(admin_pb.StatusResponse()))

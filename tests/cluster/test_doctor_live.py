@@ -10,7 +10,7 @@ from doctor_harness import live, only, replica, said
 from cluster.cli.doctor import cluster_checks, run_checks
 from cluster.doctor import kv_cache, serving
 from cluster.doctor.checks import CheckResult, GatewayReply, Severity
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 
 OK, NOTE, WARNING, ERROR = Severity
 
@@ -24,9 +24,9 @@ def test_a_good_cluster_has_no_symptom() -> None:
 
 
 def test_no_route_is_an_error_that_names_the_states() -> None:
-    def broken(status: pb.StatusResponse) -> None:
+    def broken(status: admin_pb.StatusResponse) -> None:
         status.ready = False
-        status.replicas[1].state = "connecting"
+        status.replicas[1].state = admin_pb.REPLICA_STATE_CONNECTING
 
     result = only(serving.route, live(broken))
     assert result.severity is ERROR
@@ -36,10 +36,10 @@ def test_no_route_is_an_error_that_names_the_states() -> None:
 # --------------------------------------------------------------------------------- time to first token
 
 
-def slow(**parts: float) -> Callable[[pb.StatusResponse], None]:
+def slow(**parts: float) -> Callable[[admin_pb.StatusResponse], None]:
     """The slowest took 4 s to the first token."""
 
-    def change(status: pb.StatusResponse) -> None:
+    def change(status: admin_pb.StatusResponse) -> None:
         figures = {
             "ttft_p90_ms": 3000,
             "slow_ttft_ms": 4000,
@@ -53,13 +53,13 @@ def slow(**parts: float) -> Callable[[pb.StatusResponse], None]:
     return change
 
 
-def ttft_result(*changes: Callable[[pb.StatusResponse], object]) -> CheckResult:
-    def change(status: pb.StatusResponse) -> None:
+def ttft_result(*changes: Callable[[admin_pb.StatusResponse], object]) -> CheckResult:
+    def change(status: admin_pb.StatusResponse) -> None:
         for each in changes:
             each(status)
 
-    def silent(status: pb.StatusResponse) -> None:
-        status.recent.CopyFrom(pb.RecentRequests())
+    def silent(status: admin_pb.StatusResponse) -> None:
+        status.recent.CopyFrom(admin_pb.RecentRequests())
 
     results = list(serving.ttft(live(change, other=silent)))
     assert results[1].severity is NOTE  # the other gateway has seen too few requests
@@ -67,11 +67,11 @@ def ttft_result(*changes: Callable[[pb.StatusResponse], object]) -> CheckResult:
 
 
 def test_a_queue_at_prefill_is_distinguished_from_a_lack_of_blocks_at_decode() -> None:
-    def backlog(status: pb.StatusResponse) -> None:
+    def backlog(status: admin_pb.StatusResponse) -> None:
         status.replicas[0].load.num_waiting = 7
         status.replicas[0].load.num_backlog_tokens = 9000
 
-    def full(status: pb.StatusResponse) -> None:
+    def full(status: admin_pb.StatusResponse) -> None:
         status.replicas[1].load.num_free_blocks = 80
         status.replicas[1].load.num_waiting_landings = 3
 
@@ -87,7 +87,7 @@ def test_a_queue_at_prefill_is_distinguished_from_a_lack_of_blocks_at_decode() -
 
 
 def test_slow_transfers_that_hold_landings_open_are_the_cause() -> None:
-    def waiting(status: pb.StatusResponse) -> None:
+    def waiting(status: admin_pb.StatusResponse) -> None:
         status.replicas[1].load.num_waiting_landings = 1
 
     result = ttft_result(slow(slow_queue_ms=3500, transfer_p90_ms=2500), waiting)
@@ -111,7 +111,7 @@ def test_the_target_is_the_configurations() -> None:
 
 
 def test_slow_decoding_is_put_down_to_offloading_first() -> None:
-    def offloading(status: pb.StatusResponse) -> None:
+    def offloading(status: admin_pb.StatusResponse) -> None:
         status.recent.tpot_p90_ms = 500
         status.replicas[1].load.num_offloaded_blocks = 40
 
@@ -124,25 +124,25 @@ def test_slow_decoding_is_put_down_to_offloading_first() -> None:
 
 
 def test_other_causes_of_slow_decoding() -> None:
-    def pace(change: Callable[[pb.StatusResponse], object], before: bool = True) -> CheckResult:
-        def now(status: pb.StatusResponse) -> None:
+    def pace(change: Callable[[admin_pb.StatusResponse], object], before: bool = True) -> CheckResult:
+        def now(status: admin_pb.StatusResponse) -> None:
             status.recent.tpot_p90_ms = 500
             change(status)
 
         seen = live(now, before=None if before else lambda status: None)
         return next(iter(serving.decode_pace(seen)))
 
-    def preempted(status: pb.StatusResponse) -> None:
+    def preempted(status: admin_pb.StatusResponse) -> None:
         status.replicas[1].load.num_preemptions = 5
 
-    def mixed(status: pb.StatusResponse) -> None:
+    def mixed(status: admin_pb.StatusResponse) -> None:
         status.replicas[1].load.num_backlog_tokens = 500
 
-    def batch(status: pb.StatusResponse) -> None:
+    def batch(status: admin_pb.StatusResponse) -> None:
         status.replicas[1].load.num_running = 64
 
-    def away(status: pb.StatusResponse) -> None:
-        status.replicas[1].state = "connecting"
+    def away(status: admin_pb.StatusResponse) -> None:
+        status.replicas[1].state = admin_pb.REPLICA_STATE_CONNECTING
 
     assert pace(preempted, before=False).figures["cause"] == "sequences are preempted"
     assert pace(preempted).figures["cause"] == "steps take that long"  # none of them just now
@@ -153,16 +153,16 @@ def test_other_causes_of_slow_decoding() -> None:
 
 
 def test_what_grows_now_is_distinguished_from_what_grew_once() -> None:
-    def preempted(status: pb.StatusResponse) -> None:
+    def preempted(status: admin_pb.StatusResponse) -> None:
         status.replicas[1].load.num_preemptions = 5
 
-    def failed(status: pb.StatusResponse) -> None:
+    def failed(status: admin_pb.StatusResponse) -> None:
         status.num_failed_requests = 4
 
-    def bad_sums(status: pb.StatusResponse) -> None:
+    def bad_sums(status: admin_pb.StatusResponse) -> None:
         status.replicas[1].load.num_checksum_failures = 2
 
-    clean: Callable[[pb.StatusResponse], object] = lambda status: None  # noqa: E731
+    clean: Callable[[admin_pb.StatusResponse], object] = lambda status: None  # noqa: E731
     assert only(serving.preemptions, live(preempted, before=clean)).severity is WARNING
     assert not said(serving.preemptions, live(preempted))
     assert only(serving.failures, live(failed, before=clean)).severity is ERROR
@@ -172,7 +172,7 @@ def test_what_grows_now_is_distinguished_from_what_grew_once() -> None:
 
 
 def test_a_counter_of_a_replica_that_is_new_has_not_grown() -> None:
-    def replaced(status: pb.StatusResponse) -> None:
+    def replaced(status: admin_pb.StatusResponse) -> None:
         status.replicas[1].epoch += 1
         status.replicas[1].load.num_preemptions = 5
 
@@ -182,7 +182,7 @@ def test_a_counter_of_a_replica_that_is_new_has_not_grown() -> None:
 # ------------------------------------------------------------------------------------------------ reuse
 
 
-def reused(**figures: int) -> Callable[[pb.StatusResponse], None]:
+def reused(**figures: int) -> Callable[[admin_pb.StatusResponse], None]:
     """A hundred prompts of 1000 tokens each."""
     whole = {
         "num_prompts": 100,
@@ -193,7 +193,7 @@ def reused(**figures: int) -> Callable[[pb.StatusResponse], None]:
         "num_tokens_behind": 78_000,
     }
 
-    def change(status: pb.StatusResponse) -> None:
+    def change(status: admin_pb.StatusResponse) -> None:
         status.prefixes.add(tenant="acme", **{**whole, **figures})
 
     return change
@@ -235,8 +235,8 @@ def test_a_good_hit_rate_and_few_prompts_need_no_look() -> None:
 
 
 def test_paths_are_there_fast_enough_and_preferred() -> None:
-    def having(**fields: object) -> Callable[[pb.Path], None]:
-        def change(path: pb.Path) -> None:
+    def having(**fields: object) -> Callable[[admin_pb.Path], None]:
+        def change(path: admin_pb.Path) -> None:
             for name, value in fields.items():
                 setattr(path, name, value)
 
@@ -255,7 +255,7 @@ def test_paths_are_there_fast_enough_and_preferred() -> None:
 
 
 def test_blocks_in_quarantine_or_leaked_are_reported_when_they_stay() -> None:
-    def held(status: pb.StatusResponse) -> None:
+    def held(status: admin_pb.StatusResponse) -> None:
         status.replicas[1].load.num_quarantined_blocks = 4
         status.replicas[1].load.num_leaked_blocks = 2
 
@@ -264,7 +264,7 @@ def test_blocks_in_quarantine_or_leaked_are_reported_when_they_stay() -> None:
 
 
 def test_landings_that_wait_are_noted() -> None:
-    def waiting(status: pb.StatusResponse) -> None:
+    def waiting(status: admin_pb.StatusResponse) -> None:
         status.replicas[1].load.num_waiting_landings = 2
 
     assert only(kv_cache.landings, live(waiting)).severity is NOTE
@@ -274,9 +274,9 @@ def test_landings_that_wait_are_noted() -> None:
 def test_an_older_gateway_that_reports_less_breaks_nothing() -> None:
     """Without the fields that came later, and before anything happened."""
 
-    def bare(status: pb.StatusResponse) -> None:
-        status.CopyFrom(pb.StatusResponse(ready=True, replicas=[replica("b0", "both")]))
+    def bare(status: admin_pb.StatusResponse) -> None:
+        status.CopyFrom(admin_pb.StatusResponse(ready=True, replicas=[replica("b0", "both")]))
 
-    seen = live(bare, replies=(GatewayReply("h:1", pb.StatusResponse(ready=True)),))
+    seen = live(bare, replies=(GatewayReply("h:1", admin_pb.StatusResponse(ready=True)),))
     for check in cluster_checks():
         assert all(severity in (OK, NOTE) for severity, _ in said(check.look, seen)), check.name

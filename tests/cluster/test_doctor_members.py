@@ -7,13 +7,14 @@ from doctor_harness import NOW, live, only, said
 
 from cluster.doctor import kv_cache, members
 from cluster.doctor.checks import GatewayReply, Severity
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.enums import value_of
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 
 OK, NOTE, WARNING, ERROR = Severity
 
 
 def test_a_store_that_does_not_answer_is_an_error() -> None:
-    def away(node: pb.StoreNodeStat) -> None:
+    def away(node: admin_pb.StoreNodeStat) -> None:
         node.error = "not reached, nothing was done: refused"
 
     result = only(kv_cache.stores, live(store=away))
@@ -24,7 +25,7 @@ def test_a_store_that_does_not_answer_is_an_error() -> None:
 
 @pytest.mark.parametrize(("state", "severity"), [("slow", WARNING), ("down", WARNING), ("up", OK)])
 def test_the_state_of_the_index_is_reported(state: str, severity: Severity) -> None:
-    def change(node: pb.StoreNodeStat) -> None:
+    def change(node: admin_pb.StoreNodeStat) -> None:
         node.index.state = state
         node.index.note = "start it, or correct tiers.redis_url" if state == "down" else ""
 
@@ -32,14 +33,14 @@ def test_the_state_of_the_index_is_reported(state: str, severity: Severity) -> N
 
 
 def test_no_index_is_wanted_where_it_is_off() -> None:
-    def off(node: pb.StoreNodeStat) -> None:
+    def off(node: admin_pb.StoreNodeStat) -> None:
         node.index.state = "off"
 
     assert not said(kv_cache.index, live(store=off))
 
 
 def test_late_look_ups_count_while_we_look() -> None:
-    def late(node: pb.StoreNodeStat) -> None:
+    def late(node: admin_pb.StoreNodeStat) -> None:
         node.index.num_late = 9
 
     assert only(kv_cache.index, live(store=late, store_before=lambda node: None)).severity is WARNING
@@ -59,7 +60,7 @@ def test_late_look_ups_count_while_we_look() -> None:
 def test_tiers_report_what_fails(
     field: str, value: object, grown: Severity | None, lasting: Severity | None
 ) -> None:
-    def change(node: pb.StoreNodeStat) -> None:
+    def change(node: admin_pb.StoreNodeStat) -> None:
         setattr(node.tiers[0], field, value)
 
     for seen, expected in (
@@ -71,7 +72,7 @@ def test_tiers_report_what_fails(
 
 
 def test_blocks_that_are_not_stored_are_noted_by_cause() -> None:
-    def unstored(status: pb.StatusResponse) -> None:
+    def unstored(status: admin_pb.StatusResponse) -> None:
         status.replicas[1].load.num_unstored_blocks["queue"] = 12
 
     result = only(kv_cache.unstored, live(unstored, before=lambda status: None))
@@ -94,15 +95,15 @@ def test_blocks_that_are_not_stored_are_noted_by_cause() -> None:
     ],
 )
 def test_replicas_that_are_not_ready_are_reported(state: str, age_s: float, severity: Severity) -> None:
-    def change(status: pb.StatusResponse) -> None:
-        status.replicas[1].state = state
+    def change(status: admin_pb.StatusResponse) -> None:
+        status.replicas[1].state = value_of(admin_pb.ReplicaState, state)
         status.replicas[1].load.age_s = age_s
 
     assert [each for each, _ in said(members.replicas, live(change))] == [severity, OK]
 
 
 def test_a_replica_whose_circuit_breaker_is_open_is_named_with_the_reason() -> None:
-    def avoid(status: pb.StatusResponse) -> None:
+    def avoid(status: admin_pb.StatusResponse) -> None:
         status.replicas[1].note = "waits for a snapshot; circuit breaker open: nothing was heard for 1.0 s"
 
     bad, good = members.replicas(live(avoid))
@@ -112,7 +113,7 @@ def test_a_replica_whose_circuit_breaker_is_open_is_named_with_the_reason() -> N
 
 
 def test_a_tenant_that_is_refused_because_of_its_limits_is_named_with_them() -> None:
-    def limit(status: pb.StatusResponse) -> None:
+    def limit(status: admin_pb.StatusResponse) -> None:
         status.quotas.add(tenant="idle", used={"requests_per_s": 0.5})
         status.quotas.add(tenant="busy", num_refused={"requests_per_s": 9, "concurrent_tokens": 2})
 
@@ -124,7 +125,7 @@ def test_a_tenant_that_is_refused_because_of_its_limits_is_named_with_them() -> 
 
 
 def test_a_gateway_that_has_its_part_of_the_limits_alone_is_named() -> None:
-    def divide(status: pb.StatusResponse) -> None:
+    def divide(status: admin_pb.StatusResponse) -> None:
         status.gateways.add(
             gateway_id="gateway-x", quota_note="limits are divided: no store.redis_url is set"
         )
@@ -134,14 +135,14 @@ def test_a_gateway_that_has_its_part_of_the_limits_alone_is_named() -> None:
 
 
 def test_replicas_that_are_replaced_again_and_again_are_reported() -> None:
-    def young(status: pb.StatusResponse) -> None:
+    def young(status: admin_pb.StatusResponse) -> None:
         status.replicas[1].epoch = int((NOW - 40) * 1000)
 
-    def young_gateway(status: pb.StatusResponse) -> None:
+    def young_gateway(status: admin_pb.StatusResponse) -> None:
         young(status)
         status.uptime_s = 50.0
 
-    def scaled(status: pb.StatusResponse) -> None:
+    def scaled(status: admin_pb.StatusResponse) -> None:
         young(status)
         status.moves.add(at=NOW - 50, pool="decode", before=1, after=2, by="operator")
 
@@ -155,7 +156,7 @@ def test_replicas_that_are_replaced_again_and_again_are_reported() -> None:
 
 
 def test_a_replica_that_comes_while_we_look_is_reported_once() -> None:
-    def came(status: pb.StatusResponse) -> None:
+    def came(status: admin_pb.StatusResponse) -> None:
         status.replicas[1].epoch = int(NOW * 1000)
 
     result = only(members.flapping, live(came, before=lambda status: None))
@@ -163,17 +164,17 @@ def test_a_replica_that_comes_while_we_look_is_reported_once() -> None:
 
 
 def test_pools_below_what_is_wanted_pinned_or_lent() -> None:
-    def missing(status: pb.StatusResponse) -> None:
+    def missing(status: admin_pb.StatusResponse) -> None:
         status.pools[1].desired = 3
 
-    def pinned(status: pb.StatusResponse) -> None:
+    def pinned(status: admin_pb.StatusResponse) -> None:
         status.pools[1].pinned = True
         status.pools[1].max = 4
 
-    def by_hand(status: pb.StatusResponse) -> None:
+    def by_hand(status: admin_pb.StatusResponse) -> None:
         status.pools[1].pinned = True
 
-    def lent(status: pb.StatusResponse) -> None:
+    def lent(status: admin_pb.StatusResponse) -> None:
         status.pools[0].num_lent = 1
 
     assert (WARNING, "pool decode: 1 of 3 replicas are ready") in said(members.pools, live(missing))
@@ -203,10 +204,10 @@ def test_clocks_of_gateways_are_compared_beyond_the_round_trip() -> None:
 
 
 def test_versions_are_compared() -> None:
-    def other(status: pb.StatusResponse) -> None:
+    def other(status: admin_pb.StatusResponse) -> None:
         status.versions["ray"] = "2.59.0"
 
-    def newer(status: pb.StatusResponse) -> None:
+    def newer(status: admin_pb.StatusResponse) -> None:
         status.versions["tandem-serve"] = "0.2.0"
 
     mixed = only(members.versions, live(other=other))
@@ -216,7 +217,7 @@ def test_versions_are_compared() -> None:
 
 
 def test_shared_traffic_is_noted() -> None:
-    def split(status: pb.StatusResponse) -> None:
+    def split(status: admin_pb.StatusResponse) -> None:
         status.traffic["tandem"] = 90
         status.traffic["tandem-v2"] = 10
 
@@ -225,7 +226,7 @@ def test_shared_traffic_is_noted() -> None:
 
 
 def test_gateways_that_know_nobody_are_named_and_worse_where_others_reach_them() -> None:
-    def open_to_all(status: pb.StatusResponse) -> None:
+    def open_to_all(status: admin_pb.StatusResponse) -> None:
         status.authentication = "none"
 
     assert only(members.authentication, live()).severity is OK
@@ -241,7 +242,7 @@ def test_gateways_that_know_nobody_are_named_and_worse_where_others_reach_them()
 
 
 def test_a_gateway_that_does_not_hear_another_is_named() -> None:
-    def cut(status: pb.StatusResponse) -> None:
+    def cut(status: admin_pb.StatusResponse) -> None:
         status.gateways.add(gateway_id="g0").unheard["g1"] = "its stream ended"
 
     seen = [text for severity, text in said(members.gateways, live(cut)) if severity is WARNING]

@@ -15,7 +15,8 @@ from patience import WAIT_S
 from cluster.api.client import Collector, GenerateOptions, GenerateStream, Turn
 from cluster.api.public_ports import SERVICE_NAME
 from cluster.errors import CallError
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.preprocess import sample_seed
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.messages import ReplicaIdentity
@@ -38,7 +39,9 @@ async def test_a_stream_is_prefilled_at_one_replica_and_decoded_at_another(pair:
     assert "".join(delta.text for delta in deltas if isinstance(delta, pb.Delta)) == decode(ids)
     assert isinstance(finished, pb.Finished)
     assert (finished.prefill_replica, finished.decode_replica) == ("p0", "d0")
-    assert [(end.finish_reason, end.num_tokens) for end in finished.samples] == [("length", 12)]
+    assert [(end.finish_reason, end.num_tokens) for end in finished.samples] == [
+        (pb.FINISH_REASON_LENGTH, 12)
+    ]
     usage, timing = finished.usage, finished.timing
     assert (usage.prompt_tokens, usage.cached.device, usage.completion_tokens) == (11, 10, 12)
     assert (timing.queue_ms, timing.prefill_ms) == (250.0, 750.0)
@@ -283,7 +286,7 @@ async def test_what_a_request_had_used_is_in_the_status_of_its_failure(pair: Pai
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(encode(PROMPT)), 3)
     assert usage.cached.device == min(16, usage.prompt_tokens - 1)
     listed = (await pair.client.requests())[0]
-    assert (listed.state, listed.num_output_tokens) == ("failed", 3)
+    assert (listed.state, listed.num_output_tokens) == (pb.REQUEST_STATE_FAILED, 3)
     assert listed.num_cached_tokens == usage.cached.device
 
 
@@ -361,7 +364,7 @@ async def test_a_decode_replica_that_cannot_be_written_to_does_all_itself(pair: 
     assert done.finished.timing.attempts == 2
 
 
-async def shown_paths(pair: Pair, num_paths: int) -> list[pb.Path]:
+async def shown_paths(pair: Pair, num_paths: int) -> list[admin_pb.Path]:
     """Of p0, as soon as there are so many."""
     clock = SystemClock()
     async with asyncio.timeout(WAIT_S):
@@ -388,8 +391,8 @@ async def test_missing_paths_are_told_of_those_to_replicas_that_there_are(pair: 
 async def test_status_names_replicas_and_models(pair: Pair) -> None:
     status = await pair.admin.status()
     assert [(it.replica_id, it.role, it.state) for it in status.replicas] == [
-        ("d0", "decode", "ready"),
-        ("p0", "prefill", "ready"),
+        ("d0", admin_pb.REPLICA_ROLE_DECODE, admin_pb.REPLICA_STATE_READY),
+        ("p0", admin_pb.REPLICA_ROLE_PREFILL, admin_pb.REPLICA_STATE_READY),
     ]
     assert status.replicas[0].load.num_total_blocks == 1000
     assert status.ready
@@ -425,7 +428,7 @@ async def test_a_request_id_is_unique_while_it_runs(pair: Pair) -> None:
     await anext(events)
     with pytest.raises(CallError, match="ALREADY_EXISTS"):
         await pair.client.complete(PROMPT, GenerateOptions(max_tokens=10, request_id="mine"))
-    assert (await pair.client.explain("mine")).state == "running"
+    assert (await pair.client.explain("mine")).state == pb.REQUEST_STATE_RUNNING
     await events.aclose()
     with pytest.raises(CallError, match="NOT_FOUND"):
         await pair.client.explain("unheard-of")

@@ -12,7 +12,7 @@ from gateway_harness import PROMPT, GatewayHarness, ScriptedReplica, expected, u
 from cluster.api.client import Client, GenerateOptions
 from cluster.gateway import circuit_breaker
 from cluster.gateway.circuit_breaker import NUM_FAILURES, BreakerState
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.serve.gateway_server import Gateway
 from workers.messages.link import RequestFailed
 

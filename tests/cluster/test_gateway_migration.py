@@ -7,6 +7,8 @@ import asyncio
 from gateway_harness import PROMPT, GatewayHarness, ScriptedReplica, expected, until
 
 from cluster.api.client import Completion, GenerateOptions
+from cluster.proto.enums import name_of
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.serve.gateway_server import Gateway
 from workers.messages.link import RequestFailed, RoleChanged
 
@@ -91,7 +93,10 @@ async def test_a_replica_that_becomes_a_prefill_replica_loses_its_streams_and_ge
     client = harness.client(address)
     told = [await client.complete(PROMPT, GenerateOptions(seed=i, max_tokens=3)) for i in range(6)]
     assert {it.finished.decode_replica for it in told} == {"d1"}
-    assert {replica.replica_id: replica.role for replica in (await harness.admin().status()).replicas} == {
+    assert {
+        replica.replica_id: name_of(admin_pb.ReplicaRole, replica.role)
+        for replica in (await harness.admin().status()).replicas
+    } == {
         "p0": "prefill",
         "d0": "prefill",
         "d1": "decode",

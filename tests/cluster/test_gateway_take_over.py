@@ -15,8 +15,8 @@ from serving import free_port
 from cluster.api.client import GenerateOptions, generate_request
 from cluster.config import ClusterConfig
 from cluster.errors import StartError
-from cluster.proto import tandem_pb2 as pb
-from cluster.proto import tandem_pb2_grpc
+from cluster.proto.tandem.v1 import inference_pb2 as pb
+from cluster.proto.tandem.v1 import inference_pb2_grpc
 from cluster.roster.messages import GatewayRecord
 from cluster.serve.gateway_server import Gateway
 
@@ -41,7 +41,7 @@ class PlainClient:
         await self._channel.close()
 
     async def _run(self) -> None:
-        stub = tandem_pb2_grpc.InferenceStub(self._channel)
+        stub = inference_pb2_grpc.InferenceStub(self._channel)
         while not self._is_ending:
             request = generate_request(PROMPT, GenerateOptions(max_tokens=NUM_TOKENS, seed=self.num_done))
             token_ids: list[int] = []
@@ -118,7 +118,7 @@ async def test_a_stream_ends_where_it_began(rolling: Rolling) -> None:
     script.stop_after = 3
     async with grpc.aio.insecure_channel(rolling.address) as channel:
         request = generate_request(PROMPT, GenerateOptions(max_tokens=NUM_TOKENS, seed=5))
-        call = tandem_pb2_grpc.InferenceStub(channel).Generate(request, timeout=60)
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=60)
         token_ids: list[int] = []
         responses: AsyncIterator[pb.GenerateResponse] = aiter(call)
         while len(token_ids) < 3:

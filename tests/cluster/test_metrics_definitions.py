@@ -26,7 +26,7 @@ from cluster.metrics.definitions import METRICS, SECTIONS
 from cluster.metrics.exporters import GatewayMetrics, ReplicaMetrics, StoreMetrics
 from cluster.metrics.gateway_counters import GatewayCounters
 from cluster.metrics.registry import MetricsRegistry
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.store.messages import IndexStat, StoreStat, TierStat
 from workers.messages.link import LoadReport
@@ -124,10 +124,10 @@ def replica_metrics(recorder: Recorder) -> ReplicaMetrics:
     return ReplicaMetrics(recorder.registry(app="a", pool="decode", replica="decode-a", model="m"), 16)
 
 
-def gateway_status(*moves: pb.ScalingMove) -> pb.StatusResponse:
-    return pb.StatusResponse(
-        replicas=[pb.Replica(replica_id="decode-a", pool="decode", state="ready")],
-        pools=[pb.Pool(name="decode", desired=2, pinned=True, num_lent=1)],
+def gateway_status(*moves: admin_pb.ScalingMove) -> admin_pb.StatusResponse:
+    return admin_pb.StatusResponse(
+        replicas=[admin_pb.Replica(replica_id="decode-a", pool="decode", state=admin_pb.REPLICA_STATE_READY)],
+        pools=[admin_pb.Pool(name="decode", desired=2, pinned=True, num_lent=1)],
         moves=moves,
     )
 
@@ -221,8 +221,8 @@ def test_scaling_moves_are_counted_from_the_first_look_on() -> None:
     recorder = Recorder()
     metrics = GatewayMetrics(recorder.registry(app="a", gateway="g", model="m"), 0.0)
     counters = GatewayCounters(lambda replica_id: "", lambda: 0)
-    old = pb.ScalingMove(at=10.0, pool="decode", by="operator")
-    new = pb.ScalingMove(at=11.0, pool="decode", by="autoscaler")
+    old = admin_pb.ScalingMove(at=10.0, pool="decode", by="operator")
+    new = admin_pb.ScalingMove(at=11.0, pool="decode", by="autoscaler")
     list(metrics.update(counters, ADMITTED, gateway_status(old), 0.0, 0))
     assert recorder.value("scaling_moves_total", by="operator") < 1
     for _ in range(2):

@@ -7,7 +7,7 @@ from gateway_harness import PROMPT, GatewayHarness, Pair, expected, until
 
 from cluster.api.client import GenerateOptions
 from cluster.gateway import replica_connections
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.serve.gateway_server import Gateway
 from kvtransfer.messages import BlocksStored, CompatibilityRecord, KvEvents, KvSnapshot, ReplicaIdentity
 from kvtransfer.rpc.trust import Trust

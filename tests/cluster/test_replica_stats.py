@@ -9,7 +9,7 @@ import msgspec
 
 from cluster.metrics.definitions import SECTIONS
 from cluster.metrics.replica_stats import RENAMED, load_of, stats_of
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from router.messages import ReplicaLoad
 from workers.messages.link import LoadReport
 from workers.replica.step_loop import StepStats
@@ -69,7 +69,7 @@ def test_a_mapping_is_exported_under_the_last_label_of_its_metric() -> None:
 
 
 def test_every_field_of_a_load_has_its_source() -> None:
-    names = {field.name for field in pb.Load.DESCRIPTOR.fields}
+    names = {field.name for field in admin_pb.Load.DESCRIPTOR.fields}
     renamed = {renamed.stat for renamed in RENAMED.values()}
     assert renamed <= FIELDS
     assert names - FIELDS == {*RENAMED, "age_s"}

@@ -19,7 +19,7 @@ from cluster.gateway.request_state import RequestState
 from cluster.gateway.request_task import MAX_UNREAD, OutputBuffer, RequestTask, UnreadOutput
 from cluster.metrics.ended_request import Summary
 from cluster.text.preprocess import PreparedRequest, SampleStart
-from cluster.text.tokenizer import SampleText
+from cluster.text.sample_text import SampleText
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import ReplicaIdentity
 from router.errors import NoReplicaError

@@ -42,7 +42,8 @@ from cluster.errors import (
     ScaleTimeoutError,
     UnknownPoolError,
 )
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.enums import value_of
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.scaling.headroom import make_headroom
 from cluster.scaling.serve_client import ServeClient
 from kvtransfer.common.clock import SystemClock
@@ -57,21 +58,24 @@ def shown(*parts: Any) -> str:
     return text
 
 
-def status(*loads: tuple[str, str, int]) -> pb.StatusResponse:
+def status(*loads: tuple[str, str, int]) -> admin_pb.StatusResponse:
     """Replicas as (pool, role, requests there), whose pool's role is its name."""
-    return pb.StatusResponse(
+    return admin_pb.StatusResponse(
         replicas=[
-            pb.Replica(
+            admin_pb.Replica(
                 replica_id=f"{pool}-{number}",
                 pool=pool,
-                role=role,
-                home_role=pool,
-                state="ready",
-                load=pb.Load(num_running=running),
+                role=value_of(admin_pb.ReplicaRole, role),
+                home_role=value_of(admin_pb.ReplicaRole, pool),
+                state=admin_pb.REPLICA_STATE_READY,
+                load=admin_pb.Load(num_running=running),
             )
             for number, (pool, role, running) in enumerate(loads)
         ],
-        pools=[pb.Pool(name=name, role=name) for name in ("prefill", "decode")],
+        pools=[
+            admin_pb.Pool(name=name, role=value_of(admin_pb.ReplicaRole, name))
+            for name in ("prefill", "decode")
+        ],
     )
 
 
@@ -118,11 +122,13 @@ def test_free_resources_are_what_nodes_have_less_what_groups_and_actors_take() -
     assert make_headroom("other", *rows()).needed("prefill", 1) == {"CPU": 0.05}
 
 
-def reply(*changes: tuple[str, int, int], shortages: tuple[str, ...] = (), **free: float) -> pb.ScaleResponse:
+def reply(
+    *changes: tuple[str, int, int], shortages: tuple[str, ...] = (), **free: float
+) -> admin_pb.ScaleResponse:
     """Changes as (pool, before, after); each added replica needs half a CPU."""
-    return pb.ScaleResponse(
+    return admin_pb.ScaleResponse(
         pools=[
-            pb.PoolChange(
+            admin_pb.PoolChange(
                 name=pool,
                 before=before,
                 after=after,
@@ -324,15 +330,21 @@ async def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_status_shows_counts_pins_lent_replicas_and_moves() -> None:
-    pool = pb.Pool(
-        name="decode", role="decode", configured=1, desired=3, pinned=True, num_ready=2, num_lent=1
+    pool = admin_pb.Pool(
+        name="decode",
+        role=admin_pb.REPLICA_ROLE_DECODE,
+        configured=1,
+        desired=3,
+        pinned=True,
+        num_ready=2,
+        num_lent=1,
     )
-    move = pb.ScalingMove(at=0.0, pool="decode", before=1, after=3, by="operator", reason="curl")
-    text = shown(*pool_parts(pb.StatusResponse(pools=[pool], moves=[move])))
+    move = admin_pb.ScalingMove(at=0.0, pool="decode", before=1, after=3, by="operator", reason="curl")
+    text = shown(*pool_parts(admin_pb.StatusResponse(pools=[pool], moves=[move])))
     assert "operator (pinned)" in text
     assert "1970-01-01 00:00:00Z decode 1 -> 3 by operator: curl" in text
-    role = pb.ScalingMove(
+    role = admin_pb.ScalingMove(
         at=0.0, pool="prefill", before=1, after=1, by="autoscaler", reason="p0 plays decode"
     )
     assert move_line(role) == "1970-01-01 00:00:00Z prefill by autoscaler: p0 plays decode"
-    assert pool_parts(pb.StatusResponse()) == []
+    assert pool_parts(admin_pb.StatusResponse()) == []

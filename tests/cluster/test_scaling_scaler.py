@@ -14,7 +14,7 @@ from serving import TINY
 from cluster.config import ClusterConfig, parse_config
 from cluster.errors import DashboardError, InvalidRequestError, OrderError, UnavailableError
 from cluster.metrics.gateway_counters import Demand
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.roster.messages import ReplicaRecord, RosterView
 from cluster.roster.state import LocalRoster
 from cluster.scaling.config import PoolLimits, ScalingConfig
@@ -360,10 +360,16 @@ async def test_samples_are_of_the_gateway_that_heard_last_and_silent_gateways_ar
         harness = ScalerHarness(dashboard, **AUTOSCALE)
         await harness.register("d0", "decode")
 
-        def status(running: int, age_s: float, arrived: int, state: str = "ready") -> pb.StatusResponse:
-            load = pb.Load(num_running=running, age_s=age_s, num_total_blocks=9, decode_step_ms=20.0)
-            replica = pb.Replica(replica_id="d0", pool="decode", role="decode", state=state, load=load)
-            return pb.StatusResponse(replicas=[replica], demand=pb.Demand(num_arrived=arrived))
+        def status(running: int, age_s: float, arrived: int, state: str = "READY") -> admin_pb.StatusResponse:
+            load = admin_pb.Load(num_running=running, age_s=age_s, num_total_blocks=9, decode_step_ms=20.0)
+            replica = admin_pb.Replica(
+                replica_id="d0",
+                pool="decode",
+                role=admin_pb.REPLICA_ROLE_DECODE,
+                state=f"REPLICA_STATE_{state}",
+                load=load,
+            )
+            return admin_pb.StatusResponse(replicas=[replica], demand=admin_pb.Demand(num_arrived=arrived))
 
         harness.scaler.report("g0/1", status(3, 1.0, 10))
         harness.scaler.report("g1/1", status(5, 0.5, 100))
@@ -392,8 +398,13 @@ async def test_a_replica_that_leaves_is_no_sample() -> None:
     async with FakeDashboard(_app()) as dashboard:
         harness = ScalerHarness(dashboard, **AUTOSCALE)
         await harness.register("d0", "decode")
-        replica = pb.Replica(replica_id="d0", pool="decode", role="decode", state="leaving")
-        harness.scaler.report("g0/1", pb.StatusResponse(replicas=[replica]))
+        replica = admin_pb.Replica(
+            replica_id="d0",
+            pool="decode",
+            role=admin_pb.REPLICA_ROLE_DECODE,
+            state=admin_pb.REPLICA_STATE_LEAVING,
+        )
+        harness.scaler.report("g0/1", admin_pb.StatusResponse(replicas=[replica]))
         await harness.tick()
         assert harness.policy.history is not None
         assert harness.policy.history.latest is not None

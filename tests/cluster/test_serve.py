@@ -19,7 +19,9 @@ from serving import TINY, RunningCluster, free_port, object_store_counters, tand
 
 from cluster.api.blocking_client import BlockingAdminClient, BlockingClient
 from cluster.api.client import GenerateOptions
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.enums import name_of
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 pytestmark = pytest.mark.cluster
 PROMPT = "".join(
@@ -67,15 +69,16 @@ def store_is_open(admin: BlockingAdminClient) -> bool:
     )
 
 
-def roles(status: pb.StatusResponse) -> list[str]:
-    return sorted(replica.role for replica in status.replicas if replica.state == "ready")
+def roles(status: admin_pb.StatusResponse) -> list[str]:
+    ready = [it for it in status.replicas if it.state == admin_pb.REPLICA_STATE_READY]
+    return sorted(name_of(admin_pb.ReplicaRole, replica.role) for replica in ready)
 
 
-def measured_paths(cluster: RunningCluster) -> list[pb.Path]:
+def measured_paths(cluster: RunningCluster) -> list[admin_pb.Path]:
     """Of the prefill replica, once there are any."""
-    found: list[pb.Path] = []
+    found: list[admin_pb.Path] = []
 
-    def are_there(status: pb.StatusResponse) -> bool:
+    def are_there(status: admin_pb.StatusResponse) -> bool:
         with BlockingAdminClient(cluster.admin_address) as admin:
             found[:] = [path for replica in admin.paths() for path in replica.paths]
         return bool(found)
@@ -171,7 +174,9 @@ def test_every_path_is_logged_and_metrics_are_exported_to_prometheus(
     assert re.search(line, cluster.log())
 
 
-def only_of(series: list[tuple[dict[str, str], float]], replica: pb.Replica) -> tuple[dict[str, str], float]:
+def only_of(
+    series: list[tuple[dict[str, str], float]], replica: admin_pb.Replica
+) -> tuple[dict[str, str], float]:
     (found,) = (item for item in series if item[0]["replica"] == replica.replica_id)
     return found
 
@@ -239,7 +244,9 @@ def test_the_store_of_the_node_is_restarted_and_a_tenants_records_are_purged(
     cluster: RunningCluster, client: BlockingClient, admin: BlockingAdminClient
 ) -> None:
     def held(tenant: str) -> int:
-        listed = admin.store_list(pb.StoreListRequest(filter=pb.StoreFilter(sharing_group=tenant)))
+        listed = admin.store_list(
+            admin_pb.StoreListRequest(filter=admin_pb.StoreFilter(sharing_group=tenant))
+        )
         return sum(node.num_matching for node in listed.nodes if not node.error)
 
     def serve_and_wait(tenant: str) -> tuple[tuple[int, ...], ...]:

@@ -10,6 +10,7 @@ from serving import TINY, RunningCluster, free_port
 
 from cluster.api.blocking_client import BlockingClient
 from cluster.api.client import GenerateOptions
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 # Each point, and its passage at which the process that passes it is killed.
@@ -59,8 +60,9 @@ def test_every_process_may_die_at_its_point(cluster: RunningCluster, markers: di
             if sum(marker.exists() for marker in markers.values()) > struck:
                 cluster.wait_for(
                     lambda status: (
-                        {replica.state for replica in status.replicas} == {"ready"}
-                        and {replica.role for replica in status.replicas} == {"prefill", "decode"}
+                        {replica.state for replica in status.replicas} == {admin_pb.REPLICA_STATE_READY}
+                        and {replica.role for replica in status.replicas}
+                        == {admin_pb.REPLICA_ROLE_PREFILL, admin_pb.REPLICA_ROLE_DECODE}
                     ),
                     60,
                 )

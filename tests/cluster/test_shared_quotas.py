@@ -32,7 +32,7 @@ from cluster.api.client import GenerateOptions, GenerateStream
 from cluster.errors import CallError, QuotaError
 from cluster.identity.config import AuthConfig
 from cluster.metrics.gateway_counters import GatewayCounters
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.serve.gateway_server import Gateway
 from kvtransfer.common.clock import SystemClock
 

@@ -13,7 +13,7 @@ from cluster.admission.config import AdmissionConfig
 from cluster.api.client import GenerateOptions, GenerateStream
 from cluster.errors import CallError
 from cluster.gateway import replica_connections
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from kvtransfer.rpc.stream import FrameStream
 from workers.messages.link import Announce
 

@@ -12,7 +12,8 @@ from gateway_harness import FINGERPRINT, Pair
 
 from cluster.api.replies import STATUS_S, Fresh, StatusThread
 from cluster.gateway.replica_connections import ReplicaState, ReplicaView
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.enums import name_of
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.roster.messages import ReplicaRecord
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import PROTOCOL_VERSION, CompatibilityRecord, ReplicaIdentity
@@ -60,8 +61,8 @@ def thread() -> Iterator[StatusThread]:
 async def test_only_replicas_that_changed_are_built_anew(thread: StatusThread) -> None:
     views = [view(f"d{number}") for number in range(4)]
 
-    async def looked(now: float) -> pb.StatusResponse:
-        return await thread.add_replicas(pb.StatusResponse(), views, now)
+    async def looked(now: float) -> admin_pb.StatusResponse:
+        return await thread.add_replicas(admin_pb.StatusResponse(), views, now)
 
     first = await looked(11.0)
     assert [it.load.age_s for it in first.replicas] == [1.0] * 4
@@ -75,7 +76,10 @@ async def test_only_replicas_that_changed_are_built_anew(thread: StatusThread) -
     views.append(view("d4"))
     third = await looked(13.0)
     assert thread.num_built == 7
-    assert [(it.replica_id, it.state, it.load.num_running) for it in third.replicas] == [
+    assert [
+        (it.replica_id, name_of(admin_pb.ReplicaState, it.state), it.load.num_running)
+        for it in third.replicas
+    ] == [
         ("d0", "ready", 0),
         ("d1", "ready", 7),
         ("d2", "leaving", 0),
@@ -86,7 +90,7 @@ async def test_only_replicas_that_changed_are_built_anew(thread: StatusThread) -
 async def test_messages_are_built_beside_the_event_loop(thread: StatusThread) -> None:
     stages = Stages(((0, 1), (1, 3)))
     stages.seen = set()
-    status = await thread.add_replicas(pb.StatusResponse(), [view("d0", stages)], 11.0)
+    status = await thread.add_replicas(admin_pb.StatusResponse(), [view("d0", stages)], 11.0)
     assert list(status.replicas[0].stage_layers) == [1, 2]
     assert stages.seen == {"status_0"}
 
@@ -94,7 +98,7 @@ async def test_messages_are_built_beside_the_event_loop(thread: StatusThread) ->
 async def test_paths_are_a_call_of_their_own_to_replicas_that_there_are(
     thread: StatusThread,
 ) -> None:
-    assert "paths" not in pb.Replica.DESCRIPTOR.fields_by_name
+    assert "paths" not in admin_pb.Replica.DESCRIPTOR.fields_by_name
     views = [view(f"d{number}") for number in range(3)]
     peers = [it.record.identity for it in views] + [ReplicaIdentity("gone", 1)]
     for each in views:

@@ -15,7 +15,8 @@ import pytest
 from serving import TINY, RunningCluster, free_port
 
 from cluster.api.client import Client, GenerateOptions
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from kvtransfer.common.clock import SystemClock
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -91,9 +92,11 @@ async def load(client: Client, process_id: int) -> tuple[list[Timed], float]:
     return await asyncio.gather(*calls), await stopping
 
 
-def all_used(status: pb.StatusResponse) -> bool:
+def all_used(status: admin_pb.StatusResponse) -> bool:
     """Whether every replica is ready, and none is avoided."""
-    return [(it.state, it.note) for it in status.replicas] == [("ready", "")] * NUM_REPLICAS
+    return [(it.state, it.note) for it in status.replicas] == [
+        (admin_pb.REPLICA_STATE_READY, "")
+    ] * NUM_REPLICAS
 
 
 def p99_s(requests: Sequence[Timed]) -> float:

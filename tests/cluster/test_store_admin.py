@@ -24,7 +24,7 @@ from cluster.api.admin_client import AdminClient
 from cluster.cli.calls import status
 from cluster.cli.store import Selection, cli, purge_records, show_records, show_stat, verify_records
 from cluster.errors import CallError, StoreAwayError
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.roster.messages import StoreRecord
 from cluster.serve.gateway_server import Gateway
 from kvtransfer.store.messages import (
@@ -114,14 +114,14 @@ async def test_status_shows_the_tiers_of_every_node(stores: Nodes) -> None:
 
 async def test_records_are_listed_filtered_and_limited(stores: Nodes) -> None:
     reply = await stores.client.store_list(
-        pb.StoreListRequest(filter=pb.StoreFilter(sharing_group="t"), limit=5)
+        admin_pb.StoreListRequest(filter=admin_pb.StoreFilter(sharing_group="t"), limit=5)
     )
     assert [[item.key for item in node.records] for node in reply.nodes] == [["01" * 16], ["04" * 16]]
     (first,) = reply.nodes[0].records
     assert (first.layer_start, first.layer_end, first.head_start, first.head_end) == (0, 4, 0, 2)
     assert (first.model, first.num_bytes, list(first.tiers)) == (FINGERPRINT.hex(), 3000, ["dram"])
     unnamed = await stores.client.store_list(
-        pb.StoreListRequest(filter=pb.StoreFilter(sharing_group=""), limit=5)
+        admin_pb.StoreListRequest(filter=admin_pb.StoreFilter(sharing_group=""), limit=5)
     )
     assert [node.num_matching for node in unnamed.nodes] == [1, 0]
     text = await shown(
@@ -163,7 +163,7 @@ async def test_replicas_forget_what_they_cache_and_the_silent_are_named(
         await purge_records(stores.address, chosen, 2.0, nowhere(), as_json=False)
     assert not any(view.purges for view in harness.gateways[0].connections.views()), "nobody waits any more"
     silent.purged = (0, 0, 0)
-    purging = asyncio.create_task(stores.client.store_purge(pb.StorePurgeRequest(all=True)))
+    purging = asyncio.create_task(stores.client.store_purge(admin_pb.StorePurgeRequest(all=True)))
     silent.purged = None
     await until(lambda: any(view.purges for view in harness.gateways[0].connections.views()), "it was asked")
     await silent.die()
@@ -181,10 +181,10 @@ async def test_without_a_store_replicas_are_purged_all_the_same(harness: Gateway
 
 async def test_purge_must_say_of_what(stores: Nodes) -> None:
     for request, field in (
-        (pb.StorePurgeRequest(), "filter"),
-        (pb.StorePurgeRequest(filter=pb.StoreFilter(sharing_group="t"), all=True), "all"),
-        (pb.StorePurgeRequest(filter=pb.StoreFilter(model="tiny!")), "filter.model"),
-        (pb.StorePurgeRequest(filter=pb.StoreFilter(model="")), "filter.model"),
+        (admin_pb.StorePurgeRequest(), "filter"),
+        (admin_pb.StorePurgeRequest(filter=admin_pb.StoreFilter(sharing_group="t"), all=True), "all"),
+        (admin_pb.StorePurgeRequest(filter=admin_pb.StoreFilter(model="tiny!")), "filter.model"),
+        (admin_pb.StorePurgeRequest(filter=admin_pb.StoreFilter(model="")), "filter.model"),
     ):
         with pytest.raises(CallError) as refused:
             await stores.client.store_purge(request)
@@ -192,12 +192,12 @@ async def test_purge_must_say_of_what(stores: Nodes) -> None:
         assert [violation.field for violation in refused.value.fields] == [field]
     for limit in (0, 10_001):
         with pytest.raises(CallError, match="limit: must be from 1 to 10000"):
-            await stores.client.store_list(pb.StoreListRequest(limit=limit))
+            await stores.client.store_list(admin_pb.StoreListRequest(limit=limit))
     assert stores.a.requests == stores.b.requests == []
 
 
 async def test_bad_records_fail_verify(stores: Nodes) -> None:
-    reply = await stores.client.store_verify(pb.StoreVerifyRequest(), 30.0)
+    reply = await stores.client.store_verify(admin_pb.StoreVerifyRequest(), 30.0)
     assert [dict(node.num_read) for node in reply.nodes] == [{"dram": 3}, {"dram": 1}]
     stores.b.num_bad = 1
     with pytest.raises(StoreAwayError, match="1 records had a wrong checksum"):
@@ -285,14 +285,14 @@ async def test_what_a_real_store_purged_does_not_come_back_with_it(
     gateway = await register()
     await until(lambda: bool(gateway.connections.stores), "the gateway knows the store")
     client = harness.admin(gateway)
-    listed = (await client.store_list(pb.StoreListRequest())).nodes[0]
+    listed = (await client.store_list(admin_pb.StoreListRequest())).nodes[0]
     assert sorted(item.sharing_group for item in listed.records) == ["alice"] * 3 + ["bob"] * 2
     assert {tuple(item.tiers) for item in listed.records} == {("dram", "nvme")}
     assert {item.model for item in listed.records} == {COMPATIBILITY.model_fingerprint.hex()}
-    verified = (await client.store_verify(pb.StoreVerifyRequest(), 30.0)).nodes[0]
+    verified = (await client.store_verify(admin_pb.StoreVerifyRequest(), 30.0)).nodes[0]
     assert (verified.error, dict(verified.num_read)) == ("", {"dram": 5, "nvme": 5})
     assert not any(verified.num_bad.values())
-    request = pb.StorePurgeRequest(filter=pb.StoreFilter(sharing_group="alice"))
+    request = admin_pb.StorePurgeRequest(filter=admin_pb.StoreFilter(sharing_group="alice"))
     purged = (await client.store_purge(request, 30.0)).nodes[0]
     assert (purged.error, dict(purged.num_records)) == ("", {"dram": 3, "nvme": 3})
     await replica.close()
@@ -301,7 +301,7 @@ async def test_what_a_real_store_purged_does_not_come_back_with_it(
     await register()
     await until(lambda: gateway.connections.stores[0].address == store.address, "the new life is known")
     await store.until("nvme", lambda stat: stat.num_records == 2, "the rest is found again")
-    listed = (await client.store_list(pb.StoreListRequest())).nodes[0]
+    listed = (await client.store_list(admin_pb.StoreListRequest())).nodes[0]
     assert [(item.sharing_group, list(item.tiers)) for item in listed.records] == [("bob", ["nvme"])] * 2
     await store.stop()
 

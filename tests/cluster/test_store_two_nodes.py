@@ -13,7 +13,7 @@ from serving import TINY, RunningCluster, free_port
 
 from cluster.api.blocking_client import BlockingAdminClient, BlockingClient
 from cluster.api.client import Completion, GenerateOptions
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 START_S = 300.0
@@ -60,7 +60,7 @@ def test_what_one_node_computed_another_fetches(cluster: RunningCluster) -> None
         BlockingAdminClient(cluster.admin_address) as admin,
     ):
 
-        def is_open(_: pb.StatusResponse) -> bool:
+        def is_open(_: admin_pb.StatusResponse) -> bool:
             nodes = admin.store_stat().nodes
             return [node.num_sessions for node in nodes] == [1, 1] and all(
                 node.index.state == "up" and node.tiers[0].capacity_bytes for node in nodes
@@ -83,7 +83,7 @@ def test_what_one_node_computed_another_fetches(cluster: RunningCluster) -> None
             return client.complete(prompt, options, timeout_s=60)
 
         def held(tenant: str) -> list[int]:
-            asked = pb.StoreListRequest(filter=pb.StoreFilter(sharing_group=tenant))
+            asked = admin_pb.StoreListRequest(filter=admin_pb.StoreFilter(sharing_group=tenant))
             return sorted(node.num_matching for node in admin.store_list(asked).nodes)
 
         num_blocks = NUM_TOKENS // 16

@@ -19,7 +19,8 @@ from gateway_harness import PROMPT, GatewayHarness, encode, expected
 from cluster.api.admin_client import AdminClient
 from cluster.api.client import Client, GenerateOptions
 from cluster.errors import CallError
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.serve.gateway_server import Gateway
 from workers.messages.link import Submission
 
@@ -133,7 +134,7 @@ async def test_requests_of_others_are_not_explained(scene: Scene) -> None:
         await scene.nobody.explain(VICTIM)
     with pytest.raises(CallError, match="PERMISSION_DENIED"):
         await scene.admin.explain(VICTIM)
-    assert (await scene.acme.explain(VICTIM)).state == "running"
+    assert (await scene.acme.explain(VICTIM)).state == pb.REQUEST_STATE_RUNNING
 
 
 async def test_naming_a_tenant_does_not_explain_its_requests(scene: Scene) -> None:
@@ -179,7 +180,7 @@ async def test_the_same_id_of_another_tenant_is_another_request(scene: Scene) ->
     done = await scene.mallory.complete(PROMPT, options)
     assert list(done.token_ids[0]) == expected(2, 3)
     explained = await scene.mallory.explain(VICTIM)
-    assert (explained.tenant, explained.state) == ("mallory", "finished")
+    assert (explained.tenant, explained.state) == ("mallory", pb.REQUEST_STATE_FINISHED)
     assert (await scene.acme.explain(VICTIM)).tenant == "acme"
     with pytest.raises(CallError, match="ALREADY_EXISTS"):
         await scene.acme.complete(PROMPT, options)
@@ -207,12 +208,12 @@ async def test_nobody_goes_first_at_will(scene: Scene, tenant: str, asked: int, 
 @pytest.mark.parametrize(
     ("method", "request_"),
     [
-        ("Status", pb.StatusRequest()),
-        ("StoreStat", pb.StoreStatRequest()),
-        ("StoreList", pb.StoreListRequest()),
-        ("StoreVerify", pb.StoreVerifyRequest()),
-        ("StorePurge", pb.StorePurgeRequest(all=True)),
-        ("Traffic", pb.TrafficRequest(weights={"tandem-v2": 1.0})),
+        ("Status", admin_pb.StatusRequest()),
+        ("StoreStat", admin_pb.StoreStatRequest()),
+        ("StoreList", admin_pb.StoreListRequest()),
+        ("StoreVerify", admin_pb.StoreVerifyRequest()),
+        ("StorePurge", admin_pb.StorePurgeRequest(all=True)),
+        ("Traffic", admin_pb.TrafficRequest(weights={"tandem-v2": 1.0})),
     ],
 )
 async def test_what_concerns_the_cluster_is_for_operators(scene: Scene, method: str, request_: Any) -> None:

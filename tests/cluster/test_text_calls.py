@@ -14,7 +14,7 @@ from cluster.api import servicer
 from cluster.api.servicer import MAX_CALLS, TextCalls
 from cluster.errors import CallError, OverloadedError
 from cluster.identity.key_roots import KeyRoots
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.preprocess import Preprocessor
 from cluster.text.tokenizer import ModelText
 

@@ -19,8 +19,8 @@ from cluster.errors import CallError, ConfigError
 from cluster.metrics.config import TracingConfig
 from cluster.metrics.ended_request import Caller, EndedRequest, Summary, TimelineEntry
 from cluster.metrics.tracing import Stage, check_tracing, request_stages
-from cluster.proto import tandem_pb2 as pb
-from cluster.proto import tandem_pb2_grpc
+from cluster.proto.tandem.v1 import inference_pb2 as pb
+from cluster.proto.tandem.v1 import inference_pb2_grpc
 from kvtransfer.common.clock import SystemClock
 from workers.messages.link import HandOverReport, PrefillReport, RequestFailed, StageTimes
 
@@ -119,7 +119,7 @@ async def test_a_request_is_a_trace_with_a_span_for_each_stage(
 async def call(address: str, traceparent: str) -> None:
     """As a client with OpenTelemetry of its own would."""
     async with grpc.aio.insecure_channel(address) as channel:
-        stub: Any = tandem_pb2_grpc.InferenceStub(channel)
+        stub: Any = inference_pb2_grpc.InferenceStub(channel)
         request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=encode(PROMPT)), max_tokens=2)
         async for _ in stub.Generate(request, metadata=(("traceparent", traceparent),)):
             pass

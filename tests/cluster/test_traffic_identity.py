@@ -17,7 +17,7 @@ from cluster.api.channel import ClientCredentials
 from cluster.api.client import Client, GenerateOptions
 from cluster.errors import CallError
 from cluster.gateway.relay_channels import shown_name
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.roster.messages import GatewayRecord, SetTraffic
 from cluster.roster.state import RosterClient
 from cluster.serve.gateway_server import Gateway

@@ -19,7 +19,7 @@ from cluster.api.blocking_client import BlockingClient
 from cluster.api.client import Client, Collector, Completion, GenerateOptions
 from cluster.errors import CallError
 from cluster.gateway.traffic_splitter import application_of
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 PROMPTS = [f"def function_{number}(self, value):\n    return value + {number}\n" for number in range(5)]
@@ -162,11 +162,12 @@ class Watch:
             self.seen.append(ready(self._cluster.status(), self._pool))
 
 
-def ready(status: pb.StatusResponse, pool: str) -> frozenset[str]:
-    return frozenset(it.replica_id for it in status.replicas if it.pool == pool and it.state == "ready")
+def ready(status: admin_pb.StatusResponse, pool: str) -> frozenset[str]:
+    ready = admin_pb.REPLICA_STATE_READY
+    return frozenset(it.replica_id for it in status.replicas if it.pool == pool and it.state == ready)
 
 
-def lives(status: pb.StatusResponse, pool: str) -> set[tuple[str, int, int]]:
+def lives(status: admin_pb.StatusResponse, pool: str) -> set[tuple[str, int, int]]:
     return {(it.replica_id, it.epoch, it.process_id) for it in status.replicas if it.pool == pool}
 
 

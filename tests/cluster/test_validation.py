@@ -14,8 +14,8 @@ from gateway_harness import MAX_CONTEXT, PROMPT, Pair, expected
 
 from cluster.api.client import GenerateOptions
 from cluster.errors import HTTP_STATUS, STATUS_TABLE, CallError, RequestError, RetryableError, bad_fields
-from cluster.proto import tandem_pb2 as pb
-from cluster.text.preprocess import ServingLimits, check_request, max_tokens_of, sampling_of
+from cluster.proto.tandem.v1 import inference_pb2 as pb
+from cluster.text.validation import ServingLimits, check_request, max_tokens_of, sampling_of
 from workers.messages.sampling import SamplingParams
 
 LIMITS = ServingLimits(
@@ -27,6 +27,7 @@ LIMITS = ServingLimits(
     allow_pins=False,
 )
 CHAT = pb.ChatMessage
+TEXT = pb.ContentPart
 
 
 def request(**fields: Any) -> pb.GenerateRequest:
@@ -39,12 +40,17 @@ BAD: dict[str, tuple[str, Callable[[], pb.GenerateRequest]]] = {
     "no prompt": ("prompt", pb.GenerateRequest),
     "empty text": ("prompt", lambda: request(text="")),
     "no tokens": ("prompt", lambda: request(token_ids=pb.TokenIds())),
-    "no messages": ("chat", lambda: request(chat=pb.ChatMessages())),
-    "a message without role": ("chat", lambda: request(chat=pb.ChatMessages(messages=[CHAT(content="x")]))),
+    "no messages": ("chat", lambda: request(chat=pb.ChatPrompt())),
+    "a message without role": (
+        "chat.messages[0].role",
+        lambda: request(chat=pb.ChatPrompt(messages=[CHAT(content=[TEXT(text="x")])])),
+    ),
     "10 MB of text": ("prompt", lambda: request(text="x" * (10 << 20))),
     "10 MB of chat": (
         "prompt",
-        lambda: request(chat=pb.ChatMessages(messages=[CHAT(role="user", content="x" * (10 << 20))])),
+        lambda: request(
+            chat=pb.ChatPrompt(messages=[CHAT(role=pb.ROLE_USER, content=[TEXT(text="x" * (10 << 20))])])
+        ),
     ),
     "too many tokens": ("prompt", lambda: request(token_ids=pb.TokenIds(ids=[5] * 600))),
     "as many tokens as the context": ("prompt", lambda: request(token_ids=pb.TokenIds(ids=[5] * 512))),
@@ -128,7 +134,9 @@ async def test_tokenize_and_detokenize_check_too(pair: Pair) -> None:
         stub.Tokenize(pb.TokenizeRequest()),
         stub.Tokenize(pb.TokenizeRequest(text="x" * (10 << 20))),
         stub.Tokenize(
-            pb.TokenizeRequest(chat=pb.ChatMessages(messages=[pb.ChatMessage(role="x" * (10 << 20))]))
+            pb.TokenizeRequest(
+                chat=pb.ChatPrompt(messages=[CHAT(role=pb.ROLE_USER, content=[TEXT(text="x" * (10 << 20))])])
+            )
         ),
         stub.Detokenize(pb.DetokenizeRequest(token_ids=[400])),
         stub.Detokenize(pb.DetokenizeRequest(token_ids=[5] * (MAX_CONTEXT + 1))),

@@ -18,6 +18,7 @@ from e2e_harness import E2eHarness, until
 
 from cluster.admission.admission import RequestAdmission
 from cluster.admission.ladder import Rung
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -200,7 +201,7 @@ async def test_another_tenant_is_served_with_fewer_tokens_and_told_so(harness: E
         assert len(modest.sequence) == 3
         assert modest.finished is not None
         assert modest.finished.usage.capped_max_tokens == 3
-        assert modest.finished.samples[0].finish_reason == "length"
+        assert modest.finished.samples[0].finish_reason == pb.FINISH_REASON_LENGTH
         short = await front.call(prompt(6001, 20), tenant="modest", max_tokens=2, resume=False).done()
         assert short.finished is not None
         assert short.finished.usage.capped_max_tokens == 0

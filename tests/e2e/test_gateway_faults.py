@@ -19,6 +19,7 @@ from e2e_front import SAMPLINGS, Call, Front, Stage, decoding, prompt, tokens_al
 from e2e_harness import SHAPES, Replica, until
 from tokenizers import Tokenizer
 
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from kvtransfer.common.faults import FaultRule
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -87,7 +88,10 @@ async def test_a_prefill_rank_is_killed(stage: Stage, tmp_path: Path, point: str
         assert all(call.finished is not None and call.finished.timing.attempts > 1 for call in calls)
         await stage.harness.quiet(stage.p0, stage.d0)
         status = await front.admin.status()
-        assert {it.replica_id for it in status.replicas if it.state == "ready"} == {"p0", "d0"}
+        assert {it.replica_id for it in status.replicas if it.state == admin_pb.REPLICA_STATE_READY} == {
+            "p0",
+            "d0",
+        }
 
 
 async def test_a_decode_rank_is_killed_mid_stream(stage: Stage, tmp_path: Path) -> None:

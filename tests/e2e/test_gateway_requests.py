@@ -25,7 +25,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cluster.api.client import GenerateStream, Turn
 from cluster.api.public_ports import SERVICE_NAME
 from cluster.errors import CallError
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.preprocess import sample_seed
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -102,7 +103,7 @@ async def test_a_stream_is_transformers_greedy_continuation(front: Front, refere
     assert call.accepted.num_prompt_tokens == len(tokens)
     assert call.finished is not None
     assert (call.finished.prefill_replica, call.finished.decode_replica) == ("p0", "d0")
-    assert [end.finish_reason for end in call.finished.samples] == ["length"]
+    assert [end.finish_reason for end in call.finished.samples] == [pb.FINISH_REASON_LENGTH]
     assert call.finished.usage.completion_tokens == 40
     timing = call.finished.timing
     assert (timing.transport, timing.attempts) == ("shm", 1)
@@ -174,7 +175,7 @@ async def test_a_stop_string_ends_text_and_work(front: Front, reference: Referen
     call = await front.complete(TEXT, max_tokens=60, stop=["never to be seen", stop])
     assert call.texts[0] == text[: text.index(stop)]
     assert call.finished is not None
-    assert call.finished.samples[0].finish_reason == "stop"
+    assert call.finished.samples[0].finish_reason == pb.FINISH_REASON_STOP
     assert call.finished.samples[0].num_tokens < 60
     await front.harness.quiet()
 
@@ -210,7 +211,7 @@ MALFORMED: list[tuple[str, pb.GenerateRequest, str, str]] = [
     ("negative", pb.GenerateRequest(text="x", max_tokens=-1), "INVALID_ARGUMENT", "max_tokens"),
     ("too many", pb.GenerateRequest(text="x", max_tokens=5000), "INVALID_ARGUMENT", "max_tokens"),
     ("top_p", pb.GenerateRequest(text="x", top_p=0.0), "INVALID_ARGUMENT", "top_p"),
-    ("no turns", pb.GenerateRequest(chat=pb.ChatMessages()), "INVALID_ARGUMENT", "chat"),
+    ("no turns", pb.GenerateRequest(chat=pb.ChatPrompt()), "INVALID_ARGUMENT", "chat"),
 ]
 
 
@@ -303,7 +304,7 @@ async def test_a_decision_can_be_recomputed_from_what_explain_tells(front: Front
             call = await costly.complete(asked, max_tokens=3)
             assert call.accepted is not None
             told = await costly.client.explain(call.accepted.request_id)
-            assert told.state == "finished"
+            assert told.state == pb.REQUEST_STATE_FINISHED
             assert {"accepted", "routed", "first token", "finished"} <= {it.name for it in told.timeline}
             (decision,) = told.decisions
             assert (decision.prefill, decision.decode) == least(decision)
@@ -337,8 +338,8 @@ async def test_status_names_replicas_and_measured_paths(front: Front) -> None:
     assert status.ready
     replicas = {replica.replica_id: replica for replica in status.replicas}
     assert {(name, it.role, it.state) for name, it in replicas.items()} == {
-        ("p0", "prefill", "ready"),
-        ("d0", "decode", "ready"),
+        ("p0", admin_pb.REPLICA_ROLE_PREFILL, admin_pb.REPLICA_STATE_READY),
+        ("d0", admin_pb.REPLICA_ROLE_DECODE, admin_pb.REPLICA_STATE_READY),
     }
     (written,) = await front.admin.paths(["p0"])
     path = next(path for path in written.paths if path.peer_replica_id == "d0")

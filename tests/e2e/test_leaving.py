@@ -12,6 +12,7 @@ import pytest_asyncio
 from e2e_front import Call, Stage, decoding, prompt, tokens_alone
 from e2e_harness import until
 
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from kvtransfer.common.faults import FaultRule
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -132,7 +133,9 @@ async def test_a_decode_replica_becomes_a_prefill_replica_and_back(stage: Stage)
         assert attempts(calls) == [1] * 3
         assert {call.finished.decode_replica for call in calls if call.finished} == {"d0"}
         status = await front.admin.status()
-        assert {it.role for it in status.replicas if it.replica_id.startswith("guest")} == {"prefill"}
+        assert {it.role for it in status.replicas if it.replica_id.startswith("guest")} == {
+            admin_pb.REPLICA_ROLE_PREFILL
+        }
         later = stage.calls(front, 610, 6, 8)
         await stage.all_right(later, 610, 8)
         ends = [call.finished for call in later if call.finished is not None]

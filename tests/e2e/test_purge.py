@@ -17,7 +17,7 @@ from e2e_front import Call, Front, copy_tiny, prompt, tokens_alone
 from e2e_harness import E2eHarness, Replica, until
 from store_harness import StoreHarness
 
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.roster.messages import StoreRecord
 from kvtransfer.store.messages import StatRequest, StorePutDone, StoreStat
 from workers.store_connector.block_saver import BlockSaver
@@ -41,8 +41,8 @@ class Purged:
     def replica(self, name: str) -> Replica:
         return self.harness.replicas[name]
 
-    async def purge(self, **chosen: Any) -> pb.StorePurgeResponse:
-        asked = pb.StorePurgeRequest(filter=pb.StoreFilter(**chosen), all=not chosen)
+    async def purge(self, **chosen: Any) -> admin_pb.StorePurgeResponse:
+        asked = admin_pb.StorePurgeRequest(filter=admin_pb.StoreFilter(**chosen), all=not chosen)
         return await self.front.admin.store_purge(asked, 30.0)
 
     async def settled(self) -> None:

@@ -15,6 +15,8 @@ from e2e_harness import until
 
 from cluster.api.client import GenerateOptions
 from cluster.errors import CallError
+from cluster.proto.enums import name_of
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -114,7 +116,7 @@ async def test_what_cancelled_and_failed_requests_have_used_is_counted_and_given
         use = front.gateway.requests.counters.tenants.series()["a"]
         assert (use.num_requests, use.num_prompt_tokens) == (2, 2 * NUM_PROMPT)
         assert use.num_output_tokens >= cancelled.num_tokens + failed.num_tokens
-        states = {it.state: it for it in await front.client.requests()}
+        states = {name_of(pb.RequestState, it.state): it for it in await front.client.requests()}
         assert set(states) == {"cancelled", "failed"}
         assert states["cancelled"].num_output_tokens >= cancelled.num_tokens > 0
         now = front.clock.now()

@@ -9,15 +9,15 @@ from e2e_front import Front, copy_tiny
 from e2e_harness import E2eHarness
 from entered_files import EnteredFiles, documented_files
 
-from cluster.proto import tandem_pb2 as pb
-from cluster.proto import tandem_pb2_grpc
+from cluster.proto.tandem.v1 import inference_pb2 as pb
+from cluster.proto.tandem.v1 import inference_pb2_grpc
 
 # The commit before this list existed entered 70. See "Files of one request" in docs/architecture.md.
-MAX_FILES = 70
+MAX_FILES = 78
 TEXT = "import os\n\ndef read_lines(path):\n    with open(path) as file:\n        return" * 4
 
 
-async def stream(stub: tandem_pb2_grpc.InferenceStub, text: str) -> list[str]:
+async def stream(stub: inference_pb2_grpc.InferenceStub, text: str) -> list[str]:
     """The kinds of events of one request."""
     request = pb.GenerateRequest(text=text, max_tokens=24, ignore_eos=True)
     return [event.WhichOneof("event") async for event in stub.Generate(request)]
@@ -36,7 +36,7 @@ async def test_one_request_enters_the_documented_files(tmp_path: Path) -> None:
             try:
                 await front.register(*replicas)
                 async with grpc.aio.insecure_channel(front.address) as channel:
-                    stub = tandem_pb2_grpc.InferenceStub(channel)
+                    stub = inference_pb2_grpc.InferenceStub(channel)
                     for number in range(2):
                         await stream(stub, f"warm-up {number} {TEXT}")
                     for number in range(3):

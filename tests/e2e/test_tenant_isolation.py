@@ -21,7 +21,7 @@ from e2e_front import Call, Front, copy_tiny, prompt
 from e2e_harness import BLOCK_TOKENS, E2eHarness, until
 from store_harness import StoreHarness
 
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from kvtransfer.blocks.keys import KEY_BYTES
 from kvtransfer.protocol.receiver import LandingTable
 from kvtransfer.store.messages import FetchRequest, FindRequest, PutRequest

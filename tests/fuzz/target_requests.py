@@ -11,12 +11,15 @@ from typing import Any
 from gateway_harness import TEMPLATE, write_model
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
 
 from cluster.api.json_text import as_dict
 from cluster.errors import RequestError, to_grpc_status
-from cluster.proto import tandem_pb2 as pb
-from cluster.text.chat_template import ChatTemplate, ChatTurn, RenderOrder, render
-from cluster.text.preprocess import (
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
+from cluster.text.chat_template import Chat, ChatTemplate, ChatTurn, RenderOrder, render
+from cluster.text.tokenizer import ModelText
+from cluster.text.validation import (
     ServingLimits,
     check_detokenize,
     check_request,
@@ -25,7 +28,6 @@ from cluster.text.preprocess import (
     max_tokens_of,
     sampling_of,
 )
-from cluster.text.tokenizer import ModelText
 from tests.fuzz.mutation import EDGE_FLOATS, EDGE_INTS, any_text, mutate_bytes
 from tests.fuzz.target import Target, outcome
 
@@ -44,18 +46,21 @@ def open_targets(stack: ExitStack, folder: Path) -> list[Target]:
     """Return a target for the message of each method, and that of chat templates."""
     text = ModelText.load(write_model(folder / "model"))
     messages = {
-        method.input_type.name
-        for service in pb.DESCRIPTOR.services_by_name.values()
+        method.input_type.name: GetMessageClass(method.input_type)
+        for api in (pb, admin_pb)
+        for service in api.DESCRIPTOR.services_by_name.values()
         for method in service.methods
     }
     return [
-        *(Target(f"gRPC {name}", partial(_request, name, text), 60) for name in sorted(messages)),
+        *(
+            Target(f"gRPC {name}", partial(_request, kind, text), 60)
+            for name, kind in sorted(messages.items(), key=lambda item: item[0])
+        ),
         Target("chat template's input", _render, 60),
     ]
 
 
-def _request(name: str, text: ModelText, rng: Random) -> str:
-    kind: type[Message] = getattr(pb, name)
+def _request(kind: type[Message], text: ModelText, rng: Random) -> str:
     drawn = kind()
     _fill(rng, drawn, rng.choice((0.1, 0.2, 0.5)), 0)
     data = drawn.SerializeToString()
@@ -128,8 +133,7 @@ def _scalar(rng: Random, field: FieldDescriptor) -> Any:
 def _render(rng: Random) -> str:
     """What a chat holds changes nothing but the text."""
     turns = tuple(ChatTurn(any_text(rng), any_text(rng)) for _ in range(rng.randrange(4)))
-    order = RenderOrder(
-        ChatTemplate(TEMPLATE, {"eos_token": "<|end|>"}), turns, rng.random() < 0.5, 0.0, 4096, 1
-    )
+    chat = Chat(turns, add_generation_prompt=rng.random() < 0.5)
+    order = RenderOrder(ChatTemplate(TEMPLATE, {"eos_token": "<|end|>"}), chat, 0.0, 4096)
     result = render(order)
     return type(result).__name__

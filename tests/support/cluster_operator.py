@@ -16,7 +16,8 @@ from serving import RunningCluster
 from cluster.api.blocking_client import BlockingClient
 from cluster.api.client import GenerateOptions
 from cluster.errors import CallError
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 
 class Operator:
@@ -56,17 +57,17 @@ class Operator:
         ]
 
 
-def ready(pool: str, num_replicas: int) -> Callable[[pb.StatusResponse], bool]:
+def ready(pool: str, num_replicas: int) -> Callable[[admin_pb.StatusResponse], bool]:
     """So many replicas of the pool, all ready, and none on its way out."""
 
-    def holds(status: pb.StatusResponse) -> bool:
+    def holds(status: admin_pb.StatusResponse) -> bool:
         states = [replica.state for replica in status.replicas if replica.pool == pool]
-        return states == ["ready"] * num_replicas
+        return states == [admin_pb.REPLICA_STATE_READY] * num_replicas
 
     return holds
 
 
-def pool_of(status: pb.StatusResponse, name: str) -> pb.Pool:
+def pool_of(status: admin_pb.StatusResponse, name: str) -> admin_pb.Pool:
     return next(pool for pool in status.pools if pool.name == name)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from cluster.config import ClusterConfig, parse_config
 from cluster.doctor.checks import CheckContext, CheckResult, Expected, GatewayReply, Live, Severity
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.enums import value_of
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.serve.machine import KernelClock, Machine
 from cluster.serve.memory import ClusterNeed, needs_of
 from kvtransfer.common.clock import Clock, SystemClock
@@ -129,18 +130,18 @@ def only(look: Callable[[Any], Iterable[CheckResult]], context: Any) -> CheckRes
 NOW = 1_800_000_000.0
 _DAY_MS = 86_400_000
 VERSIONS = {"tandem-serve": "0.1.0", "ray": "2.60.0"}
-Change = Callable[[pb.StatusResponse], object]
+Change = Callable[[admin_pb.StatusResponse], object]
 
 
-def replica(name: str, role: str) -> pb.Replica:
+def replica(name: str, role: str) -> admin_pb.Replica:
     """Ready for a day, half full, nothing wrong."""
-    return pb.Replica(
+    return admin_pb.Replica(
         replica_id=name,
         epoch=int(NOW * 1000) - _DAY_MS,
         pool=role,
-        role=role,
-        state="ready",
-        load=pb.Load(
+        role=value_of(admin_pb.ReplicaRole, role),
+        state=admin_pb.REPLICA_STATE_READY,
+        load=admin_pb.Load(
             num_free_blocks=500,
             num_total_blocks=1000,
             decode_step_ms=10.0,
@@ -150,13 +151,13 @@ def replica(name: str, role: str) -> pb.Replica:
     )
 
 
-def status() -> pb.StatusResponse:
+def status() -> admin_pb.StatusResponse:
     """p0 prefills, d0 decodes; one gateway, a day old, a hundred quick requests."""
-    return pb.StatusResponse(
+    return admin_pb.StatusResponse(
         replicas=[replica("p0", "prefill"), replica("d0", "decode")],
         gateways=[
-            pb.GatewayStatus(gateway_id="g0", address="h:1", admin="h:11"),
-            pb.GatewayStatus(gateway_id="g1", address="h:2", admin="h:12"),
+            admin_pb.GatewayStatus(gateway_id="g0", address="h:1", admin="h:11"),
+            admin_pb.GatewayStatus(gateway_id="g1", address="h:2", admin="h:12"),
         ],
         uptime_s=86_400.0,
         versions=VERSIONS,
@@ -164,11 +165,15 @@ def status() -> pb.StatusResponse:
         ready=True,
         authentication="required",
         pools=[
-            pb.Pool(name="prefill", role="prefill", configured=1, desired=1, num_ready=1),
-            pb.Pool(name="decode", role="decode", configured=1, desired=1, num_ready=1),
+            admin_pb.Pool(
+                name="prefill", role=admin_pb.REPLICA_ROLE_PREFILL, configured=1, desired=1, num_ready=1
+            ),
+            admin_pb.Pool(
+                name="decode", role=admin_pb.REPLICA_ROLE_DECODE, configured=1, desired=1, num_ready=1
+            ),
         ],
         wall_time_s=NOW,
-        recent=pb.RecentRequests(
+        recent=admin_pb.RecentRequests(
             num_requests=100,
             window_s=60.0,
             ttft_p50_ms=100.0,
@@ -185,11 +190,11 @@ def status() -> pb.StatusResponse:
     )
 
 
-def store_node() -> pb.StoreNodeStat:
-    return pb.StoreNodeStat(
-        member=pb.StoreMember(node_id="n0", epoch=1, host="node-a", process_id=77),
-        tiers=[pb.StoreTier(tier="dram", num_bytes=5, capacity_bytes=10)],
-        index=pb.StoreIndex(state="up", num_lookups=100, latency_ms=0.4),
+def store_node() -> admin_pb.StoreNodeStat:
+    return admin_pb.StoreNodeStat(
+        member=admin_pb.StoreMember(node_id="n0", epoch=1, host="node-a", process_id=77),
+        tiers=[admin_pb.StoreTier(tier="dram", num_bytes=5, capacity_bytes=10)],
+        index=admin_pb.StoreIndex(state="up", num_lookups=100, latency_ms=0.4),
     )
 
 
@@ -197,10 +202,10 @@ def live(
     change: Change = lambda status: None,
     *,
     before: Change | None = None,
-    store: Callable[[pb.StoreNodeStat], object] = lambda node: None,
-    store_before: Callable[[pb.StoreNodeStat], object] | None = None,
+    store: Callable[[admin_pb.StoreNodeStat], object] = lambda node: None,
+    store_before: Callable[[admin_pb.StoreNodeStat], object] | None = None,
     other: Change | None = None,
-    path: Callable[[pb.Path], object] = lambda path: None,
+    path: Callable[[admin_pb.Path], object] = lambda path: None,
     replies: tuple[GatewayReply, ...] = (),
     **expected: float,
 ) -> Live:
@@ -210,7 +215,7 @@ def live(
     change(now)
     (before or change)(earlier)
     (other or change)(second)
-    written = pb.Path(peer_replica_id="d0", transport="shm", gb_s=5.0, latency_us=3.0, device="memory")
+    written = admin_pb.Path(peer_replica_id="d0", transport="shm", gb_s=5.0, latency_us=3.0, device="memory")
     path(written)
     node, node_before = store_node(), store_node()
     store(node)
@@ -224,5 +229,5 @@ def live(
         gateways=replies or (GatewayReply("h:1", now), GatewayReply("h:2", second)),
         expected=Expected(**settings),
         version="0.1.0",
-        paths=[pb.ReplicaPaths(replica_id="p0", paths=[written])],
+        paths=[admin_pb.ReplicaPaths(replica_id="p0", paths=[written])],
     )

@@ -20,7 +20,7 @@ from cluster.api.admin_client import AdminClient
 from cluster.api.client import Client, GenerateOptions, GenerateStream, Prompt
 from cluster.config import ClusterConfig, parse_config
 from cluster.errors import CallError
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.roster.messages import ReplicaRecord
 from cluster.roster.state import LocalRoster
 from cluster.serve.gateway_server import Gateway

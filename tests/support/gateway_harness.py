@@ -23,7 +23,7 @@ from cluster.api.client import Client
 from cluster.config import ClusterConfig, parse_config
 from cluster.identity.identity import LOCAL
 from cluster.identity.resume_tokens import ResumeTokens, resume_digest
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.roster.messages import GatewayRecord, ReplicaRecord
 from cluster.roster.state import LocalRoster
 from cluster.scaling.orders import Operations
@@ -450,6 +450,7 @@ class GatewayHarness:
             console=f"127.0.0.1:{gateway.console_port}" if gateway.console_port else "",
             admin=f"127.0.0.1:{gateway.admin_port}",
             fleet=f"127.0.0.1:{gateway.fleet_port}",
+            http=f"127.0.0.1:{gateway.http_port}",
         )
         await self.roster.register(record)
         await until(

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from msgspec.structs import replace
+from numpy.typing import NDArray
 from plan_reader import ExpectedSlots, Work
 
 from kvtransfer.common.clock import ManualClock
@@ -28,7 +29,7 @@ from workers.messages.rank_channel import (
     StepReport,
     TableChange,
 )
-from workers.messages.sampling import SamplingParams
+from workers.messages.sampling import SamplingParams, TokenLogprob
 from workers.model.host_kv import OffloadMode
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups, find_store, open_store
@@ -114,6 +115,9 @@ class LocalEngine:
         self.steps = StepLoop(self.scheduler, self._send, ManualClock(0.0), tp, self.pp)
         self._out: deque[list[Future[StepReport]]] = deque()
         self.failures: dict[str, RequestFailed] = {}
+        # What was read of prompts, as it came: (index of the token, its log-probability).
+        self.prompt_logprobs: dict[str, list[tuple[int, TokenLogprob]]] = {}
+        self.embeddings: dict[str, list[NDArray[np.float32]]] = {}
         self.most_offloaded = 0
         self.plans: list[StepPlan] = []
 
@@ -140,6 +144,12 @@ class LocalEngine:
         reports = [future.result() for future in self._out.popleft()]
         outcome = [self.steps.settle(rank, report) for rank, report in enumerate(reports)][-1]
         assert outcome is not None
+        for read in outcome.prompt_logprobs:
+            numbered = enumerate(read.logprobs.unpacked(), read.first_index)
+            self.prompt_logprobs.setdefault(read.request_id, []).extend(numbered)
+        for embedding in outcome.embeddings:
+            vector = np.frombuffer(embedding.vector, "<f4")
+            self.embeddings.setdefault(embedding.request_id, []).append(vector)
         self.scheduler.check()
         self.most_offloaded = max(self.most_offloaded, self.scheduler.num_offloaded_blocks)
         return outcome

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from cluster.errors import RequestError
-from cluster.gateway.attempt import OutputDelta
+from cluster.gateway.attempt import EmbeddingDelta, Output, OutputDelta, PromptLogprobsDelta
 from cluster.gateway.request_state import RequestPhase, RequestState
 from cluster.metrics.ended_request import Summary, TimelineEntry
 from cluster.text.preprocess import PreparedRequest, SampleStart, sample_seed
-from cluster.text.tokenizer import SampleText
+from cluster.text.sample_text import SampleText
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import Decision, RouteRequest
 from workers.messages.link import (
@@ -85,6 +85,8 @@ Effect = (
     | Confirm
     | Release
     | OutputDelta
+    | PromptLogprobsDelta
+    | EmbeddingDelta
     | Finish
     | Fail
 )
@@ -125,7 +127,7 @@ class RecordedEffects:
     def release_placement(self) -> None:
         self._record(Release())
 
-    def emit(self, delta: OutputDelta) -> None:
+    def emit(self, delta: Output) -> None:
         self._record(delta)
 
     def finish(self, summary: Summary) -> None:

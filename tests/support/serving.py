@@ -22,7 +22,8 @@ from patience import SETTLE_S, START_S, WAIT_S
 from benchmarks.random_checkpoint import write_random_checkpoint
 from cluster.api.blocking_client import BlockingAdminClient
 from cluster.errors import CallError
-from cluster.proto import tandem_pb2 as pb
+from cluster.proto.enums import value_of
+from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from kvtransfer.common.clock import SystemClock
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -133,17 +134,21 @@ class RunningCluster:
     def admin_address(self) -> str:
         return self.addresses["admin"]
 
-    def status(self) -> pb.StatusResponse:
+    def status(self) -> admin_pb.StatusResponse:
         with BlockingAdminClient(self.admin_address) as client:
             return client.status()
 
-    def replica(self, role: str) -> pb.Replica:
+    def replica(self, role: str) -> admin_pb.Replica:
         """The first replica of this role."""
-        return next(replica for replica in self.status().replicas if replica.role == role)
+        return next(
+            replica
+            for replica in self.status().replicas
+            if replica.role == value_of(admin_pb.ReplicaRole, role)
+        )
 
     def wait_for(
-        self, condition: Callable[[pb.StatusResponse], bool], timeout_s: float = SETTLE_S
-    ) -> pb.StatusResponse:
+        self, condition: Callable[[admin_pb.StatusResponse], bool], timeout_s: float = SETTLE_S
+    ) -> admin_pb.StatusResponse:
         """The first status that fulfils the condition."""
         deadline = self._clock.now() + timeout_s
         pause = threading.Event()

@@ -275,7 +275,9 @@ class PromptPush:
         if need is not None and self._sender.has_path(self.target):
             self.need = None
             submission = need.submission
-            self._sender.ask(self.target, submission, need.num_tokens, submission.block_keys, need.deadline)
+            is_scored = submission.sampling.num_prompt_logprobs is not None  # it takes nothing from caches
+            keys = () if is_scored else submission.block_keys
+            self._sender.ask(self.target, submission, need.num_tokens, keys, need.deadline)
 
     def peer_failed(self, reason: str) -> None:
         """The request must be routed again."""

@@ -20,12 +20,13 @@ from workers.messages.link import (
     GatewayKey,
     HandOverTarget,
     News,
+    PromptEmbedding,
     RequestFailed,
     RequestKey,
     Submission,
     TokenDelta,
 )
-from workers.messages.sampling import SamplingParams
+from workers.messages.sampling import MAX_PROMPT_LOGPROBS, Grammar, SamplingParams
 
 
 class Push(Protocol):
@@ -136,6 +137,12 @@ class RequestTable:
         del self._records[key]
         return record
 
+    def post_embedding(self, embedding: PromptEmbedding) -> None:
+        """Send the embedding of a prompt, which is the end of its request."""
+        record = self._records.pop((embedding.request_id, embedding.attempt), None)
+        if record is not None:
+            self._gateways.post(record.gateway, embedding)
+
     def fail(self, failure: RequestFailed) -> None:
         """End the attempt and report the failure to its gateway."""
         record = self.remove((failure.request_id, failure.attempt))
@@ -191,7 +198,22 @@ def _problems(submission: Submission, vocab_size: int) -> Iterator[str]:
         yield f"priority: {submission.priority} is beyond {_MAX_INT32}"
     if submission.deadline_s is not None and not math.isfinite(submission.deadline_s):
         yield f"deadline_s: {submission.deadline_s} is no time"
+    if submission.grammar is not None:
+        yield from _grammar_problems(submission.grammar, submission.sampling)
+    yield from _pooling_problems(submission)
     yield from _sampling_problems(submission.sampling, vocab_size)
+
+
+def _pooling_problems(submission: Submission) -> Iterator[str]:
+    """What an embedding of a prompt cannot be asked for together with."""
+    if submission.pooling is None:
+        return
+    if len(submission.samples) != 1 or submission.samples[0].output:
+        yield "pooling: a prompt that is embedded has one sample, without output"
+    if submission.decode is not None:
+        yield "pooling: a prompt that is embedded is not handed over; leave out decode"
+    if submission.grammar is not None:
+        yield "pooling: a prompt that is embedded has no output that a grammar could describe"
 
 
 def _token_problems(field: str, tokens: bytes, vocab_size: int) -> Iterator[str]:
@@ -199,6 +221,13 @@ def _token_problems(field: str, tokens: bytes, vocab_size: int) -> Iterator[str]
         yield f"{field}: {len(tokens)} bytes are no token ids"
     elif max(memoryview(tokens).cast("I"), default=0) >= vocab_size:
         yield f"{field}: a token id is not below {vocab_size}"
+
+
+def _grammar_problems(grammar: Grammar, sampling: SamplingParams) -> Iterator[str]:
+    if problem := grammar.find_problem():
+        yield f"grammar.{problem}"
+    if sampling.ignore_eos:
+        yield "sampling.ignore_eos: not with a grammar, which says where the output ends"
 
 
 def _sampling_problems(sampling: SamplingParams, vocab_size: int) -> Iterator[str]:
@@ -218,6 +247,9 @@ def _sampling_problems(sampling: SamplingParams, vocab_size: int) -> Iterator[st
             yield f"sampling.{name}: {getattr(sampling, name)} is not from 0 to {_MAX_INT32}"
     if sampling.num_logprobs is not None and not 0 <= sampling.num_logprobs <= vocab_size:
         yield f"sampling.num_logprobs: {sampling.num_logprobs} is not from 0 to {vocab_size}"
+    most = min(MAX_PROMPT_LOGPROBS, vocab_size)
+    if sampling.num_prompt_logprobs is not None and not 0 <= sampling.num_prompt_logprobs <= most:
+        yield f"sampling.num_prompt_logprobs: {sampling.num_prompt_logprobs} is not from 0 to {most}"
     # The vocabulary of a tokenizer may be larger than the model's.
     for token, bias in sampling.logit_bias.items():
         if not 0 <= token <= _MAX_TOKEN_ID or not abs(bias) <= _MAX_FLOAT32:

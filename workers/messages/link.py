@@ -12,7 +12,7 @@ from kvtransfer.messages import (
     KvSnapshotRequest,
     ReplicaIdentity,
 )
-from workers.messages.sampling import SamplingParams, TokenLogprob
+from workers.messages.sampling import Grammar, PackedLogprobs, SamplingParams, TokenLogprob
 from workers.stats_record import ReplicaStats
 
 # (request id, attempt).
@@ -22,6 +22,8 @@ GatewayKey = tuple[str, int]
 # What a request is for. Under load `batch` is paused first.
 ServiceClass = Literal["interactive", "standard", "batch"]
 SERVICE_CLASSES: tuple[ServiceClass, ...] = get_args(ServiceClass)
+# What is taken of a prompt that is embedded: the last token's hidden state.
+Pooling = Literal["last"]
 
 # ------------------------------------------------------------------------------- gateway to engine core
 
@@ -34,11 +36,14 @@ class GatewayHello(Message, frozen=True):
 
 
 class SampleState(Part, frozen=True):
-    """One of the `n` continuations of a prompt: its number, its seed, and the tokens it has so far."""
+    """One of the `n` continuations of a prompt: its number, its seed, and the tokens it has so far. With a
+    grammar `mask_digest` is that of its last token (`TokenDelta`), with which the replayed state is compared;
+    b"": it is not."""
 
     index: int
     seed: int
     output: bytes = b""
+    mask_digest: bytes = b""
 
 
 class HandOverTarget(Part, frozen=True):
@@ -52,11 +57,13 @@ class Submission(Message, frozen=True):
     """Gateway to engine core: run this request (or hand it over to `decode` after prefill).
 
     `block_keys` are the chained keys of the prompt's full blocks, computed once at the gateway; blocks of
-    output continue their chain, which begins at `root_key`. The KV belongs to the `sharing_group`.
-    `samples` share the prompt; more than one only when all outputs are empty (a resumed request is one
-    submission per unfinished sample). `deadline_s` is what remains of it (None: none). KV of a private one
-    is neither found by others nor stored. A `suspect` was in flight when a replica broke: it runs alone until
-    it has survived some steps (`engine.isolation`).
+    output continue their chain, which begins at `root_key`. The KV belongs to the `sharing_group`. `samples`
+    share the prompt; more than one only when all outputs are empty (a resumed request is one submission per
+    unfinished sample). `deadline_s` is what remains of it (None: none). KV of a private one is neither found
+    by others nor stored. A `suspect` was in flight when a replica broke: it runs alone until it has survived
+    some steps (`engine.isolation`). One with `pooling` ends with the prompt, by a `PromptEmbedding` in place
+    of tokens: it has one sample, without output, and is not handed over. With a `grammar` every
+    sample's output is one of its texts, or the beginning of one where it ends for another reason.
     """
 
     request_id: str
@@ -74,6 +81,8 @@ class Submission(Message, frozen=True):
     is_private: bool = False
     suspect: bool = False
     service_class: ServiceClass = "standard"
+    pooling: Pooling | None = None
+    grammar: Grammar | None = None
 
 
 class Announce(Message, frozen=True):
@@ -129,7 +138,8 @@ class StageTimes(Part, frozen=True):
 
 class TokenDelta(Part, frozen=True):
     """New tokens of one sample: output indices [first_index, first_index + n). `finish` is "" while it
-    runs, else "stop" (an end token, included last) or "length"."""
+    runs, else "stop" (an end token, included last) or "length". With a grammar `mask_digest` is that of the
+    tokens that were allowed in the last one's place."""
 
     request_id: str
     attempt: int
@@ -138,6 +148,27 @@ class TokenDelta(Part, frozen=True):
     tokens: bytes
     logprobs: tuple[TokenLogprob, ...]
     finish: str
+    mask_digest: bytes = b""
+
+
+class PromptLogprobs(Part, frozen=True):
+    """Log-probabilities of the prompt's tokens [first_index, first_index + n), of which the first token of
+    all has none. They come in order, in parts of bounded size, all of them before the first token of output;
+    after a preemption some may come twice."""
+
+    request_id: str
+    attempt: int
+    first_index: int
+    logprobs: PackedLogprobs
+
+
+class PromptEmbedding(Part, frozen=True):
+    """The end of a request with `pooling`: the hidden state of the prompt's last token after the final norm,
+    not normalized, as float32 `vector` [hidden_size]."""
+
+    request_id: str
+    attempt: int
+    vector: bytes
 
 
 class PrefillReport(Part, frozen=True):
@@ -212,7 +243,16 @@ class LoadReport(ReplicaStats, frozen=True, kw_only=True):
     sequence: int
 
 
-News = TokenDelta | PrefillReport | HandOverReport | RequestFailed | MoveEnded | IsolationReport
+News = (
+    TokenDelta
+    | PromptLogprobs
+    | PromptEmbedding
+    | PrefillReport
+    | HandOverReport
+    | RequestFailed
+    | MoveEnded
+    | IsolationReport
+)
 
 
 class QueueReport(Part, frozen=True):
@@ -238,6 +278,8 @@ class StepFrame(Message, frozen=True):
     moves: tuple[MoveEnded, ...] = ()
     isolations: tuple[IsolationReport, ...] = ()
     queue: QueueReport | None = None
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    embeddings: tuple[PromptEmbedding, ...] = ()
 
 
 class ReplicaHello(Message, frozen=True):

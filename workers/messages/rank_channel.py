@@ -14,7 +14,7 @@ from kvtransfer.messages import (
 )
 from kvtransfer.rpc.trust import TrustFiles
 from kvtransfer.store.messages import StoreOrder, StoreReport
-from workers.messages.sampling import SamplingParams, TokenLogprob
+from workers.messages.sampling import Grammar, PackedLogprobs, SamplingParams, TokenLogprob
 from workers.stats_record import DeviceMemory
 
 # ---------------------------------------------------------------------------------------------- start
@@ -135,28 +135,56 @@ class RankFailed(Message, frozen=True):
     lost_peer: bool = False
 
 
+# ------------------------------------------------------------------------------------------- grammars
+
+
+class CompileGrammar(Message, frozen=True):
+    """Engine core to the rank that samples: compile this grammar and keep it until it is released; answered
+    with `GrammarCompiled`."""
+
+    grammar: Grammar
+
+
+class ReleaseGrammar(Message, frozen=True):
+    """Engine core to the rank that samples: no request here needs this grammar any more. It may stay in the
+    cache. Follows every `CompileGrammar`, also one that was refused."""
+
+    digest: bytes
+
+
+class GrammarCompiled(Message, frozen=True):
+    """Rank to engine core: slots may start with this grammar or, with an `error`, it is refused. `is_full`:
+    only because others take all the memory that there is for grammars."""
+
+    digest: bytes
+    error: str = ""
+    is_full: bool = False
+
+
 # ---------------------------------------------------------------------------------------------- steps
 
 
 class SlotSample(Part, frozen=True):
     """A sample takes slot `slot` of the rank. `last_token` is the newest of prompt and output, of which it
     has `num_output_tokens` already (resume, hand-over, preemption); `output` are these where penalties count
-    them, else b""."""
+    them or a grammar replays them, else b"". `mask_digest` as in `SampleState`."""
 
     slot: int
     seed: int
     last_token: int
     num_output_tokens: int = 0
     output: bytes = b""
+    mask_digest: bytes = b""
 
 
 class SlotStart(Part, frozen=True):
     """Samples of one request begin: what the sampler must know of them. `prompt` is b"" unless the repetition
-    penalty looks at it."""
+    penalty looks at it; `grammar` is the digest of one that is compiled, or b""."""
 
     sampling: SamplingParams
     samples: tuple[SlotSample, ...]
     prompt: bytes = b""
+    grammar: bytes = b""
 
 
 class TableChange(Part, frozen=True):
@@ -168,13 +196,24 @@ class TableChange(Part, frozen=True):
     block_ids: bytes
 
 
+class PromptTargets(Part, frozen=True):
+    """Log-probabilities are asked for of these `tokens` (uint32) of a prompt, and of the `num_top` most
+    likely in their places: each from the logits of the position before it, the first from those of position
+    `start`."""
+
+    start: int
+    tokens: bytes
+    num_top: int
+
+
 class BatchEntry(Part, frozen=True):
     """Compute `num_tokens` tokens of one sequence from position `start`: a chunk of a prompt, or the first
     token that a slot computes after its start.
 
     `sample_slots` are the slots that sample from the last position's logits: none for a chunk that is not the
     prompt's last, one normally, n when n samples fork from one prompt. All slots that are named continue
-    behind the last position, which the block table of `slot` covers.
+    behind the last position, which the block table of `slot` covers. With `pools`, the hidden state of the
+    last position is asked for in place of a sample.
     """
 
     slot: int
@@ -182,6 +221,8 @@ class BatchEntry(Part, frozen=True):
     num_tokens: int
     tokens: bytes
     sample_slots: tuple[int, ...]
+    targets: PromptTargets | None = None
+    pools: bool = False
 
 
 class BlockCopy(Part, frozen=True):
@@ -224,6 +265,11 @@ class StepPlan(Message, frozen=True):
     def num_tokens(self) -> int:
         return sum(entry.num_tokens for entry in self.entries) + len(self.decodes) // 4
 
+    @property
+    def num_targets(self) -> int:
+        """Tokens of prompts whose log-probabilities are asked for."""
+        return sum(len(entry.targets.tokens) // 4 for entry in self.entries if entry.targets is not None)
+
 
 class RowLogprob(Part, frozen=True):
     """The log-probabilities that go with the token of row `row` of a report."""
@@ -232,19 +278,44 @@ class RowLogprob(Part, frozen=True):
     logprob: TokenLogprob
 
 
+class EntryLogprobs(Part, frozen=True):
+    """The log-probabilities of the `targets` of entry `index` of the plan."""
+
+    index: int
+    logprobs: PackedLogprobs
+
+
+class EntryEmbedding(Part, frozen=True):
+    """The hidden state after the final norm of the last position of entry `index` of the plan, which `pools`:
+    float32 `vector` [hidden_size]."""
+
+    index: int
+    vector: bytes
+
+
 class FailedEntry(Part, frozen=True):
     """Sequence `index` of the plan, of its entries and then of its decodes, was not computed; "" where
-    another rank knows why."""
+    another rank knows why. `code` is that of its `RequestFailed`: "invalid" where its grammar is the
+    cause."""
 
     index: int
     reason: str
+    code: str = "internal"
+
+
+class RowMask(Part, frozen=True):
+    """The digest of the tokens that a grammar allowed in the place of the token of row `row` of a report."""
+
+    row: int
+    digest: bytes
 
 
 class StepReport(Message, frozen=True):
     """Rank to engine core: its part of the step is done and its KV is in the pool, except that of `failed`
     entries. Only the sampling rank has `tokens`: uint32, a row for each of the plan's `sample_slots`, 0 where
-    it failed. `logprobs` are those of the rows for which they were asked. Times are the rank's monotonic
-    clock: when its input was there, and when its part was done."""
+    it failed. `logprobs` are those of the rows for which they were asked, `masks` of those with a grammar,
+    and `prompt_logprobs` and `embeddings` those of entries; an entry that failed has none. Times are the
+    rank's monotonic clock: when its input was there, and when its part was done."""
 
     step: int
     tokens: bytes
@@ -256,6 +327,9 @@ class StepReport(Message, frozen=True):
     # earlier step which this plan had not known of.
     failed: tuple[FailedEntry, ...] = ()
     logprobs: tuple[RowLogprob, ...] = ()
+    prompt_logprobs: tuple[EntryLogprobs, ...] = ()
+    embeddings: tuple[EntryEmbedding, ...] = ()
+    masks: tuple[RowMask, ...] = ()
 
 
 class StepProgress(Message, frozen=True):
@@ -271,7 +345,9 @@ class Shutdown(Message, frozen=True):
     reason: str
 
 
-RankDown = FormGroup | StepPlan | Shutdown | TransferOrder | StoreOrder
+GrammarOrder = CompileGrammar | ReleaseGrammar
+
+RankDown = FormGroup | StepPlan | Shutdown | TransferOrder | StoreOrder | GrammarOrder
 RankUp = (
     RankJoined
     | RankProgress
@@ -279,6 +355,7 @@ RankUp = (
     | RankFailed
     | StepProgress
     | StepReport
+    | GrammarCompiled
     | TransferReport
     | StoreReport
 )

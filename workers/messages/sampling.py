@@ -3,9 +3,37 @@ channels."""
 
 from __future__ import annotations
 
+import hashlib
+import struct
+
 from kvtransfer.codec import Part
 
 _GREEDY_TEMPERATURE = 1e-5
+# Of the likeliest tokens at each position of a prompt.
+MAX_PROMPT_LOGPROBS = 128
+# The longest text of a grammar, in UTF-8.
+MAX_GRAMMAR_BYTES = 256 << 10
+
+
+class Grammar(Part, frozen=True):
+    """What the output must be: `text` is a grammar of llguidance, in Lark's syntax or its own JSON. `digest`
+    is the SHA-256 of the text in UTF-8, by which the compiled grammar is cached."""
+
+    text: str
+    digest: bytes
+
+    @staticmethod
+    def of(text: str) -> Grammar:
+        """Return the grammar of a text."""
+        return Grammar(text, hashlib.sha256(text.encode()).digest())
+
+    def find_problem(self) -> str:
+        """Return what is wrong with its fields, beginning with the field; "" where nothing is. The text is
+        not compiled."""
+        num_bytes = len(self.text.encode())
+        if num_bytes > MAX_GRAMMAR_BYTES:
+            return f"text: {num_bytes} bytes, {MAX_GRAMMAR_BYTES} are the limit"
+        return "" if self == Grammar.of(self.text) else "digest: it is not that of the text"
 
 
 class SamplingParams(Part, frozen=True):
@@ -16,8 +44,10 @@ class SamplingParams(Part, frozen=True):
 
     `top_k` 0, `top_p` 1, `min_p` 0 and penalties 1, 0, 0 are off. `num_logprobs` None: no log-probabilities;
     n: those of the chosen token and of the n most likely, of the model's own distribution (before any
-    processing). `stop_token_ids` end the sequence like the model's own end tokens, which `ignore_eos`
-    disables. `min_tokens` suppresses every end token until that many were produced.
+    processing). `num_prompt_logprobs` asks for the same of each token of the prompt but the first, at most
+    `MAX_PROMPT_LOGPROBS`; the whole prompt is computed for it, whatever of it is cached. `stop_token_ids` end
+    the sequence like the model's own end tokens, which `ignore_eos` disables. `min_tokens` suppresses every
+    end token until that many were produced.
     """
 
     temperature: float = 0.0
@@ -33,6 +63,7 @@ class SamplingParams(Part, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -54,3 +85,50 @@ class TokenLogprob(Part, frozen=True):
 
     logprob: float
     top: tuple[tuple[int, float], ...]
+
+
+class PackedLogprobs(Part, frozen=True):
+    """Log-probabilities of consecutive tokens, packed: float32 `logprobs` [num_tokens] and, of the `num_top`
+    most likely at each place, uint32 `top_ids` and float32 `top_logprobs` [num_tokens, num_top], the
+    likeliest first. All are little-endian."""
+
+    num_top: int
+    logprobs: bytes
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.logprobs) // 4
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes packed."""
+        return len(self.logprobs) + len(self.top_ids) + len(self.top_logprobs)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all three have the sizes that they must have together."""
+        num_bytes = 4 * self.num_tokens
+        num_top_bytes = num_bytes * self.num_top
+        sizes = len(self.logprobs), len(self.top_ids), len(self.top_logprobs)
+        return self.num_top >= 0 and sizes == (num_bytes, num_top_bytes, num_top_bytes)
+
+    def part(self, first: int, end: int) -> PackedLogprobs:
+        """Return those of the tokens [first, end)."""
+        of_tokens = slice(4 * first, 4 * end)
+        of_top = slice(4 * first * self.num_top, 4 * end * self.num_top)
+        return PackedLogprobs(
+            self.num_top, self.logprobs[of_tokens], self.top_ids[of_top], self.top_logprobs[of_top]
+        )
+
+    def unpacked(self) -> list[TokenLogprob]:
+        """Return them token by token."""
+        logprobs = struct.unpack(f"<{self.num_tokens}f", self.logprobs)
+        ids = struct.unpack(f"<{len(self.top_ids) // 4}I", self.top_ids)
+        top = struct.unpack(f"<{len(self.top_logprobs) // 4}f", self.top_logprobs)
+        pairs = tuple(zip(ids, top, strict=True))
+        return [
+            TokenLogprob(logprob, pairs[index * self.num_top : (index + 1) * self.num_top])
+            for index, logprob in enumerate(logprobs)
+        ]

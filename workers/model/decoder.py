@@ -150,7 +150,12 @@ class Decoder:
         """Apply final norm and head to rows [num_rows, hidden_size], on the last stage. Returns float32
         [num_rows, vocab_size]."""
         assert self.head is not None, "this stage has no head"
-        return self.head(rms_norm(hidden, self._norm, self.config.rms_norm_eps))
+        return self.head(self.final_norm(hidden))
+
+    @torch.inference_mode()
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """Apply the norm after the last layer to rows [num_rows, hidden_size], on the last stage."""
+        return rms_norm(hidden, self._norm, self.config.rms_norm_eps)
 
     def separate_workspace(self) -> AbstractContextManager[None]:
         """Compute in other scratch memory meanwhile, as `Workspace.separate` describes."""

@@ -23,6 +23,9 @@ CUDA_CONTEXT_BYTES = 600_000_000
 # Float32 copies of the sampled rows' logits that sampling may hold at a time: the logits themselves, their
 # log-probabilities, and what the filters of top-p and top-k sort.
 _LOGIT_COPIES = 4
+# Of the logits of a prompt's positions that are computed at a time, where their log-probabilities are asked
+# for; these take as much again.
+LOGITS_PIECE_BYTES = 16 << 20
 # Hidden states that a layer holds at a time: its input, the normed one, and a product's output; and one more
 # in float32, in which norms are computed.
 _HIDDEN_COPIES, _HIDDEN_FLOATS = 3, 1
@@ -122,7 +125,8 @@ class Checkpoint(NamedTuple):
 
 def activation_bytes(rank: RankShape, item_bytes: int, max_batch_tokens: int, max_sequences: int) -> int:
     """Return the most that the activations of one step take: `max_batch_tokens` rows through a layer, and
-    `max_sequences` sampled rows through the head."""
+    `max_sequences` sampled rows, or a piece of a prompt whose log-probabilities are asked for, through the
+    head."""
     model = rank.model
     intermediate = len(part(model.intermediate_size, rank.tp_rank, rank.tp))
     qkv = (rank.num_heads + 2 * rank.num_kv_heads) * model.head_dim
@@ -133,7 +137,9 @@ def activation_bytes(rank: RankShape, item_bytes: int, max_batch_tokens: int, ma
         return max_batch_tokens * row
     num_sampled = min(max_sequences, max_batch_tokens)
     logits = model.vocab_size * (item_bytes + _LOGIT_COPIES * _FLOAT_BYTES)
-    return max_batch_tokens * row + num_sampled * logits
+    num_read = min(max_batch_tokens, max(1, LOGITS_PIECE_BYTES // (_FLOAT_BYTES * model.vocab_size)))
+    read = model.vocab_size * (item_bytes + 2 * _FLOAT_BYTES)
+    return max_batch_tokens * row + max(num_sampled * logits, num_read * read)
 
 
 def most_useful_kv_tokens(model: ModelConfig, max_sequences: int) -> int:

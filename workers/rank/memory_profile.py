@@ -11,8 +11,16 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
-from workers.messages.rank_channel import BatchEntry, SlotSample, SlotStart, StepPlan, TableChange
+from workers.messages.rank_channel import (
+    BatchEntry,
+    PromptTargets,
+    SlotSample,
+    SlotStart,
+    StepPlan,
+    TableChange,
+)
 from workers.messages.sampling import SamplingParams
 from workers.model.rank_memory import CUDA_CONTEXT_BYTES
 from workers.stats_record import DeviceMemory
@@ -44,9 +52,9 @@ def largest_steps(
     num_rows: int, max_sequences: int, max_context_tokens: int, block_tokens: int
 ) -> Iterator[StepPlan]:
     """Yield plans whose steps need the most memory, of up to `num_rows` tokens and `max_sequences` sequences,
-    between one that starts their slots and one that frees them: a chunk of one prompt, a chunk of every
-    prompt, a decode of every sequence at the end of its context, and a chunk beside those of the others. All
-    read the same blocks, the first ones, again and again."""
+    between one that starts their slots and one that frees them: a chunk of one prompt all of which is read, a
+    chunk of every prompt, a decode of every sequence at the end of its context, and a chunk beside those of
+    the others. All read the same blocks, the first ones, again and again."""
     longest = min(num_rows, max_context_tokens)
     each = min(max(num_rows // max_sequences, 1), longest)
     slots = range(min(max_sequences, num_rows))
@@ -60,7 +68,8 @@ def largest_steps(
         starts=(SlotStart(_SAMPLING, samples, prompt),),
         tables=tuple(TableChange(slot, 0, table) for slot in slots),
     )
-    yield StepPlan(0, entries=(_chunk(0, longest),))
+    targets = PromptTargets(0, bytes(4 * longest), 1)
+    yield StepPlan(0, entries=(replace(_chunk(0, longest), targets=targets),))
     yield StepPlan(0, entries=tuple(_chunk(slot, each) for slot in slots))
     yield StepPlan(0, entries=decodes)
     beside = min(num_rows - len(decodes) + 1, longest)

@@ -27,7 +27,15 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.messages import PROTOCOL_VERSION, CompatibilityRecord, Shard
 from workers.errors import CapacityError, WorkerError
-from workers.messages.rank_channel import BatchEntry, SlotSample, SlotStart, StepPlan, StepReport, TableChange
+from workers.messages.rank_channel import (
+    BatchEntry,
+    PromptTargets,
+    SlotSample,
+    SlotStart,
+    StepPlan,
+    StepReport,
+    TableChange,
+)
 from workers.messages.sampling import SamplingParams
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import AttentionBackend
@@ -41,11 +49,13 @@ from workers.model.rank_memory import least_kv_tokens
 from workers.model.sizes import kv_heads
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups
+from workers.rank.compiled_grammars import CompiledGrammars
 from workers.rank.device_queue import DeviceQueue, make_queue, take_device
 from workers.rank.input_batch import InputBatch
 from workers.rank.memory_profile import MemoryMeter, MemoryProfile, largest_steps, trial_blocks
 from workers.rank.probe import device_memory
-from workers.rank.step_runner import Executed, StepRunner
+from workers.rank.step_parts import Executed
+from workers.rank.step_runner import StepRunner
 from workers.rank.tickets import MOST_LAUNCHED, Ticket, launched
 
 _log = logging.getLogger("tandem.rank")
@@ -140,6 +150,7 @@ class ModelRunner:
         faults: Faults | None = None,
         queue: DeviceQueue | None = None,
         progress: Callable[[str], None] = lambda phase: None,
+        grammars: CompiledGrammars | None = None,
     ) -> None:
         """`shard` (default: the whole model) is the part of this rank in `groups` (default: the only rank);
         `fingerprint` computes that of the checkpoint (default: begun here). Plans use the slots below
@@ -151,7 +162,8 @@ class ModelRunner:
         `is_deterministic`: raise WorkerError unless products and attention of a sequence depend on nothing
         else. With a `queue` (default: on CUDA, unless stages are on several ranks) tokens stay on the device
         and steps that decode are graphs, also on a CPU, where Triton then runs in its interpreter. `progress`
-        is called with the name of each phase that begins.
+        is called with the name of each phase that begins. Slots may start with the `grammars`, at the rank
+        that samples.
         """
         torch.set_num_threads(num_threads)
         device = take_device(device)
@@ -167,6 +179,7 @@ class ModelRunner:
         self._dtype = dtype
         self._block_tokens = block_tokens
         self._groups = groups or RankGroups(None, tp=1, pp=1, rank=0, device=device, host="")
+        self._grammars = grammars
         self._queue = queue
         if queue is None and device.type == "cuda" and self._groups.pp == 1:
             self._queue = make_queue(device)
@@ -289,7 +302,8 @@ class ModelRunner:
         decodes = np.array(slots, dtype="<u4").tobytes()
         plans = [StepPlan(0, starts=tuple(starts), tables=tables, entries=(prefill,))]
         if 2 < num_tokens <= most - _NUM_CONTINUED:
-            chunk = BatchEntry(other, 0, num_tokens - 1, tokens[4:], (other,))
+            targets = PromptTargets(0, tokens[8:], 1)
+            chunk = BatchEntry(other, 0, num_tokens - 1, tokens[4:], (other,), targets, pools=True)
             plans += [StepPlan(0, decodes=decodes), StepPlan(0, entries=(chunk,), decodes=decodes)]
         plans.append(StepPlan(0, free_slots=(*slots, other)))
         queued: SimpleQueue[StepPlan | None] = SimpleQueue()
@@ -319,12 +333,15 @@ class ModelRunner:
         self.run(StepPlan(0, free_slots=slots))
 
     def _warm_up_shapes(self, num_tokens: int) -> None:
-        """Run a chunk of `num_tokens` and a decode of every slot through one layer."""
+        """Run a chunk of `num_tokens` and a decode of every slot through one layer, and read a piece of the
+        chunk."""
         slots = tuple(range(self._max_sequences))
         starts = tuple(SlotStart(SamplingParams(), (SlotSample(slot, 0, 0),)) for slot in slots)
         tables = (self._table(0, num_tokens), *(self._table(slot, 1) for slot in slots[1:]))
         self.run(StepPlan(0, starts=starts, tables=tables))
-        chunk = BatchEntry(0, 0, num_tokens, bytes(4 * num_tokens), ())
+        num_read = min(num_tokens, self._runner.rows_of_piece)
+        targets = PromptTargets(0, bytes(4 * num_read), 1)
+        chunk = BatchEntry(0, 0, num_tokens, bytes(4 * num_tokens), (), targets)
         firsts = tuple(BatchEntry(slot, 0, 1, bytes(4), ()) for slot in slots)
         for entries in ((chunk,), firsts):
             self._runner.rehearse(StepPlan(0, entries=entries), most_layers=1)
@@ -376,6 +393,7 @@ class ModelRunner:
             max_context_tokens=max_context_tokens,
             queue=self._queue,
             num_graph_rows=self._max_sequences,
+            grammars=self._grammars,
         )
 
     def _num_blocks(self, num_kv_tokens: int, num_host_blocks: int, auto: AutoKv | None) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from workers.model.decoder import Decoder
 from workers.model.host_kv import HostKv
 from workers.model.parallel import Unfinished
 from workers.rank.collectives import RankGroups
+from workers.rank.compiled_grammars import CompiledGrammars
 from workers.rank.containment import Containment
 from workers.rank.decode_graphs import DecodeGraphs, graph_sizes
 from workers.rank.device_batch import DeviceBatch, RowsThere
@@ -42,58 +43,11 @@ from workers.rank.device_queue import DeviceQueue, make_queue
 from workers.rank.device_sampler import DeviceSampler, Drawn, make_device_sampler
 from workers.rank.input_batch import InputBatch, InputTokens, PlannedRows
 from workers.rank.progress import Progress, StepFaults
+from workers.rank.prompt_reader import PromptReader
 from workers.rank.sampler import Sampled, Sampler
+from workers.rank.slot_matchers import SlotMatchers
+from workers.rank.step_parts import Executed, SamplingPart, StepPart
 from workers.rank.tickets import DrawnRows, Results, Ticket, row_logprobs
-
-
-class _Part(NamedTuple):
-    """Sequences of a step and the inputs of all their tokens, one sequence after another: token ids [T], or
-    hidden states [T, C]. `there` are the rows on the device, where they are known to it already."""
-
-    rows: PlannedRows
-    inputs: Tensor
-    there: RowsThere | None = None
-
-    def only(self, kept: NDArray[np.bool_]) -> _Part:
-        """The part with the sequences that `kept` marks."""
-        if kept.all():
-            return self
-        tokens = torch.from_numpy(np.flatnonzero(np.repeat(kept, self.rows.lengths)))
-        return _Part(self.rows.only(kept), self.inputs[tokens.to(self.inputs.device)])
-
-    def halves(self) -> tuple[_Part, _Part]:
-        is_first = np.arange(self.rows.num_sequences) < self.rows.num_sequences // 2
-        return self.only(is_first), self.only(~is_first)
-
-
-class _Sampling(NamedTuple):
-    """Sequences that sample, one row each: the hidden states [num_rows, C] of their last tokens and, unless
-    an attempt to sample has used them up, logits [num_rows, vocab_size]. `slots_there` are the slots that
-    sample, where the device knows them already."""
-
-    rows: PlannedRows
-    hidden: Tensor
-    logits: Tensor | None
-    slots_there: Tensor | None = None
-
-    def halves(self) -> tuple[_Sampling, _Sampling]:
-        middle = self.rows.num_sequences // 2
-        is_first = np.arange(self.rows.num_sequences) < middle
-        return (
-            _Sampling(self.rows.only(is_first), self.hidden[:middle], None),
-            _Sampling(self.rows.only(~is_first), self.hidden[middle:], None),
-        )
-
-
-class Executed(NamedTuple):
-    """A step whose layers and head are computed (or queued), and that has still to sample."""
-
-    step: int
-    rows: PlannedRows
-    started_at: float
-    sampling: list[_Sampling]
-    there: RowsThere | None = None
-
 
 _Sample = TypeVar("_Sample")
 
@@ -121,8 +75,10 @@ class StepRunner:
         max_context_tokens: int,
         queue: DeviceQueue | None = None,
         num_graph_rows: int = 0,
+        grammars: CompiledGrammars | None = None,
     ) -> None:
-        """`max_slots` may be in use at a time, with up to `max_context_tokens` each.
+        """`max_slots` may be in use at a time, with up to `max_context_tokens` each. At the rank that samples
+        their outputs may follow `grammars`.
 
         With a `queue`, tokens stay on the device, and the last block of `kv` is scratch. `record_graphs` then
         records graphs of up to `num_graph_rows` sequences."""
@@ -139,6 +95,9 @@ class StepRunner:
         self.queue = queue or make_queue(kv.device)
         self.progress = Progress(self.queue)
         self._step_faults = StepFaults(self.progress, faults, groups.rank)
+        self._reader = PromptReader(
+            decoder, groups, unfinished, self._containment, self.queue, self.progress, self._step_faults
+        )
         num_blocks = len(kv) if queue is None else len(kv) - 1
         self.batch = InputBatch(max_slots, -(-max_context_tokens // block_tokens), block_tokens, num_blocks)
         self._inputs = InputTokens(groups, max_slots) if groups.is_first_stage and queue is None else None
@@ -150,6 +109,9 @@ class StepRunner:
             self._sampler = Sampler(vocab_size, end_ids, kv.device, max_slots)
         if groups.is_sampler and queue is not None:
             self._sampler_there = make_device_sampler(vocab_size, end_ids, queue, max_slots)
+        self._matchers: SlotMatchers | None = None
+        if grammars is not None and (sampler := self._sampler_there or self._sampler) is not None:
+            self._matchers = SlotMatchers(grammars, max_slots, torch.get_num_threads(), sampler.lift_minimum)
         self._there: DeviceBatch | None = None
         self._graphs: DecodeGraphs | None = None
         if queue is not None:
@@ -160,6 +122,11 @@ class StepRunner:
                 decoder, attention, there, self._sampler_there, groups, unfinished, queue
             )
         self._finished_at = 0.0
+
+    @property
+    def rows_of_piece(self) -> int:
+        """How many positions of a prompt are read at a time; see `workers.rank.prompt_reader`."""
+        return self._reader.rows_of_piece
 
     @property
     def runs_ahead(self) -> bool:
@@ -178,13 +145,12 @@ class StepRunner:
         `workers.rank.containment`."""
         report = ticket.report
         if not self.runs_ahead and ticket.results is None:
-            return report
+            return ticket.completed(report)
         ticket.event.synchronize()
         # A step that was launched while another one computed began when that was done.
         started_at = max(report.started_at, self._finished_at)
         self._finished_at = self._clock.now()
-        report = replace(report, started_at=started_at, finished_at=self._finished_at)
-        return report if ticket.results is None else ticket.results.complete(report)
+        return ticket.completed(replace(report, started_at=started_at, finished_at=self._finished_at))
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Executed:
@@ -203,13 +169,14 @@ class StepRunner:
         self._change_slots(plan)
         if plan.copies:
             self._copy_blocks(plan.copies)
+        self._reader.begin(plan)
         return started_at, rows
 
     def _execute(self, plan: StepPlan, rows: PlannedRows, started_at: float) -> Executed:
         there: RowsThere | None = None
         if self._there is not None:
             there, tokens = self._stage(plan, rows, self._there)
-            whole = _Part(rows, tokens, there).only(self._containment.intact(rows))
+            whole = StepPart(rows, tokens, there).only(self._containment.intact(rows))
         if not rows.num_sequences:
             # What runs ahead has an event that shows whether the device is usable.
             self._containment.touch_device(waits=not self.runs_ahead)
@@ -217,24 +184,34 @@ class StepRunner:
         if there is None:
             whole, waited_s = self._input(plan, rows)
             started_at += waited_s
-        return Executed(plan.step, rows, started_at, self._compute_in_parts(rows, whole), there)
+        sampling = self._compute_in_parts(rows, whole)
+        return Executed(plan.step, rows, started_at, sampling, there, self._reader.take())
 
     @torch.inference_mode()
     def sample(self, executed: Executed, masks: NDArray[np.uint32] | None = None) -> Ticket:
         """Sample for a step that is executed: the tokens feed the next one, and go into the report. `masks`
         [num_samples, ceil(vocab_size / 32)] may allow only some tokens to each row of the report, as in
-        `Sampler.sample`."""
+        `Sampler.sample`, in place of those of the slots' grammars."""
         return self._sample(executed, masks)
 
     def _sample(self, executed: Executed, masks: NDArray[np.uint32] | None) -> Ticket:
-        if self._there is not None:
-            return self._sample_there(executed, masks)
+        sample = self._sample_here if self._there is None else self._sample_there
+        own = None if self._matchers is None or masks is not None else self._matchers.masks(executed.rows)
+        if own is None:
+            return sample(executed, masks)._replace(readings=executed.readings)
+        self._containment.refuse(own.failed)
+        ticket = sample(executed, own.masks)
+        return ticket._replace(report=replace(ticket.report, masks=own.digests), readings=executed.readings)
+
+    def _sample_here(self, executed: Executed, masks: NDArray[np.uint32] | None) -> Ticket:
         tokens = np.zeros(len(executed.rows.sample_slots), np.int64)
         logprobs: list[RowLogprob] = []
         for rows, sampled in self._sampled_parts(executed, partial(self._draw, masks=masks)):
             tokens[rows.sample_rows] = sampled.tokens
             if sampled.row_to_logprob:
                 logprobs += row_logprobs(rows, sampled.row_to_logprob)
+            if self._matchers is not None:
+                self._containment.refuse(self._matchers.advance(rows, sampled.tokens))
         packed = b""
         if self._sampler is not None:
             self._hand_out(executed, tokens)
@@ -243,7 +220,7 @@ class StepRunner:
         return Ticket(report, self.queue.event())
 
     def _sample_there(self, executed: Executed, masks: NDArray[np.uint32] | None) -> Ticket:
-        """Do what `sample` does, with tokens that stay on the device."""
+        """Do what `_sample_here` does, with tokens that stay on the device."""
         num_samples = len(executed.rows.sample_slots)
         allocate = partial(torch.zeros, num_samples, dtype=torch.int32, device=self._device)
         tokens = self._containment.insist(allocate)
@@ -273,10 +250,13 @@ class StepRunner:
         if self._sampler_there is None:
             return Ticket(report, self.queue.event())
         copied = self.queue.copy_out(tokens, self.queue.host_memory(tokens))
-        return Ticket(report, copied.event, Results(copied, drawings))
+        if self._matchers is None:
+            return Ticket(report, copied.event, Results(copied, drawings))
+        bound = self._matchers.expect(copied, [drawn.rows for drawn in drawings])
+        return Ticket(report, copied.event, Results(copied, drawings, partial(self._matchers.take, bound)))
 
     def _sampled_parts(
-        self, executed: Executed, draw: Callable[[_Sampling, Tensor], _Sample]
+        self, executed: Executed, draw: Callable[[SamplingPart, Tensor], _Sample]
     ) -> Iterator[tuple[PlannedRows, _Sample]]:
         """Sample all that an executed step has left to sample, in parts if an attempt fails on any rank of
         the stage."""
@@ -332,6 +312,7 @@ class StepRunner:
             and not self.batch.in_host[rows.slots].any()
             and not self._slot_to_refusal
             and not self._containment.has_lost_slots
+            and not (self._matchers is not None and self._matchers.bind(rows.sample_slots))
         )
 
     # ---------------------------------------------------------------------- for measurements
@@ -343,11 +324,11 @@ class StepRunner:
         rows = self.batch.change(plan)
         if self._there is not None:
             there, tokens = self._stage(plan, rows, self._there)
-            whole = _Part(rows, tokens, there)
+            whole = StepPart(rows, tokens, there)
         else:
             assert self._inputs is not None
             self._inputs.change(plan)
-            whole = _Part(rows, torch.from_numpy(self._inputs.tokens(plan)))
+            whole = StepPart(rows, torch.from_numpy(self._inputs.tokens(plan)))
         _, sampling = self._compute(whole)
         assert sampling.logits is not None
         return sampling.logits
@@ -365,11 +346,14 @@ class StepRunner:
             there, _ = self._stage(plan, rows, self._there)
         hidden = torch.zeros(shape, dtype=self._kv.dtype, device=self._device)
         hidden = self._decoder.run_layers(hidden, self._plan(rows, there), most_layers)
+        self._reader.begin(plan)
+        self._reader.read(rows, hidden)
+        self._reader.take()
         if self._groups.is_last_stage and len(rows.sampling):
             last = hidden[to_device(np.cumsum(rows.lengths)[rows.sampling] - 1, self._device)]
             logits = self._decoder.logits(last)
             draw = self._draw if self._there is None else self._draw_there
-            draw(_Sampling(rows, last, logits), logits, None)
+            draw(SamplingPart(rows, last, logits), logits, None)
         self.queue.event().synchronize()
 
     def _plan(self, rows: PlannedRows, there: RowsThere | None) -> AttentionPlan:
@@ -397,10 +381,14 @@ class StepRunner:
         for slot in plan.free_slots:
             if self._slot_to_refusal.pop(slot, None) is None:
                 sampler.free(slot)
+            if self._matchers is not None:
+                self._matchers.free(slot)
         for start in plan.starts:
             if not self._containment.attempt(partial(_start, sampler, start)):
                 reason = self._containment.reason
                 self._slot_to_refusal |= dict.fromkeys((sample.slot for sample in start.samples), reason)
+            elif self._matchers is not None:
+                self._matchers.start(start)
 
     def _stage(self, plan: StepPlan, rows: PlannedRows, there: DeviceBatch) -> tuple[RowsThere, Tensor]:
         """Copy to the device what a plan changes, and return its rows and its tokens [num_tokens] there."""
@@ -411,14 +399,14 @@ class StepRunner:
             self._sampler_there.change(changes_there)
         return rows_there, tokens
 
-    def _input(self, plan: StepPlan, rows: PlannedRows) -> tuple[_Part, float]:
+    def _input(self, plan: StepPlan, rows: PlannedRows) -> tuple[StepPart, float]:
         """Return what this stage can compute of the step, and the seconds that this rank waited for it."""
         began_at = self._clock.now()
         if self._inputs is not None:
             tokens = self._inputs.tokens(plan)
             waited_s = self._clock.now() - began_at
             self._inputs.expect(plan.step, rows.sample_slots)
-            whole = _Part(rows, torch.from_numpy(tokens))
+            whole = StepPart(rows, torch.from_numpy(tokens))
             return whole.only(self._containment.intact(rows)), waited_s
         is_present = self._groups.receive_marks(rows.num_sequences) > 0
         self._containment.miss(rows.only(~is_present))
@@ -428,21 +416,22 @@ class StepRunner:
         if received.num_sequences:
             self._groups.receive_hidden(hidden)
         waited_s = self._clock.now() - began_at
-        return _Part(received, hidden).only(self._containment.intact(received)), waited_s
+        return StepPart(received, hidden).only(self._containment.intact(received)), waited_s
 
-    def _compute_in_parts(self, rows: PlannedRows, whole: _Part) -> list[_Sampling]:
+    def _compute_in_parts(self, rows: PlannedRows, whole: StepPart) -> list[SamplingPart]:
         """Compute the layers of this stage, at once, or in parts if an attempt fails on any rank of the
         stage. What comes last in the plan, sequences that decode, is computed first: where memory lacks, the
         newest fail. Returns what samples; any other stage sends its hidden states on."""
-        done: list[_Part] = []
-        sampling: list[_Sampling] = []
+        done: list[StepPart] = []
+        sampling: list[SamplingPart] = []
         pending = [whole] if whole.rows.num_sequences else []
         while pending:
             part = pending.pop()
             result = self._attempt(part)
             if result is not None:
                 hidden, to_sample = result
-                done.append(_Part(part.rows, hidden))
+                self._reader.read(part.rows, hidden)
+                done.append(StepPart(part.rows, hidden))
                 sampling += [to_sample] if to_sample.rows.num_sequences else []
             elif part.rows.num_sequences == 1:
                 self._containment.fail(part.rows)
@@ -454,7 +443,7 @@ class StepRunner:
         self._send_hidden(rows.num_sequences, done)
         return []
 
-    def _attempt(self, part: _Part) -> tuple[Tensor, _Sampling] | None:
+    def _attempt(self, part: StepPart) -> tuple[Tensor, SamplingPart] | None:
         """Compute a part. Returns None if that failed here or at another rank."""
         self._unfinished.begin(part.rows.num_tokens, len(part.rows.sampling))
         self._step_faults.begin(part.rows)
@@ -463,7 +452,7 @@ class StepRunner:
             self._unfinished.finish(self._kv)
         return computed if self._groups.agree(computed is not None) else None
 
-    def _compute(self, part: _Part) -> tuple[Tensor, _Sampling]:
+    def _compute(self, part: StepPart) -> tuple[Tensor, SamplingPart]:
         """Return hidden states [num_tokens, hidden_size] after this stage's layers, and what samples: at
         stages before the last without logits."""
         rows, there = part.rows, part.there
@@ -488,7 +477,7 @@ class StepRunner:
                 else there.last_rows
             )
             last = hidden[last_rows]
-        sampling = _Sampling(
+        sampling = SamplingPart(
             rows.only(is_sampling), last, None, None if there is None else there.sample_slots
         )
         if self._groups.is_last_stage and len(sources):
@@ -507,7 +496,7 @@ class StepRunner:
         return logits
 
     def _attempt_sampling(
-        self, part: _Sampling, draw: Callable[[_Sampling, Tensor], _Sample]
+        self, part: SamplingPart, draw: Callable[[SamplingPart, Tensor], _Sample]
     ) -> _Sample | None:
         """Sample one token for each slot, at the sampler; the other ranks of its stage return nothing. The
         result is None if that failed here or at another rank."""
@@ -527,7 +516,7 @@ class StepRunner:
         self.progress.mark_layer()
         return sampled
 
-    def _draw(self, part: _Sampling, logits: Tensor, masks: NDArray[np.uint32] | None) -> Sampled:
+    def _draw(self, part: SamplingPart, logits: Tensor, masks: NDArray[np.uint32] | None) -> Sampled:
         slots = part.rows.sample_slots
         if self._sampler is None:
             return Sampled(np.zeros(len(slots), np.uint32), {})
@@ -536,7 +525,7 @@ class StepRunner:
             logits, slots, masks[part.rows.sample_rows] if masks is not None else None
         )
 
-    def _draw_there(self, part: _Sampling, logits: Tensor, masks: NDArray[np.uint32] | None) -> Drawn:
+    def _draw_there(self, part: SamplingPart, logits: Tensor, masks: NDArray[np.uint32] | None) -> Drawn:
         slots = part.rows.sample_slots
         if self._sampler_there is None:  # must not fail: the rank that samples has counted its tokens
             return _NOTHING_DRAWN
@@ -566,7 +555,7 @@ class StepRunner:
         if self._inputs is not None:
             self._inputs.sampled(executed.rows.sample_slots, tokens)
 
-    def _send_hidden(self, num_sequences: int, done: list[_Part]) -> None:
+    def _send_hidden(self, num_sequences: int, done: list[StepPart]) -> None:
         """Send the next stage which sequences were computed, and their hidden states in the plan's order."""
         marks = np.zeros(num_sequences, dtype=np.uint8)
         for part in done:

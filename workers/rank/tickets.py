@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from workers.messages.rank_channel import RowLogprob, StepPlan, StepReport
+from workers.messages.rank_channel import FailedEntry, RowLogprob, StepPlan, StepReport
 from workers.messages.sampling import TokenLogprob
 from workers.rank.device_queue import CopiedOut, Event
 from workers.rank.input_batch import PlannedRows
+from workers.rank.prompt_reader import PromptReadings
 
 # Steps that a rank whose device runs behind has queued on it: the one that computes, and the next.
 MOST_LAUNCHED = 2
@@ -33,24 +34,34 @@ class DrawnRows(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What a step sampled, on its way to the host: int32 tokens [num_samples], and log-probabilities."""
+    """What a step sampled, on its way to the host: int32 tokens [num_samples], and log-probabilities. When
+    the tokens are there, `check` returns the sequences that may not go on with them."""
 
     tokens: CopiedOut
     drawn: Sequence[DrawnRows]
+    check: Callable[[], tuple[FailedEntry, ...]] = tuple
 
     def complete(self, report: StepReport) -> StepReport:
         """Return the report with what was sampled. The tokens' event is passed."""
         logprobs = tuple(logprob for it in self.drawn for logprob in row_logprobs(it.rows, it.logprobs()))
-        return replace(report, tokens=self.tokens.host.numpy().astype("<i4").tobytes(), logprobs=logprobs)
+        tokens = self.tokens.host.numpy().astype("<i4").tobytes()
+        return replace(report, tokens=tokens, logprobs=logprobs, failed=report.failed + self.check())
 
 
 class Ticket(NamedTuple):
-    """A step that is launched. Its report holds once the device has passed `event`, and `results`, if there
-    are any, complete it then."""
+    """A step that is launched. Its report holds once the device has passed `event`, and `results` and
+    `readings`, if there are any, complete it then."""
 
     report: StepReport
     event: Event
     results: Results | None = None
+    readings: PromptReadings | None = None
+
+    def completed(self, report: StepReport) -> StepReport:
+        """Return the report with results and readings. The event is passed."""
+        if self.results is not None:
+            report = self.results.complete(report)
+        return report if self.readings is None else self.readings.complete(report)
 
 
 def row_logprobs(rows: PlannedRows, row_to_logprob: dict[int, TokenLogprob]) -> list[RowLogprob]:

@@ -36,6 +36,8 @@ from workers.messages.link import (
     MoveEnded,
     News,
     PrefillReport,
+    PromptEmbedding,
+    PromptLogprobs,
     QueueReport,
     ReplicaHello,
     RequestFailed,
@@ -53,6 +55,8 @@ GATEWAY_GRACE_S = 3.0
 LOAD_PERIOD_S = 0.2
 # How often gateways hear of changes of the queue, at most.
 QUEUE_PERIOD_S = 0.01
+# Of what is read of prompts, about so much goes into a frame.
+_READ_BYTES = 1 << 20
 
 _log = logging.getLogger("tandem.engine_core")
 
@@ -160,7 +164,10 @@ class GatewayLinks:
                 continue
             if load_due:
                 port.load_sent_at = port.queue_seen_at = now
-            frame = _frame(port.news, load() if load_due else None, current if is_changed else None)
+            *parts, last = _parted(port.news)
+            for news in parts:
+                port.stream.send(LINK_UP_CODEC.encode(_frame(news, None, None)))
+            frame = _frame(last, load() if load_due else None, current if is_changed else None)
             port.stream.send(LINK_UP_CODEC.encode(frame))
             port.news = []
 
@@ -189,6 +196,25 @@ def _taken(queue: QueueReport) -> tuple[int, ...]:
     return queue.num_running, queue.num_waiting, queue.num_landings, queue.num_backlog_tokens
 
 
+def _parted(news: list[News]) -> list[list[News]]:
+    """Divide news into those of one frame each, at least one, in their order: what is read of prompts may be
+    more than goes into a frame."""
+    if not any(isinstance(item, PromptLogprobs | PromptEmbedding) for item in news):
+        return [news]
+    parts: list[list[News]] = [[]]
+    num_bytes = 0
+    for item in news:
+        if isinstance(item, PromptLogprobs):
+            num_bytes += item.logprobs.num_bytes
+        elif isinstance(item, PromptEmbedding):
+            num_bytes += len(item.vector)
+        if num_bytes > _READ_BYTES and parts[-1]:
+            parts.append([])
+            num_bytes = 0
+        parts[-1].append(item)
+    return parts
+
+
 def _frame(news: list[News], load: LoadReport | None, queue: QueueReport | None) -> StepFrame:
     deltas = tuple([item for item in news if isinstance(item, TokenDelta)])
     others = [item for item in news if not isinstance(item, TokenDelta)] if len(deltas) < len(news) else []
@@ -201,6 +227,8 @@ def _frame(news: list[News], load: LoadReport | None, queue: QueueReport | None)
         moves=tuple(item for item in others if isinstance(item, MoveEnded)),
         isolations=tuple(item for item in others if isinstance(item, IsolationReport)),
         queue=queue,
+        prompt_logprobs=tuple(item for item in others if isinstance(item, PromptLogprobs)),
+        embeddings=tuple(item for item in others if isinstance(item, PromptEmbedding)),
     )
 
 

@@ -21,6 +21,7 @@ from workers.messages.link import (
     GatewayKey,
     IsolationReport,
     PrefillReport,
+    PromptLogprobs,
     RequestFailed,
     RequestKey,
     Submission,
@@ -31,6 +32,8 @@ from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import PromptDone, StepOutcome
 
 _REFUSED_RETRY_S = 1.0
+# Of the log-probabilities of a prompt that are sent to the gateway as one part.
+LOGPROB_PART_BYTES = 64 << 10
 
 _log = logging.getLogger("tandem.engine_core")
 
@@ -123,8 +126,12 @@ class Requests:
             self._kv_sender.chunk_done(chunk)
         for prompt in outcome.prompts:
             self._report_prefill(prompt)
+        for read in outcome.prompt_logprobs:
+            self._post_logprobs(read)
         for delta in outcome.tokens:
             self._post_delta(delta)
+        for embedding in outcome.embeddings:
+            self._table.post_embedding(embedding)
         for chunk in outcome.migrating:
             self._migration.progress(chunk)
         for prompt in outcome.prompts:
@@ -206,3 +213,11 @@ class Requests:
         ended = self._table.post_delta(delta)
         if ended is not None:
             self._kv_sender.cancel(ended, "it ended before it migrated")
+
+    def _post_logprobs(self, read: PromptLogprobs) -> None:
+        """Send log-probabilities of a prompt in parts."""
+        key, logprobs = (read.request_id, read.attempt), read.logprobs
+        num_of_part = max(1, LOGPROB_PART_BYTES // (4 + 8 * logprobs.num_top))
+        for first in range(0, logprobs.num_tokens, num_of_part):
+            part = logprobs.part(first, first + num_of_part)
+            self._table.post(key, PromptLogprobs(*key, read.first_index + first, part))

@@ -120,13 +120,15 @@ class StepLoop:
             for stage in range(self._pp)
         ]
         failed = _merged(rank_to_report)
-        if not failed:
+        # The head at every position would make all chunks look slower.
+        is_typical = not (failed or plan.num_targets)
+        if is_typical:
             self.rates.add(plan, stage_to_busy_s)
         sampled = rank_to_report[(self._pp - 1) * self._tp]
         started_at = sampled.finished_at - sum(stage_to_busy_s)
         whole = replace(sampled, started_at=started_at, failed=failed)
         outcome = self._scheduler.settle(whole, self._last_settled_at)
-        if not failed:
+        if is_typical:
             self.costs.add(plan, outcome.decode_starts, stage_to_busy_s)
         self.stats.add(plan, outcome.decode_starts, stage_to_busy_s)
         self.stats.settled(outcome)
@@ -173,12 +175,14 @@ class StepLoop:
 def _merged(rank_to_report: dict[int, StepReport]) -> tuple[FailedEntry, ...]:
     """What any rank could not compute, with the reason of the rank that knows it: a stage may have reported
     the step before a later one fails."""
-    index_to_reason: dict[int, str] = {}
+    index_to_failed: dict[int, FailedEntry] = {}
     for rank, report in sorted(rank_to_report.items()):
         for failed in report.failed:
-            reason = f"rank {rank}: {failed.reason}" if failed.reason else ""
-            index_to_reason[failed.index] = index_to_reason.get(failed.index) or reason
-    return tuple(FailedEntry(index, reason) for index, reason in sorted(index_to_reason.items()))
+            if failed.reason and failed.code == "internal":
+                failed = replace(failed, reason=f"rank {rank}: {failed.reason}")
+            earlier = index_to_failed.get(failed.index)
+            index_to_failed[failed.index] = earlier if earlier is not None and earlier.reason else failed
+    return tuple(failed for _, failed in sorted(index_to_failed.items()))
 
 
 # ----------------------------------------------------------------------------------------------
@@ -227,6 +231,7 @@ class StepStats:
         if self.capability is None or busy_s <= 0:
             return
         num_sampled = sum(len(entry.sample_slots) for entry in plan.entries) + len(decode_starts)
+        num_sampled += plan.num_targets
         spans = [(entry.start, entry.num_tokens) for entry in plan.entries]
         work = self.capability.work.of(spans, num_sampled, decode_starts)
         self.num_flops += work.flops

@@ -197,8 +197,11 @@ class BlockTables:
 
     def _reusable_keys(self, sequence: Sequence) -> list[bytes]:
         # A leader with forks computes the prompt only; every sequence computes at least its last token.
-        num_tokens = sequence.request.num_prompt_tokens if sequence.forks else sequence.num_tokens
-        num_blocks = (num_tokens - 1) // self._block_tokens
+        request = sequence.request
+        num_tokens = (request.num_prompt_tokens if sequence.forks else sequence.num_tokens) - 1
+        if (num_reusable := request.num_reusable_tokens) is not None:
+            num_tokens = min(num_tokens, num_reusable)
+        num_blocks = num_tokens // self._block_tokens
         return sequence.block_keys(num_blocks, self._block_tokens)
 
     def _foreign(self, sequence: Sequence, end: int) -> list[int]:

@@ -67,8 +67,10 @@ class Request:
         "num_cached_tokens",
         "num_loaded_tokens",
         "num_prompt_tokens",
+        "num_scored_tokens",
         "num_survived_steps",
         "output_limit",
+        "pools",
         "prompt_done",
         "scheduled_at",
         "sequences",
@@ -85,6 +87,11 @@ class Request:
         self.urgency = now - PRIORITY_S * submission.priority + CLASS_DELAY_S[submission.service_class]
         self.deadline = None if submission.deadline_s is None else now + submission.deadline_s
         self.num_prompt_tokens = len(submission.prompt) // TOKEN_BYTES
+        # Its leading tokens whose log-probabilities are reported, or are not asked for. The first has none.
+        is_scored = submission.sampling.num_prompt_logprobs is not None
+        self.num_scored_tokens = 1 if is_scored else self.num_prompt_tokens
+        # It ends with an embedding of its prompt.
+        self.pools = submission.pooling is not None
         # Tokens a sample may have in all: `max_tokens`, clipped to the context.
         self.output_limit = output_limit
         self.landing = LandingState.READY if submission.decode is None else LandingState.NEEDED
@@ -112,10 +119,18 @@ class Request:
     def unfinished_samples(self) -> tuple[SampleState, ...]:
         """The samples that have no finish yet, with their output so far."""
         return tuple(
-            SampleState(sequence.index, sequence.seed, sequence.output_bytes)
+            SampleState(sequence.index, sequence.seed, sequence.output_bytes, sequence.mask_digest)
             for sequence in self.sequences
             if not sequence.finish
         )
+
+    @property
+    def num_reusable_tokens(self) -> int | None:
+        """So many tokens at most need not be computed where their KV is cached; None: all. The hidden state
+        of each token says how likely the next one is."""
+        if self.num_scored_tokens >= self.num_prompt_tokens:
+            return None
+        return self.num_scored_tokens - 1
 
     @property
     def progress(self) -> str:
@@ -134,7 +149,8 @@ class Request:
         sampling = self.submission.sampling
         num_output_tokens = sequence.num_tokens - self.num_prompt_tokens
         ends = token in sampling.stop_token_ids or (not sampling.ignore_eos and token in end_token_ids)
-        if ends and num_output_tokens > sampling.min_tokens:
+        # An end token that came too early was the only one that the grammar allowed.
+        if ends and (num_output_tokens > sampling.min_tokens or self.submission.grammar is not None):
             return "stop"
         return "length" if num_output_tokens >= self.output_limit else ""
 
@@ -150,6 +166,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "awaits_grammar",
         "block_ids",
         "finish",
         "forks",
@@ -159,6 +176,7 @@ class Sequence:
         "keys",
         "last_step",
         "load",
+        "mask_digest",
         "most_tokens",
         "num_expected_cached_tokens",
         "num_offloaded",
@@ -183,6 +201,9 @@ class Sequence:
         self.request = request
         self.index = sample.index
         self.seed = sample.seed
+        self.mask_digest = sample.mask_digest
+        # Nothing may be sampled for it: its grammar is not compiled yet.
+        self.awaits_grammar = False
         self.tokens = bytearray(request.submission.prompt + sample.output)
         self.num_tokens = len(self.tokens) // TOKEN_BYTES
         # With so many it has its last one here; that of a request that is handed over is its first new one.
@@ -257,6 +278,11 @@ class Sequence:
         return self.target - self.num_scheduled
 
     @property
+    def num_plannable(self) -> int:
+        """How many of the remaining tokens a plan may compute: none that samples for lack of a grammar."""
+        return self.num_remaining - self.awaits_grammar
+
+    @property
     def is_plannable(self) -> bool:
         """Whether another plan may name it: it runs, and a token is still to be sampled here."""
         is_held_up = 0 < self.hold_at <= self.num_scheduled
@@ -269,9 +295,10 @@ class Sequence:
 
     @property
     def samplers(self) -> tuple[Sequence, ...]:
-        """Who samples when the target is reached: nobody where an adopted leader only repairs the prompt."""
+        """Who samples when the target is reached: nobody where an adopted leader only repairs the prompt, and
+        where the prompt is embedded."""
         if not self.forks:
-            return (self,)
+            return () if self.request.pools else (self,)
         return () if self.num_output_tokens else (self, *self.forks)
 
     @property

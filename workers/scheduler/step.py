@@ -11,14 +11,32 @@ from dataclasses import dataclass, field
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.codec import MAX_FRAME_BYTES
 from kvtransfer.common.health import moving_average
-from workers.messages.link import RequestFailed, SampleState, StageTimes, Submission, TokenDelta
-from workers.messages.rank_channel import BatchEntry, BlockCopy, SlotSample, SlotStart, StepPlan, TableChange
+from workers.messages.link import (
+    PromptEmbedding,
+    PromptLogprobs,
+    RequestFailed,
+    SampleState,
+    StageTimes,
+    Submission,
+    TokenDelta,
+)
+from workers.messages.rank_channel import (
+    BatchEntry,
+    BlockCopy,
+    PromptTargets,
+    SlotSample,
+    SlotStart,
+    StepPlan,
+    TableChange,
+)
 from workers.messages.sampling import SamplingParams
 from workers.scheduler.sequence import Phase, Request, Sequence
 
 # What starts, entries and tables of one plan may take. The other half is for what cannot wait: a freed slot
 # takes 5 bytes, and a block that is moved 31, copy and place in a table.
 PLAN_BYTES = MAX_FRAME_BYTES // 2
+# What the log-probabilities of prompts may take of one report.
+LOGPROB_BYTES = MAX_FRAME_BYTES // 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +117,8 @@ class StepOutcome:
     """All news of one step."""
 
     tokens: list[TokenDelta] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    embeddings: list[PromptEmbedding] = field(default_factory=list)
     chunks: list[ChunkDone] = field(default_factory=list)
     prompts: list[PromptDone] = field(default_factory=list)
     # Sequences that move to another replica: how far they have come.
@@ -145,13 +165,16 @@ class StepRates:
 
 @dataclass(frozen=True, slots=True)
 class PlannedEntry:
-    """The scheduler's memory of one `BatchEntry`: who computes up to where, and who samples."""
+    """The scheduler's memory of one `BatchEntry`: who computes up to where, who samples, and what is read of
+    the prompt."""
 
     sequence: Sequence
     start: int
     end: int
     tokens: bytes
     samplers: tuple[Sequence, ...]
+    targets: PromptTargets | None = None
+    pools: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +213,7 @@ class StepBatch:
         self.step = step
         self.budget_tokens = budget_tokens
         self.budget_bytes = PLAN_BYTES
+        self.budget_logprob_bytes = LOGPROB_BYTES
         self.entries: list[PlannedEntry] = []
         self.decodes: list[Sequence] = []
         self.decode_starts: list[int] = []
@@ -211,12 +235,22 @@ class StepBatch:
     ) -> bool:
         """Whether the message takes the sequence's next `num_tokens`, what is new in its table of
         `num_blocks`, and the starts of `starting`."""
-        num_bytes = entry_bytes(num_tokens, len(sequence.samplers)) + _table_bytes(sequence, num_blocks)
+        num_bytes = _entry_bytes(sequence, num_tokens) + _table_bytes(sequence, num_blocks)
         for number, sample in enumerate(starting):
             if number == 0 and sample.request not in self._request_to_samples:
                 num_bytes += _request_bytes(sample.request)
             num_bytes += _sample_bytes(sample)
         return num_bytes <= self.budget_bytes
+
+    def most_tokens(self, sequence: Sequence) -> int:
+        """How many of the sequence's next tokens the step takes: fewer than its budget where the report takes
+        no more log-probabilities."""
+        request = sequence.request
+        first = max(sequence.num_scheduled, request.num_scored_tokens - 1)
+        num_taken = self.budget_logprob_bytes // logprob_bytes(request.submission.sampling)
+        if first + num_taken >= request.num_prompt_tokens - 1:
+            return self.budget_tokens
+        return min(self.budget_tokens, first + num_taken - sequence.num_scheduled)
 
     def start(self, sequence: Sequence) -> None:
         """The sequence takes its slot in this step."""
@@ -231,7 +265,8 @@ class StepBatch:
                 seed=sequence.seed,
                 last_token=sequence.token_at(sequence.num_tokens - 1),
                 num_output_tokens=sequence.num_output_tokens,
-                output=sequence.output_bytes if request.submission.sampling.penalizes_output else b"",
+                output=sequence.output_bytes if _names_output(request.submission) else b"",
+                mask_digest=sequence.mask_digest,
             )
         )
 
@@ -250,13 +285,19 @@ class StepBatch:
             return
         tokens = sequence.token_bytes(start, end)
         assert len(tokens) == TOKEN_BYTES * num_tokens, "a token is not known, and not the slot's newest one"
-        self.entries.append(PlannedEntry(sequence, start, end, tokens, samplers))
-        self.budget_bytes -= entry_bytes(num_tokens, len(samplers))
+        pools = sequence.request.pools and end == sequence.target
+        targets = _targets(sequence, start, end)
+        self.entries.append(PlannedEntry(sequence, start, end, tokens, samplers, targets, pools))
+        self.budget_bytes -= _entry_bytes(sequence, num_tokens)
+        if targets is not None:
+            num_targets = len(targets.tokens) // TOKEN_BYTES
+            self.budget_logprob_bytes -= num_targets * logprob_bytes(sequence.request.submission.sampling)
         for named in {sequence, *samplers}:
             named.slot_position, named.last_step = end, self.step
         sequence.num_scheduled = end
         for sampler in samplers:
             sampler.num_pending += 1
+        sequence.num_pending += pools  # it takes the place of a token
 
     def add_decode(self, sequence: Sequence) -> bool:
         """Compute and sample the sequence's next token, the only one that is left, if the ranks and its
@@ -266,6 +307,7 @@ class StepBatch:
             sequence.slot_position != start
             or start >= sequence.num_writable
             or sequence.forks
+            or sequence.request.pools
             or sequence.replaced
             or sequence.phase is not Phase.RUNNING
             or self.budget_tokens < 1
@@ -306,6 +348,8 @@ class StepBatch:
                 num_tokens=entry.end - entry.start,
                 tokens=entry.tokens,
                 sample_slots=tuple([sampler.slot for sampler in entry.samplers]),
+                targets=entry.targets,
+                pools=entry.pools,
             )
             for entry in self.entries
         )
@@ -350,10 +394,26 @@ def _send_table(sequence: Sequence, into: list[TableChange]) -> None:
     sequence.replaced.clear()
 
 
+def _targets(sequence: Sequence, start: int, end: int) -> PromptTargets | None:
+    """What is asked of positions [start, end): the log-probabilities of the prompt's tokens behind them that
+    are not reported yet."""
+    request = sequence.request
+    first = max(start, request.num_scored_tokens - 1)
+    tokens = sequence.token_bytes(first + 1, min(end + 1, request.num_prompt_tokens))
+    num_top = request.submission.sampling.num_prompt_logprobs
+    return PromptTargets(first, tokens, num_top) if tokens and num_top is not None else None
+
+
 def _slot_start(request: Request, samples: list[SlotSample]) -> SlotStart:
     submission = request.submission
     prompt = submission.prompt if submission.sampling.penalizes_prompt else b""
-    return SlotStart(submission.sampling, tuple(samples), prompt)
+    grammar = b"" if submission.grammar is None else submission.grammar.digest
+    return SlotStart(submission.sampling, tuple(samples), prompt, grammar)
+
+
+def _names_output(submission: Submission) -> bool:
+    """Whether a slot's start names its output."""
+    return submission.sampling.penalizes_output or submission.grammar is not None
 
 
 # Upper bounds of what msgpack makes of a message: numbers take 9 bytes, ids and headers 5.
@@ -368,28 +428,44 @@ def entry_bytes(num_tokens: int, num_samplers: int) -> int:
     return 64 + 4 * num_tokens + 9 * num_samplers
 
 
+def target_bytes(sampling: SamplingParams, num_tokens: int) -> int:
+    """At most what the `PromptTargets` of so many tokens take."""
+    return 0 if sampling.num_prompt_logprobs is None else 32 + 4 * num_tokens
+
+
+def logprob_bytes(sampling: SamplingParams) -> int:
+    """What the log-probabilities of one token of a prompt take."""
+    return 4 + 8 * (sampling.num_prompt_logprobs or 0)
+
+
 def table_bytes(num_blocks: int, num_changes: int = 1) -> int:
     """At most what `num_changes` `TableChange`s of so many blocks together take."""
     return _TABLE_CHANGE_BYTES * num_changes + 4 * num_blocks
 
 
-def start_bytes(sampling: SamplingParams, num_prompt_tokens: int) -> int:
+def start_bytes(submission: Submission) -> int:
     """At most what a `SlotStart` takes beside its samples."""
+    sampling = submission.sampling
     num_words = 16 + 2 * len(sampling.logit_bias) + len(sampling.stop_token_ids)
-    return 64 + 9 * num_words + (4 * num_prompt_tokens if sampling.penalizes_prompt else 0)
+    return 128 + 9 * num_words + (len(submission.prompt) if sampling.penalizes_prompt else 0)
 
 
-def sample_bytes(sampling: SamplingParams, num_output_tokens: int) -> int:
+def sample_bytes(submission: Submission, num_output_tokens: int) -> int:
     """At most what a `SlotSample` takes."""
-    return 64 + (4 * num_output_tokens if sampling.penalizes_output else 0)
+    return 96 + (4 * num_output_tokens if _names_output(submission) else 0)
+
+
+def _entry_bytes(sequence: Sequence, num_tokens: int) -> int:
+    num_bytes = entry_bytes(num_tokens, len(sequence.samplers))
+    return num_bytes + target_bytes(sequence.request.submission.sampling, num_tokens)
 
 
 def _request_bytes(request: Request) -> int:
-    return start_bytes(request.submission.sampling, request.num_prompt_tokens)
+    return start_bytes(request.submission)
 
 
 def _sample_bytes(sequence: Sequence) -> int:
-    return sample_bytes(sequence.request.submission.sampling, sequence.num_output_tokens)
+    return sample_bytes(sequence.request.submission, sequence.num_output_tokens)
 
 
 def _table_bytes(sequence: Sequence, num_blocks: int) -> int:

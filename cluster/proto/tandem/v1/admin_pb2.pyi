@@ -1,4 +1,6 @@
+from cluster.proto.tandem.v1 import inference_pb2 as _inference_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -6,296 +8,29 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class TokenIds(_message.Message):
-    __slots__ = ("ids",)
-    IDS_FIELD_NUMBER: _ClassVar[int]
-    ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class ChatMessage(_message.Message):
-    __slots__ = ("role", "content")
-    ROLE_FIELD_NUMBER: _ClassVar[int]
-    CONTENT_FIELD_NUMBER: _ClassVar[int]
-    role: str
-    content: str
-    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
-
-class ChatMessages(_message.Message):
-    __slots__ = ("messages", "add_generation_prompt")
-    MESSAGES_FIELD_NUMBER: _ClassVar[int]
-    ADD_GENERATION_PROMPT_FIELD_NUMBER: _ClassVar[int]
-    messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
-    add_generation_prompt: bool
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping[str, object]]]] = ..., add_generation_prompt: _Optional[bool] = ...) -> None: ...
-
-class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "token_ids", "chat", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "n", "logprobs", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "priority", "tenant", "request_id", "resume", "pins", "resume_token", "service_class")
-    class LogitBiasEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: int
-        value: float
-        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
-    MODEL_FIELD_NUMBER: _ClassVar[int]
-    TEXT_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    CHAT_FIELD_NUMBER: _ClassVar[int]
-    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
-    TOP_K_FIELD_NUMBER: _ClassVar[int]
-    TOP_P_FIELD_NUMBER: _ClassVar[int]
-    MIN_P_FIELD_NUMBER: _ClassVar[int]
-    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
-    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
-    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
-    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
-    SEED_FIELD_NUMBER: _ClassVar[int]
-    N_FIELD_NUMBER: _ClassVar[int]
-    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    STOP_FIELD_NUMBER: _ClassVar[int]
-    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
-    PRIORITY_FIELD_NUMBER: _ClassVar[int]
-    TENANT_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    RESUME_FIELD_NUMBER: _ClassVar[int]
-    PINS_FIELD_NUMBER: _ClassVar[int]
-    RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    SERVICE_CLASS_FIELD_NUMBER: _ClassVar[int]
-    model: str
-    text: str
-    token_ids: TokenIds
-    chat: ChatMessages
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: _containers.ScalarMap[int, float]
-    seed: int
-    n: int
-    logprobs: int
-    max_tokens: int
-    min_tokens: int
-    stop: _containers.RepeatedScalarFieldContainer[str]
-    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    ignore_eos: bool
-    priority: int
-    tenant: str
-    request_id: str
-    resume: _containers.RepeatedCompositeFieldContainer[ResumedSample]
-    pins: Pins
-    resume_token: str
-    service_class: str
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping[str, object]]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping[str, object]]] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., request_id: _Optional[str] = ..., resume: _Optional[_Iterable[_Union[ResumedSample, _Mapping[str, object]]]] = ..., pins: _Optional[_Union[Pins, _Mapping[str, object]]] = ..., resume_token: _Optional[str] = ..., service_class: _Optional[str] = ...) -> None: ...
-
-class ResumedSample(_message.Message):
-    __slots__ = ("sample", "token_ids", "finish_reason")
-    SAMPLE_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
-    sample: int
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    finish_reason: str
-    def __init__(self, sample: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ...) -> None: ...
-
-class Pins(_message.Message):
-    __slots__ = ("prefill", "decode")
-    PREFILL_FIELD_NUMBER: _ClassVar[int]
-    DECODE_FIELD_NUMBER: _ClassVar[int]
-    prefill: str
-    decode: str
-    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ...) -> None: ...
-
-class GenerateResponse(_message.Message):
-    __slots__ = ("accepted", "delta", "finished")
-    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
-    DELTA_FIELD_NUMBER: _ClassVar[int]
-    FINISHED_FIELD_NUMBER: _ClassVar[int]
-    accepted: Accepted
-    delta: Delta
-    finished: Finished
-    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping[str, object]]] = ..., delta: _Optional[_Union[Delta, _Mapping[str, object]]] = ..., finished: _Optional[_Union[Finished, _Mapping[str, object]]] = ...) -> None: ...
-
-class Accepted(_message.Message):
-    __slots__ = ("request_id", "seed", "num_prompt_tokens", "resume_token")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    SEED_FIELD_NUMBER: _ClassVar[int]
-    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    request_id: str
-    seed: int
-    num_prompt_tokens: int
-    resume_token: str
-    def __init__(self, request_id: _Optional[str] = ..., seed: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., resume_token: _Optional[str] = ...) -> None: ...
-
-class Delta(_message.Message):
-    __slots__ = ("sample", "first_index", "token_ids", "text", "logprobs", "finish_reason")
-    SAMPLE_FIELD_NUMBER: _ClassVar[int]
-    FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    TEXT_FIELD_NUMBER: _ClassVar[int]
-    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
-    sample: int
-    first_index: int
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    text: str
-    logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
-    finish_reason: str
-    def __init__(self, sample: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping[str, object]]]] = ..., finish_reason: _Optional[str] = ...) -> None: ...
-
-class TokenLogprob(_message.Message):
-    __slots__ = ("logprob", "top")
-    LOGPROB_FIELD_NUMBER: _ClassVar[int]
-    TOP_FIELD_NUMBER: _ClassVar[int]
-    logprob: float
-    top: _containers.RepeatedCompositeFieldContainer[TopLogprob]
-    def __init__(self, logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TopLogprob, _Mapping[str, object]]]] = ...) -> None: ...
-
-class TopLogprob(_message.Message):
-    __slots__ = ("token_id", "logprob")
-    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
-    LOGPROB_FIELD_NUMBER: _ClassVar[int]
-    token_id: int
-    logprob: float
-    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
-
-class Finished(_message.Message):
-    __slots__ = ("samples", "usage", "timing", "prefill_replica", "decode_replica")
-    SAMPLES_FIELD_NUMBER: _ClassVar[int]
-    USAGE_FIELD_NUMBER: _ClassVar[int]
-    TIMING_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_REPLICA_FIELD_NUMBER: _ClassVar[int]
-    DECODE_REPLICA_FIELD_NUMBER: _ClassVar[int]
-    samples: _containers.RepeatedCompositeFieldContainer[SampleEnd]
-    usage: Usage
-    timing: Timing
-    prefill_replica: str
-    decode_replica: str
-    def __init__(self, samples: _Optional[_Iterable[_Union[SampleEnd, _Mapping[str, object]]]] = ..., usage: _Optional[_Union[Usage, _Mapping[str, object]]] = ..., timing: _Optional[_Union[Timing, _Mapping[str, object]]] = ..., prefill_replica: _Optional[str] = ..., decode_replica: _Optional[str] = ...) -> None: ...
-
-class SampleEnd(_message.Message):
-    __slots__ = ("sample", "finish_reason", "num_tokens")
-    SAMPLE_FIELD_NUMBER: _ClassVar[int]
-    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
-    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    sample: int
-    finish_reason: str
-    num_tokens: int
-    def __init__(self, sample: _Optional[int] = ..., finish_reason: _Optional[str] = ..., num_tokens: _Optional[int] = ...) -> None: ...
-
-class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "cached", "completion_tokens", "capped_max_tokens")
-    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    CACHED_FIELD_NUMBER: _ClassVar[int]
-    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    CAPPED_MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    prompt_tokens: int
-    cached: CachedTokens
-    completion_tokens: int
-    capped_max_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached: _Optional[_Union[CachedTokens, _Mapping[str, object]]] = ..., completion_tokens: _Optional[int] = ..., capped_max_tokens: _Optional[int] = ...) -> None: ...
-
-class CachedTokens(_message.Message):
-    __slots__ = ("device", "dram", "nvme", "remote")
-    DEVICE_FIELD_NUMBER: _ClassVar[int]
-    DRAM_FIELD_NUMBER: _ClassVar[int]
-    NVME_FIELD_NUMBER: _ClassVar[int]
-    REMOTE_FIELD_NUMBER: _ClassVar[int]
-    device: int
-    dram: int
-    nvme: int
-    remote: int
-    def __init__(self, device: _Optional[int] = ..., dram: _Optional[int] = ..., nvme: _Optional[int] = ..., remote: _Optional[int] = ...) -> None: ...
-
-class Timing(_message.Message):
-    __slots__ = ("queue_ms", "prefill_ms", "transfer_ms", "decode_ms", "ttft_ms", "e2e_ms", "transfer_gb_s", "transport", "transfer_bytes", "attempts")
-    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
-    TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
-    DECODE_MS_FIELD_NUMBER: _ClassVar[int]
-    TTFT_MS_FIELD_NUMBER: _ClassVar[int]
-    E2E_MS_FIELD_NUMBER: _ClassVar[int]
-    TRANSFER_GB_S_FIELD_NUMBER: _ClassVar[int]
-    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
-    TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
-    queue_ms: float
-    prefill_ms: float
-    transfer_ms: float
-    decode_ms: float
-    ttft_ms: float
-    e2e_ms: float
-    transfer_gb_s: float
-    transport: str
-    transfer_bytes: int
-    attempts: int
-    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., e2e_ms: _Optional[float] = ..., transfer_gb_s: _Optional[float] = ..., transport: _Optional[str] = ..., transfer_bytes: _Optional[int] = ..., attempts: _Optional[int] = ...) -> None: ...
-
-class TokenizeRequest(_message.Message):
-    __slots__ = ("model", "text", "chat", "add_special_tokens")
-    MODEL_FIELD_NUMBER: _ClassVar[int]
-    TEXT_FIELD_NUMBER: _ClassVar[int]
-    CHAT_FIELD_NUMBER: _ClassVar[int]
-    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    model: str
-    text: str
-    chat: ChatMessages
-    add_special_tokens: bool
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatMessages, _Mapping[str, object]]] = ..., add_special_tokens: _Optional[bool] = ...) -> None: ...
-
-class TokenizeResponse(_message.Message):
-    __slots__ = ("token_ids",)
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class DetokenizeRequest(_message.Message):
-    __slots__ = ("model", "token_ids", "keep_special_tokens")
-    MODEL_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    KEEP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    model: str
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    keep_special_tokens: bool
-    def __init__(self, model: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., keep_special_tokens: _Optional[bool] = ...) -> None: ...
-
-class DetokenizeResponse(_message.Message):
-    __slots__ = ("text",)
-    TEXT_FIELD_NUMBER: _ClassVar[int]
-    text: str
-    def __init__(self, text: _Optional[str] = ...) -> None: ...
-
-class ListModelsRequest(_message.Message):
+class ReplicaRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
-    def __init__(self) -> None: ...
+    REPLICA_ROLE_UNSPECIFIED: _ClassVar[ReplicaRole]
+    REPLICA_ROLE_PREFILL: _ClassVar[ReplicaRole]
+    REPLICA_ROLE_DECODE: _ClassVar[ReplicaRole]
+    REPLICA_ROLE_BOTH: _ClassVar[ReplicaRole]
 
-class ListModelsResponse(_message.Message):
-    __slots__ = ("models",)
-    MODELS_FIELD_NUMBER: _ClassVar[int]
-    models: _containers.RepeatedCompositeFieldContainer[Model]
-    def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping[str, object]]]] = ...) -> None: ...
-
-class Model(_message.Message):
-    __slots__ = ("name", "max_context_tokens", "vocab_size", "has_chat_template", "fingerprint", "block_tokens")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
-    HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
-    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    max_context_tokens: int
-    vocab_size: int
-    has_chat_template: bool
-    fingerprint: str
-    block_tokens: int
-    def __init__(self, name: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., has_chat_template: _Optional[bool] = ..., fingerprint: _Optional[str] = ..., block_tokens: _Optional[int] = ...) -> None: ...
+class ReplicaState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REPLICA_STATE_UNSPECIFIED: _ClassVar[ReplicaState]
+    REPLICA_STATE_READY: _ClassVar[ReplicaState]
+    REPLICA_STATE_LEAVING: _ClassVar[ReplicaState]
+    REPLICA_STATE_CONNECTING: _ClassVar[ReplicaState]
+    REPLICA_STATE_REFUSED: _ClassVar[ReplicaState]
+REPLICA_ROLE_UNSPECIFIED: ReplicaRole
+REPLICA_ROLE_PREFILL: ReplicaRole
+REPLICA_ROLE_DECODE: ReplicaRole
+REPLICA_ROLE_BOTH: ReplicaRole
+REPLICA_STATE_UNSPECIFIED: ReplicaState
+REPLICA_STATE_READY: ReplicaState
+REPLICA_STATE_LEAVING: ReplicaState
+REPLICA_STATE_CONNECTING: ReplicaState
+REPLICA_STATE_REFUSED: ReplicaState
 
 class StatusRequest(_message.Message):
     __slots__ = ()
@@ -338,7 +73,7 @@ class StatusResponse(_message.Message):
     AUTHENTICATION_FIELD_NUMBER: _ClassVar[int]
     APP_FIELD_NUMBER: _ClassVar[int]
     QUOTAS_FIELD_NUMBER: _ClassVar[int]
-    model: Model
+    model: _inference_pb2.Model
     replicas: _containers.RepeatedCompositeFieldContainer[Replica]
     gateways: _containers.RepeatedCompositeFieldContainer[GatewayStatus]
     uptime_s: float
@@ -359,7 +94,7 @@ class StatusResponse(_message.Message):
     authentication: str
     app: str
     quotas: _containers.RepeatedCompositeFieldContainer[TenantQuota]
-    def __init__(self, model: _Optional[_Union[Model, _Mapping[str, object]]] = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping[str, object]]]] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping[str, object]]]] = ..., uptime_s: _Optional[float] = ..., versions: _Optional[_Mapping[str, str]] = ..., num_running_requests: _Optional[int] = ..., num_finished_requests: _Optional[int] = ..., num_failed_requests: _Optional[int] = ..., ready: _Optional[bool] = ..., num_cancelled_requests: _Optional[int] = ..., stores: _Optional[_Iterable[_Union[StoreMember, _Mapping[str, object]]]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping[str, object]]]] = ..., moves: _Optional[_Iterable[_Union[ScalingMove, _Mapping[str, object]]]] = ..., traffic: _Optional[_Mapping[str, float]] = ..., demand: _Optional[_Union[Demand, _Mapping[str, object]]] = ..., wall_time_s: _Optional[float] = ..., recent: _Optional[_Union[RecentRequests, _Mapping[str, object]]] = ..., prefixes: _Optional[_Iterable[_Union[PrefixReuse, _Mapping[str, object]]]] = ..., authentication: _Optional[str] = ..., app: _Optional[str] = ..., quotas: _Optional[_Iterable[_Union[TenantQuota, _Mapping[str, object]]]] = ...) -> None: ...
+    def __init__(self, model: _Optional[_Union[_inference_pb2.Model, _Mapping[str, object]]] = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping[str, object]]]] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping[str, object]]]] = ..., uptime_s: _Optional[float] = ..., versions: _Optional[_Mapping[str, str]] = ..., num_running_requests: _Optional[int] = ..., num_finished_requests: _Optional[int] = ..., num_failed_requests: _Optional[int] = ..., ready: _Optional[bool] = ..., num_cancelled_requests: _Optional[int] = ..., stores: _Optional[_Iterable[_Union[StoreMember, _Mapping[str, object]]]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping[str, object]]]] = ..., moves: _Optional[_Iterable[_Union[ScalingMove, _Mapping[str, object]]]] = ..., traffic: _Optional[_Mapping[str, float]] = ..., demand: _Optional[_Union[Demand, _Mapping[str, object]]] = ..., wall_time_s: _Optional[float] = ..., recent: _Optional[_Union[RecentRequests, _Mapping[str, object]]] = ..., prefixes: _Optional[_Iterable[_Union[PrefixReuse, _Mapping[str, object]]]] = ..., authentication: _Optional[str] = ..., app: _Optional[str] = ..., quotas: _Optional[_Iterable[_Union[TenantQuota, _Mapping[str, object]]]] = ...) -> None: ...
 
 class TenantQuota(_message.Message):
     __slots__ = ("tenant", "used", "num_refused")
@@ -481,7 +216,7 @@ class Pool(_message.Message):
     NUM_READY_FIELD_NUMBER: _ClassVar[int]
     NUM_LENT_FIELD_NUMBER: _ClassVar[int]
     name: str
-    role: str
+    role: ReplicaRole
     configured: int
     desired: int
     pinned: bool
@@ -489,7 +224,7 @@ class Pool(_message.Message):
     max: int
     num_ready: int
     num_lent: int
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., configured: _Optional[int] = ..., desired: _Optional[int] = ..., pinned: _Optional[bool] = ..., min: _Optional[int] = ..., max: _Optional[int] = ..., num_ready: _Optional[int] = ..., num_lent: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[ReplicaRole, str]] = ..., configured: _Optional[int] = ..., desired: _Optional[int] = ..., pinned: _Optional[bool] = ..., min: _Optional[int] = ..., max: _Optional[int] = ..., num_ready: _Optional[int] = ..., num_lent: _Optional[int] = ...) -> None: ...
 
 class ScalingMove(_message.Message):
     __slots__ = ("at", "pool", "before", "after", "by", "reason")
@@ -526,18 +261,18 @@ class Replica(_message.Message):
     replica_id: str
     epoch: int
     pool: str
-    role: str
+    role: ReplicaRole
     address: str
-    state: str
+    state: ReplicaState
     note: str
     process_id: int
     rank_process_ids: _containers.RepeatedScalarFieldContainer[int]
     load: Load
     tp: int
     stage_layers: _containers.RepeatedScalarFieldContainer[int]
-    home_role: str
+    home_role: ReplicaRole
     role_epoch: int
-    def __init__(self, replica_id: _Optional[str] = ..., epoch: _Optional[int] = ..., pool: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., note: _Optional[str] = ..., process_id: _Optional[int] = ..., rank_process_ids: _Optional[_Iterable[int]] = ..., load: _Optional[_Union[Load, _Mapping[str, object]]] = ..., tp: _Optional[int] = ..., stage_layers: _Optional[_Iterable[int]] = ..., home_role: _Optional[str] = ..., role_epoch: _Optional[int] = ...) -> None: ...
+    def __init__(self, replica_id: _Optional[str] = ..., epoch: _Optional[int] = ..., pool: _Optional[str] = ..., role: _Optional[_Union[ReplicaRole, str]] = ..., address: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., note: _Optional[str] = ..., process_id: _Optional[int] = ..., rank_process_ids: _Optional[_Iterable[int]] = ..., load: _Optional[_Union[Load, _Mapping[str, object]]] = ..., tp: _Optional[int] = ..., stage_layers: _Optional[_Iterable[int]] = ..., home_role: _Optional[_Union[ReplicaRole, str]] = ..., role_epoch: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("num_running", "num_waiting", "num_landings", "num_backlog_tokens", "num_free_blocks", "num_cached_blocks", "num_quarantined_blocks", "num_total_blocks", "num_leaked_blocks", "prefill_tok_s", "decode_step_ms", "num_steps", "num_checksum_failures", "num_preemptions", "transfer_gb_s", "age_s", "num_stored_blocks", "num_unstored_blocks", "num_loaded_tokens", "load_tok_s", "num_store_checksum_failures", "num_offloaded_blocks", "num_waiting_landings", "backend")
@@ -710,7 +445,7 @@ class AdmissionStatus(_message.Message):
     def __init__(self, rung: _Optional[int] = ..., rung_name: _Optional[str] = ..., pressure: _Optional[float] = ..., num_waiting_bytes: _Optional[int] = ..., waiting_s: _Optional[float] = ..., num_capped: _Optional[int] = ..., classes: _Optional[_Iterable[_Union[ClassStatus, _Mapping[str, object]]]] = ..., changes: _Optional[_Iterable[_Union[RungChange, _Mapping[str, object]]]] = ...) -> None: ...
 
 class ClassStatus(_message.Message):
-    __slots__ = ("name", "num_waiting", "wait_s", "num_released", "num_refused")
+    __slots__ = ("service_class", "num_waiting", "wait_s", "num_released", "num_refused")
     class NumRefusedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -718,17 +453,17 @@ class ClassStatus(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
-    NAME_FIELD_NUMBER: _ClassVar[int]
+    SERVICE_CLASS_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
     NUM_RELEASED_FIELD_NUMBER: _ClassVar[int]
     NUM_REFUSED_FIELD_NUMBER: _ClassVar[int]
-    name: str
+    service_class: _inference_pb2.ServiceClass
     num_waiting: int
     wait_s: float
     num_released: int
     num_refused: _containers.ScalarMap[str, int]
-    def __init__(self, name: _Optional[str] = ..., num_waiting: _Optional[int] = ..., wait_s: _Optional[float] = ..., num_released: _Optional[int] = ..., num_refused: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    def __init__(self, service_class: _Optional[_Union[_inference_pb2.ServiceClass, str]] = ..., num_waiting: _Optional[int] = ..., wait_s: _Optional[float] = ..., num_released: _Optional[int] = ..., num_refused: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class RungChange(_message.Message):
     __slots__ = ("at", "before", "after", "pressure")
@@ -741,147 +476,6 @@ class RungChange(_message.Message):
     after: str
     pressure: float
     def __init__(self, at: _Optional[float] = ..., before: _Optional[str] = ..., after: _Optional[str] = ..., pressure: _Optional[float] = ...) -> None: ...
-
-class ExplainRequest(_message.Message):
-    __slots__ = ("request_id", "tenant")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    TENANT_FIELD_NUMBER: _ClassVar[int]
-    request_id: str
-    tenant: str
-    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
-
-class ExplainResponse(_message.Message):
-    __slots__ = ("request_id", "state", "decisions", "timeline", "reason", "tenant", "gateway_id")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    STATE_FIELD_NUMBER: _ClassVar[int]
-    DECISIONS_FIELD_NUMBER: _ClassVar[int]
-    TIMELINE_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    TENANT_FIELD_NUMBER: _ClassVar[int]
-    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
-    request_id: str
-    state: str
-    decisions: _containers.RepeatedCompositeFieldContainer[Decision]
-    timeline: _containers.RepeatedCompositeFieldContainer[TimelineEvent]
-    reason: str
-    tenant: str
-    gateway_id: str
-    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[str] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping[str, object]]]] = ..., timeline: _Optional[_Iterable[_Union[TimelineEvent, _Mapping[str, object]]]] = ..., reason: _Optional[str] = ..., tenant: _Optional[str] = ..., gateway_id: _Optional[str] = ...) -> None: ...
-
-class Decision(_message.Message):
-    __slots__ = ("attempt", "policy", "prefill", "decode", "prefill_cached_tokens", "decode_cached_tokens", "candidates", "reason", "ttft_s", "step_s")
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    POLICY_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_FIELD_NUMBER: _ClassVar[int]
-    DECODE_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    DECODE_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    TTFT_S_FIELD_NUMBER: _ClassVar[int]
-    STEP_S_FIELD_NUMBER: _ClassVar[int]
-    attempt: int
-    policy: str
-    prefill: str
-    decode: str
-    prefill_cached_tokens: int
-    decode_cached_tokens: int
-    candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
-    reason: str
-    ttft_s: float
-    step_s: float
-    def __init__(self, attempt: _Optional[int] = ..., policy: _Optional[str] = ..., prefill: _Optional[str] = ..., decode: _Optional[str] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping[str, object]]]] = ..., reason: _Optional[str] = ..., ttft_s: _Optional[float] = ..., step_s: _Optional[float] = ...) -> None: ...
-
-class Candidate(_message.Message):
-    __slots__ = ("replica_id", "side", "matched_tokens", "uncached_tokens", "note", "queue_s", "prefill_s", "load_s", "transfer_s", "pressure_s", "step_s", "cost_s")
-    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
-    SIDE_FIELD_NUMBER: _ClassVar[int]
-    MATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    NOTE_FIELD_NUMBER: _ClassVar[int]
-    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
-    LOAD_S_FIELD_NUMBER: _ClassVar[int]
-    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
-    PRESSURE_S_FIELD_NUMBER: _ClassVar[int]
-    STEP_S_FIELD_NUMBER: _ClassVar[int]
-    COST_S_FIELD_NUMBER: _ClassVar[int]
-    replica_id: str
-    side: str
-    matched_tokens: int
-    uncached_tokens: int
-    note: str
-    queue_s: float
-    prefill_s: float
-    load_s: float
-    transfer_s: float
-    pressure_s: float
-    step_s: float
-    cost_s: float
-    def __init__(self, replica_id: _Optional[str] = ..., side: _Optional[str] = ..., matched_tokens: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., note: _Optional[str] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., load_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., pressure_s: _Optional[float] = ..., step_s: _Optional[float] = ..., cost_s: _Optional[float] = ...) -> None: ...
-
-class TimelineEvent(_message.Message):
-    __slots__ = ("at_ms", "name", "detail")
-    AT_MS_FIELD_NUMBER: _ClassVar[int]
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    DETAIL_FIELD_NUMBER: _ClassVar[int]
-    at_ms: float
-    name: str
-    detail: str
-    def __init__(self, at_ms: _Optional[float] = ..., name: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
-
-class ListRequestsRequest(_message.Message):
-    __slots__ = ("limit",)
-    LIMIT_FIELD_NUMBER: _ClassVar[int]
-    limit: int
-    def __init__(self, limit: _Optional[int] = ...) -> None: ...
-
-class ListRequestsResponse(_message.Message):
-    __slots__ = ("requests", "missing")
-    class MissingEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: str
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
-    REQUESTS_FIELD_NUMBER: _ClassVar[int]
-    MISSING_FIELD_NUMBER: _ClassVar[int]
-    requests: _containers.RepeatedCompositeFieldContainer[RequestSummary]
-    missing: _containers.ScalarMap[str, str]
-    def __init__(self, requests: _Optional[_Iterable[_Union[RequestSummary, _Mapping[str, object]]]] = ..., missing: _Optional[_Mapping[str, str]] = ...) -> None: ...
-
-class RequestSummary(_message.Message):
-    __slots__ = ("request_id", "tenant", "state", "reason", "age_s", "ttft_ms", "e2e_ms", "num_prompt_tokens", "num_output_tokens", "attempts", "prefill", "decode", "gateway_id", "num_cached_tokens")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    TENANT_FIELD_NUMBER: _ClassVar[int]
-    STATE_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    AGE_S_FIELD_NUMBER: _ClassVar[int]
-    TTFT_MS_FIELD_NUMBER: _ClassVar[int]
-    E2E_MS_FIELD_NUMBER: _ClassVar[int]
-    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_FIELD_NUMBER: _ClassVar[int]
-    DECODE_FIELD_NUMBER: _ClassVar[int]
-    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
-    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    request_id: str
-    tenant: str
-    state: str
-    reason: str
-    age_s: float
-    ttft_ms: float
-    e2e_ms: float
-    num_prompt_tokens: int
-    num_output_tokens: int
-    attempts: int
-    prefill: str
-    decode: str
-    gateway_id: str
-    num_cached_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., age_s: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., e2e_ms: _Optional[float] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., prefill: _Optional[str] = ..., decode: _Optional[str] = ..., gateway_id: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class ScaleRequest(_message.Message):
     __slots__ = ("replicas", "dry_run")

@@ -1,0 +1,291 @@
+"""The options of `tandem serve` and `tandem update` that stand in place of a configuration file, or change
+one.
+
+Options are written into the mapping that the file holds (without a file: into a small default), so that they
+are checked as the file is, by the same code and with the same messages.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+import yaml
+
+from cluster.cli.gateway_options import spliced_options
+from cluster.cli.terminal import bundled_model, err
+from cluster.config import ClusterConfig, default_mapping, located_config, read_mapping
+from cluster.errors import ConfigError
+from workers.model.model_config import read_model_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """What a command takes beside a file, or in its place. None or False: as the file says, or the default.
+
+    Options of pools hold for all pools.
+    """
+
+    model: Annotated[
+        Path | None, typer.Option(help="Model folder; without it and without a file: the bundled one.")
+    ] = None
+    model_name: Annotated[
+        str | None, typer.Option(help="The name that clients use; default: the folder's.")
+    ] = None
+    device: Annotated[str | None, typer.Option(help="Of all ranks: cpu or cuda.")] = None
+    tp: Annotated[int | None, typer.Option(min=1, help="Ranks of a replica that share every layer.")] = None
+    pp: Annotated[int | None, typer.Option(min=1, help="Stages of a replica, each with some layers.")] = None
+    dtype: Annotated[str | None, typer.Option(help="auto, bf16, fp16 or fp32.")] = None
+    prefill: Annotated[
+        int | None, typer.Option(min=0, help="Prefill replicas; 0: replicas that do both.")
+    ] = None
+    decode: Annotated[int | None, typer.Option(min=1, help="Decode replicas.")] = None
+    kv_tokens: Annotated[
+        str | None, typer.Option(help="KV capacity of a replica, in tokens; auto: what memory is left.")
+    ] = None
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each rank.")] = None
+    host: Annotated[
+        str | None, typer.Option(help='Address for the gateway to listen on; "auto": all of this node\'s.')
+    ] = None
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Of the gateway; 0: a free one.")] = None
+    admin_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Of the gateway, for operators; 0, or with --port: a free one."),
+    ] = None
+    dram_gb: Annotated[
+        float | None, typer.Option(min=0, help="Host memory for finished KV, in 1e9 bytes a node; 0: none.")
+    ] = None
+    nvme: Annotated[Path | None, typer.Option(help="Keep KV in this folder of a local disk too.")] = None
+    nvme_gb: Annotated[
+        float | None, typer.Option(min=0, help="How much of the disk, in 1e9 bytes a node.")
+    ] = None
+    keys_file: Annotated[
+        Path | None,
+        typer.Option(help="Serve only callers with a key of this file, which `tandem key` writes."),
+    ] = None
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Let other hosts call without authentication.")
+    ] = False
+
+
+class Change(NamedTuple):
+    """One setting that an option has changed in what a file says."""
+
+    option: str
+    # As errors name it: `pools[0].tp`.
+    setting: str
+    before: object
+    after: object
+
+
+class ServeConfig(NamedTuple):
+    """A checked configuration, and what options changed in the file's."""
+
+    config: ClusterConfig
+    changes: tuple[Change, ...] = ()
+
+
+def serve_config(file: Path | None, options: ServeOptions) -> ServeConfig:
+    """Return the configuration of the file as the options change it, or without a file that of the options.
+
+    `ConfigError` where it is not valid, in the words of the file's own check; a usage error that names the
+    options where they contradict each other, or what the file says beside them.
+    """
+    _check_options(options, is_alone=file is None)
+    if file is None:
+        model_dir = options.model or bundled_model()
+        model = read_model_config(model_dir)
+        prefill = 1 if options.prefill is None else options.prefill
+        decode = 1 if options.decode is None else options.decode
+        raw = default_mapping(model_dir, prefill, decode, model.max_context_tokens)
+        _apply(raw, options, ())
+        config = located_config(raw, "command line", Path())
+        for pool in config.pools:
+            pool.check_model(model)
+        return ServeConfig(config)
+    raw = copy.deepcopy(read_mapping(file))
+    counts = list(_count_settings(raw, options, file))
+    _check_against(raw, options, file)
+    changes = _apply(raw, options, counts)
+    names = ", ".join(dict.fromkeys(change.option for change in changes))
+    source = f"{file} with {names}" if names else str(file)
+    folder = file.resolve().parent
+    config = located_config(raw, source, folder)
+    return ServeConfig(config, tuple(change for change in changes if _replaces(change, folder)))
+
+
+def announced_config(file: Path | None, options: ServeOptions) -> ClusterConfig:
+    """Return the configuration as `serve_config` does; a line on standard error for each setting of the file
+    that an option replaces."""
+    config, changes = serve_config(file, options)
+    for change in changes:
+        assert file is not None, "nothing else is changed"
+        err.print(change_line(change, file), highlight=False, markup=False, soft_wrap=True)
+    return config
+
+
+def serve_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options in the fields of its one parameter that is `ServeOptions`."""
+    return spliced_options(command, ServeOptions)
+
+
+def change_line(change: Change, file: Path) -> str:
+    """Return `--tp 4 replaces 2, pools[0].tp of cluster.yaml`."""
+    option = change.option if change.after is True else f"{change.option} {change.after}"
+    return f"{option} replaces {change.before}, {change.setting} of {file}"
+
+
+def config_yaml(config: ClusterConfig) -> str:
+    """Return a file that means the same: what was set, and defaults left out."""
+    raw = config.model_dump(mode="json", exclude_unset=True)
+    kept = {name: value for name, value in raw.items() if value != {}}
+    text: str = yaml.safe_dump(kept, sort_keys=False, default_flow_style=None, width=100)
+    return text
+
+
+# ----------------------------------------------------------------------------------------------
+# Where each option goes.
+
+# Options of pools, and the path of each below its pool.
+_POOL_OPTIONS = {
+    "device": ("device",),
+    "tp": ("tp",),
+    "pp": ("pp",),
+    "dtype": ("dtype",),
+    "kv_tokens": ("engine", "kv_tokens"),
+    "threads": ("engine", "num_threads"),
+}
+_OPTIONS = {
+    "model": ("model",),
+    "model_name": ("gateway", "model_name"),
+    "host": ("gateway", "host"),
+    "port": ("gateway", "port"),
+    "admin_port": ("gateway", "admin_port"),
+    "dram_gb": ("store", "dram_gb"),
+    "nvme": ("store", "nvme_path"),
+    "nvme_gb": ("store", "nvme_gb"),
+    "keys_file": ("auth", "keys_file"),
+}
+# Options that count the replicas of the pool of this role; without a decode pool, of that of the role `both`.
+_COUNTS = ("prefill", "decode")
+_ABSENT = object()
+
+
+def _apply(
+    raw: dict[str, Any], options: ServeOptions, counts: Sequence[tuple[str, int, int]]
+) -> list[Change]:
+    """Write the options into the mapping. `counts` are (option, index of the pool, replicas)."""
+    changes: list[Change] = []
+    for name, path in _OPTIONS.items():
+        value = getattr(options, name)
+        if value is not None:
+            changes += _set(raw, path, value.resolve() if isinstance(value, Path) else value, name, "")
+    if options.keys_file is not None:
+        changes += _set(raw, ("auth", "mode"), "required", "keys_file", "")
+    if options.insecure:
+        changes += _set(raw, ("auth", "insecure"), True, "insecure", "")
+    for index, pool in _pools(raw):
+        for name, path in _POOL_OPTIONS.items():
+            if (value := getattr(options, name)) is not None:
+                changes += _set(pool, path, value, name, f"pools[{index}].")
+    for name, place, count in counts:
+        changes += _set(raw["pools"][place], ("replicas",), count, name, f"pools[{place}].")
+    return changes
+
+
+def _set(
+    mapping: dict[str, Any], path: tuple[str, ...], value: object, option: str, prefix: str
+) -> Iterator[Change]:
+    """Set what is at the path; nothing where something else than a mapping is on the way, which the check
+    reports."""
+    *folders, last = path
+    for name in folders:
+        mapping = mapping.setdefault(name, {})
+        if not isinstance(mapping, dict):
+            return
+    before, mapping[last] = mapping.get(last, _ABSENT), value
+    yield Change(_flag(option), prefix + ".".join(path), before, value)
+
+
+def _replaces(change: Change, folder: Path) -> bool:
+    """Whether the file, which is in the folder, says something else."""
+    if isinstance(change.after, Path) and isinstance(change.before, str):
+        return (folder / change.before).resolve() != change.after
+    return change.before is not _ABSENT and str(change.before) != str(change.after)
+
+
+def _pools(raw: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    pools = raw.get("pools")
+    for index, pool in enumerate(pools if isinstance(pools, list) else ()):
+        if isinstance(pool, dict):
+            yield index, pool
+
+
+def _count_settings(raw: dict[str, Any], options: ServeOptions, file: Path) -> Iterator[tuple[str, int, int]]:
+    """Return the pools of the file whose replicas `--prefill` and `--decode` count; a usage error where it is
+    not clear which one is meant."""
+    for role in _COUNTS:
+        count = getattr(options, role)
+        if count is None:
+            continue
+        if count == 0:
+            raise typer.BadParameter(
+                f"{file} names its pools; remove the pool there instead", param_hint=_flag(role)
+            )
+        roles = (role,) if role == "prefill" else (role, "both")
+        found = next(
+            (
+                places
+                for it in roles
+                if (places := [at for at, pool in _pools(raw) if pool.get("role") == it])
+            ),
+            [],
+        )
+        if len(found) != 1:
+            what = f"{len(found)} pools" if found else "no pool"
+            raise typer.BadParameter(
+                f"{file} has {what} of the role {role}; set `replicas` there", param_hint=_flag(role)
+            )
+        yield role, found[0], count
+
+
+def _check_options(options: ServeOptions, *, is_alone: bool) -> None:
+    """Raise a usage error where options contradict each other."""
+    if is_alone and (options.nvme is None) != (options.nvme_gb is None):
+        raise typer.BadParameter("go together", param_hint="--nvme, --nvme-gb")
+    if options.insecure and options.keys_file is not None:
+        raise typer.BadParameter(
+            "contradict each other: who has a key is served, or everybody",
+            param_hint="--insecure, --keys-file",
+        )
+    if options.port and options.port == options.admin_port:
+        raise typer.BadParameter(
+            f"cannot both be {options.port}: clients and operators have ports of their own",
+            param_hint="--port, --admin-port",
+        )
+    if options.nvme is not None and options.dram_gb == 0:
+        raise typer.BadParameter(
+            "contradict each other: NVMe is read and written through host memory",
+            param_hint="--dram-gb, --nvme",
+        )
+
+
+def _check_against(raw: dict[str, Any], options: ServeOptions, file: Path) -> None:
+    """Raise an error where an option contradicts what the file says elsewhere."""
+    auth = raw.get("auth")
+    if options.insecure and isinstance(auth, dict) and auth.get("mode") == "required":
+        raise ConfigError(f"--insecure contradicts auth.mode: required of {file}")
+    for index, pool in _pools(raw):
+        if options.device is not None and pool.get("devices"):
+            raise typer.BadParameter(
+                f"contradicts pools[{index}].devices of {file}, which names the device of each stage",
+                param_hint="--device",
+            )
+
+
+def _flag(option: str) -> str:
+    return "--" + option.replace("_", "-")

@@ -1,0 +1,229 @@
+"""The options of `tandem serve`: the same configuration as a file, alone and beside one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving import TINY, tandem
+
+from cluster.cli.serve_options import ServeOptions, change_line, config_yaml, serve_config
+from cluster.config import ClusterConfig, load_config, parse_config
+from cluster.errors import ConfigError
+
+FILE = f"""
+model: {TINY}
+pools:
+  - {{name: first, role: prefill, replicas: 2}}
+  - {{name: second, role: decode, replicas: 3, tp: 2, engine: {{kv_tokens: 8192}}}}
+gateway: {{port: 7000}}
+store: {{dram_gb: 2}}
+"""
+
+
+def of_options(**options: Any) -> ClusterConfig:
+    """The configuration without a file."""
+    return serve_config(None, ServeOptions(model=TINY, **options)).config
+
+
+def written(folder: Path, text: str = FILE) -> Path:
+    file = folder / "cluster.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_options_build_what_a_file_would() -> None:
+    pool = {"device": "cuda", "tp": 4, "dtype": "bf16", "engine": {"block_tokens": 16, "kv_tokens": 4096}}
+    raw = {
+        "model": TINY,
+        "pools": [
+            {"name": "prefill", "role": "prefill", "replicas": 2, **pool},
+            {"name": "decode", "role": "decode", "replicas": 3, **pool},
+        ],
+        "gateway": {"host": "0.0.0.0", "port": 9000, "model_name": "small"},
+        "store": {"dram_gb": 4, "nvme_path": "/mnt/kv", "nvme_gb": 40},
+        "auth": {"mode": "required", "keys_file": "/etc/keys.yaml"},
+    }
+    assert of_options(
+        device="cuda",
+        tp=4,
+        dtype="bf16",
+        kv_tokens="4096",
+        prefill=2,
+        decode=3,
+        host="0.0.0.0",
+        port=9000,
+        model_name="small",
+        dram_gb=4,
+        nvme=Path("/mnt/kv"),
+        nvme_gb=40,
+        keys_file=Path("/etc/keys.yaml"),
+    ) == parse_config(raw, "test")
+
+
+def test_without_prefill_replicas_there_is_one_pool() -> None:
+    (pool,) = of_options(prefill=0, decode=2, pp=2).pools
+    assert (pool.name, pool.role, pool.replicas, pool.pp) == ("both", "both", 2, 2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "device": st.sampled_from(["cpu", "cuda"]),
+            "tp": st.integers(1, 8),
+            "pp": st.integers(1, 6),
+            "dtype": st.sampled_from(["auto", "fp32", "bf16", "fp16"]),
+            "prefill": st.integers(0, 9),
+            "decode": st.integers(1, 9),
+            "kv_tokens": st.sampled_from(["auto", "4096"]),
+            "threads": st.integers(1, 9),
+            "host": st.sampled_from(["127.0.0.1", "auto", "10.0.0.1"]),
+            "port": st.integers(0, 9000),
+            "admin_port": st.integers(9001, 9999),
+            "dram_gb": st.floats(0.5, 64),
+            "model_name": st.text("abc-/:#'", max_size=9),
+        },
+    )
+)
+def test_the_printed_configuration_means_the_same(
+    tmp_path_factory: pytest.TempPathFactory, options: dict[str, Any]
+) -> None:
+    config = of_options(insecure=True, **options)
+    assert load_config(written(tmp_path_factory.mktemp("printed"), config_yaml(config))) == config
+
+
+def test_relative_paths_of_a_file_are_printed_as_absolute_ones(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    text = """
+model: model
+pools: [{name: both, role: both, layers: []}]
+store: {nvme_path: kv, nvme_gb: 3}
+auth: {mode: required, keys_file: keys.yaml, audit: {folder: audit}}
+"""
+    config = serve_config(written(tmp_path / "here", text), ServeOptions()).config
+    assert load_config(written(tmp_path / "there", config_yaml(config))) == config
+    assert "model_name" not in config_yaml(config)
+
+
+def test_options_go_before_the_file_and_each_replaced_setting_is_named(tmp_path: Path) -> None:
+    file = written(tmp_path)
+    options = ServeOptions(tp=4, decode=5, port=7001, dtype="bf16", kv_tokens="8192", dram_gb=3, model=TINY)
+    config, changes = serve_config(file, options)
+    assert [(pool.tp, pool.replicas, pool.dtype) for pool in config.pools] == [(4, 2, "bf16"), (4, 5, "bf16")]
+    assert (config.gateway.port, config.gateway.console_port, config.store.dram_gb) == (7001, 0, 3)
+    assert [change_line(change, Path("cluster.yaml")) for change in changes] == [
+        "--port 7001 replaces 7000, gateway.port of cluster.yaml",
+        "--dram-gb 3 replaces 2, store.dram_gb of cluster.yaml",
+        "--tp 4 replaces 2, pools[1].tp of cluster.yaml",
+        "--decode 5 replaces 3, pools[1].replicas of cluster.yaml",
+    ]
+
+
+def test_a_file_that_needs_an_option_is_valid_with_it(tmp_path: Path) -> None:
+    file = written(tmp_path, f"model: {TINY}\npools: [{{name: b, role: both}}]\ngateway: {{host: auto}}\n")
+    with pytest.raises(ConfigError, match=r"gateway\.host: auto can be reached"):
+        serve_config(file, ServeOptions())
+    assert serve_config(file, ServeOptions(insecure=True)).config.auth.insecure
+
+
+def test_replicas_that_do_both_are_counted_by_decode(tmp_path: Path) -> None:
+    file = written(tmp_path, f"model: {TINY}\npools: [{{name: b, role: both}}]\n")
+    assert serve_config(file, ServeOptions(decode=4)).config.pools[0].replicas == 4
+    with pytest.raises(typer.BadParameter, match="no pool of the role prefill") as raised:
+        serve_config(file, ServeOptions(prefill=2))
+    assert raised.value.param_hint == "--prefill"
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"nvme": Path("kv")}, "--nvme, --nvme-gb"),
+        ({"nvme_gb": 3}, "--nvme, --nvme-gb"),
+        ({"insecure": True, "keys_file": Path("keys")}, "--insecure, --keys-file"),
+        ({"port": 9000, "admin_port": 9000}, "--port, --admin-port"),
+        ({"nvme": Path("kv"), "nvme_gb": 3, "dram_gb": 0}, "--dram-gb, --nvme"),
+    ],
+)
+def test_options_that_contradict_each_other_are_named(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(typer.BadParameter) as raised:
+        of_options(**options)
+    assert raised.value.param_hint == named
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "error"),
+    [
+        ({"auth": {"mode": "required", "keys_file": "k"}}, {"insecure": True},
+         "--insecure contradicts auth.mode: required of "),
+        ({"auth": {"insecure": True}}, {"keys_file": Path("k")},
+         "cluster.yaml with --keys-file: auth: insecure contradicts mode required"),
+        ({"pools": [{"name": "p", "role": "both", "pp": 2, "layers": [3, 3]}]}, {"pp": 3},
+         "cluster.yaml with --pp: pools[0]: layers needs one entry for each of the pp = 3 stages, not 2"),
+        ({"pools": [{"name": "p", "role": "both", "pp": 2, "devices": ["cuda", "cpu"]}]}, {"device": "cpu"},
+         "contradicts pools[0].devices of "),
+        ({"pools": [{"name": "a", "role": "decode"}, {"name": "b", "role": "decode"}]}, {"decode": 2},
+         "has 2 pools of the role decode"),
+        ({}, {"prefill": 0}, "remove the pool there instead"),
+        ({}, {"device": "gpu"}, "with --device: pools[0].device: Input should be 'cpu' or 'cuda'"),
+        ({"pools": "none"}, {"tp": 2}, "pools: Input should be a valid tuple"),
+        ({"gateway": 7}, {"port": 2}, "gateway: Input should be a valid dictionary"),
+    ],
+)  # fmt: skip
+def test_options_that_contradict_the_file_are_named(
+    tmp_path: Path, change: dict[str, Any], options: dict[str, Any], error: str
+) -> None:
+    file = written(tmp_path, yaml.safe_dump(yaml.safe_load(FILE) | change))
+    with pytest.raises((ConfigError, typer.BadParameter)) as raised:
+        serve_config(file, ServeOptions(**options))
+    assert error in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"dtype": "int8"}, "command line: pools[0].dtype: Input should be 'auto', 'fp32', 'bf16' or 'fp16'"),
+        ({"kv_tokens": "many"}, "'many' is neither a whole number nor auto"),
+        ({"host": "0.0.0.0"}, "gateway.host: 0.0.0.0 can be reached from other hosts"),
+        ({"tp": 16}, "pool prefill: tp 16, pp 1: tp is more than the model's 8 attention heads"),
+    ],
+)
+def test_options_are_checked_as_a_file_is(options: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        of_options(**options)
+    assert error in str(raised.value)
+
+
+def test_what_a_gateway_has_in_a_file_stays_there(tmp_path: Path) -> None:
+    text = f"model: {TINY}\npools: [{{name: both, role: both}}]\ngateway: {{host: auto, port: 7000}}\n"
+    file = written(tmp_path, text + "auth: {insecure: true}\n")
+
+    def places(**options: Any) -> tuple[str, int, int]:
+        gateway = serve_config(file, ServeOptions(**options)).config.gateway
+        return gateway.host, gateway.port, gateway.admin_port
+
+    assert places() == ("auto", 7000, 0)
+    assert places(host="10.0.0.1") == ("10.0.0.1", 7000, 0)
+    assert places(port=0, admin_port=7002) == ("auto", 0, 7002)
+
+
+def test_the_command_prints_a_file_and_says_what_it_replaced(tmp_path: Path) -> None:
+    file = written(tmp_path)
+    done = tandem("serve", "-f", str(file), "--tp", "1", "--print-config")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == f"--tp 1 replaces 2, pools[1].tp of {file}\n"
+    printed = written(tmp_path, done.stdout)
+    assert [pool.tp for pool in load_config(printed).pools] == [1, 1]
+
+
+def test_contradictory_options_of_the_command_are_a_usage_error() -> None:
+    done = tandem("serve", "--insecure", "--keys-file", "keys.yaml", "--print-config")
+    assert done.returncode == 2
+    assert "--insecure, --keys-file" in done.stderr
