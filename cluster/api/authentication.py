@@ -75,7 +75,7 @@ def caller_identity() -> Identity:
     return _caller.get()
 
 
-def claim(request: pb.GenerateRequest, identity: Identity) -> None:
+def claim(request: pb.GenerateRequest | pb.EmbedRequest | pb.ScoreRequest, identity: Identity) -> None:
     """Give the request to its caller: replace its tenant, and cut its priority to the caller's highest."""
     if identity.names_tenants:
         return

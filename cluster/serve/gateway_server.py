@@ -16,6 +16,7 @@ from cluster.admission.shared_quotas import SharedQuotas
 from cluster.api.admin_servicer import AdminServicer
 from cluster.api.authentication import Authentication
 from cluster.api.grpc_server import ClientPort, open_certificate
+from cluster.api.prompt_calls import PromptCalls
 from cluster.api.public_ports import PublicPorts
 from cluster.api.replies import StatusService
 from cluster.api.servicer import InferenceServicer, TextCalls
@@ -137,28 +138,39 @@ class Gateway:
         self._console = open_console(gateway_id, config, services, clock)
         self.console_port = 0  # where the console listens after `start`; 0: there is none
         self._certificate = open_certificate(config.gateway, config.auth, "inference")
-        self._traffic = TrafficSplitter(
-            app=config.app,
-            gateway_id=gateway_id,
-            model_name=config.model_name,
-            roster=roster,
-            open_roster=open_roster,
-            clock=clock,
-            relays=access.relays,
-            certificate=self._certificate,
-            on_end=log_relayed if config.logs.access else None,
-        )
+        self._traffic = self._open_traffic(open_roster)
         faults, orders = Faults(config.debug.fault_rules), ScalerOrders(operations)
         self._ports = PublicPorts(
             config.gateway,
             self._certificate,
             open_certificate(config.gateway, config.auth, "admin"),
             Authentication(access),
-            InferenceServicer(self.requests, self.connections, self._texts, status, faults, self._traffic),
+            InferenceServicer(
+                self.requests,
+                self.connections,
+                self._texts,
+                PromptCalls(self.requests, self._preprocessor, gateway_id),
+                status,
+                faults,
+                self._traffic,
+            ),
             AdminServicer(status=status, stores=stores, orders=orders, traffic=self._traffic),
         )
         self._is_serving = False
         self._tasks = SupervisedTasks()
+
+    def _open_traffic(self, open_roster: Callable[[str], RosterClient] | None) -> TrafficSplitter:
+        return TrafficSplitter(
+            app=self._config.app,
+            gateway_id=self._gateway_id,
+            model_name=self._config.model_name,
+            roster=self._roster,
+            open_roster=open_roster,
+            clock=self._clock,
+            relays=self._access.relays,
+            certificate=self._certificate,
+            on_end=log_relayed if self._config.logs.access else None,
+        )
 
     def _on_rung(self, rung: Rung) -> None:
         self.connections.pause_batch(rung >= Rung.BATCH_PAUSED)
