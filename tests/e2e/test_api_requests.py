@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import pytest_asyncio
 import torch
@@ -208,3 +210,25 @@ async def test_a_final_message_is_continued(front: Front) -> None:
     assert done.prompt_text.endswith("hel")
     opened = await front.client.complete([Turn("user", "hi")], asked)
     assert done.prompt_text.startswith(opened.prompt_text)
+
+
+async def test_what_does_not_fit_the_schema_is_never_generated(front: Front) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 8},
+            "size": {"type": "integer", "maximum": 99},
+        },
+        "required": ["name", "size"],
+        "additionalProperties": False,
+    }
+    constraint = pb.Constraint(json_schema=json.dumps(schema))
+    for seed in range(4):
+        options = GenerateOptions(max_tokens=80, temperature=1.0, seed=seed, constraint=constraint)
+        done = await front.client.complete(TEXT, options)
+        assert done.finish_reasons == ("stop",)
+        jsonschema.validate(json.loads(done.texts[0]), schema)
+    one = GenerateOptions(
+        max_tokens=8, constraint=pb.Constraint(choice=pb.Choices(choices=["left", "right"]))
+    )
+    assert (await front.client.complete(TEXT, one)).texts[0] in ("left", "right")
