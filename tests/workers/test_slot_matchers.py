@@ -286,6 +286,7 @@ def test_a_lexer_that_copies_have_worn_out_is_replaced(tmp_path: Path) -> None:
         if masks.failed:
             break
         harness.advance({0: generator.choice([token("a"), token("b")])})
+    assert masks is not None
     assert [it.code for it in masks.failed] == ["invalid"], "this one has met too many by itself"
 
 

@@ -8,6 +8,7 @@ This file is the child's program as well: it is run by its path, and imports not
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -206,4 +207,6 @@ def _serve(source: BinaryIO, sink: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.stdin.buffer, sys.stdout.buffer)
+    with contextlib.suppress(BrokenPipeError):  # the parent has ended
+        _serve(sys.stdin.buffer, sys.stdout.buffer)
+    os._exit(0)  # nothing of it is left to write
