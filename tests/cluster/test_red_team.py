@@ -80,8 +80,8 @@ RPCS: dict[str, Row] = {
     f"{INFERENCE}Generate": row(
         UNKNOWN, other="OK", viewer=FORBIDDEN, operator=FORBIDDEN, replayed=FORBIDDEN
     ),
-    f"{INFERENCE}Embed": row(UNKNOWN, other="UNIMPLEMENTED", viewer=FORBIDDEN, operator=FORBIDDEN),
-    f"{INFERENCE}Score": row(UNKNOWN, other="UNIMPLEMENTED", viewer=FORBIDDEN, operator=FORBIDDEN),
+    f"{INFERENCE}Embed": row(UNKNOWN, other="INVALID_ARGUMENT", viewer=FORBIDDEN, operator=FORBIDDEN),
+    f"{INFERENCE}Score": row(UNKNOWN, other="INVALID_ARGUMENT", viewer=FORBIDDEN, operator=FORBIDDEN),
     f"{INFERENCE}Tokenize": USERS,
     f"{INFERENCE}Detokenize": USERS,
     f"{INFERENCE}ListModels": USERS,
