@@ -214,7 +214,7 @@ def test_a_text_that_can_only_end_lets_end_tokens_come_early(harness: MatcherHar
     assert members(masks.masks[0]) == {END, OTHER_END}
 
 
-def test_a_stream_that_continues_elsewhere_is_compared(harness: MatcherHarness, tmp_path: Path) -> None:
+def test_a_stream_from_another_replica_is_compared(harness: MatcherHarness, tmp_path: Path) -> None:
     """Where the grammar allows something else than it did where the output comes from, the attempt fails
     before it samples."""
     grammar = compiled(harness, choice(["aab", "aac"]))
