@@ -13,9 +13,13 @@ from typing import IO, Generic, TypeVar, cast
 
 import msgspec
 
+from kvtransfer.common.shown import MAX_REASON_CHARS, shown
 from kvtransfer.errors import PeerGoneError, WireError
 
+# Of any kind of stream; most take less (`FrameStream`).
 MAX_FRAME_BYTES = 64 << 20
+# Of a connection that carries no data of requests: hellos, offers, announcements and acknowledgements.
+CONTROL_FRAME_BYTES = 1 << 20
 # What a frame lies behind on a byte stream.
 LENGTH = struct.Struct("<I")
 
@@ -49,7 +53,7 @@ class Codec(Generic[M]):
         try:
             return self._decoder.decode(frame)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise WireError(f"frame refused: {error}") from error
+            raise WireError(f"frame refused: {shown(str(error), MAX_REASON_CHARS)}") from error
 
 
 def _listed(value: object) -> list[object]:

@@ -19,6 +19,7 @@ from kvtransfer.rpc.stream import FrameStream, open_tcp
 from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
+    MAX_OWNER_BYTES,
     STORE_PROTOCOL,
     TO_OWNER_CODEC,
     AdminAnswer,
@@ -146,7 +147,7 @@ class StoreAdmin:
         """Return the store's answer, or in words why there is none and whether it may have begun."""
         try:
             async with asyncio.timeout(_CONNECT_S if limit_s is None else min(_CONNECT_S, limit_s)):
-                stream = await open_tcp(address, self._trust, self._name)
+                stream = await open_tcp(address, self._trust, self._name, max_bytes=MAX_OWNER_BYTES)
         except (TransferError, TimeoutError) as error:
             return f"not reached, nothing was done: {error or f'no answer within {_CONNECT_S:g} s'}"
         try:

@@ -32,6 +32,7 @@ from cluster.roster.messages import GatewayRecord
 from kvtransfer.codec import Codec, Message, Part
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.health import CoolDown
+from kvtransfer.common.shown import shown
 from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.errors import TransferError, WireError
 from kvtransfer.rpc.listener import ProvenListener
@@ -366,7 +367,9 @@ class Fleet:
     # --------------------------------------------------------------------------- what others ask this one
 
     async def _serve(self, sock: socket.socket, name: str) -> None:
-        stream = await frame_stream(sock, name, has_heartbeat=True)
+        stream = await frame_stream(
+            sock, name, self._trust.server_tls(sock), has_heartbeat=True, max_bytes=MAX_QUERY_BYTES
+        )
         self._streams.add(stream)
         try:
             hello = _query(await stream.next_frame())
@@ -476,7 +479,7 @@ class _Peer:
             if not isinstance(answer, FleetRefusal):
                 self._pause.succeeded(self._clock.now())
                 return answer
-            problem = f"refused to answer: {answer.reason}"
+            problem = f"refused to answer: {shown(answer.reason, _MAX_REASON_CHARS)}"
         if not self._pause.reason:
             _log.warning("%s %s", self._record.gateway_id, problem)
         self._pause.failed(problem[:_MAX_REASON_CHARS], self._clock.now())
@@ -488,7 +491,13 @@ class _Peer:
         try:
             if stream is None or stream.closed:
                 hello = FleetHello(FLEET_PROTOCOL, self._record.gateway_id)
-                stream = await open_tcp(self._record.fleet, self._trust, self._own_id, has_heartbeat=True)
+                stream = await open_tcp(
+                    self._record.fleet,
+                    self._trust,
+                    self._own_id,
+                    has_heartbeat=True,
+                    max_bytes=MAX_ANSWER_BYTES,
+                )
                 stream.send(QUERY_CODEC.encode(hello))
             stream.send(QUERY_CODEC.encode(query))
             answer = _decoded(ANSWER_CODEC, await stream.next_frame(), MAX_ANSWER_BYTES)

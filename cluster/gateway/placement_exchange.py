@@ -24,6 +24,7 @@ from cluster.roster.messages import GatewayRecord
 from kvtransfer.codec import Codec, Message
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.health import Backoff
+from kvtransfer.common.shown import shown
 from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.errors import TransferError, WireError
 from kvtransfer.rpc.stream import FrameStream, open_tcp
@@ -214,7 +215,7 @@ class PeerPlacements:
             raise WireError(f"a frame of {len(frame)} bytes, where {MAX_PLACEMENT_FRAME_BYTES} are the most")
         message = PLACEMENT_CODEC.decode(frame)
         if isinstance(message, PlacementsRefused):
-            raise WireError(f"it refuses: {message.reason[:_MAX_REASON_CHARS]}")
+            raise WireError(f"it refuses: {shown(message.reason, _MAX_REASON_CHARS)}")
         if isinstance(message, PlacementSnapshot) == self.is_current:
             raise WireError("a snapshot among changes" if self.is_current else "changes before the snapshot")
         changes: Sequence[Change] = (
@@ -423,7 +424,13 @@ class PlacementExchange:
 
     async def _hear(self, followed: _Followed, backoff: Backoff) -> None:
         record = followed.record
-        stream = await open_tcp(record.fleet, self._trust, self._gateway_id, has_heartbeat=True)
+        stream = await open_tcp(
+            record.fleet,
+            self._trust,
+            self._gateway_id,
+            has_heartbeat=True,
+            max_bytes=MAX_PLACEMENT_FRAME_BYTES,
+        )
         try:
             stream.send(FOLLOW_CODEC.encode(FollowPlacements(PLACEMENT_PROTOCOL, record.gateway_id)))
             while (frame := await stream.receive()) is not None:

@@ -98,7 +98,8 @@ class TenantLimits(_Settings):
         ),
     ] = ""
     # The share of each replica's KV blocks that its running requests and landings may use, together with
-    # those of its sharing group. Cached blocks beyond it stay while nobody wants the space.
+    # those of its sharing group, and of its slots (`engine.max_sequences`), rounded up. Cached blocks beyond
+    # it stay while nobody wants the space.
     device_kv_share: Share = 1.0
     # The share of a node's host memory for KV that its sharing group may take while others want it, and that
     # of its NVMe.

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kvtransfer.codec import MAX_FRAME_BYTES
 from kvtransfer.errors import PeerGoneError
 from kvtransfer.rpc.handshake import receive_frame, send_frame
 from kvtransfer.rpc.stream import FrameStream, frame_stream
@@ -115,7 +116,7 @@ def serve(work: Callable[[bytes], bytes], *, max_memory_bytes: int, max_cpu_s: i
     send_frame(sock, b"ready")
     while True:
         try:
-            order = receive_frame(sock)
+            order = receive_frame(sock, MAX_FRAME_BYTES)
         except PeerGoneError:
             return
         usage = resource.getrusage(resource.RUSAGE_SELF)

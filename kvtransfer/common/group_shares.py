@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
@@ -22,6 +23,10 @@ class GroupShares(Part, frozen=True):
     def of(self, group: str) -> float:
         """Return the share of a group."""
         return self.by_group.get(group, self.default)
+
+    def most_of(self, group: str, num_slots: int) -> int:
+        """Return how many of so many slots a group may take: its share, rounded up."""
+        return math.ceil(num_slots * self.of(group))
 
 
 class ShareClaim(NamedTuple):

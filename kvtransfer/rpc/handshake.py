@@ -21,7 +21,8 @@ import secrets
 import socket
 import ssl
 
-from kvtransfer.codec import LENGTH, MAX_FRAME_BYTES, Codec, Message, framed
+from kvtransfer.codec import CONTROL_FRAME_BYTES, LENGTH, Codec, Message, framed
+from kvtransfer.common.shown import shown
 from kvtransfer.errors import PeerGoneError, ProofError, TransferError, WireError
 from kvtransfer.rpc.mutual_tls import TlsSocket, welcome_failure
 from kvtransfer.rpc.trust import Trust
@@ -115,13 +116,18 @@ class ServerHandshake:
         self._has_tls = self._client_has_tls = has_tls
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._client_nonce = b""
-        self.client_name = ""
+        self._client_name = ""
+
+    @property
+    def client_name(self) -> str:
+        """Who the client says it is, as it may appear in logs."""
+        return shown(self._client_name)
 
     def challenge(self, frame: bytes) -> bytes:
         hello = HANDSHAKE_CODEC.decode(frame)
         if not isinstance(hello, Hello) or len(hello.nonce) != NONCE_BYTES:
             raise ProofError("expected Hello with a nonce")
-        self.client_name = hello.name
+        self._client_name = hello.name
         self._client_nonce = hello.nonce
         self._client_has_tls = hello.has_tls
         return HANDSHAKE_CODEC.encode(Challenge(self._nonce, self._has_tls, self._mac(b"server")))
@@ -133,13 +139,13 @@ class ServerHandshake:
         if not isinstance(proof, Proof):
             raise ProofError(f"expected Proof, got {type(proof).__name__}")
         if not hmac.compare_digest(self._mac(b"client"), proof.proof):
-            raise ProofError(f"{self.client_name!r} does not know the cluster secret")
-        _agree(repr(self.client_name), self._client_has_tls, self._has_tls)
+            raise ProofError(f"'{self.client_name}' does not know the cluster secret")
+        _agree(f"'{self.client_name}'", self._client_has_tls, self._has_tls)
         return WELCOME
 
     def _mac(self, role: bytes) -> bytes:
         has_tls = self._client_has_tls, self._has_tls
-        return _mac(self._trust, role, self._client_nonce, self._nonce, self.client_name, has_tls)
+        return _mac(self._trust, role, self._client_nonce, self._nonce, self._client_name, has_tls)
 
 
 def check_welcome(frame: bytes) -> None:
@@ -183,7 +189,7 @@ def send_frame(sock: socket.socket, frame: bytes) -> None:
         raise PeerGoneError(f"connection lost while sending: {error}") from error
 
 
-def receive_frame(sock: socket.socket, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
+def receive_frame(sock: socket.socket, max_bytes: int = CONTROL_FRAME_BYTES) -> bytes:
     """Read one frame; `PeerGoneError` when the connection ends, `WireError` when the frame is longer."""
     return receive_exactly(sock, _checked_length(receive_exactly(sock, LENGTH.size), max_bytes))
 
@@ -265,7 +271,7 @@ async def send_to(sock: socket.socket, frame: bytes) -> None:
         raise PeerGoneError(f"connection lost while sending: {error}") from error
 
 
-async def receive_from(sock: socket.socket, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
+async def receive_from(sock: socket.socket, max_bytes: int = CONTROL_FRAME_BYTES) -> bytes:
     """Receive one frame on a non-blocking socket, and not a byte beyond it; `PeerGoneError` when the
     connection ends, `WireError` when the frame is longer."""
     length = _checked_length(await _receive_bytes(sock, LENGTH.size), max_bytes)

@@ -50,6 +50,8 @@ _MAX_UNREAD_BYTES = 1 << 20
 # A frame longer than this is not joined with its header before it is written.
 _JOINED_BYTES = 64 << 10
 _STAGED_BYTES = 64 << 10
+# No name of a kind of link is longer.
+_KIND_BYTES = 16
 
 # Of Linux' `struct tcp_info`: the field `tcpi_unacked`, segments that were sent and not acknowledged.
 _UNACKNOWLEDGED = struct.Struct("=I")
@@ -66,16 +68,28 @@ class FrameStream(asyncio.BufferedProtocol):
 
     A reader that falls `_MAX_QUEUED_BYTES` behind loses the stream, or its frames would take all memory here.
     With a heartbeat, which both sides then need, so does one from which nothing has come for
-    `_NUM_SILENT_PINGS` times `_PING_S` seconds.
+    `_NUM_SILENT_PINGS` times `_PING_S` seconds. A frame that is announced with more than `max_bytes`, the
+    first one with more than `max_first_bytes`, ends the stream before memory is taken for it; memory for a
+    shorter one is taken as its bytes come.
     """
 
-    def __init__(self, name: str, *, has_heartbeat: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        has_heartbeat: bool,
+        max_bytes: int = MAX_FRAME_BYTES,
+        max_first_bytes: int | None = None,
+    ) -> None:
         self.name = name
         self._has_heartbeat = has_heartbeat
+        self._max_bytes = max_bytes
+        self._max_next_bytes = max_bytes if max_first_bytes is None else max_first_bytes
         self._transport: asyncio.Transport | None = None
         self._staged = bytearray(_STAGED_BYTES)
         self._num_staged_bytes = 0
         self._long: bytearray | None = None  # a frame that does not fit there, as far as it has come
+        self._long_length = 0
         self._num_long_bytes = 0
         self._frames: deque[bytes] = deque()
         self._num_unread_bytes = 0
@@ -93,6 +107,10 @@ class FrameStream(asyncio.BufferedProtocol):
     @property
     def closed(self) -> bool:
         return self._is_closed or self._is_over.done()
+
+    def allow(self, max_bytes: int) -> None:
+        """Take frames of up to so many bytes from now on."""
+        self._max_bytes = self._max_next_bytes = max_bytes
 
     def send(self, frame: bytes) -> None:
         """Queue a frame; dropped when the stream is closed (its reader sees the end)."""
@@ -207,9 +225,11 @@ class FrameStream(asyncio.BufferedProtocol):
             self._unpack()
         else:
             self._num_long_bytes += num_bytes
-            if self._num_long_bytes == len(self._long):
+            if self._num_long_bytes == self._long_length:
                 self._append(bytes(self._long))
                 self._long = None
+            elif self._num_long_bytes == len(self._long):
+                self._long = self._long + bytes(min(len(self._long), self._long_length - len(self._long)))
         if self._frames:
             self._wake()
         if self._num_unread_bytes > _MAX_UNREAD_BYTES and not self._is_paused and self._transport:
@@ -239,18 +259,26 @@ class FrameStream(asyncio.BufferedProtocol):
         start, end = 0, self._num_staged_bytes
         while end - start >= LENGTH.size:
             (length,) = LENGTH.unpack_from(self._staged, start)
-            if length > MAX_FRAME_BYTES:
-                _log.warning("%s announced a frame of %d bytes and is cut off", self.name, length)
+            if length > self._max_next_bytes:
+                _log.warning(
+                    "%s announced a frame of %d bytes and is cut off, %d are the most here",
+                    self.name,
+                    length,
+                    self._max_next_bytes,
+                )
                 self.abort()
                 return
             first = start + LENGTH.size
+            if length:
+                self._max_next_bytes = self._max_bytes
             if first + length <= end:
                 if length:
                     self._append(bytes(memoryview(self._staged)[first : first + length]))
                 start = first + length
                 continue
             if length > _STAGED_BYTES - LENGTH.size:
-                self._long = bytearray(length)
+                self._long = bytearray(min(length, _STAGED_BYTES))
+                self._long_length = length
                 self._num_long_bytes = end - first
                 self._long[: end - first] = memoryview(self._staged)[first:end]
                 start = end
@@ -307,8 +335,10 @@ class FrameStream(asyncio.BufferedProtocol):
             self._transport.abort()
 
 
-async def open_unix(socket_name: str, trust: Trust, name: str) -> FrameStream:
-    """Connect to an abstract unix socket and prove the secret.
+async def open_unix(
+    socket_name: str, trust: Trust, name: str, *, max_bytes: int = MAX_FRAME_BYTES
+) -> FrameStream:
+    """Connect to an abstract unix socket and prove the secret. Frames have at most `max_bytes`.
 
     Raises `ProofError` when the other side does not know the secret, `PeerGoneError` when it cannot be
     reached within 10 s.
@@ -321,25 +351,37 @@ async def open_unix(socket_name: str, trust: Trust, name: str) -> FrameStream:
         return sock
 
     with sock:
-        return await _open(connect(), socket_name, trust, name)
+        return await _open(connect(), socket_name, trust, name, max_bytes=max_bytes)
 
 
-async def open_tcp(address: str, trust: Trust, name: str, *, has_heartbeat: bool = False) -> FrameStream:
+async def open_tcp(
+    address: str, trust: Trust, name: str, *, has_heartbeat: bool = False, max_bytes: int = MAX_FRAME_BYTES
+) -> FrameStream:
     """Connect to "host:port", as `open_unix` does to a unix socket."""
-    return await _open(connect_tcp(address), address, trust, name, has_heartbeat=has_heartbeat)
+    connecting = connect_tcp(address)
+    return await _open(connecting, address, trust, name, has_heartbeat=has_heartbeat, max_bytes=max_bytes)
 
 
-async def open_link(address: str, kind: LinkKind, trust: Trust, name: str) -> FrameStream:
+async def open_link(
+    address: str, kind: LinkKind, trust: Trust, name: str, *, max_bytes: int = MAX_FRAME_BYTES
+) -> FrameStream:
     """Open a link to the `LinkServer` of a replica, as `open_tcp` does."""
-    stream = await open_tcp(address, trust, name, has_heartbeat=True)
+    stream = await open_tcp(address, trust, name, has_heartbeat=True, max_bytes=max_bytes)
     stream.send(kind.encode())
     return stream
 
 
 async def frame_stream(
-    sock: socket.socket, name: str, tls: ssl.SSLContext | None = None, *, has_heartbeat: bool = False
+    sock: socket.socket,
+    name: str,
+    tls: ssl.SSLContext | None = None,
+    *,
+    has_heartbeat: bool = False,
+    max_bytes: int = MAX_FRAME_BYTES,
+    max_first_bytes: int | None = None,
 ) -> FrameStream:
-    """Return the stream over a proven connection, which it takes over. `TransferError` or `OSError` says why
+    """Return the stream over a proven connection, which it takes over; for its limits see `FrameStream`.
+    `TransferError` or `OSError` says why
     there is no TLS where `tls` asks for it."""
     taken = socket.socket(fileno=sock.detach())
     loop = asyncio.get_running_loop()
@@ -348,7 +390,9 @@ async def frame_stream(
     try:
         if not is_unix:
             taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        stream = FrameStream(name, has_heartbeat=has_heartbeat)
+        stream = FrameStream(
+            name, has_heartbeat=has_heartbeat, max_bytes=max_bytes, max_first_bytes=max_first_bytes
+        )
         layer = None if tls is None else TlsLayer(tls, stream, name)
         await connect(lambda: layer or stream, sock=taken)
     except (OSError, asyncio.CancelledError):
@@ -384,13 +428,16 @@ async def _open(
     name: str,
     *,
     has_heartbeat: bool = False,
+    max_bytes: int,
 ) -> FrameStream:
     try:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             with await connecting as sock:
                 await prove_as_async_client(sock, trust, name)
                 tls = trust.client_tls(sock)
-                return await frame_stream(sock, address, tls, has_heartbeat=has_heartbeat)
+                return await frame_stream(
+                    sock, address, tls, has_heartbeat=has_heartbeat, max_bytes=max_bytes
+                )
     except (OSError, ValueError, OverflowError) as error:  # TimeoutError is an OSError
         raise PeerGoneError(f"{address} cannot be reached: {error or 'not in time'}") from error
 
@@ -398,11 +445,15 @@ async def _open(
 class LinkServer:
     """Serves the links of an engine core: passes each proven Link and Peer link to its handler.
 
-    A handler runs for the life of its stream; when it returns, the stream closes.
+    A handler runs for the life of its stream; when it returns, the stream closes. No frame that comes has
+    more than `max_bytes`.
     """
 
-    def __init__(self, trust: Trust, on_link: _Handler, on_peer: _Handler) -> None:
+    def __init__(
+        self, trust: Trust, on_link: _Handler, on_peer: _Handler, max_bytes: int = MAX_FRAME_BYTES
+    ) -> None:
         self._trust = trust
+        self._max_bytes = max_bytes
         self._handlers: dict[bytes, _Handler] = {b"link": on_link, b"peer": on_peer}
         self._listener: ProvenListener | None = None
         self._tasks = SupervisedTasks()
@@ -430,7 +481,14 @@ class LinkServer:
             await stream.wait_closed()
 
     async def _serve(self, sock: socket.socket, name: str) -> None:
-        stream = await frame_stream(sock, name, self._trust.server_tls(sock), has_heartbeat=True)
+        stream = await frame_stream(
+            sock,
+            name,
+            self._trust.server_tls(sock),
+            has_heartbeat=True,
+            max_bytes=self._max_bytes,
+            max_first_bytes=_KIND_BYTES,
+        )
         self._streams.add(stream)
         try:
             kind = await stream.receive()
@@ -438,7 +496,7 @@ class LinkServer:
             if handler is not None:
                 await handler(stream)
             elif kind is not None:
-                _log.warning("%s opened a link of unknown kind %r", name, kind[:20])
+                _log.warning("%s opened a link of unknown kind %r", name, kind)
         finally:
             stream.close()
         await stream.wait_closed()

@@ -11,11 +11,15 @@ from __future__ import annotations
 from typing import Literal, TypeVar
 
 from kvtransfer.codec import Codec, Message, Part
+from kvtransfer.common.shown import MAX_REASON_CHARS, shown
 from kvtransfer.errors import StoreError, WireError
 from kvtransfer.messages import BlocksStored, CompatibilityRecord, RankEndpoints, ReplicaIdentity, Shard
 
 STORE_PROTOCOL = 4
 HEADER_BYTES = 4096
+# Of a frame between an owner and an engine core, another owner or an administrator: blocks of a long prompt,
+# or a listing. What an owner tells the engine cores of its node may be longer.
+MAX_OWNER_BYTES = 16 << 20
 
 # Where a block is held, the cheapest tier first. "remote": in a tier of another node.
 Tier = Literal["dram", "nvme", "remote"]
@@ -488,7 +492,7 @@ def expect(message: FromOwner, kind: type[M]) -> M:
     """Return an owner's message if it is of this kind; otherwise raise `StoreError` with the reason of a
     refusal, or `WireError`."""
     if isinstance(message, StoreRefusal):
-        raise StoreError(f"refused by the owner: {message.reason}")
+        raise StoreError(f"refused by the owner: {shown(message.reason, MAX_REASON_CHARS)}")
     if not isinstance(message, kind):
         raise WireError(f"expected {kind.__name__}, got {type(message).__name__}")
     return message

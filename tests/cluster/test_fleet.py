@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import grpc
 import pytest
 from gateway_harness import PROMPT, GatewayHarness, until
+from inner_tls import TLS_FILES
 
 from cluster.api.client import Client, Collector, GenerateOptions
 from cluster.errors import CallError, StartError
@@ -101,6 +102,16 @@ async def test_any_gateway_explains_the_requests_of_all(pair: Pair) -> None:
     assert [event.name for event in asked.timeline] == [event.name for event in own.timeline]
     assert asked.timeline[-1].at_ms == pytest.approx(own.timeline[-1].at_ms, abs=1.0)
     assert asked.decisions == own.decisions
+
+
+async def test_gateways_with_certificates_ask_each_other(harness: GatewayHarness) -> None:
+    harness.trust = Trust.read(TLS_FILES)
+    built = Pair(harness)
+    await built.start()
+    drawn = await built.complete(0)
+    assert await built.explained_at(1, drawn) == "g0"
+    given = await built.gateways[1].fleet.latest(10, None)
+    assert given.missing == {}
 
 
 async def test_a_request_of_another_tenant_is_none(pair: Pair) -> None:

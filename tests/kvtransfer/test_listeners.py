@@ -5,11 +5,12 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 from inner_tls import TLS_FILES
 from listeners import KINDS, ListenerProcess
+from patience import WAIT_S
 from trust_files import FILES
 
 from kvtransfer.errors import ProofError
@@ -71,6 +72,56 @@ def test_silent_strangers_keep_nobody_out_and_are_few(listening: ListenerProcess
         assert strangers[0].recv(1) == b"", "the oldest was evicted"
         assert listening.num_descriptors <= num_before + MAX_UNPROVEN + 3
         assert listening.peak_bytes - before < MAX_UNPROVEN * UNPROVEN_BYTES
+
+
+# What each kind of listener reads after the proof has at most so many bytes; "rank links" has no frames.
+FIRST_FRAMES = {
+    "links": b"link",
+    "ranks": None,
+    "store unix": None,
+    "store tcp": None,
+    "shm": None,
+    "tcp": None,
+}
+
+
+@pytest.mark.parametrize("kind", FIRST_FRAMES)
+def test_a_peer_that_announces_more_than_its_stream_carries_is_cut_off(
+    listening: ListenerProcess, kind: str
+) -> None:
+    """Before any of it has come: no memory is taken for it."""
+    listening.reset_peak()
+    before = listening.peak_bytes
+    with ExitStack() as stack:
+        peers = [
+            stack.enter_context(prove_as_client(listening.connect(kind), listening.trust, "peer"))
+            for _ in range(8)
+        ]
+        for peer in peers:
+            peer.settimeout(WAIT_S)
+            if (first := FIRST_FRAMES[kind]) is not None:
+                send_frame(peer, first)
+            peer.sendall((60 << 20).to_bytes(4, "little"))
+        for peer in peers:
+            with suppress(ConnectionError):
+                while peer.recv(1 << 12):
+                    pass
+    assert listening.peak_bytes - before < SLACK_BYTES
+
+
+def test_what_is_announced_takes_memory_as_it_comes(listening: ListenerProcess) -> None:
+    """Also where the stream may carry that much."""
+    listening.reset_peak()
+    before = listening.peak_bytes
+    with ExitStack() as stack:
+        for _ in range(8):
+            peer = prove_as_client(listening.connect("links"), listening.trust, "peer")
+            stack.enter_context(peer)
+            send_frame(peer, b"link")
+            peer.sendall((2 << 20).to_bytes(4, "little") + bytes(1000))
+        for _ in range(2):  # which the listener serves after it has read those
+            prove_as_client(listening.connect("links"), listening.trust, "peer").close()
+        assert listening.peak_bytes - before < 8 << 20
 
 
 # Hello frames whose name is not UTF-8: a byte that begins nothing, half a character, a surrogate.

@@ -89,6 +89,7 @@ async def _serve(files: TrustFiles) -> None:
         listen_for_local,
         listen_for_remote,
     )
+    from workers.messages.link import longest_link_frame
     from workers.rank.local_links import Switchboard
     from workers.replica.rank_group import RankGroup
 
@@ -109,7 +110,7 @@ async def _serve(files: TrustFiles) -> None:
 
     trust, clock, tasks = Trust.read(files), SystemClock(), SupervisedTasks(end_store)
     addresses: dict[str, str] = {}
-    links = LinkServer(trust, hold, hold)
+    links = LinkServer(trust, hold, hold, longest_link_frame(1 << 17, 16, 1))
     addresses["links"] = f"127.0.0.1:{await links.start('127.0.0.1')}"
 
     launcher = PuppetLauncher()

@@ -35,6 +35,7 @@ from workers.messages.rank_channel import (
     FormGroup,
     RankDown,
     RankFailed,
+    RankHello,
     RankJoined,
     RankProgress,
     RankReady,
@@ -102,10 +103,11 @@ class EngineCore:
         send_frame(self.sock, RANK_DOWN_CODEC.encode(message))
 
     def receive(self) -> RankUp:
-        """The next message that is no news of how far the start has come."""
+        """The next message that is neither a hello nor news of how far the start has come."""
         assert self.sock is not None
-        while isinstance(message := RANK_UP_CODEC.decode(receive_frame(self.sock)), RankProgress):
-            self.phases.append(message.phase)
+        while isinstance(message := RANK_UP_CODEC.decode(receive_frame(self.sock)), RankHello | RankProgress):
+            if isinstance(message, RankProgress):
+                self.phases.append(message.phase)
         return message
 
     def ready(self, spec: RankSpec) -> RankReady:

@@ -4,8 +4,10 @@ shows."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,14 +15,25 @@ from typing import Protocol
 
 import pytest
 import torch
-from held_ranks import FORKS, NUM_LAYERS, PATIENCE_S, by_cost, holding, make_specs, starting_puppets
+from held_ranks import FORKS, NUM_LAYERS, PATIENCE_S, Puppet, by_cost, holding, make_specs, starting_puppets
 from local_engine import BLOCK, mixed_plans, sampled
 from msgspec.structs import replace
+from patience import WAIT_S
+from trust_files import TRUST
 
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule
+from kvtransfer.rpc.handshake import prove_as_client, send_frame
 from workers.errors import RankDiedError, WorkerError
-from workers.messages.rank_channel import RankFailed, RankJoined
+from workers.messages.rank_channel import (
+    RANK_UP_CODEC,
+    RankFailed,
+    RankHello,
+    RankJoined,
+    RankProgress,
+    RankUp,
+    StageCost,
+)
 from workers.rank.model_runner import ModelRunner
 from workers.replica.partition import given_layers
 from workers.replica.rank_group import ProcessHandle, ProcessLauncher, RankLauncher
@@ -242,3 +255,45 @@ async def test_a_process_that_has_ended_is_not_killed_by_its_number(monkeypatch:
     monkeypatch.setattr(os, "kill", lambda process_id, _: killed.append(process_id))
     handle.kill()
     assert killed == [], "the number may be another process's by now"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [RankFailed(0, "an intruder's reason")],
+        [RankHello(2, bytes(16)), RankFailed(2, "an intruder's reason")],
+        [RankHello(9, b""), RankProgress(2, "an intruder's phase")],
+        [RankJoined(2, 1, "", StageCost(), 0.0), RankFailed(2, "an intruder's reason")],
+    ],
+    ids=["failure", "wrong ticket", "no rank", "joined"],
+)
+async def test_a_peer_that_is_no_rank_of_this_replica_ends_nothing(words: list[RankUp]) -> None:
+    """It knows the secret, and its own connection ends."""
+    async with starting_puppets() as (puppets, started):
+        spec = puppets[2].spec
+        host, _, port = spec.engine_core_address.rpartition(":")
+        with socket.create_connection((host, int(port))) as sock:
+            await asyncio.to_thread(prove_as_client, sock, TRUST, "intruder")
+            for word in words:
+                send_frame(sock, RANK_UP_CODEC.encode(word))
+            sock.settimeout(WAIT_S)
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.to_thread(sock.recv, 1) == b""
+        assert not started.done()
+        await puppets[2].connect()
+        puppets[2].say(RankFailed(2, "its own reason"))
+        with pytest.raises(RankDiedError, match="rank 2: its own reason"):
+            await started
+
+
+async def test_a_rank_is_let_in_once() -> None:
+    """A connection with the ticket of one that is there, which somebody has read, is another's."""
+    async with starting_puppets() as (puppets, started):
+        await puppets[2].connect()
+        other = Puppet(puppets[2].spec)
+        await other.connect()
+        other.say(RankFailed(2, "a second one's reason"))
+        puppets[2].say(RankFailed(2, "the first one's reason"))
+        with pytest.raises(RankDiedError, match="rank 2: the first one's reason"):
+            await started
+        other.leave()

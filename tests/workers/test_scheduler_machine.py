@@ -157,7 +157,8 @@ class Pair(RuleBasedStateMachine):
         most = engine.max_local_tokens(group)
         if where == "outbound":
             most = min(engine.max_tokens(group), self.decode.max_tokens(group))
-        if limit < 1 or len(prompt) + 1 > most or num_samples > engine.config.max_sequences:
+        most_samples = engine.scheduler._pool.shares.most_of(group, engine.config.max_sequences)
+        if limit < 1 or len(prompt) + 1 > most or num_samples > most_samples:
             return
         seeds = [100 + index for index in range(num_samples)]
         expected = [alone(prompt, seed, limit, sampling) for seed in seeds]

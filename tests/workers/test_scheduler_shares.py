@@ -323,3 +323,66 @@ def test_a_load_that_waits_for_its_share_holds_back_its_group_alone() -> None:
     assert third.request_id == "a2"
     side.scheduler.end_load(third, {})
     finish(side)
+
+
+# -------------------------------------------------------------------------------------------------- slots
+
+
+def slots_of(side: StagedEngine, group: str) -> int:
+    life = side.scheduler._life
+    return sum(it.slot >= 0 and it.sharing_group == group for it in life._sequences())
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    max_sequences=st.integers(2, 9),
+    share=st.sampled_from([0.01, 0.3, 0.5, 0.99]),
+    flood=st.lists(st.tuples(st.integers(1, 3), st.integers(2, 9)), min_size=5, max_size=20),
+    num_steps=st.integers(0, 6),
+)
+def test_a_flood_leaves_slots_to_others(
+    max_sequences: int, share: float, flood: list[tuple[int, int]], num_steps: int
+) -> None:
+    """There are blocks enough for all; the group's share of the slots is rounded up."""
+    side = limited(400, GroupShares(1.0, {"a": share}), max_sequences=max_sequences)
+    most = side.scheduler._life.slot_limit("a")
+    assert most == min(it for it in range(1, max_sequences + 1) if it >= share * max_sequences - 1e-9)
+    for number, (num_samples, max_tokens) in enumerate(flood):
+        asked = ask(
+            f"a{number}", tokens(number, 4), n=min(num_samples, most), max_tokens=max_tokens, group="a"
+        )
+        submitted(side, asked)
+    for _ in range(num_steps):
+        if not side.scheduler.is_idle:
+            step(side)
+            assert slots_of(side, "a") <= most
+    for number in range(max_sequences - most):
+        submitted(side, ask(f"b{number}", tokens(100 + number, 4), max_tokens=4, group="b"))
+        sequence = sequence_of(side, f"b{number}")
+        step(side)
+        assert sequence.num_settled >= 4
+    while not side.scheduler.is_idle:
+        step(side)
+        assert slots_of(side, "a") <= most
+
+
+def test_more_samples_than_the_share_of_slots_are_refused() -> None:
+    side = limited(400, GroupShares(1.0, {"a": 0.3}), max_sequences=4)
+    with pytest.raises(
+        CapacityError, match=r"^n: 3 samples, from 1 to 2 are the share of .* 'a' \(device_kv"
+    ):
+        submitted(side, ask("a", tokens(1, 4), n=3, group="a"))
+    submitted(side, ask("b", tokens(1, 4), n=3, group="b"))
+    finish(side)
+
+
+def test_a_paused_sequence_gives_its_slot_to_one_of_its_group() -> None:
+    """Which would otherwise wait for its end, and it for the other's."""
+    side = limited(400, GroupShares(1.0, {"a": 0.5}), max_sequences=2)
+    submitted(side, ask("slow", tokens(1, 4), max_tokens=20, group="a", service_class="batch"))
+    step(side)
+    side.scheduler.pause_batch(True)
+    submitted(side, ask("fast", tokens(2, 4), max_tokens=3, group="a"))
+    step(side)
+    assert running(side) == ["fast"]
+    finish(side)

@@ -23,6 +23,7 @@ from typing import Protocol
 from kvtransfer.blocks.layout import PlannedPiece, intersect, plan_pieces
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.health import backoff_s
+from kvtransfer.common.shown import MAX_REASON_CHARS, shown
 from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.config import TransferConfig
 from kvtransfer.errors import IncompatibleError, TransferError
@@ -53,6 +54,8 @@ from workers.stats_record import PathMeasure
 _HELLO_TIMEOUT_S = 10.0
 # Of a peer: planning takes as many steps as the product of both sides' ranks.
 _MAX_RANKS = 1024
+# Of what a decode replica answers: the block ids of a landing, or the endpoints of its ranks.
+_MAX_ANSWER_BYTES = 16 << 20
 
 _log = logging.getLogger("tandem.peers")
 
@@ -222,7 +225,11 @@ class Peers:
     async def _run_link(self, peer: _DecodePeer) -> None:
         try:
             stream = peer.stream = await open_link(
-                peer.target.address, "peer", self._trust, self._identity.replica_id
+                peer.target.address,
+                "peer",
+                self._trust,
+                self._identity.replica_id,
+                max_bytes=_MAX_ANSWER_BYTES,
             )
             stream.send(PEER_CODEC.encode(self._hello()))
             async with asyncio.timeout(_HELLO_TIMEOUT_S):
@@ -243,7 +250,7 @@ class Peers:
 
     def _check_hello(self, peer: _DecodePeer, hello: PeerLinkMessage | None) -> None:
         if isinstance(hello, PeerRefusal):
-            raise IncompatibleError(hello.reason)
+            raise IncompatibleError(shown(hello.reason, MAX_REASON_CHARS))
         if not isinstance(hello, PeerHello):
             raise IncompatibleError("the peer did not introduce itself")
         if hello.identity != peer.target.identity:

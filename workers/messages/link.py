@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from kvtransfer.codec import Codec, Message, Part
+from kvtransfer.codec import MAX_FRAME_BYTES, Codec, Message, Part
 from kvtransfer.messages import (
     CompatibilityRecord,
     KvEvents,
@@ -24,6 +24,21 @@ ServiceClass = Literal["interactive", "standard", "batch"]
 SERVICE_CLASSES: tuple[ServiceClass, ...] = get_args(ServiceClass)
 # What is taken of a prompt that is embedded: the last token's hidden state.
 Pooling = Literal["last"]
+
+# Of what comes with a request beside its tokens and keys (a grammar has 256 KiB at most), and of messages
+# that carry none.
+_OTHER_BYTES = 2 << 20
+# A key with its length.
+_KEY_BYTES = 18
+
+
+def longest_link_frame(max_context_tokens: int, block_tokens: int, max_sequences: int) -> int:
+    """Return the most bytes of a frame that a gateway or a peer sends to a replica: a request with its block
+    keys, and outputs of as many samples as fit there."""
+    num_keys = max_context_tokens // block_tokens + 1
+    num_bytes = max_context_tokens * 4 * (1 + max_sequences) + num_keys * _KEY_BYTES + _OTHER_BYTES
+    return min(num_bytes, MAX_FRAME_BYTES)
+
 
 # ------------------------------------------------------------------------------- gateway to engine core
 

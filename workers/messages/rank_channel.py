@@ -52,6 +52,8 @@ class RankSpec(Message, frozen=True):
     # Only with products and attention whose results for a sequence depend on nothing else.
     deterministic: bool = False
     faults: tuple[FaultRule, ...] = ()
+    # Drawn for this start of this rank; see `RankHello`.
+    ticket: bytes = b""
 
     @property
     def num_ranks(self) -> int:
@@ -75,8 +77,17 @@ class StageCost(Part, frozen=True):
     head_s: float = 0.0
 
 
+class RankHello(Message, frozen=True):
+    """Rank to engine core, the first frame: which rank of this replica it is, proven by the ticket of its
+    `RankSpec`. Others who know the cluster secret, such as ranks of an earlier replica at this address, do
+    not have it."""
+
+    rank: int
+    ticket: bytes
+
+
 class RankJoined(Message, frozen=True):
-    """Rank to engine core, first of all: it is alive, and has not loaded anything yet. `store_address` is
+    """Rank to engine core, before it loads: it is alive, and has not loaded anything yet. `store_address` is
     where the ranks of a replica of several find each other; rank 0 opens it, the others say "".
     `attention_ratio` is the measured cost of attending to one earlier token, in units of the cost of one
     token's products."""
@@ -349,7 +360,8 @@ GrammarOrder = CompileGrammar | ReleaseGrammar
 
 RankDown = FormGroup | StepPlan | Shutdown | TransferOrder | StoreOrder | GrammarOrder
 RankUp = (
-    RankJoined
+    RankHello
+    | RankJoined
     | RankProgress
     | RankReady
     | RankFailed

@@ -26,6 +26,7 @@ from msgspec.structs import replace
 from torch.distributed.distributed_c10d import Store
 
 from kvtransfer.agent.agent import TRANSFER_THREADS, TransferAgent
+from kvtransfer.codec import MAX_FRAME_BYTES
 from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.common.faults import Faults
 from kvtransfer.common.host import host_id
@@ -42,6 +43,7 @@ from workers.messages.rank_channel import (
     FormGroup,
     GrammarOrder,
     RankFailed,
+    RankHello,
     RankJoined,
     RankProgress,
     RankReady,
@@ -82,6 +84,7 @@ def run_rank(spec: RankSpec, fingerprint: FingerprintTask | None = None) -> None
     trust = Trust.read(spec.trust)
     channel = _EngineCoreChannel(_connect(spec, trust))
     _end_with_other_threads(channel, spec.rank)
+    channel.send(RankHello(spec.rank, spec.ticket))
     with _reporting_failure(channel, spec.rank):
         _Rank(spec, trust, channel, SystemClock(), fingerprint).serve()
 
@@ -398,7 +401,7 @@ class _EngineCoreChannel:
     def receive(self) -> bytes | None:
         """Return the next frame, or None when the connection ends after `leave`."""
         try:
-            return receive_frame(self._sock)
+            return receive_frame(self._sock, MAX_FRAME_BYTES)
         except PeerGoneError:
             if not self._left:
                 os._exit(0)

@@ -21,6 +21,7 @@ from collections.abc import Collection, Sequence
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
+from kvtransfer.common.shown import shown
 from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.errors import TransferError
 from kvtransfer.messages import (
@@ -61,6 +62,7 @@ from workers.messages.link import (
     RequestKey,
     RoleChanged,
     Submission,
+    longest_link_frame,
 )
 from workers.messages.rank_channel import GrammarCompiled, RankReady, RankUp, StepProgress, StepReport
 from workers.replica.gateway_links import GatewayLinks, ReplicaReports
@@ -170,7 +172,8 @@ class EngineCore:
             connector=self.connector,
             ready=ready,
         )
-        self._server = LinkServer(trust, self._serve_gateway, self._serve_peer)
+        longest = longest_link_frame(first.max_context_tokens, engine.block_tokens, engine.max_sequences)
+        self._server = LinkServer(trust, self._serve_gateway, self._serve_peer, longest)
 
     def _store_connector(self, spec: ReplicaSpec, trust: Trust, ready: Sequence[RankReady]) -> StoreConnector:
         return StoreConnector(
@@ -333,7 +336,7 @@ class EngineCore:
                 self._publish_kv()
                 self._gateways.send(gateway, self.reports.kv_snapshot())
             case _:
-                _log.warning("gateway %s introduced itself twice", gateway[0])
+                _log.warning("gateway %s introduced itself twice", shown(gateway[0]))
 
     def _purge(self, order: PurgeCache) -> CachePurged:
         """Forget a group's cached blocks, and what is on its way to the store or from it. Requests under way

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtransfer.common.clock import Clock
+from kvtransfer.common.shown import shown
 from kvtransfer.errors import TransferError
 from kvtransfer.messages import KvEvents, KvSnapshot, ReplicaIdentity
 from kvtransfer.rpc.stream import FrameStream
@@ -99,7 +100,7 @@ class GatewayLinks:
             while (frame := await stream.receive()) is not None:
                 on_message(key, LINK_DOWN_CODEC.decode(frame))
         except TransferError as error:
-            _log.warning("gateway %s sent nonsense: %s", greeting.gateway_id, error)
+            _log.warning("gateway %s sent nonsense: %s", shown(greeting.gateway_id), error)
         finally:
             self.disconnected(key, stream)
 

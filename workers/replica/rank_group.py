@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -23,7 +25,8 @@ from msgspec.structs import replace
 from kvtransfer.codec import MAX_FRAME_BYTES, framed
 from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.common.tasks import SupervisedTasks
-from kvtransfer.errors import PeerGoneError, TransferError
+from kvtransfer.errors import PeerGoneError, ProofError, TransferError, WireError
+from kvtransfer.rpc.handshake import HANDSHAKE_TIMEOUT_S
 from kvtransfer.rpc.listener import ProvenListener
 from kvtransfer.rpc.stream import FrameStream, frame_stream
 from kvtransfer.rpc.trust import Trust
@@ -35,6 +38,7 @@ from workers.messages.rank_channel import (
     FormGroup,
     RankDown,
     RankFailed,
+    RankHello,
     RankJoined,
     RankProgress,
     RankReady,
@@ -44,6 +48,9 @@ from workers.messages.rank_channel import (
 )
 
 LEAVE_S = 1.0
+_TICKET_BYTES = 16
+# A frame of a connection that has not shown a rank's ticket.
+_HELLO_BYTES = 256
 # How long the end of a connection waits for the news of who ended it.
 _CULPRIT_S = 0.5
 
@@ -146,6 +153,7 @@ class RankGroup:
         self._start_stall_s = start_stall_s
         self.phases: dict[int, str] = {}  # how far each rank's start is; who came further last is last
         self._num_ranks = 0
+        self._tickets: dict[int, bytes] = {}  # of the ranks that have not connected
         self._joined: dict[int, RankJoined] = {}
         self._ready: dict[int, RankReady] = {}
         self._streams: dict[int, FrameStream] = {}
@@ -171,6 +179,8 @@ class RankGroup:
         """
         self._num_ranks = len(specs)
         self._channel_ends = {spec.rank: asyncio.Event() for spec in specs}
+        specs = [replace(spec, ticket=secrets.token_bytes(_TICKET_BYTES)) for spec in specs]
+        self._tickets = {spec.rank: spec.ticket for spec in specs}
         sock = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         address = f"{host}:{sock.getsockname()[1]}"
         self._listener = ProvenListener(
@@ -278,43 +288,55 @@ class RankGroup:
     # ----------------------------------------------------------------------------------- connections
 
     async def _serve(self, sock: socket.socket, name: str) -> None:
-        """Read a rank's proven connection, to its end."""
-        stream = await frame_stream(sock, name, self.trust.server_tls(sock))
+        """Read a rank's proven connection, to its end; end that of anybody else."""
+        stream = await frame_stream(sock, name, self.trust.server_tls(sock), max_first_bytes=_HELLO_BYTES)
         rank = -1
         try:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                hello = RANK_UP_CODEC.decode(await stream.next_frame())
+            rank = self._admit(hello)
             while True:
-                message = RANK_UP_CODEC.decode(await stream.next_frame())
-                if isinstance(message, RankFailed):
-                    self._failed(message)
-                elif isinstance(message, RankProgress):
-                    self._came_further(message.rank, message.phase)
-                elif rank >= 0:
-                    self._take(rank, message)
-                elif isinstance(message, RankJoined) and self._is_expected(message.rank):
-                    rank = message.rank
-                    self._streams[rank] = stream
-                    self._joined[rank] = message
-                    self._came_further(rank, "joined")
+                self._take(rank, RANK_UP_CODEC.decode(await stream.next_frame()), stream)
         except PeerGoneError as error:
             if rank >= 0:
                 self._suspect(f"rank {rank} left: {error}")
-        except TransferError as error:
-            _log.warning("the rank channel of %s was closed: %s", name, error)
+        except (TransferError, TimeoutError) as error:
+            _log.warning("the rank channel of %s was closed: %s", name, error or "it does not say who it is")
         finally:
             stream.abort()
             if rank >= 0:
                 self._channel_ends[rank].set()
                 self._suspect(f"the channel of rank {rank} closed")
 
-    def _is_expected(self, rank: int) -> bool:
-        return 0 <= rank < self._num_ranks and rank not in self._joined
+    def _admit(self, hello: RankUp) -> int:
+        """Return which rank of this replica has connected, for the first time; `ProofError` where none
+        has."""
+        if isinstance(hello, RankHello):
+            ticket = self._tickets.get(hello.rank, b"")
+            if ticket and hmac.compare_digest(ticket, hello.ticket):
+                del self._tickets[hello.rank]
+                return hello.rank
+        raise ProofError("it is not a rank that this replica waits for")
 
-    def _take(self, rank: int, message: RankUp) -> None:
-        if isinstance(message, RankReady):
-            self._ready[rank] = message
-            self._came_further(rank, "ready")
-        else:
-            self._on_message(rank, message)
+    def _take(self, rank: int, message: RankUp, stream: FrameStream) -> None:
+        match message:
+            case RankFailed():
+                self._failed(rank, message)
+            case RankProgress():
+                self._came_further(rank, message.phase)
+            case RankJoined() if rank not in self._joined:
+                if message.rank != rank:
+                    raise WireError(f"rank {rank} joined as rank {message.rank}")
+                self._streams[rank] = stream
+                self._joined[rank] = message
+                self._came_further(rank, "joined")
+            case RankReady() if rank in self._joined:
+                self._ready[rank] = message
+                self._came_further(rank, "ready")
+            case _ if rank in self._joined:
+                self._on_message(rank, message)
+            case _:
+                raise WireError(f"rank {rank} sent a {type(message).__name__} before it joined")
 
     # ----------------------------------------------------------------------------------------- death
 
@@ -325,10 +347,10 @@ class RankGroup:
         if rank not in self._victims:
             self._died(reason)
 
-    def _failed(self, message: RankFailed) -> None:
-        reason = f"rank {message.rank}: {message.reason}"
+    def _failed(self, rank: int, message: RankFailed) -> None:
+        reason = f"rank {rank}: {message.reason}"
         if message.lost_peer:
-            self._victims.add(message.rank)
+            self._victims.add(rank)
             self._suspect(reason)
         else:
             self._died(reason)

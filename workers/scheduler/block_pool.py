@@ -48,6 +48,7 @@ class BlockPool:
         # Of the first block of each prompt; a chain is one sharing group's (`kvtransfer.blocks.keys`).
         self._head_to_group: dict[bytes, str] = {}
         self._evictable: list[EvictableBlock] = []  # a heap; stale entries are skipped
+        self.shares = shares
         self._groups = GroupBlocks(shares, num_blocks) if shares.is_limited else None
         self._num_cached = 0
         self._private_key_to_block: dict[bytes, int] = {}

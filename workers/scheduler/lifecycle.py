@@ -63,12 +63,31 @@ class Lifecycle:
         self._max_sequences = max_sequences
         self._free_slots = list(range(max_sequences - 1, -1, -1))
         self._slots_to_free: list[int] = []
+        self._group_to_num_slots: Counter[str] = Counter()
         self._num_arrivals = 0
         self._settled_step = 0
 
     @property
     def num_free_slots(self) -> int:
         return max(0, len(self._free_slots) - self.num_reserved_slots)
+
+    def lacks_slots(self, sequence: Sequence) -> bool:
+        """Whether there are too few slots for a sequence that has none, free or left to its group."""
+        return self.num_free_slots < sequence.num_slots_needed or self.lacks_group_slots(sequence)
+
+    def lacks_group_slots(self, sequence: Sequence) -> bool:
+        """Whether its sharing group has too few slots left of its share. Beyond the share are a suspect, of
+        which there is one at a time, since others of its group may hold all and wait for its end; and a
+        request that was admitted elsewhere, by a larger share, where it is the only one of its group."""
+        if sequence.request.submission.suspect:
+            return False
+        num_taken = self._group_to_num_slots[sequence.sharing_group]
+        limit = self.slot_limit(sequence.sharing_group)
+        return num_taken > 0 and num_taken + sequence.num_slots_needed > limit
+
+    def slot_limit(self, group: str) -> int:
+        """The most slots that a sharing group may take."""
+        return self._pool.shares.most_of(group, self._max_sequences)
 
     @property
     def pauses_batch(self) -> bool:
@@ -247,16 +266,29 @@ class Lifecycle:
     # -------------------------------------------------------------------------------------------- slots
 
     def with_slots(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Those that have a slot, and of the others as many, in order, as slots are free."""
+        """Those that have a slot, and of the others as many, in order, as slots are free and left to their
+        groups."""
         starting = [sequence for sequence in sequences if sequence.slot < 0]
         if not starting:
             return sequences
-        beyond = set(starting[self.num_free_slots :])
+        if self._pool.shares.is_limited:
+            num_more: Counter[str] = Counter()
+            within = []
+            for sequence in starting:
+                group = sequence.sharing_group
+                num_taken = self._group_to_num_slots[group] + num_more[group]
+                if sequence.request.submission.suspect or num_taken < self.slot_limit(group):
+                    num_more[group] += 1
+                    within.append(sequence)
+            beyond = set(starting).difference(within[: self.num_free_slots])
+        else:
+            beyond = set(starting[self.num_free_slots :])
         return [sequence for sequence in sequences if sequence not in beyond]
 
     def take_slot(self, sequence: Sequence) -> None:
         """The sequence gets a slot of the ranks' samplers; there must be a free one."""
         sequence.slot = self._free_slots.pop()
+        self._group_to_num_slots[sequence.sharing_group] += 1
 
     def take_freed_slots(self) -> tuple[int, ...]:
         """Slots freed since the last plan: the next plan names them, before its starts."""
@@ -267,6 +299,7 @@ class Lifecycle:
         if sequence.slot >= 0:
             self._slots_to_free.append(sequence.slot)
             self._free_slots.append(sequence.slot)
+            self._group_to_num_slots[sequence.sharing_group] -= 1
             sequence.forget_slot()
 
     # -------------------------------------------------------------------------------------------- check
@@ -293,6 +326,7 @@ class Lifecycle:
         self._check_offloaded()
         slots = [sequence.slot for sequence in self._sequences() if sequence.slot >= 0]
         assert sorted(slots + self._free_slots) == list(range(self._max_sequences))
+        self._check_group_slots()
         for sequence in self.running:
             assert sequence.phase is Phase.RUNNING
             assert (
@@ -311,6 +345,10 @@ class Lifecycle:
             assert not self.running
             assert not self.waiting
             assert not len(self.grammars)
+
+    def _check_group_slots(self) -> None:
+        slotted = (sequence for sequence in self._sequences() if sequence.slot >= 0)
+        assert Counter(sequence.sharing_group for sequence in slotted) == self._group_to_num_slots
 
     def _check_offloaded(self) -> None:
         """Blocks in host memory are used by the sequences whose tables name them, and by nobody else."""

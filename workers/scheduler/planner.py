@@ -110,7 +110,7 @@ class Planner:
         num_tokens = min(sequence.num_plannable, longest, batch.most_tokens(sequence))
         if num_tokens <= 0 or sequence.phase is not Phase.RUNNING:
             return
-        if sequence.slot < 0 and self._life.num_free_slots < sequence.num_slots_needed:
+        if sequence.slot < 0 and self._life.lacks_slots(sequence):
             return
         end = sequence.num_scheduled + num_tokens
         samplers = sequence.samplers
@@ -233,6 +233,9 @@ class Planner:
             while self._life.num_free_slots < sequence.num_slots_needed:
                 if not self._makes_way(sequence):
                     return
+            if self._lacks_group_slots(sequence):
+                held_groups[sequence.sharing_group] = self._claim(sequence)
+                continue
             most_tokens = min(sequence.num_tokens, batch.budget_tokens)
             num_blocks = self._num_blocks(sequence.num_tokens)
             if not batch.fits(sequence, most_tokens, num_blocks, sequence.samplers or (sequence,)):
@@ -258,9 +261,23 @@ class Planner:
             else:
                 self._plan_sequence(batch, sequence)
 
+    def _lacks_group_slots(self, sequence: Sequence) -> bool:
+        """Whether its sharing group has too few slots left, also after paused ones have made way."""
+        while self._life.lacks_group_slots(sequence):
+            if not self._makes_way(sequence, sequence.sharing_group):
+                return True
+        return False
+
     def _free_paused_slots(self) -> None:
         """Preempt paused sequences for others that have joined without a slot."""
         running = self._life.running
+        if self._pool.shares.is_limited:
+            for needy in [it for it in running if it.slot < 0 and not it.is_pausable]:
+                for victim in reversed(self._running_of(needy.sharing_group)):
+                    if not self._life.lacks_group_slots(needy):
+                        break
+                    if victim.is_pausable and victim.slot >= 0:
+                        self._life.preempt(victim)
         num_wanted = sum(it.num_slots_needed for it in running if it.slot < 0 and not it.is_pausable)
         for victim in [it for it in reversed(running) if it.is_pausable and it.slot >= 0]:
             if num_wanted <= self._life.num_free_slots:
@@ -410,8 +427,12 @@ class EngineLimits:
                 raise CapacityError(
                     f"prompt: {num_prompt_tokens} tokens and a new one exceed the {limit} tokens of {name}"
                 )
-        if not 1 <= num_samples <= self.max_sequences:
-            raise CapacityError(f"n: {num_samples} samples, from 1 to {self.max_sequences} fit this replica")
+        most_samples = self.pool.shares.most_of(group, self.max_sequences)
+        if not 1 <= num_samples <= most_samples:
+            fit = "fit this replica"
+            if most_samples < self.max_sequences:
+                fit = f"are the share of sharing group {group!r} (device_kv_share)"
+            raise CapacityError(f"n: {num_samples} samples, from 1 to {most_samples} {fit}")
         if num_keys > num_prompt_tokens // block_tokens:
             raise CapacityError(
                 f"block_keys: {num_keys} keys for {num_prompt_tokens} tokens, "

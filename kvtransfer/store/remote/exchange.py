@@ -43,6 +43,7 @@ from kvtransfer.rpc.stream import FrameStream, open_tcp
 from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
+    MAX_OWNER_BYTES,
     STORE_PROTOCOL,
     TO_OWNER_CODEC,
     OwnerHello,
@@ -327,7 +328,7 @@ async def open_link(
     owner, other granules."""
     try:
         async with asyncio.timeout(_OPEN_S):
-            stream = await open_tcp(address, trust, requester.replica_id)
+            stream = await open_tcp(address, trust, requester.replica_id, max_bytes=MAX_OWNER_BYTES)
             try:
                 stream.send(TO_OWNER_CODEC.encode(OwnerHello(STORE_PROTOCOL, requester, granule_bytes)))
                 answer = expect(FROM_OWNER_CODEC.decode(await stream.next_frame()), OwnerHello)

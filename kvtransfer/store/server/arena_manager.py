@@ -29,6 +29,7 @@ from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.dram.arena import Arena, Prefault, arena_bytes
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
+    MAX_OWNER_BYTES,
     STORE_PROTOCOL,
     TO_OWNER_CODEC,
     ArenaGrant,
@@ -270,7 +271,9 @@ def listen_for_remote(
     """Listen on a TCP socket, as `listen_for_local` does."""
 
     async def receive_hello(sock: socket.socket, name: str) -> None:
-        stream = await frame_stream(sock, name, trust.server_tls(sock))
+        stream = await frame_stream(
+            sock, name, trust.server_tls(sock), max_bytes=MAX_OWNER_BYTES, max_first_bytes=_HELLO_BYTES
+        )
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 hello = TO_OWNER_CODEC.decode(await stream.next_frame())

@@ -22,7 +22,7 @@ from typing import BinaryIO
 from msgspec.structs import replace
 
 from kvtransfer.blocks.checksum import checksum
-from kvtransfer.codec import Codec, Message, read_frame
+from kvtransfer.codec import CONTROL_FRAME_BYTES, Codec, Message, read_frame
 from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.common.tasks import SupervisedTasks
@@ -34,6 +34,7 @@ from kvtransfer.rpc.stream import FrameStream, frame_stream
 from kvtransfer.rpc.trust import Trust, TrustFiles
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,
+    MAX_OWNER_BYTES,
     STORE_PROTOCOL,
     TO_OWNER_CODEC,
     AdminAnswer,
@@ -171,7 +172,8 @@ class StoreServer:
             case RankHello():
                 await self._arena_manager.serve(peer, peer.hello)
             case AdminHello(protocol) if protocol == STORE_PROTOCOL:
-                await self._admin.serve(await frame_stream(peer.sock, peer.name))
+                stream = await frame_stream(peer.sock, peer.name, max_bytes=CONTROL_FRAME_BYTES)
+                await self._admin.serve(stream)
             case _:
                 await refuse(peer, f"expected a hello of protocol {STORE_PROTOCOL} from this node")
 
@@ -200,7 +202,7 @@ class StoreServer:
             earlier.close()
         session = EngineSession(
             hello,
-            await frame_stream(peer.sock, peer.name),
+            await frame_stream(peer.sock, peer.name, max_bytes=MAX_OWNER_BYTES),
             self._arena_manager,
             self._node,
             self._tasks.spawn,
