@@ -116,6 +116,13 @@ async def _serve(files: TrustFiles) -> None:
     launcher = PuppetLauncher()
     group = RankGroup(trust, launcher, lambda rank, message: None, lambda reason: None)
     starting = asyncio.create_task(group.start([_spec()], "127.0.0.1", lambda joined: ((0, 1),)))
+
+    def end_ranks(starting: asyncio.Task[object]) -> None:
+        """As an engine core does whose ranks do not start, or end."""
+        if not starting.cancelled():
+            tasks.spawn(group.stop(), "ranks-end")
+
+    starting.add_done_callback(end_ranks)
     while not launcher.puppets:
         await SystemClock().sleep(0.01)
     addresses["ranks"] = launcher.puppets[0].spec.engine_core_address
