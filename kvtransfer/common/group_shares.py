@@ -9,6 +9,10 @@ from typing import Literal, NamedTuple
 from kvtransfer.codec import Part
 
 
+# What a product may exceed a whole number by.
+_ROUNDING = 1e-9
+
+
 class GroupShares(Part, frozen=True):
     """The shares of a memory, above 0 and at most 1 (no limit): by group, and that of all other groups."""
 
@@ -26,7 +30,7 @@ class GroupShares(Part, frozen=True):
 
     def most_of(self, group: str, num_slots: int) -> int:
         """Return how many of so many slots a group may take: its share, rounded up."""
-        return math.ceil(num_slots * self.of(group))
+        return max(1, math.ceil(num_slots * self.of(group) - _ROUNDING))
 
 
 class ShareClaim(NamedTuple):

@@ -80,7 +80,10 @@ def read_secret(path: Path) -> bytes:
     try:
         secret = path.read_bytes().strip()
     except OSError as error:
-        raise TrustError(f"secret_file: {error}") from error
+        raise TrustError(
+            f"secret_file: {error}; every host of the cluster needs the same file at this path, readable by "
+            f"this user: make it with `openssl rand -hex 32`, copy it to each host and name it in secret_file"
+        ) from error
     if len(secret) < MIN_SECRET_BYTES:
         raise TrustError(f"secret_file: needs at least {MIN_SECRET_BYTES} bytes, has {len(secret)}")
     return secret

@@ -260,7 +260,7 @@ def test_a_trust_stays_in_its_process(tmp_path: Path) -> None:
     (tmp_path / "short").write_text("short\n")
     with pytest.raises(TrustError, match="secret_file: needs at least 16 bytes, has 5"):
         Trust.read(TrustFiles(str(tmp_path / "short")))
-    with pytest.raises(TrustError, match=r"secret_file: .*nowhere"):
+    with pytest.raises(TrustError, match=r"secret_file: .*nowhere.*; every host .* name it in secret_file"):
         Trust.read(TrustFiles(str(tmp_path / "nowhere")))
 
 

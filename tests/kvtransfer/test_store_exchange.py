@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 from exchange_harness import GRANULE_BYTES, NodeProcess, StoreNode, eventually, record_id, settings
+from inner_tls import TLS_FILES
 from patience import WAIT_S
 from service_harness import Hooks
+from trust_files import FILES
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.common.faults import FaultRule
+from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.messages import (
     RecordId,
 )
@@ -57,6 +60,23 @@ async def test_records_arrive_whole(transport: str) -> None:
         assert (stat.num_hits, stat.num_misses, stat.num_io_errors, stat.note) == (len(SIZES), 0, 0, "")
         assert stat.read_gb_s > 0
         assert b.exchange.stat().num_written_bytes >= stat.num_hit_bytes > 0
+        assert_nothing_leaks(a, b)
+
+
+async def test_records_arrive_whole_between_nodes_with_certificates() -> None:
+    trust = Trust.read(TLS_FILES)
+    async with (
+        StoreNode(settings("a", transports=["tcp"]), trust=trust) as a,
+        StoreNode(settings("b", transports=["tcp"]), trust=trust) as b,
+        StoreNode(settings("c", transports=["tcp"]), trust=Trust.read(FILES)) as without,
+    ):
+        b.put(1, 100_000)
+        wanted = a.want(1, 100_000)
+        sums = await fetch(a, b, [wanted])
+        a.check(wanted, sums[wanted.record])
+        refused = without.want(1, 100_000)
+        assert await fetch(without, b, [refused]) == {}
+        assert "name the same inner_tls on both" in without.exchange.stat().note
         assert_nothing_leaks(a, b)
 
 

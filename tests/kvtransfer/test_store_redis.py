@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import importlib.util
 import logging
@@ -318,6 +319,39 @@ async def test_tls_that_fails_says_what_to_do(tls: Tls, tmp_path: Path) -> None:
         plain.client().ping()
         url = f"rediss://127.0.0.1:{plain.port}?ssl_ca_certs={tls.certificate}"
         await until_down(make_index(url), "does that port speak TLS?")
+
+
+async def test_an_index_behind_a_proxy_that_ends_tls(tmp_path: Path) -> None:
+    """Also where the server here was built without TLS."""
+    authority = Authority("redis")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*authority.issue(tmp_path, "localhost"))
+    ca_file = authority.write(tmp_path)
+    with RawRedis(tmp_path) as redis:
+        redis.client().ping()
+
+        async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(OSError):
+                while data := await reader.read(1 << 16):
+                    writer.write(data)
+                    await writer.drain()
+            writer.close()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            to_redis = await asyncio.open_connection("127.0.0.1", redis.port)
+            await asyncio.gather(pass_on(reader, to_redis[1]), pass_on(to_redis[0], writer))
+
+        proxy = await asyncio.start_server(serve, "127.0.0.1", ssl=context)
+        port = proxy.sockets[0].getsockname()[1]
+        try:
+            url = f"rediss://127.0.0.1:{port}?ssl_ca_certs={ca_file}"
+            a, b = make_index(url, "a"), make_index(url, "b")
+            async with running(a, b):
+                a.announce(record(1), "dram")
+                await until_found(b, [1], [{"a"}])
+            await until_down(make_index(f"rediss://127.0.0.1:{port}"), "in store.redis_ca_file")
+        finally:
+            proxy.close()
 
 
 @pytest.mark.parametrize("is_known", [True, False])

@@ -136,7 +136,7 @@ class StoreNode:
             self.errors.append(error)
 
     async def _serve(self, sock: socket.socket, name: str) -> None:
-        stream = await frame_stream(sock, name)
+        stream = await frame_stream(sock, name, self._trust.server_tls(sock))
         try:
             hello = TO_OWNER_CODEC.decode(await stream.next_frame())
             assert isinstance(hello, OwnerHello)

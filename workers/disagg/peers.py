@@ -23,7 +23,7 @@ from typing import Protocol
 from kvtransfer.blocks.layout import PlannedPiece, intersect, plan_pieces
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.health import backoff_s
-from kvtransfer.common.shown import MAX_REASON_CHARS, shown
+from kvtransfer.common.shown import shown
 from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.config import TransferConfig
 from kvtransfer.errors import IncompatibleError, TransferError
@@ -56,6 +56,7 @@ _HELLO_TIMEOUT_S = 10.0
 _MAX_RANKS = 1024
 # Of what a decode replica answers: the block ids of a landing, or the endpoints of its ranks.
 _MAX_ANSWER_BYTES = 16 << 20
+_MAX_REFUSAL_CHARS = 2000
 
 _log = logging.getLogger("tandem.peers")
 
@@ -250,7 +251,7 @@ class Peers:
 
     def _check_hello(self, peer: _DecodePeer, hello: PeerLinkMessage | None) -> None:
         if isinstance(hello, PeerRefusal):
-            raise IncompatibleError(shown(hello.reason, MAX_REASON_CHARS))
+            raise IncompatibleError(shown(hello.reason, _MAX_REFUSAL_CHARS))
         if not isinstance(hello, PeerHello):
             raise IncompatibleError("the peer did not introduce itself")
         if hello.identity != peer.target.identity:
