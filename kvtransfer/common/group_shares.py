@@ -8,7 +8,6 @@ from typing import Literal, NamedTuple
 
 from kvtransfer.codec import Part
 
-
 # What a product may exceed a whole number by.
 _ROUNDING = 1e-9
 
