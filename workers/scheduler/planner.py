@@ -230,12 +230,12 @@ class Planner:
                 continue
             if batch.budget_tokens <= 0:
                 return
-            while self._life.num_free_slots < sequence.num_slots_needed:
-                if not self._makes_way(sequence):
-                    return
             if self._lacks_group_slots(sequence):
                 held_groups[sequence.sharing_group] = self._claim(sequence)
                 continue
+            while self._life.num_free_slots < sequence.num_slots_needed:
+                if not self._makes_way(sequence):
+                    return
             most_tokens = min(sequence.num_tokens, batch.budget_tokens)
             num_blocks = self._num_blocks(sequence.num_tokens)
             if not batch.fits(sequence, most_tokens, num_blocks, sequence.samplers or (sequence,)):
