@@ -344,7 +344,8 @@ def test_a_flood_leaves_slots_to_others(
     max_sequences: int, share: float, flood: list[tuple[int, int]], num_steps: int
 ) -> None:
     """There are blocks enough for all; the group's share of the slots is rounded up."""
-    side = limited(400, GroupShares(1.0, {"a": share}), max_sequences=max_sequences)
+    shares = GroupShares(1.0, {"a": share})
+    side = limited(400, shares, max_sequences=max_sequences, max_waiting=10_000)
     most = side.scheduler._life.slot_limit("a")
     assert most == min(it for it in range(1, max_sequences + 1) if it >= share * max_sequences - 1e-9)
     for number, (num_samples, max_tokens) in enumerate(flood):
