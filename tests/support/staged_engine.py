@@ -371,7 +371,7 @@ def likelihood(context: list[int], token: int) -> TokenLogprob:
     """The log-probability of a prompt's token after a context, and of the likeliest: anything that depends on
     all of both."""
     drawn = hashlib.sha256(pack([token, *context])).digest()
-    return TokenLogprob(-float(drawn[0]), tuple((byte, -float(byte)) for byte in drawn[1:3]))
+    return TokenLogprob(-float(drawn[0]), tuple((byte, -float(byte)) for byte in drawn[1:9]))
 
 
 def embedded(context: list[int]) -> bytes:
