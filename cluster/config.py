@@ -171,6 +171,31 @@ class PoolConfig(_Settings):
             )
 
 
+# "auto": as the chat template has it.
+ToolParserName = Literal["auto", "none", "hermes", "llama3", "mistral"]
+ReasoningParserName = Literal["auto", "none", "think", "mistral"]
+
+
+class HttpConfig(_Settings):
+    """Configures the HTTP port of each gateway, which speaks the APIs of OpenAI and Anthropic."""
+
+    # Where clients are answered over HTTP, on `gateway.host`; 0: a free one; None: nowhere. As for the
+    # console, a free one where another `gateway.port` is set and this is not.
+    port: int | None = Field(default=8784, ge=0, le=65535)
+    # The largest body of a request; a longer one is refused before it is read.
+    max_body_bytes: int = Field(default=16 << 20, ge=1 << 10)
+    # The longest header of a request. Larger ones end the connection.
+    max_header_bytes: int = Field(default=16 << 10, ge=1 << 10)
+    # How long the body of a request may take to arrive.
+    body_timeout_s: float = Field(default=30.0, gt=0)
+    # How long a connection may be without a complete request: when it is new, and between two requests.
+    idle_timeout_s: float = Field(default=60.0, gt=0)
+    # How long a client may take none of the output that waits for it.
+    write_timeout_s: float = Field(default=60.0, gt=0)
+    # Prompts and inputs in one request.
+    max_inputs: int = Field(default=256, ge=1)
+
+
 class GatewayConfig(_Settings):
     """Configures the gateways. What exceeds a size limit is refused with RESOURCE_EXHAUSTED or
     INVALID_ARGUMENT, never truncated."""
@@ -186,6 +211,8 @@ class GatewayConfig(_Settings):
     # Where operators' calls (`tandem.v1.Admin`) are answered, on `host`; 0: a free one. As for the console, a
     # free one where another `port` is set and this is not.
     admin_port: int = Field(default=8782, ge=0, le=65535)
+    # The HTTP port beside `port`.
+    http: HttpConfig = HttpConfig()
     # Where the other gateways ask this one, on `transfer.data_host`; 0: a free one, which a gateway also has
     # while it takes over from another one on its host.
     fleet_port: int = Field(default=0, ge=0, le=65535)
@@ -202,8 +229,8 @@ class GatewayConfig(_Settings):
     surge: bool = True
     # Custom Ray resources that each gateway asks: ties gateways to the nodes that have them.
     resources: CustomResources = {}
-    # PEM chain of the gRPC servers; with it only TLS is spoken on `port` and `admin_port`. Read again when it
-    # changes.
+    # PEM chain of the servers; with it only TLS is spoken on `port`, `admin_port`, `console_port` and
+    # `http.port`. Read again when it changes.
     tls_cert_file: Path | None = None
     # PEM key of `tls_cert_file`.
     tls_key_file: Path | None = None
@@ -224,6 +251,10 @@ class GatewayConfig(_Settings):
     max_samples: int = Field(default=16, ge=1)
     # `max_tokens` of a request that names none.
     default_max_tokens: int = Field(default=256, ge=1)
+    # How tool calls stand in the model's answers; `auto`: as its chat template writes them.
+    tool_parser: ToolParserName = "auto"
+    # Between which marks reasoning stands in them; `auto`: those of the chat template.
+    reasoning_parser: ReasoningParserName = "auto"
 
     @model_validator(mode="after")
     def _certificate_with_key(self) -> Self:
@@ -234,12 +265,27 @@ class GatewayConfig(_Settings):
     @model_validator(mode="before")
     @classmethod
     def _others_beside_the_port(cls, fields: Any) -> Any:
-        """Default to free ports for console and operators where `port` is set: those of two gateways would
-        collide."""
+        """Default to free ports for console, operators and HTTP where `port` is set: those of two gateways
+        would collide."""
         default = cls.model_fields["port"].default
         if isinstance(fields, dict) and fields.get("port", default) != default:
-            return {"console_port": 0, "admin_port": 0, **fields}
+            http = fields.get("http", {})
+            if isinstance(http, dict):
+                http = {"port": 0, **http}
+            return {"console_port": 0, "admin_port": 0, **fields, "http": http}
         return fields
+
+    @property
+    def listed_ports(self) -> dict[str, int]:
+        """The ports to listen on by the names of their settings; 0: a free one."""
+        ports = {
+            "gateway.port": self.port,
+            "gateway.console_port": self.console_port,
+            "gateway.admin_port": self.admin_port,
+            "gateway.http.port": self.http.port,
+            "gateway.health_port": self.health_port,
+        }
+        return {name: port for name, port in ports.items() if port is not None}
 
     @property
     def takes_over(self) -> bool:

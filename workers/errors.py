@@ -5,6 +5,7 @@ WorkerError
 ├── CapacityError         the request can never fit this replica: do not retry it here
 ├── QueueFullError        no capacity now: try another replica, or later
 ├── OutOfBlocksError      the block pool has fewer free blocks than asked: preempt or wait
+├── GrammarRefusedError   a grammar is refused: it is wrong, or beyond what is compiled
 ├── RankDiedError         a rank process ended or stopped answering: the replica must be replaced
 └── PeerError             an engine that is measured beside ours: misnamed, not loaded, dead or silent
 """
@@ -30,6 +31,10 @@ class QueueFullError(WorkerError):
 
 class OutOfBlocksError(WorkerError):
     """Fewer blocks are free than were asked for; none was taken."""
+
+
+class GrammarRefusedError(WorkerError):
+    """A grammar cannot be compiled or followed here; the text is for whoever wrote it."""
 
 
 class RankDiedError(WorkerError):

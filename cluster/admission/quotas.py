@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta
 
@@ -82,6 +82,17 @@ class QuotaUse(Part, frozen=True):
     num_refused: dict[str, int]
 
 
+class RateState(NamedTuple):
+    """What is left of one rate of a tenant at this gateway."""
+
+    # What the bucket holds when it is full.
+    capacity: float
+    # What may be used now; below zero: more than that was.
+    level: float
+    # Until the bucket is full.
+    full_in_s: float
+
+
 class QuotaHold:
     """The concurrent tokens of one request, until they are given back."""
 
@@ -127,6 +138,10 @@ class TokenBucket:
     def used(self, now: float) -> float:
         """Return the part that is not there; above 1: more than all of it was taken."""
         return 1 - self.level(now) / (self.capacity * self._share)
+
+    def state(self, now: float) -> RateState:
+        """Return what a client may know of it."""
+        return RateState(self.capacity * self._share, self.level(now), self.missing_s(math.inf, now))
 
     def is_full(self, now: float) -> bool:
         return self.level(now) >= self.capacity * self._share
@@ -273,6 +288,14 @@ class Quotas:
         num_tokens, hold.num_tokens = hold.num_tokens, 0
         if num_tokens:
             self._tenants[hold.tenant].held -= num_tokens
+
+    def rates(self, tenant: str, now: float) -> dict[Rate, RateState]:
+        """Return what is left of the tenant's rates, of those that are limited."""
+        found = self._find(tenant, now)
+        if found is None:
+            return {}
+        named = zip(_RATES, found.buckets, strict=True)
+        return {rate: bucket.state(now) for rate, bucket in named if bucket is not None}
 
     # -------------------------------------------------------------------------------- to operators
 

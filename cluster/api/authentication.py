@@ -75,7 +75,12 @@ def caller_identity() -> Identity:
     return _caller.get()
 
 
-def claim(request: pb.GenerateRequest, identity: Identity) -> None:
+def set_caller(identity: Identity) -> None:
+    """Name who makes the call that this task serves, where the call did not come through `Authentication`."""
+    _caller.set(identity)
+
+
+def claim(request: pb.GenerateRequest | pb.EmbedRequest | pb.ScoreRequest, identity: Identity) -> None:
     """Give the request to its caller: replace its tenant, and cut its priority to the caller's highest."""
     if identity.names_tenants:
         return

@@ -183,9 +183,12 @@ class Certificate:
 
     def _ssl_context(self) -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        cert_file, key_file, *_ = self._files.values()
+        cert_file, key_file, *ca_files = self._files.values()
         try:
             context.load_cert_chain(cert_file, key_file)
+            for ca_file in ca_files:
+                context.load_verify_locations(ca_file)
+                context.verify_mode = ssl.CERT_REQUIRED
         except (OSError, ValueError) as error:  # an SSLError is an OSError
             raise StartError(f"gateway.tls_cert_file, gateway.tls_key_file: {error}") from error
         return context

@@ -4,9 +4,8 @@ which requests are refused."""
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from importlib.resources import files
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -14,7 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 from aiohttp import web
 
-from cluster.api.grpc_server import Certificate, check_free
+from cluster.api.grpc_server import Certificate
 from cluster.api.replies import StatusService
 from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig
@@ -25,11 +24,12 @@ from cluster.errors import (
     InvalidRequestError,
     OrderError,
     RequestError,
-    StartError,
     UnauthenticatedError,
     to_grpc_status,
 )
 from cluster.gateway.fleet import Fleet
+from cluster.http.guards import refused_host
+from cluster.http.port import HttpBounds, HttpPort
 from cluster.identity.access_control import AccessControl
 from cluster.identity.api_keys import split_key
 from cluster.identity.audit import NOBODY, OK, AuditEntry
@@ -42,7 +42,9 @@ from kvtransfer.common.clock import Clock
 PATH = "/console"
 API = f"{PATH}/api"
 _KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-_STOP_S = 1.0
+_MAX_HEADER_BYTES = 8190
+# How long a browser's connection may be without a request.
+_IDLE_S = 3600.0
 _MAX_KEY_CHARS = 2048
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -126,9 +128,6 @@ class Console:
 
     def __init__(self, config: ClusterConfig, port: int, api: ConsoleApi, services: ConsoleServices) -> None:
         gateway = config.gateway
-        self._host = gateway.host
-        self._port = port
-        self._takes_over = gateway.takes_over
         self._names = frozenset(name.lower() for name in (gateway.host, *gateway.console_hosts))
         self._api = api
         self._orders = ScalerOrders(services.operations)
@@ -154,29 +153,24 @@ class Console:
             app.router.add_route(method, path, open_handler)
         for (method, path), handler in self._handlers().items():
             app.router.add_route(method, path, self._allowed(ROUTE_ACCESS[method, path], handler))
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_STOP_S)
+        self.app = app
+        self._listener = HttpPort(
+            app,
+            gateway.host,
+            port,
+            field="gateway.console_port",
+            bounds=HttpBounds(_MAX_HEADER_BYTES, _IDLE_S),
+            certificate=self._certificate,
+            takes_over=gateway.takes_over,
+        )
 
     async def start(self, *, is_shared: bool = False) -> int:
         """Listen, and return the port; `StartError` when it is taken. `is_shared`: the console of the gateway
         that this one takes over from listens there."""
-        await self._runner.setup()
-        may_share = self._takes_over and self._port != 0
-        tls = None if self._certificate is None else self._certificate.ssl_context()
-        try:
-            if may_share and not is_shared:
-                check_free(self._host, self._port)
-            site = web.TCPSite(self._runner, self._host, self._port, reuse_port=may_share, ssl_context=tls)
-            await site.start()
-        except OSError as error:
-            await self._runner.cleanup()
-            raise StartError(
-                f"gateway.console_port: the console cannot listen on {self._host}:{self._port}: "
-                f"{error.strerror or error}; choose another port, 0 for a free one, or null for no console"
-            ) from error
-        return int(self._runner.addresses[0][1])
+        return await self._listener.start(is_shared=is_shared)
 
     async def stop(self) -> None:
-        await self._runner.cleanup()
+        await self._listener.stop()
 
     def _open_handlers(self) -> dict[tuple[Method, str], Handler]:
         return {
@@ -417,22 +411,6 @@ HEADERS: Mapping[str, str] = {
 }
 
 
-def refused_host(host: str | None, names: Collection[str]) -> str:
-    """Return why a request with this Host header is refused; "" when it is not.
-
-    A name that somebody else owns can be made to resolve to this host; an address, `localhost` and the names
-    in `names` (lower case) cannot.
-    """
-    if host is None:
-        return "the Host header is missing"
-    name = _name(host)
-    if name is None:
-        return f"the Host header {host[:100]!r} is not a host and a port"
-    if name == "localhost" or name in names or _is_address(name):
-        return ""
-    return f"the console is not known as {name[:100]!r}; to allow it, add it to gateway.console_hosts"
-
-
 def refused_order(headers: Mapping[str, str]) -> tuple[int, str] | None:
     """Return why a POST with these headers is refused, as (status, reason); None when it is not.
 
@@ -450,29 +428,9 @@ def refused_order(headers: Mapping[str, str]) -> tuple[int, str] | None:
     return None
 
 
-def _name(host: str) -> str | None:
-    """`localhost` of `localhost:8781`, `::1` of `[::1]:8781`, in lower case."""
-    try:
-        parts = urlsplit(f"//{host}")
-        _ = parts.port  # refuses what is no number
-        name = parts.hostname
-    except ValueError:
-        return None
-    is_plain = parts.netloc == host and parts.username is None and parts.password is None
-    return name.lower() if name and is_plain else None
-
-
 def _place(origin: str) -> str:
     """`host:port` of an Origin header; "" where it has none ("null")."""
     try:
         return urlsplit(origin).netloc.lower()
     except ValueError:
         return ""
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name.partition("%")[0])
-    except ValueError:
-        return False
-    return True

@@ -20,10 +20,10 @@ _ERRORS = {errno.EADDRNOTAVAIL: "no such address here", errno.EACCES: "not allow
 def ports(context: CheckContext) -> Iterator[CheckResult]:
     """Check the ports of gateway and console, and the addresses to listen on."""
     gateway = context.config.gateway
-    for name in ("port", "console_port", "admin_port", "health_port"):
-        if port := getattr(gateway, name):
+    for name, port in gateway.listed_ports.items():
+        if port:
             host = "0.0.0.0" if gateway.host == "auto" else gateway.host
-            yield from _port(context, f"gateway.{name}", host, port)
+            yield from _port(context, name, host, port)
     host = context.config.transfer.data_host
     if host != "auto" and _bind(host, 0) == errno.EADDRNOTAVAIL:
         yield error(

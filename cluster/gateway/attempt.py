@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from cluster.errors import PoisonRequestError
+from cluster.metrics.ended_request import SampleResult
+from cluster.text.output_parsers.pieces import ToolCallDelta
 from cluster.text.preprocess import PreparedRequest, SampleStart
-from cluster.text.tokenizer import SampleText
+from cluster.text.sample_text import SampleText
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.health import backoff_s
 from kvtransfer.messages import ReplicaIdentity
@@ -314,6 +316,10 @@ class OutputDelta:
     text: str
     logprobs: tuple[TokenLogprob, ...]
     finish: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    # The stop string or stop token that ended the sample; None: neither.
+    matched_stop: str | int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,6 +402,11 @@ class SampleOutput:
         """Whether this attempt has brought a token."""
         return self.num_tokens > self._num_tokens_before
 
+    @property
+    def result(self) -> SampleResult:
+        """Return how the sample ended, or how far it has come."""
+        return SampleResult(self.index, self.finish, self.num_tokens, self._text.num_reasoning_tokens)
+
     def begin_attempt(self) -> None:
         """Forget what belongs to the previous attempt only."""
         self.held.clear()
@@ -454,6 +465,9 @@ class SampleOutput:
             text=step.text,
             logprobs=delta.logprobs[: step.num_tokens],
             finish=step.finish,
+            reasoning=step.reasoning,
+            tool_calls=step.tool_calls,
+            matched_stop=step.matched_stop,
         )
 
 
@@ -538,5 +552,7 @@ def submission(
         deadline_s=None if deadline_at is None else max(0.0, deadline_at - now),
         suspect=suspect,
         service_class=prepared.service_class,
+        grammar=prepared.grammar,
+        is_private=prepared.is_private,
         pooling=prepared.pooling,
     )

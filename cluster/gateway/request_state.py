@@ -35,9 +35,9 @@ from cluster.gateway.attempt import (
     submission,
 )
 from cluster.gateway.request_effects import RequestEffects
-from cluster.metrics.ended_request import RoutedAttempt, SampleResult, Summary, TimelineEntry
+from cluster.metrics.ended_request import RoutedAttempt, Summary, TimelineEntry
 from cluster.text.preprocess import PreparedRequest
-from cluster.text.tokenizer import SampleText
+from cluster.text.sample_text import SampleText
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import Decision, RouteRequest
@@ -149,7 +149,7 @@ class RequestState:
     def summary(self, now: float) -> Summary:
         """Summarize the request, or as much of it as has happened."""
         return Summary(
-            samples=tuple(SampleResult(it.index, it.finish, it.num_tokens) for it in self._samples.values()),
+            samples=tuple(it.result for it in self._samples.values()),
             num_prompt_tokens=self.prepared.num_prompt_tokens,
             num_attempts=self.attempt,
             started_at=self.started_at,

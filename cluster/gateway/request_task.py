@@ -19,8 +19,9 @@ from cluster.errors import AbandonedError, OverloadedError, RequestError, SlowCl
 from cluster.gateway.attempt import EmbeddingDelta, Output, OutputDelta, PromptLogprobsDelta
 from cluster.gateway.request_state import RequestPhase, RequestState
 from cluster.metrics.ended_request import Summary
+from cluster.text.output_parsers.pieces import joined_calls
 from cluster.text.preprocess import PreparedRequest
-from cluster.text.tokenizer import SampleText
+from cluster.text.sample_text import SampleText
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.tasks import SupervisedTasks
@@ -34,10 +35,12 @@ from workers.messages.link import Announce, Cancel, HandOverTarget, Move, Submis
 MAX_UNREAD = 65536
 # The same of what waits and is sent as one message.
 MAX_MERGED = 4096
-# What output takes in memory: a delta beside its text, a log-probability, and an alternative to its token.
+# What output takes in memory: a delta beside its texts, a log-probability, and an alternative to its token.
 _DELTA_BYTES = 176
 _LOGPROB_BYTES = 112
 _TOP_BYTES = 120
+# A part of a tool call beside its arguments.
+_CALL_BYTES = 240
 
 Args = TypeVarTuple("Args")
 
@@ -56,7 +59,12 @@ class Router(Protocol):
     """What a request needs of `router.service.RouterService`."""
 
     def route(
-        self, request: RouteRequest, *, is_held: bool = False, prefers_capacity: bool = False
+        self,
+        request: RouteRequest,
+        *,
+        is_held: bool = False,
+        held_part: float = 1.0,
+        prefers_capacity: bool = False,
     ) -> Decision:
         """Place the request; `NoReplicaError` when there is no place."""
 
@@ -338,7 +346,9 @@ class RequestTask:
             return
         waits = needs_capacity and self._admission is not None
         try:
-            decision = self._router.route(request, is_held=waits, prefers_capacity=needs_capacity)
+            decision = self._router.route(
+                request, is_held=waits, held_part=0.0, prefers_capacity=needs_capacity
+            )
         except NoReplicaError as error:
             self.apply(self.state.on_no_route, str(error), error.retry_after_s)
             return
@@ -425,7 +435,9 @@ def _num_bytes(delta: Output) -> int:
         return _DELTA_BYTES + len(delta.vector)
     num_top = sum(len(it.top) for it in delta.logprobs)
     logprob_bytes = len(delta.logprobs) * _LOGPROB_BYTES + num_top * _TOP_BYTES
-    return _DELTA_BYTES + len(delta.tokens) + sys.getsizeof(delta.text) + logprob_bytes
+    call_bytes = sum(_CALL_BYTES + sys.getsizeof(call.arguments) for call in delta.tool_calls)
+    text_bytes = sys.getsizeof(delta.text) + sys.getsizeof(delta.reasoning)
+    return _DELTA_BYTES + len(delta.tokens) + text_bytes + logprob_bytes + call_bytes
 
 
 def _merged(deltas: list[OutputDelta]) -> OutputDelta:
@@ -438,4 +450,7 @@ def _merged(deltas: list[OutputDelta]) -> OutputDelta:
         text="".join(delta.text for delta in deltas),
         logprobs=tuple(item for delta in deltas for item in delta.logprobs),
         finish=deltas[-1].finish,
+        reasoning="".join(delta.reasoning for delta in deltas),
+        tool_calls=joined_calls(call for delta in deltas for call in delta.tool_calls),
+        matched_stop=deltas[-1].matched_stop,
     )

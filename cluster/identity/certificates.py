@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from cluster.errors import UnauthenticatedError
 from cluster.identity.config import AuthConfig, CertificateConfig
@@ -17,6 +18,14 @@ def names_of_auth_context(auth_context: Mapping[str, Iterable[bytes]]) -> tuple[
     return tuple(
         value.decode("utf-8", "replace") for field in _GRPC_NAMES for value in auth_context.get(field) or ()
     )
+
+
+def names_of_peer(certificate: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the peer's certificate, from `ssl.SSLObject.getpeercert()`: as gRPC has them."""
+    subject = [pair for part in certificate.get("subject", ()) for pair in part]
+    common = [value for kind, value in subject if kind == "commonName"]
+    others = [value for _, value in certificate.get("subjectAltName", ()) if isinstance(value, str)]
+    return (*common, *others)
 
 
 class CertificateIdentities:

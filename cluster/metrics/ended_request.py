@@ -32,6 +32,8 @@ class SampleResult:
     index: int
     finish: str
     num_tokens: int
+    # Of `num_tokens`.
+    num_reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

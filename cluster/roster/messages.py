@@ -55,6 +55,8 @@ class GatewayRecord(Message, frozen=True):
     certificate: str = ""
     # host:port where the other gateways ask it (`cluster.gateway.fleet`).
     fleet: str = ""
+    # host:port where it answers over HTTP; "": nowhere.
+    http: str = ""
 
     @property
     def member_id(self) -> str:

@@ -327,6 +327,7 @@ class GatewayActor:
 
     async def _register(self) -> bool:
         console = f"{self._host}:{port}" if (port := self._gateway.console_port) else ""
+        http = f"{self._host}:{port}" if (port := self._gateway.http_port) else ""
         return await self._roster.register(
             GatewayRecord(
                 gateway_id=self._gateway_id,
@@ -337,6 +338,7 @@ class GatewayActor:
                 admin=f"{self._host}:{self._gateway.admin_port}",
                 certificate=self._gateway.certificate_chain(),
                 fleet=f"{self._inner_host}:{self._gateway.fleet_port}",
+                http=http,
             )
         )
 

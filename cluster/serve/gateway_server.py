@@ -16,6 +16,7 @@ from cluster.admission.shared_quotas import SharedQuotas
 from cluster.api.admin_servicer import AdminServicer
 from cluster.api.authentication import Authentication
 from cluster.api.grpc_server import ClientPort, open_certificate
+from cluster.api.prompt_calls import PromptCalls
 from cluster.api.public_ports import PublicPorts
 from cluster.api.replies import StatusService
 from cluster.api.servicer import InferenceServicer, TextCalls
@@ -28,6 +29,7 @@ from cluster.gateway.placement_exchange import SNAPSHOT_WAIT_S, PlacementExchang
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_manager import RequestManager
 from cluster.gateway.traffic_splitter import TrafficSplitter
+from cluster.http.server import HttpServices, open_http
 from cluster.identity.access_control import AccessControl
 from cluster.identity.key_roots import KeyRoots
 from cluster.identity.resume_tokens import ResumeTokens
@@ -63,7 +65,7 @@ class Gateway:
     (`cluster.api.authentication`).
 
         client --gRPC--> InferenceServicer --> RequestManager --> RequestTask (RequestState) --> RouterService
-                                                 ^          |
+        client --HTTP----^                       ^          |
                                                  +-- ReplicaConnections --links--> engine cores
 
     The caller registers the gateway in the roster. Health is SERVING while a request could be placed.
@@ -137,28 +139,42 @@ class Gateway:
         self._console = open_console(gateway_id, config, services, clock)
         self.console_port = 0  # where the console listens after `start`; 0: there is none
         self._certificate = open_certificate(config.gateway, config.auth, "inference")
-        self._traffic = TrafficSplitter(
-            app=config.app,
-            gateway_id=gateway_id,
-            model_name=config.model_name,
-            roster=roster,
-            open_roster=open_roster,
-            clock=clock,
-            relays=access.relays,
-            certificate=self._certificate,
-            on_end=log_relayed if config.logs.access else None,
-        )
+        self._traffic = self._open_traffic(roster, open_roster)
         faults, orders = Faults(config.debug.fault_rules), ScalerOrders(operations)
+        prompts = PromptCalls(self.requests, self._preprocessor, gateway_id)
+        servicer = InferenceServicer(
+            self.requests, self.connections, self._texts, prompts, status, faults, self._traffic
+        )
+        self._http = open_http(
+            config, HttpServices(servicer, self.connections, quotas, access), self._certificate, clock
+        )
+        self.http_port = 0  # where it answers over HTTP after `start`; 0: nowhere
         self._ports = PublicPorts(
             config.gateway,
             self._certificate,
             open_certificate(config.gateway, config.auth, "admin"),
             Authentication(access),
-            InferenceServicer(self.requests, self.connections, self._texts, status, faults, self._traffic),
+            servicer,
             AdminServicer(status=status, stores=stores, orders=orders, traffic=self._traffic),
         )
         self._is_serving = False
         self._tasks = SupervisedTasks()
+
+    def _open_traffic(
+        self, roster: ScalingRoster, open_roster: Callable[[str], RosterClient] | None
+    ) -> TrafficSplitter:
+        config = self._config
+        return TrafficSplitter(
+            app=config.app,
+            gateway_id=self._gateway_id,
+            model_name=config.model_name,
+            roster=roster,
+            open_roster=open_roster,
+            clock=self._clock,
+            relays=self._access.relays,
+            certificate=self._certificate,
+            on_end=log_relayed if config.logs.access else None,
+        )
 
     def _on_rung(self, rung: Rung) -> None:
         self.connections.pause_batch(rung >= Rung.BATCH_PAUSED)
@@ -224,6 +240,8 @@ class Gateway:
         )
         if self._console is not None:
             self.console_port = await self._console.start(is_shared=takes_over)
+        if self._http is not None:
+            self.http_port = await self._http.start(is_shared=takes_over)
         await self._ports.start()
         self._tasks.spawn(self._access.follow(), "credentials")
         self._tasks.spawn(self._key_roots.follow(self._clock), "key-roots")
@@ -252,6 +270,8 @@ class Gateway:
         await self._ports.leave()
         if self._console is not None:
             await self._console.stop()
+        if self._http is not None:
+            self._http.leave()
         if self._ports.clients is not None:
             await self._move_clients(self._ports.clients, end_at)
         self.requests.leave()
@@ -259,6 +279,8 @@ class Gateway:
         await self._wait_while(lambda: self._num_running and self.connections.is_connected(), end_at)
         self.requests.close()
         self._traffic.close()
+        if self._http is not None:
+            await self._http.stop()
         await self._ports.stop()
         await self._traffic.stop()
         await self.fleet.stop()
@@ -285,9 +307,16 @@ class Gateway:
         else:
             await self._wait_while(self.connections.has_route, min(end_at, self._clock.now() + _NOTICE_S))
         port.stop_accepting()
+        if self._http is not None:
+            await self._http.stop_accepting()
         if settings.max_connection_age_s is not None:
             end_at = min(end_at, self._clock.now() + _AGE_JITTER * settings.max_connection_age_s)
-            await self._wait_while(lambda: self.connections.has_route() and port.num_connections(), end_at)
+            await self._wait_while(
+                lambda: self.connections.has_route() and self._num_connections(port), end_at
+            )
+
+    def _num_connections(self, port: ClientPort) -> int:
+        return port.num_connections() + (self._http.num_connections() if self._http is not None else 0)
 
     async def _wait_while(self, condition: Callable[[], object], end_at: float) -> None:
         while condition() and self._clock.now() < end_at:

@@ -79,6 +79,8 @@ class Addresses(NamedTuple):
     """Represents where a started application is reached."""
 
     gateways: tuple[str, ...]
+    # URLs of their HTTP ports.
+    http_urls: tuple[str, ...]
     # Of their operators' calls.
     admins: tuple[str, ...]
     # URLs.
@@ -323,6 +325,7 @@ class Service:
         scheme = "http" if self._config.gateway.tls_cert_file is None else "https"
         return Addresses(
             gateways=tuple(record.address for record in view.gateways),
+            http_urls=tuple(f"{scheme}://{record.http}/v1" for record in view.gateways if record.http),
             admins=tuple(record.admin for record in view.gateways),
             consoles=tuple(
                 f"{scheme}://{record.console}/console" for record in view.gateways if record.console
@@ -468,11 +471,10 @@ def check_hosts(config: ClusterConfig, num_nodes: int) -> None:
             f"transfer.data_host: {data_host} cannot be reached from the other {num_nodes - 1} Ray nodes; "
             "set it to auto"
         )
-    for field in ("port", "console_port", "admin_port", "health_port", "fleet_port"):
-        port = getattr(gateway, field)
+    for field, port in {**gateway.listed_ports, "gateway.fleet_port": gateway.fleet_port}.items():
         if port and gateway.replicas > num_nodes:
             raise ConfigError(
-                f"gateway.{field}: {gateway.replicas} gateways on {num_nodes} Ray nodes cannot all have the "
+                f"{field}: {gateway.replicas} gateways on {num_nodes} Ray nodes cannot all have the "
                 f"port {port}; set it to 0, which gives each a free one"
             )
 

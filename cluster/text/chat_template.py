@@ -2,17 +2,12 @@
 
 A template comes with the weights and may be hostile. It runs in jinja2's immutable sandbox, which keeps it
 from Python's objects, inside a child process with bounded memory, time and output, which keeps an endless
-loop or a huge string from the gateway. `python -m cluster.text.chat_template FD` is that child.
+loop or a huge string from the gateway (`cluster.text.bounded_process`).
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
-import resource
-import socket
-import sys
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -25,16 +20,14 @@ import jinja2.parser
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from cluster.errors import TemplateError, TemplateRefusedError
+from cluster.errors import TemplateRefusedError
+from cluster.text.bounded_process import BoundedProcess, BoundsBrokenError, serve
 from kvtransfer.codec import Codec, Message, Part
-from kvtransfer.errors import PeerGoneError
-from kvtransfer.rpc.handshake import receive_frame, send_frame
-from kvtransfer.rpc.stream import FrameStream, frame_stream
 from workers.errors import CheckpointError
 from workers.model.model_config import read_json
 
 _RENDER_TIMEOUT_S = 5.0
-_START_TIMEOUT_S = 30.0
+_MAX_CPU_S = 6
 _MAX_MEMORY_BYTES = 1 << 30
 # Follows the content of a final message that is continued; the text ends there.
 _OPEN_END = "\ue000continued\ue000"
@@ -99,13 +92,12 @@ class ChatTemplate(Part, frozen=True):
 
 
 class RenderOrder(Message, frozen=True):
-    """Parent to child. `wall_s` is what `strftime_now` shows; times and sizes are bounds."""
+    """Parent to child. `wall_s` is what `strftime_now` shows."""
 
     template: ChatTemplate
     chat: Chat
     wall_s: float
     max_chars: int
-    max_cpu_s: int
 
 
 class Rendered(Message, frozen=True):
@@ -150,25 +142,20 @@ def load_chat_template(model_dir: Path) -> ChatTemplate | None:
 
 
 class ChatRenderer:
-    """The parent's side: one child, started when first needed and replaced when it breaks a bound."""
+    """The parent's side."""
 
     def __init__(self, template: ChatTemplate, *, render_timeout_s: float = _RENDER_TIMEOUT_S) -> None:
         self._template = template
-        self._render_timeout_s = render_timeout_s
-        self._turn = asyncio.Lock()
-        self._child: _Child | None = None
+        self._process = BoundedProcess("cluster.text.chat_template", timeout_s=render_timeout_s)
 
     async def render(self, chat: Chat, *, wall_s: float, max_chars: int) -> str:
         """The prompt's text; `TemplateError` says what the template did."""
-        order = RenderOrder(
-            template=self._template,
-            chat=chat,
-            wall_s=wall_s,
-            max_chars=max_chars,
-            max_cpu_s=int(self._render_timeout_s) + 1,
-        )
-        async with self._turn:
-            result = await self._exchange(ORDER_CODEC.encode(order))
+        order = RenderOrder(template=self._template, chat=chat, wall_s=wall_s, max_chars=max_chars)
+        result: Rendered | RenderRefused
+        try:
+            result = RESULT_CODEC.decode(await self._process.exchange(ORDER_CODEC.encode(order)))
+        except BoundsBrokenError as error:
+            result = RenderRefused(str(error))
         if isinstance(result, RenderRefused):
             problem = f"the model's chat template failed: {result.reason}"
             raise TemplateRefusedError(f"{problem}; send text instead")
@@ -176,71 +163,11 @@ class ChatRenderer:
 
     async def start(self) -> None:
         """Start the child ahead of the first chat."""
-        async with self._turn:
-            await self._ready_child()
+        await self._process.start()
 
     async def close(self) -> None:
         """End the child."""
-        child, self._child = self._child, None
-        if child is not None:
-            await child.kill()
-
-    async def _exchange(self, order: bytes) -> Rendered | RenderRefused:
-        child = await self._ready_child()
-        self._child = None  # until the answer is there: an interrupted child is not used again
-        try:
-            async with asyncio.timeout(self._render_timeout_s):
-                child.stream.send(order)
-                result = RESULT_CODEC.decode(await child.stream.next_frame())
-        except TimeoutError:
-            return RenderRefused(f"it did not end within {self._render_timeout_s:g} s")
-        except (PeerGoneError, OSError):
-            return RenderRefused("it broke the process that renders it (too much memory or time)")
-        else:
-            self._child = child
-        finally:
-            if self._child is None:
-                await child.kill()
-        return result
-
-    async def _ready_child(self) -> _Child:
-        if self._child is None:
-            self._child = await _Child.start()
-        return self._child
-
-
-class _Child:
-    """A running `python -m cluster.text.chat_template`."""
-
-    def __init__(self, process: asyncio.subprocess.Process, stream: FrameStream) -> None:
-        self._process = process
-        self.stream = stream
-
-    @classmethod
-    async def start(cls) -> _Child:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "cluster.text.chat_template", str(theirs.fileno())),
-                pass_fds=(theirs.fileno(),),
-                stdin=asyncio.subprocess.DEVNULL,
-                cwd=Path(__file__).parents[2],
-                env={},
-            )
-        child = cls(process, await frame_stream(ours, "chat template"))
-        try:
-            async with asyncio.timeout(_START_TIMEOUT_S):
-                await child.stream.next_frame()
-        except (TimeoutError, PeerGoneError) as error:
-            await child.kill()
-            raise TemplateError("the process that renders chat templates did not start") from error
-        return child
-
-    async def kill(self) -> None:
-        self.stream.abort()
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        await self._process.wait()
+        await self._process.close()
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -353,20 +280,10 @@ def _to_json(
     )
 
 
-def serve(sock: socket.socket) -> None:
-    """The child's life: orders until the parent closes the socket."""
-    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
-    send_frame(sock, b"ready")
-    while True:
-        try:
-            order = ORDER_CODEC.decode(receive_frame(sock))
-        except PeerGoneError:
-            return
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        used_s = int(usage.ru_utime + usage.ru_stime)
-        resource.setrlimit(resource.RLIMIT_CPU, (used_s + order.max_cpu_s, resource.RLIM_INFINITY))
-        send_frame(sock, RESULT_CODEC.encode(render(order)))
+def answer(order: bytes) -> bytes:
+    """Return the result of an encoded order."""
+    return RESULT_CODEC.encode(render(ORDER_CODEC.decode(order)))
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    serve(answer, max_memory_bytes=_MAX_MEMORY_BYTES, max_cpu_s=_MAX_CPU_S)

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,12 +24,15 @@ from cluster.text.chat_template import (
     ChatTurn,
     load_chat_template,
 )
-from cluster.text.tokenizer import SHORT_CHARS, ModelText, SampleText
+from cluster.text.grammars import GrammarCompiler, OutputConstraint, Tag, Vocabulary
+from cluster.text.output_parsers.choose import OutputParsers, ParserNeeds
+from cluster.text.sample_text import SampleText
+from cluster.text.tokenizer import SHORT_CHARS, ModelText
 from cluster.text.validation import ServingLimits, max_tokens_of, sampling_of
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.clock import Clock
 from workers.messages.link import Pooling, ServiceClass
-from workers.messages.sampling import SamplingParams
+from workers.messages.sampling import Grammar, SamplingParams
 from workers.model.model_config import read_model_config
 
 _MASK = (1 << 64) - 1
@@ -44,6 +48,13 @@ class SampleStart:
     seed: int
     output: bytes = b""
     finish: str = ""
+
+
+class Prompt(NamedTuple):
+    """The prompt's token ids, uint32 little-endian, and whether it ends with the beginning of reasoning."""
+
+    tokens: bytes
+    opens_reasoning: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +85,10 @@ class PreparedRequest:
     service_class: ServiceClass = "standard"
     # What `max_tokens` was cut to because of the load; 0: it was not.
     capped_max_tokens: int = 0
+    # What the output must be.
+    grammar: Grammar | None = None
+    # Its KV is found by no other request, and not stored.
+    is_private: bool = False
     # The prompt is embedded: no token is generated.
     pooling: Pooling | None = None
 
@@ -117,6 +132,18 @@ class Preprocessor:
         self._text = ModelText.load(model_dir)
         template = load_chat_template(model_dir)
         self._chat = ChatRenderer(template) if template is not None else None
+        tokenizer = model_dir / "tokenizer.json"
+        self._parsers = OutputParsers.choose(
+            template.source if template is not None else None, gateway.tool_parser, gateway.reasoning_parser
+        )
+        self._grammars = GrammarCompiler(
+            Vocabulary(tokenizer, self._model.vocab_size, tuple(self._model.eos_token_ids))
+        )
+
+    @property
+    def text(self) -> ModelText:
+        """The model's tokenizer."""
+        return self._text
 
     @property
     def has_chat_template(self) -> bool:
@@ -134,8 +161,9 @@ class Preprocessor:
             allow_pins=self._allow_pins,
         )
 
-    async def prompt_tokens(self, request: pb.GenerateRequest, limits: ServingLimits) -> bytes:
-        """Return the prompt of a checked request, as uint32 little-endian: its end where it is truncated."""
+    async def prompt_tokens(self, request: pb.GenerateRequest, limits: ServingLimits) -> Prompt:
+        """Return the prompt of a checked request: its end where it is truncated."""
+        opens_reasoning = False
         kind = request.WhichOneof("prompt")
         if kind == "token_ids":
             prompt = np.asarray(request.token_ids.ids, dtype="<u4").tobytes()
@@ -143,15 +171,22 @@ class Preprocessor:
             prompt = await self.encode(request.text)
         else:
             text = await self.render_chat(request.chat, limits)
+            opens_reasoning = self._parsers.opens_reasoning(text)
             prompt = await self.encode(text, add_special_tokens=False)
         if request.HasField("truncate_prompt_tokens"):
             prompt = prompt[-request.truncate_prompt_tokens * TOKEN_BYTES :]
-        return prompt
+        return Prompt(prompt, opens_reasoning)
+
+    async def grammar(self, request: pb.GenerateRequest) -> Grammar | None:
+        """Return what the output of a checked request must be; raise `GrammarError` where that cannot be."""
+        if not request.HasField("constraint"):
+            return None
+        return await self._grammars.make(constraint_of(request.constraint))
 
     def prepare(
         self,
         request: pb.GenerateRequest,
-        prompt: bytes,
+        prompt: Prompt,
         limits: ServingLimits,
         *,
         request_id: str,
@@ -159,22 +194,23 @@ class Preprocessor:
         fingerprint: bytes,
         deadline_at: float | None,
         service_class: ServiceClass = "standard",
+        grammar: Grammar | None = None,
     ) -> tuple[PreparedRequest, list[SampleText]]:
         """Prepare a checked and tokenized request, with the text of each sample so far. `request_id` is the
         client's, or drawn.
 
         Raises `InvalidRequestError` when the request is too long.
         """
-        max_tokens = max_tokens_of(request, len(prompt) // TOKEN_BYTES, limits)
+        max_tokens = max_tokens_of(request, len(prompt.tokens) // TOKEN_BYTES, limits)
         seed = request.seed if request.HasField("seed") else self._draw_seed()
-        starts, texts = self._samples(request, seed, max_tokens)
-        chain = self._key_roots.chain(prompt, fingerprint, sharing_group)
+        starts, texts = self._samples(request, seed, max_tokens, request_id, prompt)
+        chain = self._key_roots.chain(prompt.tokens, fingerprint, sharing_group)
         prepared = PreparedRequest(
             request_id=f"{request_id}~{secrets.token_hex(_UNIQUE_BYTES)}",
             tenant=request.tenant,
             sharing_group=sharing_group,
             priority=request.priority,
-            prompt=prompt,
+            prompt=prompt.tokens,
             root_key=chain.root_key,
             block_keys=chain.block_keys,
             sampling=sampling_of(request, max_tokens),
@@ -185,6 +221,8 @@ class Preprocessor:
             pinned_decode=request.pins.decode,
             kv_share=limits.kv_share,
             service_class=service_class,
+            grammar=grammar,
+            is_private=request.cache_control == pb.CACHE_CONTROL_NO_STORE,
         )
         return prepared, texts
 
@@ -213,19 +251,20 @@ class Preprocessor:
         )
 
     async def close(self) -> None:
-        """End the chat template's process."""
+        """End the processes of the chat template and of grammars."""
         if self._chat is not None:
             await self._chat.close()
+        await self._grammars.close()
 
     def _samples(
-        self, request: pb.GenerateRequest, seed: int, max_tokens: int
+        self, request: pb.GenerateRequest, seed: int, max_tokens: int, request_id: str, prompt: Prompt
     ) -> tuple[list[SampleStart], list[SampleText]]:
         """Return fresh samples, or what a resuming client has of them, which may be complete."""
         resumed = {item.sample: item for item in request.resume}
         starts: list[SampleStart] = []
         texts: list[SampleText] = []
         for index in range(max(1, request.n)):
-            text = SampleText(self._text.detokenizer(), request.stop)
+            text = self._sample_text(request, request_id, index, opens_reasoning=prompt.opens_reasoning)
             output, finish = b"", ""
             if index in resumed:
                 output = np.asarray(resumed[index].token_ids, dtype="<u4").tobytes()
@@ -233,12 +272,26 @@ class Preprocessor:
             if output and not finish:
                 finish = text.push(output, "").finish
                 if resumed[index].token_ids[-1] in self._end_token_ids(request):
-                    finish = "stop"
+                    finish = text.finish_at_end_token()
                 elif len(output) >= max_tokens * TOKEN_BYTES:
                     finish = finish or "length"
             starts.append(SampleStart(index, sample_seed(seed, index), output, finish))
             texts.append(text)
         return starts, texts
+
+    def _sample_text(
+        self, request: pb.GenerateRequest, request_id: str, sample: int, *, opens_reasoning: bool
+    ) -> SampleText:
+        """Return the text of a sample without output."""
+        needs = parser_needs_of(request)
+        kept = self._parsers.kept_tokens(needs)
+        return SampleText(
+            self._text.detokenizer(kept, keeps_all=request.keep_special_tokens),
+            request.stop,
+            stop_token_ids=request.stop_token_ids,
+            includes_stop=request.include_stop,
+            parser=self._parsers.make(needs, request_id, sample, opens_reasoning=opens_reasoning),
+        )
 
     def _end_token_ids(self, request: pb.GenerateRequest) -> set[int]:
         ends = set(request.stop_token_ids)
@@ -253,6 +306,33 @@ def sample_seed(seed: int, index: int) -> int:
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
     return mixed ^ (mixed >> 31)
+
+
+def parser_needs_of(request: pb.GenerateRequest) -> ParserNeeds:
+    """Return which parts of the answer the request wants apart."""
+    is_chat = request.WhichOneof("prompt") == "chat"
+    separates = request.separate_reasoning if request.HasField("separate_reasoning") else is_chat
+    may_call = bool(request.chat.tools) and request.chat.tool_choice.mode != pb.ToolChoice.MODE_NONE
+    return ParserNeeds(calls_tools=is_chat and may_call, separates_reasoning=separates)
+
+
+def constraint_of(constraint: pb.Constraint) -> OutputConstraint:
+    """Return a checked constraint for the compiler of grammars."""
+    match constraint.WhichOneof("kind"):
+        case "json_schema":
+            return OutputConstraint("json_schema", constraint.json_schema)
+        case "regex":
+            return OutputConstraint("regex", constraint.regex)
+        case "grammar":
+            return OutputConstraint("grammar", constraint.grammar)
+        case "choice":
+            return OutputConstraint("choice", choices=tuple(constraint.choice.choices))
+        case "structural_tags":
+            found = constraint.structural_tags
+            tags = tuple(Tag(it.begin, it.json_schema, it.end) for it in found.tags)
+            return OutputConstraint("structural_tags", tags=tags, triggers=tuple(found.triggers))
+        case _:
+            return OutputConstraint("json_object")
 
 
 def chat_of(chat: pb.ChatPrompt) -> Chat:

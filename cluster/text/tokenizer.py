@@ -1,4 +1,4 @@
-"""Text and token ids: the model's tokenizer, incremental detokenizing and stop strings, per sample.
+"""Text and token ids: the model's tokenizer, and incremental detokenizing per sample.
 
 What is emitted after k tokens depends on those k tokens alone, not on how they were grouped into deltas, so
 a resumed stream continues exactly where the text ended.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -84,11 +84,22 @@ class ModelText:
         (text,) = self._tokenizer.decode_batch([ids], skip_special_tokens=not keep_special_tokens)
         return str(text)
 
-    def detokenizer(self) -> Detokenizer:
-        """A fresh one, for one sample."""
+    def detokenizer(self, kept: Collection[str] = (), *, keeps_all: bool = False) -> Detokenizer:
+        """A fresh one, for one sample; it leaves out special tokens that are not `kept`."""
+        skipped = set() if keeps_all else self._skipped
+        if kept and skipped:
+            skipped = skipped - {self._tokenizer.token_to_id(token) for token in kept}
         if self._token_bytes is not None:
-            return ByteDetokenizer(self._token_bytes, self._skipped)
-        return WindowDetokenizer(self._tokenizer, self._skipped, self._token_to_byte)
+            return ByteDetokenizer(self._token_bytes, skipped)
+        return WindowDetokenizer(self._tokenizer, skipped, self._token_to_byte)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of one token by itself."""
+        if self._token_bytes is not None:
+            return self._token_bytes[token] if token < len(self._token_bytes) else b""
+        if token in self._token_to_byte:
+            return self._token_to_byte[token]
+        return str(self._tokenizer.decode([token], skip_special_tokens=False)).encode()
 
 
 class ByteDetokenizer:
@@ -169,87 +180,6 @@ class WindowDetokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False)) if ids else ""
-
-
-class StopMatch(NamedTuple):
-    """Text that may be emitted, and whether a stop string ended it."""
-
-    text: str
-    stopped: bool
-
-
-class StopStrings:
-    """Cuts a growing text before the stop string that completes first (of those, the one that began first).
-
-    Holds back the longest end of the text with which a stop string could begin.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._held = ""
-
-    def push(self, text: str) -> StopMatch:
-        if not self._stops:
-            return StopMatch(text, stopped=False)
-        buffer = self._held + text
-        starts = [(start + len(stop), start) for stop in self._stops if (start := buffer.find(stop)) >= 0]
-        if starts:
-            _, start = min(starts)
-            self._held = ""
-            return StopMatch(buffer[:start], stopped=True)
-        num_held = max(_num_possible(buffer, stop) for stop in self._stops)
-        self._held = buffer[len(buffer) - num_held :]
-        return StopMatch(buffer[: len(buffer) - num_held], stopped=False)
-
-    def flush(self) -> str:
-        held, self._held = self._held, ""
-        return held
-
-
-class TextStep(NamedTuple):
-    """What `SampleText.push` made of a delta: how many of its tokens count, their text, the finish."""
-
-    num_tokens: int
-    text: str
-    finish: str
-
-
-class SampleText:
-    """The text of one sample as its tokens arrive.
-
-    The text ends before a stop string (`finish` becomes "stop", later tokens do not count) and does not
-    contain the end token of a sample that finished with "stop".
-    """
-
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = ()) -> None:
-        self._detokenizer = detokenizer
-        self._stops = StopStrings(stops)
-
-    def push(self, tokens: bytes, finish: str) -> TextStep:
-        """`finish` is that of the delta: "" while the sample goes on."""
-        ids = np.frombuffer(tokens, dtype="<u4").tolist()
-        num_shown = len(ids) - (1 if finish == "stop" and ids else 0)
-        text: list[str] = []
-        for count, token in enumerate(ids[:num_shown], start=1):
-            piece, stopped = self._stops.push(self._detokenizer.push(token))
-            text.append(piece)
-            if stopped:
-                return TextStep(count, "".join(text), "stop")
-        if finish:
-            piece, stopped = self._stops.push(self._detokenizer.flush())
-            text.append(piece)
-            if stopped:
-                return TextStep(len(ids), "".join(text), "stop")
-            text.append(self._stops.flush())
-        return TextStep(len(ids), "".join(text), finish)
-
-
-def _num_possible(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that is a proper beginning of `stop`."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
 
 
 def _byte_table(tokenizer: Any) -> list[bytes]:

@@ -18,7 +18,7 @@ from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.chat_checks import chat_violations
 from workers.messages.link import SERVICE_CLASSES
-from workers.messages.sampling import SamplingParams
+from workers.messages.sampling import MAX_GRAMMAR_BYTES, SamplingParams
 
 # A prompt text longer than this times the context is refused before it is tokenized.
 MAX_BYTES_PER_TOKEN = 32
@@ -29,6 +29,8 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_PENALTY = 2.0
+MAX_CHOICES = 1024
+MAX_TAGS = 128
 # A sample that is resumed has ended like this, or not.
 FINISH_REASONS = ("", "stop", "length", "tool_calls")
 
@@ -181,6 +183,7 @@ def _violations(request: pb.GenerateRequest, limits: ServingLimits) -> list[Fiel
     return [
         *_prompt_violations(request, limits),
         *_choice_violations(request, limits),
+        *_constraint_violations(request),
         *_length_violations(request, limits),
         *_stop_violations(request, limits),
         *_identity_violations(request, limits),
@@ -238,6 +241,30 @@ def _choice_violations(request: pb.GenerateRequest, limits: ServingLimits) -> It
         if not abs(bias) <= MAX_LOGIT_BIAS:
             problem = f"is {bias:g}; must be from -{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}"
             yield FieldViolation(f"logit_bias[{token}]", problem)
+
+
+def _constraint_violations(request: pb.GenerateRequest) -> Iterator[FieldViolation]:
+    """What the output must look like, as far as that is known before a grammar is made of it."""
+    if not request.HasField("constraint"):
+        return
+    constraint = request.constraint
+    kind = constraint.WhichOneof("kind")
+    if constraint.ByteSize() > MAX_GRAMMAR_BYTES:
+        yield FieldViolation("constraint", f"has more than {MAX_GRAMMAR_BYTES} bytes; simplify it")
+    elif kind is None or (kind == "json_object" and not constraint.json_object):
+        yield FieldViolation("constraint", "is empty; name what the output must be, or leave it out")
+    elif kind == "choice":
+        choices = constraint.choice.choices
+        if not 1 <= len(choices) <= MAX_CHOICES or not all(choices):
+            yield FieldViolation("constraint.choice", f"needs 1 to {MAX_CHOICES} choices, none empty")
+    elif kind == "structural_tags":
+        tags, triggers = constraint.structural_tags.tags, constraint.structural_tags.triggers
+        if not 1 <= len(tags) <= MAX_TAGS or not 1 <= len(triggers) <= MAX_TAGS:
+            yield FieldViolation("constraint.structural_tags", f"needs 1 to {MAX_TAGS} tags and triggers")
+    elif not getattr(constraint, kind):
+        yield FieldViolation(f"constraint.{kind}", "is empty")
+    if request.ignore_eos:
+        yield FieldViolation("ignore_eos", "and a constraint exclude each other; remove one")
 
 
 def _length_violations(request: pb.GenerateRequest, limits: ServingLimits) -> Iterator[FieldViolation]:

@@ -14,7 +14,7 @@ from cluster.errors import OverloadedError, RequestError
 from cluster.gateway.attempt import first_route_request
 from cluster.gateway.request_task import RequestTask, UnreadOutput
 from cluster.text.preprocess import PreparedRequest, SampleStart
-from cluster.text.tokenizer import SampleText
+from cluster.text.sample_text import SampleText
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import KvSnapshot, ReplicaIdentity
 from router.config import RouterConfig

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.api.replies import Fresh
-from cluster.console.http_server import HEADERS, refused_host, refused_order
+from cluster.console.http_server import HEADERS, refused_order
 from cluster.errors import HTTP_STATUS, STATUS_TABLE
+from cluster.http.guards import refused_host
 from kvtransfer.common.clock import ManualClock
 
 STATIC = Path(__file__).resolve().parent.parent.parent / "cluster" / "console" / "static"

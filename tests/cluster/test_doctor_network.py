@@ -29,7 +29,7 @@ def listening() -> Iterator[socket.socket]:
 
 
 def with_port(port: int, console: int | None = None, host: str = "127.0.0.1") -> ClusterConfig:
-    gateway = {"port": port, "console_port": console, "admin_port": 0, "host": host}
+    gateway = {"port": port, "console_port": console, "admin_port": 0, "host": host, "http": {"port": 0}}
     return config_of(gateway=gateway, auth={"insecure": True})
 
 

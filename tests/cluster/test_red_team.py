@@ -1,5 +1,5 @@
 """Everything that listens, against everybody who might try: the matrix is generated from the descriptors of
-the gRPC services, the console's routes and the list of internal ports.
+the gRPC services, the routes of HTTP and of the console, and the list of internal ports.
 
 What is new there has no expectation, and fails its test.
 """
@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from aiohttp import web
 from callers import Issuer, bearing, jwt_config, key_of
 from console_harness import ConsoleHarness
 from gateway_harness import PROMPT, GatewayHarness
@@ -79,8 +80,8 @@ RPCS: dict[str, Row] = {
     f"{INFERENCE}Generate": row(
         UNKNOWN, other="OK", viewer=FORBIDDEN, operator=FORBIDDEN, replayed=FORBIDDEN
     ),
-    f"{INFERENCE}Embed": row(UNKNOWN, other="UNIMPLEMENTED", viewer=FORBIDDEN, operator=FORBIDDEN),
-    f"{INFERENCE}Score": row(UNKNOWN, other="UNIMPLEMENTED", viewer=FORBIDDEN, operator=FORBIDDEN),
+    f"{INFERENCE}Embed": row(UNKNOWN, other="INVALID_ARGUMENT", viewer=FORBIDDEN, operator=FORBIDDEN),
+    f"{INFERENCE}Score": row(UNKNOWN, other="INVALID_ARGUMENT", viewer=FORBIDDEN, operator=FORBIDDEN),
     f"{INFERENCE}Tokenize": USERS,
     f"{INFERENCE}Detokenize": USERS,
     f"{INFERENCE}ListModels": USERS,
@@ -142,10 +143,38 @@ BODIES: Mapping[str, dict[str, Any]] = {
 }
 QUERIES = {f"{API}/explain": f"?id={VICTIM}"}
 
+# ----------------------------------------------------------------------------------------------------- HTTP
+
+HTTP_USERS = row("401", other=200, viewer=403, operator=403)
+HTTP_ROUTES: dict[tuple[str, str], Row] = {
+    ("GET", "/health"): PAGE,
+    ("GET", "/v1/models"): HTTP_USERS,
+    ("GET", "/v1/models/{model}"): HTTP_USERS,
+    ("POST", "/v1/chat/completions"): HTTP_USERS,
+    ("POST", "/v1/completions"): HTTP_USERS,
+    ("POST", "/v1/responses"): HTTP_USERS,
+    ("POST", "/v1/messages"): HTTP_USERS,
+    ("POST", "/v1/messages/count_tokens"): HTTP_USERS,
+    ("POST", "/v1/embeddings"): row("401", other=501, viewer=403, operator=403),
+    ("POST", "/tokenize"): HTTP_USERS,
+    ("POST", "/detokenize"): HTTP_USERS,
+}
+_CHAT = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 1}
+HTTP_BODIES: Mapping[str, dict[str, Any]] = {
+    "/v1/chat/completions": _CHAT,
+    "/v1/completions": {"prompt": PROMPT, "max_tokens": 1},
+    "/v1/responses": {"input": PROMPT, "max_output_tokens": 1},
+    "/v1/messages": _CHAT,
+    "/v1/messages/count_tokens": {"messages": _CHAT["messages"]},
+    "/v1/embeddings": {"input": PROMPT},
+    "/tokenize": {"prompt": PROMPT},
+    "/detokenize": {"tokens": [5]},
+}
+
 # ------------------------------------------------------------------------------------------- internal ports
 
 # Fields of a gateway's record that are no internal port.
-PUBLIC_ADDRESSES = {"address", "console", "admin"}
+PUBLIC_ADDRESSES = {"address", "console", "admin", "http"}
 # Nobody who calls has the cluster secret.
 PORTS = dict.fromkeys(("fleet", *KINDS), ("closed",) * len(CALLERS))
 
@@ -247,16 +276,36 @@ class Siege:
             self.console.page.session.cookie_jar.clear()
             return reply.status
 
+    async def ask_http(self, method: str, path: str, caller: str) -> int:
+        """The HTTP status of one request to the API."""
+        token = self.credentials[caller]
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        url = f"http://127.0.0.1:{self.console.gateway.http_port}{path.replace('{model}', 'm')}"
+        options: dict[str, Any] = {"json": HTTP_BODIES[path]} if method == "POST" else {}
+        async with self.console.page.session.request(method, url, headers=headers, **options) as reply:
+            assert VICTIM not in await reply.text()
+            return reply.status
+
     def routes(self) -> set[tuple[str, str]]:
         """Every route of the console, without those of the page's own files."""
         console = self.console.gateway._console
         assert console is not None
-        found = {
-            (route.method, route.resource.canonical)
-            for route in console._runner.app.router.routes()
-            if route.resource is not None and route.method != "HEAD"
-        }
+        found = routes_of(console.app)
         return {(method, path) for method, path in found if not path.endswith((".js", ".css", ".svg"))}
+
+    def http_routes(self) -> set[tuple[str, str]]:
+        """Every route of the API."""
+        front = self.console.gateway._http
+        assert front is not None
+        return routes_of(front.app)
+
+
+def routes_of(app: web.Application) -> set[tuple[str, str]]:
+    return {
+        (route.method, route.resource.canonical)
+        for route in app.router.routes()
+        if route.resource is not None and route.method != "HEAD"
+    }
 
 
 @pytest.fixture
@@ -279,6 +328,16 @@ async def test_every_route_of_the_console_answers_each_caller_as_expected(siege:
         route: tuple([str(await siege.ask(*route, caller)) for caller in CALLERS]) for route in sorted(ROUTES)
     }
     expected = {route: tuple(map(str, statuses)) for route, statuses in ROUTES.items()}
+    assert {route: each for route, each in found.items() if each != expected[route]} == {}
+
+
+async def test_every_route_of_http_answers_each_caller_as_expected(siege: Siege) -> None:
+    assert HTTP_ROUTES.keys() == siege.http_routes(), "a route without an expectation, or one that is gone"
+    found = {
+        route: tuple([str(await siege.ask_http(*route, caller)) for caller in CALLERS])
+        for route in sorted(HTTP_ROUTES)
+    }
+    expected = {route: tuple(map(str, statuses)) for route, statuses in HTTP_ROUTES.items()}
     assert {route: each for route, each in found.items() if each != expected[route]} == {}
 
 

@@ -19,7 +19,7 @@ from cluster.gateway.request_state import RequestState
 from cluster.gateway.request_task import MAX_UNREAD, OutputBuffer, RequestTask, UnreadOutput
 from cluster.metrics.ended_request import Summary
 from cluster.text.preprocess import PreparedRequest, SampleStart
-from cluster.text.tokenizer import SampleText
+from cluster.text.sample_text import SampleText
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import ReplicaIdentity
 from router.errors import NoReplicaError
@@ -69,7 +69,12 @@ class Field:
         return True
 
     def route(
-        self, request: RouteRequest, *, is_held: bool = False, prefers_capacity: bool = False
+        self,
+        request: RouteRequest,
+        *,
+        is_held: bool = False,
+        held_part: float = 1.0,
+        prefers_capacity: bool = False,
     ) -> Decision:
         usable = [it for it in self.known if it.replica_id not in request.excluded]
         if not usable:

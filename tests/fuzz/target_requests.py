@@ -134,6 +134,6 @@ def _render(rng: Random) -> str:
     """What a chat holds changes nothing but the text."""
     turns = tuple(ChatTurn(any_text(rng), any_text(rng)) for _ in range(rng.randrange(4)))
     chat = Chat(turns, add_generation_prompt=rng.random() < 0.5)
-    order = RenderOrder(ChatTemplate(TEMPLATE, {"eos_token": "<|end|>"}), chat, 0.0, 4096, 1)
+    order = RenderOrder(ChatTemplate(TEMPLATE, {"eos_token": "<|end|>"}), chat, 0.0, 4096)
     result = render(order)
     return type(result).__name__

@@ -56,6 +56,7 @@ MATRIX: dict[str, dict[str, set[str]]] = {
     },
     "gateway": {
         "grpc": {"client"},
+        "http": {"client"},
         "admin": {"operator"},
         "console": {"operator"},
         "serve": NOBODY,
@@ -92,7 +93,7 @@ def test_every_port_is_reached_by_those_who_need_it_and_by_nobody_else() -> None
 def test_by_default_clients_come_from_anywhere_and_nobody_administers_or_scrapes() -> None:
     found = reached(Policies(objects()))
     everybody = {*OUTSIDE, *RAY, "tandem-redis"}
-    assert found["gateway"]["grpc"] == everybody
+    assert found["gateway"]["grpc"] == found["gateway"]["http"] == everybody
     assert found["gateway"]["console"] == found["gateway"]["admin"] == NOBODY
     assert found["headgroup"]["dashboard"] == RAY | {"kuberay"}
     assert {who for ports in found.values() for who in ports.get("metrics", NOBODY)} == NOBODY
@@ -122,7 +123,7 @@ def test_operators_have_a_service_of_their_own_which_stays_inside() -> None:
     for case in ({}, {"gateway": {"service": {"type": "LoadBalancer"}}}, *EXAMPLES.values()):
         items = objects(case)
         client, admin = only(items, "Service", "tandem"), only(items, "Service", "tandem-admin")
-        assert [port["name"] for port in client["spec"]["ports"]] == ["grpc"]
+        assert [port["name"] for port in client["spec"]["ports"]] == ["grpc", "http"]
         assert [port["name"] for port in admin["spec"]["ports"]] == ["admin", "console"]
         assert admin["spec"]["type"] == "ClusterIP"
     assert values()["gateway"]["service"]["type"] == "ClusterIP"

@@ -47,6 +47,7 @@ _SET_BY_THE_CHART = {
         "max_connection_age_s",
         "model_name",
     ),
+    "HttpConfig": ("port",),
 }
 _TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
 _ANYTHING = {"type": "object"}
@@ -97,6 +98,7 @@ _RULES: dict[str, dict[str, Any]] = {
     "gateway.replicas": _COUNT,
     "port": _PORT,
     "consolePort": _PORT,
+    "httpPort": _PORT,
     "adminPort": _PORT,
     "healthPort": _PORT,
     "service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},

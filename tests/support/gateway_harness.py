@@ -450,6 +450,7 @@ class GatewayHarness:
             console=f"127.0.0.1:{gateway.console_port}" if gateway.console_port else "",
             admin=f"127.0.0.1:{gateway.admin_port}",
             fleet=f"127.0.0.1:{gateway.fleet_port}",
+            http=f"127.0.0.1:{gateway.http_port}",
         )
         await self.roster.register(record)
         await until(

@@ -12,7 +12,7 @@ from cluster.gateway.attempt import EmbeddingDelta, Output, OutputDelta, PromptL
 from cluster.gateway.request_state import RequestPhase, RequestState
 from cluster.metrics.ended_request import Summary, TimelineEntry
 from cluster.text.preprocess import PreparedRequest, SampleStart, sample_seed
-from cluster.text.tokenizer import SampleText
+from cluster.text.sample_text import SampleText
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import Decision, RouteRequest
 from workers.messages.link import (

@@ -66,7 +66,7 @@ class Channel:
     def send(self, message):
         print(message.reason, flush=True)
 
-rank._end_with_transfer_threads(Channel(), 0)
+rank._end_with_other_threads(Channel(), 0)
 for name in ("another", "kv-verify"):
     thread = threading.Thread(target=lambda: 1 / 0, name=name)
     thread.start()

@@ -32,6 +32,7 @@ from kvtransfer.protocol.actions import Landed, LandingAction, Lost, LostCause, 
 from kvtransfer.protocol.receiver import LandingTable
 from workers.disagg.peers import Peers
 from workers.disagg.request_table import RequestTable, find_problem
+from workers.errors import QueueFullError
 from workers.interfaces import RankChannel
 from workers.messages.link import HandOverReport, RequestKey, StageTimes, Submission
 from workers.messages.peer_link import HandOver, PeerLinkMessage
@@ -170,6 +171,10 @@ class KvReceiver:
             return "samples: several have more than their first token"
         if len(submission.block_keys) > num_prompt_tokens // self._block_tokens:
             return f"{len(submission.block_keys)} block keys for {num_prompt_tokens} tokens"
+        try:
+            self._scheduler.check_grammar(submission)
+        except QueueFullError as error:
+            return str(error)
         return find_problem(submission, self._vocab_size)
 
     def _join(self, landed: Landed) -> None:

@@ -26,7 +26,7 @@ from workers.messages.link import (
     Submission,
     TokenDelta,
 )
-from workers.messages.sampling import MAX_PROMPT_LOGPROBS, SamplingParams
+from workers.messages.sampling import MAX_PROMPT_LOGPROBS, Grammar, SamplingParams
 
 
 class Push(Protocol):
@@ -198,6 +198,8 @@ def _problems(submission: Submission, vocab_size: int) -> Iterator[str]:
         yield f"priority: {submission.priority} is beyond {_MAX_INT32}"
     if submission.deadline_s is not None and not math.isfinite(submission.deadline_s):
         yield f"deadline_s: {submission.deadline_s} is no time"
+    if submission.grammar is not None:
+        yield from _grammar_problems(submission.grammar, submission.sampling)
     yield from _pooling_problems(submission)
     yield from _sampling_problems(submission.sampling, vocab_size)
 
@@ -210,6 +212,8 @@ def _pooling_problems(submission: Submission) -> Iterator[str]:
         yield "pooling: a prompt that is embedded has one sample, without output"
     if submission.decode is not None:
         yield "pooling: a prompt that is embedded is not handed over; leave out decode"
+    if submission.grammar is not None:
+        yield "pooling: a prompt that is embedded has no output that a grammar could describe"
 
 
 def _token_problems(field: str, tokens: bytes, vocab_size: int) -> Iterator[str]:
@@ -217,6 +221,13 @@ def _token_problems(field: str, tokens: bytes, vocab_size: int) -> Iterator[str]
         yield f"{field}: {len(tokens)} bytes are no token ids"
     elif max(memoryview(tokens).cast("I"), default=0) >= vocab_size:
         yield f"{field}: a token id is not below {vocab_size}"
+
+
+def _grammar_problems(grammar: Grammar, sampling: SamplingParams) -> Iterator[str]:
+    if problem := grammar.find_problem():
+        yield f"grammar.{problem}"
+    if sampling.ignore_eos:
+        yield "sampling.ignore_eos: not with a grammar, which says where the output ends"
 
 
 def _sampling_problems(sampling: SamplingParams, vocab_size: int) -> Iterator[str]:

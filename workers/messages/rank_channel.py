@@ -153,10 +153,12 @@ class ReleaseGrammar(Message, frozen=True):
 
 
 class GrammarCompiled(Message, frozen=True):
-    """Rank to engine core: slots may start with this grammar or, with an `error`, it is refused."""
+    """Rank to engine core: slots may start with this grammar or, with an `error`, it is refused. `is_full`:
+    only because others take all the memory that there is for grammars."""
 
     digest: bytes
     error: str = ""
+    is_full: bool = False
 
 
 # ---------------------------------------------------------------------------------------------- steps
@@ -345,7 +347,7 @@ class Shutdown(Message, frozen=True):
 
 GrammarOrder = CompileGrammar | ReleaseGrammar
 
-RankDown = FormGroup | StepPlan | Shutdown | TransferOrder | StoreOrder
+RankDown = FormGroup | StepPlan | Shutdown | TransferOrder | StoreOrder | GrammarOrder
 RankUp = (
     RankJoined
     | RankProgress

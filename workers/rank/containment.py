@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -46,12 +46,12 @@ class Containment:
         # Why the last attempt failed here; "" if it succeeded.
         self.reason = ""
         self._has_printed = False
-        self._index_to_reason: dict[int, str] = {}
+        self._index_to_failed: dict[int, FailedEntry] = {}
 
     def begin(self, plan: StepPlan) -> None:
         """Begin a step. Slots that it frees may be used again."""
         self._lost_slots.difference_update(plan.free_slots)
-        self._index_to_reason = {}
+        self._index_to_failed = {}
         self._has_printed = False
 
     def intact(self, rows: PlannedRows) -> NDArray[np.bool_]:
@@ -73,12 +73,16 @@ class Containment:
 
     def withhold(self, rows: PlannedRows) -> None:
         """Record sequences that are computed, at every rank, but whose results this one cannot report."""
-        self._index_to_reason |= dict.fromkeys(rows.indices.tolist(), self.reason)
+        self._fail(rows, self.reason)
+
+    def refuse(self, failed: Sequence[FailedEntry]) -> None:
+        """Record sequences that are computed, at every rank, but may not go on."""
+        self._index_to_failed |= {entry.index: entry for entry in failed}
 
     @property
     def failed(self) -> tuple[FailedEntry, ...]:
         """The failed entries of the current step."""
-        return tuple(FailedEntry(index, reason) for index, reason in sorted(self._index_to_reason.items()))
+        return tuple(entry for _, entry in sorted(self._index_to_failed.items()))
 
     @property
     def has_lost_slots(self) -> bool:
@@ -122,8 +126,11 @@ class Containment:
         assert not waits or self._touched.item() == self._num_touches
 
     def _lose(self, rows: PlannedRows, reason: str) -> None:
-        self._index_to_reason |= dict.fromkeys(rows.indices.tolist(), reason)
+        self._fail(rows, reason)
         self._lost_slots.update(rows.slots.tolist(), rows.sample_slots.tolist())
+
+    def _fail(self, rows: PlannedRows, reason: str) -> None:
+        self._index_to_failed |= {index: FailedEntry(index, reason) for index in rows.indices.tolist()}
 
 
 def _text(error: Exception) -> str:

@@ -45,6 +45,10 @@ class DeviceSampler(ABC):
         """Forget a slot."""
 
     @abstractmethod
+    def lift_minimum(self, slot: int) -> None:
+        """Let the slot end before it has its minimum of tokens. Its start is on the device by then."""
+
+    @abstractmethod
     def changes(self) -> tuple[NDArray[np.int32], ...]:
         """Return what the device must be given of the slots that were started since the last call."""
 
@@ -85,6 +89,9 @@ class SamplerByHost(DeviceSampler):
 
     def free(self, slot: int) -> None:
         self._sampler.free(slot)
+
+    def lift_minimum(self, slot: int) -> None:
+        self._sampler.lift_minimum(slot)
 
     def changes(self) -> tuple[NDArray[np.int32], ...]:
         return ()
@@ -140,6 +147,10 @@ class KernelSampler(DeviceSampler):
 
     def free(self, slot: int) -> None:
         self._table.free(slot)
+
+    def lift_minimum(self, slot: int) -> None:
+        self._table.lift_minimum(slot)
+        self._there.lift_minimum(slot)
 
     def changes(self) -> tuple[NDArray[np.int32], ...]:
         if not self._started:

@@ -149,6 +149,10 @@ class SlotTable:
         self._needs[slot] = 0
         del self._slot_to_tokens[slot]
 
+    def lift_minimum(self, slot: int) -> None:
+        """Allow end tokens to a slot that has fewer than its minimum of tokens."""
+        self.records["min_tokens"][slot] = 0
+
     def needs(self, slots: Slots) -> NDArray[np.uint32]:
         """Return what each of the slots needs, which must be in use."""
         needs = self._needs[slots]

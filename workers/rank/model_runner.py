@@ -49,6 +49,7 @@ from workers.model.rank_memory import least_kv_tokens
 from workers.model.sizes import kv_heads
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups
+from workers.rank.compiled_grammars import CompiledGrammars
 from workers.rank.device_queue import DeviceQueue, make_queue, take_device
 from workers.rank.input_batch import InputBatch
 from workers.rank.memory_profile import MemoryMeter, MemoryProfile, largest_steps, trial_blocks
@@ -149,6 +150,7 @@ class ModelRunner:
         faults: Faults | None = None,
         queue: DeviceQueue | None = None,
         progress: Callable[[str], None] = lambda phase: None,
+        grammars: CompiledGrammars | None = None,
     ) -> None:
         """`shard` (default: the whole model) is the part of this rank in `groups` (default: the only rank);
         `fingerprint` computes that of the checkpoint (default: begun here). Plans use the slots below
@@ -160,7 +162,8 @@ class ModelRunner:
         `is_deterministic`: raise WorkerError unless products and attention of a sequence depend on nothing
         else. With a `queue` (default: on CUDA, unless stages are on several ranks) tokens stay on the device
         and steps that decode are graphs, also on a CPU, where Triton then runs in its interpreter. `progress`
-        is called with the name of each phase that begins.
+        is called with the name of each phase that begins. Slots may start with the `grammars`, at the rank
+        that samples.
         """
         torch.set_num_threads(num_threads)
         device = take_device(device)
@@ -176,6 +179,7 @@ class ModelRunner:
         self._dtype = dtype
         self._block_tokens = block_tokens
         self._groups = groups or RankGroups(None, tp=1, pp=1, rank=0, device=device, host="")
+        self._grammars = grammars
         self._queue = queue
         if queue is None and device.type == "cuda" and self._groups.pp == 1:
             self._queue = make_queue(device)
@@ -389,6 +393,7 @@ class ModelRunner:
             max_context_tokens=max_context_tokens,
             queue=self._queue,
             num_graph_rows=self._max_sequences,
+            grammars=self._grammars,
         )
 
     def _num_blocks(self, num_kv_tokens: int, num_host_blocks: int, auto: AutoKv | None) -> int:

@@ -30,7 +30,7 @@ from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.common.faults import Faults
 from kvtransfer.common.host import host_id
 from kvtransfer.errors import PeerGoneError, TransferError
-from kvtransfer.messages import RankEndpoints
+from kvtransfer.messages import RankEndpoints, TransferOrder
 from kvtransfer.rpc.handshake import prove_as_client, receive_frame, send_frame
 from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.messages import StoreOrder
@@ -40,6 +40,7 @@ from workers.messages.rank_channel import (
     RANK_DOWN_CODEC,
     RANK_UP_CODEC,
     FormGroup,
+    GrammarOrder,
     RankFailed,
     RankJoined,
     RankProgress,
@@ -57,6 +58,7 @@ from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.sizes import refuse_empty_parts
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups, find_store, open_store
+from workers.rank.compiled_grammars import GRAMMAR_THREAD, CompiledGrammars, CompileThread
 from workers.rank.device_queue import take_device
 from workers.rank.model_runner import AutoKv, ModelRunner, ReadyFields, read_dtype
 from workers.rank.probe import AT_START, DeviceLimits, Probe, ProbeResult, device_memory, measure_limits
@@ -79,7 +81,7 @@ def run_rank(spec: RankSpec, fingerprint: FingerprintTask | None = None) -> None
     """
     trust = Trust.read(spec.trust)
     channel = _EngineCoreChannel(_connect(spec, trust))
-    _end_with_transfer_threads(channel, spec.rank)
+    _end_with_other_threads(channel, spec.rank)
     with _reporting_failure(channel, spec.rank):
         _Rank(spec, trust, channel, SystemClock(), fingerprint).serve()
 
@@ -89,6 +91,18 @@ class _OrderHandlers(NamedTuple):
 
     agent: TransferAgent
     store_worker: StoreWorker
+    # At the rank that samples.
+    compiler: CompileThread | None
+
+    def handle(self, order: TransferOrder | StoreOrder | GrammarOrder) -> None:
+        """Pass an order on."""
+        if isinstance(order, GrammarOrder):
+            assert self.compiler is not None, "grammars are compiled where tokens are sampled"
+            self.compiler.handle(order)
+        elif isinstance(order, StoreOrder):
+            self.store_worker.handle(order)
+        else:
+            self.agent.handle(order)
 
 
 class _Rank:
@@ -126,11 +140,14 @@ class _Rank:
         self._channel.send(joined)
         form = self._formed.get()
         started_at = self._clock.now()
-        runner = self._load(form, store)
+        compiler = self._make_compiler()
+        runner = self._load(form, store, None if compiler is None else compiler.grammars)
+        if compiler is not None:
+            compiler.is_loaded.wait()  # now nobody waits for Python
         loaded_at = self._clock.now()
         self._enter("warming up")
         runner.warm_up(self._spec.max_batch_tokens)
-        handlers = self._handlers = self._make_handlers(runner)
+        handlers = self._handlers = self._make_handlers(runner, compiler)
         load_s, warm_up_s = loaded_at - started_at, self._clock.now() - loaded_at
         fields = runner.ready_fields
         self._enter("measuring the device")  # now nothing of this rank computes beside it
@@ -145,6 +162,8 @@ class _Rank:
         self._run_plans(runner)
         ended.set()
         reporter.join()
+        if compiler is not None:
+            compiler.close()
         handlers.store_worker.close()
         handlers.agent.close()
         runner.close()
@@ -155,7 +174,17 @@ class _Rank:
         self._channel.send(RankProgress(self._spec.rank, phase))
         self._faults.at(f"rank.start.{phase.partition(' ')[0]}")
 
-    def _load(self, form: FormGroup, store: Store | None) -> ModelRunner:
+    def _make_compiler(self) -> CompileThread | None:
+        """Begin to read the tokenizer at the rank that samples, while the model loads."""
+        spec = self._spec
+        if (spec.stage, spec.tp_rank) != (spec.pp - 1, 0):
+            return None
+        model_dir = Path(spec.model_dir)
+        config = read_model_config(model_dir)
+        grammars = CompiledGrammars(model_dir, config.vocab_size, config.eos_token_ids)
+        return CompileThread(grammars, self._channel.send)
+
+    def _load(self, form: FormGroup, store: Store | None, grammars: CompiledGrammars | None) -> ModelRunner:
         spec = self._spec
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # what the probe had
@@ -193,9 +222,10 @@ class _Rank:
             is_deterministic=spec.deterministic,
             faults=self._faults,
             progress=self._enter,
+            grammars=grammars,
         )
 
-    def _make_handlers(self, runner: ModelRunner) -> _OrderHandlers:
+    def _make_handlers(self, runner: ModelRunner, compiler: CompileThread | None) -> _OrderHandlers:
         spec, send = self._spec, self._channel.send
         agent = TransferAgent(
             identity=spec.replica,
@@ -210,7 +240,7 @@ class _Rank:
         store_worker = StoreWorker(
             runner.pool, spec.rank, agent.governor, self._trust, self._faults, self._clock, send
         )
-        return _OrderHandlers(agent, store_worker)
+        return _OrderHandlers(agent, store_worker, compiler)
 
     def _run_plans(self, runner: ModelRunner) -> None:
         def launch(plan: StepPlan) -> Ticket:
@@ -261,10 +291,7 @@ class _Rank:
                     self._plans.put(None)
                 else:
                     assert self._handlers is not None, "an order came before RankReady"
-                    if isinstance(message, StoreOrder):
-                        self._handlers.store_worker.handle(message)
-                    else:
-                        self._handlers.agent.handle(message)
+                    self._handlers.handle(message)
 
 
 def _join(spec: RankSpec, clock: Clock) -> tuple[RankJoined, Store | None, torch.device]:
@@ -400,13 +427,13 @@ def _reporting_failure(channel: _EngineCoreChannel, rank: int) -> Iterator[None]
         os._exit(1)
 
 
-def _end_with_transfer_threads(channel: _EngineCoreChannel, rank: int) -> None:
-    """End the rank when a transfer thread fails: it would accept hand-overs and never finish one."""
+def _end_with_other_threads(channel: _EngineCoreChannel, rank: int) -> None:
+    """End the rank when a thread of transfers or grammars fails: it would accept what it never finishes."""
     of_others = threading.excepthook
 
     def on_failure(failure: threading.ExceptHookArgs) -> None:
         error, thread = failure.exc_value, failure.thread
-        if error is None or thread is None or not thread.name.startswith(TRANSFER_THREADS):
+        if error is None or thread is None or not thread.name.startswith((TRANSFER_THREADS, GRAMMAR_THREAD)):
             of_others(failure)
             return
         with _reporting_failure(channel, rank):

@@ -77,6 +77,10 @@ class Sampler:
         """Forget a slot."""
         self._table.free(slot)
 
+    def lift_minimum(self, slot: int) -> None:
+        """Let the slot end before it has its minimum of tokens."""
+        self._table.lift_minimum(slot)
+
     def sample(self, logits: Tensor, slots: Slots, masks: NDArray[np.uint32] | None = None) -> Sampled:
         """Draw one token for each slot from float32 `logits` [num_slots, vocab_size], which may be
         overwritten. `masks` [num_slots, ceil(vocab_size / 32)] may allow only some tokens: bit i of word w is

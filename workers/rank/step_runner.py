@@ -35,6 +35,7 @@ from workers.model.decoder import Decoder
 from workers.model.host_kv import HostKv
 from workers.model.parallel import Unfinished
 from workers.rank.collectives import RankGroups
+from workers.rank.compiled_grammars import CompiledGrammars
 from workers.rank.containment import Containment
 from workers.rank.decode_graphs import DecodeGraphs, graph_sizes
 from workers.rank.device_batch import DeviceBatch, RowsThere
@@ -44,6 +45,7 @@ from workers.rank.input_batch import InputBatch, InputTokens, PlannedRows
 from workers.rank.progress import Progress, StepFaults
 from workers.rank.prompt_reader import PromptReader
 from workers.rank.sampler import Sampled, Sampler
+from workers.rank.slot_matchers import SlotMatchers
 from workers.rank.step_parts import Executed, SamplingPart, StepPart
 from workers.rank.tickets import DrawnRows, Results, Ticket, row_logprobs
 
@@ -73,8 +75,10 @@ class StepRunner:
         max_context_tokens: int,
         queue: DeviceQueue | None = None,
         num_graph_rows: int = 0,
+        grammars: CompiledGrammars | None = None,
     ) -> None:
-        """`max_slots` may be in use at a time, with up to `max_context_tokens` each.
+        """`max_slots` may be in use at a time, with up to `max_context_tokens` each. At the rank that samples
+        their outputs may follow `grammars`.
 
         With a `queue`, tokens stay on the device, and the last block of `kv` is scratch. `record_graphs` then
         records graphs of up to `num_graph_rows` sequences."""
@@ -105,6 +109,9 @@ class StepRunner:
             self._sampler = Sampler(vocab_size, end_ids, kv.device, max_slots)
         if groups.is_sampler and queue is not None:
             self._sampler_there = make_device_sampler(vocab_size, end_ids, queue, max_slots)
+        self._matchers: SlotMatchers | None = None
+        if grammars is not None and (sampler := self._sampler_there or self._sampler) is not None:
+            self._matchers = SlotMatchers(grammars, max_slots, torch.get_num_threads(), sampler.lift_minimum)
         self._there: DeviceBatch | None = None
         self._graphs: DecodeGraphs | None = None
         if queue is not None:
@@ -184,12 +191,17 @@ class StepRunner:
     def sample(self, executed: Executed, masks: NDArray[np.uint32] | None = None) -> Ticket:
         """Sample for a step that is executed: the tokens feed the next one, and go into the report. `masks`
         [num_samples, ceil(vocab_size / 32)] may allow only some tokens to each row of the report, as in
-        `Sampler.sample`."""
+        `Sampler.sample`, in place of those of the slots' grammars."""
         return self._sample(executed, masks)
 
     def _sample(self, executed: Executed, masks: NDArray[np.uint32] | None) -> Ticket:
         sample = self._sample_here if self._there is None else self._sample_there
-        return sample(executed, masks)._replace(readings=executed.readings)
+        own = None if self._matchers is None or masks is not None else self._matchers.masks(executed.rows)
+        if own is None:
+            return sample(executed, masks)._replace(readings=executed.readings)
+        self._containment.refuse(own.failed)
+        ticket = sample(executed, own.masks)
+        return ticket._replace(report=replace(ticket.report, masks=own.digests), readings=executed.readings)
 
     def _sample_here(self, executed: Executed, masks: NDArray[np.uint32] | None) -> Ticket:
         tokens = np.zeros(len(executed.rows.sample_slots), np.int64)
@@ -198,6 +210,8 @@ class StepRunner:
             tokens[rows.sample_rows] = sampled.tokens
             if sampled.row_to_logprob:
                 logprobs += row_logprobs(rows, sampled.row_to_logprob)
+            if self._matchers is not None:
+                self._containment.refuse(self._matchers.advance(rows, sampled.tokens))
         packed = b""
         if self._sampler is not None:
             self._hand_out(executed, tokens)
@@ -236,7 +250,10 @@ class StepRunner:
         if self._sampler_there is None:
             return Ticket(report, self.queue.event())
         copied = self.queue.copy_out(tokens, self.queue.host_memory(tokens))
-        return Ticket(report, copied.event, Results(copied, drawings))
+        if self._matchers is None:
+            return Ticket(report, copied.event, Results(copied, drawings))
+        bound = self._matchers.expect(copied, [drawn.rows for drawn in drawings])
+        return Ticket(report, copied.event, Results(copied, drawings, partial(self._matchers.take, bound)))
 
     def _sampled_parts(
         self, executed: Executed, draw: Callable[[SamplingPart, Tensor], _Sample]
@@ -295,6 +312,7 @@ class StepRunner:
             and not self.batch.in_host[rows.slots].any()
             and not self._slot_to_refusal
             and not self._containment.has_lost_slots
+            and not (self._matchers is not None and self._matchers.bind(rows.sample_slots))
         )
 
     # ---------------------------------------------------------------------- for measurements
@@ -363,10 +381,14 @@ class StepRunner:
         for slot in plan.free_slots:
             if self._slot_to_refusal.pop(slot, None) is None:
                 sampler.free(slot)
+            if self._matchers is not None:
+                self._matchers.free(slot)
         for start in plan.starts:
             if not self._containment.attempt(partial(_start, sampler, start)):
                 reason = self._containment.reason
                 self._slot_to_refusal |= dict.fromkeys((sample.slot for sample in start.samples), reason)
+            elif self._matchers is not None:
+                self._matchers.start(start)
 
     def _stage(self, plan: StepPlan, rows: PlannedRows, there: DeviceBatch) -> tuple[RowsThere, Tensor]:
         """Copy to the device what a plan changes, and return its rows and its tokens [num_tokens] there."""

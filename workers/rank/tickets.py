@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from workers.messages.rank_channel import RowLogprob, StepPlan, StepReport
+from workers.messages.rank_channel import FailedEntry, RowLogprob, StepPlan, StepReport
 from workers.messages.sampling import TokenLogprob
 from workers.rank.device_queue import CopiedOut, Event
 from workers.rank.input_batch import PlannedRows
@@ -34,15 +34,18 @@ class DrawnRows(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What a step sampled, on its way to the host: int32 tokens [num_samples], and log-probabilities."""
+    """What a step sampled, on its way to the host: int32 tokens [num_samples], and log-probabilities. When
+    the tokens are there, `check` returns the sequences that may not go on with them."""
 
     tokens: CopiedOut
     drawn: Sequence[DrawnRows]
+    check: Callable[[], tuple[FailedEntry, ...]] = tuple
 
     def complete(self, report: StepReport) -> StepReport:
         """Return the report with what was sampled. The tokens' event is passed."""
         logprobs = tuple(logprob for it in self.drawn for logprob in row_logprobs(it.rows, it.logprobs()))
-        return replace(report, tokens=self.tokens.host.numpy().astype("<i4").tobytes(), logprobs=logprobs)
+        tokens = self.tokens.host.numpy().astype("<i4").tobytes()
+        return replace(report, tokens=tokens, logprobs=logprobs, failed=report.failed + self.check())
 
 
 class Ticket(NamedTuple):

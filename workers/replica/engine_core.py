@@ -62,7 +62,7 @@ from workers.messages.link import (
     RoleChanged,
     Submission,
 )
-from workers.messages.rank_channel import RankReady, RankUp, StepProgress, StepReport
+from workers.messages.rank_channel import GrammarCompiled, RankReady, RankUp, StepProgress, StepReport
 from workers.replica.gateway_links import GatewayLinks, ReplicaReports
 from workers.replica.partition import ReplicaSpec, Shape
 from workers.replica.rank_group import RankGroup, RankLauncher
@@ -91,6 +91,7 @@ class EngineCore:
         self.role, self.role_epoch = spec.role, 0
         self.address, self.ready = "", ready
         self.stages = shape.stages
+        self._sampling_rank = (shape.parallel.pp - 1) * shape.parallel.tp
         self._engine, self._clock, self._group = engine, clock, group
         self._tasks = SupervisedTasks(self.fail)
         self._pump_scheduled = False
@@ -369,6 +370,8 @@ class EngineCore:
                 outcome = self.steps.settle(rank, message)
                 if outcome is not None:
                     self.requests.settle(outcome)
+            case GrammarCompiled():
+                self.scheduler.grammar_compiled(message)
             case StepProgress():
                 self.steps.progressed(rank, message.step)
             case PushDone() | PushFailed() | PushStopped():
@@ -401,6 +404,8 @@ class EngineCore:
         if self._death:
             self._gateways.flush(self.reports.load, self.reports.queue)
             return
+        for order in self.scheduler.take_grammar_orders():
+            self._group.send_to(self._sampling_rank, order)
         self.scheduler.pause_batch(self._gateways.is_batch_paused)
         self.kv_receiver.grant()
         if self.connector is not None:

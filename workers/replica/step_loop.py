@@ -175,12 +175,14 @@ class StepLoop:
 def _merged(rank_to_report: dict[int, StepReport]) -> tuple[FailedEntry, ...]:
     """What any rank could not compute, with the reason of the rank that knows it: a stage may have reported
     the step before a later one fails."""
-    index_to_reason: dict[int, str] = {}
+    index_to_failed: dict[int, FailedEntry] = {}
     for rank, report in sorted(rank_to_report.items()):
         for failed in report.failed:
-            reason = f"rank {rank}: {failed.reason}" if failed.reason else ""
-            index_to_reason[failed.index] = index_to_reason.get(failed.index) or reason
-    return tuple(FailedEntry(index, reason) for index, reason in sorted(index_to_reason.items()))
+            if failed.reason and failed.code == "internal":
+                failed = replace(failed, reason=f"rank {rank}: {failed.reason}")
+            earlier = index_to_failed.get(failed.index)
+            index_to_failed[failed.index] = earlier if earlier is not None and earlier.reason else failed
+    return tuple(failed for _, failed in sorted(index_to_failed.items()))
 
 
 # ----------------------------------------------------------------------------------------------

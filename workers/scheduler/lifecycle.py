@@ -14,8 +14,10 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from workers.messages.link import IsolationReport, RequestFailed, RequestKey, Submission
+from workers.messages.rank_channel import FailedEntry
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.block_tables import BlockTables
+from workers.scheduler.needed_grammars import NeededGrammars
 from workers.scheduler.sequence import Phase, Rank, Request, Sequence, StoreLoad
 from workers.scheduler.step import IssuedPlan
 
@@ -39,6 +41,7 @@ class Lifecycle:
 
     def __init__(self, pool: BlockPool, max_sequences: int, num_offload_blocks: int = 0) -> None:
         self.tables = BlockTables(pool, num_offload_blocks)
+        self.grammars = NeededGrammars()
         self.requests: dict[RequestKey, Request] = {}
         # Of `requests`: those that run alone until they are cleared (`Isolation`).
         self.suspects: dict[RequestKey, Request] = {}
@@ -104,6 +107,7 @@ class Lifecycle:
         self._num_arrivals += 1
         request = Request(submission, self._num_arrivals, now, output_limit)
         self.requests[key] = request
+        self.grammars.arrive(request)
         if submission.suspect:
             self.suspects[key] = request
         return request
@@ -125,11 +129,13 @@ class Lifecycle:
         for sequence in request.sequences:
             self.end(sequence)
 
-    def fail(self, request: Request, reason: str) -> RequestFailed:
+    def fail(self, request: Request, failed: FailedEntry) -> RequestFailed:
         """End all samples of a request that a rank could not compute. Of the step that failed nothing is
         registered, and later plans that name the sequences are settled without effect."""
         self.drop(request)
-        why = f"a step failed: {reason}"
+        if failed.code == "invalid":
+            return RequestFailed(*request.key, code="invalid", reason=failed.reason)
+        why = f"a step failed: {failed.reason}"
         return RequestFailed(*request.key, code="internal", reason=why, suspect=True)
 
     def expire(self, now: float) -> list[RequestFailed]:
@@ -216,6 +222,7 @@ class Lifecycle:
         request = sequence.request
         if all(sample.phase is Phase.ENDED for sample in request.sequences):
             del self.requests[request.key]
+            self.grammars.leave(request)
             self.suspects.pop(request.key, None)
 
     def settle(self, step: int) -> None:
@@ -303,6 +310,7 @@ class Lifecycle:
             assert num_held == self.tables.num_retired_references
             assert not self.running
             assert not self.waiting
+            assert not len(self.grammars)
 
     def _check_offloaded(self) -> None:
         """Blocks in host memory are used by the sequences whose tables name them, and by nobody else."""
@@ -485,7 +493,7 @@ class Isolation:
         """Whether the suspect comes before the others."""
         if not (self._life.suspects and self._is_suspects_turn):
             return False
-        return any(it.is_plannable and it.num_remaining > 0 for it in self.sequences)
+        return any(it.is_plannable and it.num_plannable > 0 for it in self.sequences)
 
     @property
     def num_slots_needed(self) -> int:

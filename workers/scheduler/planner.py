@@ -107,7 +107,7 @@ class Planner:
         """Add the sequence's next chunk to the batch if its budgets, slots and blocks allow."""
         self._life.handled = sequence.request.key
         longest = self._micro.chunk_tokens(sequence.num_scheduled)
-        num_tokens = min(sequence.num_remaining, longest, batch.most_tokens(sequence))
+        num_tokens = min(sequence.num_plannable, longest, batch.most_tokens(sequence))
         if num_tokens <= 0 or sequence.phase is not Phase.RUNNING:
             return
         if sequence.slot < 0 and self._life.num_free_slots < sequence.num_slots_needed:
@@ -346,6 +346,8 @@ def _ready(running: Seq[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
             continue
         num_remaining = sequence.num_remaining if sequence.forks else target - sequence.num_scheduled
         if num_remaining == 1:
+            if sequence.awaits_grammar:
+                continue
             decoding.append(sequence)
         elif num_remaining > 1:
             chunks.append(sequence)
@@ -427,14 +429,14 @@ class EngineLimits:
     def _check_plan(self, submission: Submission, output_limit: int) -> None:
         """Whatever becomes of the request, here or where it continues, what a plan says of it fits a
         frame."""
-        sampling, num_prompt_tokens = submission.sampling, _num_tokens(submission.prompt)
+        num_prompt_tokens = _num_tokens(submission.prompt)
         num_tokens = num_prompt_tokens + output_limit
         num_bytes = (
-            start_bytes(sampling, num_prompt_tokens)
-            + sample_bytes(sampling, output_limit)
-            + len(submission.samples) * sample_bytes(sampling, 0)
+            start_bytes(submission)
+            + sample_bytes(submission, output_limit)
+            + len(submission.samples) * sample_bytes(submission, 0)
             + entry_bytes(num_tokens, len(submission.samples))
-            + target_bytes(sampling, num_prompt_tokens)
+            + target_bytes(submission.sampling, num_prompt_tokens)
             + table_bytes(num_tokens // self.pool.block_tokens + 1)
         )
         if num_bytes > PLAN_BYTES:

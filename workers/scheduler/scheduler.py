@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -23,7 +24,7 @@ from workers.messages.link import (
     Submission,
     TokenDelta,
 )
-from workers.messages.rank_channel import StepPlan, StepReport
+from workers.messages.rank_channel import FailedEntry, GrammarCompiled, GrammarOrder, StepPlan, StepReport
 from workers.messages.sampling import TokenLogprob
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.lifecycle import Isolation, Lifecycle, SequenceMigration
@@ -43,6 +44,9 @@ from workers.scheduler.step import (
     StepOutcome,
     end_of,
 )
+
+# When a request may come back for whose grammar there is no memory.
+_FULL_RETRY_S = 1.0
 
 
 class Scheduler:
@@ -152,11 +156,17 @@ class Scheduler:
 
     @property
     def num_backlog_tokens(self) -> int:
-        """Prompt tokens accepted and not yet planned, those expected in the prefix cache excluded."""
+        """Prompt tokens accepted and not yet planned, those expected in the prefix cache and those of paused
+        sequences excluded: nobody waits for these."""
+        life, pauses = self._life, self._life.pauses_batch
         waiting = sum(
-            sequence.num_tokens - sequence.num_expected_cached_tokens for sequence in self._life.waiting
+            it.num_tokens - it.num_expected_cached_tokens
+            for it in life.waiting
+            if not (pauses and it.is_pausable)
         )
-        return waiting + sum(max(0, sequence.num_remaining - 1) for sequence in self._life.running)
+        return waiting + sum(
+            max(0, it.num_remaining - 1) for it in life.running if not (pauses and it.is_pausable)
+        )
 
     @property
     def num_references(self) -> int:
@@ -180,6 +190,7 @@ class Scheduler:
     def check_capacity(self, submission: Submission) -> None:
         """Raise `CapacityError` when it can never run here, `QueueFullError` when too many wait."""
         self._limits.check(submission)
+        self.check_grammar(submission)
         if self.num_waiting >= self._config.max_waiting:
             raise QueueFullError(
                 f"{self.num_waiting} requests wait here, the limit is {self._config.max_waiting}"
@@ -192,6 +203,10 @@ class Scheduler:
                 raise QueueFullError(
                     f"{num_waiting} requests of sharing group {group!r} wait here, its share is {most}"
                 )
+
+    def check_grammar(self, submission: Submission) -> None:
+        """Raise `QueueFullError` when too many other grammars are in use."""
+        self._life.grammars.check_limit(submission)
 
     def submit(self, submission: Submission, now: float) -> None:
         """Queue a request. Raises as `check_capacity`, and `ValueError` when this attempt is here already."""
@@ -280,6 +295,18 @@ class Scheduler:
         """Requests that `plan` found expired and that no outcome has named yet."""
         failures, self._failures = self._failures, []
         return failures
+
+    def take_grammar_orders(self) -> list[GrammarOrder]:
+        """What the rank that samples must be told of grammars since the last call, in order."""
+        return self._life.grammars.take_orders()
+
+    def grammar_compiled(self, report: GrammarCompiled) -> None:
+        """Sample for the requests with this grammar, or give them up if it is refused."""
+        for request in self._life.grammars.compiled(report):
+            code, retry_after_s = ("refused", _FULL_RETRY_S) if report.is_full else ("invalid", 0.0)
+            reason = f"grammar: {report.error}"
+            self._failures.append(RequestFailed(*request.key, code, reason, retry_after_s))
+            self._life.drop(request)
 
     def landings_wanted(self, now: float) -> list[LandingNeed]:
         """Prompts to hand over that are about one step (of all stages) ahead of being scheduled; each is
@@ -379,35 +406,34 @@ class Scheduler:
         assert issued.step == report.step, f"report of step {report.step}, expected {issued.step}"
         outcome = StepOutcome(failures=self.take_failures(), decode_starts=issued.decode_starts)
         rows = _Rows(report)
-        index_to_reason = {failed.index: failed.reason for failed in report.failed}
+        index_to_failed = {failed.index: failed for failed in report.failed}
         for index, entry in enumerate(issued.entries):
             sampled = rows.take(len(entry.samplers))
-            if self._is_computed(entry.sequence, index_to_reason.get(index), outcome):
+            if self._is_computed(entry.sequence, index_to_failed.get(index), outcome):
                 if entry.targets is not None or entry.pools:
                     self._settle_readings(index, entry, report, outcome)
                 self._settle_entry(entry, sampled, report, now, outcome)
         for index, sequence in enumerate(issued.decodes, len(issued.entries)):
-            token, logprob = rows.next()
-            if self._is_computed(sequence, index_to_reason.get(index), outcome):
-                self._settle_decode(sequence, token, logprob, report, now, outcome)
+            row = rows.next()
+            if self._is_computed(sequence, index_to_failed.get(index), outcome):
+                self._settle_decode(sequence, row, report, now, outcome)
         self.isolation.settled(issued)
         self._life.settle(report.step)
         return outcome
 
-    def _is_computed(self, sequence: Sequence, reason: str | None, outcome: StepOutcome) -> bool:
-        """Whether what the plan says of the sequence counts: it is here, and did not fail for a `reason`."""
+    def _is_computed(self, sequence: Sequence, failed: FailedEntry | None, outcome: StepOutcome) -> bool:
+        """Whether what the plan says of the sequence counts: it is here, and has not `failed`."""
         if sequence.phase is Phase.ENDED:
             return False
         self._life.handled = sequence.request.key
-        if reason is not None:
-            outcome.failures.append(self._life.fail(sequence.request, reason))
-        return reason is None
+        if failed is not None:
+            outcome.failures.append(self._life.fail(sequence.request, failed))
+        return failed is None
 
     def _settle_decode(
         self,
         sequence: Sequence,
-        token: bytes,
-        logprob: TokenLogprob | None,
+        row: _Row,
         report: StepReport,
         now: float,
         outcome: StepOutcome,
@@ -416,12 +442,12 @@ class Scheduler:
         end, request = sequence.num_settled + 1, sequence.request
         if sequence.hold_at or not request.prompt_done or request.decodes_remotely:
             entry = PlannedEntry(sequence, end - 1, end, b"", (sequence,))
-            self._settle_entry(entry, [(token, logprob)], report, now, outcome)
+            self._settle_entry(entry, [row], report, now, outcome)
             return
         sequence.num_settled = end
         if end % self._pool.block_tokens == 0:
             self._life.tables.register(sequence)
-        outcome.tokens.append(self._take_token(sequence, token, logprob))
+        outcome.tokens.append(self._take_token(sequence, row))
         if sequence.finish:
             self._life.end(sequence)
 
@@ -447,7 +473,7 @@ class Scheduler:
     def _settle_entry(
         self,
         entry: PlannedEntry,
-        sampled: list[tuple[bytes, TokenLogprob | None]],
+        sampled: list[_Row],
         report: StepReport,
         now: float,
         outcome: StepOutcome,
@@ -455,8 +481,8 @@ class Scheduler:
         sequence, request = entry.sequence, entry.sequence.request
         sequence.num_settled = entry.end
         self._life.tables.register(sequence)
-        for sampler, (token, logprob) in zip(entry.samplers, sampled, strict=True):
-            outcome.tokens.append(self._take_token(sampler, token, logprob))
+        for sampler, row in zip(entry.samplers, sampled, strict=True):
+            outcome.tokens.append(self._take_token(sampler, row))
         if request.decodes_remotely:
             outcome.chunks.append(self._chunk(entry, report))
         elif sequence.hold_at and not sequence.finish:
@@ -478,15 +504,17 @@ class Scheduler:
             finished_at=report.finished_at,
         )
 
-    def _take_token(self, sequence: Sequence, token: bytes, logprob: TokenLogprob | None) -> TokenDelta:
+    def _take_token(self, sequence: Sequence, row: _Row) -> TokenDelta:
         request = sequence.request
+        token, logprob, sequence.mask_digest = row
         sequence.append(token)
         sequence.num_pending -= 1
         token_id = int.from_bytes(token, "little")
         sequence.finish = finish = request.finish_of(sequence, token_id, self._end_token_ids)
         first_index = sequence.num_tokens - request.num_prompt_tokens - 1
         logprobs = () if logprob is None else (logprob,)
-        return TokenDelta(*request.key, sequence.index, first_index, token, logprobs, finish)
+        digest = sequence.mask_digest
+        return TokenDelta(*request.key, sequence.index, first_index, token, logprobs, finish, digest)
 
     def _finish_prompt(self, leader: Sequence, num_computed_tokens: int, now: float) -> PromptDone:
         """The prompt is done: a request that is handed over stops here, and its leader holds the blocks."""
@@ -516,22 +544,32 @@ class Scheduler:
         return done
 
 
+class _Row(NamedTuple):
+    """A token of a report, with its log-probabilities and the digest of its mask, if any."""
+
+    token: bytes
+    logprob: TokenLogprob | None
+    mask_digest: bytes
+
+
 class _Rows:
-    """The tokens of a report, row by row, each with its log-probabilities."""
+    """The rows of a report, one after another."""
 
     def __init__(self, report: StepReport) -> None:
         self._tokens = report.tokens
         self._row_to_logprob = {it.row: it.logprob for it in report.logprobs}
+        self._row_to_digest = {it.row: it.digest for it in report.masks}
         self._row = 0
 
-    def next(self) -> tuple[bytes, TokenLogprob | None]:
+    def next(self) -> _Row:
         """The next row."""
         begin = TOKEN_BYTES * self._row
         token = self._tokens[begin : begin + TOKEN_BYTES]
         logprob = self._row_to_logprob.get(self._row) if self._row_to_logprob else None
+        digest = self._row_to_digest.get(self._row, b"") if self._row_to_digest else b""
         self._row += 1
-        return token, logprob
+        return _Row(token, logprob, digest)
 
-    def take(self, num_rows: int) -> list[tuple[bytes, TokenLogprob | None]]:
+    def take(self, num_rows: int) -> list[_Row]:
         """The next rows."""
         return [self.next() for _ in range(num_rows)]

@@ -119,7 +119,7 @@ class Request:
     def unfinished_samples(self) -> tuple[SampleState, ...]:
         """The samples that have no finish yet, with their output so far."""
         return tuple(
-            SampleState(sequence.index, sequence.seed, sequence.output_bytes)
+            SampleState(sequence.index, sequence.seed, sequence.output_bytes, sequence.mask_digest)
             for sequence in self.sequences
             if not sequence.finish
         )
@@ -149,7 +149,8 @@ class Request:
         sampling = self.submission.sampling
         num_output_tokens = sequence.num_tokens - self.num_prompt_tokens
         ends = token in sampling.stop_token_ids or (not sampling.ignore_eos and token in end_token_ids)
-        if ends and num_output_tokens > sampling.min_tokens:
+        # An end token that came too early was the only one that the grammar allowed.
+        if ends and (num_output_tokens > sampling.min_tokens or self.submission.grammar is not None):
             return "stop"
         return "length" if num_output_tokens >= self.output_limit else ""
 
@@ -165,6 +166,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "awaits_grammar",
         "block_ids",
         "finish",
         "forks",
@@ -174,6 +176,7 @@ class Sequence:
         "keys",
         "last_step",
         "load",
+        "mask_digest",
         "most_tokens",
         "num_expected_cached_tokens",
         "num_offloaded",
@@ -198,6 +201,9 @@ class Sequence:
         self.request = request
         self.index = sample.index
         self.seed = sample.seed
+        self.mask_digest = sample.mask_digest
+        # Nothing may be sampled for it: its grammar is not compiled yet.
+        self.awaits_grammar = False
         self.tokens = bytearray(request.submission.prompt + sample.output)
         self.num_tokens = len(self.tokens) // TOKEN_BYTES
         # With so many it has its last one here; that of a request that is handed over is its first new one.
@@ -270,6 +276,11 @@ class Sequence:
     @property
     def num_remaining(self) -> int:
         return self.target - self.num_scheduled
+
+    @property
+    def num_plannable(self) -> int:
+        """How many of the remaining tokens a plan may compute: none that samples for lack of a grammar."""
+        return self.num_remaining - self.awaits_grammar
 
     @property
     def is_plannable(self) -> bool:

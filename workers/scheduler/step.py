@@ -265,7 +265,8 @@ class StepBatch:
                 seed=sequence.seed,
                 last_token=sequence.token_at(sequence.num_tokens - 1),
                 num_output_tokens=sequence.num_output_tokens,
-                output=sequence.output_bytes if request.submission.sampling.penalizes_output else b"",
+                output=sequence.output_bytes if _names_output(request.submission) else b"",
+                mask_digest=sequence.mask_digest,
             )
         )
 
@@ -406,7 +407,13 @@ def _targets(sequence: Sequence, start: int, end: int) -> PromptTargets | None:
 def _slot_start(request: Request, samples: list[SlotSample]) -> SlotStart:
     submission = request.submission
     prompt = submission.prompt if submission.sampling.penalizes_prompt else b""
-    return SlotStart(submission.sampling, tuple(samples), prompt)
+    grammar = b"" if submission.grammar is None else submission.grammar.digest
+    return SlotStart(submission.sampling, tuple(samples), prompt, grammar)
+
+
+def _names_output(submission: Submission) -> bool:
+    """Whether a slot's start names its output."""
+    return submission.sampling.penalizes_output or submission.grammar is not None
 
 
 # Upper bounds of what msgpack makes of a message: numbers take 9 bytes, ids and headers 5.
@@ -436,15 +443,16 @@ def table_bytes(num_blocks: int, num_changes: int = 1) -> int:
     return _TABLE_CHANGE_BYTES * num_changes + 4 * num_blocks
 
 
-def start_bytes(sampling: SamplingParams, num_prompt_tokens: int) -> int:
+def start_bytes(submission: Submission) -> int:
     """At most what a `SlotStart` takes beside its samples."""
+    sampling = submission.sampling
     num_words = 16 + 2 * len(sampling.logit_bias) + len(sampling.stop_token_ids)
-    return 64 + 9 * num_words + (4 * num_prompt_tokens if sampling.penalizes_prompt else 0)
+    return 128 + 9 * num_words + (len(submission.prompt) if sampling.penalizes_prompt else 0)
 
 
-def sample_bytes(sampling: SamplingParams, num_output_tokens: int) -> int:
+def sample_bytes(submission: Submission, num_output_tokens: int) -> int:
     """At most what a `SlotSample` takes."""
-    return 64 + (4 * num_output_tokens if sampling.penalizes_output else 0)
+    return 96 + (4 * num_output_tokens if _names_output(submission) else 0)
 
 
 def _entry_bytes(sequence: Sequence, num_tokens: int) -> int:
@@ -453,11 +461,11 @@ def _entry_bytes(sequence: Sequence, num_tokens: int) -> int:
 
 
 def _request_bytes(request: Request) -> int:
-    return start_bytes(request.submission.sampling, request.num_prompt_tokens)
+    return start_bytes(request.submission)
 
 
 def _sample_bytes(sequence: Sequence) -> int:
-    return sample_bytes(sequence.request.submission.sampling, sequence.num_output_tokens)
+    return sample_bytes(sequence.request.submission, sequence.num_output_tokens)
 
 
 def _table_bytes(sequence: Sequence, num_blocks: int) -> int:

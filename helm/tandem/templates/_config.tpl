@@ -36,6 +36,7 @@ fills its pod, so the next one can start beside it only where `surge: true` says
 {{- $gateway := dict "host" "auto" "port" .Values.gateway.port "resources" (dict "tandem_gateway" 1) -}}
 {{- $_ := set $gateway "console_port" (ternary .Values.gateway.consolePort nil .Values.gateway.console) -}}
 {{- $_ := set $gateway "admin_port" .Values.gateway.adminPort -}}
+{{- $_ := set $gateway "http" (dict "port" (ternary .Values.gateway.httpPort nil .Values.gateway.http)) -}}
 {{- $host := printf "%s-admin" (include "tandem.fullname" .) -}}
 {{- $hosts := list $host (printf "%s.%s" $host .Release.Namespace) (printf "%s.%s.svc" $host .Release.Namespace) -}}
 {{- $_ := set $gateway "console_hosts" (concat $hosts (default list (default dict $config.gateway).console_hosts)) -}}

@@ -17,6 +17,7 @@
 {{- $grace := include "tandem.gatewayGrace" . | int -}}
 {{- $ports := dict "grpc" $gateway.port "admin" $gateway.adminPort "metrics" 8080 "serve" 8000 -}}
 {{- if $gateway.console -}}{{- $_ := set $ports "console" $gateway.consolePort -}}{{- end -}}
+{{- if $gateway.http -}}{{- $_ := set $ports "http" $gateway.httpPort -}}{{- end -}}
 {{- $probed := $gateway.port -}}
 {{- $files := include "tandem.authFiles" . | fromYamlArray -}}
 {{- $volumes := include "tandem.fileVolumes" $files | fromYamlArray -}}

@@ -35,6 +35,7 @@ _FIELDS = (
     "temperature", "top_p", "log_min_p", "repetition", "presence", "frequency",
 )  # fmt: skip
 RECORD_WORDS = 2 + len(_FIELDS)
+_MIN_TOKENS = 2 + _FIELDS.index("min_tokens")
 
 
 class DeviceSlots:
@@ -62,6 +63,10 @@ class DeviceSlots:
     def start(self, slots: Tensor, words: Tensor) -> None:
         """Set the records of `slots` [num_slots] to `words` [num_slots, RECORD_WORDS], both on the device."""
         self.records.index_copy_(0, slots.long(), words)
+
+    def lift_minimum(self, slot: int) -> None:
+        """Set a slot's minimum of tokens to 0."""
+        self.records[slot, _MIN_TOKENS] = 0
 
     def start_tokens(
         self,

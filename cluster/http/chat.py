@@ -1,0 +1,297 @@
+"""POST /v1/chat/completions: from the request to a `GenerateRequest`, and from its output to the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from cluster.http.answers import (
+    FINISH_NAMES,
+    CallOutput,
+    ContentLogprob,
+    Maker,
+    RankedLogprob,
+    SampleAnswer,
+    Usage,
+    content_logprobs,
+    encode,
+    matched_stop,
+    openai_usage,
+    ranked_logprobs,
+)
+from cluster.http.errors import HttpProblem, Rename, bad_field, openai_error
+from cluster.http.prompts import (
+    add_messages,
+    add_tools,
+    content_texts,
+    renamer,
+    sampled_request,
+    service_class,
+    session_id,
+    set_tool_choice,
+    template_args,
+)
+from cluster.http.schemas import ChatRequest
+from cluster.http.sse import DONE, event
+from cluster.proto.tandem.v1 import inference_pb2 as pb
+
+_NAMES: Mapping[str, str] = {
+    "prompt": "messages",
+    "text": "messages",
+    "chat": "messages",
+    "chat.messages": "messages",
+    "chat.tools": "tools",
+    "chat.tool_choice": "tool_choice",
+    "chat.parallel_tool_calls": "parallel_tool_calls",
+    "chat.template_args_json": "chat_template_kwargs",
+    "chat.add_generation_prompt": "add_generation_prompt",
+    "chat.continue_final_message": "continue_final_message",
+    "logprobs": "top_logprobs",
+}
+
+
+class Translated(NamedTuple):
+    """A request as the servicer takes it, one call for each prompt, and the names of fields for errors."""
+
+    calls: list[pb.GenerateRequest]
+    rename: Rename
+
+
+def translate(body: ChatRequest) -> Translated:
+    """Return the call that answers the chat; `InvalidRequestError` names what it cannot say."""
+    request, names = sampled_request(body)
+    names.update(_NAMES)
+    if body.max_completion_tokens is not None:
+        if body.max_tokens is not None:
+            raise bad_field("max_tokens", "cannot be combined with max_completion_tokens; keep one of them")
+        request.max_tokens = body.max_completion_tokens
+        names["max_tokens"] = "max_completion_tokens"
+    if body.logprobs:
+        request.logprobs = body.top_logprobs or 0
+    elif body.top_logprobs:
+        raise bad_field("top_logprobs", "needs logprobs: true")
+    if body.store:
+        raise bad_field("store", "is served as false only: nothing is kept; remove it")
+    if body.modalities not in (None, ["text"]):
+        raise bad_field("modalities", 'must be ["text"], or absent')
+    if body.add_special_tokens:
+        raise bad_field("add_special_tokens", "is served as false only: the chat template brings its own")
+    request.service_class = service_class(body.service_tier)
+    request.session_id = session_id(body.prompt_cache_key)
+    if body.include_reasoning is not None:
+        request.separate_reasoning = body.include_reasoning
+    chat = request.chat
+    add_messages(chat, body.messages)
+    chat.SetInParent()
+    add_tools(chat, body.tools or ())
+    set_tool_choice(chat, body.tool_choice)
+    if body.parallel_tool_calls is not None:
+        chat.parallel_tool_calls = body.parallel_tool_calls
+    if body.add_generation_prompt is not None:
+        chat.add_generation_prompt = body.add_generation_prompt
+    chat.continue_final_message = bool(body.continue_final_message)
+    chat.template_args_json = template_args(body.chat_template_kwargs, body.reasoning_effort)
+    return Translated([request], renamer(names))
+
+
+# ---------------------------------------------------------------------------------------------- answers
+
+
+class _Function(msgspec.Struct, omit_defaults=True):
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class _ToolCall(msgspec.Struct):
+    id: str
+    function: _Function
+    type: str = "function"
+
+
+class _ToolCallDelta(msgspec.Struct):
+    index: int
+    function: _Function
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: str | None
+    refusal: None = None
+    tool_calls: list[_ToolCall] | UnsetType = UNSET
+    # Where the model's output shows what it thought: vLLM's name for it.
+    reasoning_content: str | UnsetType = UNSET
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[ContentLogprob]
+    refusal: None = None
+
+
+class _Choice(msgspec.Struct):
+    index: int
+    message: _Message
+    logprobs: _Logprobs | None
+    finish_reason: str
+    # What of `stop` or `stop_token_ids` ended the output: vLLM's.
+    stop_reason: str | int | UnsetType = UNSET
+
+
+class _Completion(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[_Choice]
+    usage: Usage
+    object: str = "chat.completion"
+    prompt_logprobs: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
+
+
+class _Delta(msgspec.Struct, omit_defaults=True):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[_ToolCallDelta] | UnsetType = UNSET
+
+
+class _ChunkChoice(msgspec.Struct):
+    index: int
+    delta: _Delta
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | UnsetType = UNSET
+
+
+class _Chunk(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[_ChunkChoice]
+    object: str = "chat.completion.chunk"
+    usage: Usage | UnsetType | None = UNSET
+    prompt_logprobs: Any = UNSET
+
+
+class ChatAnswer:
+    """The answer to one chat, as a stream of chunks or as a whole."""
+
+    def __init__(self, body: ChatRequest, maker: Maker) -> None:
+        self._maker = maker
+        self._output = CallOutput()
+        self._has_logprobs = bool(body.logprobs)
+        self._has_prompt_logprobs = body.prompt_logprobs is not None
+        self._streams = bool(body.stream)
+        options = body.stream_options
+        self._include_usage = options is not None and bool(options.include_usage)
+        self._echoed = _echoed(body)
+        # Samples whose first chunk was sent.
+        self._begun: set[int] = set()
+
+    def take(self, number: int, response: pb.GenerateResponse) -> bytes:
+        kind = response.WhichOneof("event")
+        if kind == "delta" and self._streams:
+            return self._chunk_of(response.delta)
+        self._output.add(response)
+        if kind == "accepted":
+            self._maker.request_id = response.accepted.request_id
+        return b""
+
+    def last(self) -> bytes:
+        chunks = [DONE]
+        if self._include_usage:
+            chunk = self._chunk([])
+            chunk.usage = openai_usage([self._output.usage])
+            chunks.insert(0, event(encode(chunk)))
+        return b"".join(chunks)
+
+    def failed(self, problem: HttpProblem) -> bytes:
+        return event(openai_error(problem))
+
+    def whole(self) -> bytes:
+        completion = _Completion(
+            id=self._id,
+            created=self._maker.created,
+            model=self._maker.model,
+            choices=[self._choice(index, sample) for index, sample in self._output.in_order()],
+            usage=openai_usage([self._output.usage]),
+        )
+        if self._has_prompt_logprobs:
+            completion.prompt_logprobs = ranked_logprobs(self._output.prompt_logprobs)
+        return encode(completion)
+
+    @property
+    def _id(self) -> str:
+        return f"chatcmpl-{self._maker.request_id}"
+
+    def _chunk_of(self, delta: pb.Delta) -> bytes:
+        """Return the events of a delta: none where it brings nothing to see."""
+        finish = FINISH_NAMES.get(delta.finish_reason)
+        first = b""
+        if delta.sample not in self._begun:
+            self._begun.add(delta.sample)
+            begin = self._chunk([_ChunkChoice(delta.sample, _Delta(role="assistant", content=self._echoed))])
+            if self._has_prompt_logprobs:
+                begin.prompt_logprobs = ranked_logprobs(self._output.prompt_logprobs)
+            first = event(encode(begin))
+        shown = _Delta()
+        if delta.text:
+            shown.content = delta.text
+        if delta.reasoning:
+            shown.reasoning_content = delta.reasoning
+        if delta.tool_calls:
+            shown.tool_calls = [_tool_call_delta(part) for part in delta.tool_calls]
+        has_logprobs = self._has_logprobs and len(delta.logprobs) > 0
+        if finish is None and not (delta.text or delta.reasoning or delta.tool_calls or has_logprobs):
+            return first
+        choice = _ChunkChoice(delta.sample, shown, finish_reason=finish)
+        if has_logprobs:
+            choice.logprobs = _Logprobs(content_logprobs(delta.logprobs))
+        if (stop := matched_stop(delta)) is not None:
+            choice.stop_reason = stop
+        chunk = self._chunk([choice])
+        if delta.HasField("usage"):
+            chunk.usage = openai_usage([delta.usage])
+        return first + event(encode(chunk))
+
+    def _chunk(self, choices: list[_ChunkChoice]) -> _Chunk:
+        chunk = _Chunk(self._id, self._maker.created, self._maker.model, choices)
+        if self._include_usage:
+            chunk.usage = None
+        return chunk
+
+    def _choice(self, index: int, sample: SampleAnswer) -> _Choice:
+        text = self._echoed + sample.text
+        message = _Message("assistant", text if text or not sample.tool_calls else None)
+        if sample.tool_calls:
+            message.tool_calls = [
+                _ToolCall(call.id, _Function(call.name, "".join(call.arguments)))
+                for _, call in sorted(sample.tool_calls.items())
+            ]
+        if sample.reasoning:
+            message.reasoning_content = "".join(sample.reasoning)
+        logprobs = _Logprobs(content_logprobs(sample.logprobs)) if self._has_logprobs else None
+        choice = _Choice(index, message, logprobs, sample.finish)
+        if sample.matched_stop is not None:
+            choice.stop_reason = sample.matched_stop
+        return choice
+
+
+def _tool_call_delta(part: pb.ToolCallDelta) -> _ToolCallDelta:
+    function = _Function(arguments=part.arguments)
+    if part.name:
+        function.name = part.name
+    delta = _ToolCallDelta(part.index, function)
+    if part.id:
+        delta.id, delta.type = part.id, "function"
+    return delta
+
+
+def _echoed(body: ChatRequest) -> str:
+    """Return what `echo` puts before the answer: the last message, where it is the assistant's."""
+    if not body.echo or not body.messages or body.messages[-1].role != "assistant":
+        return ""
+    return "".join(content_texts(body.messages[-1].content, "messages"))

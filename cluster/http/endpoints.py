@@ -1,0 +1,235 @@
+"""What answers each route: reads the body, makes the calls of `tandem.v1.Inference`, writes the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Literal, NamedTuple
+
+from aiohttp import web
+
+from cluster.api.servicer import InferenceServicer
+from cluster.config import HttpConfig
+from cluster.errors import UnknownModelError
+from cluster.http import chat, completions, embeddings, messages, responses
+from cluster.http.answers import Answer, Maker, encode
+from cluster.http.call import AbortedCall, HttpCall
+from cluster.http.errors import HttpProblem
+from cluster.http.fields import FIELDS, refused
+from cluster.http.model_list import model_list, model_of
+from cluster.http.prompts import renamer
+from cluster.http.response_events import ResponsesAnswer
+from cluster.http.schemas import (
+    B,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+    decode,
+)
+from cluster.http.sse import EventStream
+from cluster.proto.tandem.v1 import inference_pb2 as pb
+from kvtransfer.common.clock import Clock
+
+REQUEST_ID_HEADER = "X-Request-Id"
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
+
+
+_REFUSED = {route: refused(route) for route in FIELDS}
+
+
+class Served(NamedTuple):
+    """A request of a known caller, whose body was read."""
+
+    request: web.Request
+    body: bytes
+    # Returns the headers that say what is left of the caller's quotas.
+    limits: Callable[[], Mapping[str, str]]
+
+
+Method = Literal["GET", "POST"]
+Endpoint = Callable[[Served], Awaitable[web.StreamResponse]]
+
+
+class Endpoints:
+    """Answers requests of one gateway's clients."""
+
+    def __init__(
+        self, servicer: InferenceServicer, model_name: str, settings: HttpConfig, clock: Clock
+    ) -> None:
+        self._servicer = servicer
+        self._model_name = model_name
+        self._settings = settings
+        self._clock = clock
+        self._started_at = int(clock.wall())
+
+    def routes(self) -> dict[tuple[Method, str], Endpoint]:
+        """Return what answers each route."""
+        return {
+            ("GET", "/v1/models"): self._models,
+            ("GET", "/v1/models/{model}"): self._model,
+            ("POST", "/v1/chat/completions"): self._chat,
+            ("POST", "/v1/completions"): self._completions,
+            ("POST", "/v1/responses"): self._responses,
+            ("POST", "/v1/messages"): self._messages,
+            ("POST", "/v1/messages/count_tokens"): self._count_tokens,
+            ("POST", "/v1/embeddings"): self._embeddings,
+            ("POST", "/tokenize"): self._tokenize,
+            ("POST", "/detokenize"): self._detokenize,
+        }
+
+    # ------------------------------------------------------------------------------------- generating
+
+    async def _chat(self, served: Served) -> web.StreamResponse:
+        body = self._decoded(served, ChatRequest)
+        calls = chat.translate(body)
+        return await self._generate(served, calls, chat.ChatAnswer(body, self._maker()), bool(body.stream))
+
+    async def _completions(self, served: Served) -> web.StreamResponse:
+        body = self._decoded(served, CompletionRequest)
+        calls = completions.translate(body, self._settings.max_inputs)
+        answer = completions.CompletionAnswer(body, len(calls.calls), self._maker())
+        return await self._generate(served, calls, answer, bool(body.stream))
+
+    async def _responses(self, served: Served) -> web.StreamResponse:
+        body = self._decoded(served, responses.ResponsesRequest)
+        calls = responses.translate(body)
+        return await self._generate(served, calls, ResponsesAnswer(body, self._maker()), bool(body.stream))
+
+    async def _messages(self, served: Served) -> web.StreamResponse:
+        body = self._decoded(served, messages.MessagesRequest)
+        calls = messages.translate(body)
+        return await self._generate(
+            served, calls, messages.MessagesAnswer(body, self._maker()), bool(body.stream)
+        )
+
+    def _decoded(self, served: Served, kind: type[B]) -> B:
+        return decode(served.body, kind, _REFUSED[served.request.path])
+
+    def _maker(self) -> Maker:
+        return Maker("", int(self._clock.wall()), self._model_name)
+
+    async def _generate(
+        self, served: Served, translated: chat.Translated, answer: Answer, streams: bool
+    ) -> web.StreamResponse:
+        """Run the calls, and write what they bring: as it comes, or at the end."""
+        stream = EventStream(served.request, self._settings.write_timeout_s)
+        calls = [
+            HttpCall(served.request, self._writer(number, answer, stream if streams else None))
+            for number in range(len(translated.calls))
+        ]
+        stream.headers = lambda: self._headers(served, calls)
+        _name_calls(translated.calls, served.request)
+        try:
+            await self._run(translated.calls, calls)
+        except AbortedCall as aborted:
+            problem = HttpProblem.of_call(aborted, translated.rename)
+            if not stream.has_begun:
+                problem.headers.update(self._headers(served, calls))
+                raise problem from aborted
+            return await stream.end(answer.failed(problem))
+        if streams:
+            return await stream.end(answer.last())
+        headers = self._headers(served, calls)
+        return web.Response(body=answer.whole(), content_type="application/json", headers=headers)
+
+    async def _run(self, requests: list[pb.GenerateRequest], calls: list[HttpCall]) -> None:
+        """Run all calls at once; the first that fails ends the others."""
+        if len(calls) == 1:
+            await self._servicer.Generate(requests[0], calls[0])
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                for request, call in zip(requests, calls, strict=True):
+                    group.create_task(self._servicer.Generate(request, call))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+    def _writer(
+        self, number: int, answer: Answer, stream: EventStream | None
+    ) -> Callable[[pb.GenerateResponse], Awaitable[None]]:
+        async def write(response: pb.GenerateResponse) -> None:
+            events = answer.take(number, response)
+            if events and stream is not None:
+                await stream.send(events)
+
+        return write
+
+    def _headers(self, served: Served, calls: list[HttpCall]) -> dict[str, str]:
+        headers = {**calls[0].initial_metadata, **served.limits()}
+        if calls[0].request_id:
+            headers[REQUEST_ID_HEADER] = calls[0].request_id
+        return headers
+
+    # ------------------------------------------------------------------------------------- one answer
+
+    async def _embeddings(self, served: Served) -> web.Response:
+        body = self._decoded(served, EmbeddingRequest)
+        request = embeddings.embed_request(body, self._settings.max_inputs)
+        call = HttpCall(served.request)
+        with renamed(embeddings.EMBED_NAMES):
+            reply = await self._servicer.Embed(request, call)
+        response = _json(embeddings.embedding_answer(body, reply, self._model_name))
+        response.headers.update(served.limits())
+        response.headers[REQUEST_ID_HEADER] = reply.request_id
+        return response
+
+    async def _tokenize(self, served: Served) -> web.Response:
+        request = embeddings.tokenize_request(self._decoded(served, TokenizeRequest))
+        with renamed(embeddings.TOKENIZE_NAMES):
+            reply = await self._servicer.Tokenize(request, HttpCall(served.request))
+        (model,) = await self._list(served)
+        return _json(embeddings.tokenize_answer(reply, model.max_context_tokens))
+
+    async def _detokenize(self, served: Served) -> web.Response:
+        request = embeddings.detokenize_request(self._decoded(served, DetokenizeRequest))
+        with renamed(embeddings.DETOKENIZE_NAMES):
+            reply = await self._servicer.Detokenize(request, HttpCall(served.request))
+        return _json(embeddings.detokenize_answer(reply))
+
+    async def _count_tokens(self, served: Served) -> web.Response:
+        body = self._decoded(served, messages.CountTokensRequest)
+        request = messages.count_request(body)
+        with renamed(messages.NAMES):
+            reply = await self._servicer.Tokenize(request, HttpCall(served.request))
+        return _json(encode(messages.TokenCount(len(reply.token_ids))))
+
+    # ----------------------------------------------------------------------------------------- models
+
+    async def _models(self, served: Served) -> web.Response:
+        return _json(encode(model_list(await self._list(served), self._started_at)))
+
+    async def _model(self, served: Served) -> web.Response:
+        name = served.request.match_info["model"]
+        for model in await self._list(served):
+            if model.name == name:
+                return _json(encode(model_of(model, self._started_at)))
+        raise UnknownModelError(f"the model {name[:100]!r} does not exist, or you may not use it")
+
+    async def _list(self, served: Served) -> list[pb.Model]:
+        reply = await self._servicer.ListModels(pb.ListModelsRequest(), HttpCall(served.request))
+        return list(reply.models)
+
+
+@contextlib.contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Give the fields of a failed call their names over HTTP."""
+    try:
+        yield
+    except AbortedCall as aborted:
+        raise HttpProblem.of_call(aborted, renamer(names)) from aborted
+
+
+def _name_calls(requests: list[pb.GenerateRequest], request: web.Request) -> None:
+    """Give the calls the request's id, where it has one: in its body or, as vLLM has it, in a header."""
+    header = request.headers.get(REQUEST_ID_HEADER, "")
+    name = requests[0].request_id or (header if _REQUEST_ID.fullmatch(header) else "")
+    for number, call in enumerate(requests):
+        call.request_id = name if not name or len(requests) == 1 else f"{name}-{number}"
+
+
+def _json(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json")

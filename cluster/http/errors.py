@@ -1,0 +1,135 @@
+"""How a request over HTTP fails: the one place where gRPC statuses become HTTP statuses, in the shapes of
+OpenAI's and Anthropic's APIs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import grpc
+import msgspec
+
+from cluster.errors import (
+    HTTP_STATUS,
+    FieldViolation,
+    InvalidRequestError,
+    bad_fields,
+    retry_after_s,
+)
+from cluster.http.call import AbortedCall
+
+# Of methods that this version does not serve.
+_NOT_SERVED = 501
+# By gRPC status: `type` and `code` of OpenAI's errors.
+_KINDS: Mapping[grpc.StatusCode, tuple[str, str | None]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: ("invalid_request_error", "invalid_value"),
+    grpc.StatusCode.UNAUTHENTICATED: ("authentication_error", "invalid_api_key"),
+    grpc.StatusCode.PERMISSION_DENIED: ("permission_error", "insufficient_permissions"),
+    grpc.StatusCode.NOT_FOUND: ("invalid_request_error", "model_not_found"),
+    grpc.StatusCode.ALREADY_EXISTS: ("invalid_request_error", "duplicate_request_id"),
+    grpc.StatusCode.FAILED_PRECONDITION: ("invalid_request_error", "failed_precondition"),
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ("rate_limit_error", "rate_limit_exceeded"),
+    grpc.StatusCode.UNIMPLEMENTED: ("invalid_request_error", "unsupported"),
+    grpc.StatusCode.CANCELLED: ("server_error", "cancelled"),
+    grpc.StatusCode.UNAVAILABLE: ("server_error", "unavailable"),
+    grpc.StatusCode.DEADLINE_EXCEEDED: ("server_error", "timeout"),
+}
+_SERVER_ERROR = ("server_error", "internal_error")
+# By HTTP status: `type` of Anthropic's errors.
+_ANTHROPIC_TYPES: Mapping[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+# Returns what a field of a gRPC message is called over HTTP.
+Rename = Callable[[str], str]
+
+
+class HttpProblem(Exception):
+    """A request ends with this answer; `param` is the path of the bad field."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+        if retry_after_s is not None:
+            self.headers["Retry-After"] = str(math.ceil(retry_after_s))
+            self.headers["Retry-After-Ms"] = str(math.ceil(1e3 * retry_after_s))
+
+    @classmethod
+    def of_call(cls, call: AbortedCall, rename: Rename = str) -> HttpProblem:
+        """Return what the failed call is over HTTP; each bad field has the name that the client knows."""
+        kind, code = _KINDS.get(call.code, _SERVER_ERROR)
+        message, param = call.message, None
+        fields = [FieldViolation(rename(it.field), it.problem) for it in bad_fields(call.trailing)]
+        if fields:
+            param = fields[0].field
+            message = "; ".join(f"{field}: {problem}" for field, problem in fields)
+        return cls(
+            _NOT_SERVED if call.code is grpc.StatusCode.UNIMPLEMENTED else HTTP_STATUS.get(call.code, 500),
+            message,
+            kind=kind,
+            code=code,
+            param="model" if code == "model_not_found" else param,
+            retry_after_s=retry_after_s(call.trailing),
+        )
+
+
+def bad_field(field: str, problem: str) -> InvalidRequestError:
+    """Return the error of a field that already has its name over HTTP."""
+    return InvalidRequestError(FieldViolation(field, problem))
+
+
+class _Details(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class _OpenAIError(msgspec.Struct):
+    error: _Details
+
+
+class _AnthropicDetails(msgspec.Struct):
+    type: str
+    message: str
+
+
+class _AnthropicError(msgspec.Struct):
+    error: _AnthropicDetails
+    type: str = "error"
+
+
+def openai_error(problem: HttpProblem) -> bytes:
+    """Return the error as OpenAI's API has it."""
+    details = _Details(problem.message, problem.kind, problem.param, problem.code)
+    return msgspec.json.encode(_OpenAIError(details))
+
+
+def anthropic_error(problem: HttpProblem) -> bytes:
+    """Return the error as Anthropic's API has it."""
+    kind = _ANTHROPIC_TYPES.get(problem.status)
+    if kind is None:
+        kind = "invalid_request_error" if problem.status < 500 else "api_error"
+    return msgspec.json.encode(_AnthropicError(_AnthropicDetails(kind, problem.message)))

@@ -1,0 +1,134 @@
+"""How a gateway listens for HTTP: TLS with certificates that are renewed, bounds of what a client may send
+before anybody looks at it, and a port that the next gateway takes over. For the console and the API alike."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from typing import Any, NamedTuple
+
+from aiohttp import web
+
+from cluster.api.grpc_server import Certificate, check_free
+from cluster.errors import StartError
+
+# How long a connection's handlers may take to end when the port is closed.
+_STOP_S = 1.0
+# How long the rest of a refused request is read and thrown away, so that the client sees the answer.
+_LINGER_S = 2.0
+_MAX_HEADERS = 100
+# When a silent client is asked whether it is still there, how often, and how many answers may be missing: a
+# client that has vanished is gone after as long as over gRPC.
+_PROBE_AFTER_S, _PROBE_EVERY_S, _NUM_PROBES = 10, 5, 2
+
+
+class HttpBounds(NamedTuple):
+    """What a connection may take before a request of it is served."""
+
+    # The request line and each header.
+    max_header_bytes: int
+    # Without a complete request.
+    idle_timeout_s: float
+
+
+class HttpPort:
+    """Serves one application from `start` to `stop`. Requests are not logged: headers carry credentials.
+
+    `field` is the setting of the port, for errors. `cancels_handlers`: a handler ends when its client goes.
+    """
+
+    def __init__(
+        self,
+        app: web.Application,
+        host: str,
+        port: int,
+        *,
+        field: str,
+        bounds: HttpBounds,
+        certificate: Certificate | None,
+        takes_over: bool,
+        cancels_handlers: bool = False,
+    ) -> None:
+        self._host = host
+        self._port = port
+        self._field = field
+        self._certificate = certificate
+        self._may_share = takes_over and port != 0
+        self._site: web.TCPSite | None = None
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            logger=_quiet_logger(),
+            handler_cancellation=cancels_handlers,
+            shutdown_timeout=_STOP_S,
+            keepalive_timeout=bounds.idle_timeout_s,
+            lingering_time=_LINGER_S,
+            max_line_size=bounds.max_header_bytes,
+            max_field_size=bounds.max_header_bytes,
+            max_headers=_MAX_HEADERS,
+            # A small body that becomes a large one is not worth having.
+            auto_decompress=False,
+        )
+
+    async def start(self, *, is_shared: bool = False) -> int:
+        """Listen, and return the port; `StartError` when it is taken. `is_shared`: the gateway that this one
+        takes over from listens there."""
+        await self._runner.setup()
+        tls = None if self._certificate is None else self._certificate.ssl_context()
+        try:
+            if self._may_share and not is_shared:
+                check_free(self._host, self._port)
+            self._site = web.TCPSite(
+                self._runner, self._host, self._port, reuse_port=self._may_share, ssl_context=tls
+            )
+            await self._site.start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise StartError(
+                f"{self._field}: cannot listen on {self._host}:{self._port}: {error.strerror or error}; "
+                "choose another port, 0 for a free one, or null for none"
+            ) from error
+        return int(self._runner.addresses[0][1])
+
+    def num_connections(self) -> int:
+        """Clients that are connected now."""
+        server = self._runner.server
+        return 0 if server is None else len(server.connections)
+
+    async def stop_accepting(self) -> None:
+        """Take no new connection; those that are open stay."""
+        if self._site is not None:
+            site, self._site = self._site, None
+            await site.stop()
+
+    async def stop(self) -> None:
+        """End all requests and connections."""
+        await self._runner.cleanup()
+
+
+def watch_peer(transport: Any) -> None:
+    """Let the kernel find out that a client has vanished without a word."""
+    sock = transport.get_extra_info("socket")
+    if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", _PROBE_AFTER_S),
+        ("TCP_KEEPINTVL", _PROBE_EVERY_S),
+        ("TCP_KEEPCNT", _NUM_PROBES),
+    ):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _quiet_logger() -> logging.Logger:
+    """Return aiohttp's logger without what strangers cause: bad requests are answered, not logged."""
+    logger = logging.getLogger("tandem.http")
+    if not logger.filters:
+        logger.addFilter(_is_of_ours)
+    return logger
+
+
+def _is_of_ours(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, web.HTTPException) and type(error).__module__.partition(".")[0] != "aiohttp"

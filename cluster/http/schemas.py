@@ -1,0 +1,322 @@
+"""What requests over HTTP may contain: types and fields. A field that is not known is refused by its name, as
+it might change the output; `cluster.http.fields` lists all of them, and what each does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from cluster.errors import InvalidRequestError
+from cluster.http.errors import bad_field
+
+Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
+# Of something that is read and has no effect.
+Ignored = Any
+
+_PLACE = re.compile(r"^(.*) - at `\$(.*)`$", re.DOTALL)
+_FIELD = re.compile(
+    r"^Object (missing required|contains unknown) field `([^`]*)`(?: - at `\$([^`]*)`)?$", re.DOTALL
+)
+_MAX_PROBLEM_CHARS = 500
+
+
+class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Base of JSON objects with these fields and no other."""
+
+
+B = TypeVar("B", bound=Body)
+
+
+def decode(body: bytes, kind: type[B], refused: Mapping[str, str]) -> B:
+    """Return the request; `InvalidRequestError` names the bad field by its path. `refused` says of fields
+    that exist elsewhere what to do without them."""
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise bad_field("body", f"is not JSON: {_shortened(error)}") from error
+    if not isinstance(fields, dict):
+        raise bad_field("body", "must be a JSON object")
+    known = kind.__struct_encode_fields__
+    for name in [name for name in fields if name not in known]:
+        if fields.pop(name) is not None:
+            raise unknown_field(name, refused)
+    try:
+        return msgspec.convert(fields, kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise _invalid(error) from error
+
+
+def unknown_field(name: str, refused: Mapping[str, str]) -> InvalidRequestError:
+    """Return the error of a field that is not served."""
+    remedy = refused.get(name)
+    if remedy is None:
+        return bad_field(name[:100], "is not known here; remove it (docs/api.md lists the fields)")
+    return bad_field(name, f"is not supported; {remedy}")
+
+
+def _invalid(error: Exception) -> InvalidRequestError:
+    if named := _field_problem(error):
+        return bad_field(*named)
+    found = _PLACE.match(str(error))
+    if found is None:
+        return bad_field("body", _shortened(error))
+    problem, path = found[1], found[2].removeprefix(".")
+    return bad_field(path[:200] or "body", f"{problem[:1].lower()}{problem[1:_MAX_PROBLEM_CHARS]}")
+
+
+def _field_problem(error: Exception) -> tuple[str, str] | None:
+    """Return path and problem where a field is missing, or not known."""
+    found = _FIELD.match(str(error))
+    if found is None:
+        return None
+    path = f"{found[3] or ''}.{found[2]}".removeprefix(".")
+    return path[:200], "is missing" if found[1] == "missing required" else "is not known here; remove it"
+
+
+def _shortened(error: Exception) -> str:
+    return str(error)[:_MAX_PROBLEM_CHARS]
+
+
+# ------------------------------------------------------------------------------------- parts of requests
+
+
+class StreamOptions(Body, kw_only=True):
+    """What a stream has beside the output."""
+
+    include_usage: bool | None = None
+    # With each chunk.
+    continuous_usage_stats: bool | None = None
+    # Only where random bytes hide lengths of chunks, which are not sent here.
+    include_obfuscation: Ignored = None
+
+
+class JsonSchema(Body, kw_only=True):
+    """Of `response_format`."""
+
+    name: str | None = None
+    description: Ignored = None
+    schema: dict[str, Any] | bool | None = None
+    strict: Ignored = None
+
+
+class TagStructure(Body, kw_only=True):
+    """A part of the output that begins with `begin` and is held to a schema."""
+
+    begin: str
+    schema: dict[str, Any] | bool | None = None
+    end: str
+
+
+class ResponseFormat(Body, kw_only=True):
+    """What the output must look like, as OpenAI's API says it."""
+
+    type: str
+    json_schema: JsonSchema | None = None
+    structures: list[TagStructure] | None = None
+    triggers: list[str] | None = None
+
+
+class StructuredOutputs(Body, kw_only=True):
+    """The same, as vLLM says it: one of these."""
+
+    json: dict[str, Any] | str | bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    disable_fallback: Ignored = None
+    whitespace_pattern: str | None = None
+
+
+class FunctionDefinition(Body, kw_only=True):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolDefinition(Body, kw_only=True):
+    """A tool, of which functions are the only kind."""
+
+    type: str
+    function: FunctionDefinition | None = None
+
+
+class NamedFunction(Body, kw_only=True):
+    name: str
+
+
+class NamedTool(Body, kw_only=True):
+    """A tool that is to be called."""
+
+    type: str
+    function: NamedFunction | None = None
+    name: str | None = None
+
+
+class CalledFunction(Body, kw_only=True):
+    name: str
+    arguments: str
+
+
+class PastToolCall(Body, kw_only=True):
+    """A tool call of an earlier turn."""
+
+    id: str
+    function: CalledFunction
+    type: str = "function"
+    index: Ignored = None
+
+
+class ContentPart(Body, kw_only=True):
+    """A part of a message; only texts are served."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    cache_control: Ignored = None
+    image_url: Ignored = None
+    input_audio: Ignored = None
+    file: Ignored = None
+    video_url: Ignored = None
+    audio_url: Ignored = None
+
+
+class ChatMessage(Body, kw_only=True):
+    """A turn of a chat, also as our own answers and those of other servers have it."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[PastToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    annotations: Ignored = None
+    audio: None = None
+    function_call: None = None
+
+
+# ---------------------------------------------------------------------------------------------- requests
+
+
+class SampledRequest(Body, kw_only=True):
+    """What chats and completions have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Int32 | None = None
+    max_tokens: Int32 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
+    # Without effect.
+    user: Ignored = None
+    # vLLM's.
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Int32 | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Int32 | None = None
+    prompt_logprobs: Int32 | None = None
+    echo: bool | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_decoding_backend: Ignored = None
+    structured_outputs: StructuredOutputs | None = None
+    priority: Int32 | None = None
+    request_id: str | None = None
+
+
+class ChatRequest(SampledRequest, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: Int32 | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int32 | None = None
+    tools: list[ToolDefinition] | None = None
+    tool_choice: str | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    store: bool | None = None
+    modalities: list[str] | None = None
+    # Without effect.
+    metadata: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_retention: Ignored = None
+    # vLLM's.
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None
+
+
+class CompletionRequest(SampledRequest, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[Any]
+    logprobs: Int32 | None = None
+    best_of: Int32 | None = None
+    suffix: str | None = None
+
+
+class EmbeddingRequest(Body, kw_only=True):
+    """POST /v1/embeddings."""
+
+    input: str | list[Any]
+    model: str | None = None
+    encoding_format: str | None = None
+    dimensions: Int32 | None = None
+    # Without effect.
+    user: Ignored = None
+    # vLLM's.
+    truncate_prompt_tokens: Int32 | None = None
+    normalize: bool | None = None
+    priority: Int32 | None = None
+    request_id: str | None = None
+
+
+class TokenizeRequest(Body, kw_only=True):
+    """POST /tokenize."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    tools: list[ToolDefinition] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(Body, kw_only=True):
+    """POST /detokenize."""
+
+    tokens: list[TokenId]
+    model: str | None = None
+    skip_special_tokens: bool | None = None

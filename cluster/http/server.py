@@ -1,0 +1,271 @@
+"""The HTTP port of a gateway: which requests it takes, from whom, and what answers them.
+
+request --> guard (shape of errors) --> Authenticator --> ROUTE_ACCESS --> body, with its limits --> endpoint
+                                                                                                     |
+                                               InferenceServicer <-- HttpCall <----------------------+
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Literal, NamedTuple
+
+from aiohttp import web
+
+from cluster.admission.quotas import Quotas
+from cluster.api.authentication import set_caller
+from cluster.api.grpc_server import Certificate
+from cluster.api.servicer import InferenceServicer
+from cluster.config import LOOPBACK, ClusterConfig
+from cluster.errors import RequestError, UnauthenticatedError, UnknownModelError, to_grpc_status
+from cluster.gateway.replica_connections import ReplicaConnections
+from cluster.http.call import AbortedCall, certificate_names, peer_of, shown_authorization
+from cluster.http.endpoints import Endpoint, Endpoints, Method, Served
+from cluster.http.errors import HttpProblem, anthropic_error, openai_error
+from cluster.http.guards import refused_host
+from cluster.http.port import HttpBounds, HttpPort, watch_peer
+from cluster.http.rate_limits import rate_limit_headers
+from cluster.identity.access_control import AccessControl
+from cluster.identity.audit import NOBODY, AuditEntry
+from cluster.identity.authenticator import Credentials, require
+from cluster.identity.identity import Identity, Role
+from kvtransfer.common.clock import Clock
+
+RouteAccess = Role | Literal["open"]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+# What each route needs. One that is registered without an entry here is an error at start.
+ROUTE_ACCESS: Mapping[tuple[Method, str], RouteAccess] = {
+    ("GET", "/health"): "open",
+    ("GET", "/v1/models"): "user",
+    ("GET", "/v1/models/{model}"): "user",
+    ("POST", "/v1/chat/completions"): "user",
+    ("POST", "/v1/completions"): "user",
+    ("POST", "/v1/embeddings"): "user",
+    ("POST", "/v1/responses"): "user",
+    ("POST", "/v1/messages"): "user",
+    ("POST", "/v1/messages/count_tokens"): "user",
+    ("POST", "/tokenize"): "user",
+    ("POST", "/detokenize"): "user",
+}
+_ANTHROPIC = "/v1/messages"
+# Of a model that the caller may not use: as if it were not there.
+_UNKNOWN_MODEL = "the model does not exist, or you may not use it; GET /v1/models lists yours"
+# On every answer. There is none of CORS: pages of other sites read nothing here.
+_HEADERS: Mapping[str, str] = {
+    "Cache-Control": "no-store",
+    "Server": "tandem",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class HttpServices(NamedTuple):
+    """What the HTTP port needs of its gateway."""
+
+    servicer: InferenceServicer
+    connections: ReplicaConnections
+    quotas: Quotas
+    access: AccessControl
+
+
+def open_http(
+    config: ClusterConfig, services: HttpServices, certificate: Certificate | None, clock: Clock
+) -> HttpFront | None:
+    """Return what answers over HTTP, not yet listening; None where the configuration wants nothing."""
+    port = config.gateway.http.port
+    return None if port is None else HttpFront(config, port, services, certificate, clock)
+
+
+class HttpFront:
+    """Answers over HTTP from `start` to `stop`."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        port: int,
+        services: HttpServices,
+        certificate: Certificate | None,
+        clock: Clock,
+    ) -> None:
+        gateway = config.gateway
+        self._settings = gateway.http
+        self._model_name = config.model_name
+        self._connections = services.connections
+        self._quotas = services.quotas
+        self._access = services.access
+        self._clock = clock
+        self._is_leaving = False
+        # A page of another site, by a name of its own for this host, would reach a gateway that asks nobody
+        # for credentials; a gateway that others reach asks.
+        is_open = not services.access.authenticator.is_required and gateway.host in LOOPBACK
+        names = (gateway.host, *gateway.console_hosts)
+        self._names = frozenset(name.lower() for name in names) if is_open else None
+        endpoints = Endpoints(services.servicer, self._model_name, gateway.http, clock)
+        app = web.Application(middlewares=[self._guard], client_max_size=gateway.http.max_body_bytes)
+        app.router.add_get("/health", self._health, allow_head=False)
+        for (method, path), endpoint in endpoints.routes().items():
+            access = ROUTE_ACCESS[method, path]
+            assert access != "open"
+            handler = functools.partial(self._answer, access, endpoint)
+            app.router.add_route(method, path, handler, expect_handler=_expect_later)
+        self.app = app
+        self._port = HttpPort(
+            app,
+            gateway.host,
+            port,
+            field="gateway.http.port",
+            bounds=HttpBounds(gateway.http.max_header_bytes, gateway.http.idle_timeout_s),
+            certificate=certificate,
+            takes_over=gateway.takes_over,
+            cancels_handlers=True,
+        )
+
+    async def start(self, *, is_shared: bool = False) -> int:
+        """Listen, and return the port; `StartError` when it is taken. `is_shared`: the gateway that this one
+        takes over from listens there."""
+        return await self._port.start(is_shared=is_shared)
+
+    def leave(self) -> None:
+        """Send clients to the other gateways: whoever probes is told, and connections end with their
+        requests."""
+        self._is_leaving = True
+
+    async def stop_accepting(self) -> None:
+        """Take no new connection; those that are open stay."""
+        await self._port.stop_accepting()
+
+    def num_connections(self) -> int:
+        """Clients that are connected now."""
+        return self._port.num_connections()
+
+    async def stop(self) -> None:
+        """End all requests and connections."""
+        await self._port.stop()
+
+    async def _health(self, request: web.Request) -> web.Response:
+        if self._is_leaving or not self._connections.has_route():
+            raise HttpProblem(503, "no request could be placed now", kind="server_error", code="unavailable")
+        return web.Response()
+
+    # -------------------------------------------------------------------------------- who may do what
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Turn every refusal into an error of the API."""
+        watch_peer(request.transport)
+        response: web.StreamResponse
+        try:
+            if self._names is not None and (
+                problem := refused_host(request.headers.get("Host"), self._names)
+            ):
+                raise HttpProblem(421, problem)
+            response = await handler(request)
+        except HttpProblem as problem:
+            response = _error(request, problem)
+        except web.HTTPException as error:
+            unknown = HttpProblem(error.status, f"{error.reason}: {request.method} {request.path[:100]}")
+            if "Allow" in error.headers:
+                unknown.headers["Allow"] = error.headers["Allow"]
+            response = _error(request, unknown)
+        if not response.prepared:
+            response.headers.update(_HEADERS)
+            if self._is_leaving or not request.content.is_eof():
+                response.force_close()
+        return response
+
+    def _check_host(self, request: web.Request) -> None:
+        if self._names is not None and (reason := refused_host(request.headers.get("Host"), self._names)):
+            raise HttpProblem(421, reason)
+
+    async def _answer(self, access: Role, endpoint: Endpoint, request: web.Request) -> web.StreamResponse:
+        """Answer those who have the role."""
+        identity: Identity | None = None
+        try:
+            identity = self._identify(request)
+            require(identity, access)
+        except RequestError as error:
+            self._record_refusal(request, identity, error)
+            raise HttpProblem.of_call(AbortedCall.of(error)) from error
+        set_caller(identity)
+
+        def limits() -> dict[str, str]:
+            return rate_limit_headers(self._quotas, identity.tenant, self._clock.now())
+
+        body = b""
+        try:
+            if request.method == "POST":
+                if not identity.may_use(self._model_name):
+                    raise UnknownModelError(_UNKNOWN_MODEL)
+                body = await self._body(request)
+            return await endpoint(Served(request, body, limits))
+        except (RequestError, AbortedCall) as error:
+            call = error if isinstance(error, AbortedCall) else AbortedCall.of(error)
+            problem = HttpProblem.of_call(call)
+            problem.headers.update(limits())
+            raise problem from error
+
+    def _identify(self, request: web.Request) -> Identity:
+        headers = request.headers
+        if len(headers.getall("Authorization", ())) > 1:
+            raise UnauthenticatedError("there is more than one Authorization header")
+        shown = Credentials(shown_authorization(headers), certificate_names(request))
+        return self._access.authenticator.identify(shown)
+
+    def _record_refusal(self, request: web.Request, identity: Identity | None, error: RequestError) -> None:
+        self._access.audit.record(
+            AuditEntry(
+                who=identity.name if identity else NOBODY,
+                tenant=identity.tenant if identity else "",
+                method=request.path[:200],
+                peer=peer_of(request),
+                result=to_grpc_status(error).code.name,
+                detail=str(error),
+            )
+        )
+
+    async def _body(self, request: web.Request) -> bytes:
+        """Return the body; refuse a wrong or long one before it is read, and one that comes too slowly."""
+        kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            # Also keeps out what pages of other sites may send without asking first.
+            raise HttpProblem(415, f"the Content-Type must be application/json, not {kind[:100]!r}")
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise HttpProblem(415, "the body must not be compressed; remove Content-Encoding")
+        most = self._settings.max_body_bytes
+        too_long = HttpProblem(
+            413,
+            f"the body is longer than {most} bytes (gateway.http.max_body_bytes)",
+            code="request_too_large",
+        )
+        if (request.content_length or 0) > most:
+            raise too_long
+        if request.headers.get("Expect", "").lower() == "100-continue":
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.writer.output_size = 0
+        try:
+            async with asyncio.timeout(self._settings.body_timeout_s):
+                return await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise too_long from None
+        except TimeoutError:
+            raise HttpProblem(
+                408, f"the body did not arrive within {self._settings.body_timeout_s:g} s", code="timeout"
+            ) from None
+        except web.RequestPayloadError as error:
+            raise HttpProblem(400, f"the body cannot be read: {error}") from error
+
+
+async def _expect_later(request: web.Request) -> None:
+    """Let the client wait with its body until it is known that it will be read."""
+
+
+def _error(request: web.Request, problem: HttpProblem) -> web.Response:
+    encode = anthropic_error if request.path.startswith(_ANTHROPIC) else openai_error
+    return web.Response(
+        status=problem.status,
+        body=encode(problem),
+        content_type="application/json",
+        headers=problem.headers,
+    )

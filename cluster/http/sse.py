@@ -1,0 +1,85 @@
+"""Writing an answer as server-sent events. The next event is taken only when the client has taken those
+before, so that what a slow client does not read waits in the request's `OutputBuffer`, with its bounds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from aiohttp import web
+
+# What the transport holds before a write waits.
+_MAX_WAITING_BYTES = 64 << 10
+DONE = b"data: [DONE]\n\n"
+_HEADERS = {
+    "Server": "tandem",
+    "X-Content-Type-Options": "nosniff",
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-store",
+    "X-Accel-Buffering": "no",
+}
+
+
+def event(payload: bytes) -> bytes:
+    """Return an event without a name, as OpenAI's APIs send them."""
+    return b"data: %b\n\n" % payload
+
+
+def named_event(name: str, payload: bytes) -> bytes:
+    """Return an event with a name."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), payload)
+
+
+class EventStream:
+    """The answer to one request. Its status and headers go out with the first event, so that a request which
+    fails before it is answered with a status of its own."""
+
+    def __init__(self, request: web.Request, write_timeout_s: float) -> None:
+        self._request = request
+        self._write_timeout_s = write_timeout_s
+        self._response: web.StreamResponse | None = None
+        self._beginning = asyncio.Lock()
+        # Returns what is sent before the first event.
+        self.headers: Callable[[], Mapping[str, str]] = dict
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the status has been sent."""
+        return self._response is not None
+
+    async def send(self, events: bytes) -> None:
+        """Send events, and return when the next may be sent; `ConnectionError` when the client is gone, or
+        has taken nothing for too long."""
+        if not events:
+            return
+        transport = self._request.transport
+        if transport is None:
+            raise ConnectionResetError("the client is gone")
+        if self._response is None:
+            await self._begin()
+        assert self._response is not None
+        if len(events) + transport.get_write_buffer_size() <= _MAX_WAITING_BYTES:
+            await self._response.write(events)
+            return
+        try:
+            async with asyncio.timeout(self._write_timeout_s):
+                await self._response.write(events)
+                await self._request.writer.drain()
+        except TimeoutError:
+            transport.abort()
+            raise ConnectionResetError("the client takes nothing") from None
+
+    async def end(self, last: bytes) -> web.StreamResponse:
+        """Send the last events, and end the answer."""
+        await self.send(last)
+        assert self._response is not None, "an answer has at least one event"
+        await self._response.write_eof()
+        return self._response
+
+    async def _begin(self) -> None:
+        """Send status and headers, once for the several calls that one answer may have."""
+        async with self._beginning:
+            if self._response is None:
+                response = web.StreamResponse(headers={**_HEADERS, **self.headers()})
+                await response.prepare(self._request)
+                self._response = response

@@ -1,0 +1,239 @@
+"""From what a request demands of its output to a grammar that ranks apply.
+
+A schema or grammar may be hostile. It is translated and compiled once in a process of its own with bounded
+memory and time (`cluster.text.bounded_process`), under the limits of `workers.grammar_limits`; only what
+passes there reaches a replica. What was made of it, or why it was refused, is kept by hash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from llguidance import LLMatcher, LLTokenizer, StructTag
+from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+
+from cluster.errors import GrammarError
+from cluster.text.bounded_process import BoundedProcess, BoundsBrokenError, serve
+from kvtransfer.codec import Codec, Message, Part
+from workers.grammar_limits import parser_limits
+from workers.messages.sampling import MAX_GRAMMAR_BYTES, Grammar
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+_TIMEOUT_S = 5.0
+_MAX_CPU_S = 6
+_MAX_MEMORY_BYTES = 3 << 29
+# Kept results, and the bytes of their texts together.
+_NUM_CACHED = 1024
+_MAX_CACHED_BYTES = 32 << 20
+_MAX_REASON_CHARS = 500
+# How the library calls a grammar without an output.
+_UNSATISFIED = "NoExtension"
+# Between the parts of an object or a list there may be one space: free whitespace has no end.
+_JSON_STYLE: JsonCompileOptions = {
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+    "whitespace_flexible": False,
+    "lenient": False,
+}
+
+
+class Tag(Part, frozen=True):
+    """What may follow a trigger in free text: `begin`, JSON by `json_schema`, `end`."""
+
+    begin: str
+    json_schema: str
+    end: str
+
+
+class OutputConstraint(Message, frozen=True):
+    """What the output must look like: `text` is a JSON schema, a regular expression, a grammar in GBNF or in
+    Lark's syntax; `choices` and `tags` with `triggers` go with their kinds."""
+
+    kind: Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tags"]
+    text: str = ""
+    choices: tuple[str, ...] = ()
+    tags: tuple[Tag, ...] = ()
+    triggers: tuple[str, ...] = ()
+
+
+class GrammarMade(Message, frozen=True):
+    """The grammar in the library's own syntax."""
+
+    text: str
+
+
+class GrammarRefused(Message, frozen=True):
+    """Why there is none."""
+
+    reason: str
+
+
+_ORDER_CODEC: Codec[OutputConstraint] = Codec(OutputConstraint)
+_RESULT_CODEC: Codec[GrammarMade | GrammarRefused] = Codec(GrammarMade | GrammarRefused)
+
+
+class Vocabulary(NamedTuple):
+    """What tokens there are: the model's tokenizer, how many ids it has, and those that end an answer."""
+
+    tokenizer: Path
+    size: int
+    end_token_ids: Sequence[int]
+
+
+class GrammarCompiler:
+    """Makes grammars for one model."""
+
+    def __init__(self, vocabulary: Vocabulary, *, timeout_s: float = _TIMEOUT_S) -> None:
+        ends = ",".join(str(token) for token in vocabulary.end_token_ids)
+        arguments = str(vocabulary.tokenizer), str(vocabulary.size), ends
+        self._process = BoundedProcess("cluster.text.grammars", *arguments, timeout_s=timeout_s)
+        self._results: OrderedDict[bytes, GrammarMade | GrammarRefused] = OrderedDict()
+        self._num_bytes = 0
+        self._making: dict[bytes, asyncio.Task[GrammarMade | GrammarRefused]] = {}
+
+    async def make(self, order: OutputConstraint) -> Grammar:
+        """Return the grammar; raise `GrammarError` where the demand is wrong, unsupported or too complex."""
+        data = _ORDER_CODEC.encode(order)
+        if len(data) > MAX_GRAMMAR_BYTES:
+            raise GrammarError(f"it has {len(data)} bytes; at most {MAX_GRAMMAR_BYTES} are accepted")
+        key = hashlib.sha256(data).digest()
+        result = self._results.get(key)
+        if result is None:
+            result = await self._made(key, data)
+        else:
+            self._results.move_to_end(key)
+        if isinstance(result, GrammarRefused):
+            raise GrammarError(result.reason)
+        return Grammar.of(result.text)
+
+    async def close(self) -> None:
+        """End the process."""
+        for task in list(self._making.values()):
+            task.cancel()
+        await self._process.close()
+
+    async def _made(self, key: bytes, data: bytes) -> GrammarMade | GrammarRefused:
+        """Return what becomes of an order, made once for all who wait: one who leaves stops nothing."""
+        task = self._making.get(key)
+        if task is None:
+            task = asyncio.create_task(self._make(data), name="grammar")
+            self._making[key] = task
+            task.add_done_callback(lambda done: self._keep(key, done))
+        return await asyncio.shield(task)
+
+    async def _make(self, data: bytes) -> GrammarMade | GrammarRefused:
+        try:
+            return _RESULT_CODEC.decode(await self._process.exchange(data))
+        except BoundsBrokenError as error:
+            return GrammarRefused(str(error))
+
+    def _keep(self, key: bytes, done: asyncio.Task[GrammarMade | GrammarRefused]) -> None:
+        del self._making[key]
+        if done.cancelled() or done.exception() is not None:
+            return
+        self._results[key] = done.result()
+        self._num_bytes += _num_bytes(done.result())
+        while len(self._results) > _NUM_CACHED or self._num_bytes > _MAX_CACHED_BYTES:
+            _, oldest = self._results.popitem(last=False)
+            self._num_bytes -= _num_bytes(oldest)
+
+
+def _num_bytes(result: GrammarMade | GrammarRefused) -> int:
+    return len(result.text) if isinstance(result, GrammarMade) else len(result.reason)
+
+
+# ----------------------------------------------------------------------------------------------
+# What the child does.
+
+
+class _Refusal(Exception):
+    """The order cannot be carried out; the text says why."""
+
+
+def grammar_text(order: OutputConstraint) -> str:
+    """Return an order in the library's syntax; raise `ValueError` or a refusal where there is no such."""
+    match order.kind:
+        case "json_schema":
+            return _of_schema(order.text)
+        case "json_object":
+            return _of_schema('{"type": "object"}')
+        case "regex":
+            return str(LLMatcher.grammar_from_regex(order.text))
+        case "choice":
+            return f"start: {' | '.join(json.dumps(choice) for choice in order.choices)}\n"
+        case "grammar":
+            return gbnf_to_lark(order.text) if "::=" in order.text else order.text
+        case "structural_tags":
+            return _of_tags(order)
+
+
+def _of_schema(text: str) -> str:
+    """Return the grammar of a JSON schema."""
+    schema = json.loads(text)
+    if isinstance(schema, dict):
+        schema.pop("x-guidance", None)  # the library's own options
+    elif not isinstance(schema, bool):
+        raise _Refusal("a JSON schema is an object, or true")
+    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_STYLE))
+
+
+def _of_tags(order: OutputConstraint) -> str:
+    """Return the grammar of free text with tags; each follows the longest trigger that it begins with."""
+    tags = []
+    for tag in order.tags:
+        triggers = [trigger for trigger in order.triggers if trigger and tag.begin.startswith(trigger)]
+        if not triggers:
+            raise _Refusal(f"the tag {tag.begin[:100]!r} begins with none of the triggers")
+        schema = json.loads(tag.json_schema or '{"type": "object"}')
+        if not isinstance(schema, dict):
+            raise _Refusal(f"the schema of the tag {tag.begin[:100]!r} is not an object")
+        schema["x-guidance"] = _JSON_STYLE
+        tags.append(StructTag(trigger=max(triggers, key=len), begin=tag.begin, grammar=schema, end=tag.end))
+    return str(StructTag.to_grammar(tags, assume_special=False))
+
+
+class _Child:
+    """Carries out orders for one vocabulary."""
+
+    def __init__(self, tokenizer: str, size: int, end_token_ids: list[int]) -> None:
+        self._tokenizer = LLTokenizer(tokenizer, n_vocab=size, eos_token=end_token_ids or None)
+
+    def answer(self, data: bytes) -> bytes:
+        """Return the encoded result of an encoded order."""
+        return _RESULT_CODEC.encode(self._result(_ORDER_CODEC.decode(data)))
+
+    def _result(self, order: OutputConstraint) -> GrammarMade | GrammarRefused:
+        try:
+            text = grammar_text(order)
+        except (ValueError, GbnfToLarkError, RecursionError, _Refusal) as error:
+            return GrammarRefused(f"{str(error)[:_MAX_REASON_CHARS]}")
+        if len(text.encode()) > MAX_GRAMMAR_BYTES:
+            return GrammarRefused(f"its grammar has more than {MAX_GRAMMAR_BYTES} bytes; simplify it")
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=parser_limits())
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            words = matcher.get_error()
+            reason = "no output satisfies it" if words.startswith(_UNSATISFIED) else words
+            return GrammarRefused(reason[:_MAX_REASON_CHARS])
+        return GrammarMade(text)
+
+
+def main() -> None:
+    """Serve as `GrammarCompiler`'s child."""
+    tokenizer, size, ends = sys.argv[1:4]
+    child = _Child(tokenizer, int(size), [int(token) for token in ends.split(",") if token])
+    serve(child.answer, max_memory_bytes=_MAX_MEMORY_BYTES, max_cpu_s=_MAX_CPU_S)
+
+
+if __name__ == "__main__":
+    main()

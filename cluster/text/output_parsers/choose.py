@@ -1,0 +1,91 @@
+"""Which parsers the answers of a model need, by the marks of its chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cluster.config import ReasoningParserName, ToolParserName
+from cluster.text.output_parsers.pieces import CallIds, OutputParser
+from cluster.text.output_parsers.reasoning import PlainParser, ReasoningParser
+from cluster.text.output_parsers.tool_calls import BareCalls, ListedCalls, MarkedCalls
+
+_TOOL_PARSERS: dict[str, Callable[[CallIds], OutputParser]] = {
+    "hermes": MarkedCalls,
+    "llama3": BareCalls,
+    "mistral": ListedCalls,
+}
+# What each notation writes as special tokens, which the text must keep.
+_TOOL_TOKENS = {
+    "hermes": ("<tool_call>", "</tool_call>"),
+    "llama3": ("<|python_tag|>",),
+    "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+}
+_REASONING_MARKERS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
+
+
+class ParserNeeds(NamedTuple):
+    """What one request wants of the parsers."""
+
+    calls_tools: bool
+    separates_reasoning: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OutputParsers:
+    """The parsers of one model: names of `ToolParserName` and `ReasoningParserName`, "none" where the model
+    has no such notation."""
+
+    tools: str
+    reasoning: str
+
+    @staticmethod
+    def choose(template: str | None, tools: ToolParserName, reasoning: ReasoningParserName) -> OutputParsers:
+        """Return those of the configuration; where that says "auto", those of the chat template."""
+        source = template or ""
+        return OutputParsers(
+            _tools_of(source) if tools == "auto" else tools,
+            _reasoning_of(source) if reasoning == "auto" else reasoning,
+        )
+
+    def kept_tokens(self, needs: ParserNeeds) -> frozenset[str]:
+        """Return the special tokens that the text must keep for the parsers."""
+        kept: tuple[str, ...] = _TOOL_TOKENS.get(self.tools, ()) if needs.calls_tools else ()
+        if needs.separates_reasoning:
+            kept += _REASONING_MARKERS.get(self.reasoning, ())
+        return frozenset(kept)
+
+    def opens_reasoning(self, prompt: str) -> bool:
+        """Return whether a rendered prompt ends with the beginning of the reasoning."""
+        markers = _REASONING_MARKERS.get(self.reasoning)
+        return markers is not None and prompt.rstrip().endswith(markers[0])
+
+    def make(
+        self, needs: ParserNeeds, request_id: str, sample: int, *, opens_reasoning: bool
+    ) -> OutputParser | None:
+        """Return the parser of one sample; None where all of its text is content."""
+        inner: OutputParser | None = None
+        if needs.calls_tools and self.tools in _TOOL_PARSERS:
+            ids = CallIds(request_id, sample, is_short=self.tools == "mistral")
+            inner = _TOOL_PARSERS[self.tools](ids)
+        if needs.separates_reasoning and self.reasoning in _REASONING_MARKERS:
+            start, end = _REASONING_MARKERS[self.reasoning]
+            return ReasoningParser(start, end, inner or PlainParser(), is_open=opens_reasoning)
+        return inner
+
+
+def _tools_of(template: str) -> str:
+    if "<tool_call>" in template:
+        return "hermes"
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    if "<|python_tag|>" in template or ("<|start_header_id|>" in template and "tool_calls" in template):
+        return "llama3"
+    return "none"
+
+
+def _reasoning_of(template: str) -> str:
+    if "<think>" in template or "</think>" in template:
+        return "think"
+    return "mistral" if "[THINK]" in template else "none"

@@ -1,0 +1,94 @@
+"""Reasoning that stands between two markers at the beginning of an answer."""
+
+from __future__ import annotations
+
+from cluster.text.output_parsers.pieces import (
+    Content,
+    OutputParser,
+    Piece,
+    Reasoning,
+    find_marker,
+    joined,
+)
+
+
+class ReasoningParser:
+    """Takes the reasoning from the beginning of an answer; `inner` gets what follows. Line breaks beside the
+    markers belong to neither."""
+
+    def __init__(self, start: str, end: str, inner: OutputParser, *, is_open: bool) -> None:
+        """With `is_open` the prompt ends with the first marker, or within the reasoning."""
+        self._start = start
+        self._end = end
+        self._inner = inner
+        # "before" the first marker, "within" the reasoning, "behind" it.
+        self._place = "within" if is_open else "before"
+        self._held = ""
+        self._has_begun = False
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether what comes next is reasoning."""
+        return self._place == "within"
+
+    def push(self, text: str) -> list[Piece]:
+        """Return the pieces that are certain after this text."""
+        return joined(self._push(text))
+
+    def flush(self) -> list[Piece]:
+        """Return the rest. Reasoning that never ended stays reasoning."""
+        held, self._held = self._held, ""
+        if self._place == "within":
+            return joined([Reasoning(held.rstrip("\n"))])
+        return joined([*self._inner.push(held), *self._inner.flush()])
+
+    def _push(self, text: str) -> list[Piece]:
+        self._held += text
+        if self._place == "before":
+            found = self._held.lstrip()
+            if found.startswith(self._start):
+                self._place, self._held = "within", found[len(self._start) :]
+            elif self._start.startswith(found):
+                return []  # it may still come
+            else:
+                self._place = "behind"
+                self._has_begun = True
+        pieces: list[Piece] = []
+        if self._place == "within":
+            pieces += self._reasoning()
+        if self._place == "behind":
+            rest, self._held = self._held, ""
+            if not self._has_begun:
+                rest = rest.lstrip("\n")
+                self._has_begun = bool(rest)
+            pieces += self._inner.push(rest)
+        return pieces
+
+    def _reasoning(self) -> list[Piece]:
+        if not self._has_begun:
+            self._held = self._held.lstrip("\n")
+            self._has_begun = bool(self._held)
+        before, marker, after = find_marker(self._held, (self._end,))
+        if marker:
+            self._place, self._held, self._has_begun = "behind", after, False
+            return [Reasoning(before.rstrip("\n"))]
+        certain = before.rstrip("\n")
+        self._held = before[len(certain) :] + after
+        return [Reasoning(certain)]
+
+
+class PlainParser:
+    """All is content."""
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Nothing is."""
+        return False
+
+    def push(self, text: str) -> list[Piece]:
+        """Return the text."""
+        return [Content(text)] if text else []
+
+    def flush(self) -> list[Piece]:
+        """Nothing was held."""
+        return []

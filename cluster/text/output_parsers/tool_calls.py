@@ -1,0 +1,327 @@
+"""Tool calls in the notations of the model families."""
+
+from __future__ import annotations
+
+import re
+from typing import Protocol
+
+from cluster.text.output_parsers.json_call import JsonCall, ValueEnd
+from cluster.text.output_parsers.pieces import CallIds, Content, Piece, ToolCallDelta, find_marker, joined
+
+_NAME_PART = re.compile(r"[A-Za-z0-9_.-]*")
+
+
+class _Call(Protocol):
+    """A call whose text is arriving."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is complete."""
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether it is no call."""
+
+    def push(self, text: str) -> tuple[list[Piece], str]:
+        """Return the pieces of the call, and the text behind it. Where it breaks, its text so far is content,
+        unless it was given as a call already."""
+
+    def flush(self) -> list[Piece]:
+        """Return what was held, at the end of an answer in the middle of the call."""
+
+
+class _JsonCallText:
+    """A call as a JSON object, behind `opening` (given back as content where there is no call)."""
+
+    def __init__(self, index: int, call_id: str, opening: str) -> None:
+        self._index = index
+        self._call_id = call_id
+        self._call = JsonCall()
+        self._raw = [opening]
+        self._is_named = False
+
+    @property
+    def is_done(self) -> bool:
+        return self._call.is_done
+
+    @property
+    def is_broken(self) -> bool:
+        return self._call.is_broken
+
+    def push(self, text: str) -> tuple[list[Piece], str]:
+        rest = self._call.push(text)
+        read = text[: len(text) - len(rest)]
+        if not self._is_named:
+            self._raw.append(read)
+        pieces: list[Piece] = []
+        if self._call.is_broken and not self._call.name:
+            return self.flush(), rest
+        if self._call.name and not self._is_named:
+            self._is_named = True
+            pieces.append(ToolCallDelta(self._index, self._call_id, self._call.name))
+        if self._is_named and (arguments := self._call.take_arguments()):
+            pieces.append(ToolCallDelta(self._index, arguments=arguments))
+        if self._call.is_broken:
+            pieces.append(Content(read[-1:]))
+        if self._call.is_done and not self._call.has_arguments:
+            pieces.append(ToolCallDelta(self._index, arguments="{}"))
+        return pieces, rest
+
+    def flush(self) -> list[Piece]:
+        return [] if self._is_named else [Content("".join(self._raw))]
+
+
+class _NamedCallText:
+    """A call as Mistral's later models write it: name[ARGS]{...}, or name[CALL_ID]id[ARGS]{...}."""
+
+    _ARGS, _CALL_ID = "[ARGS]", "[CALL_ID]"
+
+    def __init__(self, index: int, call_id: str, opening: str) -> None:
+        self._index = index
+        self._call_id = call_id
+        self._opening = opening
+        self._header = ""
+        self._end: ValueEnd | None = None
+        self._has_arguments = False
+        self.is_done = False
+        self.is_broken = False
+
+    def push(self, text: str) -> tuple[list[Piece], str]:
+        pieces: list[Piece] = []
+        if self._end is None:
+            self._header += text
+            before, marker, text = find_marker(self._header, (self._ARGS, "{"))
+            if not marker:
+                if not self._may_be_header(before):
+                    self.is_broken = True
+                    return [Content(self._opening)], self._header
+                return [], ""
+            name = before.partition(self._CALL_ID)[0].strip()
+            if not name or not _NAME_PART.fullmatch(name):
+                self.is_broken = True
+                return [Content(self._opening)], self._header
+            text = marker + text if marker == "{" else text
+            self._end = ValueEnd()
+            pieces.append(ToolCallDelta(self._index, self._call_id, name))
+        if not self._has_arguments:
+            text = text.lstrip()
+            if text and text[0] != "{":
+                self.is_done = True
+                return [*pieces, ToolCallDelta(self._index, arguments="{}")], text
+            self._has_arguments = bool(text)
+        for position, char in enumerate(text):
+            if self._end.is_reached(char):
+                self.is_done = True
+                return [*pieces, ToolCallDelta(self._index, arguments=text[: position + 1])], text[
+                    position + 1 :
+                ]
+        return [*pieces, ToolCallDelta(self._index, arguments=text)] if text else pieces, ""
+
+    def flush(self) -> list[Piece]:
+        return [Content(self._opening + self._header)] if self._end is None else []
+
+    def _may_be_header(self, text: str) -> bool:
+        name, marker, _ = text.partition(self._CALL_ID)
+        return bool(marker) or bool(_NAME_PART.fullmatch(name.split("[", 1)[0].strip()))
+
+
+class _Calls:
+    """What the notations have in common: content, then calls, one after another."""
+
+    def __init__(self, ids: CallIds) -> None:
+        self._ids = ids
+        self._num_calls = 0
+        self._call: _Call | None = None
+        self._held = ""
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Nothing is."""
+        return False
+
+    def push(self, text: str) -> list[Piece]:
+        """Return the pieces that are certain after this text."""
+        self._held += text
+        pieces: list[Piece] = []
+        while (found := self._next()) is not None:
+            pieces += found
+        return joined(pieces)
+
+    def flush(self) -> list[Piece]:
+        """Return the rest."""
+        held, self._held = self._held, ""
+        if self._call is not None:
+            return joined([*self._call.flush(), Content(held)])
+        return joined(self._last(held))
+
+    def _next(self) -> list[Piece] | None:
+        """Return what can be said of the held text, and drop that; None where more is needed."""
+        if self._call is None:
+            return self._between()
+        if not self._held:
+            return None
+        text, self._held = self._held, ""
+        pieces, self._held = self._call.push(text)
+        if self._call.is_broken:
+            self._call = None
+            self._broke()
+        elif self._call.is_done:
+            self._num_calls += 1
+            self._call = None
+            self._ended()
+        return pieces
+
+    def _between(self) -> list[Piece] | None:
+        """As `_next`, outside of calls."""
+        raise NotImplementedError
+
+    def _ended(self) -> None:
+        """A call is complete."""
+
+    def _broke(self) -> None:
+        """What began as a call was none."""
+
+    def _last(self, held: str) -> list[Piece]:
+        """Return what the held text is, at the end of the answer outside of calls."""
+        return [Content(held)]
+
+    def _open(self, opening: str) -> None:
+        self._call = _JsonCallText(self._num_calls, self._ids.of(self._num_calls), opening)
+
+
+class MarkedCalls(_Calls):
+    """Each call is JSON between two markers, as Hermes and Qwen write it. White space before a call and
+    beside the markers belongs to nothing."""
+
+    def __init__(self, ids: CallIds, start: str = "<tool_call>", end: str = "</tool_call>") -> None:
+        super().__init__(ids)
+        self._start = start
+        self._end = end
+        self._is_closing = False
+        # The white space that comes now follows a call.
+        self._follows = False
+
+    def _ended(self) -> None:
+        self._is_closing = self._follows = True
+
+    def _between(self) -> list[Piece] | None:
+        if self._is_closing:
+            text = self._held.lstrip()
+            if text.startswith(self._end):
+                self._is_closing, self._held = False, text[len(self._end) :]
+                return []
+            if self._end.startswith(text):
+                return None
+            self._is_closing, self._held = False, text
+        if self._follows:
+            self._held = self._held.lstrip()
+            if not self._held:
+                return None
+        before, marker, after = find_marker(self._held, (self._start,))
+        certain = before.rstrip()
+        if marker:
+            self._held, self._follows = after, False
+            self._open(before[len(certain) :] + marker)
+            return [Content(certain)]
+        self._held = before[len(certain) :] + after
+        if not certain:
+            return None
+        self._follows = False
+        return [Content(certain)]
+
+    def _last(self, held: str) -> list[Piece]:
+        is_part_of_end = self._is_closing and self._end.startswith(held.lstrip())
+        return [] if is_part_of_end or (self._follows and not held.strip()) else [Content(held)]
+
+
+class BareCalls(_Calls):
+    """The whole answer is calls in JSON, separated by semicolons, as Llama 3 writes it, with or without the
+    token <|python_tag|> before. Other answers are content."""
+
+    _TAG = "<|python_tag|>"
+
+    def __init__(self, ids: CallIds) -> None:
+        super().__init__(ids)
+        self._is_content = False
+
+    def _between(self) -> list[Piece] | None:
+        if self._is_content:
+            text, self._held = self._held, ""
+            return [Content(text)] if text else None
+        text = self._held.lstrip()
+        if self._num_calls:
+            text = text.removeprefix(";").lstrip()
+        if not text or self._TAG.startswith(text):
+            return None
+        opening = self._held[: len(self._held) - len(text)]
+        if text.startswith(self._TAG):
+            behind = text[len(self._TAG) :].lstrip()
+            if not behind:
+                return None
+            opening, text = self._held[: len(self._held) - len(behind)], behind
+        if text[0] != "{":
+            self._is_content = True
+            return []
+        self._held = text
+        self._open(opening if not self._num_calls else "")
+        return []
+
+    def _broke(self) -> None:
+        self._is_content = True
+
+    def _last(self, held: str) -> list[Piece]:
+        is_separator = self._num_calls > 0 and not held.strip(" \t\r\n;")
+        return [] if is_separator else [Content(held)]
+
+
+class ListedCalls(_Calls):
+    """Calls behind the token [TOOL_CALLS], as Mistral writes them: a JSON list of objects, or a name with its
+    arguments, and the token again before each further one."""
+
+    _START = "[TOOL_CALLS]"
+
+    def __init__(self, ids: CallIds) -> None:
+        super().__init__(ids)
+        # "content", "start" (behind the token), "list" (within one).
+        self._place = "content"
+
+    def _between(self) -> list[Piece] | None:
+        if self._place == "content":
+            before, marker, after = find_marker(self._held, (self._START,))
+            certain = before.rstrip()
+            if marker:
+                self._place, self._held = "start", after
+                return [Content(certain)]
+            self._held = after if self._num_calls and not certain else before[len(certain) :] + after
+            return [Content(certain)] if certain else None
+        text = self._held.lstrip()
+        if not text:
+            return None
+        if self._place == "start":
+            if text[0] == "[":
+                self._place, self._held = "list", text[1:]
+                return []
+            self._place, self._held = "content", text
+            self._call = _NamedCallText(self._num_calls, self._ids.of(self._num_calls), self._START)
+            return []
+        if text[0] == "]":
+            self._place, self._held = "content", text[1:]
+            return []
+        if text[0] == "," and self._num_calls:
+            text = text[1:].lstrip()
+            if not text:
+                return None
+        if text[0] != "{":
+            self._place, self._held = "content", text
+            return []
+        self._held = text
+        self._open("" if self._num_calls else f"{self._START}[")
+        return []
+
+    def _broke(self) -> None:
+        self._place = "content"
+
+    def _last(self, held: str) -> list[Piece]:
+        if self._place == "start":
+            return [Content(self._START + held)]
+        return [] if self._num_calls and not held.strip(" \t\r\n,") else [Content(held)]

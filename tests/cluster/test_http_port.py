@@ -1,0 +1,314 @@
+"""The HTTP port: who is let in, what is refused before it is read, and clients that go, stall or stay too
+long."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from callers import Issuer, jwt_config, key_of
+from certificates import write_certificate
+from gateway_harness import GatewayHarness, until
+from http_harness import CHAT, HttpFrontHarness, events_of, raw_request
+from http_process import http_process
+
+from cluster.config import GatewayConfig
+from cluster.http.guards import refused_host
+from cluster.http.server import ROUTE_ACCESS
+
+LIMITS = {"max_body_bytes": 4096, "max_header_bytes": 4096, "body_timeout_s": 0.3, "idle_timeout_s": 0.5}
+
+
+@pytest.fixture
+async def front(harness: GatewayHarness) -> AsyncIterator[HttpFrontHarness]:
+    async with HttpFrontHarness(harness, harness.config(http=LIMITS)) as built:
+        yield built
+
+
+def config_of(harness: GatewayHarness, folder: Path, **limits: Any) -> Any:
+    keys_file = folder / "keys.yaml"
+    issuer = folder / "issuer.pem"
+    issuer.write_bytes(Issuer().pem())
+    tenants = {"acme": limits} if limits else {}
+    auth = {"mode": "required", "keys_file": str(keys_file), "jwt": jwt_config(issuer), "tenants": tenants}
+    return harness.config(auth=auth)
+
+
+# ------------------------------------------------------------------------------------------ credentials
+
+
+async def test_a_key_is_shown_in_either_header(harness: GatewayHarness, tmp_path: Path) -> None:
+    key = key_of(tmp_path / "keys.yaml", "acme")
+    async with HttpFrontHarness(harness, config_of(harness, tmp_path)) as front:
+        for headers in ({"Authorization": f"Bearer {key}"}, {"x-api-key": key}):
+            reply = await front.post("/v1/chat/completions", CHAT, headers=headers)
+            assert reply.status == 200
+        assert harness.replicas["p0"].submissions[-1].tenant == "acme"
+        for headers in ({}, {"Authorization": "Bearer nonsense"}, {"x-api-key": key[:-1]}):
+            reply = await front.post("/v1/chat/completions", CHAT, headers=headers)
+            assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
+        assert (await front.get("/health")).status == 200
+
+
+async def test_a_role_and_a_model_are_needed(harness: GatewayHarness, tmp_path: Path) -> None:
+    viewer = key_of(tmp_path / "keys.yaml", "ops", "viewer")
+    other = key_of(tmp_path / "keys.yaml", "acme", models=("elsewhere",))
+    async with HttpFrontHarness(harness, config_of(harness, tmp_path)) as front:
+        refused = await front.post("/v1/chat/completions", CHAT, headers={"x-api-key": viewer})
+        assert (refused.status, refused.error["type"]) == (403, "permission_error")
+        hidden = await front.post("/v1/chat/completions", CHAT, headers={"x-api-key": other})
+        assert (hidden.status, hidden.error["code"]) == (404, "model_not_found")
+        assert (await front.get("/v1/models", headers={"x-api-key": other})).json["data"] == []
+
+
+async def test_an_expired_key_is_refused_and_recorded(
+    harness: GatewayHarness, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    past = datetime(2026, 1, 2, tzinfo=UTC)
+    key = key_of(tmp_path / "keys.yaml", "acme", expires=past)
+    async with HttpFrontHarness(harness, config_of(harness, tmp_path)) as front:
+        with caplog.at_level("INFO", "tandem.audit"):
+            reply = await front.post("/v1/chat/completions", CHAT, headers={"x-api-key": key})
+        assert reply.status == 401
+        entry = json.loads(caplog.records[-1].getMessage())
+        assert (entry["method"], entry["result"]) == ("/v1/chat/completions", "UNAUTHENTICATED")
+        assert entry["peer"].startswith("ipv4:127.0.0.1:")
+        assert key not in caplog.text
+
+
+async def test_a_quota_is_429_with_what_is_left(harness: GatewayHarness, tmp_path: Path) -> None:
+    key = key_of(tmp_path / "keys.yaml", "acme", max_priority=2)
+    config = config_of(harness, tmp_path, requests_per_s=0.1, burst_s=20)
+    async with HttpFrontHarness(harness, config) as front:
+        headers = {"x-api-key": key}
+        body = {**CHAT, "priority": 50}
+        replies = [await front.post("/v1/chat/completions", body, headers=headers) for _ in range(3)]
+        assert [reply.status for reply in replies] == [200, 200, 429]
+        assert replies[0].headers["x-ratelimit-limit-requests"] == "2"
+        assert [reply.headers["x-ratelimit-remaining-requests"] for reply in replies] == ["1", "0", "0"]
+        assert replies[0].headers["x-ratelimit-reset-requests"].endswith("ms")
+        assert 0 < int(replies[2].headers["Retry-After"]) <= 10
+        assert replies[2].error["code"] == "rate_limit_exceeded"
+        assert harness.replicas["p0"].submissions[-1].priority == 2, "within the caller's limit"
+
+
+async def test_tls_is_spoken_as_over_grpc(harness: GatewayHarness, tmp_path: Path) -> None:
+    cert_file, key_file = write_certificate(tmp_path, "first")
+    config = harness.config(tls_cert_file=str(cert_file), tls_key_file=str(key_file))
+    async with HttpFrontHarness(harness, config) as front:
+        trusted = ssl.create_default_context(cafile=str(cert_file))
+        url = f"https://127.0.0.1:{front.gateway.http_port}"
+        async with aiohttp.ClientSession(url) as session:
+            async with session.post("/v1/chat/completions", json=CHAT, ssl=trusted) as reply:
+                assert reply.status == 200
+            with pytest.raises(aiohttp.ClientError):
+                await session.get("/health", ssl=ssl.create_default_context())
+
+
+async def test_a_client_certificate_is_who_calls(harness: GatewayHarness, tmp_path: Path) -> None:
+    cert_file, key_file = write_certificate(tmp_path, "first")
+    identities = [{"name": "localhost", "tenant": "acme"}]
+    auth = {"mode": "required", "certificates": {"ca_file": str(cert_file), "identities": identities}}
+    config = harness.config(auth=auth, tls_cert_file=str(cert_file), tls_key_file=str(key_file))
+    async with HttpFrontHarness(harness, config) as front:
+        shown = ssl.create_default_context(cafile=str(cert_file))
+        async with aiohttp.ClientSession(f"https://127.0.0.1:{front.gateway.http_port}") as session:
+            with pytest.raises((aiohttp.ClientError, ConnectionError)):
+                await session.get("/v1/models", ssl=shown)
+            shown = ssl.create_default_context(cafile=str(cert_file))
+            shown.load_cert_chain(cert_file, key_file)
+            async with session.post("/v1/chat/completions", json=CHAT, ssl=shown) as reply:
+                assert reply.status == 200, await reply.text()
+        assert harness.replicas["p0"].submissions[-1].tenant == "acme"
+
+
+async def test_pages_of_other_sites_reach_nothing(front: HttpFrontHarness) -> None:
+    """Where nobody is asked for a credential, names of others for this host and forms are refused."""
+    reply = await front.get("/v1/models", headers={"Host": "rebound.example"})
+    assert reply.status == 421
+    text = {"Content-Type": "text/plain"}
+    reply = await front.send("POST", "/v1/chat/completions", data=json.dumps(CHAT), headers=text)
+    assert reply.status == 415
+    reply = await front.send("OPTIONS", "/v1/chat/completions", headers={"Origin": "https://a.example"})
+    assert reply.status == 405
+    assert not [name for name in reply.headers if name.lower().startswith("access-control")]
+    assert refused_host("rebound.example", ()) != ""
+
+
+# --------------------------------------------------------------------------------------------- bounds
+
+
+async def test_an_oversized_body_is_refused_before_it_is_read(front: HttpFrontHarness) -> None:
+    async with front.connection() as (reader, writer):
+        writer.write(raw_request(b"{", "Content-Length: 1000000000"))
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 413 ")
+        assert b"Connection: close" in head
+
+
+async def test_a_body_without_a_length_ends_at_the_limit(front: HttpFrontHarness) -> None:
+    async with front.connection() as (reader, writer):
+        writer.write(raw_request(b"", "Transfer-Encoding: chunked"))
+        for _ in range(20):
+            writer.write(b"400\r\n" + b" " * 1024 + b"\r\n")
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 413 ")
+
+
+async def test_whoever_expects_leave_to_send_gets_it_when_the_headers_are_good(
+    front: HttpFrontHarness,
+) -> None:
+    async with front.connection() as (reader, writer):
+        writer.write(raw_request(b"", "Expect: 100-continue", "Content-Length: 100000"))
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 413 ")
+    body = json.dumps(CHAT).encode()
+    async with front.connection() as (reader, writer):
+        writer.write(raw_request(b"", "Expect: 100-continue", f"Content-Length: {len(body)}"))
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100 ")
+        writer.write(body)
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_slow_body_is_not_waited_for(front: HttpFrontHarness) -> None:
+    async with front.connection() as (reader, writer):
+        writer.write(raw_request(b'{"model"', "Content-Length: 100"))
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/chat", b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nA: b"])
+async def test_a_connection_without_a_request_is_closed(front: HttpFrontHarness, sent: bytes) -> None:
+    async with front.connection() as (reader, writer):
+        writer.write(sent)
+        assert await reader.read() == b""
+
+
+@pytest.mark.parametrize("headers", [["A: " + "b" * 10_000], [f"X-{number}: y" for number in range(500)]])
+async def test_a_header_bomb_ends_its_connection(front: HttpFrontHarness, headers: list[str]) -> None:
+    async with front.connection() as (reader, writer):
+        writer.write(raw_request(b"", *headers, "Content-Length: 2"))
+        answered = await reader.read()
+        assert b" 400 " in answered.partition(b"\r\n")[0]
+    assert (await front.get("/health")).status == 200
+
+
+async def test_compressed_bodies_are_refused(front: HttpFrontHarness) -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    reply = await front.send("POST", "/v1/chat/completions", data=b"\x1f\x8b", headers=headers)
+    assert reply.status == 415
+
+
+# ----------------------------------------------------------------------------------- clients that go
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_a_client_that_goes_ends_its_request(front: HttpFrontHarness, streams: bool) -> None:
+    decode = front.harness.replicas["d0"]
+    decode.script.stop_after = 3
+    async with front.connection() as (reader, writer):
+        body = json.dumps({**CHAT, "stream": streams}).encode()
+        writer.write(raw_request(body, f"Content-Length: {len(body)}"))
+        if streams:
+            await reader.readuntil(b"data: ")
+        else:
+            await until(lambda: bool(decode.decoding), "it decodes")
+        writer.transport.abort()
+        await until(lambda: bool(decode.cancels), "the replica is told to stop")
+        await until(lambda: front.gateway.requests.num_running == 0, "nothing runs")
+
+
+async def test_a_client_that_takes_nothing_is_cut_off(harness: GatewayHarness) -> None:
+    config = harness.config(http={"write_timeout_s": 0.3})
+    async with HttpFrontHarness(harness, config) as front, front.connection() as (reader, writer):
+        body = json.dumps({**CHAT, "stream": True, "max_tokens": 400, "n": 16}).encode()
+        extra = json.dumps({"logprobs": True, "top_logprobs": 20}).encode()
+        body = body[:-1] + b"," + extra[1:]
+        writer.write(raw_request(body, f"Content-Length: {len(body)}"))
+        await reader.readuntil(b"data: ")
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        front_port = front.gateway._http
+        assert front_port is not None
+        await until(lambda: front_port.num_connections() == 0, "its connection is ended")
+        await until(lambda: front.gateway.requests.num_running == 0, "and its request")
+        assert front.gateway.requests.unread.num_bytes == 0
+        writer.transport.abort()
+
+
+# ----------------------------------------------------------------------------------------- gateways that go
+
+
+async def test_a_stream_finishes_while_its_gateway_leaves(harness: GatewayHarness) -> None:
+    async with HttpFrontHarness(harness, harness.config(drain_s=60.0)) as front:
+        harness.gateways.remove(front.gateway)
+        decode = harness.replicas["d0"]
+        decode.script.stop_after = 3
+        async with front.session.post("/v1/chat/completions", json={**CHAT, "stream": True}) as reply:
+            events = events_of(reply)
+            await anext(events)
+            stopping = asyncio.create_task(front.gateway.stop())
+            await until(lambda: bool(front.gateway.requests._is_leaving), "it leaves")
+            refused = await front.chat()
+            assert (refused.status, refused.error["code"]) == (503, "unavailable")
+            assert refused.headers["Connection"] == "close"
+            assert (await front.get("/health")).status == 503
+            decode.script.resume.set()
+            rest = [event async for event in events]
+            assert rest[-1] == "[DONE]"
+            assert rest[-2]["choices"][0]["finish_reason"] == "length"
+        await stopping
+
+
+async def test_what_does_not_finish_in_time_ends_with_an_error_and_without_done(
+    harness: GatewayHarness,
+) -> None:
+    async with HttpFrontHarness(harness, harness.config(drain_s=0.1)) as front:
+        harness.gateways.remove(front.gateway)
+        harness.replicas["d0"].script.stop_after = 3
+        async with front.session.post("/v1/chat/completions", json={**CHAT, "stream": True}) as reply:
+            events = events_of(reply)
+            await anext(events)
+            stopping = asyncio.create_task(front.gateway.stop())
+            rest = [event async for event in events]
+            assert rest[-1]["error"]["code"] == "unavailable"
+            assert "[DONE]" not in rest
+        await stopping
+
+
+async def test_a_killed_gateway_cuts_its_streams_and_never_says_done() -> None:
+    with http_process(token_s=0.01) as (process, port):
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
+            body = {**CHAT, "stream": True, "max_tokens": 400}
+            async with session.post("/v1/chat/completions", json=body) as reply:
+                events = events_of(reply)
+                seen = [await anext(events) for _ in range(5)]
+                process.kill()
+                with pytest.raises(aiohttp.ClientPayloadError):
+                    seen.extend([event async for event in events])
+    assert "[DONE]" not in seen
+    assert all(event["choices"][0]["finish_reason"] is None for event in seen)
+
+
+def test_another_port_than_the_default_comes_with_a_free_one_for_http() -> None:
+    def http_port(**fields: Any) -> int | None:
+        return GatewayConfig.model_validate(fields).http.port
+
+    assert http_port() == 8784
+    assert http_port(port=9000) == http_port(port=0) == 0
+    assert http_port(port=9000, http={"port": 9001}) == 9001
+    assert http_port(port=9000, http={"body_timeout_s": 1}) == 0
+    assert http_port(http={"port": None}) is None
+    assert GatewayConfig().at(None, 9000).http.port == 0
+
+
+async def test_without_a_port_nothing_listens(harness: GatewayHarness) -> None:
+    gateway, _ = await harness.add_gateway(harness.config(http={"port": None}))
+    assert gateway.http_port == 0
+
+
+def test_every_route_has_an_entry() -> None:
+    assert all(access in ("open", "user") for access in ROUTE_ACCESS.values())

@@ -1,0 +1,246 @@
+"""Reasoning and tool calls in the text of answers: what a family's template writes is read back, however the
+text is cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.text.chat_template import (
+    CalledTool,
+    Chat,
+    ChatTemplate,
+    ChatTurn,
+    Rendered,
+    RenderOrder,
+    render,
+)
+from cluster.text.output_parsers.choose import OutputParsers, ParserNeeds
+from cluster.text.output_parsers.pieces import Content, OutputParser, Piece, Reasoning, ToolCallDelta, joined
+
+# Templates in the style of each family, of which the assistant's turn matters.
+HERMES = """{% for message in messages %}<|im_start|>{{ message.role }}
+{% if message.reasoning_content %}<think>
+{{ message.reasoning_content }}
+</think>
+
+{% endif %}{{ message.content }}{% for call in message.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}"""
+LLAMA3 = """{% for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>
+
+{% if message.tool_calls %}{% for call in message.tool_calls %}{% if not loop.first %}; {% endif %}\
+{"name": "{{ call.function.name }}", "parameters": {{ call.function.arguments | tojson }}}{% endfor %}\
+{% else %}{{ message.content }}{% endif %}<|eot_id|>{% endfor %}"""
+MISTRAL = """{% for message in messages %}{% if message.reasoning_content %}[THINK]\
+{{ message.reasoning_content }}[/THINK]{% endif %}{{ message.content }}{% if message.tool_calls %}\
+[TOOL_CALLS][{% for call in message.tool_calls %}{"name": "{{ call.function.name }}", "arguments": \
+{{ call.function.arguments | tojson }}, "id": "{{ call.id }}"}{% if not loop.last %}, {% endif %}\
+{% endfor %}]{% endif %}{% endfor %}"""
+MISTRAL_NAMED = """{% for message in messages %}{{ message.content }}\
+{% for call in message.tool_calls or [] %}[TOOL_CALLS]{{ call.function.name }}\
+[ARGS]{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"""
+FAMILIES = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL, "mistral, named": MISTRAL_NAMED}
+NEEDS = ParserNeeds(calls_tools=True, separates_reasoning=True)
+
+names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_-]{0,10}", fullmatch=True)
+words = st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=12)
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**6), 10**6)
+    | words
+    | st.sampled_from(['a "b" {', "}]", "\\"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    max_leaves=6,
+)
+calls = st.lists(st.tuples(names, st.dictionaries(words, values, max_size=3)), max_size=3)
+# What stands beside calls has neither marks nor line breaks at its ends.
+contents = st.text("abc .<[{t", max_size=15).map(str.strip)
+
+
+def parser_of(template: str, *, opens_reasoning: bool = False) -> OutputParser:
+    found = OutputParsers.choose(template, "auto", "auto").make(
+        NEEDS, "r", 0, opens_reasoning=opens_reasoning
+    )
+    assert found is not None
+    return found
+
+
+def read(parser: OutputParser, pieces: list[str]) -> list[Piece]:
+    return joined([*(piece for text in pieces for piece in parser.push(text)), *parser.flush()])
+
+
+def parts(pieces: list[Piece]) -> tuple[str, str, list[tuple[str, Any]]]:
+    """Content, reasoning, and calls as (name, arguments)."""
+    found: dict[int, tuple[str, str]] = {}
+    for piece in pieces:
+        if isinstance(piece, ToolCallDelta):
+            name, arguments = found.get(piece.index, ("", ""))
+            assert bool(piece.id) == bool(piece.name) == (not name)
+            found[piece.index] = name + piece.name, arguments + piece.arguments
+    return (
+        "".join(it.text for it in pieces if isinstance(it, Content)),
+        "".join(it.text for it in pieces if isinstance(it, Reasoning)),
+        [(name, json.loads(arguments)) for _, (name, arguments) in sorted(found.items())],
+    )
+
+
+def answer(template: str, turn: ChatTurn) -> str:
+    """The text that the model has to write for this turn."""
+    rendered = render(RenderOrder(ChatTemplate(template, {}), Chat((turn,)), 0.0, 1 << 20))
+    assert isinstance(rendered, Rendered), rendered
+    text = rendered.text
+    for before in ("<|im_start|>assistant\n", "<|start_header_id|>assistant<|end_header_id|>\n\n"):
+        text = text.removeprefix(before)
+    for after in ("<|im_end|>\n", "<|eot_id|>"):
+        text = text.removesuffix(after)
+    return text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(data=st.data(), wanted=calls, content=contents, thought=contents)
+def test_what_a_template_writes_is_read_back(
+    family: str, data: st.DataObject, wanted: list[tuple[str, dict[str, Any]]], content: str, thought: str
+) -> None:
+    template = FAMILIES[family]
+    if family == "llama3" and (wanted or content.startswith("{")):
+        content = ""
+    if family == "mistral" and "[" in content + thought:
+        content = thought = ""
+    reasons = "reasoning_content" in template
+    turn = ChatTurn(
+        "assistant",
+        content,
+        reasoning=thought if reasons else "",
+        tool_calls=tuple(CalledTool("x", name, json.dumps(it)) for name, it in wanted),
+    )
+    text = answer(template, turn)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert parts(read(parser_of(template), pieces)) == (content, thought if reasons else "", wanted)
+    assert read(parser_of(template), list(text)) == read(parser_of(template), [text])
+
+
+TEXTS = st.lists(
+    st.sampled_from(
+        [
+            *("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "[THINK]"),
+            *(
+                "[/THINK]",
+                "<|python_tag|>",
+                '{"name": "f"',
+                ', "arguments": {',
+                '"a": "}"',
+                "}",
+                "}}",
+                "[",
+                "]",
+            ),
+            *(" ", "\n", "x", '"', ",", ";", "<", '{"name": "f", "arguments": {"a": 1}}'),
+        ]
+    ),
+    max_size=12,
+).map("".join)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(text=TEXTS, data=st.data())
+def test_how_the_text_is_cut_changes_nothing(family: str, text: str, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    whole = read(parser_of(FAMILIES[family]), [text])
+    assert read(parser_of(FAMILIES[family]), pieces) == whole
+    assert read(parser_of(FAMILIES[family]), list(text)) == whole
+
+
+@pytest.mark.parametrize("family", ["hermes", "llama3", "mistral"])
+@given(text=st.text('ab {}[]\n<>/:"', max_size=30))
+def test_text_without_marks_is_content(family: str, text: str) -> None:
+    content, thought, found = parts(read(parser_of(FAMILIES[family]), list(text)))
+    assert (content, thought, found) == (text, "", [])
+
+
+MALFORMED: dict[str, Callable[[], tuple[str, str]]] = {
+    "no object": lambda: (HERMES, "a <tool_call>[1]</tool_call>"),
+    "no name": lambda: (HERMES, '<tool_call>{"arguments": {}}</tool_call>'),
+    "another key": lambda: (HERMES, '<tool_call>{"x": 1}</tool_call> b'),
+    "no arguments": lambda: (HERMES, '<tool_call>{"name": 3}</tool_call>'),
+    "an end in the middle": lambda: (HERMES, '<tool_call>{"na'),
+    "JSON that is no call": lambda: (LLAMA3, '{"answer": 42}'),
+    "code": lambda: (LLAMA3, "<|python_tag|>print(1)"),
+    "no list": lambda: (MISTRAL, "[TOOL_CALLS] ()"),
+    "the token alone": lambda: (MISTRAL, "[TOOL_CALLS]"),
+}
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+def test_what_is_no_call_is_content(what: str) -> None:
+    template, text = MALFORMED[what]()
+    content, _, found = parts(read(parser_of(template), list(text)))
+    assert not found
+    assert content.replace(" ", "") == text.replace(" ", "")
+
+
+def test_arguments_come_while_they_are_written() -> None:
+    parser = parser_of(HERMES)
+    assert parser.push('<tool_call>\n{"name": "find", "argu') == [ToolCallDelta(0, parser_id(), "find")]
+    assert parser.push('ments": {"q": "a') == [ToolCallDelta(0, arguments='{"q": "a')]
+    assert parser.push(' b"}') == [ToolCallDelta(0, arguments=' b"}')]
+    assert parser.push("}\n</tool_call>") == []
+    assert parser.flush() == []
+
+
+def parser_id() -> str:
+    """The id of the first call of the first sample of request r."""
+    (piece,) = parser_of(HERMES).push('<tool_call>{"name": "f"')
+    assert isinstance(piece, ToolCallDelta)
+    return piece.id
+
+
+def test_ids_belong_to_request_sample_and_call() -> None:
+    def first(request_id: str, sample: int, template: str = HERMES) -> str:
+        parser = OutputParsers.choose(template, "auto", "auto").make(
+            NEEDS, request_id, sample, opens_reasoning=False
+        )
+        assert parser is not None
+        text = "<tool_call>" if template is HERMES else "[TOOL_CALLS]["
+        (piece, *_) = parser.push(text + '{"name": "f"')
+        assert isinstance(piece, ToolCallDelta)
+        return piece.id
+
+    assert first("r", 0) == first("r", 0) == parser_id()
+    assert len({first("r", 0), first("r", 1), first("s", 0)}) == 3
+    assert len(first("r", 0, MISTRAL)) == 9
+
+
+def test_a_prompt_may_open_the_reasoning() -> None:
+    parsers = OutputParsers.choose(HERMES, "auto", "auto")
+    assert parsers.opens_reasoning("<|im_start|>assistant\n<think>\n")
+    assert not parsers.opens_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    parser = parser_of(HERMES, opens_reasoning=True)
+    assert parser.is_reasoning
+    assert parts(read(parser, list("so\n</think>\n\nyes"))) == ("yes", "so", [])
+    assert parts(read(parser_of(HERMES, opens_reasoning=True), ["never ends\n"])) == ("", "never ends", [])
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reasoning"),
+    [
+        (HERMES, "hermes", "think"),
+        (LLAMA3, "llama3", "none"),
+        (MISTRAL, "mistral", "mistral"),
+        ("{{ messages }}", "none", "none"),
+        (None, "none", "none"),
+    ],
+)
+def test_parsers_are_those_of_the_template(template: str | None, tools: str, reasoning: str) -> None:
+    assert OutputParsers.choose(template, "auto", "auto") == OutputParsers(tools, reasoning)
+    assert OutputParsers.choose(template, "llama3", "none") == OutputParsers("llama3", "none")

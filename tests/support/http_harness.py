@@ -1,0 +1,118 @@
+"""A gateway's HTTP port over scripted replicas, and a client that sees bytes and events as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import aiohttp
+from gateway_harness import GatewayHarness
+from multidict import CIMultiDict
+from patience import WAIT_S
+
+from cluster.config import ClusterConfig
+from cluster.serve.gateway_server import Gateway
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "seed": 1, "max_tokens": 8}
+
+
+@dataclass
+class Reply:
+    """An answer as a whole; of a stream, the events as (name, JSON or text)."""
+
+    status: int
+    headers: CIMultiDict[str]
+    body: bytes
+    events: list[tuple[str, Any]] = field(default_factory=list)
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """Of OpenAI's shape."""
+        found: dict[str, Any] = self.json["error"]
+        assert found.keys() == {"message", "type", "param", "code"}
+        return found
+
+
+class HttpFrontHarness:
+    """p0 (prefill), d0 (decode), a gateway, and a session of a client. Use as an async context manager."""
+
+    def __init__(self, harness: GatewayHarness, config: ClusterConfig | None = None) -> None:
+        self.harness = harness
+        self.gateway: Gateway
+        self.session: aiohttp.ClientSession
+        self._config = config
+
+    async def __aenter__(self) -> Self:
+        for replica_id, role in (("p0", "prefill"), ("d0", "decode")):
+            if replica_id not in self.harness.replicas:
+                await self.harness.add_replica(replica_id, role)
+        self.gateway, _ = await self.harness.add_gateway(self._config)
+        timeout = aiohttp.ClientTimeout(total=WAIT_S)
+        self.session = aiohttp.ClientSession(f"http://127.0.0.1:{self.gateway.http_port}", timeout=timeout)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.session.close()
+
+    async def get(self, path: str, **options: Any) -> Reply:
+        return await self.send("GET", path, **options)
+
+    async def post(self, path: str, body: Any, **options: Any) -> Reply:
+        """With a JSON body."""
+        return await self.send("POST", path, json=body, **options)
+
+    async def chat(self, **fields: Any) -> Reply:
+        """One of the chats, with these fields; None leaves a field out."""
+        body = {name: value for name, value in {**CHAT, **fields}.items() if value is not None}
+        return await self.post("/v1/chat/completions", body)
+
+    async def send(self, method: str, path: str, **options: Any) -> Reply:
+        async with self.session.request(method, path, **options) as reply:
+            body = await reply.read()
+            events = parse_events(body) if reply.content_type == "text/event-stream" else []
+            return Reply(reply.status, CIMultiDict(reply.headers), body, events)
+
+    @contextlib.asynccontextmanager
+    async def connection(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """A connection without a client behind it."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.gateway.http_port)
+        try:
+            yield reader, writer
+        finally:
+            writer.transport.abort()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+
+def parse_events(body: bytes) -> list[tuple[str, Any]]:
+    """The events of a stream."""
+    found: list[tuple[str, Any]] = []
+    for block in body.decode().split("\n\n"):
+        if not block:
+            continue
+        fields = dict(line.split(": ", 1) for line in block.split("\n"))
+        data = fields["data"]
+        found.append((fields.get("event", ""), data if data == "[DONE]" else json.loads(data)))
+    return found
+
+
+async def events_of(response: aiohttp.ClientResponse) -> AsyncIterator[Any]:
+    """The events of a stream that goes on."""
+    async for line in response.content:
+        if line.startswith(b"data: "):
+            data = line[6:].decode().strip()
+            yield data if data == "[DONE]" else json.loads(data)
+
+
+def raw_request(body: bytes, *headers: str, path: str = "/v1/chat/completions") -> bytes:
+    """A POST with these headers beside those that any has."""
+    lines = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json", *headers, "", ""]
+    return "\r\n".join(lines).encode() + body
