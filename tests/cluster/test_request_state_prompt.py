@@ -173,7 +173,7 @@ def test_an_embedding_is_the_end() -> None:
     assert request.on_embedding(D0, embedding(), 3.0) == request.on_lost(D0, "late", 3.0) == []
 
 
-def test_an_embedding_is_computed_again_elsewhere() -> None:
+def test_an_embedding_is_computed_again_at_another_replica() -> None:
     request = make_request(pooling="last", max_tokens=1)
     request.start(0.0)
     route(request, None, D0)

@@ -180,7 +180,7 @@ async def test_a_rank_dies_in_the_middle_of_a_prompt(
         await stage.harness.quiet(stage.p0, stage.d0)
 
 
-async def test_a_stream_that_continues_elsewhere_does_not_read_again(
+async def test_a_stream_that_continues_at_another_replica_does_not_read_again(
     stage: Stage, reference: Any, tmp_path: Path
 ) -> None:
     """Its prompt is read by then: the next attempt takes it from the cache."""
