@@ -21,9 +21,9 @@ from serving import ROOT, environment, tandem
 
 from cluster.api.client import Completion, Turn
 from cluster.cli.chat_session import (
-    SpokenAnswer,
     Conversation,
     PipeScreen,
+    SpokenAnswer,
     TerminalScreen,
     pipe_lines,
     printable,
