@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from router.load import CurrentLoad, LoadTracker
-from router.policies import NEVER_FITS_S, NO_SPACE_S, STALE_S, WORK_PART, Choice, RouteQuery
+from router.policies import NEVER_FITS_S, NO_SPACE_S, OVERLAP, STALE_S, WORK_PART, Choice, RouteQuery
 from router.radix import NOT_IN_STORE, Match
 
 Floats = npt.NDArray[np.float64]
@@ -29,15 +29,19 @@ class _Columns(NamedTuple):
     """What the prices need of each replica: a number a row."""
 
     received_at: Floats
-    queue_s: Floats
-    place_wait_s: Floats
-    num_sequences: Floats
+    num_sent_tokens: Floats
+    num_held_tokens: Floats
+    num_sent_sequences: Floats
+    num_held_sequences: Floats
+    num_places: Floats
+    place_s: Floats
     num_free_blocks: Floats
     num_total_blocks: Floats
     max_local_tokens: Floats
     token_s: Floats
     product_s: Floats
     attention_s: Floats
+    mixed_s: Floats
     transfer_s: Floats
     dram_s: Floats
     nvme_s: Floats
@@ -53,6 +57,8 @@ class _Costs(NamedTuple):
     local_s: Floats
     transfer_s: Floats
     lacking: Floats
+    queue_s: Floats
+    place_wait_s: Floats
     must_stay: npt.NDArray[np.bool_]
 
 
@@ -116,12 +122,13 @@ class PriceTable:
         query: RouteQuery,
         match: Match,
         sides: tuple[Rows, Rows],
-        waits: Mapping[str, float] | None,
+        waits: Mapping[str, float],
+        held_part: float,
         oldest: float,
         num_steps: float,
     ) -> Choice | None:
         """Return the cheapest choice, as `router.policies.choose` does."""
-        costs = self._costs(query, match, waits, oldest, num_steps)
+        costs = self._costs(query, match, waits, held_part, oldest, num_steps)
         prefills, decodes = sides
         local_cost_s, local_id = float("inf"), ""
         if query.may_stay and len(decodes):
@@ -132,6 +139,7 @@ class PriceTable:
         decodes = decodes[~costs.must_stay[decodes]]
         if len(prefills) and len(decodes):
             pairs = costs.prefill_s[prefills][:, None] + costs.decode_s[decodes]
+            pairs -= OVERLAP * np.minimum(costs.queue_s[prefills][:, None], costs.place_wait_s[decodes])
             pairs += costs.transfer_s[prefills][:, None] * costs.lacking[decodes]
             if self._has_both:
                 pairs[prefills[:, None] == decodes] = np.inf
@@ -148,17 +156,18 @@ class PriceTable:
         self,
         query: RouteQuery,
         match: Match,
-        waits: Mapping[str, float] | None,
+        waits: Mapping[str, float],
+        held_part: float,
         oldest: float,
         num_steps: float,
     ) -> _Costs:
         now = self._columns
-        queue_s, place_wait_s = now.queue_s, now.place_wait_s
+        queue_s = (now.num_sent_tokens + held_part * now.num_held_tokens) * now.token_s
+        num_before = now.num_sent_sequences + held_part * now.num_held_sequences
+        place_wait_s = np.maximum(0.0, num_before + 1 - now.num_places) * now.place_s
         if waits:
             rows = [self._row_of[each] for each in waits if each in self._row_of]
-            queue_s, place_wait_s = queue_s.copy(), place_wait_s.copy()
             queue_s[rows] = [wait_s for each, wait_s in waits.items() if each in self._row_of]
-            place_wait_s[rows] = 0.0
         num_tokens, block_tokens = query.num_tokens, query.block_tokens
         device = match.device
         matched = np.array([device.get(each, 0) for each in self.ids]) * block_tokens
@@ -172,7 +181,7 @@ class PriceTable:
             uncached = uncached - dram - nvme
             load_s = dram * now.dram_s + nvme * now.nvme_s
         prefill_s = uncached * (now.product_s + now.attention_s * ((num_tokens - uncached) + 0.5 * uncached))
-        num_streams = now.num_sequences + self._is_decode
+        num_streams = now.num_sent_sequences + self._is_decode
         disturbance_s = num_streams * prefill_s * np.minimum(1.0, prefill_s / now.present_step_s)
         disturbance_s[self._is_prefill] = 0.0
         own_s = WORK_PART * prefill_s + disturbance_s
@@ -185,7 +194,7 @@ class PriceTable:
         if query.kv_share < 1:
             too_long |= fits_not
         local_s = decode_s + own_s + NEVER_FITS_S * too_long + stale_s
-        computing_s = prefill_s + load_s
+        computing_s = prefill_s + uncached * now.mixed_s + load_s
         must_stay = np.zeros(len(self.ids), dtype=np.bool_)
         if query.may_stay:
             must_stay = uncached + load_s / now.token_s <= query.skip_prefill_tokens
@@ -195,6 +204,8 @@ class PriceTable:
             local_s=computing_s + np.maximum(queue_s, place_wait_s) + local_s,
             transfer_s=num_tokens * now.transfer_s,
             lacking=(num_tokens - matched) / num_tokens,
+            queue_s=queue_s,
+            place_wait_s=place_wait_s,
             must_stay=must_stay,
         )
 
@@ -211,15 +222,19 @@ def _row(state: CurrentLoad) -> tuple[float, ...]:
     report, rates = state.report, state.rates
     return (
         report.received_at,
-        state.queue_s,
-        state.place_wait_s,
-        state.num_sequences,
+        state.backlog_tokens - state.num_held_tokens,
+        state.num_held_tokens,
+        state.num_sent_sequences,
+        state.num_held_sequences,
+        state.num_places,
+        state.place_s,
         state.num_free_blocks,
         report.num_total_blocks,
         report.max_local_tokens,
         rates.token_s,
         rates.product_s,
         rates.attention_s,
+        rates.mixed_s,
         rates.transfer_s,
         rates.dram_s,
         rates.nvme_s,

@@ -142,6 +142,11 @@ class Preprocessor:
         )
 
     @property
+    def text(self) -> ModelText:
+        """The model's tokenizer."""
+        return self._text
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether the model has a chat template."""
         return self._chat is not None

@@ -69,7 +69,12 @@ class Field:
         return True
 
     def route(
-        self, request: RouteRequest, *, is_held: bool = False, prefers_capacity: bool = False
+        self,
+        request: RouteRequest,
+        *,
+        is_held: bool = False,
+        held_part: float = 1.0,
+        prefers_capacity: bool = False,
     ) -> Decision:
         usable = [it for it in self.known if it.replica_id not in request.excluded]
         if not usable:

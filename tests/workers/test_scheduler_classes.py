@@ -83,10 +83,14 @@ def test_a_paused_batch_continues_when_it_is_not_paused_any_more() -> None:
     outputs: dict[str, list[int]] = {}
     side.scheduler.submit(ask("b", [1, 2, 3], max_tokens=12, service_class="batch"), 0.0)
     side.scheduler.submit(ask("o", [4, 5, 6], max_tokens=12), 0.0)
+    assert side.scheduler.num_backlog_tokens == 6
     side.scheduler.pause_batch(True)
+    assert side.scheduler.num_backlog_tokens == 3, "nobody waits for what is paused"
     run(side, outputs, 3)
     assert "b" not in outputs
+    assert side.scheduler.num_backlog_tokens == 0
     side.scheduler.pause_batch(False)
+    assert side.scheduler.num_backlog_tokens == 3
     run(side, outputs, 3)
     assert len(outputs["b"]) == 3
     finish(side)
