@@ -200,7 +200,7 @@ def test_a_content_of_several_grammars_stays_what_it_is() -> None:
         grammar_text(OutputConstraint("grammar", '{"x": 1}', reasoning=THINKS), lambda marker: None)
 
 
-def walk(model: Model, order: OutputConstraint, randomness: random.Random, start: str) -> str | None:
+def random_answer(model: Model, order: OutputConstraint, randomness: random.Random, start: str) -> str | None:
     """A random text by the grammar that begins with `start`; None where it has no end in sight."""
     matcher = model.matcher(order)
     ids = list(model.tokenizer.encode(start).ids)
@@ -263,7 +263,7 @@ def test_what_a_grammar_allows_is_read_as_calls_of_the_tools(
     notation: CallNotation, markers: str, seed: int, mode: str, is_open: bool, begins_call: bool
 ) -> None:
     model = MODELS[markers]
-    # Free objects are without end in random walks.
+    # Free objects are without end in random answers.
     tools = (TOOLS[0], CallableTool("find_all", '{"additionalProperties": false}'))
     order = OutputConstraint(
         "anything", calls=rules(notation, mode, tools), reasoning=IS_THINKING if is_open else THINKS
@@ -271,7 +271,7 @@ def test_what_a_grammar_allows_is_read_as_calls_of_the_tools(
     start = "so</think>" if is_open else ""
     if begins_call:
         start += TEXTS[notation][0][0].partition("find")[0]
-    text = walk(model, order, random.Random(seed), start)
+    text = random_answer(model, order, random.Random(seed), start)
     if text is None:
         return
     calls = read_calls(notation, text, is_open=is_open)
@@ -363,7 +363,7 @@ def test_a_chat_says_which_calls_it_may_have() -> None:
     assert opened.reasoning == IS_THINKING
 
 
-def test_a_constraint_leaves_room_for_reasoning_and_calls() -> None:
+def test_a_constraint_goes_with_reasoning_and_calls() -> None:
     request = request_of(tools=[LOOSE])
     request.constraint.json_schema = "{}"
     calls = CallRules("hermes", (CallableTool("b"),), False, True)
