@@ -252,7 +252,7 @@ def is_call(name: str, arguments: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("markers", MODELS)
 @pytest.mark.parametrize("notation", NOTATIONS)
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     mode=st.sampled_from(["required", "text", "one"]),
