@@ -492,7 +492,8 @@ def parse_config(raw: dict[str, Any], source: str) -> ClusterConfig:
         items = error.errors()
         implied = {item["loc"][:length] for item in items for length in range(1, len(item["loc"]))}
         lines = [
-            f"{source}: {_field_path(item['loc'])}{_RENAMED.get(item['loc'], item['msg'].removeprefix('Value error, '))}"
+            f"{source}: {_field_path(item['loc'])}"
+            f"{_RENAMED.get(item['loc'], item['msg'].removeprefix('Value error, '))}"
             for item in items
             if item["loc"] not in implied
         ]

@@ -257,10 +257,6 @@ POOLS = (
         "replicas",
         "Replicas of the pool that have the other role now.",
         by="pool",
-        "",
-        "replicas",
-        "Replicas of the pool that have the other role now.",
-        by="pool",
     ),
     of_gateway(
         "scaling_changes_total",
