@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import json
 import re
 import subprocess
 import sys
@@ -128,6 +129,10 @@ def test_the_demo_shows_a_cached_prefix_and_leaves_nothing() -> None:
     assert cached[0] == 0
     assert cached[1] > 100
     assert done.stdout.rstrip().endswith("everything is stopped")
+    (command,) = [line for line in done.stdout.splitlines() if line.startswith("curl ")]
+    assert "/v1/completions" in command
+    (answer,) = [line for line in done.stdout.splitlines() if line.startswith('{"id"')]
+    assert json.loads(answer)["choices"][0]["text"]
 
 
 def test_a_folder_without_a_tokenizer_is_refused_before_anything_starts(tmp_path: Path) -> None:
