@@ -14,6 +14,9 @@ from optional_programs import MARK, check_marks, missing_programs
 collect_ignore = ["gpu"]
 
 
+# The limit of a test that is marked slow and has none of its own; pyproject.toml has that of the others.
+SLOW_TIMEOUT_S = 300
+
 # A shell ignores SIGINT in what it runs in the background, and children of tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -32,6 +35,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         check_marks(item)
+        if item.get_closest_marker("slow") and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
     if hasattr(config, "workerinput"):  # this is a worker of `-n`: the longest come first
         from parallel_files import starts_ray
 
