@@ -26,6 +26,8 @@ from cluster.admission.config import AdmissionConfig
 MULTIPLES = (0.5, 0.9, 1.2, 2.0, 5.0)
 TPOT_S = 0.4
 RECOVERY_S = 30.0
+# For long enough that so many requests come, where they are few.
+RECOVERY_REQUESTS = 100
 # Goodput has recovered when this part of so many requests that follow each other is good.
 WINDOW = 20
 RECOVERED_PART = 0.9
@@ -172,14 +174,15 @@ def overload(name: str, scenario: Scenario, num_replicas: int, duration_s: float
     peak = 0.0
     for multiple in MULTIPLES:
         started_at = time.perf_counter()
-        after_s = RECOVERY_S if multiple == MULTIPLES[-1] else 0.0
+        after_rate_s = MULTIPLES[0] * capacity
+        after_s = max(RECOVERY_S, RECOVERY_REQUESTS / after_rate_s) if multiple == MULTIPLES[-1] else 0.0
         load = run_load(
             scenario,
             num_replicas,
             multiple * capacity,
             duration_s,
             after_s=after_s,
-            after_rate_s=MULTIPLES[0] * capacity,
+            after_rate_s=after_rate_s,
         )
         record = load.record()
         peak = max(peak, record["goodput_per_s"])

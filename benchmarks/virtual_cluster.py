@@ -32,6 +32,7 @@ from router.config import RouterConfig
 from router.messages import Decision, QueueState, ReplicaLoad, RouteRequest
 from router.service import RouterService
 from workers.messages.link import ServiceClass
+from workers.scheduler.step_costs import NonNegativeFit
 
 BLOCK_TOKENS = 16
 REPORT_S = 0.2
@@ -158,12 +159,17 @@ class VirtualReplica:
         self._is_busy = False
         self._prefill_tok_s = 0.0
         self._decode_step_s = 0.0
+        # Coefficients of steps, fitted as `workers.scheduler.step_costs.StepCosts` does.
+        self._decode_fit = NonNegativeFit(3)
+        self._prefill_fit = NonNegativeFit(1)
         self.num_preemptions = 0
 
     def load(self) -> ReplicaLoad:
         """Return the report of this moment."""
         model = self.model
         queue = self.queue_state()
+        base_s, sequence_s, context_s = self._decode_fit.coefficients or (0.0, 0.0, 0.0)
+        (token_s,) = self._prefill_fit.coefficients or (0.0,)
         return ReplicaLoad(
             identity=self.identity,
             received_at=self._cluster.clock.now(),
@@ -176,10 +182,10 @@ class VirtualReplica:
             prefill_tok_s=self._prefill_tok_s,
             decode_step_s=self._decode_step_s,
             transfer_tok_s=1 / model.transfer_s,
-            prefill_token_s=model.token_s if self._prefill_tok_s else 0.0,
-            decode_base_s=model.base_s if self._decode_step_s else 0.0,
-            decode_sequence_s=model.sequence_s,
-            decode_context_s=model.context_s,
+            prefill_token_s=token_s,
+            decode_base_s=base_s,
+            decode_sequence_s=sequence_s,
+            decode_context_s=context_s,
             num_context_tokens=queue.num_context_tokens,
             max_batch_tokens=model.max_batch_tokens,
             max_sequences=model.max_sequences,
@@ -191,7 +197,8 @@ class VirtualReplica:
             num_running=len(self._running),
             num_waiting=len(self._waiting) + len(self._unlanded),
             num_landings=len(self._landings) + len(self._landing_queue),
-            num_backlog_tokens=self._backlog_tokens,
+            num_backlog_tokens=self._backlog_tokens
+            - sum(max(0, it.num_known - it.num_computed) for it in self._paused),
             num_free_blocks=self._num_free_blocks,
             num_context_tokens=sum(it.num_computed for it in self._running),
         )
@@ -263,13 +270,18 @@ class VirtualReplica:
         self._is_busy = True
         model = self.model
         num_chunk_tokens = sum(num_tokens for _, num_tokens in chunks)
-        decode_s = len(decodes) * model.sequence_s + sum(it.num_computed for it in decodes) * model.context_s
+        num_context_tokens = sum(it.num_computed for it in decodes)
+        decode_s = len(decodes) * model.sequence_s + num_context_tokens * model.context_s
         step_s = model.base_s + decode_s + num_chunk_tokens * model.token_s
         if chunks:
             tok_s = (num_chunk_tokens + len(decodes)) / step_s
             self._prefill_tok_s = moving_average(self._prefill_tok_s, tok_s, 0.2)
+            if not decodes or self._decode_fit.coefficients:
+                known_s = self._decode_fit.predict((0.0, len(decodes), num_context_tokens))
+                self._prefill_fit.add((num_chunk_tokens,), step_s - known_s, 1.0 / num_chunk_tokens)
         else:
             self._decode_step_s = moving_average(self._decode_step_s, step_s, 0.1)
+            self._decode_fit.add((1.0, len(decodes), num_context_tokens), step_s)
         self._cluster.after(step_s, lambda: self._done(decodes, chunks))
 
     def _pause(self) -> None:
@@ -431,9 +443,13 @@ class VirtualCluster:
 
     def saturate(self, num_requests: int, tenants: list[Tenant], lengths: Lengths) -> None:
         """Keep so many requests in the cluster: one comes for each that ends."""
-        self._on_end = lambda: self.arrive(self._draw(tenants), lengths)
+
+        def arrive() -> None:
+            self.arrive(self._draw(tenants), lengths)
+
+        self._on_end = arrive
         for _ in range(num_requests):
-            self._on_end()
+            arrive()
 
     def arrive(self, tenant: Tenant, lengths: Lengths) -> VirtualRequest:
         """Let a request arrive now, as `RequestManager` takes it."""

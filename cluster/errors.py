@@ -6,6 +6,7 @@ ClusterError
 │   ├── TemplateError             the model's chat template cannot render this chat: send text instead
 │   │   └── TemplateRefusedError  in words of its own, which are not logged
 │   ├── GrammarError              the constraint is wrong, unsupported or too complex: simplify it
+│   │   └── InvalidToolsError     calls of these tools cannot be demanded: simplify their schemas
 │   ├── UnknownModelError         ask for a model that `ListModels` names
 │   ├── UnknownRequestError       the request is not among the running and recent ones
 │   ├── DuplicateRequestError     the request id is in use: choose another, or resume it
@@ -37,6 +38,7 @@ ClusterError
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias, TypeVar
 
@@ -95,6 +97,10 @@ class GrammarError(RequestError):
     @property
     def logged(self) -> str:
         return "the constraint was refused"
+
+
+class InvalidToolsError(GrammarError):
+    """Calls of these tools cannot be demanded of this model's answers."""
 
 
 class UnknownModelError(RequestError):
@@ -171,6 +177,7 @@ class CallError(ClusterError):
         retry_after_s: float | None = None,
         fields: tuple[FieldViolation, ...] = (),
         usage: pb.Usage | None = None,
+        reason: str = "",
     ) -> None:
         super().__init__(f"{code.name}: {message}")
         self.code = code
@@ -181,6 +188,8 @@ class CallError(ClusterError):
         self.fields = fields
         # What an accepted request used before it failed; None: it was not accepted, or nobody said.
         self.usage = usage
+        # From ErrorInfo, for programs, such as "UNKNOWN_MODEL"; "": none was given.
+        self.reason = reason
 
     @property
     def is_refusal(self) -> bool:
@@ -245,6 +254,7 @@ STATUS_TABLE: dict[type[RequestError], grpc.StatusCode] = {
     TemplateError: grpc.StatusCode.INVALID_ARGUMENT,
     TemplateRefusedError: grpc.StatusCode.INVALID_ARGUMENT,
     GrammarError: grpc.StatusCode.INVALID_ARGUMENT,
+    InvalidToolsError: grpc.StatusCode.INVALID_ARGUMENT,
     UnknownModelError: grpc.StatusCode.NOT_FOUND,
     UnknownRequestError: grpc.StatusCode.NOT_FOUND,
     DuplicateRequestError: grpc.StatusCode.ALREADY_EXISTS,
@@ -280,10 +290,16 @@ _MAX_VIOLATIONS = 12
 # Statuses travel in HTTP/2 headers, of which a peer accepts 8 KiB by default.
 
 # The trailing metadata in which gRPC carries a google.rpc.Status.
+# Of the reasons in ErrorInfo.
+DOMAIN = "tandem"
 DETAILS_KEY = "grpc-status-details-bin"
 
-Detail: TypeAlias = error_details_pb2.RetryInfo | error_details_pb2.BadRequest | pb.Usage
-D = TypeVar("D", error_details_pb2.RetryInfo, error_details_pb2.BadRequest, pb.Usage)
+Detail: TypeAlias = (
+    error_details_pb2.RetryInfo | error_details_pb2.BadRequest | error_details_pb2.ErrorInfo | pb.Usage
+)
+D = TypeVar(
+    "D", error_details_pb2.RetryInfo, error_details_pb2.BadRequest, error_details_pb2.ErrorInfo, pb.Usage
+)
 
 
 class GrpcStatus(NamedTuple):
@@ -304,16 +320,30 @@ def to_grpc_status(error: RequestError, usage: pb.Usage | None = None) -> GrpcSt
     elif isinstance(error, TemplateError):
         details.append(_packed(_bad_request((FieldViolation("chat", str(error)),))))
     elif isinstance(error, GrammarError):
-        details.append(_packed(_bad_request((FieldViolation("constraint", str(error)),))))
+        field = "chat.tools" if isinstance(error, InvalidToolsError) else "constraint"
+        details.append(_packed(_bad_request((FieldViolation(field, str(error)),))))
     elif isinstance(error, RetryableError):
         nanos = math.ceil(error.retry_after_s * 1e9)
         delay = duration_pb2.Duration(seconds=nanos // 10**9, nanos=nanos % 10**9)
         details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
+    details.append(_packed(error_details_pb2.ErrorInfo(reason=reason_of(error), domain=DOMAIN)))
     if usage is not None:
         details.append(_packed(usage))
     message = str(error)[:_MAX_MESSAGE_CHARS]
     status = status_pb2.Status(code=code.value[0], message=message, details=details)
     return GrpcStatus(code, message, ((DETAILS_KEY, status.SerializeToString()),))
+
+
+def reason_of(error: RequestError) -> str:
+    """Return the reason of an error for programs: UNKNOWN_MODEL for `UnknownModelError`."""
+    words: list[str] = re.findall("[A-Z][a-z]*", type(error).__name__.removesuffix("Error"))
+    return "_".join(words).upper()
+
+
+def error_reason(trailing_metadata: tuple[tuple[str, str | bytes], ...]) -> str:
+    """Return the reason that a failed call gives to programs; "" where it gives none."""
+    found = _unpacked(trailing_metadata, error_details_pb2.ErrorInfo)
+    return next((str(info.reason) for info in found if info.domain == DOMAIN), "")
 
 
 def retry_after_s(trailing_metadata: tuple[tuple[str, str | bytes], ...]) -> float | None:

@@ -18,6 +18,7 @@ between clocks is late by as long as the news travelled, never early, and so err
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -33,12 +34,14 @@ from router.rates import Rates, rates_of
 # A request is taken to be in the first report that arrives this long after it was routed (or, for a
 # hand-over, after its first token): the way to the replica and back, with a margin.
 REPORT_LAG_S = 0.02
-# The weight of the newest measurement in the correction of a replica's times, its most, and the bounds of a
-# measurement. It is at least 1: a replica that is faster than it measures itself would draw all requests, and
-# the others never be tried.
+# The weight of the newest measurement in the correction of a replica's prefills, its most, the bounds of a
+# measurement, and how long one is remembered: a replica that is sent nothing, because it was slow, is tried
+# again. The correction is at least 1: a replica that is faster than it measures itself would draw all
+# requests, and the others never be tried.
 _CORRECTION_WEIGHT = 0.1
 _MOST_CORRECTION = 4.0
 _LEAST_RATIO = 0.1
+_CORRECTION_MEMORY_S = 30.0
 # The weight of the newest request in the mean time for which a sequence occupies a place.
 _RESIDENCE_WEIGHT = 0.1
 # Output tokens of a sequence, assumed until one has ended at the replica.
@@ -59,11 +62,9 @@ class CurrentLoad(NamedTuple):
     backlog_tokens: int
     # Sequences that decode there, wait there, or are on their way there.
     num_sequences: int
-    # Blocks free for another request; may be negative when more is on its way than fits.
+    # Blocks free for another request, beside what gateways hold; negative when more is on its way than fits.
     num_free_blocks: int
     rates: Rates
-    # The time of the backlog.
-    queue_s: float
     # Of `backlog_tokens` and `num_sequences`: those that gateways still hold.
     num_held_tokens: int = 0
     num_held_sequences: int = 0
@@ -71,8 +72,11 @@ class CurrentLoad(NamedTuple):
     num_places: float = 0.0
     # For how long a sequence has such a place, from its first token to its end.
     residence_s: float = 0.0
-    # The time until all that was placed there before has a place, and the next one too.
-    place_wait_s: float = 0.0
+
+    @property
+    def num_sent_sequences(self) -> int:
+        """Those that decode there, wait there, or are on their way there: what gateways hold left out."""
+        return self.num_sequences - self.num_held_sequences
 
     @property
     def place_s(self) -> float:
@@ -82,8 +86,18 @@ class CurrentLoad(NamedTuple):
     @property
     def submitted_place_wait_s(self) -> float:
         """The time until what was sent there has a place, and the next one too."""
-        num_sequences = self.num_sequences - self.num_held_sequences
-        return max(0.0, num_sequences + 1 - self.num_places) * self.place_s
+        return self.place_wait(0.0)
+
+    def queue(self, held_part: float) -> float:
+        """Return the time of the backlog, with that part of what gateways hold."""
+        num_sent_tokens = self.backlog_tokens - self.num_held_tokens
+        return (num_sent_tokens + held_part * self.num_held_tokens) * self.rates.token_s
+
+    def place_wait(self, held_part: float) -> float:
+        """Return the time until what was sent there, that part of what gateways hold, and one sequence more
+        have a place."""
+        num_before = self.num_sent_sequences + held_part * self.num_held_sequences
+        return max(0.0, num_before + 1 - self.num_places) * self.place_s
 
     def submitted_wait_s(self, num_held_tokens: int) -> float:
         """Return how long a request would wait for all that was placed there, `num_held_tokens` less."""
@@ -111,11 +125,11 @@ class Placement:
     gateway_id: str = ""
     # It waits in its gateway, and its replicas know nothing of it.
     is_held: bool = False
-    # Of computing it, and of loading what is stored.
+    # Of computing it, before any correction, and of loading what is stored; 0: not known.
     prefill_s: float = 0.0
     load_s: float = 0.0
-    # From when it was sent to its first token; 0: not known.
-    predicted_s: float = 0.0
+    # Until it is computed, as predicted when it was sent.
+    wait_s: float = 0.0
 
 
 class PlacementObserver(Protocol):
@@ -137,11 +151,13 @@ class _Pending:
 
     placements: set[Placement] = field(default_factory=set)
     num_prefill_tokens: int = 0
-    num_new_blocks: int = 0
     num_sequences: int = 0
     # Of these: of placements that are held.
     num_held_tokens: int = 0
     num_held_sequences: int = 0
+    # Of those that are not held: only what was sent takes blocks.
+    num_sent: int = 0
+    num_new_blocks: int = 0
 
     def add(self, placement: Placement) -> None:
         self.placements.add(placement)
@@ -154,20 +170,24 @@ class _Pending:
 
     def _count(self, placement: Placement, sign: int) -> None:
         self.num_prefill_tokens += sign * placement.num_prefill_tokens
-        self.num_new_blocks += sign * placement.num_new_blocks
         self.num_sequences += sign * placement.num_sequences
         if placement.is_held:
             self.num_held_tokens += sign * placement.num_prefill_tokens
             self.num_held_sequences += sign * placement.num_sequences
+        else:
+            self.num_sent += sign
+            self.num_new_blocks += sign * placement.num_new_blocks
 
     def check(self) -> None:
         """Assert that the sums are those of the placements."""
         items = self.placements
+        held, sent = [it for it in items if it.is_held], [it for it in items if not it.is_held]
         assert self.num_prefill_tokens == sum(item.num_prefill_tokens for item in items)
-        assert self.num_new_blocks == sum(item.num_new_blocks for item in items)
         assert self.num_sequences == sum(item.num_sequences for item in items)
-        assert self.num_held_tokens == sum(item.num_prefill_tokens for item in items if item.is_held)
-        assert self.num_held_sequences == sum(item.num_sequences for item in items if item.is_held)
+        assert self.num_held_tokens == sum(item.num_prefill_tokens for item in held)
+        assert self.num_held_sequences == sum(item.num_sequences for item in held)
+        assert self.num_sent == len(sent)
+        assert self.num_new_blocks == sum(item.num_new_blocks for item in sent)
 
 
 @dataclass(slots=True, eq=False)
@@ -186,8 +206,9 @@ class _ReplicaLoad:
     staying: _Pending = field(default_factory=_Pending)
     expected: _Pending = field(default_factory=_Pending)
     state: CurrentLoad | None = None
-    # Times measured there over times predicted.
-    correction: float = 1.0
+    # The logarithm of the times that prefills took there over those predicted, and when that was measured.
+    log_ratio: float = 0.0
+    measured_at: float = float("-inf")
     # From first tokens to ends, the mean; 0: not measured.
     residence_s: float = 0.0
 
@@ -199,6 +220,24 @@ class _ReplicaLoad:
     def covered_until(self) -> float:
         """What was made by then is shown by the last report; -inf before the first."""
         return float("-inf") if self.report is None else self.report.received_at - REPORT_LAG_S
+
+    def correction(self, now: float) -> float:
+        """Return what a prefill takes there over what its coefficients say."""
+        kept = math.exp((self.measured_at - now) / _CORRECTION_MEMORY_S)
+        return min(max(1.0, math.exp(kept * self.log_ratio)), _MOST_CORRECTION)
+
+    def correct(self, placement: Placement, took_s: float, now: float) -> None:
+        """Note when a request's first token came: after what lay before it, which the replica's rate of
+        tokens predicts, the rest is due to its own prefill. It counts by the part that this is of the whole.
+        """
+        if placement.prefill_s <= 0:
+            return
+        ratio = (took_s - placement.wait_s) / placement.prefill_s
+        log_ratio = math.log(min(max(ratio, _LEAST_RATIO), 1.0 / _LEAST_RATIO))
+        weight = _CORRECTION_WEIGHT * placement.prefill_s / (placement.wait_s + placement.prefill_s)
+        known = self.log_ratio * math.exp((self.measured_at - now) / _CORRECTION_MEMORY_S)
+        self.log_ratio, self.measured_at = known + weight * (log_ratio - known), now
+        self.state = None
 
     def cover(self) -> None:
         """Drop what the last report shows: routed by then or, if expected, handed over by then."""
@@ -276,14 +315,6 @@ class LoadTracker:
         if replica is not None and replica.report is not None and identity.epoch == replica.identity.epoch:
             self.on_load(replace(replica.report, received_at=received_at, **asdict(queue)))
 
-    def correct(self, replica_id: str, ratio: float) -> None:
-        """Note that something took `ratio` times as long at the replica as it was predicted to take."""
-        if (replica := self._replicas.get(replica_id)) is not None:
-            ratio = min(max(ratio, _LEAST_RATIO), 1.0 / _LEAST_RATIO)
-            corrected = replica.correction * ratio**_CORRECTION_WEIGHT
-            replica.correction = min(max(corrected, 1.0), _MOST_CORRECTION)
-            replica.state = None
-
     def on_submitted(self, request_id: str) -> None:
         """Note that a request that was held has been sent to its replicas."""
         placement = self._placements[""].get(request_id)
@@ -321,6 +352,8 @@ class LoadTracker:
         if (replica := self._replicas.get(placement.compute_id)) is not None:
             replica.computing.drop(placement)
             replica.state = None
+            if not gateway_id:
+                replica.correct(placement, placement.prefilled_at - placement.routed_at, self._clock.now())
         if (replica := self._replicas.get(placement.decode_id)) is not None:
             if _has_joined(placement, replica.covered_until):
                 replica.expected.drop(placement)
@@ -356,7 +389,7 @@ class LoadTracker:
         """Return the load as of now of a known replica."""
         replica = self._replicas[replica_id]
         if replica.state is None:
-            replica.state = _state_of(replica, self._reports)
+            replica.state = _state_of(replica, self._reports, self._clock.now())
         return replica.state
 
     @property
@@ -376,11 +409,12 @@ class LoadTracker:
         return (it.report for it in self._replicas.values() if it.report is not None)
 
     def _predict(self, placement: Placement) -> None:
-        """Note when its first token is due, from what is there before it."""
+        """Note when it will be computed: after what was sent there before it, and a step that runs."""
         if placement.compute_id in self._replicas:
             state = self.state(placement.compute_id)
-            queue_s = (state.backlog_tokens - state.num_held_tokens) * state.rates.token_s
-            placement.predicted_s = max(queue_s, placement.load_s) + placement.prefill_s
+            placement.wait_s = max(state.queue(0.0), placement.load_s)
+            if state.report.num_running:
+                placement.wait_s += state.rates.present_step_s / 2
 
     def _count(self, placement: Placement) -> None:
         for replica_id in (placement.compute_id, placement.decode_id):
@@ -415,7 +449,7 @@ def _has_joined(placement: Placement, until: float) -> bool:
     return placement.prefilled_at is not None and placement.prefilled_at <= until
 
 
-def _state_of(replica: _ReplicaLoad, others: Callable[[], Iterable[ReplicaLoad]]) -> CurrentLoad:
+def _state_of(replica: _ReplicaLoad, others: Callable[[], Iterable[ReplicaLoad]], now: float) -> CurrentLoad:
     """Add the pending placements to the report.
 
     Landings in the report and expected requests overlap (an expected request becomes a landing shortly
@@ -428,16 +462,16 @@ def _state_of(replica: _ReplicaLoad, others: Callable[[], Iterable[ReplicaLoad]]
         report = ReplicaLoad(replica.identity, float("-inf"), 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0)
     expected, staying = replica.expected, replica.staying
     num_new_blocks = staying.num_new_blocks
-    if len(expected.placements) > report.num_landings:
-        not_landed = 1.0 - report.num_landings / len(expected.placements)
+    if expected.num_sent > report.num_landings:
+        not_landed = 1.0 - report.num_landings / expected.num_sent
         num_new_blocks += round(not_landed * expected.num_new_blocks)
-    num_coming = max(report.num_landings, expected.num_sequences) + staying.num_sequences
+    num_expected = expected.num_sequences - expected.num_held_sequences
+    num_coming = max(report.num_landings, num_expected) + expected.num_held_sequences + staying.num_sequences
     num_sequences = report.num_running + report.num_waiting + num_coming
     backlog_tokens = report.num_backlog_tokens + replica.computing.num_prefill_tokens
-    rates = rates_of(report, num_sequences, replica.correction, others)
+    num_held_sequences = staying.num_held_sequences + expected.num_held_sequences
+    rates = rates_of(report, num_sequences - num_held_sequences, replica.correction(now), others)
     num_places = _num_places(report) if replica.role != "prefill" else 0.0
-    residence_s = replica.residence_s or DEFAULT_OUTPUT_TOKENS * rates.step_s
-    missing = max(0.0, num_sequences + 1 - num_places) if num_places else 0.0
     return CurrentLoad(
         role=replica.role,
         report=report,
@@ -445,12 +479,10 @@ def _state_of(replica: _ReplicaLoad, others: Callable[[], Iterable[ReplicaLoad]]
         num_sequences=num_sequences,
         num_free_blocks=report.num_free_blocks - num_new_blocks,
         rates=rates,
-        queue_s=backlog_tokens * rates.token_s,
         num_held_tokens=replica.computing.num_held_tokens,
-        num_held_sequences=staying.num_held_sequences + expected.num_held_sequences,
+        num_held_sequences=num_held_sequences,
         num_places=num_places,
-        residence_s=residence_s,
-        place_wait_s=missing * residence_s / num_places if missing else 0.0,
+        residence_s=replica.residence_s or DEFAULT_OUTPUT_TOKENS * rates.step_s,
     )
 
 

@@ -82,7 +82,8 @@ class Candidate(Part, frozen=True):
     With the policy "cost", `cost_s` is prefill + load + queue + pressure ("prefill", "local") or pressure
     ("decode"); `pressure_s` is what others suffer and what decoding there takes, plus penalties, named in
     `note`. `transfer_s` of a "prefill" candidate is what sending the whole prompt from there takes. A pair
-    costs both costs plus `transfer_s` times the uncached share of the prompt at the decode side.
+    costs both costs, less `router.policies.OVERLAP` of the shorter `queue_s`, plus `transfer_s` times the
+    uncached share of the prompt at the decode side.
     """
 
     replica_id: str

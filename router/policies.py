@@ -5,23 +5,27 @@ All delays that a choice causes are added: those of the request itself, of later
 that it disturbs. What things take at a replica is in `router.rates`, by its own measurements, so unlike
 replicas share load by their speed.
 
-    prefill p         prefill_s(p) + load_s(p) + queue_s(p) + work(p) + disturbance(p)
+    prefill p         own_s(p) + load_s(p) + queue_s(p) + work(p) + disturbance(p)
     decode d          place_wait_s(d) + num_steps x step_s(d) + no space(d)
-    pair p, d         prefill p + decode d + transfer_s(p) x uncached part(d)
+    pair p, d         prefill p + decode d - met(p, d) + transfer_s(p) x uncached part(d)
     local d           prefill d + decode d
 
-*Prefill*: the time to compute what is uncached, behind what is held; at least one token must be computed.
+*Own*: the time to compute what is uncached, behind what is held, and what decodes in the same steps; at least
+one token must be computed. *Prefill* is that without the decodes: what others suffer.
 
 *Loading*: a token of the prefix that the store of the replica's node holds is loaded instead of computed, in
 the time its tier takes. Loading delays no other request: other work runs meanwhile. A token that would take
 as long to load as to compute is computed, and counts as uncached. At the decode side of a pair only the
 device counts: the prefill side sends what only the store holds all the same.
 
-*Queue*: the time of all that was placed there before and is not computed, also of what gateways still hold;
-or of waiting for a place among the sequences that run, if that is longer.
+*Queue*: the time of all that was placed there before and is not computed, also of what gateways still hold,
+as far as it goes before the request; or of waiting for a place among the sequences that run, if that is
+longer.
 
 *Waiting for a place*: where as many sequences run as the replica takes, a place is free whenever one ends:
-after the mean time of a sequence there, over their number.
+after the mean time of a sequence there, over their number. Blocks, the streams that a prefill disturbs and
+the sequences of a step are those that were sent there: what gateways hold takes none yet. A pair waits for
+both at the same time: `met` is 0.7 of the shorter wait.
 
 *Work*: a part of the prefill once more. For the request itself, queueing behind a sibling that computes the
 prefix is no better than computing it again on an idle replica; for all others it is.
@@ -51,6 +55,9 @@ from router.messages import Candidate, Decision
 # The part of the prefill that counts as delay of later requests. Chosen on a public conversation trace (16
 # nodes): 0.2 has the least mean TTFT at 100 % load and costs under 1 % of it at 50 %; 1.0 has more hits.
 WORK_PART = 0.2
+# A pair waits for its queue and for its place at the same time, and begins when both are free: so much of the
+# shorter wait is saved.
+OVERLAP = 0.7
 # Added when the prompt and its growth do not fit the free blocks now (plus the time of the missing tokens).
 NO_SPACE_S = 1e3
 # Added for each side whose load is unknown or stale: the replica becomes the last choice.
@@ -76,14 +83,18 @@ class RouteQuery(NamedTuple):
 
 class ReplicaCost(NamedTuple):
     """A replica that may be chosen: its load, how many leading prompt tokens its device holds, how many it
-    would compute, and how many in between it would load from which tier of its node's store; and the time of
-    computing and of loading these."""
+    would compute, and how many in between it would load from which tier of its node's store; the time of
+    computing these, with what decodes in the same steps in `own_s`, and of loading; and the waits until it is
+    computed there, and for a place."""
 
     state: CurrentLoad
     is_stale: bool
     matched_tokens: int
     uncached_tokens: int
     prefill_s: float
+    own_s: float
+    queue_s: float
+    place_wait_s: float
     dram_tokens: int = 0
     nvme_tokens: int = 0
     load_s: float = 0.0
@@ -103,34 +114,42 @@ def disturbance_s(state: CurrentLoad, prefill_s: float) -> float:
     """Return the delay of the replica's streams if it computes for so long (formula above)."""
     if state.role == "prefill":
         return 0.0
-    num_streams = state.num_sequences + (1 if state.role == "decode" else 0)
+    num_streams = state.num_sent_sequences + (1 if state.role == "decode" else 0)
     return num_streams * prefill_s * min(1.0, prefill_s / state.rates.present_step_s)
 
 
 def replica_cost(
-    query: RouteQuery, state: CurrentLoad, is_stale: bool, device: int, dram: int, nvme: int
+    query: RouteQuery,
+    state: CurrentLoad,
+    is_stale: bool,
+    device: int,
+    dram: int,
+    nvme: int,
+    *,
+    held_part: float = 1.0,
 ) -> ReplicaCost:
     """Price a replica with `device` leading blocks of the prompt on its device, and after them `dram` and
-    `nvme` blocks in its node's store. At least one token must be computed, whatever is held."""
+    `nvme` blocks in its node's store. At least one token must be computed, whatever is held. `held_part` of
+    what gateways hold goes before the request."""
     rates = state.rates
     matched_tokens = min(device * query.block_tokens, query.num_tokens - 1)
     rest_tokens = query.num_tokens - matched_tokens
-    if not dram and not nvme:
-        return ReplicaCost(
-            state, is_stale, matched_tokens, rest_tokens, rates.prefill_s(rest_tokens, matched_tokens)
-        )
     dram_tokens = nvme_tokens = 0
-    if rates.dram_s < rates.token_s:
+    if dram and rates.dram_s < rates.token_s:
         dram_tokens = min(dram * query.block_tokens, rest_tokens - 1)
-    if rates.nvme_s < rates.token_s:
+    if nvme and rates.nvme_s < rates.token_s:
         nvme_tokens = min(nvme * query.block_tokens, rest_tokens - 1 - dram_tokens)
     uncached_tokens = rest_tokens - dram_tokens - nvme_tokens
+    prefill_s = rates.prefill_s(uncached_tokens, query.num_tokens - uncached_tokens)
     return ReplicaCost(
         state,
         is_stale,
         matched_tokens,
         uncached_tokens=uncached_tokens,
-        prefill_s=rates.prefill_s(uncached_tokens, query.num_tokens - uncached_tokens),
+        prefill_s=prefill_s,
+        own_s=prefill_s + uncached_tokens * rates.mixed_s,
+        queue_s=state.queue(held_part),
+        place_wait_s=state.place_wait(held_part),
         dram_tokens=dram_tokens,
         nvme_tokens=nvme_tokens,
         load_s=dram_tokens * rates.dram_s + nvme_tokens * rates.nvme_s,
@@ -182,10 +201,10 @@ def decode_candidate(query: RouteQuery, replica: ReplicaCost, num_steps: float) 
         side="decode",
         matched_tokens=replica.matched_tokens,
         uncached_tokens=query.num_tokens - replica.matched_tokens,
-        queue_s=state.place_wait_s,
+        queue_s=replica.place_wait_s,
         transfer_s=0.0,
         pressure_s=pressure_s,
-        cost_s=state.place_wait_s + pressure_s,
+        cost_s=replica.place_wait_s + pressure_s,
         note=note,
         step_s=state.rates.step_s,
     )
@@ -225,6 +244,8 @@ def choose(candidates: list[Candidate]) -> Choice | None:
         )
         num_tokens = decodes[0].matched_tokens + decodes[0].uncached_tokens
         lacking = np.array([item.uncached_tokens / num_tokens for item in decodes])
+        place_waits_s = np.array([item.queue_s for item in decodes])
+        costs -= OVERLAP * np.minimum(np.array([item.queue_s for item in prefills])[:, None], place_waits_s)
         costs += np.array([item.transfer_s for item in prefills])[:, None] * lacking
         decode_rows = {item.replica_id: row for row, item in enumerate(decodes)}
         for row, item in enumerate(prefills):
@@ -247,7 +268,8 @@ def recompute(decision: Decision) -> tuple[str, str]:
         for decode in decodes:
             if prefill.replica_id != decode.replica_id:
                 share = decode.uncached_tokens / (decode.matched_tokens + decode.uncached_tokens)
-                cost = prefill.cost_s + decode.cost_s + prefill.transfer_s * share
+                cost = prefill.cost_s + decode.cost_s - OVERLAP * min(prefill.queue_s, decode.queue_s)
+                cost += prefill.transfer_s * share
                 choices.append((cost, prefill.replica_id, decode.replica_id))
     _, prefill_id, decode_id = min(choices, key=lambda choice: choice[0])
     return prefill_id, decode_id
@@ -256,7 +278,7 @@ def recompute(decision: Decision) -> tuple[str, str]:
 def _computing(side: str, replica: ReplicaCost, pressure_s: float, note: str, transfer_s: float) -> Candidate:
     """A candidate on whose replica the prompt is computed."""
     state = replica.state
-    queue_s = max(state.queue_s, state.place_wait_s) if side == "local" else state.queue_s
+    queue_s = max(replica.queue_s, replica.place_wait_s) if side == "local" else replica.queue_s
     return Candidate(
         replica_id=state.report.identity.replica_id,
         side=side,
@@ -265,12 +287,12 @@ def _computing(side: str, replica: ReplicaCost, pressure_s: float, note: str, tr
         queue_s=queue_s,
         transfer_s=transfer_s,
         pressure_s=pressure_s,
-        cost_s=replica.prefill_s + replica.load_s + queue_s + pressure_s,
+        cost_s=replica.own_s + replica.load_s + queue_s + pressure_s,
         note=note,
         dram_tokens=replica.dram_tokens,
         nvme_tokens=replica.nvme_tokens,
         load_s=replica.load_s,
-        prefill_s=replica.prefill_s,
+        prefill_s=replica.own_s,
         step_s=state.rates.step_s,
     )
 
@@ -422,7 +444,7 @@ def _plain(query: RouteQuery, replica: ReplicaCost, side: str, rank: float) -> C
         side=side,
         matched_tokens=replica.matched_tokens,
         uncached_tokens=query.num_tokens - replica.matched_tokens if is_decode else replica.uncached_tokens,
-        queue_s=0.0 if is_decode else state.queue_s,
+        queue_s=0.0 if is_decode else replica.queue_s,
         transfer_s=0.0,
         pressure_s=0.0,
         cost_s=rank + (STALE_S if replica.is_stale else 0.0),
@@ -430,6 +452,6 @@ def _plain(query: RouteQuery, replica: ReplicaCost, side: str, rank: float) -> C
         dram_tokens=0 if is_decode else replica.dram_tokens,
         nvme_tokens=0 if is_decode else replica.nvme_tokens,
         load_s=0.0 if is_decode else replica.load_s,
-        prefill_s=0.0 if is_decode else replica.prefill_s,
+        prefill_s=0.0 if is_decode else replica.own_s,
         step_s=state.rates.step_s,
     )

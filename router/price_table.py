@@ -8,15 +8,15 @@ one. A row is filled in again when the load of its replica has changed.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from router.load import CurrentLoad, LoadTracker
-from router.policies import NEVER_FITS_S, NO_SPACE_S, STALE_S, WORK_PART, Choice, RouteQuery
-from router.radix import NOT_IN_STORE, Match
+from router.policies import NEVER_FITS_S, NO_SPACE_S, OVERLAP, STALE_S, WORK_PART, Choice, RouteQuery
+from router.radix import Match, PrefixTree
 
 Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.intp]
@@ -29,15 +29,19 @@ class _Columns(NamedTuple):
     """What the prices need of each replica: a number a row."""
 
     received_at: Floats
-    queue_s: Floats
-    place_wait_s: Floats
-    num_sequences: Floats
+    num_sent_tokens: Floats
+    num_held_tokens: Floats
+    num_sent_sequences: Floats
+    num_held_sequences: Floats
+    num_places: Floats
+    place_s: Floats
     num_free_blocks: Floats
     num_total_blocks: Floats
     max_local_tokens: Floats
     token_s: Floats
     product_s: Floats
     attention_s: Floats
+    mixed_s: Floats
     transfer_s: Floats
     dram_s: Floats
     nvme_s: Floats
@@ -53,6 +57,8 @@ class _Costs(NamedTuple):
     local_s: Floats
     transfer_s: Floats
     lacking: Floats
+    queue_s: Floats
+    place_wait_s: Floats
     must_stay: npt.NDArray[np.bool_]
 
 
@@ -62,6 +68,7 @@ class PriceTable:
     def __init__(
         self,
         load: LoadTracker,
+        tree: PrefixTree,
         prefill_ids: Sequence[str],
         decode_ids: Sequence[str],
         roles: Mapping[str, str],
@@ -69,6 +76,7 @@ class PriceTable:
         self.ids = list(dict.fromkeys([*prefill_ids, *decode_ids]))
         self.states: list[CurrentLoad] = [load.state(each) for each in self.ids]
         self._load = load
+        self._slots = np.array([tree.slot(each) for each in self.ids], dtype=np.intp)
         row_of = {replica_id: row for row, replica_id in enumerate(self.ids)}
         self._row_of = row_of
         self._prefill_rows = np.array([row_of[each] for each in prefill_ids], dtype=np.intp)
@@ -98,10 +106,13 @@ class PriceTable:
             moved[self._lengths == length] = zlib.crc32(bytes(length), seed) ^ zlib.crc32(bytes(length))
         return ((self._checksums ^ moved) * np.uint64(HASH_FACTOR)) & np.uint64(0xFFFFFFFF)
 
-    def sides(self, ranks: npt.NDArray[np.uint64] | None, last_used: Mapping[str, int]) -> tuple[Rows, Rows]:
+    def sides(self, ranks: npt.NDArray[np.uint64] | None, last_used: Iterable[str]) -> tuple[Rows, Rows]:
         """Return the rows of both sides: by their ranks, or least recently used first."""
         if ranks is None:
-            order = np.array([last_used.get(each, 0) for each in self.ids])
+            order = np.zeros(len(self.ids), dtype=np.intp)
+            row_of = self._row_of
+            rows = [row_of[each] for each in last_used if each in row_of]
+            order[rows] = np.arange(len(rows))
             return (
                 self._prefill_rows[np.argsort(order[self._prefill_rows], kind="stable")],
                 self._decode_rows[np.argsort(order[self._decode_rows], kind="stable")],
@@ -116,12 +127,13 @@ class PriceTable:
         query: RouteQuery,
         match: Match,
         sides: tuple[Rows, Rows],
-        waits: Mapping[str, float] | None,
+        waits: Mapping[str, float],
+        held_part: float,
         oldest: float,
         num_steps: float,
     ) -> Choice | None:
         """Return the cheapest choice, as `router.policies.choose` does."""
-        costs = self._costs(query, match, waits, oldest, num_steps)
+        costs = self._costs(query, match, waits, held_part, oldest, num_steps)
         prefills, decodes = sides
         local_cost_s, local_id = float("inf"), ""
         if query.may_stay and len(decodes):
@@ -132,6 +144,7 @@ class PriceTable:
         decodes = decodes[~costs.must_stay[decodes]]
         if len(prefills) and len(decodes):
             pairs = costs.prefill_s[prefills][:, None] + costs.decode_s[decodes]
+            pairs -= OVERLAP * np.minimum(costs.queue_s[prefills][:, None], costs.place_wait_s[decodes])
             pairs += costs.transfer_s[prefills][:, None] * costs.lacking[decodes]
             if self._has_both:
                 pairs[prefills[:, None] == decodes] = np.inf
@@ -148,44 +161,48 @@ class PriceTable:
         self,
         query: RouteQuery,
         match: Match,
-        waits: Mapping[str, float] | None,
+        waits: Mapping[str, float],
+        held_part: float,
         oldest: float,
         num_steps: float,
     ) -> _Costs:
         now = self._columns
-        queue_s, place_wait_s = now.queue_s, now.place_wait_s
+        queue_s = (now.num_sent_tokens + held_part * now.num_held_tokens) * now.token_s
+        num_before = now.num_sent_sequences + held_part * now.num_held_sequences
+        place_wait_s = np.maximum(0.0, num_before + 1 - now.num_places) * now.place_s
         if waits:
             rows = [self._row_of[each] for each in waits if each in self._row_of]
-            queue_s, place_wait_s = queue_s.copy(), place_wait_s.copy()
             queue_s[rows] = [wait_s for each, wait_s in waits.items() if each in self._row_of]
-            place_wait_s[rows] = 0.0
         num_tokens, block_tokens = query.num_tokens, query.block_tokens
-        device = match.device
-        matched = np.array([device.get(each, 0) for each in self.ids]) * block_tokens
+        matched = match.num_device[self._slots] * block_tokens
         np.minimum(matched, num_tokens - 1, out=matched)
         uncached: npt.NDArray[np.int64] = num_tokens - matched
         load_s: Floats | float = 0.0
-        if match.stored:
-            stored = np.array([match.stored.get(each, NOT_IN_STORE) for each in self.ids]).T * block_tokens
+        if match.num_dram is not None and match.num_nvme is not None:
+            stored = match.num_dram[self._slots] * block_tokens, match.num_nvme[self._slots] * block_tokens
             dram = np.where(now.dram_s < now.token_s, np.minimum(stored[0], uncached - 1), 0)
             nvme = np.where(now.nvme_s < now.token_s, np.minimum(stored[1], uncached - 1 - dram), 0)
             uncached = uncached - dram - nvme
             load_s = dram * now.dram_s + nvme * now.nvme_s
         prefill_s = uncached * (now.product_s + now.attention_s * ((num_tokens - uncached) + 0.5 * uncached))
-        num_streams = now.num_sequences + self._is_decode
+        num_streams = now.num_sent_sequences + self._is_decode
         disturbance_s = num_streams * prefill_s * np.minimum(1.0, prefill_s / now.present_step_s)
         disturbance_s[self._is_prefill] = 0.0
         own_s = WORK_PART * prefill_s + disturbance_s
-        stale_s = STALE_S * (now.received_at < oldest)
+        stale_s: Floats | float = 0.0
+        if now.received_at.min() < oldest:
+            stale_s = np.where(now.received_at < oldest, STALE_S, 0.0)
         fits_not = np.floor(now.num_total_blocks * query.kv_share) * block_tokens <= num_tokens
-        fits_not &= now.num_total_blocks > 0
-        never_s = NEVER_FITS_S * fits_not
+        never_s: Floats | float = 0.0
+        if fits_not.any():
+            fits_not &= now.num_total_blocks > 0
+            never_s = np.where(fits_not, NEVER_FITS_S, 0.0)
         decode_s = num_steps * now.step_s + self._space_s(query, matched) + stale_s
         too_long = (now.max_local_tokens > 0) & (now.max_local_tokens <= num_tokens)
         if query.kv_share < 1:
             too_long |= fits_not
         local_s = decode_s + own_s + NEVER_FITS_S * too_long + stale_s
-        computing_s = prefill_s + load_s
+        computing_s = prefill_s + uncached * now.mixed_s + load_s
         must_stay = np.zeros(len(self.ids), dtype=np.bool_)
         if query.may_stay:
             must_stay = uncached + load_s / now.token_s <= query.skip_prefill_tokens
@@ -195,11 +212,15 @@ class PriceTable:
             local_s=computing_s + np.maximum(queue_s, place_wait_s) + local_s,
             transfer_s=num_tokens * now.transfer_s,
             lacking=(num_tokens - matched) / num_tokens,
+            queue_s=queue_s,
+            place_wait_s=place_wait_s,
             must_stay=must_stay,
         )
 
-    def _space_s(self, query: RouteQuery, matched: npt.NDArray[np.int64]) -> Floats:
+    def _space_s(self, query: RouteQuery, matched: npt.NDArray[np.int64]) -> Floats | float:
         now = self._columns
+        if query.num_tokens + query.num_growth_tokens <= now.num_free_blocks.min() * query.block_tokens:
+            return 0.0
         needed = query.num_tokens - matched + query.num_growth_tokens
         missing = -(-needed // query.block_tokens) - now.num_free_blocks
         penalty_s = NO_SPACE_S + missing * query.block_tokens * now.token_s
@@ -211,15 +232,19 @@ def _row(state: CurrentLoad) -> tuple[float, ...]:
     report, rates = state.report, state.rates
     return (
         report.received_at,
-        state.queue_s,
-        state.place_wait_s,
-        state.num_sequences,
+        state.backlog_tokens - state.num_held_tokens,
+        state.num_held_tokens,
+        state.num_sent_sequences,
+        state.num_held_sequences,
+        state.num_places,
+        state.place_s,
         state.num_free_blocks,
         report.num_total_blocks,
         report.max_local_tokens,
         rates.token_s,
         rates.product_s,
         rates.attention_s,
+        rates.mixed_s,
         rates.transfer_s,
         rates.dram_s,
         rates.nvme_s,

@@ -1,10 +1,15 @@
 """What things take at one replica, in seconds, by its own measurements.
 
 A decode step takes base + sequences x `decode_sequence_s` + context tokens x `decode_context_s`; a chunk of n
-tokens behind p others takes n x `prefill_token_s` + n x (p + n / 2) x `attention_token_s`. A replica measures
-these coefficients from its steps (`workers.scheduler.step_costs`). Until it has, its average rates are used,
-and until it has those, the best of the other replicas' or the defaults below, so that a replica that has just
-come is tried.
+tokens behind p others takes n x `prefill_token_s` + n x (p + n / 2) x `attention_token_s`, and what decodes
+in the same step adds its time without the base. A replica measures these coefficients from its steps
+(`workers.scheduler.step_costs`). Until it has, its average rates are used, and until it has those, the best
+of the other replicas' or the defaults below, so that a replica that has just come is tried.
+
+What is behind others waits for them by the average rate of tokens, which is measured in the steps that
+compute them and so contains their decodes. What a request computes itself is predicted by the coefficients,
+and these alone are corrected by when first tokens come: corrected too, the rate would count disturbances
+twice.
 """
 
 from __future__ import annotations
@@ -24,22 +29,27 @@ DEFAULT_SEQUENCE_PART = 0.02
 DEFAULT_LOAD_RATIO = {"dram": 0.1, "nvme": 0.5}
 # Time of sending a token over computing it, assumed until the prefill replica has measured both.
 DEFAULT_TRANSFER_RATIO = 0.1
+# The tokens of a step, assumed for a replica that has not reported them.
+DEFAULT_BATCH_TOKENS = 512
 
 
 class Rates(NamedTuple):
     """Seconds of one token, or of a step, at a replica as it is loaded now."""
 
-    # Of a prompt token as the replica has met them, whatever lay before it.
+    # Of a prompt token as the replica has met them, whatever lay before it and decoded in the same steps.
     token_s: float
-    # The products of a token, and its attention to one token before it.
+    # The products of a token, its attention to one token before it, and its part of what decodes meanwhile.
     product_s: float
     attention_s: float
+    mixed_s: float
     transfer_s: float
     dram_s: float
     nvme_s: float
     # A decode step as it is now, and with one more sequence of average context.
     present_step_s: float
     step_s: float
+    # Is in `product_s`, `attention_s` and `mixed_s`.
+    correction: float
 
     def prefill_s(self, num_tokens: int, num_before: int) -> float:
         """Return the time to compute so many tokens behind so many."""
@@ -52,30 +62,43 @@ def rates_of(
     correction: float = 1.0,
     others: Callable[[], Iterable[ReplicaLoad]] = tuple,
 ) -> Rates:
-    """Return the rates of a replica with so many sequences. All that computes takes `correction` times what
-    was measured. The reports of the `others` are asked for where it has not measured something."""
+    """Return the rates of a replica with so many sequences. Computing a prompt takes `correction` times what
+    the coefficients say. The reports of the `others` are asked for where it has not measured something."""
     prefill_tok_s = report.prefill_tok_s or max(
         (it.prefill_tok_s for it in others() if it.prefill_tok_s), default=DEFAULT_PREFILL_TOK_S
     )
     decode_step_s = report.decode_step_s or min(
         (it.decode_step_s for it in others() if it.decode_step_s), default=DEFAULT_DECODE_STEP_S
     )
-    token_s = correction / prefill_tok_s
+    token_s = 1.0 / prefill_tok_s
     if report.prefill_token_s:
         product_s = correction * report.prefill_token_s
         attention_s = correction * report.attention_token_s
+        mixed_s = correction * _mixed_s(report)
     else:
-        product_s, attention_s = token_s, 0.0
+        product_s, attention_s, mixed_s = correction * token_s, 0.0, 0.0
     return Rates(
         token_s=token_s,
         product_s=product_s,
         attention_s=attention_s,
+        mixed_s=mixed_s,
         transfer_s=1.0 / report.transfer_tok_s if report.transfer_tok_s else DEFAULT_TRANSFER_RATIO * token_s,
         dram_s=_load_s(report, "dram", token_s),
         nvme_s=_load_s(report, "nvme", token_s),
-        present_step_s=correction * decode_step_s,
-        step_s=correction * _step_s(report, num_sequences, decode_step_s),
+        present_step_s=decode_step_s,
+        step_s=_step_s(report, num_sequences, decode_step_s),
+        correction=correction,
     )
+
+
+def _mixed_s(report: ReplicaLoad) -> float:
+    """Return what decodes add to a prompt token: of a step they take their time and a token each, the prompts
+    the other tokens."""
+    decodes_s = (
+        report.num_running * report.decode_sequence_s + report.num_context_tokens * report.decode_context_s
+    )
+    num_tokens = (report.max_batch_tokens or DEFAULT_BATCH_TOKENS) - report.num_running
+    return decodes_s / max(1, num_tokens)
 
 
 def _load_s(report: ReplicaLoad, tier: str, token_s: float) -> float:

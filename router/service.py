@@ -27,10 +27,10 @@ from router.policies import (
     replica_cost,
 )
 from router.price_table import HASH_FACTOR, PriceTable
-from router.radix import NOT_IN_STORE, Match, PrefixTree
+from router.radix import Match, PrefixTree
+from router.rates import DEFAULT_BATCH_TOKENS
 
 # Assumed for a replica that has not reported them.
-DEFAULT_BATCH_TOKENS = 512
 DEFAULT_MAX_SEQUENCES = 64
 ROLES = ("prefill", "decode", "both")
 # How many decisions `explain` remembers.
@@ -48,10 +48,11 @@ class _Member:
 
 class _View(NamedTuple):
     """What a decision sees beside the loads: cached blocks, waits by replica that replace those of the loads,
-    and the time before which a report is stale."""
+    the part of what gateways hold that goes before it, and the time before which a report is stale."""
 
     match: Match
     waits: Mapping[str, float]
+    held_part: float
     oldest: float
 
 
@@ -179,15 +180,17 @@ class RouterService:
         *,
         is_held: bool = False,
         waits: Mapping[str, float] | None = None,
+        held_part: float = 1.0,
         prefers_capacity: bool = False,
     ) -> Decision:
         """Choose replicas and count the request there; one that `is_held` waits here until `on_submitted`.
-        `waits` are seconds by replica, where the request would wait for that and not for all that is there.
+        `waits` are seconds by replica, where the request would be computed after that and not after all that
+        is there; elsewhere, and for a place, it waits for `held_part` of what gateways hold.
         With `prefers_capacity` those that can take it now go before all others, whatever they cost.
         Raises `NoReplicaError`, naming the side that is missing."""
         query = self._query(request)
         match = self._tree.match(request.block_keys)
-        view = _View(match, waits or {}, self._clock.now() - self._config.stale_load_s)
+        view = _View(match, waits or {}, held_part, self._clock.now() - self._config.stale_load_s)
         candidates: Sequence[Candidate]
         if isinstance(self._policy, CostPolicy) and not (
             prefers_capacity
@@ -223,7 +226,7 @@ class RouterService:
         )
         query = self._query(request)
         match = self._tree.match(request.block_keys)
-        view = _View(match, {}, self._clock.now() - self._config.stale_load_s)
+        view = _View(match, {}, 1.0, self._clock.now() - self._config.stale_load_s)
         replicas = _replica_costs(query, self._states(decode_ids), view)
         priced = [decode_candidate(query, replica, self._config.decode_steps) for replica in replicas]
         chosen = min(priced, key=lambda item: (item.cost_s, item.uncached_tokens), default=None)
@@ -280,9 +283,6 @@ class RouterService:
         placement = self._load.on_prefilled(request_id)
         if placement is None:
             return
-        if placement.compute_id and placement.predicted_s > 0:
-            took_s = self._clock.now() - placement.routed_at
-            self._load.correct(placement.compute_id, took_s / placement.predicted_s)
         if placement.decode_id:
             self._tree.predict(placement.decode_id, placement.block_keys)
 
@@ -331,10 +331,10 @@ class RouterService:
         """Return how many of the leading blocks the replica with most of them has, on its device or in its
         node's store."""
         match = self._tree.match(block_keys)
-        holders = match.device.keys() | match.stored.keys()
-        return max(
-            (match.device.get(it, 0) + sum(match.stored.get(it, NOT_IN_STORE)) for it in holders), default=0
-        )
+        num_blocks = match.num_device
+        if match.num_dram is not None and match.num_nvme is not None:
+            num_blocks = num_blocks + match.num_dram + match.num_nvme
+        return int(num_blocks.max(initial=0))
 
     def explain(self, request_id: str) -> Decision | None:
         """Return the request's last decision while it is among the last `NUM_DECISIONS_KEPT`."""
@@ -419,7 +419,7 @@ class RouterService:
         if self._has_refused(replica_id):
             return False
         state = self._load.state(replica_id)
-        num_sequences = state.num_sequences - state.num_held_sequences
+        num_sequences = state.num_sent_sequences
         max_sequences = state.report.max_sequences or DEFAULT_MAX_SEQUENCES
         if num_sequences and num_sequences + num_new_sequences > max_sequences:
             return False
@@ -464,13 +464,13 @@ class RouterService:
         """Choose among all replicas that take requests, by the policy "cost"."""
         if self._table is None:
             roles = {replica_id: member.role for replica_id, member in self._members.items()}
-            self._table = PriceTable(self._load, *self._usable(request), roles)
+            self._table = PriceTable(self._load, self._tree, *self._usable(request), roles)
         table = self._table
         table.refresh()
         ranks = table.hashed(self._seed(request)) if self._salt else None
-        sides = table.sides(ranks, {replica_id: place for place, replica_id in enumerate(self._members)})
+        sides = table.sides(ranks, self._members)
         num_steps = self._config.decode_steps
-        choice = table.cheapest(query, view.match, sides, view.waits, view.oldest, num_steps)
+        choice = table.cheapest(query, view.match, sides, view.waits, view.held_part, view.oldest, num_steps)
         states, ids, policy = list(table.states), table.ids, self._policy
 
         def made() -> list[Candidate]:
@@ -485,12 +485,11 @@ class RouterService:
         self, request_id: str, query: RouteQuery, choice: Choice, candidates: Sequence[Candidate], view: _View
     ) -> Decision:
         (decode,) = _replica_costs(query, self._states([choice.decode]), view)
-        prefill, transfer_s, place_wait_s = decode, 0.0, decode.state.place_wait_s
+        prefill, transfer_s = decode, 0.0
         if choice.prefill:
             (prefill,) = _replica_costs(query, self._states([choice.prefill]), view)
             lacking = (query.num_tokens - decode.matched_tokens) / query.num_tokens
             transfer_s = query.num_tokens * prefill.state.rates.transfer_s * lacking
-            place_wait_s = self._load.state(choice.decode).submitted_place_wait_s
             reason = f"the pair costs {_ms(choice.pair_cost_s)}, {_other('alone', choice.local_cost_s)}"
         else:
             reason = f"alone costs {_ms(choice.local_cost_s)}, {_other('the best pair', choice.pair_cost_s)}"
@@ -504,8 +503,8 @@ class RouterService:
             candidates=candidates,
             reason=reason,
             prediction=Prediction(
-                queue_s=max(prefill.state.queue_s, place_wait_s),
-                prefill_s=prefill.prefill_s,
+                queue_s=max(prefill.queue_s, decode.place_wait_s),
+                prefill_s=prefill.own_s,
                 load_s=prefill.load_s,
                 transfer_s=transfer_s,
                 step_s=decode.state.rates.step_s,
@@ -531,7 +530,7 @@ class RouterService:
                 num_sequences=query.num_samples,
                 routed_at=self._clock.now(),
                 is_held=is_held,
-                prefill_s=decision.prediction.prefill_s,
+                prefill_s=decision.prediction.prefill_s / self._load.state(compute_id).rates.correction,
                 load_s=decision.prediction.load_s,
             )
         )
@@ -553,12 +552,11 @@ def _replica_costs(
 ) -> list[ReplicaCost]:
     match, replicas = view.match, []
     for replica_id, state in states:
-        if (wait_s := view.waits.get(replica_id)) is not None:
-            state = state._replace(queue_s=wait_s, place_wait_s=0.0)
-        device = match.device.get(replica_id, 0)
-        dram, nvme = match.stored.get(replica_id, NOT_IN_STORE)
+        device, (dram, nvme) = match.of(replica_id)
         is_stale = state.report.received_at < view.oldest
-        replicas.append(replica_cost(query, state, is_stale, device, dram, nvme))
+        cost = replica_cost(query, state, is_stale, device, dram, nvme, held_part=view.held_part)
+        wait_s = view.waits.get(replica_id)
+        replicas.append(cost if wait_s is None else cost._replace(queue_s=wait_s))
     return replicas
 
 

@@ -16,8 +16,8 @@ placed anew: after each part of the time that it may wait, and when another repl
 has waited so long that it would be late, or as long as its class allows, it is refused: none waits longer.
 
 Calls that resume a stream, retries and migrations are not judged: they were taken already. What a replica has
-refused waits in `retries` for one that has room, and goes before the rest. Not thread-safe; time comes from a
-`Clock`.
+refused waits in `retries` for one that has capacity, and goes before the rest. Not thread-safe; time comes
+from a `Clock`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from cluster.admission.config import AdmissionConfig
 from cluster.admission.fair_queue import Flow, Waiting
-from cluster.admission.ladder import Ladder, Rung
+from cluster.admission.ladder import Ladder, Pressure, Rung
 from cluster.admission.lane import ReplicaLane
 from cluster.admission.retries import RetryQueue
 from cluster.errors import OverloadedError
@@ -42,8 +42,9 @@ from router.messages import Decision, RouteRequest
 from router.service import RouterService
 from workers.messages.link import SERVICE_CLASSES, ServiceClass
 
-# A request is refused when it is predicted to take more than this part of its objective, or of what is left
-# of its deadline: predictions err.
+# A request is refused when its wait is predicted to take more than `WAIT_MARGIN` of its objective, or of what
+# is left of its deadline, or its first token more than `MARGIN`: predictions err, those of waits the most.
+WAIT_MARGIN = 0.7
 MARGIN = 0.85
 # Of the time after which a refused client may come back: it varies by this part in either direction.
 JITTER = 0.25
@@ -55,11 +56,10 @@ REROUTE_PART = 0.2
 _MOST_REROUTES = 8
 # Timers may ring so much too early.
 _EARLY_S = 0.002
-# How often the pressure is measured, at most, and how often all is looked at that waits.
-_PRESSURE_S = 0.1
-# How long a flow counts in it after its last request, and how many do.
-_ASKING_S = 5.0
-_MAX_ASKING = 1000
+# How often all is looked at that waits.
+_LOOK_S = 0.1
+# Flows whose least wait is remembered.
+_MAX_EARLY = 1000
 # While nothing comes or goes, the least wait of a flow holds for so long: a refusal costs next to nothing.
 _EARLY_WAIT_S = 0.02
 
@@ -91,8 +91,9 @@ class HeldRequest:
     waiting: Waiting
     # From its arrival to its first token, as predicted when it was taken.
     predicted_s: float
-    # Waits no longer than until then.
+    # Waits no longer than until then; `bound` names what says so.
     refused_at: float
+    bound: str
     routed_at: float
     # One of them is called, once: when it may be submitted, or when it has waited too long.
     release: Callable[[HeldRequest], None] | None = None
@@ -107,19 +108,11 @@ class _EarlyWait(NamedTuple):
     wait_s: float
 
 
-class _Asking(NamedTuple):
-    """What the latest request of a flow would have waited, in parts of its objective."""
-
-    at: float
-    weight: float
-    pressure: float
-
-
 @dataclass(slots=True)
 class AdmissionCounts:
     """Totals since the start of the gateway."""
 
-    # By reason ("late", "bytes", "shed", "aged") and class.
+    # By reason ("late", "bytes", "shed", "aged", "requests") and class.
     num_refused: Counter[tuple[str, ServiceClass]] = field(default_factory=Counter)
     num_capped: int = 0
     num_released: Counter[ServiceClass] = field(default_factory=Counter)
@@ -153,16 +146,14 @@ class RequestAdmission:
         self._reroutes: list[tuple[float, int, HeldRequest]] = []
         self._num_taken = 0
         self._num_bytes = 0
-        # The flows that have asked lately, the latest last.
-        self._asking: dict[Flow, _Asking] = {}
         # Puts and removals, and what was predicted since the last one.
         self._num_changes = 0
         self._early: dict[Flow, _EarlyWait] = {}
-        self._measured_at = float("-inf")
         self._is_pumping = False
         self._pumped_at = float("-inf")
         self.retries = RetryQueue(router)
         self.ladder = Ladder(self._moved)
+        self._pressure = Pressure(self.ladder)
         self.counts = AdmissionCounts()
 
     def __len__(self) -> int:
@@ -215,17 +206,21 @@ class RequestAdmission:
     def check_early(self, flow: Flow, weight: float, now: float, deadline_at: float | None) -> None:
         """Raise `OverloadedError` where the queues alone make any request of the flow late: nothing of it has
         been read yet."""
-        limit_s = self._limit_s(flow, now, deadline_at)
         early = self._early.get(flow)
         if early is None or early.num_changes != self._num_changes or now >= early.at + _EARLY_WAIT_S:
             early = _EarlyWait(now, self._num_changes, self._least_wait_s(flow, weight, now))
-            if len(self._early) >= _MAX_ASKING:
+            if len(self._early) >= _MAX_EARLY:
                 self._early.clear()
             self._early[flow] = early
-        wait_s = early.wait_s
-        self._note(flow, weight, wait_s, now)
-        if wait_s > limit_s:
-            self._refuse("late", flow, wait_s, limit_s)
+        limit_s = self._limit_s(flow, now, deadline_at)
+        if _excess_s(early.wait_s, 0.0, limit_s) > 0:
+            self._note(flow, weight, early.wait_s, now)
+            self._refuse_late(flow, early.wait_s, 0.0, limit_s)
+
+    def refuse(self, reason: str, flow: Flow, because: str, drain_s: float) -> NoReturn:
+        """Count a refusal, and raise its `OverloadedError`; in `drain_s` there may be capacity."""
+        self.counts.num_refused[reason, flow.service_class] += 1
+        raise OverloadedError(because, self.retry_after_s(drain_s))
 
     def admit(self, request: RouteRequest, candidacy: Candidacy) -> HeldRequest:
         """Place the request, which is held; raise `OverloadedError` where it would be late, or too much waits
@@ -233,28 +228,35 @@ class RequestAdmission:
         now, flow = self._clock.now(), candidacy.flow
         limit_bytes = self._config.max_queue_mb * 1e6
         if self._num_bytes + candidacy.num_bytes > limit_bytes:
-            self.counts.num_refused["bytes", flow.service_class] += 1
-            raise OverloadedError(
+            excess_bytes = self._num_bytes + candidacy.num_bytes - limit_bytes
+            part = min(1.0, excess_bytes / self._num_bytes) if self._num_bytes else 1.0
+            self.refuse(
+                "bytes",
+                flow,
                 f"the requests that wait in this gateway have {self._num_bytes / 1e6:.0f} MB, "
                 f"{self._config.max_queue_mb:g} MB are the most (admission.max_queue_mb)",
-                self._retry_s(self.waiting_s()),
+                part * self._drain_s(now),
             )
         if self.ladder.rung >= Rung.LOW_WEIGHT_SHED and (
             flow.service_class == "batch" or candidacy.weight < 1
         ):
-            self.counts.num_refused["shed", flow.service_class] += 1
-            raise OverloadedError(
+            self.refuse(
+                "shed",
+                flow,
                 f"under this load requests of the class {flow.service_class} with a weight of "
                 f"{candidacy.weight:g} are not taken",
-                self._retry_s(self.waiting_s()),
+                self._drain_s(now),
             )
         decision = self._route(request, candidacy, now)
         prediction = decision.prediction
-        ttft_s = prediction.ttft_s
+        elapsed_s = now - candidacy.arrived_at
+        own_s = elapsed_s + prediction.prefill_s
+        wait_s = prediction.ttft_s - prediction.prefill_s
         limit_s = self._limit_s(flow, now, candidacy.deadline_at)
-        if now - candidacy.arrived_at + ttft_s > limit_s:
+        self._note(flow, candidacy.weight, wait_s, now)
+        if _excess_s(wait_s, own_s, limit_s) > 0:
             self._router.on_finished(request.request_id)
-            self._refuse("late", flow, ttft_s, limit_s)
+            self._refuse_late(flow, wait_s, own_s, limit_s)
         settings = self._config.of(flow.service_class)
         waiting = Waiting(
             request_id=request.request_id,
@@ -265,12 +267,15 @@ class RequestAdmission:
             priority=candidacy.priority,
             num_bytes=candidacy.num_bytes,
         )
-        wait_s = settings.max_wait_s
-        if settings.ttft_s is not None:
-            wait_s = min(wait_s, settings.ttft_s - prediction.prefill_s)  # then it would be late
-        predicted_s = now - candidacy.arrived_at + ttft_s
-        refused_at = candidacy.arrived_at + wait_s
-        held = HeldRequest(candidacy, request, decision, waiting, predicted_s, refused_at, now)
+        wait_s, bound = (
+            settings.max_wait_s,
+            f"the most for the class (admission.{flow.service_class}.max_wait_s)",
+        )
+        if settings.ttft_s is not None and settings.ttft_s - prediction.prefill_s < wait_s:
+            wait_s = settings.ttft_s - prediction.prefill_s
+            bound = f"after which it would miss its objective (admission.{flow.service_class}.ttft_s)"
+        predicted_s, refused_at = elapsed_s + prediction.ttft_s, candidacy.arrived_at + wait_s
+        held = HeldRequest(candidacy, request, decision, waiting, predicted_s, refused_at, bound, now)
         self._held[request.request_id] = held
         self._num_bytes += candidacy.num_bytes
         self._num_taken += 1
@@ -289,7 +294,7 @@ class RequestAdmission:
 
     def retry_after_s(self, drain_s: float) -> float:
         """Return when a client may come back that is refused until something has drained."""
-        return self._retry_s(drain_s)
+        return max(_LEAST_RETRY_S, drain_s) * (1 + JITTER * (self._seeds() % 2001 - 1000) / 1000)
 
     # --------------------------------------------------------------------------------------- release
 
@@ -318,10 +323,10 @@ class RequestAdmission:
         self._is_pumping = True
         try:
             now = self._clock.now()
-            self._measure(now)
+            self._pressure.measure(now)
             self._refuse_overdue(now)
             self.retries.pump()
-            is_for_all = not replica_id or now >= self._pumped_at + _PRESSURE_S
+            is_for_all = not replica_id or now >= self._pumped_at + _LOOK_S
             if is_for_all:
                 self._pumped_at = now
             for name, lane in list(self._lanes.items()):
@@ -345,6 +350,7 @@ class RequestAdmission:
         for held in moved:
             release = held.release
             if self._take_out(held) and release is not None:
+                self._router.on_submitted(held.request.request_id)
                 release(held)  # its task finds that a replica is gone, and routes it again
         if (lane := self._lanes.get(replica_id)) is not None and not len(lane.queue):
             del self._lanes[replica_id]
@@ -404,9 +410,8 @@ class RequestAdmission:
             self.counts.num_refused["aged", flow.service_class] += 1
             refuse(
                 OverloadedError(
-                    f"it has waited for {now - held.candidacy.arrived_at:.1f} s, the most for the class "
-                    f"{flow.service_class} (admission.{flow.service_class}.max_wait_s)",
-                    self._retry_s(self._least_wait_s(flow, held.candidacy.weight, now)),
+                    f"it has waited for {now - held.candidacy.arrived_at:.1f} s, {held.bound}",
+                    self.retry_after_s(self._least_wait_s(flow, held.candidacy.weight, now)),
                 )
             )
 
@@ -415,16 +420,22 @@ class RequestAdmission:
         flow = held.candidacy.flow
         self._num_changes += 1
         lane.num_tokens += _num_new_tokens(held)
-        lane.queue.put(held.waiting, self._weight(flow, held.candidacy.weight))
+        lane.queue.put(held.waiting, self._weight(flow, held.candidacy.weight), held.routed_at)
 
     def _route(self, request: RouteRequest, candidacy: Candidacy, now: float) -> Decision:
         """Place the request, which is held, by what it would wait in the order of each replica."""
-        waits = {
-            name: self._wait_s(name, candidacy.flow, candidacy.weight, now)
-            for name in self._router.compute_ids()
-            if (lane := self._lanes.get(name)) is not None and len(lane.queue)
-        }
-        return self._router.route(request, is_held=True, waits=waits)
+        flow, weight = candidacy.flow, self._weight(candidacy.flow, candidacy.weight)
+        waits: dict[str, float] = {}
+        before_s = held_s = 0.0
+        for name, lane in self._lanes.items():
+            if len(lane.queue) and self._router.is_known(name):
+                rate = lane.rate(now)
+                ahead_s = lane.queue.ahead_s(flow, weight, now, rate=rate, without=self._paused)
+                waits[name] = self._router.load(name).submitted_wait_s(lane.num_tokens) + ahead_s / rate
+                before_s += min(ahead_s, lane.queue.cost_s)
+                held_s += lane.queue.cost_s
+        held_part = before_s / held_s if held_s else 1.0
+        return self._router.route(request, is_held=True, waits=waits, held_part=held_part)
 
     def _move_some(self, replica_ids: Iterable[str], now: float) -> None:
         """Let each of these replicas that nothing waits for, and that could take something, have what is next
@@ -466,7 +477,7 @@ class RequestAdmission:
         except NoReplicaError:
             return  # it stays where it is
         before = self._lanes[_lane_of(held.decision)]
-        before.queue.drop(request.request_id)
+        before.queue.drop(request.request_id, now)
         before.num_tokens -= _num_new_tokens(held)
         if not len(before.queue):
             before.blocked(now, ())
@@ -479,11 +490,12 @@ class RequestAdmission:
     def _take_out(self, held: HeldRequest) -> bool:
         """Whether it waited."""
         lane = self._lanes.get(_lane_of(held.decision))
-        if lane is None or lane.queue.drop(held.waiting.request_id) is None:
+        now = self._clock.now()
+        if lane is None or lane.queue.drop(held.waiting.request_id, now) is None:
             return False
         self._forget(held)
         if not len(lane.queue):
-            lane.blocked(self._clock.now(), ())
+            lane.blocked(now, ())
         return True
 
     def _forget(self, held: HeldRequest) -> None:
@@ -512,55 +524,48 @@ class RequestAdmission:
         if lane is None or not len(lane.queue):
             return state.submitted_wait_s(0)
         weight = self._weight(flow, tenant_weight)
-        ahead_s = lane.queue.ahead_s(flow, weight, now, without=self._paused)
-        return state.submitted_wait_s(lane.num_tokens) + ahead_s / lane.rate(now)
+        rate = lane.rate(now)
+        ahead_s = lane.queue.ahead_s(flow, weight, now, rate=rate, without=self._paused)
+        return state.submitted_wait_s(lane.num_tokens) + ahead_s / rate
 
     def _least_wait_s(self, flow: Flow, tenant_weight: float, now: float) -> float:
-        """Return the least wait of all replicas; 0 where there is none."""
-        return min(
-            (self._wait_s(name, flow, tenant_weight, now) for name in self._router.compute_ids()),
-            default=0.0,
-        )
+        """Return the least wait of all replicas that compute prompts; 0 where there is none."""
+        waits = (self._wait_s(name, flow, tenant_weight, now) for name in self._compute_ids())
+        return min(waits, default=0.0)
+
+    def _compute_ids(self) -> set[str]:
+        """Return the replicas that may compute a prompt, and decode replicas at which some wait for that."""
+        used = (name for name, lane in self._lanes.items() if len(lane.queue) and self._router.is_known(name))
+        return {*self._router.compute_ids(), *used}
 
     def _limit_s(self, flow: Flow, now: float, deadline_at: float | None) -> float:
         """Return what a request of the flow may take to its first token."""
         settings = self._config.of(flow.service_class)
         limit_s = settings.max_wait_s if settings.ttft_s is None else settings.ttft_s
-        return MARGIN * (limit_s if deadline_at is None else min(limit_s, deadline_at - now))
+        return limit_s if deadline_at is None else min(limit_s, deadline_at - now)
 
-    def _refuse(self, reason: str, flow: Flow, ttft_s: float, limit_s: float) -> None:
-        self.counts.num_refused[reason, flow.service_class] += 1
-        raise OverloadedError(
-            f"the first token is predicted in {ttft_s:.1f} s, and {limit_s / MARGIN:.1f} s are the objective "
+    def _refuse_late(self, flow: Flow, wait_s: float, own_s: float, limit_s: float) -> NoReturn:
+        self.refuse(
+            "late",
+            flow,
+            f"the first token is predicted in {wait_s + own_s:.1f} s, and {limit_s:.1f} s are the objective "
             f"of the class {flow.service_class}, or what is left of the deadline",
-            self._retry_s(ttft_s - limit_s),
+            _excess_s(wait_s, own_s, limit_s),
         )
 
-    def _retry_s(self, drain_s: float) -> float:
-        return max(_LEAST_RETRY_S, drain_s) * (1 + JITTER * (self._seeds() % 2001 - 1000) / 1000)
+    def _drain_s(self, now: float) -> float:
+        """Return in how many seconds all that waits will have gone, at the rates of all replicas."""
+        lanes = (self._lanes.get(name) for name in self._compute_ids())
+        rates = [lane.rate(now) if lane is not None else 1.0 for lane in lanes]
+        return self.waiting_s() / sum(rates) if rates else 0.0
 
     def _note(self, flow: Flow, weight: float, wait_s: float, now: float) -> None:
         """Note how long a request of the flow would wait, for the pressure."""
         objective_s = self._config.of(flow.service_class).ttft_s
         if objective_s is None:
             return
-        self._asking.pop(flow, None)
-        self._asking[flow] = _Asking(now, self._weight(flow, weight), wait_s / (MARGIN * objective_s))
-        if len(self._asking) > _MAX_ASKING:
-            del self._asking[next(iter(self._asking))]
-        self._measure(now)
-
-    def _measure(self, now: float) -> None:
-        """Update the ladder by the waits of new requests, in parts of their objectives: the mean of the flows
-        that have asked lately, by their weights. One that waits for its own many requests counts as one."""
-        if now < self._measured_at + _PRESSURE_S:
-            return
-        self._measured_at = now
-        while self._asking and next(iter(self._asking.values())).at < now - _ASKING_S:
-            del self._asking[next(iter(self._asking))]
-        weights = sum(it.weight for it in self._asking.values())
-        pressure = sum(it.weight * it.pressure for it in self._asking.values()) / weights if weights else 0.0
-        self.ladder.update(pressure, now)
+        part = wait_s / (WAIT_MARGIN * objective_s)
+        self._pressure.note(flow, self._weight(flow, weight), part, now)
 
     def _moved(self, before: Rung, rung: Rung, pressure: float) -> None:
         _log.warning(
@@ -580,6 +585,12 @@ class RequestAdmission:
 def _lane_of(decision: Decision) -> str:
     """Return the replica that computes the prompt."""
     return decision.prefill or decision.decode
+
+
+def _excess_s(wait_s: float, own_s: float, limit_s: float) -> float:
+    """Return by how much a wait is too long for a first token that takes `own_s` beside it; at most 0: it is
+    not."""
+    return max(wait_s - WAIT_MARGIN * limit_s, wait_s + own_s - MARGIN * limit_s)
 
 
 def _num_new_tokens(held: HeldRequest) -> int:

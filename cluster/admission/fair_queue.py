@@ -15,7 +15,8 @@ Time is an argument.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,6 +28,10 @@ PRIORITY_S = 1.0
 AGED_PART = 0.1
 # So much of that time may be saved up.
 _MOST_CREDIT_S = 1.0
+# For about how long it is remembered what has come.
+_INFLOW_S = 5.0
+# Less inflow than this, in seconds of work a second, is forgotten.
+_LEAST_INFLOW = 1e-3
 
 
 class Flow(NamedTuple):
@@ -61,11 +66,59 @@ class _FlowState:
     num_waiting: int = 0
 
 
+@dataclass(slots=True, eq=False)
+class _Inflow:
+    """The work that has come to a flow lately, less what left without its turn. What is long ago counts
+    less."""
+
+    weight: float
+    work_s: float = 0.0
+    counted_until: float = 0.0
+
+    def add(self, work_s: float, now: float) -> None:
+        self.work_s = max(0.0, self.work_s * math.exp((self.counted_until - now) / _INFLOW_S) + work_s)
+        self.counted_until = now
+
+    def rate(self, now: float) -> float:
+        """Return the seconds of work that come in a second."""
+        return self.work_s * math.exp((self.counted_until - now) / _INFLOW_S) / _INFLOW_S
+
+
+class OtherFlow(NamedTuple):
+    """What may go before a request of another flow: the work that waits, what comes while a second of work is
+    done, and the most that its weight allows."""
+
+    cost_s: float
+    coming: float
+    share_s: float
+
+
+def work_ahead(own_s: float, others: Iterable[OtherFlow]) -> float:
+    """Return the work that goes before a request: the least x that is `own_s` + what the others do of it,
+    each of them min(cost_s + coming * x, share_s)."""
+    # certain_s + growth * x, as long as no more of the others come to their share.
+    certain_s, growth = own_s, 0.0
+    growing: list[tuple[float, OtherFlow]] = []
+    for it in others:
+        certain_s += min(it.cost_s, it.share_s)
+        if it.share_s > it.cost_s and it.coming > 0:
+            growth += it.coming
+            growing.append(((it.share_s - it.cost_s) / it.coming, it))
+    for ends_at, it in sorted(growing):
+        if growth < 1 and certain_s / (1 - growth) <= ends_at:
+            return certain_s / (1 - growth)
+        certain_s += it.share_s - it.cost_s
+        growth = max(0.0, growth - it.coming)
+    return certain_s
+
+
 class FairQueue:
     """What waits for one replica. Not thread-safe."""
 
     def __init__(self) -> None:
         self._flows: dict[Flow, _FlowState] = {}
+        # Also of flows of which nothing waits.
+        self._inflows: dict[Flow, _Inflow] = {}
         self._due: list[tuple[float, int, Waiting]] = []
         self._waiting: dict[str, Waiting] = {}
         self._virtual_s = 0.0
@@ -83,7 +136,7 @@ class FairQueue:
     def mean_cost_s(self) -> float:
         return self.cost_s / len(self._waiting) if self._waiting else 0.0
 
-    def put(self, waiting: Waiting, weight: float) -> None:
+    def put(self, waiting: Waiting, weight: float, now: float) -> None:
         """Append a request to its flow, whose weight is from now on `weight`."""
         assert waiting.request_id not in self._waiting
         flow = self._flows.get(waiting.flow)
@@ -100,6 +153,7 @@ class FairQueue:
         heapq.heappush(flow.heap, (arrival, self._num_put, waiting))
         heapq.heappush(self._due, (waiting.due_at, self._num_put, waiting))
         self._waiting[waiting.request_id] = waiting
+        self._note_inflow(waiting.flow, weight, waiting.cost_s, now)
 
     def peek(self, now: float, *, without: ServiceClass | None = None) -> Waiting | None:
         """Return who is next; None: nobody. `without` leaves out a class that is paused, unless it is due."""
@@ -128,24 +182,44 @@ class FairQueue:
         self._remove(waiting)
         return waiting
 
-    def drop(self, request_id: str) -> Waiting | None:
+    def drop(self, request_id: str, now: float) -> Waiting | None:
         """Take out a request that does not wait any more; its flow is not charged. None: it is not here."""
         waiting = self._waiting.get(request_id)
         if waiting is not None:
+            weight = self._flows[waiting.flow].weight
             self._remove(waiting)
+            self._note_inflow(waiting.flow, weight, -waiting.cost_s, now)
         return waiting
 
-    def ahead_s(self, flow: Flow, weight: float, now: float, *, without: ServiceClass | None = None) -> float:
-        """Return the work that goes before a request of this flow that arrives now: what is due, what waits
-        in the flow, and what other flows may do until then by their weights, `without` left out."""
+    def ahead_s(
+        self,
+        flow: Flow,
+        weight: float,
+        now: float,
+        *,
+        rate: float = 1.0,
+        without: ServiceClass | None = None,
+    ) -> float:
+        """Return the work that goes before a request of this flow that arrives now, where the replica takes
+        `rate` seconds of it a second: what waits in the flow, and what other flows may do until then by their
+        weights, `without` left out. They do what waits of them, and what will come meanwhile, as it came
+        lately."""
         own = self._flows.get(flow)
         own_cost_s = own.cost_s if own is not None else 0.0
         tag = max(self._virtual_s, own.tag if own is not None else 0.0) + own_cost_s / weight
-        ahead_s = own_cost_s
-        for key, other in self._flows.items():
-            if key != flow and other.num_waiting and key.service_class != without:
-                ahead_s += min(other.cost_s, max(0.0, (tag - other.tag) * other.weight) + self._head_s(other))
-        return min(ahead_s, self.cost_s)
+        others: list[OtherFlow] = []
+        for key in {**self._flows, **self._inflows}:
+            if key == flow or key.service_class == without:
+                continue
+            other, inflow = self._flows.get(key), self._inflows.get(key)
+            coming = inflow.rate(now) / rate if inflow is not None else 0.0
+            if other is not None and other.num_waiting:
+                share_s = max(0.0, (tag - other.tag) * other.weight) + self._head_s(other)
+                others.append(OtherFlow(other.cost_s, coming, share_s))
+            elif inflow is not None:
+                other_tag = self._virtual_s if other is None else max(self._virtual_s, other.tag)
+                others.append(OtherFlow(0.0, coming, max(0.0, (tag - other_tag) * inflow.weight)))
+        return work_ahead(own_cost_s, others)
 
     def num_by_class(self) -> dict[ServiceClass, int]:
         """Return how many wait of each class that has any."""
@@ -176,6 +250,16 @@ class FairQueue:
     def _head_s(self, flow: _FlowState) -> float:
         """Part of a request more than its share a flow may be ahead: requests are not divided."""
         return flow.cost_s / flow.num_waiting
+
+    def _note_inflow(self, key: Flow, weight: float, work_s: float, now: float) -> None:
+        inflow = self._inflows.setdefault(key, _Inflow(weight))
+        inflow.weight = weight
+        inflow.add(work_s, now)
+        if len(self._inflows) > len(self._flows):
+            known = self._inflows.items()
+            self._inflows = {
+                it: each for it, each in known if it in self._flows or each.rate(now) >= _LEAST_INFLOW
+            }
 
     def _remove(self, waiting: Waiting) -> None:
         waiting.is_gone = True

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
+from typing import NamedTuple
+
+from cluster.admission.fair_queue import Flow
 
 
 class Rung(IntEnum):
@@ -31,6 +34,13 @@ THRESHOLDS = {
 # A rung is left when the pressure has been below this part of its threshold for so long.
 RELEASE_PART = 0.8
 RELEASE_S = 5.0
+
+
+# How often the pressure is measured, at most.
+_PERIOD_S = 0.1
+# How long a flow counts in it after its last request, and how many do.
+_ASKING_S = 5.0
+_MAX_ASKING = 1000
 
 
 class Ladder:
@@ -65,3 +75,41 @@ class Ladder:
     def _move(self, rung: Rung) -> None:
         before, self.rung = self.rung, rung
         self._on_change(before, rung, self.pressure)
+
+
+class _Asking(NamedTuple):
+    """What the latest request of a flow would have waited, in parts of what it may."""
+
+    at: float
+    weight: float
+    part: float
+
+
+class Pressure:
+    """What moves a ladder: the waits of new requests, in parts of what they may wait, as the mean of the
+    flows that have asked lately, by their weights. One that waits for its own many requests counts as one."""
+
+    def __init__(self, ladder: Ladder) -> None:
+        self._ladder = ladder
+        # The latest last.
+        self._asking: dict[Flow, _Asking] = {}
+        self._measured_at = float("-inf")
+
+    def note(self, flow: Flow, weight: float, part: float, now: float) -> None:
+        """Note what part of its time a request of the flow would wait."""
+        self._asking.pop(flow, None)
+        self._asking[flow] = _Asking(now, weight, part)
+        if len(self._asking) > _MAX_ASKING:
+            del self._asking[next(iter(self._asking))]
+        self.measure(now)
+
+    def measure(self, now: float) -> None:
+        """Move the ladder, unless that was done a moment ago."""
+        if now < self._measured_at + _PERIOD_S:
+            return
+        self._measured_at = now
+        while self._asking and next(iter(self._asking.values())).at < now - _ASKING_S:
+            del self._asking[next(iter(self._asking))]
+        weights = sum(it.weight for it in self._asking.values())
+        pressure = sum(it.weight * it.part for it in self._asking.values()) / weights if weights else 0.0
+        self._ladder.update(pressure, now)

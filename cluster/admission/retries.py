@@ -1,5 +1,5 @@
-"""Requests that a replica has refused, and that wait for one that has room; and when clients may come back
-that the gateway has refused. Time is an argument."""
+"""Requests that a replica has refused, and that wait for one that has capacity; and when clients may come
+back that the gateway has refused. Time is an argument."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 from kvtransfer.common.health import moving_average
 from router.messages import Decision
 
-# A request goes to a replica without room after so long: what is known of its load may be wrong.
+# A request goes to a replica without capacity after so long: what is known of its load may be wrong.
 CAPACITY_WAIT_S = 2.0
 # Between the ends of two requests: the bounds, and the weight of the newest in the average.
 _LEAST_GAP_S = 1e-3
@@ -48,7 +48,7 @@ class RetryQueue:
         return len(self._waiting)
 
     def hold(self, retry: Retry) -> None:
-        """Release the request when its pair has room, which may be now."""
+        """Release the request when its pair has capacity, which may be now."""
         assert retry.decision.request_id not in self._waiting
         self._waiting[retry.decision.request_id] = retry
         self.pump()
@@ -61,7 +61,7 @@ class RetryQueue:
         return is_waiting
 
     def pump(self) -> None:
-        """Release what has room now."""
+        """Release what can be taken now."""
         for retry in list(self._waiting.values()):
             if self._router.has_capacity(retry.decision.request_id) and self.drop(retry):
                 self._router.on_submitted(retry.decision.request_id)
@@ -71,11 +71,12 @@ class RetryQueue:
         """Release what waits for a replica that takes nothing more: it will be placed again."""
         for retry in list(self._waiting.values()):
             if replica_id in (retry.decision.prefill, retry.decision.decode) and self.drop(retry):
+                self._router.on_submitted(retry.decision.request_id)
                 retry.release(retry)
 
 
 class EndRate:
-    """How often a request ends, which makes room for another."""
+    """How often a request ends, which makes a place for another."""
 
     def __init__(self, now: float) -> None:
         self._last_at = now

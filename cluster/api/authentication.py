@@ -80,7 +80,7 @@ def set_caller(identity: Identity) -> None:
     _caller.set(identity)
 
 
-def claim(request: pb.GenerateRequest, identity: Identity) -> None:
+def claim(request: pb.GenerateRequest | pb.EmbedRequest | pb.ScoreRequest, identity: Identity) -> None:
     """Give the request to its caller: replace its tenant, and cut its priority to the caller's highest."""
     if identity.names_tenants:
         return

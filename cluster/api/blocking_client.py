@@ -130,6 +130,27 @@ class BlockingClient(BlockingCaller[Client]):
     ) -> Completion:
         return self._wait(self._client.complete(prompt, options, timeout_s=timeout_s, resume=resume))
 
+    def embed(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        *,
+        normalize: bool = True,
+        dimensions: int | None = None,
+        timeout_s: float | None = None,
+    ) -> list[list[float]]:
+        return self._wait(
+            self._client.embed(inputs, normalize=normalize, dimensions=dimensions, timeout_s=timeout_s)
+        )
+
+    def score(
+        self,
+        prompt: Prompt,
+        continuations: Sequence[str | Sequence[int]],
+        *,
+        timeout_s: float | None = None,
+    ) -> list[pb.ContinuationScore]:
+        return self._wait(self._client.score(prompt, continuations, timeout_s=timeout_s))
+
     def tokenize(self, prompt: str | Sequence[Turn]) -> list[int]:
         return self._wait(self._client.tokenize(prompt))
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 import grpc
 import grpc.aio
 
-from cluster.errors import CallError, bad_fields, retry_after_s, usage_of
+from cluster.errors import CallError, bad_fields, error_reason, retry_after_s, usage_of
 from kvtransfer.common.clock import Clock, SystemClock
 
 UNARY_TIMEOUT_S = 30.0
@@ -171,4 +171,5 @@ def call_error(error: Any) -> CallError:
         retry_after_s(trailing),
         bad_fields(trailing),
         usage_of(trailing),
+        error_reason(trailing),
     )

@@ -47,7 +47,8 @@ _JITTER = 0.25
 class Completion:
     """A whole stream: per sample, the text, the token ids and the finish reason; usage and timing.
 
-    `logprobs` has one entry per token of each sample, and none where they were not asked for.
+    `logprobs` has one entry per token of each sample, `prompt_logprobs` one per token of the prompt, and none
+    where they were not asked for. `prompt_text` is there for `echo`.
     """
 
     request_id: str
@@ -57,9 +58,13 @@ class Completion:
     finish_reasons: tuple[str, ...]
     finished: pb.Finished
     logprobs: tuple[tuple[pb.TokenLogprob, ...], ...] = ()
+    reasonings: tuple[str, ...] = ()
+    tool_calls: tuple[tuple[pb.ToolCall, ...], ...] = ()
+    prompt_logprobs: tuple[pb.TokenLogprob, ...] = ()
+    prompt_text: str = ""
 
 
-Event = pb.Accepted | pb.Delta | pb.Finished
+Event = pb.Accepted | pb.PromptPart | pb.Delta | pb.Finished
 
 
 class GenerateStream:
@@ -84,6 +89,7 @@ class GenerateStream:
         self._resume_token = ""
         self._application = ""
         self._outputs: dict[int, _Output] = {}
+        self._num_prompt_tokens = 0
 
     def cancel(self) -> None:
         """Stop the request wherever it is; the iteration ends with a `CallError` of CANCELLED."""
@@ -149,6 +155,9 @@ class GenerateStream:
                 elif kind == "delta":
                     self._outputs.setdefault(response.delta.sample, _Output()).add(response.delta)
                     yield response.delta
+                elif kind == "prompt":
+                    if (part := self._new_part(response.prompt)) is not None:
+                        yield part
                 elif kind == "finished":
                     yield response.finished
         except grpc.aio.AioRpcError as error:
@@ -159,6 +168,22 @@ class GenerateStream:
             if not self._is_cancelled:
                 raise
             raise CallError(grpc.StatusCode.CANCELLED, "cancelled by this client") from None
+
+    def _new_part(self, part: pb.PromptPart) -> pb.PromptPart | None:
+        """Return what of a part of the prompt has not come before; parts come again, cut anew, with a call
+        that resumes without output."""
+        num_known = self._num_prompt_tokens - part.first_index
+        if num_known >= len(part.token_ids):
+            return None
+        self._num_prompt_tokens = part.first_index + len(part.token_ids)
+        if not num_known:
+            return part
+        return pb.PromptPart(
+            first_index=part.first_index + num_known,
+            token_ids=part.token_ids[num_known:],
+            text=part.text,
+            logprobs=part.logprobs[num_known:],
+        )
 
     def _should_resume(self, error: CallError, failing_since: float) -> bool:
         now = self._client.clock.now()
@@ -228,6 +253,41 @@ class Client(GatewayCaller):
             collector.add(event)
         return collector.completion()
 
+    async def embed(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        *,
+        normalize: bool = True,
+        dimensions: int | None = None,
+        timeout_s: float | None = None,
+    ) -> list[list[float]]:
+        """The embedding of each text, or of each list of token ids."""
+        request = pb.EmbedRequest(
+            inputs=[_embed_input(item) for item in inputs], normalize=normalize, dimensions=dimensions
+        )
+        reply: pb.EmbedResponse = await self._unary("Embed", request, timeout_s)
+        return [list(item.values) for item in reply.embeddings]
+
+    async def score(
+        self,
+        prompt: Prompt,
+        continuations: Sequence[str | Sequence[int]],
+        *,
+        timeout_s: float | None = None,
+    ) -> list[pb.ContinuationScore]:
+        """How likely each continuation of the prompt is."""
+        asked = generate_request(prompt, GenerateOptions())
+        request = pb.ScoreRequest(continuations=[_embed_input(item) for item in continuations])
+        match asked.WhichOneof("prompt"):
+            case "text":
+                request.text = asked.text
+            case "token_ids":
+                request.token_ids.CopyFrom(asked.token_ids)
+            case "chat":
+                request.chat.CopyFrom(asked.chat)
+        reply: pb.ScoreResponse = await self._unary("Score", request, timeout_s)
+        return list(reply.scores)
+
     async def tokenize(self, prompt: str | Sequence[Turn]) -> list[int]:
         if isinstance(prompt, str):
             request = pb.TokenizeRequest(text=prompt)
@@ -274,10 +334,15 @@ class Collector:
         self._accepted = pb.Accepted()
         self._outputs: dict[int, _Output] = {}
         self._finished: pb.Finished | None = None
+        self._prompt_logprobs: list[pb.TokenLogprob] = []
+        self._prompt_text: list[str] = []
 
     def add(self, event: Event) -> None:
         if isinstance(event, pb.Accepted):
             self._accepted = event
+        elif isinstance(event, pb.PromptPart):
+            self._prompt_logprobs.extend(event.logprobs)
+            self._prompt_text.append(event.text)
         elif isinstance(event, pb.Delta):
             self._outputs.setdefault(event.sample, _Output()).add(event)
         else:
@@ -302,6 +367,10 @@ class Collector:
             ),
             finished=self._finished,
             logprobs=tuple(tuple(output.logprobs) for output in outputs),
+            reasonings=tuple("".join(output.reasonings) for output in outputs),
+            tool_calls=tuple(tuple(output.tool_calls) for output in outputs),
+            prompt_logprobs=tuple(self._prompt_logprobs),
+            prompt_text="".join(self._prompt_text),
         )
 
 
@@ -312,6 +381,8 @@ class _Output:
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     logprobs: list[pb.TokenLogprob] = field(default_factory=list)
+    reasonings: list[str] = field(default_factory=list)
+    tool_calls: list[pb.ToolCall] = field(default_factory=list)
     finish_reason: pb.FinishReason = pb.FINISH_REASON_UNSPECIFIED
 
     def add(self, delta: pb.Delta) -> None:
@@ -323,6 +394,12 @@ class _Output:
         self.token_ids.extend(delta.token_ids)
         self.texts.append(delta.text)
         self.logprobs.extend(delta.logprobs)
+        self.reasonings.append(delta.reasoning)
+        for part in delta.tool_calls:
+            while len(self.tool_calls) <= part.index:
+                self.tool_calls.append(pb.ToolCall())
+            self.tool_calls[part.index].MergeFrom(pb.ToolCall(id=part.id, name=part.name))
+            self.tool_calls[part.index].arguments += part.arguments
         self.finish_reason = delta.finish_reason
 
 
@@ -337,8 +414,8 @@ class Turn(NamedTuple):
     content: str
 
 
-# Text, token ids, or a chat for the model's template.
-Prompt = str | Sequence[int] | Sequence[Turn]
+# Text, token ids, or a chat for the model's template; a chat with tools or parts is a message.
+Prompt = str | Sequence[int] | Sequence[Turn] | pb.ChatPrompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,9 +446,22 @@ class GenerateOptions:
     request_id: str = ""
     pinned_prefill: str = ""
     pinned_decode: str = ""
+    # What the output must look like.
+    constraint: pb.Constraint | None = None
+    prompt_logprobs: int | None = None
+    echo: bool = False
+    include_stop: bool = False
+    keep_special_tokens: bool = False
+    include_usage: bool = False
+    separate_reasoning: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    # Names a conversation.
+    session_id: str = ""
+    # Whether the KV of this request is kept from others, and not stored.
+    no_store: bool = False
 
 
-_APART = ("pinned_prefill", "pinned_decode", "service_class")
+_APART = ("pinned_prefill", "pinned_decode", "service_class", "no_store")
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
@@ -379,6 +469,8 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
     request = pb.GenerateRequest(
         service_class=_value("service_class", pb.ServiceClass, options.service_class)
     )
+    if options.no_store:
+        request.cache_control = pb.CACHE_CONTROL_NO_STORE
     for option in fields(options):
         if option.name not in _APART:
             request.MergeFrom(_message(pb.GenerateRequest, option.name, getattr(options, option.name)))
@@ -386,6 +478,8 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
         request.pins.CopyFrom(pb.Pins(prefill=options.pinned_prefill, decode=options.pinned_decode))
     if isinstance(prompt, str):
         request.MergeFrom(_message(pb.GenerateRequest, "text", prompt))
+    elif isinstance(prompt, pb.ChatPrompt):
+        request.chat.CopyFrom(prompt)
     elif len(prompt) > 0 and isinstance(prompt[0], Turn):
         request.chat.CopyFrom(chat_prompt(prompt))
     else:
@@ -400,6 +494,12 @@ def chat_prompt(turns: Sequence[Any]) -> pb.ChatPrompt:
         message = chat.messages.add(role=_value(f"chat.messages[{index}].role", pb.Role, role))
         message.content.append(_message(pb.ContentPart, "text", content))
     return chat
+
+
+def _embed_input(item: str | Sequence[int]) -> pb.EmbedInput:
+    if isinstance(item, str):
+        return pb.EmbedInput(text=item)
+    return pb.EmbedInput(token_ids=_message(pb.TokenIds, "ids", item))
 
 
 def _value(field: str, kind: Any, name: str) -> Any:

@@ -9,20 +9,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, NamedTuple, TypeVar
 
-import numpy as np
 from msgspec.structs import asdict
 
 from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.errors import FieldViolation, InvalidRequestError
-from cluster.gateway.attempt import OutputDelta
 from cluster.gateway.fleet import Fleet, FleetStats, FoundRequest, ListedRequest
 from cluster.gateway.history import RequestHistory
 from cluster.gateway.replica_connections import ReplicaConnections, ReplicaView
 from cluster.gateway.request_manager import RequestManager
 from cluster.metrics.admission_stats import AdmissionStats
-from cluster.metrics.ended_request import Summary
-from cluster.metrics.gateway_counters import cached_by_tier, demand_message
+from cluster.metrics.gateway_counters import demand_message
 from cluster.metrics.replica_stats import load_of
 from cluster.proto.enums import value_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
@@ -33,7 +30,6 @@ from cluster.text.preprocess import Preprocessor
 from kvtransfer.common.clock import Clock, let_others_run
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import Decision
-from workers.messages.link import PrefillReport
 from workers.stats_record import PathMeasure, ReplicaStats
 
 # Of the running and of the ended ones each, in one list of requests.
@@ -180,76 +176,6 @@ def scale_reply(done: OrderDone) -> admin_pb.ScaleResponse:
         free_known=done.free is not None,
         shortages=done.shortages,
         unsized_pools=done.unsized,
-    )
-
-
-def delta_of(delta: OutputDelta) -> pb.GenerateResponse:
-    """Return the stream's message for new output of one sample."""
-    return pb.GenerateResponse(
-        delta=pb.Delta(
-            sample=delta.sample,
-            first_index=delta.first_index,
-            token_ids=np.frombuffer(delta.tokens, dtype="<u4").tolist(),
-            text=delta.text,
-            logprobs=[
-                pb.TokenLogprob(
-                    logprob=item.logprob,
-                    top=[pb.TopLogprob(token_id=token, logprob=logprob) for token, logprob in item.top],
-                )
-                for item in delta.logprobs
-            ],
-            finish_reason=value_of(pb.FinishReason, delta.finish),
-        )
-    )
-
-
-def finished_of(summary: Summary) -> pb.GenerateResponse:
-    """Return the stream's last message."""
-    return pb.GenerateResponse(
-        finished=pb.Finished(
-            samples=[
-                pb.SampleEnd(
-                    sample=item.index,
-                    finish_reason=value_of(pb.FinishReason, item.finish),
-                    num_tokens=item.num_tokens,
-                )
-                for item in summary.samples
-            ],
-            usage=usage_of(summary),
-            timing=_timing(summary),
-            prefill_replica=summary.prefill_replica,
-            decode_replica=summary.decode_replica,
-        )
-    )
-
-
-def usage_of(summary: Summary) -> pb.Usage:
-    """Return what the request used, finished or not."""
-    return pb.Usage(
-        prompt_tokens=summary.num_prompt_tokens,
-        cached=_cached(summary.prefill),
-        completion_tokens=sum(item.num_tokens for item in summary.samples),
-        capped_max_tokens=summary.capped_max_tokens,
-    )
-
-
-def _cached(report: PrefillReport | None) -> pb.CachedTokens:
-    return pb.CachedTokens() if report is None else pb.CachedTokens(**cached_by_tier(report))
-
-
-def _timing(summary: Summary) -> pb.Timing:
-    moved = summary.hand_over
-    return pb.Timing(
-        queue_ms=1e3 * summary.queue_s,
-        prefill_ms=1e3 * summary.prefill_s,
-        transfer_ms=1e3 * summary.transfer_s,
-        decode_ms=1e3 * summary.decode_s,
-        ttft_ms=1e3 * summary.ttft_s,
-        e2e_ms=1e3 * summary.e2e_s,
-        transfer_gb_s=moved.transfer_gb_s if moved else 0.0,
-        transport=moved.transport if moved else "",
-        transfer_bytes=moved.num_moved_bytes if moved else 0,
-        attempts=summary.num_attempts,
     )
 
 

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-import grpc
 import numpy as np
 
 from cluster.api.authentication import Context, abort, caller_identity, claim
-from cluster.api.replies import StatusService, delta_of, finished_of, usage_of
+from cluster.api.output_messages import OutputMessages, usage_of
+from cluster.api.prompt_calls import CallContext, PromptCalls
+from cluster.api.replies import StatusService
 from cluster.errors import FieldViolation, InvalidRequestError, OverloadedError, RequestError
-from cluster.gateway.attempt import OutputDelta
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_manager import Accepted, RequestManager, check_may_use
 from cluster.gateway.traffic_splitter import TrafficSplitter
@@ -24,6 +24,7 @@ from cluster.identity.identity import Identity
 from cluster.metrics.ended_request import Caller, Summary
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.preprocess import Preprocessor
+from cluster.text.tokenizer import ModelText
 from cluster.text.validation import ServingLimits, check_detokenize, check_tokenize
 from kvtransfer.common.clock import let_others_run
 from kvtransfer.common.faults import Faults
@@ -37,6 +38,7 @@ class InferenceServicer:
         requests: RequestManager,
         connections: ReplicaConnections,
         texts: TextCalls,
+        prompts: PromptCalls,
         status: StatusService,
         faults: Faults,
         traffic: TrafficSplitter,
@@ -45,6 +47,7 @@ class InferenceServicer:
         self._connections = connections
         self._traffic = traffic
         self._texts = texts
+        self._prompts = prompts
         self._status = status
         self._faults = faults
 
@@ -60,19 +63,25 @@ class InferenceServicer:
         except RequestError as error:
             await abort(context, error)
         try:
-            await self._stream(accepted, context)
+            await self._stream(OutputMessages(request, accepted, self._texts.text), accepted, context)
         except RequestError as error:
             await abort(context, error, usage_of(accepted.task.summary()))
         finally:
             accepted.task.abandon()
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "embeddings are not served yet")
-        raise AssertionError("abort does not return")
+        claim(request, caller_identity())
+        try:
+            return await self._prompts.embed(request, _call_context(context))
+        except RequestError as error:
+            await abort(context, error)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "scores are not served yet")
-        raise AssertionError("abort does not return")
+        claim(request, caller_identity())
+        try:
+            return await self._prompts.score(request, _call_context(context))
+        except RequestError as error:
+            await abort(context, error)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         try:
@@ -103,20 +112,21 @@ class InferenceServicer:
     ) -> pb.ListRequestsResponse:
         return await list_requests(self._status, request, _tenant_of(caller_identity()), context)
 
-    async def _stream(self, accepted: Accepted, context: Context) -> None:
-        """Write one `accepted`, the deltas and one `finished`; raise the error of a failed request."""
-        first = pb.Accepted(
-            request_id=accepted.request_id,
-            seed=accepted.seed,
-            num_prompt_tokens=accepted.num_prompt_tokens,
-            resume_token=accepted.resume_token,
-        )
-        await context.write(pb.GenerateResponse(accepted=first))
+    async def _stream(self, messages: OutputMessages, accepted: Accepted, context: Context) -> None:
+        """Write one `accepted`, the output and one `finished`; raise the error of a failed request."""
+        for message in messages.first():
+            await context.write(message)
         while not isinstance(output := await accepted.task.next(), Summary):
             self._faults.at("gateway.token")
-            if isinstance(output, OutputDelta):
-                await context.write(delta_of(output))
-        await context.write(finished_of(output))
+            for message in messages.of(output):
+                await context.write(message)
+        await context.write(messages.last(output))
+
+
+def _call_context(context: Context) -> CallContext:
+    """Return who makes a call, and how long it may take."""
+    identity = caller_identity()
+    return CallContext(identity, caller_of(context, identity), context.time_remaining())
 
 
 def caller_of(context: Context, identity: Identity) -> Caller:
@@ -184,6 +194,11 @@ class TextCalls:
         self._preprocessor = preprocessor
         self._executor = ThreadPoolExecutor(_NUM_THREADS, "text")
         self._num_calls = 0
+
+    @property
+    def text(self) -> ModelText:
+        """The model's tokenizer."""
+        return self._preprocessor.text
 
     async def tokenize(self, request: pb.TokenizeRequest, limits: ServingLimits) -> pb.TokenizeResponse:
         """Tokenize text or a chat; raise `RequestError` when the request cannot be served."""

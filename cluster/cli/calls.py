@@ -1,4 +1,4 @@
-"""`tandem generate`, `status` and `explain`: calls to a running gateway, and what they show."""
+"""`tandem generate`, `models`, `status` and `explain`: calls to a running gateway, and what they show."""
 
 from __future__ import annotations
 
@@ -93,6 +93,18 @@ def completion_json(completion: Completion) -> dict[str, Any]:
     }
 
 
+async def models(
+    address: str, console: Console, *, as_json: bool, who: ClientCredentials | None = None
+) -> None:
+    """Print the models that are served there."""
+    async with Client(address, credentials=who) as client:
+        served = await client.models()
+    if as_json:
+        print(json.dumps({"models": [as_dict(model) for model in served]}))
+    else:
+        console.print(models_table(served))
+
+
 async def status(
     admin_address: str, console: Console, *, as_json: bool, who: ClientCredentials | None = None
 ) -> None:
@@ -176,6 +188,22 @@ def status_view(
             gateway.gateway_id, gateway.address, gateway.admin or NONE, str(gateway.process_id), console
         )
     return Group(*parts, *_quota_parts(status.quotas), gateways)
+
+
+def models_table(models: Sequence[pb.Model]) -> Table:
+    """Return a row for each model. What only replicas know is missing while none is connected."""
+    numbers = "context\ntokens", "vocabulary", "block\ntokens"
+    table = made_table("models", "name", "chat", "fingerprint", numbers=numbers)
+    for model in models:
+        table.add_row(
+            escape(model.name),
+            "yes" if model.has_chat_template else "no template",
+            model.fingerprint or NONE,
+            str(model.max_context_tokens or NONE),
+            str(model.vocab_size),
+            str(model.block_tokens or NONE),
+        )
+    return table
 
 
 def explain_view(explained: pb.ExplainResponse) -> Group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -10,13 +11,16 @@ from typing import Annotated
 
 import typer
 
-from cluster.api.client import GenerateOptions, Turn
+from cluster.api.blocking_client import BlockingClient
+from cluster.api.client import Turn, generate_request
 from cluster.cli import calls
 from cluster.cli.bench import cli as bench_cli
 from cluster.cli.bench_traces import bench_scaling, bench_store
+from cluster.cli.chat_session import PipeScreen, chat_on_terminal, chat_through_pipe
 from cluster.cli.doctor import doctor
 from cluster.cli.gateway_options import AdminOptions, InferenceOptions, gateway_options
 from cluster.cli.key import cli as key_cli
+from cluster.cli.sampling_options import SamplingOptions, sampling_options
 from cluster.cli.scale import scale
 from cluster.cli.serve_options import ServeOptions, announced_config, config_yaml, serve_options
 from cluster.cli.store import cli as store_cli
@@ -38,6 +42,7 @@ from cluster.cli.traffic import traffic
 from cluster.cli.update import update
 from cluster.config import LOOPBACK, ClusterConfig
 from cluster.errors import CallError, ClusterError, RayEndedError, StartError
+from cluster.text.validation import check_values
 from kvtransfer.common.clock import SystemClock
 from workers.errors import WorkerError
 
@@ -176,62 +181,69 @@ def demo() -> None:
 
 @cli.command()
 @gateway_options
+@sampling_options
 def generate(
     prompt: Annotated[str, typer.Argument(help='The prompt; "-" reads it from standard input.')],
     as_json: AsJson = False,
     chat: Annotated[bool, typer.Option(help="PROMPT is a user's message in a chat.")] = False,
-    max_tokens: Annotated[int | None, typer.Option()] = None,
-    min_tokens: Annotated[int | None, typer.Option()] = None,
-    temperature: Annotated[float | None, typer.Option(help="0: greedy.")] = None,
-    top_k: Annotated[int | None, typer.Option()] = None,
-    top_p: Annotated[float | None, typer.Option()] = None,
-    min_p: Annotated[float | None, typer.Option()] = None,
-    repetition_penalty: Annotated[float | None, typer.Option()] = None,
-    presence_penalty: Annotated[float | None, typer.Option()] = None,
-    frequency_penalty: Annotated[float | None, typer.Option()] = None,
-    seed: Annotated[int | None, typer.Option()] = None,
     n: Annotated[int | None, typer.Option(help="Continuations of the one prompt.")] = None,
     logprobs: Annotated[int | None, typer.Option(help="Of this many likeliest tokens; --json only.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
-    stop_token_id: Annotated[list[int] | None, typer.Option(help="May be repeated.")] = None,
-    ignore_eos: Annotated[bool | None, typer.Option("--ignore-eos")] = None,
-    priority: Annotated[int, typer.Option(help="Higher goes first.")] = 0,
-    service_class: Annotated[
-        str, typer.Option(help="interactive, standard or batch; default: that of the tenant.")
-    ] = "",
-    tenant: Annotated[
-        str, typer.Option(help="Prefixes are shared within a tenant only; where callers are known, theirs.")
-    ] = "",
     request_id: Annotated[str, typer.Option(help="For `tandem explain`; default: drawn.")] = "",
     timeout: Timeout = None,
     *,
+    sampling: SamplingOptions,
     to: InferenceOptions,
 ) -> None:
     """Continue PROMPT; the text streams as it comes."""
-    options = GenerateOptions(
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
-        n=n,
-        logprobs=logprobs,
-        stop=stop or (),
-        stop_token_ids=stop_token_id or (),
-        ignore_eos=ignore_eos,
-        priority=priority,
-        service_class=service_class,
-        tenant=tenant,
-        request_id=request_id,
-    )
+    options = sampling.generate_options(n=n, logprobs=logprobs, request_id=request_id)
     text = _standard_input() if prompt == "-" else prompt
     asked = [Turn("user", text)] if chat else text
     run(calls.generate(to.address, asked, options, timeout, as_json=as_json, who=to.credentials()))
+
+
+@cli.command("chat")
+@gateway_options
+@sampling_options
+def chat_command(
+    system: Annotated[str, typer.Option(help="The system prompt; /system changes it.")] = "",
+    history: Annotated[
+        str | None,
+        typer.Option(
+            help='Where what you type is kept; "": nowhere. Default: tandem/chat_history in the state folder.'
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    timeout: Annotated[
+        float | None, typer.Option(min=0.001, help="Seconds until an answer is given up.")
+    ] = None,
+    *,
+    sampling: SamplingOptions,
+    to: InferenceOptions,
+) -> None:
+    """Chat with the model; /help lists the commands, Ctrl-C ends an answer, Ctrl-D the chat.
+
+    Where standard input or output is no terminal, each line is answered by one line.
+    """
+    options = sampling.generate_options()
+    check_values(generate_request([Turn("user", system)], options))
+    try:
+        with BlockingClient(to.address, credentials=to.credentials()) as client:
+            if sys.stdin.isatty() and sys.stdout.isatty() and not as_json:
+                file = _chat_history() if history is None else Path(history) if history else None
+                chat_on_terminal(client, options, out, system=system, timeout_s=timeout, history=file)
+            else:
+                source = io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8")
+                screen = PipeScreen(sys.stdout, err, as_json=as_json)
+                chat_through_pipe(client, options, source, screen, system=system, timeout_s=timeout)
+    except KeyboardInterrupt:
+        die("interrupted", 130)
+
+
+@cli.command("models")
+@gateway_options
+def models_command(as_json: AsJson = False, *, to: InferenceOptions) -> None:
+    """The served models: context, vocabulary, and whether they can chat."""
+    run(calls.models(to.address, out, as_json=as_json, who=to.credentials()))
 
 
 @cli.command()
@@ -267,6 +279,13 @@ def _call_failed(error: CallError) -> str:
         return f"refused: {error.message}; try again in {error.retry_after_s:.1f} s"
     hint = "; does `tandem serve` run there?" if "Connection refused" in error.message else ""
     return f"{error}{hint}"
+
+
+def _chat_history() -> Path:
+    """Return the file in the user's state folder."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    folder = Path(state) if Path(state).is_absolute() else Path.home() / ".local" / "state"
+    return folder / "tandem" / "chat_history"
 
 
 def _standard_input() -> str:

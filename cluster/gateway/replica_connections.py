@@ -535,13 +535,14 @@ class ReplicaConnections:
         view.load, view.load_at = load, self._clock.now()
         view.paths = load.paths
         self.breakers.reported(load.identity, load.stalled_s, view.load_at)
+        num_running = load.num_running - load.num_paused  # as in `QueueReport`: these make way for others
         self._router.on_load(
             ReplicaLoad(
                 identity=load.identity,
                 received_at=view.load_at,
                 transfer_tok_s=load.transfer_gb_s * 1e9 / (self._token_bytes or 1),
                 max_local_tokens=view.hello.max_context_tokens if view.hello else 0,
-                **{name: getattr(load, name) for name in _ROUTED},
+                **{name: getattr(load, name) for name in _ROUTED} | {"num_running": num_running},
             )
         )
 

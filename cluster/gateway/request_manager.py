@@ -29,7 +29,6 @@ from cluster.errors import (
     FieldViolation,
     ForbiddenError,
     InvalidRequestError,
-    OverloadedError,
     QuotaError,
     RequestError,
     UnavailableError,
@@ -207,17 +206,19 @@ class RequestManager:
         now: float,
         pooling: Pooling | None,
     ) -> Accepted:
-        if len(self._tasks) + self._num_arriving >= self._max_requests:
-            raise OverloadedError(
-                f"this gateway has {self._max_requests} requests, the most it takes (gateway.max_requests)",
-                self.admission.retry_after_s(self._ends.next_s(now)),
-            )
         limits = self.limits()
         check_request(request, limits)
         check_may_use(identity, limits)
         service_class = self._service_class(request, identity)
         deadline_at = None if deadline_s is None else now + deadline_s
         flow = Flow(request.tenant, service_class)
+        if len(self._tasks) + self._num_arriving >= self._max_requests:
+            self.admission.refuse(
+                "requests",
+                flow,
+                f"this gateway has {self._max_requests} requests, the most it takes (gateway.max_requests)",
+                self._ends.next_s(now),
+            )
         weight = self._auth.limits(request.tenant).weight
         if not request.resume:
             self.admission.check_early(flow, weight, now, deadline_at)
@@ -231,7 +232,7 @@ class RequestManager:
         self._num_arriving += 1
         try:
             prompt = await self._preprocessor.prompt_tokens(request, limits)
-            grammar = await self._preprocessor.grammar(request)
+            grammar = await self._preprocessor.grammar(request, opens_reasoning=prompt.opens_reasoning)
         finally:
             self._num_arriving -= 1
         compatibility = self._connections.compatibility

@@ -59,7 +59,12 @@ class Router(Protocol):
     """What a request needs of `router.service.RouterService`."""
 
     def route(
-        self, request: RouteRequest, *, is_held: bool = False, prefers_capacity: bool = False
+        self,
+        request: RouteRequest,
+        *,
+        is_held: bool = False,
+        held_part: float = 1.0,
+        prefers_capacity: bool = False,
     ) -> Decision:
         """Place the request; `NoReplicaError` when there is no place."""
 
@@ -341,7 +346,9 @@ class RequestTask:
             return
         waits = needs_capacity and self._admission is not None
         try:
-            decision = self._router.route(request, is_held=waits, prefers_capacity=needs_capacity)
+            decision = self._router.route(
+                request, is_held=waits, held_part=0.0, prefers_capacity=needs_capacity
+            )
         except NoReplicaError as error:
             self.apply(self.state.on_no_route, str(error), error.retry_after_s)
             return

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from aiohttp import web
@@ -12,19 +13,32 @@ from aiohttp import web
 from cluster.api.servicer import InferenceServicer
 from cluster.config import HttpConfig
 from cluster.errors import UnknownModelError
-from cluster.http import chat, completions
+from cluster.http import chat, completions, embeddings, messages, responses
 from cluster.http.answers import Answer, Maker, encode
 from cluster.http.call import AbortedCall, HttpCall
 from cluster.http.errors import HttpProblem
-from cluster.http.fields import REFUSED
+from cluster.http.fields import FIELDS, refused
 from cluster.http.model_list import model_list, model_of
-from cluster.http.schemas import ChatRequest, CompletionRequest, decode
+from cluster.http.prompts import renamer
+from cluster.http.response_events import ResponsesAnswer
+from cluster.http.schemas import (
+    B,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+    decode,
+)
 from cluster.http.sse import EventStream
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from kvtransfer.common.clock import Clock
 
 REQUEST_ID_HEADER = "X-Request-Id"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
+
+
+_REFUSED = {route: refused(route) for route in FIELDS}
 
 
 class Served(NamedTuple):
@@ -59,20 +73,41 @@ class Endpoints:
             ("GET", "/v1/models/{model}"): self._model,
             ("POST", "/v1/chat/completions"): self._chat,
             ("POST", "/v1/completions"): self._completions,
+            ("POST", "/v1/responses"): self._responses,
+            ("POST", "/v1/messages"): self._messages,
+            ("POST", "/v1/messages/count_tokens"): self._count_tokens,
+            ("POST", "/v1/embeddings"): self._embeddings,
+            ("POST", "/tokenize"): self._tokenize,
+            ("POST", "/detokenize"): self._detokenize,
         }
 
     # ------------------------------------------------------------------------------------- generating
 
     async def _chat(self, served: Served) -> web.StreamResponse:
-        body = decode(served.body, ChatRequest, REFUSED)
+        body = self._decoded(served, ChatRequest)
         calls = chat.translate(body)
         return await self._generate(served, calls, chat.ChatAnswer(body, self._maker()), bool(body.stream))
 
     async def _completions(self, served: Served) -> web.StreamResponse:
-        body = decode(served.body, CompletionRequest, REFUSED)
+        body = self._decoded(served, CompletionRequest)
         calls = completions.translate(body, self._settings.max_inputs)
         answer = completions.CompletionAnswer(body, len(calls.calls), self._maker())
         return await self._generate(served, calls, answer, bool(body.stream))
+
+    async def _responses(self, served: Served) -> web.StreamResponse:
+        body = self._decoded(served, responses.ResponsesRequest)
+        calls = responses.translate(body)
+        return await self._generate(served, calls, ResponsesAnswer(body, self._maker()), bool(body.stream))
+
+    async def _messages(self, served: Served) -> web.StreamResponse:
+        body = self._decoded(served, messages.MessagesRequest)
+        calls = messages.translate(body)
+        return await self._generate(
+            served, calls, messages.MessagesAnswer(body, self._maker()), bool(body.stream)
+        )
+
+    def _decoded(self, served: Served, kind: type[B]) -> B:
+        return decode(served.body, kind, _REFUSED[served.request.path])
 
     def _maker(self) -> Maker:
         return Maker("", int(self._clock.wall()), self._model_name)
@@ -129,6 +164,39 @@ class Endpoints:
             headers[REQUEST_ID_HEADER] = calls[0].request_id
         return headers
 
+    # ------------------------------------------------------------------------------------- one answer
+
+    async def _embeddings(self, served: Served) -> web.Response:
+        body = self._decoded(served, EmbeddingRequest)
+        request = embeddings.embed_request(body, self._settings.max_inputs)
+        call = HttpCall(served.request)
+        with renamed(embeddings.EMBED_NAMES):
+            reply = await self._servicer.Embed(request, call)
+        response = _json(embeddings.embedding_answer(body, reply, self._model_name))
+        response.headers.update(served.limits())
+        response.headers[REQUEST_ID_HEADER] = reply.request_id
+        return response
+
+    async def _tokenize(self, served: Served) -> web.Response:
+        request = embeddings.tokenize_request(self._decoded(served, TokenizeRequest))
+        with renamed(embeddings.TOKENIZE_NAMES):
+            reply = await self._servicer.Tokenize(request, HttpCall(served.request))
+        (model,) = await self._list(served)
+        return _json(embeddings.tokenize_answer(reply, model.max_context_tokens))
+
+    async def _detokenize(self, served: Served) -> web.Response:
+        request = embeddings.detokenize_request(self._decoded(served, DetokenizeRequest))
+        with renamed(embeddings.DETOKENIZE_NAMES):
+            reply = await self._servicer.Detokenize(request, HttpCall(served.request))
+        return _json(embeddings.detokenize_answer(reply))
+
+    async def _count_tokens(self, served: Served) -> web.Response:
+        body = self._decoded(served, messages.CountTokensRequest)
+        request = messages.count_request(body)
+        with renamed(messages.NAMES):
+            reply = await self._servicer.Tokenize(request, HttpCall(served.request))
+        return _json(encode(messages.TokenCount(len(reply.token_ids))))
+
     # ----------------------------------------------------------------------------------------- models
 
     async def _models(self, served: Served) -> web.Response:
@@ -144,6 +212,15 @@ class Endpoints:
     async def _list(self, served: Served) -> list[pb.Model]:
         reply = await self._servicer.ListModels(pb.ListModelsRequest(), HttpCall(served.request))
         return list(reply.models)
+
+
+@contextlib.contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Give the fields of a failed call their names over HTTP."""
+    try:
+        yield
+    except AbortedCall as aborted:
+        raise HttpProblem.of_call(aborted, renamer(names)) from aborted
 
 
 def _name_calls(requests: list[pb.GenerateRequest], request: web.Request) -> None:

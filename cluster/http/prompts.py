@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,6 +42,7 @@ NAMES: Mapping[str, str] = {
     "separate_reasoning": "include_reasoning",
 }
 _MASK = (1 << 64) - 1
+_SESSION = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 # Sent as they are where they are given.
 _SAME = (
     "n",
@@ -109,6 +112,13 @@ def sampled_request(body: SampledRequest) -> tuple[pb.GenerateRequest, dict[str,
         request.include_usage = bool(body.stream_options.continuous_usage_stats)
     set_constraint(request, body, names)
     return request, names
+
+
+def session_id(key: str | None) -> str:
+    """Return OpenAI's `prompt_cache_key`, which is any text, as the name of a session."""
+    if not key or _SESSION.fullmatch(key):
+        return key or ""
+    return hashlib.sha256(key.encode()).hexdigest()
 
 
 def service_class(tier: str | None) -> pb.ServiceClass:

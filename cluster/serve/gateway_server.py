@@ -16,6 +16,7 @@ from cluster.admission.shared_quotas import SharedQuotas
 from cluster.api.admin_servicer import AdminServicer
 from cluster.api.authentication import Authentication
 from cluster.api.grpc_server import ClientPort, open_certificate
+from cluster.api.prompt_calls import PromptCalls
 from cluster.api.public_ports import PublicPorts
 from cluster.api.replies import StatusService
 from cluster.api.servicer import InferenceServicer, TextCalls
@@ -140,8 +141,9 @@ class Gateway:
         self._certificate = open_certificate(config.gateway, config.auth, "inference")
         self._traffic = self._open_traffic(roster, open_roster)
         faults, orders = Faults(config.debug.fault_rules), ScalerOrders(operations)
+        prompts = PromptCalls(self.requests, self._preprocessor, gateway_id)
         servicer = InferenceServicer(
-            self.requests, self.connections, self._texts, status, faults, self._traffic
+            self.requests, self.connections, self._texts, prompts, status, faults, self._traffic
         )
         self._http = open_http(
             config, HttpServices(servicer, self.connections, quotas, access), self._certificate, clock

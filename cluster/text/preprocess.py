@@ -24,7 +24,8 @@ from cluster.text.chat_template import (
     ChatTurn,
     load_chat_template,
 )
-from cluster.text.grammars import GrammarCompiler, OutputConstraint, Tag, Vocabulary
+from cluster.text.constraints import output_constraint
+from cluster.text.grammars import GrammarCompiler, Vocabulary
 from cluster.text.output_parsers.choose import OutputParsers, ParserNeeds
 from cluster.text.sample_text import SampleText
 from cluster.text.tokenizer import SHORT_CHARS, ModelText
@@ -141,6 +142,11 @@ class Preprocessor:
         )
 
     @property
+    def text(self) -> ModelText:
+        """The model's tokenizer."""
+        return self._text
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether the model has a chat template."""
         return self._chat is not None
@@ -172,11 +178,11 @@ class Preprocessor:
             prompt = prompt[-request.truncate_prompt_tokens * TOKEN_BYTES :]
         return Prompt(prompt, opens_reasoning)
 
-    async def grammar(self, request: pb.GenerateRequest) -> Grammar | None:
-        """Return what the output of a checked request must be; raise `GrammarError` where that cannot be."""
-        if not request.HasField("constraint"):
-            return None
-        return await self._grammars.make(constraint_of(request.constraint))
+    async def grammar(self, request: pb.GenerateRequest, *, opens_reasoning: bool) -> Grammar | None:
+        """Return what the output of a checked request must be; raise `GrammarError` where that cannot be.
+        `opens_reasoning` is that of its prompt."""
+        constraint = output_constraint(request, self._parsers, opens_reasoning=opens_reasoning)
+        return None if constraint is None else await self._grammars.make(constraint)
 
     def prepare(
         self,
@@ -309,25 +315,6 @@ def parser_needs_of(request: pb.GenerateRequest) -> ParserNeeds:
     separates = request.separate_reasoning if request.HasField("separate_reasoning") else is_chat
     may_call = bool(request.chat.tools) and request.chat.tool_choice.mode != pb.ToolChoice.MODE_NONE
     return ParserNeeds(calls_tools=is_chat and may_call, separates_reasoning=separates)
-
-
-def constraint_of(constraint: pb.Constraint) -> OutputConstraint:
-    """Return a checked constraint for the compiler of grammars."""
-    match constraint.WhichOneof("kind"):
-        case "json_schema":
-            return OutputConstraint("json_schema", constraint.json_schema)
-        case "regex":
-            return OutputConstraint("regex", constraint.regex)
-        case "grammar":
-            return OutputConstraint("grammar", constraint.grammar)
-        case "choice":
-            return OutputConstraint("choice", choices=tuple(constraint.choice.choices))
-        case "structural_tags":
-            found = constraint.structural_tags
-            tags = tuple(Tag(it.begin, it.json_schema, it.end) for it in found.tags)
-            return OutputConstraint("structural_tags", tags=tags, triggers=tuple(found.triggers))
-        case _:
-            return OutputConstraint("json_object")
 
 
 def chat_of(chat: pb.ChatPrompt) -> Chat:

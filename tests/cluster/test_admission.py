@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cluster.admission.admission import JITTER, MARGIN, Candidacy, HeldRequest, RequestAdmission
+from cluster.admission.admission import JITTER, WAIT_MARGIN, Candidacy, HeldRequest, RequestAdmission
 from cluster.admission.config import AdmissionConfig
 from cluster.admission.fair_queue import Flow
 from cluster.admission.ladder import Rung
@@ -110,6 +110,7 @@ class World:
         self.candidacies: dict[str, Candidacy] = {}
         self.released: dict[str, float] = {}
         self.refused: dict[str, float] = {}
+        self.errors: list[OverloadedError] = []
         self.ended_early: dict[str, OverloadedError] = {}
         self.first_token_at: dict[str, float] = {}
         for server in self.servers.values():
@@ -156,7 +157,7 @@ class World:
             return None
         self.candidacies[request_id] = candidacy
         self.at(held.refused_at, self.admission.pump)
-        self.admission.hold(held, self._release, lambda error: self._refuse(held))
+        self.admission.hold(held, self._release, lambda error: self._refuse(held, error))
         return held
 
     def _release(self, held: HeldRequest) -> None:
@@ -165,8 +166,9 @@ class World:
         self.released[request_id] = self.clock.now()
         self.servers[held.decision.decode].take(request_id, held.request.num_tokens)
 
-    def _refuse(self, held: HeldRequest) -> None:
+    def _refuse(self, held: HeldRequest, error: OverloadedError) -> None:
         request_id = held.waiting.request_id
+        self.errors.append(error)
         assert request_id not in {*self.released, *self.refused}
         self.refused[request_id] = self.clock.now()
 
@@ -218,10 +220,10 @@ def test_what_would_miss_its_objective_is_refused_at_once_and_told_when_to_come_
     num_taken = 0
     while world.arrive(str(num_taken)) is not None:
         num_taken += 1
-    assert num_taken == int(MARGIN * 10.0)
+    assert num_taken == int(WAIT_MARGIN * 10.0) + 1
     error = world.ended_early[str(num_taken)]
     assert "objective of the class interactive" in str(error)
-    late_s = num_taken + 1 - MARGIN * 10.0
+    late_s = num_taken - WAIT_MARGIN * 10.0
     assert (1 - JITTER) * late_s <= error.retry_after_s <= (1 + JITTER) * late_s
     # Another class has more time.
     assert world.arrive("standard", service_class="standard") is not None
@@ -287,6 +289,19 @@ def test_the_bytes_of_what_waits_are_bounded(world: World) -> None:
     assert world.arrive("small", num_bytes=100_000, service_class="batch") is not None
 
 
+def test_more_replicas_take_what_waits_sooner() -> None:
+    retry_s = {}
+    for num_replicas in (1, 4):
+        world = World(num_replicas)
+        for index in range(9 * num_replicas):  # eight seconds of work wait for each
+            num_bytes = 1_000_000 // (8 * num_replicas)
+            assert world.arrive(str(index), num_bytes=num_bytes, service_class="batch") is not None
+        assert world.arrive("more", num_bytes=1_000_000, service_class="batch") is None
+        retry_s[num_replicas] = world.ended_early["more"].retry_after_s
+    for each in retry_s.values():
+        assert (1 - JITTER) * 8.0 <= each <= (1 + JITTER) * 8.0
+
+
 def test_without_a_replica_the_router_says_so(world: World) -> None:
     world.router.remove_replica("r0")
     with pytest.raises(NoReplicaError):
@@ -318,19 +333,32 @@ def test_what_waits_for_a_replica_that_goes_is_placed_anew_by_its_task() -> None
     world.router.set_leaving("r0")
     world.admission.on_gone("r0")
     assert set(at_r0) <= set(world.released)
+    placements = {it.request_id: it for it in world.router.own_placements()}
+    assert not any(placements[name].is_held for name in at_r0), "they are sent, and come back"
     assert world.admission.num_waiting()["interactive"] == 6 - len(world.released)
 
 
 def test_nobody_waits_longer_than_its_class_allows_when_a_replica_becomes_slow(world: World) -> None:
-    for index in range(8):
+    for index in range(7):
         world.arrive(str(index), tenant=str(index % 3))
     world.run(0.5)
     world.servers["r0"].slowness = 20.0
     world.run(60.0)
     assert world.refused
+    assert all("admission.interactive.ttft_s" in str(error) for error in world.errors)
     assert set(world.refused.values()) == {9.0}, "with the second of its prefill it would be late"
     assert world.admission.counts.num_refused["aged", "interactive"] == len(world.refused)
-    assert {*world.released} | {*world.refused} == {str(index) for index in range(8)}
+    assert {*world.released} | {*world.refused} == {str(index) for index in range(7)}
+
+
+def test_who_waits_as_long_as_its_class_allows_is_told_so() -> None:
+    world = World(config=AdmissionConfig.model_validate({"batch": {"aging_s": 1.0, "max_wait_s": 5.0}}))
+    for index in range(4):
+        world.arrive(str(index), service_class="batch")
+    world.servers["r0"].slowness = 20.0
+    world.run(10.0)
+    assert world.errors
+    assert all("admission.batch.max_wait_s" in str(error) for error in world.errors)
 
 
 def test_a_replica_that_takes_less_than_predicted_is_sent_less() -> None:

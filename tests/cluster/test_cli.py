@@ -74,7 +74,7 @@ async def test_the_class_of_a_request_is_an_option(harness: GatewayHarness) -> N
     assert [it.service_class for it in replica.submissions] == ["batch"]
     wrong = await asyncio.to_thread(tandem, "generate", "x", "--service-class", "urgent")
     assert wrong.returncode == 1
-    assert "service_class: must be one of interactive, standard, batch" in " ".join(wrong.stderr.split())
+    assert "service_class: is 'urgent'; use one of batch, interactive" in " ".join(wrong.stderr.split())
 
 
 def test_the_deadline_bounds_the_wait_for_a_gateway() -> None:

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.admission.fair_queue import AGED_PART, PRIORITY_S, FairQueue, Flow, Waiting
+from cluster.admission.fair_queue import (
+    AGED_PART,
+    PRIORITY_S,
+    FairQueue,
+    Flow,
+    OtherFlow,
+    Waiting,
+    work_ahead,
+)
 from workers.messages.link import SERVICE_CLASSES, ServiceClass
 
 NEVER = math.inf
@@ -40,57 +48,57 @@ def drain(queue: FairQueue, now: float = 0.0) -> list[str]:
 def test_flows_take_turns_whatever_their_numbers() -> None:
     queue = FairQueue()
     for index in range(4):
-        queue.put(waiting(f"a{index}", "a"), 1.0)
-    queue.put(waiting("b0", "b"), 1.0)
-    queue.put(waiting("b1", "b"), 1.0)
+        queue.put(waiting(f"a{index}", "a"), 1.0, 0.0)
+    queue.put(waiting("b0", "b"), 1.0, 0.0)
+    queue.put(waiting("b1", "b"), 1.0, 0.0)
     assert drain(queue) == ["a0", "b0", "a1", "b1", "a2", "a3"]
 
 
 def test_a_flow_does_not_save_up_the_time_of_its_absence() -> None:
     queue = FairQueue()
     for index in range(10):
-        queue.put(waiting(f"a{index}", "a"), 1.0)
+        queue.put(waiting(f"a{index}", "a"), 1.0, 0.0)
     for _ in range(5):
         queue.pop(0.0)
     for index in range(5):
-        queue.put(waiting(f"b{index}", "b"), 1.0)
+        queue.put(waiting(f"b{index}", "b"), 1.0, 0.0)
     assert "".join(it[0] for it in drain(queue)) in ("babababababa"[:10], "ababababab")
 
 
 def test_a_flow_that_leaves_for_a_moment_gains_nothing() -> None:
     """Its debt is kept until the others have caught up."""
     queue = FairQueue()
-    queue.put(waiting("a0", "a", cost_s=10.0), 1.0)
+    queue.put(waiting("a0", "a", cost_s=10.0), 1.0, 0.0)
     for index in range(6):
-        queue.put(waiting(f"b{index}", "b"), 1.0)
+        queue.put(waiting(f"b{index}", "b"), 1.0, 0.0)
     popped = queue.pop(0.0)
     assert popped is not None
     assert popped.request_id == "a0"
-    queue.put(waiting("a1", "a"), 1.0)
+    queue.put(waiting("a1", "a"), 1.0, 0.0)
     assert drain(queue) == ["b0", "b1", "b2", "b3", "b4", "b5", "a1"]
 
 
 def test_a_higher_priority_goes_first_within_its_flow() -> None:
     queue = FairQueue()
-    queue.put(waiting("low"), 1.0)
-    queue.put(waiting("high", arrived_at=1.0, priority=2), 1.0)
-    queue.put(waiting("other", "b"), 1.0)
+    queue.put(waiting("low"), 1.0, 0.0)
+    queue.put(waiting("high", arrived_at=1.0, priority=2), 1.0, 0.0)
+    queue.put(waiting("other", "b"), 1.0, 0.0)
     assert drain(queue) == ["high", "other", "low"]
 
 
 def test_a_priority_counts_as_so_many_seconds() -> None:
     queue = FairQueue()
-    queue.put(waiting("low", arrived_at=0.0), 1.0)
-    queue.put(waiting("late", arrived_at=2 * PRIORITY_S + 0.5, priority=2), 1.0)
+    queue.put(waiting("low", arrived_at=0.0), 1.0, 0.0)
+    queue.put(waiting("late", arrived_at=2 * PRIORITY_S + 0.5, priority=2), 1.0, 0.0)
     assert drain(queue) == ["low", "late"]
 
 
 def test_who_is_due_goes_first_and_its_flow_pays() -> None:
     queue = FairQueue()
     for index in range(3):
-        queue.put(waiting(f"a{index}", "a"), 4.0)
-    queue.put(waiting("b0", "b", due_at=5.0, cost_s=1.0), 1.0)
-    queue.put(waiting("b1", "b"), 1.0)
+        queue.put(waiting(f"a{index}", "a"), 4.0, 0.0)
+    queue.put(waiting("b0", "b", due_at=5.0, cost_s=1.0), 1.0, 0.0)
+    queue.put(waiting("b1", "b"), 1.0, 0.0)
     first = queue.pop(0.0)
     assert first is not None
     assert first.request_id == "a0"
@@ -99,13 +107,13 @@ def test_who_is_due_goes_first_and_its_flow_pays() -> None:
 
 def test_a_paused_class_is_left_out_unless_it_is_due() -> None:
     queue = FairQueue()
-    queue.put(waiting("batch", service_class="batch", due_at=10.0), 1.0)
+    queue.put(waiting("batch", service_class="batch", due_at=10.0), 1.0, 0.0)
     assert queue.peek(0.0, without="batch") is None
     assert queue.pop(0.0, without="batch") is None
     due = queue.peek(10.0, without="batch")
     assert due is not None
     assert due.request_id == "batch"
-    queue.put(waiting("now"), 1.0)
+    queue.put(waiting("now"), 1.0, 0.0)
     assert queue.num_by_class() == {"batch": 1, "standard": 1}
     popped = queue.pop(0.0, without="batch")
     assert popped is not None
@@ -114,26 +122,76 @@ def test_a_paused_class_is_left_out_unless_it_is_due() -> None:
 
 def test_who_is_dropped_is_forgotten_and_not_charged() -> None:
     queue = FairQueue()
-    queue.put(waiting("a0", "a", cost_s=5.0), 1.0)
-    queue.put(waiting("a1", "a"), 1.0)
-    queue.put(waiting("b0", "b"), 1.0)
-    assert queue.drop("a0") is not None
-    assert queue.drop("a0") is None
-    assert queue.drop("nobody") is None
+    queue.put(waiting("a0", "a", cost_s=5.0), 1.0, 0.0)
+    queue.put(waiting("a1", "a"), 1.0, 0.0)
+    queue.put(waiting("b0", "b"), 1.0, 0.0)
+    assert queue.drop("a0", 0.0) is not None
+    assert queue.drop("a0", 0.0) is None
+    assert queue.drop("nobody", 0.0) is None
     queue.check()
     assert queue.cost_s == 2.0
     assert drain(queue) == ["a1", "b0"]
+
+
+def test_what_comes_of_heavier_flows_goes_before_too() -> None:
+    """A flow whose requests go as fast as they come takes its share of the time that a lighter one waits."""
+    queue, light = FairQueue(), Flow("light", "standard")
+    for index in range(50):  # for 50 s a request of half a second comes every second, and goes at once
+        queue.put(waiting(f"heavy{index}", "heavy", cost_s=0.5), 8.0, float(index))
+        assert queue.pop(float(index)) is not None
+    for index in range(10):
+        queue.put(waiting(f"light{index}", "light"), 1.0, 49.0)
+    assert queue.ahead_s(light, 1.0, 49.5) == pytest.approx(20.0, rel=0.1), "half of the time is left"
+    assert queue.ahead_s(light, 1.0, 49.5, rate=2.0) == pytest.approx(10.0 / 0.75, rel=0.1)
+    assert queue.ahead_s(light, 1.0, 90.0) == pytest.approx(10.0, rel=0.01), "they come no more"
+
+
+def test_what_was_dropped_did_not_come() -> None:
+    queue = FairQueue()
+    queue.put(waiting("light", "light"), 1.0, 0.0)
+    queue.put(waiting("heavy", "heavy", cost_s=5.0), 8.0, 0.0)
+    queue.drop("heavy", 0.0)
+    assert queue.ahead_s(Flow("light", "standard"), 1.0, 0.0) == pytest.approx(1.0)
+
+
+amounts = st.floats(0.0, 20.0)
+
+
+@given(
+    own_s=amounts, others=st.lists(st.builds(OtherFlow, amounts, st.floats(0.0, 1.5), amounts), max_size=6)
+)
+def test_the_work_ahead_is_the_least_that_agrees_with_itself(own_s: float, others: list[OtherFlow]) -> None:
+    """Against what rises step by step from nothing: none of the steps exceeds it, and it is one itself."""
+
+    def step(ahead_s: float) -> float:
+        return own_s + sum(min(it.cost_s + it.coming * ahead_s, it.share_s) for it in others)
+
+    found, risen = work_ahead(own_s, others), 0.0
+    assert step(found) == pytest.approx(found, abs=1e-6)
+    for _ in range(3000):
+        risen = step(risen)
+    assert risen <= found + 1e-6
+    close = all(abs(1 - sum(part)) > 0.01 for part in _subsets([it.coming for it in others]))
+    assert not close or risen == pytest.approx(found, abs=1e-3)
+
+
+def _subsets(values: list[float]) -> list[list[float]]:
+    """All ways to leave some of the values out."""
+    found: list[list[float]] = [[]]
+    for value in values:
+        found += [[*each, value] for each in found]
+    return found
 
 
 def test_what_goes_before_a_request_of_a_flow() -> None:
     queue = FairQueue()
     assert queue.ahead_s(Flow("a", "standard"), 1.0, 0.0) == 0.0
     for index in range(100):
-        queue.put(waiting(f"greedy{index}", "greedy"), 1.0)
+        queue.put(waiting(f"greedy{index}", "greedy"), 1.0, 0.0)
     assert queue.ahead_s(Flow("greedy", "standard"), 1.0, 0.0) == pytest.approx(100.0)
     # Another tenant waits for a turn, not for all that.
     assert queue.ahead_s(Flow("other", "standard"), 1.0, 0.0) <= 1.0
-    queue.put(waiting("other0", "other"), 1.0)
+    queue.put(waiting("other0", "other"), 1.0, 0.0)
     assert queue.ahead_s(Flow("other", "standard"), 1.0, 0.0) <= 3.0
 
 
@@ -154,7 +212,7 @@ def test_flows_that_wait_are_served_by_their_weights(
     queue = FairQueue()
     for index, (weight, each) in enumerate(flows):
         for number, cost_s in enumerate(each):
-            queue.put(waiting(f"{index}-{number}", str(index), cost_s=cost_s), weight)
+            queue.put(waiting(f"{index}-{number}", str(index), cost_s=cost_s), weight, 0.0)
     served = [0.0] * len(flows)
     left = [len(each) for _, each in flows]
     for _ in range(num_turns):
@@ -184,9 +242,9 @@ def test_aging_does_not_take_the_share_of_others(
     """A flow all of whose requests are due has no more than the part that aging may have beside its share."""
     queue = FairQueue()
     for index, cost_s in enumerate(greedy):
-        queue.put(waiting(f"g{index}", "greedy", cost_s=cost_s, due_at=due_at), 1.0)
+        queue.put(waiting(f"g{index}", "greedy", cost_s=cost_s, due_at=due_at), 1.0, 0.0)
     for index, cost_s in enumerate(modest):
-        queue.put(waiting(f"m{index}", "modest", cost_s=cost_s), 1.0)
+        queue.put(waiting(f"m{index}", "modest", cost_s=cost_s), 1.0, 0.0)
     now, served = 0.0, dict.fromkeys(("greedy", "modest"), 0.0)
     for _ in range(len(modest)):
         popped = queue.pop(now)
@@ -209,9 +267,9 @@ def test_nobody_starves(old: list[float], others: list[tuple[int, float]], weigh
     has."""
     queue = FairQueue()
     for number, cost_s in enumerate(old):
-        queue.put(waiting(f"old{number}", f"old{number}", cost_s=cost_s, due_at=number * 1e-3), weight)
+        queue.put(waiting(f"old{number}", f"old{number}", cost_s=cost_s, due_at=number * 1e-3), weight, 0.0)
     for number, (index, cost_s) in enumerate(others):
-        queue.put(waiting(f"new{number}", f"new{index}", cost_s=cost_s), 8.0)
+        queue.put(waiting(f"new{number}", f"new{index}", cost_s=cost_s), 8.0, 0.0)
     now, num_popped = 1.0, 0
     for number in range(1000):
         popped = queue.pop(now)
@@ -224,7 +282,7 @@ def test_nobody_starves(old: list[float], others: list[tuple[int, float]], weigh
             if num_popped == len(old):
                 return
         else:  # something of other flows is always there
-            queue.put(waiting(f"again{number}", popped.flow.tenant, cost_s=popped.cost_s), 8.0)
+            queue.put(waiting(f"again{number}", popped.flow.tenant, cost_s=popped.cost_s), 8.0, now)
         now += popped.cost_s
     raise AssertionError(f"only {num_popped} of {len(old)} were served")
 
@@ -260,11 +318,11 @@ def test_sums_and_order_hold_over_any_operations(
                 priority=priority,
                 service_class=service_class,
             )
-            queue.put(it, 1.0 + tenant)
+            queue.put(it, 1.0 + tenant, now)
             model[it.request_id] = it
         elif what == "drop" and model:
             request_id = list(model)[tenant % len(model)]
-            assert queue.drop(request_id) is model.pop(request_id)
+            assert queue.drop(request_id, now) is model.pop(request_id)
         elif what == "wait":
             now += cost_s
         elif what in ("pop", "pop paused"):
@@ -288,4 +346,6 @@ def test_sums_and_order_hold_over_any_operations(
         queue.check()
         assert len(queue) == len(model)
         ahead_s = queue.ahead_s(Flow("new", "standard"), 1.0, now)
-        assert -1e-9 <= ahead_s <= queue.cost_s + 1e-9
+        # All that waits, and of what comes no more than the shares of the flows that brought it.
+        share_s = sum(queue.cost_s + cost_s for _, _, _, cost_s, _ in given_operations)
+        assert -1e-9 <= ahead_s <= queue.cost_s + share_s + 1e-9

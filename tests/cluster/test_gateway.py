@@ -437,7 +437,7 @@ async def test_a_request_id_is_unique_while_it_runs(pair: Pair) -> None:
 async def test_more_requests_than_allowed_are_refused_with_a_time_to_retry(harness: GatewayHarness) -> None:
     replica = await harness.add_replica("d0", "decode")
     replica.script.stop_after = 3
-    _, address = await harness.add_gateway(harness.config(max_requests=2))
+    gateway, address = await harness.add_gateway(harness.config(max_requests=2))
     client = harness.client(address)
     running = [client.generate(PROMPT, GenerateOptions(max_tokens=9)).events() for _ in range(2)]
     for events in running:
@@ -446,6 +446,7 @@ async def test_more_requests_than_allowed_are_refused_with_a_time_to_retry(harne
         await client.complete(PROMPT, resume=False)
     assert caught.value.is_refusal
     assert "gateway.max_requests" in caught.value.message
+    assert gateway.requests.admission.counts.num_refused == {("requests", "standard"): 1}
     for events in running:
         await events.aclose()
 

@@ -80,8 +80,8 @@ RPCS: dict[str, Row] = {
     f"{INFERENCE}Generate": row(
         UNKNOWN, other="OK", viewer=FORBIDDEN, operator=FORBIDDEN, replayed=FORBIDDEN
     ),
-    f"{INFERENCE}Embed": row(UNKNOWN, other="UNIMPLEMENTED", viewer=FORBIDDEN, operator=FORBIDDEN),
-    f"{INFERENCE}Score": row(UNKNOWN, other="UNIMPLEMENTED", viewer=FORBIDDEN, operator=FORBIDDEN),
+    f"{INFERENCE}Embed": row(UNKNOWN, other="INVALID_ARGUMENT", viewer=FORBIDDEN, operator=FORBIDDEN),
+    f"{INFERENCE}Score": row(UNKNOWN, other="INVALID_ARGUMENT", viewer=FORBIDDEN, operator=FORBIDDEN),
     f"{INFERENCE}Tokenize": USERS,
     f"{INFERENCE}Detokenize": USERS,
     f"{INFERENCE}ListModels": USERS,
@@ -152,11 +152,23 @@ HTTP_ROUTES: dict[tuple[str, str], Row] = {
     ("GET", "/v1/models/{model}"): HTTP_USERS,
     ("POST", "/v1/chat/completions"): HTTP_USERS,
     ("POST", "/v1/completions"): HTTP_USERS,
+    ("POST", "/v1/responses"): HTTP_USERS,
+    ("POST", "/v1/messages"): HTTP_USERS,
+    ("POST", "/v1/messages/count_tokens"): HTTP_USERS,
+    ("POST", "/v1/embeddings"): row("401", other=400, viewer=403, operator=403),  # it is a bad one
+    ("POST", "/tokenize"): HTTP_USERS,
+    ("POST", "/detokenize"): HTTP_USERS,
 }
 _CHAT = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 1}
 HTTP_BODIES: Mapping[str, dict[str, Any]] = {
     "/v1/chat/completions": _CHAT,
     "/v1/completions": {"prompt": PROMPT, "max_tokens": 1},
+    "/v1/responses": {"input": PROMPT, "max_output_tokens": 1},
+    "/v1/messages": _CHAT,
+    "/v1/messages/count_tokens": {"messages": _CHAT["messages"]},
+    "/v1/embeddings": {"input": PROMPT, "dimensions": 0},
+    "/tokenize": {"prompt": PROMPT},
+    "/detokenize": {"tokens": [5]},
 }
 
 # ------------------------------------------------------------------------------------------- internal ports

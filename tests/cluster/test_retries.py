@@ -60,7 +60,7 @@ def test_who_ended_is_forgotten_and_who_waits_for_a_replica_that_goes_is_release
     assert not queue.drop(retries[0])
     queue.on_gone("d0")
     assert released == ["b"]
-    assert capacities.submitted == [], "its task finds that the replica is gone"
+    assert capacities.submitted == ["b"], "its task sends it, and finds that the replica is gone"
     assert len(queue) == 1
 
 

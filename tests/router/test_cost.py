@@ -13,6 +13,7 @@ from router.messages import Candidate, Decision, ReplicaLoad
 from router.policies import (
     NEVER_FITS_S,
     NO_SPACE_S,
+    OVERLAP,
     STALE_S,
     WORK_PART,
     ReplicaCost,
@@ -62,14 +63,14 @@ def state(
         load_tok_s=load_tok_s or {},
         max_local_tokens=max_local_tokens,
     )
-    rates = rates_of(report, sequences)
-    return CurrentLoad(role, report, backlog, sequences, free, rates, backlog * rates.token_s)
+    return CurrentLoad(role, report, backlog, sequences, free, rates_of(report, sequences))
 
 
 def held(of: CurrentLoad, matched_tokens: int, is_stale: bool = False) -> ReplicaCost:
     """The cost of a replica whose device holds that many tokens, and whose store holds none."""
     rest = QUERY.num_tokens - matched_tokens
-    return ReplicaCost(of, is_stale, matched_tokens, rest, of.rates.prefill_s(rest, matched_tokens))
+    prefill_s = of.rates.prefill_s(rest, matched_tokens)
+    return ReplicaCost(of, is_stale, matched_tokens, rest, prefill_s, prefill_s, of.queue(1.0), 0.0)
 
 
 def test_prefill_terms() -> None:
@@ -129,7 +130,7 @@ def test_space_penalty(free: int, matched: int, penalty: float) -> None:
 
 def test_what_never_fits_is_the_very_last_choice() -> None:
     huge = QUERY._replace(num_tokens=6400)
-    candidate = decode_candidate(huge, ReplicaCost(state(), False, 0, 6400, 0.64), 10.0)
+    candidate = decode_candidate(huge, replica_cost(huge, state(), False, 0, 0, 0), 10.0)
     assert candidate.cost_s > NEVER_FITS_S
     assert candidate.note == "never fits, no space now"
 
@@ -163,8 +164,8 @@ def test_a_prompt_beyond_one_device_stays_at_a_replica_that_may_use_host_memory(
     busy = state(sequences=50, free=sizes["decode"], total=sizes["decode"])
     candidates = [
         prefill_candidate(huge, replica_cost(huge, prefill, False, 0, 0, 0)),
-        decode_candidate(huge, ReplicaCost(busy, False, 0, 6400, 0.64), 10.0),
-        local_candidate(huge, ReplicaCost(busy, False, 0, 6400, 0.64), 10.0),
+        decode_candidate(huge, replica_cost(huge, busy, False, 0, 0, 0), 10.0),
+        local_candidate(huge, replica_cost(huge, busy, False, 0, 0, 0), 10.0),
     ]
     assert ["never fits" in item.note for item in candidates] == [
         too_small == "prefill",
@@ -203,7 +204,49 @@ def test_attention_to_what_lies_before_costs_too() -> None:
     rates = rates_of(measured, 0)
     assert rates.prefill_s(1000, 0) == pytest.approx(0.08 + 1e-8 * 1000 * 500)
     assert rates.prefill_s(200, 800) == pytest.approx(0.016 + 1e-8 * 200 * 900)
-    assert rates_of(measured, 0, 2.0).prefill_s(200, 800) == pytest.approx(2 * rates.prefill_s(200, 800))
+    corrected = rates_of(measured, 0, 2.0)
+    assert corrected.prefill_s(200, 800) == pytest.approx(2 * rates.prefill_s(200, 800))
+    assert corrected.token_s == rates.token_s, "its rate is measured, with whatever disturbs it"
+    assert (corrected.step_s, corrected.present_step_s) == (rates.step_s, rates.present_step_s)
+
+
+def test_a_prompt_is_computed_between_decodes() -> None:
+    measured = replace(
+        state("both").report,
+        prefill_token_s=1e-4,
+        num_running=10,
+        num_context_tokens=5000,
+        decode_sequence_s=0.001,
+        decode_context_s=2e-6,
+        max_batch_tokens=110,
+    )
+    busy = rates_of(measured, 10)
+    assert busy.mixed_s == pytest.approx((10 * 0.001 + 5000 * 2e-6) / 100)
+    of = CurrentLoad("both", measured, 0, 10, 100, busy)
+    cost = replica_cost(QUERY, of, False, 0, 0, 0)
+    assert cost.prefill_s == pytest.approx(0.1)
+    assert cost.own_s == pytest.approx(0.1 + 1000 * busy.mixed_s)
+    assert local_candidate(QUERY, cost, 0.0).prefill_s == cost.own_s
+
+
+def test_what_is_held_counts_by_the_part_that_goes_before() -> None:
+    base = state("both", backlog=1000, sequences=12)
+    of = base._replace(num_held_tokens=600, num_held_sequences=8, num_places=4.0, residence_s=2.0)
+    for part, tokens, sequences in ((0.0, 400, 4), (0.5, 700, 8), (1.0, 1000, 12)):
+        cost = replica_cost(QUERY, of, False, 0, 0, 0, held_part=part)
+        assert cost.queue_s == pytest.approx(tokens * TOKEN_S)
+        assert cost.place_wait_s == pytest.approx((sequences + 1 - 4) * 0.5)
+    assert disturbance_s(of, 1.0) == pytest.approx(4.0), "what is held is not disturbed"
+
+
+def test_a_pair_waits_for_its_queue_and_its_place_at_once() -> None:
+    candidates = [
+        Candidate("p", "prefill", 0, 10, 3.0, 0.0, 0.0, 3.5),
+        Candidate("d", "decode", 0, 10, 2.0, 0.0, 0.0, 2.5),
+    ]
+    choice = choose(candidates)
+    assert choice is not None
+    assert choice.pair_cost_s == pytest.approx(6.0 - OVERLAP * 2.0)
 
 
 def test_a_step_grows_with_its_sequences_and_their_context() -> None:
@@ -270,7 +313,8 @@ def test_the_time_to_load_a_token(tier: str) -> None:
 def test_what_loads_slower_than_it_computes_is_computed() -> None:
     slow = state(load_tok_s={"dram": 100_000.0, "nvme": 9_000.0})
     made = replica_cost(QUERY, slow, False, 1, 2, 3)
-    assert made == ReplicaCost(slow, False, 64, 808, made.prefill_s, 128, 0, made.load_s)
+    assert (made.matched_tokens, made.uncached_tokens) == (64, 808)
+    assert (made.dram_tokens, made.nvme_tokens) == (128, 0)
     assert made.load_s == pytest.approx(128 / 100_000)
 
 
@@ -294,8 +338,8 @@ def test_choice_is_the_least_of_all_pairs(data: st.DataObject) -> None:
     for side in ("prefill", "decode", "local"):
         for replica_id in data.draw(ids):
             uncached = data.draw(st.integers(1, 7))
-            transfer, cost = data.draw(amounts), data.draw(amounts)
-            candidates.append(Candidate(replica_id, side, 7 - uncached, uncached, 0.0, transfer, 0.0, cost))
+            transfer, cost, queue = (data.draw(amounts) for _ in range(3))
+            candidates.append(Candidate(replica_id, side, 7 - uncached, uncached, queue, transfer, 0.0, cost))
     choice = choose(candidates)
     has_local = any(item.side == "local" for item in candidates)
     has_pair = any(

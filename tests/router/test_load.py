@@ -40,9 +40,29 @@ class Bench:
             )
         )
 
-    def route(self, request_id: str, compute_id: str, decode_id: str) -> None:
+    def route(
+        self,
+        request_id: str,
+        compute_id: str,
+        decode_id: str,
+        *,
+        is_held: bool = False,
+        prefill_s: float = 0.0,
+    ) -> None:
+        now = self.clock.now()
         self.tracker.on_routed(
-            Placement(request_id, compute_id, decode_id, (), 500, 10, 1, routed_at=self.clock.now())
+            Placement(
+                request_id,
+                compute_id,
+                decode_id,
+                (),
+                500,
+                10,
+                1,
+                routed_at=now,
+                is_held=is_held,
+                prefill_s=prefill_s,
+            )
         )
 
 
@@ -149,3 +169,73 @@ def test_stale_requests_no_longer_count(bench: Bench) -> None:
     assert bench.tracker.num_placements == 1
     assert bench.tracker.state("p").backlog_tokens == 500
     bench.tracker.check()
+
+
+def test_what_is_held_takes_no_blocks_until_it_is_sent(bench: Bench) -> None:
+    bench.report("p")
+    bench.report("d")
+    for number in range(30):
+        bench.route(f"pair{number}", "p", "d", is_held=True)
+        bench.route(f"alone{number}", "d", "", is_held=True)
+    state = bench.tracker.state("d")
+    assert state.num_free_blocks == 100
+    assert (state.num_sequences, state.num_sent_sequences) == (60, 0)
+    bench.tracker.on_submitted("pair0")
+    bench.tracker.on_submitted("alone0")
+    state = bench.tracker.state("d")
+    assert state.num_free_blocks == 80
+    assert (state.num_sequences, state.num_sent_sequences) == (60, 2)
+    bench.tracker.check()
+
+
+# ---------------------------------------------------------------------- what replicas take beside predictions
+
+
+def correction(bench: Bench) -> float:
+    return bench.tracker.state("p").rates.correction
+
+
+def serve(bench: Bench, took_s: float, num_requests: int, backlog: int = 0) -> None:
+    """Requests whose own second of prefill is behind that backlog, at 1,000 tokens a second."""
+    for number in range(num_requests):
+        bench.report("p", backlog=backlog)
+        bench.route(str(number), "p", "d", prefill_s=1.0)
+        bench.clock.advance(took_s)
+        bench.tracker.on_prefilled(str(number))
+        bench.tracker.on_finished(str(number))
+
+
+def test_prefills_that_take_longer_are_corrected_by_as_much(bench: Bench) -> None:
+    serve(bench, 2.5, 60)
+    assert 1.5 < correction(bench) <= 2.5
+    assert bench.tracker.state("p").rates.token_s == 1e-3
+    serve(bench, 100.0, 60)
+    assert correction(bench) <= 4.0
+
+
+def test_what_waited_is_no_measure_of_the_prefill(bench: Bench) -> None:
+    """The queue is predicted by the replica's rate: that a request came after it does not count again."""
+    serve(bench, 5.5, 100, backlog=4500)
+    assert correction(bench) == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_correction_does_not_outlast_its_measurements(bench: Bench) -> None:
+    serve(bench, 3.0, 60)
+    before = correction(bench)
+    assert before > 1.5
+    bench.clock.advance(60.0)
+    bench.report("p")
+    assert 1.0 <= correction(bench) < 1 + 0.25 * (before - 1)
+
+
+def test_requests_that_were_predicted_before_the_correction_do_not_add_to_it(bench: Bench) -> None:
+    """All were routed at once, and each takes twice its prefill: that teaches 2, not more with each."""
+    for number in range(200):
+        bench.route(str(number), "p", "d", is_held=True, prefill_s=1.0)
+    for number in range(200):
+        bench.report("p")
+        bench.tracker.on_submitted(str(number))
+        bench.clock.advance(2.0 + bench.tracker.state("p").queue(0.0))
+        bench.tracker.on_prefilled(str(number))
+        bench.tracker.on_finished(str(number))
+        assert correction(bench) <= 2.0 + 1e-6

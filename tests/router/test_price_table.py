@@ -9,7 +9,7 @@ from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import BlocksStored, KvSnapshot, ReplicaIdentity
 from router.config import RouterConfig
 from router.messages import ReplicaLoad, RouteRequest
-from router.policies import recompute
+from router.policies import OVERLAP, recompute
 from router.service import RouterService
 
 BLOCK_TOKENS = 16
@@ -30,6 +30,7 @@ replicas = st.fixed_dictionaries(
         "dram": st.integers(0, 10),
         "nvme": st.integers(0, 10),
         "wait": st.sampled_from([None, None, 0.0, 3.0]),
+        "sequence_s": st.sampled_from([0.0, 0.001]),
     }
 )
 
@@ -41,9 +42,15 @@ replicas = st.fixed_dictionaries(
     st.integers(0, 5000),
     st.sampled_from([1.0, 0.3, 0.01]),
     st.sampled_from(["", "g0"]),
+    st.sampled_from([0.0, 0.3, 1.0]),
 )
 def test_the_choice_is_that_of_the_formulas(
-    drawn: list[dict[str, object]], num_tokens: int, num_new: int, kv_share: float, salt: str
+    drawn: list[dict[str, object]],
+    num_tokens: int,
+    num_new: int,
+    kv_share: float,
+    salt: str,
+    held_part: float,
 ) -> None:
     clock = ManualClock(100.0)
     router = RouterService(RouterConfig(), BLOCK_TOKENS, clock, 1, salt=salt)
@@ -79,6 +86,7 @@ def test_the_choice_is_that_of_the_formulas(
                 max_local_tokens=int(str(it["max_local"])),
                 prefill_token_s=float(str(it["token_s"])),
                 attention_token_s=1e-8,
+                decode_sequence_s=float(str(it["sequence_s"])),
                 max_sequences=int(str(it["max_sequences"])),
             )
         )
@@ -88,7 +96,7 @@ def test_the_choice_is_that_of_the_formulas(
         request = RouteRequest(
             f"q{number}", "t", KEYS[: num_tokens // BLOCK_TOKENS], num_tokens, num_new, kv_share=kv_share
         )
-        decision = router.route(request, is_held=number == 1, waits=waits)
+        decision = router.route(request, is_held=number < 2, waits=waits, held_part=held_part)
         assert recompute(decision) == (decision.prefill, decision.decode)
         chosen = {(it.side, it.replica_id): it for it in decision.candidates}
         prefill = chosen["prefill" if decision.prefill else "local", decision.prefill or decision.decode]
@@ -100,5 +108,6 @@ def test_the_choice_is_that_of_the_formulas(
         cost_s = prefill.cost_s
         if decision.prefill:
             decode = chosen["decode", decision.decode]
-            cost_s += decode.cost_s + prefill.transfer_s * (decode.uncached_tokens / num_tokens)
+            cost_s += decode.cost_s - OVERLAP * min(prefill.queue_s, decode.queue_s)
+            cost_s += prefill.transfer_s * (decode.uncached_tokens / num_tokens)
         assert f"costs {1e3 * cost_s:.1f} ms" in decision.reason

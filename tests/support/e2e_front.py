@@ -98,7 +98,7 @@ class Call:
                     tokens.extend(event.token_ids)
                     self.texts[event.sample] = self.texts.get(event.sample, "") + event.text
                     self.logprobs.extend(event.logprobs)
-                else:
+                elif isinstance(event, pb.Finished):
                     self.finished = event
         except CallError as error:
             self.error = error

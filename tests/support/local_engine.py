@@ -23,6 +23,8 @@ from workers.messages.link import RequestFailed, Submission
 from workers.messages.rank_channel import (
     BatchEntry,
     BlockCopy,
+    CompileGrammar,
+    GrammarCompiled,
     SlotSample,
     SlotStart,
     StepPlan,
@@ -31,8 +33,10 @@ from workers.messages.rank_channel import (
 )
 from workers.messages.sampling import SamplingParams, TokenLogprob
 from workers.model.host_kv import OffloadMode
+from workers.model.model_config import read_model_config
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups, find_store, open_store
+from workers.rank.compiled_grammars import CompiledGrammars
 from workers.rank.device_queue import DeviceQueue
 from workers.rank.model_runner import ModelRunner
 from workers.replica.step_loop import StepLoop
@@ -62,9 +66,16 @@ class LocalEngine:
         faults: Sequence[Faults] = (),
         dtype: torch.dtype = torch.float32,
         queue: DeviceQueue | None = None,
+        end_ids: tuple[int, ...] = (),
     ) -> None:
-        """Ranks with a `host_id` share memory, others speak through gloo; `faults` are those of each rank."""
+        """Ranks with a `host_id` share memory, others speak through gloo; `faults` are those of each rank.
+        With `end_ids` outputs may follow grammars, which are compiled when `compiles` is true."""
         self.tp, self.pp = tp, len(stages)
+        self.compiles = True
+        self._grammars: CompiledGrammars | None = None
+        if end_ids:
+            vocab_size = read_model_config(model_dir).vocab_size
+            self._grammars = CompiledGrammars(model_dir, vocab_size, end_ids)
         self._store, self._address = open_store("127.0.0.1")
         self._threads = [ThreadPoolExecutor(1) for _ in range(tp * self.pp)]
 
@@ -96,6 +107,7 @@ class LocalEngine:
                 is_deterministic=config.deterministic,
                 faults=faults[rank] if faults else None,
                 queue=queue,
+                grammars=self._grammars,
             )
             runner.warm_up()
             return runner
@@ -107,7 +119,7 @@ class LocalEngine:
         self.scheduler = Scheduler(
             config,
             self.pool,
-            eos_token_ids=(),
+            eos_token_ids=end_ids,
             max_context_tokens=fields.max_context_tokens,
             num_stages=self.pp,
             num_offload_blocks=fields.num_offload_blocks,
@@ -138,6 +150,8 @@ class LocalEngine:
 
     def step(self) -> StepOutcome | None:
         """Send the plans that can be made, and settle the oldest that is out; None if nothing is."""
+        if self.compiles:
+            self._compile()
         self.steps.feed()
         if not self._out:
             return None
@@ -153,6 +167,16 @@ class LocalEngine:
         self.scheduler.check()
         self.most_offloaded = max(self.most_offloaded, self.scheduler.num_offloaded_blocks)
         return outcome
+
+    def _compile(self) -> None:
+        """Carry out what the scheduler orders of grammars."""
+        for order in self.scheduler.take_grammar_orders():
+            assert self._grammars is not None
+            if isinstance(order, CompileGrammar):
+                self._grammars.compile(order.grammar)
+                self.scheduler.grammar_compiled(GrammarCompiled(order.grammar.digest))
+            else:
+                self._grammars.release(order.digest)
 
     def move(self, request_id: str, num_tokens: int, target: LocalEngine) -> bool:
         """Hand a stream that is held with KV of `num_tokens` over to another engine of one rank: its KV and

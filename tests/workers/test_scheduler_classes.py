@@ -83,10 +83,14 @@ def test_a_paused_batch_continues_when_it_is_not_paused_any_more() -> None:
     outputs: dict[str, list[int]] = {}
     side.scheduler.submit(ask("b", [1, 2, 3], max_tokens=12, service_class="batch"), 0.0)
     side.scheduler.submit(ask("o", [4, 5, 6], max_tokens=12), 0.0)
+    assert side.scheduler.num_backlog_tokens == 6
     side.scheduler.pause_batch(True)
+    assert side.scheduler.num_backlog_tokens == 3, "nobody waits for what is paused"
     run(side, outputs, 3)
     assert "b" not in outputs
+    assert side.scheduler.num_backlog_tokens == 0
     side.scheduler.pause_batch(False)
+    assert side.scheduler.num_backlog_tokens == 3
     run(side, outputs, 3)
     assert len(outputs["b"]) == 3
     finish(side)
@@ -113,6 +117,17 @@ def test_a_paused_batch_makes_way_for_who_waits(lacking: str) -> None:
     while not side.scheduler.is_idle:
         run(side, outputs)
     assert outputs == {it.request_id: right(it) for it in (*batch, other)}
+
+
+def test_a_paused_prompt_is_ahead_of_no_landing() -> None:
+    """The rest of it is more than what may be ahead of a prompt that asks for its landing."""
+    side = engine(max_batch_tokens=4)
+    side.scheduler.submit(ask("a", list(range(1, 31)), service_class="batch"), 0.0)
+    step(side)
+    side.scheduler.pause_batch(True)
+    side.scheduler.submit(ask("b", decode="d"), 1.0)
+    (need,) = side.scheduler.landings_wanted(1.0)
+    assert need.request_id == "b"
 
 
 def test_a_paused_batch_is_cancelled_and_expires_as_ever() -> None:

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from workers.errors import GrammarRefusedError
+from workers.grammar_limits import parser_limits
 from workers.messages.rank_channel import CompileGrammar, GrammarCompiled, GrammarOrder
 from workers.messages.sampling import Grammar
 from workers.rank.grammar_check import GrammarChecker, compile_grammar, load_tokenizer
@@ -52,7 +53,14 @@ class CompiledGrammars:
     """The tokenizer of a model, and its compiled grammars. What is not needed is forgotten, the least
     recently used first. Used by several threads."""
 
-    def __init__(self, model_dir: Path, vocab_size: int, end_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        vocab_size: int,
+        end_ids: tuple[int, ...],
+        limits: LLParserLimits | None = None,
+    ) -> None:
+        self.limits = limits or parser_limits()
         self.tokenizer_file = model_dir / "tokenizer.json"
         self.vocab_size = vocab_size
         self.end_ids = end_ids
@@ -144,7 +152,7 @@ class CompiledGrammars:
 
     def _compile(self, text: str) -> LLMatcher:
         try:
-            return compile_grammar(self.tokenizer, text)
+            return compile_grammar(self.tokenizer, text, self.limits)
         except ValueError as error:
             raise GrammarRefusedError(str(error)) from error
 
@@ -178,7 +186,9 @@ class CompileThread:
         self.grammars = grammars
         self._report = report
         self._orders: SimpleQueue[GrammarOrder | None] = SimpleQueue()
-        self._checker = GrammarChecker(grammars.tokenizer_file, grammars.vocab_size, grammars.end_ids)
+        self._checker = GrammarChecker(
+            grammars.tokenizer_file, grammars.vocab_size, grammars.end_ids, grammars.limits
+        )
         self._thread = threading.Thread(target=self._run, name=GRAMMAR_THREAD, daemon=True)
         self._thread.start()
 

@@ -8,6 +8,7 @@ This file is the child's program as well: it is run by its path, and imports not
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -21,17 +22,11 @@ from typing import Any, BinaryIO, NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-# Arithmetic of the library's compiler and lexer, items of its parser (a step takes a few milliseconds with
-# so many), states of the lexer (1 to 2 kB each), symbols of a grammar.
-LIMITS: dict[str, int | bool] = {
-    "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 200_000,
-    "step_max_items": 50_000,
-    "max_items_in_row": 2_000,
-    "max_lexer_states": 50_000,
-    "max_grammar_size": 250_000,
-    "verbose_errors": False,  # they would repeat the grammar
-}
+# Of `LLParserLimits`: what the child is told of them.
+_LIMITS = (
+    "max_items_in_row", "initial_lexer_fuel", "step_lexer_fuel", "step_max_items", "max_lexer_states",
+    "max_grammar_size", "verbose_errors",
+)  # fmt: skip
 MAX_CPU_S = 3
 MAX_MEMORY_BYTES = 512 << 20
 # A child that shares its core takes longer than `MAX_CPU_S`.
@@ -53,8 +48,11 @@ class GrammarChecker:
     """A child process that compiles grammars for a tokenizer, started with the first one. Used by one
     thread."""
 
-    def __init__(self, tokenizer_file: Path, vocab_size: int, end_ids: tuple[int, ...]) -> None:
-        self._arguments = json.dumps([str(tokenizer_file), vocab_size, end_ids])
+    def __init__(
+        self, tokenizer_file: Path, vocab_size: int, end_ids: tuple[int, ...], limits: LLParserLimits
+    ) -> None:
+        values = {name: getattr(limits, name) for name in _LIMITS}
+        self._arguments = json.dumps([str(tokenizer_file), vocab_size, end_ids, values])
         self._child: subprocess.Popen[bytes] | None = None
 
     def check(self, text: str) -> GrammarCheck:
@@ -120,9 +118,9 @@ def load_tokenizer(text: str, vocab_size: int, end_ids: tuple[int, ...]) -> LLTo
     return LLTokenizer(text, n_vocab=vocab_size, eos_token=list(end_ids))
 
 
-def compile_grammar(tokenizer: LLTokenizer, text: str) -> LLMatcher:
+def compile_grammar(tokenizer: LLTokenizer, text: str, limits: LLParserLimits) -> LLMatcher:
     """Return a matcher at the beginning of the text. Raises `ValueError` for a grammar that is refused."""
-    matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))  # type: ignore[arg-type]
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
     if matcher.is_error():
         raise ValueError(error_of(matcher))
     return matcher
@@ -181,10 +179,10 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def _check(tokenizer: LLTokenizer, text: str, memory: _Memory) -> GrammarCheck:
+def _check(tokenizer: LLTokenizer, text: str, limits: LLParserLimits, memory: _Memory) -> GrammarCheck:
     num_bytes, started_at = memory.num_bytes(), _cpu_s()
     try:
-        matcher = compile_grammar(tokenizer, text)
+        matcher = compile_grammar(tokenizer, text, limits)
     except ValueError as error:
         return GrammarCheck(0, 0.0, str(error))
     seconds = _cpu_s() - started_at
@@ -194,7 +192,7 @@ def _check(tokenizer: LLTokenizer, text: str, memory: _Memory) -> GrammarCheck:
 
 def _serve(source: BinaryIO, sink: BinaryIO) -> None:
     """Answer every grammar with a line, until the parent ends."""
-    name, vocab_size, end_ids = json.loads(sys.argv[1])
+    name, vocab_size, end_ids, limits = json.loads(sys.argv[1])
     tokenizer = load_tokenizer(Path(name).read_text(encoding="utf-8"), vocab_size, tuple(end_ids))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _limit_memory()
@@ -204,9 +202,11 @@ def _serve(source: BinaryIO, sink: BinaryIO) -> None:
     while len(header := source.read(_LENGTH.size)) == _LENGTH.size:
         text = source.read(*_LENGTH.unpack(header)).decode()
         _limit_cpu()
-        sink.write(json.dumps(_check(tokenizer, text, memory)).encode() + b"\n")
+        sink.write(json.dumps(_check(tokenizer, text, LLParserLimits(**limits), memory)).encode() + b"\n")
         sink.flush()
 
 
 if __name__ == "__main__":
-    _serve(sys.stdin.buffer, sys.stdout.buffer)
+    with contextlib.suppress(BrokenPipeError):  # the parent has ended
+        _serve(sys.stdin.buffer, sys.stdout.buffer)
+    os._exit(0)  # nothing of it is left to write

@@ -52,13 +52,15 @@ class StepMasks(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """The matcher of a slot, which has taken all its `tokens`; None while it has failed from the start."""
+    """The matcher of a slot, which has taken all its `tokens`; None until the slot samples, for its grammar
+    may be compiled while its prompt is computed."""
 
     grammar: bytes
-    matcher: LLMatcher | None
+    sample: SlotSample
     # For the words of its end tokens, while these may not come: until so many tokens.
     min_tokens: int
     end_words: Masks
+    matcher: LLMatcher | None = None
     tokens: list[int] = field(default_factory=list)
     # Its lexer is not that of another slot.
     is_separate: bool = False
@@ -104,14 +106,8 @@ class SlotMatchers:
             if 0 <= token < self._grammars.vocab_size:
                 end_words[token // 32] |= np.uint32(1 << token % 32)
         for sample in start.samples:
-            slot = _Slot(start.grammar, None, sampling.min_tokens, end_words)
-            self._slots[sample.slot] = slot
+            self._slots[sample.slot] = _Slot(start.grammar, sample, sampling.min_tokens, end_words)
             self._is_bound[sample.slot] = True
-            try:
-                slot.matcher = self._grammars.matcher(start.grammar)
-                slot.failure = self._replay(slot, sample)
-            except GrammarRefusedError as error:
-                slot.failure = MatcherFailure(f"its grammar: {error}", "invalid")
 
     def free(self, slot: int) -> None:
         """Forget a slot, with or without a grammar."""
@@ -139,6 +135,9 @@ class SlotMatchers:
             for row, number in enumerate(slots.tolist())
             if (slot := self._slots.get(number)) is not None and not slot.has_ended
         ]
+        for _, slot in places:
+            if slot.matcher is None and slot.failure is None:
+                slot.failure = self._begin(slot)
         failed: list[FailedEntry] = []
         alive = [(row, slot) for row, slot in places if slot.failure is None]
         self._fill([(slot, row) for row, slot in alive], masks)
@@ -200,9 +199,14 @@ class SlotMatchers:
 
     # ------------------------------------------------------------------------------------------ private
 
-    def _replay(self, slot: _Slot, sample: SlotSample) -> MatcherFailure | None:
-        """Take the output that a sample has. The mask before its last token must be that which the sample's
-        replica had there."""
+    def _begin(self, slot: _Slot) -> MatcherFailure | None:
+        """Make a slot's matcher, and let it take the output that the sample has. The mask before the last
+        token must be that of the replica where the output comes from."""
+        try:
+            slot.matcher = self._grammars.matcher(slot.grammar)
+        except GrammarRefusedError as error:
+            return MatcherFailure(f"its grammar: {error}", "invalid")
+        sample = slot.sample
         output = np.frombuffer(sample.output, dtype="<u4").tolist()
         if not output:
             return None
@@ -238,15 +242,18 @@ class SlotMatchers:
         """Advance a slot's matcher. Returns why that failed, if so."""
         if not tokens:
             return None
+        slot.has_ended = tokens[-1] in self._grammars.end_ids
+        inner = tokens[:-1] if slot.has_ended else tokens
         assert slot.matcher is not None
-        if not slot.matcher.consume_tokens(tokens):
+        if not slot.matcher.consume_tokens(inner):
             failure = self._separate(slot)
             if failure is not None:
                 return failure
-            if not slot.matcher.consume_tokens(tokens):
+            if not slot.matcher.consume_tokens(inner):
                 return _cannot_follow(slot.matcher)
+        if slot.has_ended and not slot.matcher.is_accepting():
+            return MatcherFailure("its output ended before the grammar allowed it", "invalid")
         slot.tokens += tokens
-        slot.has_ended = tokens[-1] in self._grammars.end_ids
         return None
 
     def _separate(self, slot: _Slot) -> MatcherFailure | None:

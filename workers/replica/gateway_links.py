@@ -289,10 +289,10 @@ class ReplicaReports:
         return KvSnapshot(self._identity, self._kv_sequence, stored)
 
     def queue(self) -> QueueReport:
-        """What waits and runs at this moment."""
+        """What waits and runs at this moment; who is paused makes way for others, and does not count."""
         landings = self._kv_receiver.landings
         return QueueReport(
-            num_running=self._scheduler.num_running,
+            num_running=self._scheduler.num_running - self._scheduler.num_paused,
             num_waiting=self._scheduler.num_waiting,
             num_landings=landings.num_open + landings.num_waiting,
             num_backlog_tokens=self._scheduler.num_backlog_tokens,

@@ -156,11 +156,17 @@ class Scheduler:
 
     @property
     def num_backlog_tokens(self) -> int:
-        """Prompt tokens accepted and not yet planned, those expected in the prefix cache excluded."""
+        """Prompt tokens accepted and not yet planned, those expected in the prefix cache and those of paused
+        sequences excluded: nobody waits for these."""
+        life, pauses = self._life, self._life.pauses_batch
         waiting = sum(
-            sequence.num_tokens - sequence.num_expected_cached_tokens for sequence in self._life.waiting
+            it.num_tokens - it.num_expected_cached_tokens
+            for it in life.waiting
+            if not (pauses and it.is_pausable)
         )
-        return waiting + sum(max(0, sequence.num_remaining - 1) for sequence in self._life.running)
+        return waiting + sum(
+            max(0, it.num_remaining - 1) for it in life.running if not (pauses and it.is_pausable)
+        )
 
     @property
     def num_references(self) -> int:
@@ -307,7 +313,13 @@ class Scheduler:
         named once."""
         life, window_tokens = self._life, self._landing_window_tokens
         return landing_needs(
-            life.tables, life.running, life.waiting, window_tokens, now, self.isolation.is_busy
+            life.tables,
+            life.running,
+            life.waiting,
+            window_tokens,
+            now,
+            self.isolation.is_busy,
+            pauses_batch=life.pauses_batch,
         )
 
     def loads_wanted(self) -> list[LoadNeed]:

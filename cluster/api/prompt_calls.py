@@ -1,0 +1,241 @@
+"""`Embed` and `Score`: several prompts in one call, each a request of its own, which ends with the call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.api.output_messages import OutputMessages, usage_of
+from cluster.errors import FieldViolation, InvalidRequestError, RequestError
+from cluster.gateway.attempt import EmbeddingDelta
+from cluster.gateway.request_manager import Accepted, RequestManager, check_may_use, draw_request_id
+from cluster.identity.identity import Identity
+from cluster.metrics.ended_request import Caller, Summary
+from cluster.proto.tandem.v1 import inference_pb2 as pb
+from cluster.text.preprocess import Preprocessor
+from cluster.text.validation import check_request
+from workers.messages.link import Pooling
+
+# Inputs of one call.
+MAX_INPUTS = 256
+# Of one call, at once.
+_NUM_AT_ONCE = 32
+# For each place of a continuation: the chosen token's and the likeliest one's.
+_NUM_TOP = 1
+
+T = TypeVar("T")
+
+
+class CallContext(NamedTuple):
+    """Who calls, and how long the call may take."""
+
+    identity: Identity
+    caller: Caller
+    deadline_s: float | None
+
+
+class PromptCalls:
+    """Answers calls whose prompts are computed, and not continued."""
+
+    def __init__(self, requests: RequestManager, preprocessor: Preprocessor, gateway_id: str) -> None:
+        self._requests = requests
+        self._preprocessor = preprocessor
+        self._gateway_id = gateway_id
+
+    async def embed(self, request: pb.EmbedRequest, context: CallContext) -> pb.EmbedResponse:
+        """Return the embedding of each input; raise the `RequestError` of the first that fails."""
+        _check_inputs("inputs", request.inputs)
+        if request.HasField("dimensions") and request.dimensions < 1:
+            raise InvalidRequestError(
+                FieldViolation("dimensions", f"is {request.dimensions}; must be 1 or more")
+            )
+        request_id = request.request_id or draw_request_id(self._gateway_id)
+
+        async def one(index: int) -> tuple[NDArray[np.float32], Summary]:
+            prompt = self._generate(request, f"{request_id}:{index}")
+            _set_prompt(prompt, request.inputs[index])
+            if request.HasField("truncate_prompt_tokens"):
+                prompt.truncate_prompt_tokens = request.truncate_prompt_tokens
+            return await self._run(prompt, context, "last", _embedding)
+
+        found = await _gather(len(request.inputs), one)
+        reply = pb.EmbedResponse(request_id=request_id, usage=_usage([summary for _, summary in found]))
+        for vector, _ in found:
+            reply.embeddings.add(values=_shaped(vector, request).tolist())
+        return reply
+
+    async def score(self, request: pb.ScoreRequest, context: CallContext) -> pb.ScoreResponse:
+        """Return how likely each continuation is; raise the `RequestError` of the first that fails."""
+        _check_inputs("continuations", request.continuations)
+        request_id = request.request_id or draw_request_id(self._gateway_id)
+        prompt = await self._prompt_tokens(request, context.identity)
+
+        async def one(index: int) -> tuple[pb.ContinuationScore, Summary]:
+            tokens = await self._continuation_tokens(request.continuations[index])
+            if not len(tokens):
+                raise InvalidRequestError(FieldViolation(f"continuations[{index}]", "has no tokens"))
+            asked = self._generate(request, f"{request_id}:{index}")
+            asked.token_ids.ids.extend([*prompt, *tokens])
+            asked.max_tokens = 1
+            asked.prompt_logprobs = _NUM_TOP
+            parts, summary = await self._run(asked, context, None, self._collector(asked))
+            return _score(parts, len(prompt)), summary
+
+        found = await _gather(len(request.continuations), one)
+        usage = _usage([summary for _, summary in found])
+        return pb.ScoreResponse(request_id=request_id, usage=usage, scores=[score for score, _ in found])
+
+    def _generate(self, request: pb.EmbedRequest | pb.ScoreRequest, request_id: str) -> pb.GenerateRequest:
+        """Return a request without prompt, of the same caller."""
+        return pb.GenerateRequest(
+            model=request.model,
+            priority=request.priority,
+            tenant=request.tenant,
+            service_class=request.service_class,
+            request_id=request_id,
+        )
+
+    async def _run(
+        self,
+        request: pb.GenerateRequest,
+        context: CallContext,
+        pooling: Pooling | None,
+        read: Callable[[Accepted], Awaitable[T]],
+    ) -> tuple[T, Summary]:
+        """Run one request to its end."""
+        accepted = await self._requests.accept(
+            request, context.deadline_s, context.identity, context.caller, pooling=pooling
+        )
+        try:
+            result = await read(accepted)
+            while not isinstance(output := await accepted.task.next(), Summary):
+                pass
+            return result, output
+        finally:
+            accepted.task.abandon()
+
+    def _collector(
+        self, request: pb.GenerateRequest
+    ) -> Callable[[Accepted], Awaitable[list[pb.TokenLogprob]]]:
+        """Return what collects the log-probabilities of a request's prompt."""
+
+        async def collect(accepted: Accepted) -> list[pb.TokenLogprob]:
+            messages = OutputMessages(request, accepted, self._preprocessor.text)
+            found: list[pb.TokenLogprob] = []
+            while len(found) < accepted.num_prompt_tokens:
+                output = await accepted.task.next()
+                assert not isinstance(output, Summary), "log-probabilities of the prompt come first"
+                for message in messages.of(output):
+                    found.extend(message.prompt.logprobs)
+            return found
+
+        return collect
+
+    async def _prompt_tokens(self, request: pb.ScoreRequest, identity: Identity) -> list[int]:
+        """Return the prompt's tokens, as `Generate` would have them."""
+        asked = self._generate(request, request.request_id)
+        match request.WhichOneof("prompt"):
+            case "text":
+                asked.text = request.text
+            case "token_ids":
+                asked.token_ids.CopyFrom(request.token_ids)
+            case "chat":
+                asked.chat.CopyFrom(request.chat)
+        limits = self._requests.limits()
+        check_request(asked, limits)
+        check_may_use(identity, limits)
+        prompt = await self._preprocessor.prompt_tokens(asked, limits)
+        return list(np.frombuffer(prompt.tokens, dtype="<u4").tolist())
+
+    async def _continuation_tokens(self, continuation: pb.EmbedInput) -> list[int]:
+        if continuation.WhichOneof("input") == "token_ids":
+            return list(continuation.token_ids.ids)
+        encoded = await self._preprocessor.encode(continuation.text, add_special_tokens=False)
+        return list(np.frombuffer(encoded, dtype="<u4").tolist())
+
+
+def _check_inputs(field: str, inputs: Sequence[pb.EmbedInput]) -> None:
+    if not 1 <= len(inputs) <= MAX_INPUTS:
+        problem = f"has {len(inputs)}; send 1 to {MAX_INPUTS}, the others in another call"
+        raise InvalidRequestError(FieldViolation(field, problem))
+    missing = [index for index, item in enumerate(inputs) if item.WhichOneof("input") is None]
+    if missing:
+        raise InvalidRequestError(
+            FieldViolation(f"{field}[{missing[0]}]", "is empty; send text or token_ids")
+        )
+
+
+def _set_prompt(request: pb.GenerateRequest, item: pb.EmbedInput) -> None:
+    if item.WhichOneof("input") == "text":
+        request.text = item.text
+    else:
+        request.token_ids.CopyFrom(item.token_ids)
+
+
+async def _gather(count: int, one: Callable[[int], Awaitable[T]]) -> list[T]:
+    """Return the results in order; the first error cancels the others."""
+    places = asyncio.Semaphore(_NUM_AT_ONCE)
+
+    async def placed(index: int) -> T:
+        async with places:
+            return await one(index)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(placed(index)) for index in range(count)]
+    except* RequestError as errors:
+        raise _first(errors) from None
+    return [task.result() for task in tasks]
+
+
+def _first(errors: BaseExceptionGroup[RequestError]) -> RequestError:
+    """Return the first error of a group."""
+    found = errors.exceptions[0]
+    return _first(found) if isinstance(found, BaseExceptionGroup) else found
+
+
+async def _embedding(accepted: Accepted) -> NDArray[np.float32]:
+    """Wait for the embedding of a prompt."""
+    output = await accepted.task.next()
+    assert isinstance(output, EmbeddingDelta), f"an embedding, not {type(output).__name__}"
+    return np.frombuffer(output.vector, dtype="<f4")
+
+
+def _shaped(vector: NDArray[np.float32], request: pb.EmbedRequest) -> NDArray[np.float32]:
+    """Return a vector as the request wants it."""
+    if request.HasField("dimensions"):
+        if request.dimensions > len(vector):
+            problem = f"is {request.dimensions}; the model's vectors have {len(vector)}"
+            raise InvalidRequestError(FieldViolation("dimensions", problem))
+        vector = vector[: request.dimensions]
+    if request.HasField("normalize") and not request.normalize:
+        return vector
+    length = float(np.linalg.norm(vector))
+    return vector / length if length else vector
+
+
+def _score(parts: list[pb.TokenLogprob], num_prompt_tokens: int) -> pb.ContinuationScore:
+    """Return the score of what follows the prompt."""
+    tokens = parts[num_prompt_tokens:]
+    return pb.ContinuationScore(
+        logprob=sum(item.logprob for item in tokens),
+        num_tokens=len(tokens),
+        is_greedy=all(item.top[0].token_id == item.token_id for item in tokens),
+        tokens=tokens,
+    )
+
+
+def _usage(summaries: Sequence[Summary]) -> pb.Usage:
+    """Return what requests used together."""
+    total = pb.Usage()
+    for summary in summaries:
+        usage = usage_of(summary)
+        total.prompt_tokens += usage.prompt_tokens
+        total.completion_tokens += usage.completion_tokens
+        for tier in ("device", "dram", "nvme", "remote"):
+            setattr(total.cached, tier, getattr(total.cached, tier) + getattr(usage.cached, tier))
+    return total

@@ -1,0 +1,448 @@
+"""POST /v1/messages: Anthropic's API, from its request to a `GenerateRequest`, and from output to answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from cluster.http.answers import CallOutput, Maker, SampleAnswer, encode, matched_stop, num_cached
+from cluster.http.chat import Translated
+from cluster.http.errors import HttpProblem, anthropic_error, bad_field
+from cluster.http.prompts import (
+    DEFAULT_TEMPERATURE,
+    add_function,
+    renamer,
+    schema_text,
+    service_class,
+    template_args,
+)
+from cluster.http.schemas import Body, Ignored, Int32
+from cluster.http.sse import named_event
+from cluster.proto.tandem.v1 import inference_pb2 as pb
+
+NAMES: Mapping[str, str] = {
+    "prompt": "messages",
+    "text": "messages",
+    "chat": "messages",
+    "chat.messages": "messages",
+    "chat.tools": "tools",
+    "chat.tool_choice": "tool_choice",
+    "stop": "stop_sequences",
+}
+_STOP_REASONS: Mapping[int, str] = {
+    pb.FINISH_REASON_STOP: "end_turn",
+    pb.FINISH_REASON_LENGTH: "max_tokens",
+    pb.FINISH_REASON_TOOL_CALLS: "tool_use",
+    pb.FINISH_REASON_CONTENT_FILTER: "refusal",
+    pb.FINISH_REASON_ABORT: "end_turn",
+}
+
+
+# ---------------------------------------------------------------------------------------------- requests
+
+
+class ContentBlock(Body, kw_only=True):
+    """A part of a message, also as our own answers have it."""
+
+    type: str
+    text: str | None = None
+    # Of tool_use.
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    # Of tool_result.
+    tool_use_id: str | None = None
+    content: str | list[ContentBlock] | None = None
+    is_error: bool | None = None
+    # Of thinking.
+    thinking: str | None = None
+    signature: Ignored = None
+    data: Ignored = None
+    # Without effect.
+    cache_control: Ignored = None
+    citations: Ignored = None
+    caller: Ignored = None
+    # Of kinds that are refused.
+    source: Ignored = None
+    title: Ignored = None
+    context: Ignored = None
+
+
+class TurnMessage(Body, kw_only=True):
+    """A turn of a chat."""
+
+    role: str
+    content: str | list[ContentBlock]
+
+
+class OfferedTool(Body, kw_only=True):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    type: str | None = None
+    strict: bool | None = None
+    cache_control: Ignored = None
+    eager_input_streaming: Ignored = None
+
+
+class ChosenTool(Body, kw_only=True):
+    type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Body, kw_only=True):
+    """Whether the model is to think first, where its chat template can say so."""
+
+    type: str
+    budget_tokens: Ignored = None
+    display: Ignored = None
+
+
+class CountTokensRequest(Body, kw_only=True):
+    """POST /v1/messages/count_tokens."""
+
+    messages: list[TurnMessage]
+    model: str | None = None
+    system: str | list[ContentBlock] | None = None
+    tools: list[OfferedTool] | None = None
+    tool_choice: ChosenTool | None = None
+    thinking: Thinking | None = None
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    """POST /v1/messages."""
+
+    max_tokens: Int32
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int32 | None = None
+    service_tier: str | None = None
+    # Without effect.
+    metadata: Ignored = None
+
+
+def translate(body: MessagesRequest) -> Translated:
+    """Return the call that answers the request; `InvalidRequestError` names what it cannot say."""
+    request = pb.GenerateRequest(model=body.model or "", max_tokens=body.max_tokens)
+    request.temperature = DEFAULT_TEMPERATURE if body.temperature is None else body.temperature
+    if body.top_p is not None:
+        request.top_p = body.top_p
+    if body.top_k is not None:
+        request.top_k = body.top_k
+    request.stop.extend(body.stop_sequences or ())
+    if body.service_tier not in (None, "auto", "standard_only"):
+        raise bad_field("service_tier", "must be auto or standard_only, or absent")
+    request.service_class = service_class(None)
+    fill_chat(request.chat, body)
+    return Translated([request], renamer(NAMES))
+
+
+def count_request(body: CountTokensRequest) -> pb.TokenizeRequest:
+    """Return the call that tokenizes the prompt of the request."""
+    request = pb.TokenizeRequest(model=body.model or "")
+    fill_chat(request.chat, body)
+    return request
+
+
+def fill_chat(chat: pb.ChatPrompt, body: CountTokensRequest) -> None:
+    """Set the turns of the chat and its tools."""
+    if body.system:
+        turn = chat.messages.add(role=pb.ROLE_SYSTEM)
+        for text in _texts(body.system, "system"):
+            turn.content.add(text=text)
+    for number, message in enumerate(body.messages):
+        _add_turn(chat, message, f"messages[{number}]")
+    for number, tool in enumerate(body.tools or ()):
+        if tool.type not in (None, "custom"):
+            raise bad_field(
+                f"tools[{number}].type", f"{(tool.type or '')[:50]!r} is not supported; send custom tools"
+            )
+        add_function(chat, tool.name, tool.description, tool.input_schema, strict=bool(tool.strict))
+    if body.tool_choice is not None:
+        _set_choice(chat, body.tool_choice)
+    if body.thinking is not None:
+        if body.thinking.type not in ("enabled", "disabled", "adaptive"):
+            raise bad_field("thinking.type", "must be enabled, disabled or adaptive")
+        chat.template_args_json = template_args({"enable_thinking": body.thinking.type != "disabled"}, None)
+
+
+def _set_choice(chat: pb.ChatPrompt, choice: ChosenTool) -> None:
+    modes = {
+        "auto": pb.ToolChoice.MODE_AUTO,
+        "any": pb.ToolChoice.MODE_REQUIRED,
+        "none": pb.ToolChoice.MODE_NONE,
+    }
+    if choice.type == "tool" and choice.name:
+        chat.tool_choice.name = choice.name
+    elif choice.type in modes:
+        chat.tool_choice.mode = modes[choice.type]
+    else:
+        raise bad_field("tool_choice.type", "must be auto, any, none, or tool with its name")
+    if choice.disable_parallel_tool_use is not None:
+        chat.parallel_tool_calls = not choice.disable_parallel_tool_use
+
+
+def _add_turn(chat: pb.ChatPrompt, message: TurnMessage, field: str) -> None:
+    """Append what a message says: results of tools are turns of their own, before the rest of it."""
+    roles = {"user": pb.ROLE_USER, "assistant": pb.ROLE_ASSISTANT, "system": pb.ROLE_SYSTEM}
+    if message.role not in roles:
+        raise bad_field(f"{field}.role", f"must be one of {', '.join(roles)}")
+    if isinstance(message.content, str):
+        chat.messages.add(role=roles[message.role]).content.add(text=message.content)
+        return
+    turn = pb.ChatMessage(role=roles[message.role])
+    is_result_alone = True
+    for number, block in enumerate(message.content):
+        place = f"{field}.content[{number}]"
+        if block.type == "tool_result":
+            _add_result(chat, block, place)
+            continue
+        is_result_alone = False
+        if block.type == "text":
+            turn.content.add(text=_text(block, place))
+        elif block.type == "thinking":
+            turn.reasoning += block.thinking or ""
+        elif block.type == "tool_use":
+            if not block.id or not block.name:
+                raise bad_field(place, "needs id and name")
+            turn.tool_calls.add(id=block.id, name=block.name, arguments=schema_text(block.input or {}))
+        elif block.type != "redacted_thinking":
+            raise _unsupported(block, place)
+    if not is_result_alone or not message.content:
+        chat.messages.append(turn)
+
+
+def _add_result(chat: pb.ChatPrompt, block: ContentBlock, place: str) -> None:
+    if not block.tool_use_id:
+        raise bad_field(f"{place}.tool_use_id", "is missing")
+    turn = chat.messages.add(role=pb.ROLE_TOOL, tool_call_id=block.tool_use_id)
+    for text in _texts(block.content or "", f"{place}.content"):
+        turn.content.add(text=text)
+
+
+def _texts(content: str | Sequence[ContentBlock], field: str) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    return [_text(block, f"{field}[{number}]") for number, block in enumerate(content)]
+
+
+def _text(block: ContentBlock, field: str) -> str:
+    if block.type != "text":
+        raise _unsupported(block, field)
+    if block.text is None:
+        raise bad_field(f"{field}.text", "is missing")
+    return block.text
+
+
+def _unsupported(block: ContentBlock, field: str) -> Exception:
+    problem = f"{block.type[:50]!r} is not supported: the model reads text alone; send text"
+    return bad_field(f"{field}.type", problem)
+
+
+# ----------------------------------------------------------------------------------------------- answers
+
+
+class _Usage(msgspec.Struct):
+    """Anthropic's: cached tokens are counted apart from `input_tokens`."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int = 0
+
+
+class _TextBlock(msgspec.Struct):
+    text: str
+    type: str = "text"
+
+
+class _ThinkingBlock(msgspec.Struct):
+    thinking: str
+    signature: str = ""
+    type: str = "thinking"
+
+
+class _ToolUseBlock(msgspec.Struct):
+    id: str
+    name: str
+    input: msgspec.Raw
+    type: str = "tool_use"
+
+
+_Block = _TextBlock | _ThinkingBlock | _ToolUseBlock
+
+
+class _Answer(msgspec.Struct):
+    id: str
+    model: str
+    content: list[_Block]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: _Usage
+    type: str = "message"
+    role: str = "assistant"
+
+
+class _MessageStart(msgspec.Struct):
+    message: _Answer
+    type: str = "message_start"
+
+
+class _BlockStart(msgspec.Struct):
+    index: int
+    content_block: _Block
+    type: str = "content_block_start"
+
+
+class _BlockDelta(msgspec.Struct):
+    index: int
+    delta: dict[str, str]
+    type: str = "content_block_delta"
+
+
+class _BlockStop(msgspec.Struct):
+    index: int
+    type: str = "content_block_stop"
+
+
+class _StopDelta(msgspec.Struct):
+    stop_reason: str | None
+    stop_sequence: str | None
+
+
+class _MessageDelta(msgspec.Struct):
+    delta: _StopDelta
+    usage: _Usage
+    type: str = "message_delta"
+
+
+class _MessageStop(msgspec.Struct):
+    type: str = "message_stop"
+
+
+class TokenCount(msgspec.Struct):
+    """The answer of /v1/messages/count_tokens."""
+
+    input_tokens: int
+
+
+_EMPTY = msgspec.Raw(b"{}")
+
+
+class MessagesAnswer:
+    """The answer to one request, as a stream of named events or as a whole."""
+
+    def __init__(self, body: MessagesRequest, maker: Maker) -> None:
+        self._maker = maker
+        self._streams = bool(body.stream)
+        self._output = CallOutput()
+        self._stop_reason: str | None = None
+        self._stop_sequence: str | None = None
+        # The block that is being sent: what it is, and its number.
+        self._open: str | None = None
+        self._index = -1
+
+    def take(self, number: int, response: pb.GenerateResponse) -> bytes:
+        kind = response.WhichOneof("event")
+        if kind == "delta":
+            self._note_end(response.delta)
+            if self._streams:
+                return self._events_of(response.delta)
+        self._output.add(response)
+        if kind == "accepted":
+            self._maker.request_id = response.accepted.request_id
+        return b""
+
+    def last(self) -> bytes:
+        delta = _MessageDelta(_StopDelta(self._stop_reason, self._stop_sequence), self._usage())
+        return self._closed() + _event(delta) + _event(_MessageStop())
+
+    def failed(self, problem: HttpProblem) -> bytes:
+        return named_event("error", anthropic_error(problem))
+
+    def whole(self) -> bytes:
+        answer = self._answer(_blocks(self._output.sample(0)))
+        answer.stop_reason, answer.stop_sequence = self._stop_reason, self._stop_sequence
+        return encode(answer)
+
+    def _note_end(self, delta: pb.Delta) -> None:
+        if not delta.finish_reason:
+            return
+        self._stop_reason = _STOP_REASONS[delta.finish_reason]
+        stop = matched_stop(delta)
+        if isinstance(stop, str):
+            self._stop_reason, self._stop_sequence = "stop_sequence", stop
+
+    def _events_of(self, delta: pb.Delta) -> bytes:
+        events = []
+        if self._index < 0:
+            self._index = 0
+            events.append(_event(_MessageStart(self._answer([]))))
+        if delta.reasoning:
+            events.append(
+                self._part("thinking", _ThinkingBlock(""), "thinking_delta", "thinking", delta.reasoning)
+            )
+        if delta.text:
+            events.append(self._part("text", _TextBlock(""), "text_delta", "text", delta.text))
+        for part in delta.tool_calls:
+            block = _ToolUseBlock(part.id, part.name, _EMPTY)
+            events.append(
+                self._part(f"tool {part.index}", block, "input_json_delta", "partial_json", part.arguments)
+            )
+        return b"".join(events)
+
+    def _part(self, what: str, block: _Block, kind: str, field: str, text: str) -> bytes:
+        """Return the events of a part of one block: it is opened, and the one before closed, where that is
+        another."""
+        events = b""
+        if self._open != what:
+            events = self._closed() + _event(_BlockStart(self._index, block))
+            self._open = what
+        return events + _event(_BlockDelta(self._index, {"type": kind, field: text})) if text else events
+
+    def _closed(self) -> bytes:
+        if self._open is None:
+            return b""
+        self._open = None
+        self._index += 1
+        return _event(_BlockStop(self._index - 1))
+
+    def _answer(self, content: list[_Block]) -> _Answer:
+        name = f"msg_{self._maker.request_id}"
+        return _Answer(name, self._maker.model, content, None, None, self._usage())
+
+    def _usage(self) -> _Usage:
+        usage = self._output.usage
+        cached = num_cached(usage)
+        return _Usage(usage.prompt_tokens - cached, usage.completion_tokens, cache_read_input_tokens=cached)
+
+
+def _blocks(sample: SampleAnswer) -> list[_Block]:
+    blocks: list[_Block] = []
+    if sample.reasoning:
+        blocks.append(_ThinkingBlock("".join(sample.reasoning)))
+    if sample.text:
+        blocks.append(_TextBlock(sample.text))
+    for _, call in sorted(sample.tool_calls.items()):
+        blocks.append(_ToolUseBlock(call.id, call.name, _arguments("".join(call.arguments))))
+    return blocks
+
+
+def _arguments(text: str) -> msgspec.Raw:
+    """Return the arguments as JSON: as an empty object where the model has written none."""
+    try:
+        found = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return _EMPTY
+    return msgspec.Raw(text.encode()) if isinstance(found, dict) else _EMPTY
+
+
+def _event(payload: Any) -> bytes:
+    return named_event(payload.type, encode(payload))
