@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from gateway_harness import PROMPT, GatewayHarness
-from optional_programs import uses_compiler, uses_redis_or_valkey
 from serving import ROOT, TINY, environment, free_port, tandem
 
 from cluster.api.client import GenerateOptions

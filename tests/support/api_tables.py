@@ -105,8 +105,12 @@ def tables() -> str:
 
 
 def _cell(text: str) -> str:
-    text = text.replace("|", "\\|").replace("<", "&lt;")
+    text = _escaped(text)
     return text[:1].upper() + text[1:]
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
 
 
 def http_tables() -> str:
@@ -116,7 +120,7 @@ def http_tables() -> str:
         parts.append(f"#### {route}\n\n| field | here | |\n|---|---|---|")
         for entry in entries:
             name = f"`{entry.name}`" + (" (vLLM)" if entry.is_vllm else "")
-            parts.append(f"| {name} | {entry.effect} | {_cell(entry.notes)} |")
+            parts.append(f"| {name} | {entry.effect} | {_escaped(entry.notes)} |")
         parts.append("")
     return "\n".join(parts)
 
