@@ -7,20 +7,19 @@ from msgspec import structs
 from cluster.errors import FieldViolation, InvalidRequestError, InvalidToolsError
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.grammars import OutputConstraint, Tag
-from cluster.text.output_parsers.choose import OutputParsers
-from cluster.text.output_parsers.tool_grammar import CallableTool, CallRules
+from cluster.text.output_parsers.tool_grammar import CallableTool, CallNotation, CallRules, ReasoningRules
 
 
 def output_constraint(
-    request: pb.GenerateRequest, parsers: OutputParsers, *, opens_reasoning: bool
+    request: pb.GenerateRequest, notation: CallNotation | None, reasoning: ReasoningRules | None
 ) -> OutputConstraint | None:
-    """Return what the output must look like; None: it is free. The constraint is one of the content: where
-    the prompt is a chat, the model may reason before it, and call tools instead.
+    """Return what the output must look like; None: it is free. The constraint is one of the content: the
+    model may reason before it, as `reasoning` says, and call tools in a chat instead.
 
     Raise `InvalidToolsError` where the request demands calls of a model that has no notation for them.
     """
     is_chat = request.WhichOneof("prompt") == "chat"
-    calls = _call_rules(request, parsers) if is_chat else None
+    calls = _call_rules(request, notation) if is_chat else None
     if calls is None and not request.HasField("constraint"):
         return None
     if request.ignore_eos:
@@ -31,11 +30,11 @@ def output_constraint(
         if request.HasField("constraint")
         else OutputConstraint("anything"),
         calls=calls,
-        reasoning=parsers.reasoning_rules(is_open=opens_reasoning) if is_chat else None,
+        reasoning=reasoning,
     )
 
 
-def _call_rules(request: pb.GenerateRequest, parsers: OutputParsers) -> CallRules | None:
+def _call_rules(request: pb.GenerateRequest, notation: CallNotation | None) -> CallRules | None:
     """Return which calls a chat may have; None: any."""
     chat, choice = request.chat, request.chat.tool_choice
     if not chat.tools or choice.mode == pb.ToolChoice.MODE_NONE:
@@ -47,7 +46,7 @@ def _call_rules(request: pb.GenerateRequest, parsers: OutputParsers) -> CallRule
     is_free = allows_several and not any(tool.strict for tool in chat.tools)
     if is_free and not is_required and not request.HasField("constraint"):
         return None
-    if parsers.call_notation is None:
+    if notation is None:
         if is_required:
             problem = "no way is known in which this model calls tools, so that none can be required"
             raise InvalidToolsError(f"{problem}; let tool_choice be auto, or configure gateway.tool_parser")
@@ -57,7 +56,7 @@ def _call_rules(request: pb.GenerateRequest, parsers: OutputParsers) -> CallRule
         for tool in chat.tools
         if choice.name in ("", tool.name)
     )
-    return CallRules(parsers.call_notation, tools, is_required, allows_several)
+    return CallRules(notation, tools, is_required, allows_several)
 
 
 def _constraint_of(constraint: pb.Constraint) -> OutputConstraint:

@@ -27,6 +27,7 @@ from cluster.text.chat_template import (
 from cluster.text.constraints import output_constraint
 from cluster.text.grammars import GrammarCompiler, Vocabulary
 from cluster.text.output_parsers.choose import OutputParsers, ParserNeeds
+from cluster.text.output_parsers.tool_grammar import ReasoningRules
 from cluster.text.sample_text import SampleText
 from cluster.text.tokenizer import SHORT_CHARS, ModelText
 from cluster.text.validation import ServingLimits, max_tokens_of, sampling_of
@@ -52,10 +53,12 @@ class SampleStart:
 
 
 class Prompt(NamedTuple):
-    """The prompt's token ids, uint32 little-endian, and whether it ends with the beginning of reasoning."""
+    """The prompt's token ids, uint32 little-endian, whether it ends with the beginning of reasoning, and what
+    reasoning may follow it (None: a grammar allows none)."""
 
     tokens: bytes
     opens_reasoning: bool = False
+    reasoning: ReasoningRules | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +167,7 @@ class Preprocessor:
 
     async def prompt_tokens(self, request: pb.GenerateRequest, limits: ServingLimits) -> Prompt:
         """Return the prompt of a checked request: its end where it is truncated."""
-        opens_reasoning = False
+        opens_reasoning, reasoning = False, None
         kind = request.WhichOneof("prompt")
         if kind == "token_ids":
             prompt = np.asarray(request.token_ids.ids, dtype="<u4").tobytes()
@@ -173,15 +176,15 @@ class Preprocessor:
         else:
             text = await self.render_chat(request.chat, limits)
             opens_reasoning = self._parsers.opens_reasoning(text)
+            reasoning = self._parsers.reasoning_rules(text)
             prompt = await self.encode(text, add_special_tokens=False)
         if request.HasField("truncate_prompt_tokens"):
             prompt = prompt[-request.truncate_prompt_tokens * TOKEN_BYTES :]
-        return Prompt(prompt, opens_reasoning)
+        return Prompt(prompt, opens_reasoning, reasoning)
 
-    async def grammar(self, request: pb.GenerateRequest, *, opens_reasoning: bool) -> Grammar | None:
-        """Return what the output of a checked request must be; raise `GrammarError` where that cannot be.
-        `opens_reasoning` is that of its prompt."""
-        constraint = output_constraint(request, self._parsers, opens_reasoning=opens_reasoning)
+    async def grammar(self, request: pb.GenerateRequest, prompt: Prompt) -> Grammar | None:
+        """Return what the output of a checked request must be; raise `GrammarError` where that cannot be."""
+        constraint = output_constraint(request, self._parsers.call_notation, prompt.reasoning)
         return None if constraint is None else await self._grammars.make(constraint)
 
     def prepare(

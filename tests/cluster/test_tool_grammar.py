@@ -317,8 +317,8 @@ def request_of(**chat: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(chat=pb.ChatPrompt(messages=[message], **chat))
 
 
-def found(request: pb.GenerateRequest, parsers: OutputParsers | None = None) -> OutputConstraint | None:
-    return output_constraint(request, parsers or NOTATIONS["hermes"], opens_reasoning=False)
+def found(request: pb.GenerateRequest, notation: CallNotation | None = "hermes") -> OutputConstraint | None:
+    return output_constraint(request, notation, THINKS)
 
 
 STRICT, LOOSE = (
@@ -358,9 +358,6 @@ def test_a_chat_says_which_calls_it_may_have() -> None:
     }
     for what, (request, calls) in cases.items():
         assert found(request) == OutputConstraint("anything", calls=calls, reasoning=THINKS), what
-    opened = output_constraint(cases["required"][0], NOTATIONS["hermes"], opens_reasoning=True)
-    assert opened is not None
-    assert opened.reasoning == IS_THINKING
 
 
 def test_a_constraint_goes_with_reasoning_and_calls() -> None:
@@ -368,17 +365,33 @@ def test_a_constraint_goes_with_reasoning_and_calls() -> None:
     request.constraint.json_schema = "{}"
     calls = CallRules("hermes", (CallableTool("b"),), False, True)
     assert found(request) == OutputConstraint("json_schema", "{}", calls=calls, reasoning=THINKS)
-    silent = OutputParsers("none", "none")
-    assert found(request, silent) == OutputConstraint("json_schema", "{}")
+    assert found(request, None) == OutputConstraint("json_schema", "{}", reasoning=THINKS)
     text = pb.GenerateRequest(text="x", constraint=pb.Constraint(regex="a"))
-    assert found(text) == OutputConstraint("regex", "a")
+    assert output_constraint(text, "hermes", None) == OutputConstraint("regex", "a")
 
 
 def test_calls_are_not_required_of_a_model_that_has_no_notation() -> None:
-    silent = OutputParsers("none", "think")
-    assert found(request_of(tools=[STRICT]), silent) is None
+    assert found(request_of(tools=[STRICT]), None) is None
     with pytest.raises(InvalidToolsError, match="tool_parser"):
-        found(request_of(tools=[STRICT], tool_choice=REQUIRED), silent)
+        found(request_of(tools=[STRICT], tool_choice=REQUIRED), None)
+
+
+def test_a_prompt_says_what_reasoning_may_follow_it() -> None:
+    parsers = NOTATIONS["hermes"]
+    assert parsers.reasoning_rules("assistant\n") == THINKS
+    assert parsers.reasoning_rules("assistant\n<think>\n") == IS_THINKING
+    assert parsers.reasoning_rules("assistant\n<think>\n\n</think>\n\n") is None
+    assert OutputParsers("hermes", "none").reasoning_rules("<think>") is None
+
+
+@pytest.mark.parametrize("markers", MODELS)
+def test_white_space_does_not_lead_to_reasoning_where_calls_are_required(markers: str) -> None:
+    matcher = MODELS[markers].matcher(
+        OutputConstraint("anything", calls=rules("hermes", "required"), reasoning=THINKS)
+    )
+    allowed = [index for index, bit in enumerate(bits(matcher.compute_bitmask())) if bit]
+    first = {MODELS[markers].tokenizer.decode([index], skip_special_tokens=False)[0] for index in allowed}
+    assert first == {"<"}
 
 
 def test_an_answer_without_an_end_has_no_calls() -> None:

@@ -60,10 +60,13 @@ class OutputParsers:
         notation = _CALL_NOTATIONS.get(self.tools)
         return "mistral_args" if notation == "mistral" and self.marks_arguments else notation
 
-    def reasoning_rules(self, *, is_open: bool) -> ReasoningRules | None:
-        """Return between which markers the model reasons; None where it does not."""
+    def reasoning_rules(self, prompt: str) -> ReasoningRules | None:
+        """Return between which markers the model may reason after a rendered prompt; None where it does not,
+        or the prompt ends with the end of its reasoning."""
         markers = _REASONING_MARKERS.get(self.reasoning)
-        return None if markers is None else ReasoningRules(*markers, is_open)
+        if markers is None or prompt.rstrip().endswith(markers[1]):
+            return None
+        return ReasoningRules(*markers, is_open=self.opens_reasoning(prompt))
 
     def kept_tokens(self, needs: ParserNeeds) -> frozenset[str]:
         """Return the special tokens that the text must keep for the parsers."""

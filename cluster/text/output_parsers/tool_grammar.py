@@ -34,6 +34,7 @@ _TERMINALS = (
     "SPACE: / ?/",
     "BREAKS: /\\n{0,2}/",
     "WHITE: /[ \\n]{0,8}/",
+    'NOTHING: ""',
     # As in the JSON of a constraint, which may be what begins with the same brace.
     "COLON: /: ?/",
     "COMMA: /, ?/",
@@ -129,7 +130,9 @@ class _Rules:
         end = self._up_to("thought_end", "THOUGHT", reasoning.end)
         if reasoning.is_open:
             return f"{end} {breaks}"
-        return f"({self._up_to('thought_start', 'WHITE', reasoning.start)} {end} {breaks})?"
+        # Where something is demanded, white space must not be the way into reasoning.
+        before = "NOTHING" if breaks else "WHITE"
+        return f"({self._up_to('thought_start', before, reasoning.start)} {end} {breaks})?"
 
     def calls(self, calls: CallRules) -> str:
         """Calls alone."""
