@@ -63,20 +63,22 @@ async def generate(
 
 
 def completion_json(completion: Completion) -> dict[str, Any]:
-    """Return one object: text, token_ids, finish_reason, usage, timing, and logprobs where requested; with
-    more samples, `samples` holds each."""
+    """Return one object: text, token_ids, finish_reason, usage, timing, reasoning where there is any, and
+    logprobs where requested; with more samples, `samples` holds each."""
     finished = completion.finished
     samples = [
         {
             "text": text,
             "token_ids": list(ids),
             "finish_reason": reason,
+            **({"reasoning": reasoning} if reasoning else {}),
             **({"logprobs": [as_dict(item) for item in logprobs]} if logprobs else {}),
         }
-        for text, ids, reason, logprobs in zip(
+        for text, ids, reason, reasoning, logprobs in zip(
             completion.texts,
             completion.token_ids,
             completion.finish_reasons,
+            completion.reasonings,
             completion.logprobs,
             strict=True,
         )
