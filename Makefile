@@ -1,19 +1,20 @@
 # Everything happens in .venv; `make demo` is the place to start.
 PYTHON ?= python3
 VENV := .venv
-TEST_WORKERS ?= 2
+TEST_WORKERS ?= 3
 BIN := $(VENV)/bin
 # Modules are compiled when first imported, and kept: all of torch at once takes longer than its download.
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile -c constraints.txt
 
-.PHONY: help setup demo serve test test-all fuzz lint bench proto proto-image chart
+.PHONY: help setup demo serve test test-all test-clients fuzz lint bench proto proto-image chart
 
 help:
 	@echo "make demo      one model, one prefill and one decode replica, a few requests; then everything stops"
 	@echo "make serve     the same pools, until Ctrl-C"
 	@echo "make test      lint and the fast tests"
 	@echo "make test-all  lint and all tests"
+	@echo "make test-clients  clients of other people at their newest releases, each in an environment of its own"
 	@echo "make fuzz      what strangers, peers and files may send, for MINUTES=1 or CASES=n; CASE=... repeats one"
 	@echo "make bench     the benchmarks of this machine, as JSON lines"
 	@echo "make lint      ruff, mypy, import-linter"
@@ -44,12 +45,27 @@ demo: $(VENV)/.runtime
 serve: $(VENV)/.runtime
 	@$(BIN)/tandem serve --model models/tiny
 
-# The fast tests run in two processes, which take file by file (tests/support/parallel_files.py).
+# The fast tests run in three processes, more than the smallest machine has cores because many tests wait; each
+# takes file by file (tests/support/parallel_files.py).
 test: lint
 	$(BIN)/python -m pytest -q -m "not slow" -n $(TEST_WORKERS) --durations=10 $(PYTEST_ARGS)
 
 test-all: lint
 	$(BIN)/python -m pytest -q --durations=10 $(PYTEST_ARGS)
+
+# The packages of each client; + between them.
+CLIENTS := openai=openai anthropic=anthropic litellm=litellm+mcp langchain=langchain-openai+langgraph \
+	guidellm=guidellm
+
+test-clients: $(VENV)/.dev
+	@for client in $(CLIENTS); do \
+		folder=$(VENV)/clients/$${client%%=*}; packages=$$(echo "$${client#*=}" | tr + ' '); \
+		test -x $$folder/bin/python || $(PYTHON) -m venv $$folder || exit 1; \
+		$$folder/bin/python -m pip install --disable-pip-version-check --quiet --upgrade $$packages || exit 1; \
+		$$folder/bin/python -m pip list --disable-pip-version-check --format=freeze | \
+			grep -E "^($$(echo $$packages | tr ' ' '|'))=="; \
+	done
+	TANDEM_CLIENTS=$(CURDIR)/$(VENV)/clients $(BIN)/python -m pytest -q -rs tests/clients $(PYTEST_ARGS)
 
 fuzz: $(VENV)/.dev
 	@PYTHONPATH=.:tests/support $(BIN)/python -m tests.fuzz $(if $(CASE),--case '$(CASE)') \

@@ -5,12 +5,13 @@ Stages, each on top of the one before, with one process for every part as in the
     runner    the step plans of the run, replayed by a model runner in this process
     engine core       a rank process and its engine core, asked over a Link
     gateway     a gateway before that engine core, asked over gRPC
+    HTTP        the same gateway, asked over HTTP (/v1/completions)
     hand-over   a gateway before a prefill and a decode replica
 
 All stages take turns in every round with new prompts of the same lengths, so that other load on the machine
 falls on all of them. Each runs twice in its turn and only the second counts: caches are as warm for all.
 Times are medians over all requests and tokens; `added` is against the stage before, `ratio` against the
-runner.
+runner. `cpu_us` is the CPU time of the gateway's process for each token.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -28,7 +30,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import aiohttp
 import numpy as np
+import psutil
 import torch
 
 from benchmarks.drawn_trust import draw_trust
@@ -76,6 +80,8 @@ class Times:
 
     ttfts: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
+    # Of the gateway's process, all together.
+    cpu_s: float = 0.0
 
     def add(self, started_at: float, arrivals: list[tuple[float, int]]) -> None:
         """One request: when its tokens came, and how many at a time."""
@@ -222,9 +228,9 @@ class OverLink:
 class OverGrpc:
     """A client of a gateway."""
 
-    def __init__(self, setting: Setting, address: str) -> None:
+    def __init__(self, setting: Setting, place: dict[str, Any]) -> None:
         self._setting = setting
-        self.client = Client(address)
+        self.client = Client(place["grpc"])
 
     async def __call__(self, prompts: list[bytes], times: Times) -> None:
         await asyncio.gather(*(self._one(prompt, times) for prompt in prompts))
@@ -238,6 +244,39 @@ class OverGrpc:
             if isinstance(event, pb.Delta):
                 arrivals.append((CLOCK.now(), len(event.token_ids)))
         times.add(started_at, arrivals)
+
+
+class OverHttp:
+    """A client of a gateway's HTTP port."""
+
+    def __init__(self, setting: Setting, place: dict[str, Any]) -> None:
+        self._setting = setting
+        self._url = f"{place['http']}/v1/completions"
+        self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+
+    async def __call__(self, prompts: list[bytes], times: Times) -> None:
+        await asyncio.gather(*(self._one(prompt, times) for prompt in prompts))
+
+    async def _one(self, prompt: bytes, times: Times) -> None:
+        num_tokens = self._setting.num_tokens
+        body = {
+            "prompt": np.frombuffer(prompt, dtype="<u4").tolist(),
+            "max_tokens": num_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+        }
+        arrivals: list[float] = []
+        started_at = CLOCK.now()
+        async with self.session.post(self._url, json=body) as reply:
+            reply.raise_for_status()
+            async for line in reply.content:
+                if line.startswith(b"data: {"):
+                    arrivals.append(CLOCK.now())
+        times.ttfts.append(arrivals[0] - started_at)
+        # Chunks do not say how many tokens they bring; where text is held back, there are fewer chunks.
+        tokens_per_chunk = (num_tokens - 1) / max(1, len(arrivals) - 1)
+        times.gaps += [(at - before) / tokens_per_chunk for before, at in pairwise(arrivals)]
 
 
 # ---------------------------------------------------------------------------------- processes beside this
@@ -314,7 +353,8 @@ async def play_gateway(order: dict[str, Any]) -> None:
         or not gateway.connections.has_route()
     ):
         await CLOCK.sleep(0.01)
-    print(f"127.0.0.1:{port}", flush=True)
+    place = {"grpc": f"127.0.0.1:{port}", "http": f"http://127.0.0.1:{gateway.http_port}"}
+    print(json.dumps(place | {"process_id": os.getpid()}), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await gateway.stop()
 
@@ -337,16 +377,19 @@ async def measure(setting: Setting, batches: list[int], num_prompt_tokens: int, 
         link = await open_link(both.address, "link", Trust.read(trust), "bench")
         link.send(LINK_DOWN_CODEC.encode(GatewayHello("bench", 1)))
         await link.receive()
-        one = await parts.enter_async_context(part("gateway", views=[views["both"]], **common))
+        one = json.loads(await parts.enter_async_context(part("gateway", views=[views["both"]], **common)))
         split = [views["prefill"], views["decode"]]
-        two = await parts.enter_async_context(part("gateway", views=split, **common))
+        two = json.loads(await parts.enter_async_context(part("gateway", views=split, **common)))
         fronts = [OverGrpc(setting, one), OverGrpc(setting, two)]
+        http = OverHttp(setting, one)
         stages: dict[str, Stage] = {
             "runner": BareRunner(setting),
             "engine core": OverLink(setting, link),
             "gateway": fronts[0],
+            "HTTP": http,
             "hand-over": fronts[1],
         }
+        gateways = {"gateway": one["process_id"], "HTTP": one["process_id"], "hand-over": two["process_id"]}
         vocab_size = read_model_config(setting.model).vocab_size
         draw = np.random.default_rng(0)
 
@@ -359,10 +402,21 @@ async def measure(setting: Setting, batches: list[int], num_prompt_tokens: int, 
             for _ in range(num_rounds):
                 for name, stage in stages.items():
                     await stage(prompts(batch), Times())
+                    before = _cpu_s(gateways.get(name))
                     await stage(prompts(batch), times[name])
+                    times[name].cpu_s += _cpu_s(gateways.get(name)) - before
             report(times, batch, num_prompt_tokens, setting)
+        await http.session.close()
         for front in fronts:
             await front.client.close()
+
+
+def _cpu_s(process_id: int | None) -> float:
+    """What the process has used; 0: there is none."""
+    if process_id is None:
+        return 0.0
+    used = psutil.Process(process_id).cpu_times()
+    return float(used.user + used.system)
 
 
 def report(stage_to_times: dict[str, Times], batch: int, num_prompt_tokens: int, setting: Setting) -> None:
@@ -376,9 +430,12 @@ def report(stage_to_times: dict[str, Times], batch: int, num_prompt_tokens: int,
         for key, value in now.items():
             line[f"added_{key}"] = round(value - before[key], 3)
             line[f"ratio_{key[:-3]}"] = round(value / base[key], 3)
+        if times.cpu_s:
+            line["cpu_us"] = round(1e6 * times.cpu_s / (len(times.ttfts) * setting.num_tokens), 1)
         line |= {"prompt": num_prompt_tokens, "tokens": setting.num_tokens, "dtype": setting.dtype}
         print(json.dumps(line), flush=True)
-        before = now
+        if name != "HTTP":  # nothing is on top of it
+            before = now
 
 
 def main() -> None:

@@ -44,6 +44,14 @@ _SMALL_CONTEXT_TOKENS = 4096
 _RAY_RESOURCES = {"CPU", "GPU", "memory", "object_store_memory"}
 
 
+# Keys that had another name.
+_RENAMED: dict[tuple[int | str, ...], str] = {
+    ("scaling", "lend_roles"): "is called change_roles now; rename it",
+    ("scaling", "lend_after_s"): "is called role_change_after_s now; rename it",
+    ("transfer", "max_moves"): "is called max_migrations now; rename it",
+}
+
+
 class _Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -484,7 +492,8 @@ def parse_config(raw: dict[str, Any], source: str) -> ClusterConfig:
         items = error.errors()
         implied = {item["loc"][:length] for item in items for length in range(1, len(item["loc"]))}
         lines = [
-            f"{source}: {_field_path(item['loc'])}{item['msg'].removeprefix('Value error, ')}"
+            f"{source}: {_field_path(item['loc'])}"
+            f"{_RENAMED.get(item['loc'], item['msg'].removeprefix('Value error, '))}"
             for item in items
             if item["loc"] not in implied
         ]

@@ -6,6 +6,7 @@ ClusterError
 │   ├── TemplateError             the model's chat template cannot render this chat: send text instead
 │   │   └── TemplateRefusedError  in words of its own, which are not logged
 │   ├── GrammarError              the constraint is wrong, unsupported or too complex: simplify it
+│   │   └── InvalidToolsError     calls of these tools cannot be demanded: simplify their schemas
 │   ├── UnknownModelError         ask for a model that `ListModels` names
 │   ├── UnknownRequestError       the request is not among the running and recent ones
 │   ├── DuplicateRequestError     the request id is in use: choose another, or resume it
@@ -96,6 +97,10 @@ class GrammarError(RequestError):
     @property
     def logged(self) -> str:
         return "the constraint was refused"
+
+
+class InvalidToolsError(GrammarError):
+    """Calls of these tools cannot be demanded of this model's answers."""
 
 
 class UnknownModelError(RequestError):
@@ -249,6 +254,7 @@ STATUS_TABLE: dict[type[RequestError], grpc.StatusCode] = {
     TemplateError: grpc.StatusCode.INVALID_ARGUMENT,
     TemplateRefusedError: grpc.StatusCode.INVALID_ARGUMENT,
     GrammarError: grpc.StatusCode.INVALID_ARGUMENT,
+    InvalidToolsError: grpc.StatusCode.INVALID_ARGUMENT,
     UnknownModelError: grpc.StatusCode.NOT_FOUND,
     UnknownRequestError: grpc.StatusCode.NOT_FOUND,
     DuplicateRequestError: grpc.StatusCode.ALREADY_EXISTS,
@@ -314,7 +320,8 @@ def to_grpc_status(error: RequestError, usage: pb.Usage | None = None) -> GrpcSt
     elif isinstance(error, TemplateError):
         details.append(_packed(_bad_request((FieldViolation("chat", str(error)),))))
     elif isinstance(error, GrammarError):
-        details.append(_packed(_bad_request((FieldViolation("constraint", str(error)),))))
+        field = "chat.tools" if isinstance(error, InvalidToolsError) else "constraint"
+        details.append(_packed(_bad_request((FieldViolation(field, str(error)),))))
     elif isinstance(error, RetryableError):
         nanos = math.ceil(error.retry_after_s * 1e9)
         delay = duration_pb2.Duration(seconds=nanos // 10**9, nanos=nanos % 10**9)

@@ -58,7 +58,7 @@ class TransferConfig(BaseModel):
     # Share of the decode replica's blocks kept for the growth of what it already runs.
     growth_reserve: float = Field(default=0.1, ge=0, lt=1)
     # Streams that one replica moves to others at a time when it leaves or changes its role.
-    max_moves: int = Field(default=8, ge=1)
+    max_migrations: int = Field(default=8, ge=1)
     # A writer that has not acknowledged a stop after this is killed.
     writer_ack_s: float = Field(default=5.0, gt=0)
     # The address on which ranks listen for KV over TCP, and that they announce to their peers.

@@ -8,7 +8,7 @@ one. A row is filled in again when the load of its replica has changed.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from router.load import CurrentLoad, LoadTracker
 from router.policies import NEVER_FITS_S, NO_SPACE_S, OVERLAP, STALE_S, WORK_PART, Choice, RouteQuery
-from router.radix import NOT_IN_STORE, Match
+from router.radix import Match, PrefixTree
 
 Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.intp]
@@ -68,6 +68,7 @@ class PriceTable:
     def __init__(
         self,
         load: LoadTracker,
+        tree: PrefixTree,
         prefill_ids: Sequence[str],
         decode_ids: Sequence[str],
         roles: Mapping[str, str],
@@ -75,6 +76,7 @@ class PriceTable:
         self.ids = list(dict.fromkeys([*prefill_ids, *decode_ids]))
         self.states: list[CurrentLoad] = [load.state(each) for each in self.ids]
         self._load = load
+        self._slots = np.array([tree.slot(each) for each in self.ids], dtype=np.intp)
         row_of = {replica_id: row for row, replica_id in enumerate(self.ids)}
         self._row_of = row_of
         self._prefill_rows = np.array([row_of[each] for each in prefill_ids], dtype=np.intp)
@@ -104,10 +106,13 @@ class PriceTable:
             moved[self._lengths == length] = zlib.crc32(bytes(length), seed) ^ zlib.crc32(bytes(length))
         return ((self._checksums ^ moved) * np.uint64(HASH_FACTOR)) & np.uint64(0xFFFFFFFF)
 
-    def sides(self, ranks: npt.NDArray[np.uint64] | None, last_used: Mapping[str, int]) -> tuple[Rows, Rows]:
+    def sides(self, ranks: npt.NDArray[np.uint64] | None, last_used: Iterable[str]) -> tuple[Rows, Rows]:
         """Return the rows of both sides: by their ranks, or least recently used first."""
         if ranks is None:
-            order = np.array([last_used.get(each, 0) for each in self.ids])
+            order = np.zeros(len(self.ids), dtype=np.intp)
+            row_of = self._row_of
+            rows = [row_of[each] for each in last_used if each in row_of]
+            order[rows] = np.arange(len(rows))
             return (
                 self._prefill_rows[np.argsort(order[self._prefill_rows], kind="stable")],
                 self._decode_rows[np.argsort(order[self._decode_rows], kind="stable")],
@@ -169,13 +174,12 @@ class PriceTable:
             rows = [self._row_of[each] for each in waits if each in self._row_of]
             queue_s[rows] = [wait_s for each, wait_s in waits.items() if each in self._row_of]
         num_tokens, block_tokens = query.num_tokens, query.block_tokens
-        device = match.device
-        matched = np.array([device.get(each, 0) for each in self.ids]) * block_tokens
+        matched = match.num_device[self._slots] * block_tokens
         np.minimum(matched, num_tokens - 1, out=matched)
         uncached: npt.NDArray[np.int64] = num_tokens - matched
         load_s: Floats | float = 0.0
-        if match.stored:
-            stored = np.array([match.stored.get(each, NOT_IN_STORE) for each in self.ids]).T * block_tokens
+        if match.num_dram is not None and match.num_nvme is not None:
+            stored = match.num_dram[self._slots] * block_tokens, match.num_nvme[self._slots] * block_tokens
             dram = np.where(now.dram_s < now.token_s, np.minimum(stored[0], uncached - 1), 0)
             nvme = np.where(now.nvme_s < now.token_s, np.minimum(stored[1], uncached - 1 - dram), 0)
             uncached = uncached - dram - nvme
@@ -185,10 +189,14 @@ class PriceTable:
         disturbance_s = num_streams * prefill_s * np.minimum(1.0, prefill_s / now.present_step_s)
         disturbance_s[self._is_prefill] = 0.0
         own_s = WORK_PART * prefill_s + disturbance_s
-        stale_s = STALE_S * (now.received_at < oldest)
+        stale_s: Floats | float = 0.0
+        if now.received_at.min() < oldest:
+            stale_s = np.where(now.received_at < oldest, STALE_S, 0.0)
         fits_not = np.floor(now.num_total_blocks * query.kv_share) * block_tokens <= num_tokens
-        fits_not &= now.num_total_blocks > 0
-        never_s = NEVER_FITS_S * fits_not
+        never_s: Floats | float = 0.0
+        if fits_not.any():
+            fits_not &= now.num_total_blocks > 0
+            never_s = np.where(fits_not, NEVER_FITS_S, 0.0)
         decode_s = num_steps * now.step_s + self._space_s(query, matched) + stale_s
         too_long = (now.max_local_tokens > 0) & (now.max_local_tokens <= num_tokens)
         if query.kv_share < 1:
@@ -209,8 +217,10 @@ class PriceTable:
             must_stay=must_stay,
         )
 
-    def _space_s(self, query: RouteQuery, matched: npt.NDArray[np.int64]) -> Floats:
+    def _space_s(self, query: RouteQuery, matched: npt.NDArray[np.int64]) -> Floats | float:
         now = self._columns
+        if query.num_tokens + query.num_growth_tokens <= now.num_free_blocks.min() * query.block_tokens:
+            return 0.0
         needed = query.num_tokens - matched + query.num_growth_tokens
         missing = -(-needed // query.block_tokens) - now.num_free_blocks
         penalty_s = NO_SPACE_S + missing * query.block_tokens * now.token_s

@@ -6,8 +6,9 @@ The router's service owns one tree and looks up, for each request, how much of t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import filterfalse, repeat
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -23,6 +24,17 @@ SNAPSHOT_WAIT_S = 2.0
 _MATCHED_AT_ONCE = 256
 
 StoreTier = Literal["dram", "nvme"]
+Counts = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+
+# Of each replica a mask has four bits: one for its device, one for each tier, and one that is never set.
+_SLOT_BITS = 4
+_TIER_TO_BIT: dict[StoreTier, int] = {"dram": 1, "nvme": 2}
+# The device bits of the replicas of a word.
+_DEVICE_BITS = np.uint64(0x1111111111111111)
+_WORD_BYTES = 8
+# Rows of bits that can be added up in bytes.
+_SUMMED_AT_ONCE = 255
 
 
 class InStore(NamedTuple):
@@ -35,12 +47,43 @@ class InStore(NamedTuple):
 NOT_IN_STORE = InStore(0, 0)
 
 
-class Match(NamedTuple):
-    """The leading blocks of a prompt that each replica has without computing: `device` counts the first ones,
-    on its device, `stored` those after them in its node's store. Replicas with none are absent."""
+class Match:
+    """The leading blocks of a prompt that each replica has without computing: `num_device` counts the first
+    ones, on its device, `num_dram` and `num_nvme` those after them in its node's store, by the slots of the
+    replicas; None: no replica has a store."""
 
-    device: dict[str, int]
-    stored: dict[str, InStore]
+    def __init__(
+        self,
+        id_to_slot: Mapping[str, int],
+        num_device: Counts,
+        num_dram: Counts | None = None,
+        num_nvme: Counts | None = None,
+    ) -> None:
+        self._id_to_slot = id_to_slot
+        self.num_device = num_device
+        self.num_dram = num_dram
+        self.num_nvme = num_nvme
+
+    @property
+    def device(self) -> dict[str, int]:
+        """By replica; those with none are absent."""
+        numbers = self.num_device.tolist()
+        return {name: numbers[slot] for name, slot in self._id_to_slot.items() if numbers[slot]}
+
+    @property
+    def stored(self) -> dict[str, InStore]:
+        """By replica; those with none are absent."""
+        each = {name: self.of(name)[1] for name in self._id_to_slot}
+        return {name: counts for name, counts in each.items() if any(counts)}
+
+    def of(self, replica_id: str) -> tuple[int, InStore]:
+        """Return how many a replica has on its device and in the store."""
+        slot = self._id_to_slot.get(replica_id)
+        if slot is None:
+            return 0, NOT_IN_STORE
+        if self.num_dram is None or self.num_nvme is None:
+            return int(self.num_device[slot]), NOT_IN_STORE
+        return int(self.num_device[slot]), InStore(int(self.num_dram[slot]), int(self.num_nvme[slot]))
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +101,13 @@ class _Holder:
     # In the store of its node.
     stored: dict[bytes, StoreTier] = field(default_factory=dict)
     predicted_until: dict[bytes, float] = field(default_factory=dict)
+
+    @property
+    def device_bit(self) -> int:
+        return 1 << _SLOT_BITS * self.slot
+
+    def store_bit(self, tier: StoreTier) -> int:
+        return 1 << _SLOT_BITS * self.slot + _TIER_TO_BIT[tier]
 
 
 class _Prediction(NamedTuple):
@@ -81,14 +131,15 @@ class PrefixTree:
            +- C  0b010     p1             p2: 1 block  (A)
            +- D  0b101  p0    p2          (p2's D does not count: its B is gone)
 
-    What the store of a replica's node holds has masks of its own, by tier. A prefix is a chain: blocks in the
-    store count only when all before them are on the device or in the store.
+    What the store of a replica's node holds has bits of its own, by tier. A prefix is a chain: blocks in the
+    store count only when all before them are on the device or in the store. With stores, all blocks of a
+    prompt are matched at once: the running conjunction of their masks, over words of 16 replicas, says who
+    still has the prefix at each block, and the sum of its bits how far.
 
     Nodes are single keys and not compressed runs, on purpose. Events name single keys, with parents that
-    may be unknown here, so every key needs its own entry anyway (170 bytes with one holder); compressed runs
-    would also split wherever one replica's cache ends. A match over 128 blocks and 64 replicas, all of
-    different depth, takes 21 us; comparing 128 keys as one run, the least that a compressed tree needs, takes
-    1 us; a whole decision takes 180 us (`benchmarks/router.py`, one shared core).
+    may be unknown here, so every key needs its own entry anyway (190 bytes with one holder); compressed runs
+    would also split wherever one replica's cache ends. Comparing 128 keys as one run, the least that a
+    compressed tree needs, takes 1 to 2 us; `benchmarks/router.py` measures that, a match and a decision.
 
     Memory is bounded by what replicas report, plus the predictions of the last `prediction_ttl_s`; a key
     without holders is deleted. A prediction counts as held until an event confirms it or its time is over.
@@ -98,8 +149,11 @@ class PrefixTree:
         self._clock = clock
         self._prediction_ttl_s = prediction_ttl_s
         self._key_to_mask: dict[bytes, int] = {}
-        self._tier_to_masks: dict[StoreTier, dict[bytes, int]] = {"dram": {}, "nvme": {}}
+        # Of all replicas together.
+        self._num_stored = 0
         self._holders: dict[str, _Holder] = {}
+        # Replaced whenever it changes: matches keep the one of their time.
+        self._id_to_slot: Mapping[str, int] = {}
         self._slot_to_id: list[str] = []
         self._free_slots: list[int] = []
         self._predictions: deque[_Prediction] = deque()
@@ -118,19 +172,25 @@ class PrefixTree:
             slot = len(self._slot_to_id)
             self._slot_to_id.append(identity.replica_id)
         self._holders[identity.replica_id] = _Holder(identity, slot)
+        self._id_to_slot = {**self._id_to_slot, identity.replica_id: slot}
 
     def remove_replica(self, replica_id: str) -> None:
         """Wipe everything of the replica. Afterwards no mask has its bit, so the bit may be reused."""
         holder = self._holders.pop(replica_id, None)
         if holder is None:
             return
-        _clear_bit(self._key_to_mask, holder, holder.held)
-        _clear_bit(self._key_to_mask, holder, holder.predicted_until)
+        _clear_bit(self._key_to_mask, holder.device_bit, holder.held)
+        _clear_bit(self._key_to_mask, holder.device_bit, holder.predicted_until)
         self._unstore(holder, tuple(holder.stored))
         holder.held.clear()
         holder.predicted_until.clear()
         self._slot_to_id[holder.slot] = ""
         self._free_slots.append(holder.slot)
+        self._id_to_slot = {name: it.slot for name, it in self._holders.items()}
+
+    def slot(self, replica_id: str) -> int:
+        """Return where a `Match` counts a known replica, until it is removed."""
+        return self._id_to_slot[replica_id]
 
     def apply_events(self, events: KvEvents) -> bool:
         """Apply one batch. Returns False after a gap or for an unknown epoch: the caller requests a snapshot.
@@ -189,42 +249,38 @@ class PrefixTree:
         if holder is None:
             return
         self._expire()
-        held = holder.held
-        unconfirmed = tuple(key for key in keys if key not in held)
+        unconfirmed = tuple(filterfalse(holder.held.__contains__, keys))
         if not unconfirmed:
             return
         until = self._clock.now() + self._prediction_ttl_s
-        bit, masks = 1 << holder.slot, self._key_to_mask
-        for key in unconfirmed:
-            holder.predicted_until[key] = until
-            masks[key] = masks.get(key, 0) | bit
+        bit, masks = holder.device_bit, self._key_to_mask
+        get_mask = masks.get
+        holder.predicted_until.update(zip(unconfirmed, repeat(until)))
+        masks.update([(key, get_mask(key, 0) | bit) for key in unconfirmed])
         self._predictions.append(_Prediction(until, holder, unconfirmed))
 
     def match(self, keys: Sequence[bytes]) -> Match:
         """Count for each replica how many of the leading keys it has, and where."""
         self._expire()
-        replica_to_depth: dict[str, int] = {}
-        if not keys:
-            return Match(replica_to_depth, {})
-        if any(self._tier_to_masks.values()):
+        if self._num_stored:
             return self._match_tiers(keys)
+        depths = [0] * len(self._slot_to_id)
         get_mask = self._key_to_mask.get
-        alive = get_mask(keys[0], 0)
-        depth = 0
+        alive = get_mask(keys[0], 0) if keys else 0
         for depth, key in enumerate(keys):
             still_alive = alive & get_mask(key, 0)
             if still_alive != alive:
-                self._record(replica_to_depth, alive ^ still_alive, depth)
+                _record(depths, alive ^ still_alive, depth)
                 alive = still_alive
                 if not alive:
-                    return Match(replica_to_depth, {})
-        self._record(replica_to_depth, alive, depth + 1)
-        return Match(replica_to_depth, {})
+                    break
+        _record(depths, alive, len(keys))
+        return Match(self._id_to_slot, np.array(depths, dtype=np.int64))
 
     @property
     def num_keys(self) -> int:
         """Number of distinct block keys that any replica holds."""
-        return len(set(self._key_to_mask).union(*self._tier_to_masks.values()))
+        return len(self._key_to_mask)
 
     def num_held(self, replica_id: str) -> int:
         """Number of block keys that the replica reported to be on its device."""
@@ -239,58 +295,50 @@ class PrefixTree:
     def check(self) -> None:
         """Assert that masks, holders and slots agree, and that no removed replica left a trace."""
         expected: dict[bytes, int] = {}
-        expected_stored: dict[StoreTier, dict[bytes, int]] = {"dram": {}, "nvme": {}}
         for replica_id, holder in self._holders.items():
             assert self._slot_to_id[holder.slot] == replica_id
+            assert self.slot(replica_id) == holder.slot
             assert not holder.held & holder.predicted_until.keys()
             for key in (*holder.held, *holder.predicted_until):
-                expected[key] = expected.get(key, 0) | 1 << holder.slot
+                expected[key] = expected.get(key, 0) | holder.device_bit
             for key, tier in holder.stored.items():
-                expected_stored[tier][key] = expected_stored[tier].get(key, 0) | 1 << holder.slot
+                expected[key] = expected.get(key, 0) | holder.store_bit(tier)
         assert expected == self._key_to_mask
-        assert expected_stored == self._tier_to_masks
+        assert self._id_to_slot.keys() == self._holders.keys()
+        assert self._num_stored == sum(len(holder.stored) for holder in self._holders.values())
         assert len(self._slot_to_id) == len(self._holders) + len(self._free_slots)
 
     def _match_tiers(self, keys: Sequence[bytes]) -> Match:
         """Match with the store as well: a replica continues in the store where its device part ends, until a
         block is in neither tier."""
-        device, dram, nvme = self._held_by(keys)
-        # A row a block, and a column a replica; the last row is nobody's.
-        blocks = np.arange(len(device))[:, None]
-        depths = device.argmin(axis=0)
-        is_before = blocks < depths
-        ends = (dram | nvme | is_before).argmin(axis=0)
-        num_dram = (dram & ~is_before & (blocks < ends)).sum(axis=0)
-        num_nvme = ends - depths - num_dram
-        ids = self._slot_to_id
-        on_device, stored = depths.tolist(), zip(num_dram.tolist(), num_nvme.tolist(), strict=True)
-        return Match(
-            {ids[slot]: depth for slot, depth in enumerate(on_device) if depth},
-            {ids[slot]: InStore(*counts) for slot, counts in enumerate(stored) if any(counts)},
-        )
+        masks = self._masks(keys)
+        device = masks & _DEVICE_BITS
+        dram, nvme = (masks >> np.uint64(bit) & _DEVICE_BITS for bit in _TIER_TO_BIT.values())
+        # From here on a row says who has all blocks up to it: on the device, and with the store.
+        np.bitwise_and.accumulate(device, axis=0, out=device)
+        reached = np.bitwise_and.accumulate(device | dram | nvme, axis=0)
+        dram &= reached & ~device
+        bits = device | reached << np.uint64(1) | dram << np.uint64(2)
+        rows = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")
+        sums = np.zeros(rows.shape[1], np.int64)
+        for start in range(0, len(rows), _SUMMED_AT_ONCE):
+            sums += np.add.reduce(rows[start : start + _SUMMED_AT_ONCE], axis=0, dtype=np.uint8)
+        num_device, num_reached, num_dram, _ = sums.reshape(-1, _SLOT_BITS).T
+        return Match(self._id_to_slot, num_device, num_dram, num_reached - num_device - num_dram)
 
-    def _held_by(self, keys: Sequence[bytes]) -> Iterator[npt.NDArray[np.bool_]]:
-        """Return who has which of the leading keys on its device, in DRAM and on NVMe: `[num_keys + 1,
-        num_slots]`. Keys behind one that nobody has may be left out."""
-        maps = self._key_to_mask, self._tier_to_masks["dram"], self._tier_to_masks["nvme"]
-        masks: tuple[list[int], ...] = ([], [], [])
+    def _masks(self, keys: Sequence[bytes]) -> Words:
+        """Return the masks of the leading keys: `[num_keys, num_words]`. Keys behind one that nobody has may
+        be left out."""
+        masks: list[int] = []
+        get_mask = self._key_to_mask.get
         for start in range(0, len(keys), _MATCHED_AT_ONCE):
-            for key_to_mask, found in zip(maps, masks, strict=True):
-                get_mask = key_to_mask.get
-                found += [get_mask(key, 0) for key in keys[start : start + _MATCHED_AT_ONCE]]
-            if not any(found[-1] for found in masks):
+            masks += [get_mask(key, 0) for key in keys[start : start + _MATCHED_AT_ONCE]]
+            if not masks[-1]:
                 break
-        num_bytes = -(-len(self._slot_to_id) // 8)
-        for found in masks:
-            packed = b"".join([mask.to_bytes(num_bytes, "little") for mask in (*found, 0)])
-            rows = np.frombuffer(packed, np.uint8).reshape(-1, num_bytes)
-            yield np.unpackbits(rows, axis=1, bitorder="little").view(np.bool_)
-
-    def _record(self, replica_to_depth: dict[str, int], mask: int, depth: int) -> None:
-        while mask:
-            lowest = mask & -mask
-            replica_to_depth[self._slot_to_id[lowest.bit_length() - 1]] = depth
-            mask ^= lowest
+        num_words = -(-len(self._slot_to_id) * _SLOT_BITS // (8 * _WORD_BYTES))
+        num_bytes = num_words * _WORD_BYTES
+        packed = b"".join([mask.to_bytes(num_bytes, "little") for mask in masks])
+        return np.frombuffer(packed, "<u8").reshape(len(masks), num_words)
 
     def _take(self, holder: _Holder, stored: Iterable[BlocksStored]) -> None:
         for blocks in stored:
@@ -303,23 +351,26 @@ class PrefixTree:
         for key in keys:
             holder.predicted_until.pop(key, None)
             holder.held.add(key)
-        _set_bit(self._key_to_mask, holder, keys)
+        _set_bit(self._key_to_mask, holder.device_bit, keys)
 
     def _store(self, holder: _Holder, keys: Sequence[bytes], tier: StoreTier) -> None:
         self._unstore(holder, [key for key in keys if holder.stored.get(key, tier) != tier])
+        num_before = len(holder.stored)
         holder.stored.update(dict.fromkeys(keys, tier))
-        _set_bit(self._tier_to_masks[tier], holder, keys)
+        self._num_stored += len(holder.stored) - num_before
+        _set_bit(self._key_to_mask, holder.store_bit(tier), keys)
 
     def _remove(self, holder: _Holder, keys: Iterable[bytes]) -> None:
         gone = [key for key in keys if key in holder.held]
         holder.held.difference_update(gone)
-        _clear_bit(self._key_to_mask, holder, gone)
+        _clear_bit(self._key_to_mask, holder.device_bit, gone)
 
     def _unstore(self, holder: _Holder, keys: Iterable[bytes]) -> None:
         for key in keys:
             tier = holder.stored.pop(key, None)
             if tier is not None:
-                _clear_bit(self._tier_to_masks[tier], holder, (key,))
+                self._num_stored -= 1
+                _clear_bit(self._key_to_mask, holder.store_bit(tier), (key,))
 
     def _expire(self) -> None:
         now = self._clock.now()
@@ -329,19 +380,25 @@ class PrefixTree:
             over = [key for key in prediction.keys if predicted_until.get(key, now + 1.0) <= now]
             for key in over:
                 del predicted_until[key]
-            _clear_bit(self._key_to_mask, prediction.holder, over)
+            _clear_bit(self._key_to_mask, prediction.holder.device_bit, over)
 
 
-def _set_bit(masks: dict[bytes, int], holder: _Holder, keys: Iterable[bytes]) -> None:
-    bit = 1 << holder.slot
+def _record(depths: list[int], mask: int, depth: int) -> None:
+    while mask:
+        lowest = mask & -mask
+        depths[lowest.bit_length() // _SLOT_BITS] = depth
+        mask ^= lowest
+
+
+def _set_bit(masks: dict[bytes, int], bit: int, keys: Iterable[bytes]) -> None:
     for key in keys:
         masks[key] = masks.get(key, 0) | bit
 
 
-def _clear_bit(masks: dict[bytes, int], holder: _Holder, keys: Iterable[bytes]) -> None:
-    bit = 1 << holder.slot
+def _clear_bit(masks: dict[bytes, int], bit: int, keys: Iterable[bytes]) -> None:
+    others = ~bit
     for key in keys:
-        mask = masks.get(key, 0) & ~bit
+        mask = masks.get(key, 0) & others
         if mask:
             masks[key] = mask
         else:

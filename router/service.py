@@ -27,7 +27,7 @@ from router.policies import (
     replica_cost,
 )
 from router.price_table import HASH_FACTOR, PriceTable
-from router.radix import NOT_IN_STORE, Match, PrefixTree
+from router.radix import Match, PrefixTree
 from router.rates import DEFAULT_BATCH_TOKENS
 
 # Assumed for a replica that has not reported them.
@@ -331,10 +331,10 @@ class RouterService:
         """Return how many of the leading blocks the replica with most of them has, on its device or in its
         node's store."""
         match = self._tree.match(block_keys)
-        holders = match.device.keys() | match.stored.keys()
-        return max(
-            (match.device.get(it, 0) + sum(match.stored.get(it, NOT_IN_STORE)) for it in holders), default=0
-        )
+        num_blocks = match.num_device
+        if match.num_dram is not None and match.num_nvme is not None:
+            num_blocks = num_blocks + match.num_dram + match.num_nvme
+        return int(num_blocks.max(initial=0))
 
     def explain(self, request_id: str) -> Decision | None:
         """Return the request's last decision while it is among the last `NUM_DECISIONS_KEPT`."""
@@ -453,7 +453,7 @@ class RouterService:
         return f"{text}; {pinned} was pinned" if pinned else text
 
     def _seed(self, request: RouteRequest) -> int:
-        return zlib.crc32(f"{self._salt} {request.request_id}".encode())
+        return zlib.crc32((request.session or f"{self._salt} {request.request_id}").encode())
 
     def _states(self, ids: Iterable[str]) -> list[tuple[str, CurrentLoad]]:
         return [(each, self._load.state(each)) for each in ids]
@@ -464,11 +464,11 @@ class RouterService:
         """Choose among all replicas that take requests, by the policy "cost"."""
         if self._table is None:
             roles = {replica_id: member.role for replica_id, member in self._members.items()}
-            self._table = PriceTable(self._load, *self._usable(request), roles)
+            self._table = PriceTable(self._load, self._tree, *self._usable(request), roles)
         table = self._table
         table.refresh()
         ranks = table.hashed(self._seed(request)) if self._salt else None
-        sides = table.sides(ranks, {replica_id: place for place, replica_id in enumerate(self._members)})
+        sides = table.sides(ranks, self._members)
         num_steps = self._config.decode_steps
         choice = table.cheapest(query, view.match, sides, view.waits, view.held_part, view.oldest, num_steps)
         states, ids, policy = list(table.states), table.ids, self._policy
@@ -552,8 +552,7 @@ def _replica_costs(
 ) -> list[ReplicaCost]:
     match, replicas = view.match, []
     for replica_id, state in states:
-        device = match.device.get(replica_id, 0)
-        dram, nvme = match.stored.get(replica_id, NOT_IN_STORE)
+        device, (dram, nvme) = match.of(replica_id)
         is_stale = state.report.received_at < view.oldest
         cost = replica_cost(query, state, is_stale, device, dram, nvme, held_part=view.held_part)
         wait_s = view.waits.get(replica_id)

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # All that the suite, and what it imports of the product, is given.
-PACKAGES = ("torch", "triton", "numpy", "safetensors", "msgspec", "pydantic", "pytest")
+PACKAGES = ("torch", "triton", "numpy", "safetensors", "msgspec", "pydantic", "llguidance", "pytest")
 # What it must not need. `transformers` is the reference of the tests that find it installed.
 ABSENT = ("ray", "grpc", "redis", "psutil", "hypothesis", "aiohttp", "cryptography", "typer", "rich")
 _MAIN = f"import sys; sys.modules.update(dict.fromkeys({ABSENT!r})); import pytest; sys.exit(pytest.main())"

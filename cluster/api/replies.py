@@ -127,7 +127,7 @@ class StatusService:
             prefixes=self._history.prefixes(),
             stores=self._stores.members(),
             pools=pools_of(self._config, self._connections),
-            moves=moves_of(self._connections.roster_view),
+            scaling_changes=moves_of(self._connections.roster_view),
             traffic=self._connections.roster_view.traffic,
             demand=demand_message(counters.demand),
             authentication=self._config.auth.mode,
@@ -341,10 +341,10 @@ def pools_of(config: ClusterConfig, connections: ReplicaConnections) -> list[adm
     return [_pool(config, pool, connections.roster_view, ready) for pool in config.pools]
 
 
-def moves_of(view: RosterView) -> list[admin_pb.ScalingMove]:
+def moves_of(view: RosterView) -> list[admin_pb.ScalingChange]:
     """Return the latest changes of counts and roles, oldest first."""
     return [
-        admin_pb.ScalingMove(
+        admin_pb.ScalingChange(
             at=move.at, pool=move.pool, before=move.before, after=move.after, by=move.by, reason=move.reason
         )
         for move in view.moves
@@ -365,7 +365,7 @@ def _pool(
         min=limits.min if limits else 0,
         max=limits.max if limits else 0,
         num_ready=len(own),
-        num_lent=sum(replica.role != pool.role for replica in own),
+        num_reassigned=sum(replica.role != pool.role for replica in own),
     )
 
 

@@ -69,7 +69,7 @@ def bench_scaling(
     limits = PoolLimits(min=1, max=max_replicas)
     config = ScalingConfig(
         autoscale=True,
-        lend_roles=lend,
+        change_roles=lend,
         pools={PREFILL: limits, DECODE: limits},
         ttft_slo_s=slo_ttft_ms / 1e3,
         itl_slo_s=slo_itl_ms / 1e3,

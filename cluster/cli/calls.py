@@ -63,20 +63,22 @@ async def generate(
 
 
 def completion_json(completion: Completion) -> dict[str, Any]:
-    """Return one object: text, token_ids, finish_reason, usage, timing, and logprobs where requested; with
-    more samples, `samples` holds each."""
+    """Return one object: text, token_ids, finish_reason, usage, timing, reasoning where there is any, and
+    logprobs where requested; with more samples, `samples` holds each."""
     finished = completion.finished
     samples = [
         {
             "text": text,
             "token_ids": list(ids),
             "finish_reason": reason,
+            **({"reasoning": reasoning} if reasoning else {}),
             **({"logprobs": [as_dict(item) for item in logprobs]} if logprobs else {}),
         }
-        for text, ids, reason, logprobs in zip(
+        for text, ids, reason, reasoning, logprobs in zip(
             completion.texts,
             completion.token_ids,
             completion.finish_reasons,
+            completion.reasonings,
             completion.logprobs,
             strict=True,
         )
@@ -424,14 +426,14 @@ def pool_parts(status: admin_pb.StatusResponse) -> list[RenderableType]:
             str(pool.configured),
             str(pool.desired),
             f"[yellow]{pool.num_ready}[/]" if late else str(pool.num_ready),
-            str(pool.num_lent) if pool.num_lent else NONE,
+            str(pool.num_reassigned) if pool.num_reassigned else NONE,
             f"{pool.min}-{pool.max}" if pool.max else NONE,
         )
-    moves = [Text(move_line(move)) for move in status.moves[-_NUM_MOVES:]]
+    moves = [Text(move_line(move)) for move in status.scaling_changes[-_NUM_MOVES:]]
     return [table, *moves, Text("")] if moves else [table]
 
 
-def move_line(move: admin_pb.ScalingMove) -> str:
+def move_line(move: admin_pb.ScalingChange) -> str:
     """Return `2026-01-31 12:00:00Z decode 1 -> 3 by operator: why`; a change of role has no counts."""
     at = datetime.fromtimestamp(move.at, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
     counts = f" {move.before} -> {move.after}" if move.before != move.after else ""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TextIO
 
@@ -86,7 +87,7 @@ class ChatSession:
     ) -> None:
         self.conversation = Conversation(system)
         self._client = client
-        self._options = options
+        self._options = replace(options, session_id=_drawn_id())
         self._screen = screen
         self._timeout_s = timeout_s
         self._request_id = ""
@@ -142,6 +143,7 @@ class ChatSession:
                 self._screen.explain(self._client.explain(self._request_id))
         elif name == "reset":
             self.conversation.turns.clear()
+            self._options = replace(self._options, session_id=_drawn_id())
             self._screen.note("the chat begins anew")
         elif name == "system":
             self.conversation.system = argument
@@ -325,10 +327,8 @@ class PipeScreen:
         self._output = output
         self._errors = errors
         self._as_json = as_json
-        self._reasoning: list[str] = []
 
     def show(self, delta: pb.Delta) -> None:
-        self._reasoning.append(delta.reasoning)
         if not self._as_json:
             self._output.write(delta.text.translate(_BREAKS_TO_SPACES))
             self._output.flush()
@@ -337,11 +337,7 @@ class PipeScreen:
         if not self._as_json:
             self._output.write("\n")
         elif answer.completion is not None:
-            whole = completion_json(answer.completion)
-            reasoning = "".join(self._reasoning)
-            line = json.dumps({**whole, "reasoning": reasoning} if reasoning else whole)
-            self._output.write(f"{line}\n")
-        self._reasoning.clear()
+            self._output.write(f"{json.dumps(completion_json(answer.completion))}\n")
         self._output.flush()
 
     def note(self, text: str) -> None:
@@ -394,6 +390,11 @@ def chat_model(models: list[pb.Model], name: str) -> pb.Model:
             f"{found.name} has no chat template, so it cannot chat; `tandem generate` continues a text"
         )
     return found
+
+
+def _drawn_id() -> str:
+    """Draw a name of a conversation, by which a gateway keeps it at the same replicas."""
+    return f"chat-{secrets.token_hex(8)}"
 
 
 @contextlib.contextmanager

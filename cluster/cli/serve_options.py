@@ -8,6 +8,7 @@ are checked as the file is, by the same code and with the same messages.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,10 @@ class ServeOptions:
     admin_port: Annotated[
         int | None,
         typer.Option(min=0, max=65535, help="Of the gateway, for operators; 0, or with --port: a free one."),
+    ] = None
+    http_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Of the gateway, for HTTP; 0, or with --port: a free one."),
     ] = None
     dram_gb: Annotated[
         float | None, typer.Option(min=0, help="Host memory for finished KV, in 1e9 bytes a node; 0: none.")
@@ -165,6 +170,7 @@ _OPTIONS = {
     "host": ("gateway", "host"),
     "port": ("gateway", "port"),
     "admin_port": ("gateway", "admin_port"),
+    "http_port": ("gateway", "http", "port"),
     "dram_gb": ("store", "dram_gb"),
     "nvme": ("store", "nvme_path"),
     "nvme_gb": ("store", "nvme_gb"),
@@ -172,6 +178,7 @@ _OPTIONS = {
 }
 # Options that count the replicas of the pool of this role; without a decode pool, of that of the role `both`.
 _COUNTS = ("prefill", "decode")
+_PORTS = ("port", "admin_port", "http_port")
 _ABSENT = object()
 
 
@@ -262,11 +269,10 @@ def _check_options(options: ServeOptions, *, is_alone: bool) -> None:
             "contradict each other: who has a key is served, or everybody",
             param_hint="--insecure, --keys-file",
         )
-    if options.port and options.port == options.admin_port:
-        raise typer.BadParameter(
-            f"cannot both be {options.port}: clients and operators have ports of their own",
-            param_hint="--port, --admin-port",
-        )
+    ports = [(name, port) for name in _PORTS if (port := getattr(options, name))]
+    for (first, port), (second, other) in itertools.combinations(ports, 2):
+        if port == other:
+            raise typer.BadParameter(f"cannot both be {port}", param_hint=f"{_flag(first)}, {_flag(second)}")
     if options.nvme is not None and options.dram_gb == 0:
         raise typer.BadParameter(
             "contradict each other: NVMe is read and written through host memory",

@@ -1,27 +1,68 @@
-"""The load of the serving benchmarks, drawn from a seed, and what came of it.
+"""The load of the serving benchmarks, as sessions of requests, and what came of it.
 
-Refused, timed-out and failed requests count as sent and never as good. How a request is sent is an argument,
-so that the statistics are tested without a cluster.
+Refused, timed-out and failed requests count as sent and never as good; the session of one ends there. How a
+request is sent is an argument, so that the statistics are tested without a cluster.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
 
+from cluster.api.client import Turn
 from cluster.errors import CallError
 from kvtransfer.common.clock import Clock
 
 PERCENTILES = (50, 90, 99)
 # The knee of a sweep: the highest offered rate of which at least this share was good.
 KNEE_SHARE = 0.9
+# Later turns of sessions are summed up as this one.
+MAX_TURN = 16
+
+# Token ids, or a chat for the model's template.
+BenchPrompt = Sequence[int] | Sequence[Turn]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTurn:
+    """One request of a session. Its prompt is what was said before and what `new` returns, which is made when
+    the turn comes: prompts may be long."""
+
+    new: Callable[[], BenchPrompt]
+    output_tokens: int
+    # After the answer to the turn before.
+    think_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Requests of which each waits for the answer to the one before."""
+
+    turns: Sequence[PlannedTurn]
+    # From the start of the run.
+    arrival_s: float = 0.0
+    # What stands in the next prompt for an answer of so many tokens whose ids are not known; None: the
+    # answers are not part of the prompts.
+    stand_in: Callable[[int], Sequence[int]] | None = None
+
+
+class AnswerEnd(NamedTuple):
+    """What is known of a request at its end, beside the times of its tokens."""
+
+    num_input: int = 0
+    num_cached: int = 0
+    # Of all its tokens; may be more than were seen one by one.
+    num_output: int = 0
+    # Empty: not known.
+    token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +90,28 @@ class Workload:
         return [[*prefixes[index % len(prefixes)].tolist(), *row] for index, row in enumerate(rest.tolist())]
 
     def arrivals_s(self) -> list[float]:
-        """Draw when each request is sent, in seconds from the start; 0 for all without a rate (concurrency
-        limits them)."""
-        if self.rate_per_s <= 0:
-            return [0.0] * self.num_requests
-        generator = np.random.default_rng((self.seed, 1))
-        gaps = generator.exponential(1.0 / self.rate_per_s, self.num_requests)
-        return [float(at) for at in np.cumsum(gaps) - gaps[0]]
+        """Draw when each request is sent, in seconds from the start."""
+        return poisson_arrivals_s(self.num_requests, self.rate_per_s, self.seed)
+
+    def sessions(self) -> list[Session]:
+        """Return a session of one request for each prompt."""
+        return [
+            Session((PlannedTurn(partial(list, prompt), self.output_tokens),), at)
+            for prompt, at in zip(self.prompts(), self.arrivals_s(), strict=True)
+        ]
 
 
-# Sends (prompt, number of output tokens, class); yields each delta's number of tokens, or raises `CallError`.
-Sender = Callable[[list[int], int, str], AsyncIterator[int]]
+def poisson_arrivals_s(num: int, rate_per_s: float, seed: int) -> list[float]:
+    """Draw arrivals, in seconds from the first; 0 for all without a rate (concurrency limits them)."""
+    if rate_per_s <= 0:
+        return [0.0] * num
+    gaps = np.random.default_rng((seed, 1)).exponential(1.0 / rate_per_s, num)
+    return [float(at) for at in np.cumsum(gaps) - gaps[:1].sum()]
+
+
+# Sends (prompt, number of output tokens, class); yields each delta's number of tokens, in the end perhaps
+# what else is known, or raises `CallError`.
+Sender = Callable[[BenchPrompt, int, str], AsyncIterator[int | AnswerEnd]]
 
 _OUTCOMES = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: "refused",
@@ -79,6 +131,10 @@ class BenchRequest(NamedTuple):
     # Why it is not "ok".
     reason: str = ""
     service_class: str = ""
+    # Of its session, from 1.
+    turn: int = 1
+    # Of `num_input`: what was not computed.
+    num_cached: int = 0
 
     @property
     def ttft_s(self) -> float:
@@ -112,44 +168,91 @@ async def run_workload(
     workload: Workload, send: Sender, clock: Clock, on_done: Callable[[BenchRequest], None]
 ) -> list[BenchRequest]:
     """Send everything; returns the records in the order of sending."""
+    return await run_sessions(
+        workload.sessions(), workload.concurrency, send, clock, on_done, workload.service_classes
+    )
+
+
+async def run_sessions(
+    sessions: Iterable[Session],
+    concurrency: int,
+    send: Sender,
+    clock: Clock,
+    on_done: Callable[[BenchRequest], None],
+    service_classes: Sequence[str] = ("",),
+) -> list[BenchRequest]:
+    """Run all sessions, at most `concurrency` at once (0: any number); return the records session by
+    session."""
     slots: AbstractAsyncContextManager[None] = (
-        asyncio.Semaphore(workload.concurrency) if workload.concurrency > 0 else nullcontext()
+        asyncio.Semaphore(concurrency) if concurrency > 0 else nullcontext()
     )
     started_at = clock.now()
 
-    async def one(prompt: list[int], arrival_s: float, service_class: str) -> BenchRequest:
-        if (delay_s := started_at + arrival_s - clock.now()) > 0:
+    async def one(session: Session, service_class: str) -> list[BenchRequest]:
+        if (delay_s := started_at + session.arrival_s - clock.now()) > 0:
             await clock.sleep(delay_s)
         async with slots:
-            return await _record(workload, prompt, service_class, send, clock, on_done)
+            return await _run_session(session, service_class, send, clock, on_done)
 
-    pairs = zip(workload.prompts(), workload.arrivals_s(), strict=True)
-    classes = cycle(workload.service_classes)
+    pairs = zip(sessions, cycle(service_classes), strict=False)
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(*pair, next(classes))) for pair in pairs]
-    return [task.result() for task in tasks]
+        tasks = [group.create_task(one(*pair)) for pair in pairs]
+    return [record for task in tasks for record in task.result()]
 
 
-async def _record(
-    workload: Workload,
-    prompt: list[int],
+async def _run_session(
+    session: Session,
     service_class: str,
     send: Sender,
     clock: Clock,
     on_done: Callable[[BenchRequest], None],
-) -> BenchRequest:
+) -> list[BenchRequest]:
+    """Send one turn after the other, until one has no answer."""
+    records: list[BenchRequest] = []
+    said: list[Any] = []
+    for number, turn in enumerate(session.turns, 1):
+        if turn.think_s > 0:
+            await clock.sleep(turn.think_s)
+        said += turn.new()
+        record, end = await _send(list(said), turn.output_tokens, service_class, send, clock)
+        records.append(record._replace(turn=number))
+        on_done(records[-1])
+        if record.outcome != "ok":
+            break
+        if session.stand_in is not None:
+            said += end.token_ids or session.stand_in(len(record.token_times))
+    return records
+
+
+async def _send(
+    prompt: BenchPrompt, num_tokens: int, service_class: str, send: Sender, clock: Clock
+) -> tuple[BenchRequest, AnswerEnd]:
     sent_at, outcome, reason = clock.now(), "ok", ""
     times: list[float] = []
+    end = AnswerEnd()
     try:
-        async for count in send(prompt, workload.output_tokens, service_class):
-            times += [clock.now()] * count
+        async for event in send(prompt, num_tokens, service_class):
+            if isinstance(event, AnswerEnd):
+                end = event
+            else:
+                times += [clock.now()] * event
         if not times:
             outcome, reason = "failed", "it ended without a token"
     except CallError as error:
         outcome, reason = _OUTCOMES.get(error.code, "failed"), str(error)
-    record = BenchRequest(sent_at, clock.now(), len(prompt), tuple(times), outcome, reason, service_class)
-    on_done(record)
-    return record
+    times += times[-1:] * (end.num_output - len(times))
+    num_input = end.num_input or len(prompt)
+    record = BenchRequest(
+        sent_at,
+        clock.now(),
+        num_input,
+        tuple(times),
+        outcome,
+        reason,
+        service_class,
+        num_cached=end.num_cached,
+    )
+    return record, end
 
 
 def summarize(records: Sequence[BenchRequest], objectives: Objectives) -> dict[str, Any]:
@@ -187,7 +290,35 @@ def summarize(records: Sequence[BenchRequest], objectives: Objectives) -> dict[s
         "slo_tpot_ms": objectives.tpot_ms,
         "good_share": good / len(records),
         "goodput_per_s": good / seconds,
+        "cached_share": _cached_share(done),
     }
+
+
+def by_turn(records: Sequence[BenchRequest]) -> list[dict[str, Any]]:
+    """Return, for each turn of sessions, the requests that finished, their times to first token and how much
+    of their prompts was cached; nothing where all sessions have one turn."""
+    done = [record for record in records if record.outcome == "ok"]
+    if all(record.turn == 1 for record in done):
+        return []
+    turns = sorted({min(record.turn, MAX_TURN) for record in done})
+    found = ([record for record in done if min(record.turn, MAX_TURN) == turn] for turn in turns)
+    return [
+        {
+            "turn": turn,
+            "or_later": turn == MAX_TURN,
+            "num_ok": len(those),
+            "input_tokens": sum(record.num_input for record in those) / len(those),
+            "ttft_ms": _percentiles([record.ttft_s for record in those]),
+            "cached_share": _cached_share(those),
+        }
+        for turn, those in zip(turns, found, strict=True)
+    ]
+
+
+def _cached_share(done: Sequence[BenchRequest]) -> float | None:
+    """Return the part of the prompts' tokens that was not computed; None without a request."""
+    num_input = sum(record.num_input for record in done)
+    return sum(record.num_cached for record in done) / num_input if num_input else None
 
 
 def by_class(records: Sequence[BenchRequest], objectives: Objectives) -> dict[str, dict[str, Any]]:

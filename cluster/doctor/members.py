@@ -82,7 +82,9 @@ def _young(live: Live, pool: str) -> Iterator[CheckResult]:
     now = live.status.wall_time_s
     ages = [now - item.epoch / 1000 for item in live.status.replicas if item.pool == pool]
     young = [age for age in ages if age < _YOUNG_S]
-    if young and not any(move.pool == pool and now - move.at < _YOUNG_S for move in live.status.moves):
+    if young and not any(
+        move.pool == pool and now - move.at < _YOUNG_S for move in live.status.scaling_changes
+    ):
         yield warning(
             f"pool {pool}: {len(young)} of {len(ages)} replicas began in the last {_YOUNG_S / 60:.0f} "
             f"minutes (the youngest {min(young):.0f} s ago), without a scaling move",
@@ -111,8 +113,8 @@ def pools(live: Live) -> Iterator[CheckResult]:
                 "the autoscaler leaves it alone",
                 f"`tandem scale --release {pool.name}` gives it back",
             )
-        if pool.num_lent:
-            yield note(f"pool {pool.name}: {pool.num_lent} replicas play another role for now")
+        if pool.num_reassigned:
+            yield note(f"pool {pool.name}: {pool.num_reassigned} replicas play another role for now")
 
 
 def gateways(live: Live) -> Iterator[CheckResult]:

@@ -232,7 +232,7 @@ class RequestManager:
         self._num_arriving += 1
         try:
             prompt = await self._preprocessor.prompt_tokens(request, limits)
-            grammar = await self._preprocessor.grammar(request)
+            grammar = await self._preprocessor.grammar(request, prompt)
         finally:
             self._num_arriving -= 1
         compatibility = self._connections.compatibility

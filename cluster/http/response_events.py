@@ -103,7 +103,6 @@ class _Response(msgspec.Struct):
     metadata: dict[str, str] | None = None
     previous_response_id: None = None
     reasoning: Any = None
-    store: bool = False
     text: Any = None
     truncation: str = "disabled"
     usage: _Usage | None = None

@@ -164,6 +164,7 @@ class NamedTool(Body, kw_only=True):
 class CalledFunction(Body, kw_only=True):
     name: str
     arguments: str
+    provider_specific_fields: Ignored = None
 
 
 class PastToolCall(Body, kw_only=True):
@@ -173,6 +174,7 @@ class PastToolCall(Body, kw_only=True):
     function: CalledFunction
     type: str = "function"
     index: Ignored = None
+    provider_specific_fields: Ignored = None
 
 
 class ContentPart(Body, kw_only=True):
@@ -201,6 +203,8 @@ class ChatMessage(Body, kw_only=True):
     reasoning_content: str | None = None
     refusal: str | None = None
     annotations: Ignored = None
+    # LiteLLM's, as below.
+    provider_specific_fields: Ignored = None
     audio: None = None
     function_call: None = None
 

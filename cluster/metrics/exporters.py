@@ -101,22 +101,22 @@ class GatewayMetrics:
                 self._registry.set("pool_replicas", counts[pool.name, state], pool=pool.name, state=state)
             self._registry.set("pool_desired_replicas", pool.desired, pool=pool.name)
             self._registry.set("pool_pinned", float(pool.pinned), pool=pool.name)
-            self._registry.set("pool_lent_replicas", pool.num_lent, pool=pool.name)
+            self._registry.set("pool_reassigned_replicas", pool.num_reassigned, pool=pool.name)
             self._registry.total("replica_losses_total", counters.num_losses[pool.name], pool=pool.name)
             for state in _BREAKER_STATES:
                 changes = counters.num_breaker_changes[pool.name, state]
                 self._registry.total("breaker_changes_total", changes, pool=pool.name, state=state)
 
     def _update_moves(self, status: admin_pb.StatusResponse) -> None:
-        latest = max((move.at for move in status.moves), default=0.0)
+        latest = max((move.at for move in status.scaling_changes), default=0.0)
         if self._moves_seen_to is not None:  # what is older than this gateway is not counted
-            new = [(move.pool, move.by) for move in status.moves if move.at > self._moves_seen_to]
+            new = [(move.pool, move.by) for move in status.scaling_changes if move.at > self._moves_seen_to]
             self._num_moves.update(new)
         self._moves_seen_to = max(latest, self._moves_seen_to or 0.0)
         for pool in status.pools:
             for by in _MOVERS:
                 total = self._num_moves[pool.name, by]
-                self._registry.total("scaling_moves_total", total, pool=pool.name, by=by)
+                self._registry.total("scaling_changes_total", total, pool=pool.name, by=by)
 
 
 class ReplicaMetrics:

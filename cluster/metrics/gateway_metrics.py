@@ -252,10 +252,14 @@ POOLS = (
         "pool_pinned", "", "", "1 while an operator's choice keeps the autoscaler from the pool.", by="pool"
     ),
     of_gateway(
-        "pool_lent_replicas", "", "replicas", "Replicas of the pool that have the other role now.", by="pool"
+        "pool_reassigned_replicas",
+        "",
+        "replicas",
+        "Replicas of the pool that have the other role now.",
+        by="pool",
     ),
     of_gateway(
-        "scaling_moves_total",
+        "scaling_changes_total",
         "",
         "moves",
         "Changes of a count or a role since the gateway started, by operator, autoscaler or deploy.",

@@ -144,10 +144,10 @@ ENGINES = (
         by="role",
     ),
     of_replica(
-        "moved_streams_total", "num_moved_streams", "streams", "Streams that moved to another replica."
+        "migrated_streams_total", "num_moved_streams", "streams", "Streams that moved to another replica."
     ),
     of_replica(
-        "failed_stream_moves_total",
+        "failed_migrations_total",
         "num_failed_moves",
         "streams",
         "Streams whose move failed: they stayed or were placed again.",

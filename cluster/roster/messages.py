@@ -94,7 +94,7 @@ class RoleLease(Message, frozen=True):
     reason: str
 
 
-class ScalingMove(Message, frozen=True):
+class ScalingChange(Message, frozen=True):
     """One change of a desired count or of a role, as it was decided."""
 
     # Unix time.
@@ -150,7 +150,7 @@ class Observed(Message, frozen=True):
 
 # What the roster remembers when it is ordered to; a lease and a move are orders themselves.
 RosterOrder = (
-    SetDesired | ReleasePool | ForgetPool | RoleLease | DropLease | ScalingMove | SetTraffic | Observed
+    SetDesired | ReleasePool | ForgetPool | RoleLease | DropLease | ScalingChange | SetTraffic | Observed
 )
 
 
@@ -167,7 +167,7 @@ class RosterView(Part, frozen=True):
     pinned: tuple[str, ...] = ()
     leases: tuple[RoleLease, ...] = ()
     # The latest, oldest first.
-    moves: tuple[ScalingMove, ...] = ()
+    moves: tuple[ScalingChange, ...] = ()
     # By application: the share of this application's requests that it gets; empty: all stay here.
     traffic: dict[str, float] = {}
     # By pool: Ray Serve's target as the scaler last saw it.

@@ -22,7 +22,7 @@ from cluster.roster.messages import (
     RoleLease,
     RosterOrder,
     RosterView,
-    ScalingMove,
+    ScalingChange,
     SetDesired,
     SetTraffic,
     StoreRecord,
@@ -220,7 +220,7 @@ class DesiredState:
         self._restored_version = -1
         self._pools: dict[str, DesiredPool] = {}
         self._leases: dict[str, RoleLease] = {}
-        self._moves: tuple[ScalingMove, ...] = ()
+        self._moves: tuple[ScalingChange, ...] = ()
         self._traffic: dict[str, float] = {}
         self._targets: dict[str, int] = {}
         self._declared: dict[str, int] = {}
@@ -265,7 +265,7 @@ class DesiredState:
                 self._set_lease(order)
             case DropLease(replica):
                 self._drop_lease(replica)
-            case ScalingMove():
+            case ScalingChange():
                 self._moves = _latest({move: None for move in (*self._moves, order)})
             case SetTraffic(shares):
                 self._own.add(("traffic", ""))
@@ -318,5 +318,5 @@ class DesiredState:
         return {key: value for key, value in remembered.items() if (kind, key) not in self._own} | kept
 
 
-def _latest(moves: Iterable[ScalingMove]) -> tuple[ScalingMove, ...]:
+def _latest(moves: Iterable[ScalingChange]) -> tuple[ScalingChange, ...]:
     return tuple(sorted(moves, key=lambda move: move.at)[-NUM_MOVES:])

@@ -30,7 +30,7 @@ class ScalingConfig(BaseModel):
     # Move the pools in `pools` between their limits.
     autoscale: bool = False
     # An idle prefill replica may decode, and an idle decode replica prefill, until it is needed at home.
-    lend_roles: bool = False
+    change_roles: bool = False
     # By pool name; a pool that is not named keeps its count.
     pools: dict[str, PoolLimits] = {}
     # The time to first token that 90 % of requests should not exceed.
@@ -48,7 +48,7 @@ class ScalingConfig(BaseModel):
     # After a pool changed in either direction, until it may shrink.
     down_cool_down_s: float = Field(default=120.0, ge=0)
     # How long a replica must have been idle, and the other role short, before its role changes.
-    lend_after_s: float = Field(default=20.0, ge=0)
+    role_change_after_s: float = Field(default=20.0, ge=0)
 
     @property
     def autoscaled(self) -> frozenset[str]:

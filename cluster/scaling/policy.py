@@ -33,14 +33,14 @@ _MIN_STALE_S = 10.0
 
 def history_span_s(config: ScalingConfig) -> float:
     """How much history `decide` looks at: the span to make a `History` with."""
-    return max(config.forecast_s, config.down_cool_down_s, config.lend_after_s) + 2 * config.interval_s
+    return max(config.forecast_s, config.down_cool_down_s, config.role_change_after_s) + 2 * config.interval_s
 
 
 def decide(history: History, config: ScalingConfig, pools: Sequence[PoolView], now: float) -> ScalingPlan:
     """What to change at Unix time `now`. Nothing while the samples are missing or old.
 
     Moves concern pools with limits that are not pinned, and only with `config.autoscale`; role changes only
-    with `config.lend_roles`. The caller carries them out, or not: the next call starts from what is.
+    with `config.change_roles`. The caller carries them out, or not: the next call starts from what is.
     """
     latest = history.latest
     if latest is None:
@@ -210,12 +210,12 @@ def role_changes(
     view: PolicyView, needs: Mapping[str, ReplicaNeed], lasting: Mapping[str, ReplicaNeed]
 ) -> tuple[RoleAssignment | RoleReturn, ...]:
     """Returns first. At most one replica at a time is assigned in each direction, and is seen at work for
-    `lend_after_s` before the next."""
+    `role_change_after_s` before the next."""
     changes: list[RoleAssignment | RoleReturn] = []
     for home, other in OTHER_ROLE.items():
         if home in view.kinds and other in view.kinds:
             changes += _returns(view, view.kinds[home], view.kinds[other], needs, lasting)
-    if not view.config.lend_roles:
+    if not view.config.change_roles:
         return tuple(changes)
     returned = {change.pool for change in changes}
     for home, other in OTHER_ROLE.items():
@@ -246,7 +246,7 @@ def _returns(
     has_returned = False
     for since, replica_id, pool in assigned:
         reason = ""
-        if not view.config.lend_roles:
+        if not view.config.change_roles:
             reason = "role changes are switched off"
         elif pool.is_pinned:
             reason = "an operator chose the pool's count"
@@ -274,7 +274,7 @@ def _why_spare(
     view: PolicyView, other: ReplicaKind, lasting: Mapping[str, ReplicaNeed], replica_id: str, since: float
 ) -> str:
     """Why the other role can do without it; "": it cannot, or has had it for too short to know."""
-    for_s = view.config.lend_after_s
+    for_s = view.config.role_change_after_s
     if since > view.now - for_s or other.name in view.shortages:
         return ""
     if _is_idle(view, replica_id, other.name):
@@ -292,7 +292,7 @@ def _assignments(
     view: PolicyView, home: ReplicaKind, other: ReplicaKind, lasting: Mapping[str, ReplicaNeed]
 ) -> Iterator[RoleAssignment]:
     shortage = view.shortages.get(other.name)
-    for_s = view.config.lend_after_s
+    for_s = view.config.role_change_after_s
     if shortage is None or home.name in view.shortages:
         return
     if any(since > view.now - for_s for pool in home.pools for _, since in pool.assigned):
@@ -318,8 +318,8 @@ def _idle_at_home(view: PolicyView, pool: PoolView) -> list[str]:
 
 
 def _is_idle(view: PolicyView, replica_id: str, role: str) -> bool:
-    """Whether it was seen all the time since `lend_after_s`, in this role and without work."""
-    for_s = view.config.lend_after_s
+    """Whether it was seen all the time since `role_change_after_s`, in this role and without work."""
+    for_s = view.config.role_change_after_s
     samples = view.history.since(view.now - for_s)
     seen = [each for sample in samples for each in sample.replicas if each.replica_id == replica_id]
     return (

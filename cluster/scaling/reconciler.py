@@ -23,7 +23,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cluster.roster.messages import ForgetPool, Observed, RosterOrder, RosterView, ScalingMove, SetDesired
+from cluster.roster.messages import ForgetPool, Observed, RosterOrder, RosterView, ScalingChange, SetDesired
 from cluster.scaling.serve_client import AppTargets, PoolTarget
 from kvtransfer.common.health import Backoff
 
@@ -102,7 +102,7 @@ class Reconciler:
             before.append(self._observed)
         return before + [pull for pull in judge.pulls if self._may_pull(pull.pool, now)]
 
-    def order(self, move: ScalingMove) -> list[Action]:
+    def order(self, move: ScalingChange) -> list[Action]:
         """A move of our own, decided on what the last look saw: recorded first, then carried out."""
         return [
             RestoreRoles(f"pool {move.pool} goes from {move.before} to {move.after}"),
@@ -111,7 +111,7 @@ class Reconciler:
             SetTarget(move.pool, move.after),
         ]
 
-    def ordered(self, move: ScalingMove) -> list[Action]:
+    def ordered(self, move: ScalingChange) -> list[Action]:
         """An operator's move that Serve has taken already, or that leaves its target as it is."""
         actions: list[Action] = [SetDesired(move.pool, move.after, pinned=True), move]
         if move.before != move.after:
@@ -216,4 +216,4 @@ class _Comparison:
         self._tell(pool, before, after, "operator", "ordered through Ray Serve's scale endpoint")
 
     def _tell(self, pool: str, before: int, after: int, by: str, reason: str) -> None:
-        self.actions.append(ScalingMove(self._wall, pool, before, after, by, reason))
+        self.actions.append(ScalingChange(self._wall, pool, before, after, by, reason))

@@ -15,7 +15,7 @@ from cluster.metrics.gateway_counters import Demand, demand_of
 from cluster.metrics.replica_stats import stats_of
 from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
-from cluster.roster.messages import RosterView, ScalingMove
+from cluster.roster.messages import RosterView, ScalingChange
 from cluster.scaling.config import PoolLimits
 from cluster.scaling.roles import RoleTable
 from workers.stats_record import ReplicaStats
@@ -77,7 +77,7 @@ class DemandMeter:
 class ScalingSample(NamedTuple):
     """One look at everything."""
 
-    # Unix time, as in `ScalingMove`.
+    # Unix time, as in `ScalingChange`.
     at: float
     # By pool: how many replicas are asked for.
     desired: dict[str, int]
@@ -121,7 +121,7 @@ def kind_of(role: str, *, has_prefill: bool) -> str:
     return BOTH if role == DECODE and not has_prefill else role
 
 
-def last_changes(pool: str, moves: Sequence[ScalingMove]) -> tuple[float | None, float | None]:
+def last_changes(pool: str, moves: Sequence[ScalingChange]) -> tuple[float | None, float | None]:
     """`grew_at` and `changed_at` of a pool, from the moves of all pools; changes of a role are none."""
     own = [move for move in moves if move.pool == pool and move.after != move.before]
     grown = [move.at for move in own if move.after > move.before]

@@ -24,7 +24,7 @@ from cluster.roster.messages import (
     RoleLease,
     RosterOrder,
     RosterView,
-    ScalingMove,
+    ScalingChange,
     SetDesired,
 )
 from cluster.roster.state import ScalingRoster
@@ -163,7 +163,7 @@ class Scaler:
         if not change.is_pin:
             await client.scale(*pull)
         reason = "pinned to its present count" if change.is_pin else "ordered through a gateway"
-        move = ScalingMove(self._clock.wall(), change.pool, change.before, change.after, by, reason)
+        move = ScalingChange(self._clock.wall(), change.pool, change.before, change.after, by, reason)
         await self._carry_out(self._reconciler.ordered(move), client)
         if not change.is_pin:
             await self._roster.change(self._reconciler.pulled(pull))
@@ -179,7 +179,7 @@ class Scaler:
             if pool in view.pinned:
                 count, reason = view.desired[pool], "released: the autoscaler may change it again"
                 await self._roster.change(ReleasePool(pool))
-                move = ScalingMove(self._clock.wall(), pool, count, count, order.by, reason)
+                move = ScalingChange(self._clock.wall(), pool, count, count, order.by, reason)
                 await self._record(move)
         return OrderDone()
 
@@ -216,7 +216,7 @@ class Scaler:
 
     async def _follow_policy(self, view: RosterView, seen: AppTargets, client: ServeClient) -> None:
         scaling = self._config.scaling
-        if not (scaling.autoscale or scaling.lend_roles):
+        if not (scaling.autoscale or scaling.change_roles):
             roles = RoleTable(view, self._clock.wall())
             await self._set_leases(roles.restore_all("role changes are switched off"), view)
             return
@@ -234,7 +234,7 @@ class Scaler:
             _log.info("the policy: %s", "; ".join(plan.notes) or "nothing stands in its way any more")
         await self._change_roles(plan, view)
         for move in plan.moves:
-            record = ScalingMove(wall, move.pool, move.before, move.after, "autoscaler", move.reason)
+            record = ScalingChange(wall, move.pool, move.before, move.after, "autoscaler", move.reason)
             await self._carry_out(self._reconciler.order(record), client)
 
     async def _change_roles(self, plan: ScalingPlan, view: RosterView) -> None:
@@ -254,7 +254,7 @@ class Scaler:
             pool = pool_of[lease.replica]
             count = view.desired.get(pool, view.targets.get(pool, 0))
             reason = f"{lease.replica.replica_id} plays {lease.role}: {lease.reason}"
-            move = ScalingMove(self._clock.wall(), pool, count, count, "autoscaler", reason)
+            move = ScalingChange(self._clock.wall(), pool, count, count, "autoscaler", reason)
             await self._roster.change(move)
 
     async def _carry_out(self, actions: Sequence[Action], client: ServeClient) -> None:
@@ -269,7 +269,7 @@ class Scaler:
                     await self._record(action)
 
     async def _record(self, order: RosterOrder) -> None:
-        if isinstance(order, ScalingMove):
+        if isinstance(order, ScalingChange):
             _log.warning("pool %s: %d -> %d by %s: %s", *move_fields(order))
         await self._roster.change(order)
 
@@ -283,6 +283,6 @@ class Scaler:
         await self._roster.change(self._reconciler.pulled(pull))
 
 
-def move_fields(move: ScalingMove) -> tuple[str, int, int, str, str]:
+def move_fields(move: ScalingChange) -> tuple[str, int, int, str, str]:
     """For a line of text: pool, before, after, by whom, why."""
     return move.pool, move.before, move.after, move.by, move.reason

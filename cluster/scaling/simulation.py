@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from cluster.metrics.gateway_counters import Demand
-from cluster.roster.messages import ScalingMove
+from cluster.roster.messages import ScalingChange
 from cluster.scaling.config import ScalingConfig
 from cluster.scaling.forecast import StepCost
 from cluster.scaling.policy import Policy, decide, history_span_s
@@ -387,7 +387,7 @@ class Replayed(Outcomes):
     """How a trace went."""
 
     # Moves of counts.
-    changes: list[ScalingMove]
+    changes: list[ScalingChange]
     role_changes: list[tuple[float, str]]
     # Desired, at every look.
     counts: list[tuple[float, dict[str, int]]]
@@ -451,7 +451,7 @@ class _Replay:
         self._cluster = SimulatedCluster(pools, model, config.ttft_slo_s, config.itl_slo_s)
         self._history = History(history_span_s(config))
         self._assigned: dict[str, tuple[str, float]] = {}
-        self._changes: list[ScalingMove] = []
+        self._changes: list[ScalingChange] = []
         self._role_changes: list[tuple[float, str]] = []
         self._counts: list[tuple[float, dict[str, int]]] = []
         self._notes: dict[str, float] = {}
@@ -500,7 +500,7 @@ class _Replay:
             self._switch(replica_id, home, "")
             self._role_changes.append((at, f"RoleReturn {replica_id}: pool {move.pool} goes to {move.after}"))
         self._cluster.scale(move.pool, move.after)
-        self._changes.append(ScalingMove(at, move.pool, move.before, move.after, "autoscaler", move.reason))
+        self._changes.append(ScalingChange(at, move.pool, move.before, move.after, "autoscaler", move.reason))
 
     def _switch(self, replica_id: str, pool: str, role: str) -> None:
         """`role` "": back to its pool's."""

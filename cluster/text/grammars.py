@@ -18,9 +18,17 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from llguidance import LLMatcher, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+from msgspec import structs
 
-from cluster.errors import GrammarError
+from cluster.errors import GrammarError, InvalidToolsError
 from cluster.text.bounded_process import BoundedProcess, BoundsBrokenError, serve
+from cluster.text.output_parsers.tool_grammar import (
+    CallRules,
+    ReasoningRules,
+    SpecialToken,
+    ToolSchemaError,
+    answer_grammar,
+)
 from kvtransfer.codec import Codec, Message, Part
 from workers.grammar_limits import parser_limits
 from workers.messages.sampling import MAX_GRAMMAR_BYTES, Grammar
@@ -56,13 +64,16 @@ class Tag(Part, frozen=True):
 
 class OutputConstraint(Message, frozen=True):
     """What the output must look like: `text` is a JSON schema, a regular expression, a grammar in GBNF or in
-    Lark's syntax; `choices` and `tags` with `triggers` go with their kinds."""
+    Lark's syntax; `choices` and `tags` with `triggers` go with their kinds. The kind "anything" demands
+    nothing of the content. `reasoning` may precede it, and `calls` are made instead of it or behind it."""
 
-    kind: Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tags"]
+    kind: Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tags", "anything"]
     text: str = ""
     choices: tuple[str, ...] = ()
     tags: tuple[Tag, ...] = ()
     triggers: tuple[str, ...] = ()
+    calls: CallRules | None = None
+    reasoning: ReasoningRules | None = None
 
 
 class GrammarMade(Message, frozen=True):
@@ -72,9 +83,10 @@ class GrammarMade(Message, frozen=True):
 
 
 class GrammarRefused(Message, frozen=True):
-    """Why there is none."""
+    """Why there is none, and the tool whose schema is the reason ("": none)."""
 
     reason: str
+    tool: str = ""
 
 
 _ORDER_CODEC: Codec[OutputConstraint] = Codec(OutputConstraint)
@@ -112,6 +124,8 @@ class GrammarCompiler:
         else:
             self._results.move_to_end(key)
         if isinstance(result, GrammarRefused):
+            if result.tool:
+                raise InvalidToolsError(f"the schema of {result.tool!r} is refused: {result.reason}")
             raise GrammarError(result.reason)
         return Grammar.of(result.text)
 
@@ -159,9 +173,19 @@ class _Refusal(Exception):
     """The order cannot be carried out; the text says why."""
 
 
-def grammar_text(order: OutputConstraint) -> str:
+def grammar_text(order: OutputConstraint, special_token: SpecialToken) -> str:
     """Return an order in the library's syntax; raise `ValueError` or a refusal where there is no such."""
+    content = _of_content(order)
+    if content is not None and order.calls is None and order.reasoning is None:
+        return content
+    return answer_grammar(order.calls, order.reasoning, content, special_token, _JSON_STYLE)
+
+
+def _of_content(order: OutputConstraint) -> str | None:
+    """Return the grammar of the content alone; None where that is free."""
     match order.kind:
+        case "anything":
+            return None
         case "json_schema":
             return _of_schema(order.text)
         case "json_object":
@@ -212,8 +236,26 @@ class _Child:
         return _RESULT_CODEC.encode(self._result(_ORDER_CODEC.decode(data)))
 
     def _result(self, order: OutputConstraint) -> GrammarMade | GrammarRefused:
+        result = self._attempt(order)
+        if isinstance(result, GrammarMade) or order.calls is None or result.tool:
+            return result
+        return self._tool_refused(order.calls) or result
+
+    def _tool_refused(self, calls: CallRules) -> GrammarRefused | None:
+        """Return the refusal of the first tool that is refused alone."""
+        for tool in calls.tools:
+            alone = OutputConstraint(
+                "anything", calls=structs.replace(calls, tools=(tool,), is_required=True)
+            )
+            if isinstance(result := self._attempt(alone), GrammarRefused):
+                return GrammarRefused(result.reason, tool.name)
+        return None
+
+    def _attempt(self, order: OutputConstraint) -> GrammarMade | GrammarRefused:
         try:
-            text = grammar_text(order)
+            text = grammar_text(order, self._special_token)
+        except ToolSchemaError as error:
+            return GrammarRefused(str(error), error.tool)
         except (ValueError, GbnfToLarkError, RecursionError, _Refusal) as error:
             return GrammarRefused(f"{str(error)[:_MAX_REASON_CHARS]}")
         if len(text.encode()) > MAX_GRAMMAR_BYTES:
@@ -226,6 +268,10 @@ class _Child:
             reason = "no output satisfies it" if words.startswith(_UNSATISFIED) else words
             return GrammarRefused(reason[:_MAX_REASON_CHARS])
         return GrammarMade(text)
+
+    def _special_token(self, marker: str) -> int | None:
+        ids = self._tokenizer.tokenize_str(marker, parse_special=True)
+        return ids[0] if len(ids) == 1 and self._tokenizer.is_special_token(ids[0]) else None
 
 
 def main() -> None:

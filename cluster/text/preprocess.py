@@ -24,8 +24,10 @@ from cluster.text.chat_template import (
     ChatTurn,
     load_chat_template,
 )
-from cluster.text.grammars import GrammarCompiler, OutputConstraint, Tag, Vocabulary
+from cluster.text.constraints import output_constraint
+from cluster.text.grammars import GrammarCompiler, Vocabulary
 from cluster.text.output_parsers.choose import OutputParsers, ParserNeeds
+from cluster.text.output_parsers.tool_grammar import ReasoningRules
 from cluster.text.sample_text import SampleText
 from cluster.text.tokenizer import SHORT_CHARS, ModelText
 from cluster.text.validation import ServingLimits, max_tokens_of, sampling_of
@@ -51,10 +53,12 @@ class SampleStart:
 
 
 class Prompt(NamedTuple):
-    """The prompt's token ids, uint32 little-endian, and whether it ends with the beginning of reasoning."""
+    """The prompt's token ids, uint32 little-endian, whether it ends with the beginning of reasoning, and what
+    reasoning may follow it (None: a grammar allows none)."""
 
     tokens: bytes
     opens_reasoning: bool = False
+    reasoning: ReasoningRules | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,8 @@ class PreparedRequest:
     grammar: Grammar | None = None
     # Its KV is found by no other request, and not stored.
     is_private: bool = False
+    # The conversation that it belongs to, among those of all tenants; "": none is named.
+    session: str = ""
     # The prompt is embedded: no token is generated.
     pooling: Pooling | None = None
 
@@ -163,7 +169,7 @@ class Preprocessor:
 
     async def prompt_tokens(self, request: pb.GenerateRequest, limits: ServingLimits) -> Prompt:
         """Return the prompt of a checked request: its end where it is truncated."""
-        opens_reasoning = False
+        opens_reasoning, reasoning = False, None
         kind = request.WhichOneof("prompt")
         if kind == "token_ids":
             prompt = np.asarray(request.token_ids.ids, dtype="<u4").tobytes()
@@ -172,16 +178,16 @@ class Preprocessor:
         else:
             text = await self.render_chat(request.chat, limits)
             opens_reasoning = self._parsers.opens_reasoning(text)
+            reasoning = self._parsers.reasoning_rules(text)
             prompt = await self.encode(text, add_special_tokens=False)
         if request.HasField("truncate_prompt_tokens"):
             prompt = prompt[-request.truncate_prompt_tokens * TOKEN_BYTES :]
-        return Prompt(prompt, opens_reasoning)
+        return Prompt(prompt, opens_reasoning, reasoning)
 
-    async def grammar(self, request: pb.GenerateRequest) -> Grammar | None:
+    async def grammar(self, request: pb.GenerateRequest, prompt: Prompt) -> Grammar | None:
         """Return what the output of a checked request must be; raise `GrammarError` where that cannot be."""
-        if not request.HasField("constraint"):
-            return None
-        return await self._grammars.make(constraint_of(request.constraint))
+        constraint = output_constraint(request, self._parsers.call_notation, prompt.reasoning)
+        return None if constraint is None else await self._grammars.make(constraint)
 
     def prepare(
         self,
@@ -223,6 +229,7 @@ class Preprocessor:
             service_class=service_class,
             grammar=grammar,
             is_private=request.cache_control == pb.CACHE_CONTROL_NO_STORE,
+            session=f"{request.tenant} {request.session_id}" if request.session_id else "",
         )
         return prepared, texts
 
@@ -314,25 +321,6 @@ def parser_needs_of(request: pb.GenerateRequest) -> ParserNeeds:
     separates = request.separate_reasoning if request.HasField("separate_reasoning") else is_chat
     may_call = bool(request.chat.tools) and request.chat.tool_choice.mode != pb.ToolChoice.MODE_NONE
     return ParserNeeds(calls_tools=is_chat and may_call, separates_reasoning=separates)
-
-
-def constraint_of(constraint: pb.Constraint) -> OutputConstraint:
-    """Return a checked constraint for the compiler of grammars."""
-    match constraint.WhichOneof("kind"):
-        case "json_schema":
-            return OutputConstraint("json_schema", constraint.json_schema)
-        case "regex":
-            return OutputConstraint("regex", constraint.regex)
-        case "grammar":
-            return OutputConstraint("grammar", constraint.grammar)
-        case "choice":
-            return OutputConstraint("choice", choices=tuple(constraint.choice.choices))
-        case "structural_tags":
-            found = constraint.structural_tags
-            tags = tuple(Tag(it.begin, it.json_schema, it.end) for it in found.tags)
-            return OutputConstraint("structural_tags", tags=tags, triggers=tuple(found.triggers))
-        case _:
-            return OutputConstraint("json_object")
 
 
 def chat_of(chat: pb.ChatPrompt) -> Chat:

@@ -59,7 +59,7 @@ def test_a_burst_scales_decode_up_and_back(tmp_path: Path) -> None:
             120,
         )
         status = cluster.status()
-        moves = [move for move in status.moves if move.pool == "decode"]
+        moves = [move for move in status.scaling_changes if move.pool == "decode"]
         assert {move.by for move in moves} == {"autoscaler"}
         assert all(move.reason for move in moves)
         assert (moves[0].before, moves[-1].after) == (1, 1)
@@ -71,7 +71,7 @@ def test_a_burst_scales_decode_up_and_back(tmp_path: Path) -> None:
 
 
 def test_an_idle_prefill_replica_decodes_for_a_while_with_the_weights_it_has(tmp_path: Path) -> None:
-    cluster = start(tmp_path, "lend_roles: true, lend_after_s: 2", 2)
+    cluster = start(tmp_path, "change_roles: true, role_change_after_s: 2", 2)
     try:
         before = {replica.replica_id: replica.process_id for replica in cluster.status().replicas}
         burst = Steady(cluster.address, num_threads=16, prompt_tokens=48, max_tokens=200)
@@ -87,7 +87,7 @@ def test_an_idle_prefill_replica_decodes_for_a_while_with_the_weights_it_has(tmp
         )
         (lent,) = [it for it in status.replicas if lends(it)]
         assert lent.role_epoch > 0
-        assert [(pool.name, pool.num_ready, pool.num_lent) for pool in status.pools] == [
+        assert [(pool.name, pool.num_ready, pool.num_reassigned) for pool in status.pools] == [
             ("prefill", 2, 1),
             ("decode", 1, 0),
         ]
@@ -95,7 +95,7 @@ def test_an_idle_prefill_replica_decodes_for_a_while_with_the_weights_it_has(tmp
         status = cluster.wait_for(lambda status: roles(status, "prefill") == ["prefill", "prefill"])
         assert {it.replica_id: it.process_id for it in status.replicas} == before
         assert status.num_failed_requests == 0
-        assert {move.by for move in status.moves} == {"autoscaler"}
-        assert [(move.before, move.after) for move in status.moves[:2]] == [(2, 2)] * 2
+        assert {move.by for move in status.scaling_changes} == {"autoscaler"}
+        assert [(move.before, move.after) for move in status.scaling_changes[:2]] == [(2, 2)] * 2
     finally:
         assert cluster.stop() == 0

@@ -15,8 +15,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cluster.cli.bench import bench_table, cli, engine_table
+from cluster.cli.bench import cli, engine_table
+from cluster.cli.bench_serve import bench_table
 from cluster.cli.serving_load import (
+    BenchPrompt,
     BenchRequest,
     Objectives,
     Workload,
@@ -106,7 +108,7 @@ async def test_concurrency_is_kept_and_outcomes_are_told() -> None:
     clock = ManualClock()
     running, most = 0, 0
 
-    async def send(prompt: list[int], num_tokens: int, service_class: str) -> AsyncIterator[int]:
+    async def send(prompt: BenchPrompt, num_tokens: int, service_class: str) -> AsyncIterator[int]:
         nonlocal running, most
         running += 1
         most = max(most, running)
@@ -135,7 +137,7 @@ async def test_concurrency_is_kept_and_outcomes_are_told() -> None:
 
 
 async def test_the_first_reason_of_a_failure_is_kept() -> None:
-    async def refuse(prompt: list[int], num_tokens: int, service_class: str) -> AsyncIterator[int]:
+    async def refuse(prompt: BenchPrompt, num_tokens: int, service_class: str) -> AsyncIterator[int]:
         if prompt != LOAD.prompts()[0]:
             raise CallError(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
         yield num_tokens
@@ -150,7 +152,7 @@ async def test_the_first_reason_of_a_failure_is_kept() -> None:
 
 
 async def test_classes_take_turns_and_each_has_its_figures() -> None:
-    async def send(prompt: list[int], num_tokens: int, service_class: str) -> AsyncIterator[int]:
+    async def send(prompt: BenchPrompt, num_tokens: int, service_class: str) -> AsyncIterator[int]:
         if service_class == "batch":
             raise CallError(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
         yield num_tokens

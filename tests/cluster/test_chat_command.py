@@ -186,6 +186,11 @@ class Person:
         os.close(self._master)
 
     def types(self, text: str) -> None:
+        """Type at the next prompt: before it, the terminal is not in the editor's hands."""
+        self.reads("> ")
+        self.presses(text)
+
+    def presses(self, text: str) -> None:
         os.write(self._master, text.encode())
 
     def reads(self, text: str) -> str:
@@ -214,26 +219,25 @@ async def test_a_person_chats_cancels_an_answer_and_leaves(harness: GatewayHarne
 
     def begin() -> None:
         person.reads("m, 512 tokens of context")
-        person.reads("> ")
         person.types("/explain\r")
         person.reads("nothing was asked yet")
         person.types("the quick\r")
         person.reads(" answer,")
-        person.types(CTRL_C)
+        person.presses(CTRL_C)
         person.reads("(the answer is not complete)")
-        person.reads("> ")
 
     def finish() -> None:
         person.types("/system brown\r")
         person.reads("with this system prompt")
-        person.types("half a line" + CTRL_C)
+        person.types("half a line")
+        person.reads("half a line")
+        person.presses(CTRL_C)
         person.reads("Ctrl-D ends the chat")
         person.types("fox\r")
         person.reads("300 tokens (length), first after")
         person.reads("prompt tokens cached")
         person.types("/explain\r")
         person.reads("timeline")
-        person.reads("> ")
         person.types(f"/save {tmp_path / 'chat.json'}\r")
         person.reads("4 messages are in")
         person.types(f"/save {tmp_path}\r")
@@ -245,13 +249,13 @@ async def test_a_person_chats_cancels_an_answer_and_leaves(harness: GatewayHarne
     replica.script.stop_after = 20
     with Person(address, tmp_path, "--max-tokens", "300") as person:
         await asyncio.to_thread(begin)
-        await until(lambda: len(replica.cancels) == 1, "the replica was told")
+        await until(lambda: bool(replica.cancels), "the replica was told")
         replica.script.stop_after = None
         replica.script.resume.set()
         await asyncio.to_thread(finish)
     first, second = prompts(replica)
     assert first == "user\nthe quick\nassistant\n"
-    assert second.startswith("system\nbrown\nuser\nthe quick\nassistant\nthe answer, the answer,")
+    assert second.startswith("system\nbrown\nuser\nthe quick\nassistant\nthe answer")
     assert second.endswith("\nuser\nfox\nassistant\n")
     history = tmp_path / "tandem" / "chat_history"
     assert history.stat().st_mode & 0o777 == 0o600
@@ -266,7 +270,6 @@ async def test_a_failed_request_leaves_a_person_s_chat_as_it_was(
 
     def talk() -> int:
         with Person(address, tmp_path, "--max-tokens", "500", "--history", "") as person:
-            person.reads("> ")
             person.types("the quick brown fox, the answer\r")
             person.reads("INVALID_ARGUMENT")
             person.reads("the chat is as before that message")
@@ -291,7 +294,7 @@ def test_reasoning_is_dim_and_comes_before_the_text() -> None:
 
 def test_reasoning_in_a_pipe_is_in_the_json_alone() -> None:
     finished = pb.Finished(samples=[pb.SampleEnd(finish_reason=pb.FINISH_REASON_STOP)])
-    completion = Completion("r", 1, ("yes",), ((7,),), ("stop",), finished, ((),))
+    completion = Completion("r", 1, ("yes",), ((7,),), ("stop",), finished, ((),), ("hmm",))
     for as_json in (True, False):
         output = io.StringIO()
         screen = PipeScreen(output, Console(file=io.StringIO()), as_json=as_json)

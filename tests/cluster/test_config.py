@@ -166,6 +166,20 @@ def test_bad_field_is_named(raw: dict[str, Any], path: str) -> None:
     assert f"cluster.yaml: {path}" in refused(raw)
 
 
+@pytest.mark.parametrize(
+    ("section", "old", "new"),
+    [
+        ("scaling", "lend_roles", "change_roles"),
+        ("scaling", "lend_after_s", "role_change_after_s"),
+        ("transfer", "max_moves", "max_migrations"),
+    ],
+)
+def test_a_key_that_was_renamed_names_the_new_one(section: str, old: str, new: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"model": "m", "pools": POOLS, section: {old: 1}}, "file")
+    assert str(caught.value) == f"file: {section}.{old}: is called {new} now; rename it"
+
+
 def test_every_bad_field_gets_a_line() -> None:
     message = refused({"model": "m", "pools": [{**POOLS[0], "tp": 0}, {**POOLS[1], "pp": 0}], "x": 1})
     assert [line.split(": ")[1] for line in message.splitlines()] == ["pools[0].tp", "pools[1].pp", "x"]

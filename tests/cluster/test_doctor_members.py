@@ -144,7 +144,7 @@ def test_replicas_that_are_replaced_again_and_again_are_reported() -> None:
 
     def scaled(status: admin_pb.StatusResponse) -> None:
         young(status)
-        status.moves.add(at=NOW - 50, pool="decode", before=1, after=2, by="operator")
+        status.scaling_changes.add(at=NOW - 50, pool="decode", before=1, after=2, by="operator")
 
     result = only(members.flapping, live(young))
     assert result.severity is WARNING
@@ -175,7 +175,7 @@ def test_pools_below_what_is_wanted_pinned_or_lent() -> None:
         status.pools[1].pinned = True
 
     def lent(status: admin_pb.StatusResponse) -> None:
-        status.pools[0].num_lent = 1
+        status.pools[0].num_reassigned = 1
 
     assert (WARNING, "pool decode: 1 of 3 replicas are ready") in said(members.pools, live(missing))
     assert [severity for severity, _ in said(members.pools, live(pinned))] == [OK, OK, NOTE]

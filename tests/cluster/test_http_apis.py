@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy as np
 import pytest
 from gateway_harness import GatewayHarness, decode, encode, raw, truth
-from http_harness import HttpFrontHarness
+from http_harness import HttpFrontHarness, embedding_of
 
 from cluster.http import chat, fields, messages, responses, schemas
 from cluster.http.schemas import decode as decode_body
@@ -309,6 +311,22 @@ async def test_text_and_chats_are_tokenized_and_ids_are_text_again(front: HttpFr
     assert (await front.post("/tokenize", {})).error["param"] == "prompt"
 
 
+async def test_embeddings_are_numbers_or_base64(front: HttpFrontHarness) -> None:
+    prompts = ["hello you", "other"]
+    vectors = [embedding_of(raw(encode(prompt))) for prompt in prompts]
+    reply = await front.post("/v1/embeddings", {"model": "m", "input": prompts, "normalize": False})
+    assert reply.status == 200, reply.body
+    assert [item["embedding"] for item in reply.json["data"]] == [vector.tolist() for vector in vectors]
+    assert [item["index"] for item in reply.json["data"]] == [0, 1]
+    num_tokens = sum(len(encode(prompt)) for prompt in prompts)
+    assert reply.json["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    body = {"input": encode(prompts[0]), "encoding_format": "base64", "dimensions": 4}
+    (item,) = (await front.post("/v1/embeddings", body)).json["data"]
+    found = np.frombuffer(base64.b64decode(item["embedding"]), "<f4")
+    wanted = vectors[0][:4] / np.linalg.norm(vectors[0][:4])
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("changes", "param"), [({"input": []}, "input"), ({"encoding_format": "hex"}, "encoding_format")]
 )
@@ -317,6 +335,69 @@ async def test_a_bad_field_of_embeddings_is_named(
 ) -> None:
     reply = await front.post("/v1/embeddings", {"model": "m", "input": "x", **changes})
     assert (reply.status, reply.error["param"]) == (400, param)
+
+
+# ------------------------------------------------------------------------------ what others have sent
+
+
+# As Open WebUI sends them: the list of models, a chat, the title and the tags of it, a chat that goes on.
+OPEN_WEBUI: list[dict[str, Any]] = [
+    {
+        "stream": True,
+        "model": "m",
+        "messages": [
+            {"role": "system", "content": "User Context:\n\n"},
+            {"role": "user", "content": "hello"},
+        ],
+        "stream_options": {"include_usage": True},
+    },
+    {
+        "model": "m",
+        "messages": [{"role": "user", "content": "### Task:\nGenerate a concise, 3-5 word title."}],
+        "stream": False,
+        "max_completion_tokens": 100,
+    },
+    {
+        "stream": True,
+        "model": "m",
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+            {"role": "assistant", "content": "Hi."},
+            {"role": "user", "content": "again"},
+        ],
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.05,
+        "seed": 42,
+        "stop": ["</s>"],
+        "max_tokens": 100,
+        "frequency_penalty": 0.1,
+        "presence_penalty": 0.1,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"5": -10},
+        "tools": [],
+        "user": {"name": "somebody", "id": "1"},
+    },
+]
+
+
+@pytest.mark.parametrize("body", OPEN_WEBUI)
+async def test_what_open_webui_sends_is_answered(front: HttpFrontHarness, body: dict[str, Any]) -> None:
+    headers = {"Authorization": "Bearer ", "X-OpenWebUI-User-Name": "somebody", "X-OpenWebUI-User-Id": "1"}
+    assert (await front.get("/v1/models", headers=headers)).json["data"][0]["id"] == "m"
+    reply = await front.post("/v1/chat/completions", body, headers=headers)
+    assert reply.status == 200, reply.body
+    if body["stream"]:
+        assert reply.events[-1][1] == "[DONE]"
+    else:
+        assert reply.json["choices"][0]["message"]["content"]
+
+
+async def test_fields_that_other_clients_keep_in_messages_are_ignored(front: HttpFrontHarness) -> None:
+    kept = {"role": "assistant", "content": "Hi.", "provider_specific_fields": {"refusal": None}}
+    turns = [{"role": "user", "content": "hello"}, kept, {"role": "user", "content": "again"}]
+    assert (await front.chat(messages=turns)).status == 200
 
 
 # ------------------------------------------------------------------------------------------- the table

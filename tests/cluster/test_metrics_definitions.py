@@ -124,11 +124,11 @@ def replica_metrics(recorder: Recorder) -> ReplicaMetrics:
     return ReplicaMetrics(recorder.registry(app="a", pool="decode", replica="decode-a", model="m"), 16)
 
 
-def gateway_status(*moves: admin_pb.ScalingMove) -> admin_pb.StatusResponse:
+def gateway_status(*moves: admin_pb.ScalingChange) -> admin_pb.StatusResponse:
     return admin_pb.StatusResponse(
         replicas=[admin_pb.Replica(replica_id="decode-a", pool="decode", state=admin_pb.REPLICA_STATE_READY)],
-        pools=[admin_pb.Pool(name="decode", desired=2, pinned=True, num_lent=1)],
-        moves=moves,
+        pools=[admin_pb.Pool(name="decode", desired=2, pinned=True, num_reassigned=1)],
+        scaling_changes=moves,
     )
 
 
@@ -221,14 +221,14 @@ def test_scaling_moves_are_counted_from_the_first_look_on() -> None:
     recorder = Recorder()
     metrics = GatewayMetrics(recorder.registry(app="a", gateway="g", model="m"), 0.0)
     counters = GatewayCounters(lambda replica_id: "", lambda: 0)
-    old = admin_pb.ScalingMove(at=10.0, pool="decode", by="operator")
-    new = admin_pb.ScalingMove(at=11.0, pool="decode", by="autoscaler")
+    old = admin_pb.ScalingChange(at=10.0, pool="decode", by="operator")
+    new = admin_pb.ScalingChange(at=11.0, pool="decode", by="autoscaler")
     list(metrics.update(counters, ADMITTED, gateway_status(old), 0.0, 0))
-    assert recorder.value("scaling_moves_total", by="operator") < 1
+    assert recorder.value("scaling_changes_total", by="operator") < 1
     for _ in range(2):
         list(metrics.update(counters, ADMITTED, gateway_status(old, new), 1.0, 0))
-    assert recorder.value("scaling_moves_total", by="operator") < 1
-    assert recorder.value("scaling_moves_total", by="autoscaler") == 1
+    assert recorder.value("scaling_changes_total", by="operator") < 1
+    assert recorder.value("scaling_changes_total", by="autoscaler") == 1
     assert recorder.value("pool_replicas", state="ready") == 1
     assert recorder.value("pool_desired_replicas") == 2
 

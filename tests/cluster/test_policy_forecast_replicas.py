@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scaling_harness import config, decoding, demand, history_of, prefilling
 
 from cluster.metrics.gateway_counters import Demand
-from cluster.roster.messages import ScalingMove
+from cluster.roster.messages import ScalingChange
 from cluster.scaling.forecast import (
     MeasuredRates,
     Moments,
@@ -364,10 +364,10 @@ def test_a_counter_that_went_back_began_anew() -> None:
 
 def test_changes_of_roles_are_no_changes_of_counts() -> None:
     moves = [
-        ScalingMove(1.0, "decode", 1, 3, "operator", ""),
-        ScalingMove(2.0, "decode", 3, 2, "autoscaler", ""),
-        ScalingMove(3.0, "decode", 2, 2, "autoscaler", "lent"),
-        ScalingMove(4.0, "prefill", 1, 2, "autoscaler", ""),
+        ScalingChange(1.0, "decode", 1, 3, "operator", ""),
+        ScalingChange(2.0, "decode", 3, 2, "autoscaler", ""),
+        ScalingChange(3.0, "decode", 2, 2, "autoscaler", "lent"),
+        ScalingChange(4.0, "prefill", 1, 2, "autoscaler", ""),
     ]
     assert last_changes("decode", moves) == (1.0, 2.0)
     assert last_changes("both", moves) == (None, None)

@@ -200,7 +200,7 @@ def test_an_idle_prefill_replica_helps_decode_and_is_called_back() -> None:
     long = evenly(1.2, 300.0, 200, 2500)
     short = [arrival._replace(at=arrival.at + 450) for arrival in evenly(10.0, 120.0, 2000, 2)]
     fixed = (pool("prefill", 3, limits=None), pool("decode", limits=None))
-    lending = config(autoscale=False, lend_roles=True, itl_slo_s=0.03)
+    lending = config(autoscale=False, change_roles=True, itl_slo_s=0.03)
     run = replay(long + short, fixed, MODEL, lending)
     role_changes = [text for _, text in run.role_changes if text.startswith("RoleAssignment prefill-")]
     recalls = [text for _, text in run.role_changes if text.startswith("RoleReturn prefill-")]

@@ -24,7 +24,7 @@ from cluster.scaling.samples import PoolView, ReplicaSample
 
 # -------------------------------------------------------------------------------------------- lending
 
-LENDING = config(lend_roles=True, autoscale=False)
+LENDING = config(change_roles=True, autoscale=False)
 FULL = {"num_running": 30, "num_landings": 4, "num_waiting_landings": 4, "num_free_blocks": 20}
 IDLE_PAIR = (prefilling(0), prefilling(1), decoding(0, **FULL))
 TWO_ONE = (pool("prefill", 2), pool("decode"))
@@ -130,14 +130,14 @@ def test_whom_the_demand_there_needs_stays() -> None:
 
 def test_operators_and_settings_call_it_back() -> None:
     there = (BORROWED, prefilling(1), decoding(0, **BUSY))
-    assert recalled(there, lend_roles=False) == "role changes are switched off"
+    assert recalled(there, change_roles=False) == "role changes are switched off"
     pinned = (LENT[0]._replace(is_pinned=True), LENT[1])
     assert recalled(there, pinned) == "an operator chose the pool's count"
 
 
 def test_a_lent_replica_counts_where_it_works() -> None:
     """Decode has the borrowed one, so it needs no other; prefill grows only beyond those it can call back."""
-    settings = config(lend_roles=True)
+    settings = config(change_roles=True)
     replicas = (BORROWED, queueing(100_000), decoding(0, **BUSY))
     plan = decided(replicas, LENT, demand(1), settings)
     assert [each.replica_id for each in plan.role_changes] == ["prefill-0"]
@@ -148,5 +148,5 @@ def test_what_decode_has_borrowed_it_need_not_grow_by() -> None:
     # 3 * 134 sequences on two replicas, one of them borrowed: batches of 64 need 5, and 4 of them at home.
     crowd = {"num_running": 64, "num_waiting": 40, "num_landings": 30, "num_free_blocks": 700}
     replicas = (prefilling(0, role="decode", **crowd), prefilling(1), decoding(0, **crowd))
-    plan = decided(replicas, LENT, settings=config(lend_roles=True))
+    plan = decided(replicas, LENT, settings=config(change_roles=True))
     assert counts(plan) == {"decode": (1, 4)}

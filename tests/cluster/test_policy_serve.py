@@ -63,7 +63,7 @@ def test_a_burst_grows_decode_and_it_comes_back_with_no_stream_cut(cluster: Runn
         stream.end()
         stream.was_never_cut_off()
         stream.has_the_same_tokens()
-    moves = [move for move in status.moves if move.before != move.after]
+    moves = [move for move in status.scaling_changes if move.before != move.after]
     assert [(move.pool, move.before, move.after, move.by) for move in moves] == [
         ("decode", 1, 2, "autoscaler"),
         ("decode", 2, 1, "autoscaler"),

@@ -155,7 +155,7 @@ HTTP_ROUTES: dict[tuple[str, str], Row] = {
     ("POST", "/v1/responses"): HTTP_USERS,
     ("POST", "/v1/messages"): HTTP_USERS,
     ("POST", "/v1/messages/count_tokens"): HTTP_USERS,
-    ("POST", "/v1/embeddings"): row("401", other=501, viewer=403, operator=403),
+    ("POST", "/v1/embeddings"): row("401", other=400, viewer=403, operator=403),  # it is a bad one
     ("POST", "/tokenize"): HTTP_USERS,
     ("POST", "/detokenize"): HTTP_USERS,
 }
@@ -166,7 +166,7 @@ HTTP_BODIES: Mapping[str, dict[str, Any]] = {
     "/v1/responses": {"input": PROMPT, "max_output_tokens": 1},
     "/v1/messages": _CHAT,
     "/v1/messages/count_tokens": {"messages": _CHAT["messages"]},
-    "/v1/embeddings": {"input": PROMPT},
+    "/v1/embeddings": {"input": PROMPT, "dimensions": 0},
     "/tokenize": {"prompt": PROMPT},
     "/detokenize": {"tokens": [5]},
 }

@@ -29,10 +29,11 @@ from request_state_harness import (
     ids_of,
     make_request,
     prefilled,
+    read_of,
     truth,
 )
 
-from cluster.gateway.attempt import OutputDelta
+from cluster.gateway.attempt import OutputDelta, PromptLogprobsDelta
 from cluster.gateway.request_state import RequestPhase
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import RouteRequest
@@ -42,12 +43,14 @@ from workers.messages.link import (
     Move,
     MoveEnded,
     PrefillReport,
+    PromptLogprobs,
     RequestFailed,
     Submission,
     TokenDelta,
 )
+from workers.messages.sampling import TokenLogprob
 
-News = TokenDelta | PrefillReport | HandOverReport | RequestFailed | MoveEnded
+News = TokenDelta | PrefillReport | HandOverReport | RequestFailed | MoveEnded | PromptLogprobs
 
 
 @dataclass
@@ -66,6 +69,7 @@ class World:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
     finishes: dict[int, str] = field(default_factory=dict)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     terminals: list[Finish | Fail] = field(default_factory=list)
 
     def take(self, effects: list[Effect]) -> None:
@@ -85,6 +89,10 @@ class World:
                 self.wires.extend(self.answer(effect.replica, effect.submission))
             elif isinstance(effect, OutputDelta):
                 self.see(effect)
+            elif isinstance(effect, PromptLogprobsDelta):
+                assert not self.tokens, "it comes before the first token"
+                assert effect.first_index == len(self.prompt_logprobs) + 1
+                self.prompt_logprobs += effect.logprobs.unpacked()
             elif isinstance(effect, Finish | Fail):
                 self.terminals.append(effect)
 
@@ -102,9 +110,15 @@ class World:
 
     def answer(
         self, replica: ReplicaIdentity, submission: Submission
-    ) -> Iterator[tuple[ReplicaIdentity, TokenDelta | PrefillReport | HandOverReport]]:
+    ) -> Iterator[tuple[ReplicaIdentity, TokenDelta | PrefillReport | HandOverReport | PromptLogprobs]]:
         attempt, total = submission.attempt, submission.sampling.max_tokens
         yield replica, prefilled(attempt)
+        if (num_top := submission.sampling.num_prompt_logprobs) is not None:
+            first, end = 1, len(submission.prompt) // 4
+            while first < end:
+                count = self.data.draw(st.integers(1, end - first))
+                yield replica, read_of(first, first + count, attempt, num_top)
+                first += count
         source = replica
         for state in submission.samples:
             first = len(state.output) // 4
@@ -149,12 +163,23 @@ class World:
             source, message = self.wires[position]
         elif isinstance(message, HandOverReport):
             keep = False
+        elif isinstance(message, PromptLogprobs) or (
+            isinstance(message, TokenDelta) and message.first_index == 0
+        ):  # so do these
+            before = [it for it in self.wires if it[0] == source and isinstance(it[1], PromptLogprobs)]
+            before = [it for it in before if it[1].attempt == message.attempt]
+            position = self.wires.index(before[0]) if before else position
+            source, message = self.wires[position]
         if not keep or isinstance(message, MoveEnded):
             self.wires.pop(position)
         if isinstance(message, TokenDelta):
             if message.attempt not in self.current:  # what an old attempt says must not matter
                 message = delta(message.sample, message.first_index, 1, 1, message.attempt, shift=7)
             self.take(self.request.on_delta(source, message, self.now))
+        elif isinstance(message, PromptLogprobs):
+            if message.attempt not in self.current:
+                message = read_of(1, 2, message.attempt, 1)
+            self.take(self.request.on_prompt_logprobs(source, message, self.now))
         elif isinstance(message, PrefillReport):
             self.take(self.request.on_prefilled(message, self.now))
         elif isinstance(message, HandOverReport):
@@ -207,15 +232,28 @@ def test_any_order_of_events_gives_a_prefix_of_the_truth_and_one_terminal(data: 
     play(data, data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9)), num_leavings=0)
 
 
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_log_probabilities_of_the_prompt_come_once_in_order_and_first(data: st.DataObject) -> None:
+    play(data, data.draw(st.integers(1, 2)), data.draw(st.integers(1, 4)), num_leavings=0, num_read=12)
+
+
 @settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_a_stream_that_moves_gives_the_same_and_has_one_terminal(data: st.DataObject) -> None:
     play(data, 1, data.draw(st.integers(4, 16)), num_leavings=4)
 
 
-def play(data: st.DataObject, n: int, max_tokens: int, num_leavings: int) -> None:
+def play(data: st.DataObject, n: int, max_tokens: int, num_leavings: int, num_read: int = 0) -> None:
+    """With `num_read` tokens of the prompt, their log-probabilities are asked for."""
     stops = data.draw(st.sampled_from([(), ("ab",), ("ca", "bcd"), ("dd", "d")]))
-    request = make_request(n=n, max_tokens=max_tokens, stops=() if num_leavings else stops)
+    request = make_request(
+        n=n,
+        max_tokens=max_tokens,
+        stops=() if num_leavings else stops,
+        num_prompt_tokens=num_read or 3,
+        num_prompt_logprobs=2 if num_read else None,
+    )
     world = World(data, request, () if num_leavings else stops)
     num_disturbances = data.draw(st.integers(0, 2 if num_leavings else 6))
     world.take(request.start(0.0))
@@ -236,6 +274,8 @@ def play(data: st.DataObject, n: int, max_tokens: int, num_leavings: int) -> Non
     assert request.phase is RequestPhase.ENDED
     (terminal,) = world.terminals
     if isinstance(terminal, Finish):
+        expected = read_of(1, num_read).logprobs.unpacked() if num_read else []
+        assert world.prompt_logprobs == expected
         for index in range(n):
             count, text, finish = cut(truth(index, max_tokens), world.stops)
             assert world.tokens[index] == truth(index, count)

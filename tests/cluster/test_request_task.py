@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import AbandonedError, DeadlineError, RequestError, SlowClientError, UnavailableError
-from cluster.gateway.attempt import NO_TARGET_PAUSE_S, OutputDelta
+from cluster.gateway.attempt import NO_TARGET_PAUSE_S, EmbeddingDelta, OutputDelta, PromptLogprobsDelta
 from cluster.gateway.request_state import RequestState
 from cluster.gateway.request_task import MAX_UNREAD, OutputBuffer, RequestTask, UnreadOutput
 from cluster.metrics.ended_request import Summary
@@ -35,7 +35,7 @@ from workers.messages.link import (
     Submission,
     TokenDelta,
 )
-from workers.messages.sampling import SamplingParams, TokenLogprob
+from workers.messages.sampling import PackedLogprobs, SamplingParams, TokenLogprob
 
 D0, D1 = ReplicaIdentity("d0", 1), ReplicaIdentity("d1", 1)
 
@@ -276,7 +276,11 @@ def test_all_that_waits_is_bounded_and_who_reads_is_never_cut_off_before_who_doe
         for number, action, size in steps:
             buffer = buffers[number]
             if action == "put" and number not in cut:
-                buffer.put(OutputDelta(size % 2, 0, tokens(size), "", (), ""))
+                buffer.put(
+                    PromptLogprobsDelta(1, PackedLogprobs(0, bytes(4 * size)))
+                    if size % 5 == 0
+                    else OutputDelta(size % 2, 0, tokens(size), "", (), "")
+                )
             elif action == "get" and buffer.num_waiting_bytes:
                 before = buffer.num_waiting_bytes
                 await buffer.get()
@@ -303,6 +307,26 @@ async def test_logprobs_count_as_unread_too() -> None:
     assert buffer.num_unread == 8
     await buffer.get()
     assert buffer.num_unread == 0
+
+
+async def test_what_is_read_of_the_prompt_comes_first_and_counts_in_bytes_alone() -> None:
+    """20 log-probabilities at each of 32k places are more than the unread tokens that a client may have."""
+    unread = UnreadOutput(1e9)
+    buffer = OutputBuffer(unread, lambda: None)
+    buffer.put(OutputDelta(0, 0, tokens(1), "", (), ""))
+    size = 20 * 4 * 1024
+    part = PackedLogprobs(20, bytes(4 * 1024), bytes(size), bytes(size))
+    parts = [PromptLogprobsDelta(1 + 1024 * number, part) for number in range(32)]
+    for each in parts:
+        buffer.put(each)
+    assert buffer.num_unread == 1
+    assert unread.num_bytes > 32 * part.num_bytes == 32 * 1024 * 164
+    assert [await buffer.get() for _ in parts] == parts
+    buffer.put(EmbeddingDelta(bytes(4096)))
+    assert await buffer.get() == EmbeddingDelta(bytes(4096))
+    assert isinstance(await buffer.get(), OutputDelta)
+    buffer.release()
+    assert unread.num_bytes == 0
 
 
 async def test_a_link_that_is_gone_at_submission_means_another_replica() -> None:

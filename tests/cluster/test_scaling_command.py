@@ -337,13 +337,13 @@ def test_status_shows_counts_pins_lent_replicas_and_moves() -> None:
         desired=3,
         pinned=True,
         num_ready=2,
-        num_lent=1,
+        num_reassigned=1,
     )
-    move = admin_pb.ScalingMove(at=0.0, pool="decode", before=1, after=3, by="operator", reason="curl")
-    text = shown(*pool_parts(admin_pb.StatusResponse(pools=[pool], moves=[move])))
+    move = admin_pb.ScalingChange(at=0.0, pool="decode", before=1, after=3, by="operator", reason="curl")
+    text = shown(*pool_parts(admin_pb.StatusResponse(pools=[pool], scaling_changes=[move])))
     assert "operator (pinned)" in text
     assert "1970-01-01 00:00:00Z decode 1 -> 3 by operator: curl" in text
-    role = admin_pb.ScalingMove(
+    role = admin_pb.ScalingChange(
         at=0.0, pool="prefill", before=1, after=1, by="autoscaler", reason="p0 plays decode"
     )
     assert move_line(role) == "1970-01-01 00:00:00Z prefill by autoscaler: p0 plays decode"

@@ -16,7 +16,7 @@ from cluster.roster.messages import (
     ReleasePool,
     RoleLease,
     RosterView,
-    ScalingMove,
+    ScalingChange,
     SetDesired,
     SetTraffic,
 )
@@ -27,8 +27,8 @@ from kvtransfer.messages import ReplicaIdentity
 P0 = ReplicaIdentity("p0", 1)
 
 
-def move(at: float, after: int = 2) -> ScalingMove:
-    return ScalingMove(at, "decode", 1, after, "operator", "wanted")
+def move(at: float, after: int = 2) -> ScalingChange:
+    return ScalingChange(at, "decode", 1, after, "operator", "wanted")
 
 
 def lease(epoch: int, replica: ReplicaIdentity = P0, role: str = "decode") -> RoleLease:

@@ -132,7 +132,7 @@ async def test_an_order_is_kept_over_a_deploy_and_shown() -> None:
 async def test_an_order_of_a_gateway_is_obeyed_pinned_and_told_under_its_name() -> None:
     app = _app()
     async with FakeDashboard(app) as dashboard:
-        harness = ScalerHarness(dashboard, lend_roles=True)
+        harness = ScalerHarness(dashboard, change_roles=True)
         await harness.register("p0", "prefill")
         harness.policy.plan = ScalingPlan(role_changes=(RoleAssignment("p0", "prefill", "decode", "idle"),))
         view = await harness.tick()
@@ -296,7 +296,7 @@ async def test_a_dashboard_that_fails_stops_nothing_and_the_count_stays_wanted()
 async def test_replicas_are_lent_and_an_order_of_any_pool_recalls_them() -> None:
     app = _app()
     async with FakeDashboard(app) as dashboard:
-        harness = ScalerHarness(dashboard, lend_roles=True)
+        harness = ScalerHarness(dashboard, change_roles=True)
         await harness.register("p0", "prefill")
         harness.policy.plan = ScalingPlan(
             role_changes=(RoleAssignment("p0", "prefill", "decode", "idle for 30 s"),)
@@ -315,7 +315,7 @@ async def test_replicas_are_lent_and_an_order_of_any_pool_recalls_them() -> None
 async def test_the_policys_recall_and_its_orders_recall_too() -> None:
     app = _app()
     async with FakeDashboard(app) as dashboard:
-        harness = ScalerHarness(dashboard, lend_roles=True, **AUTOSCALE)
+        harness = ScalerHarness(dashboard, change_roles=True, **AUTOSCALE)
         for name in ("p0", "p1"):
             await harness.register(name, "prefill")
         role_changes = tuple(RoleAssignment(name, "prefill", "decode", "idle") for name in ("p0", "p1"))
@@ -331,7 +331,7 @@ async def test_the_policys_recall_and_its_orders_recall_too() -> None:
 
 async def test_the_lease_of_a_lost_replica_ends_and_a_stray_goes_home() -> None:
     async with FakeDashboard(_app()) as dashboard:
-        harness = ScalerHarness(dashboard, lend_roles=True)
+        harness = ScalerHarness(dashboard, change_roles=True)
         await harness.register("p0", "prefill")
         harness.policy.plan = ScalingPlan(role_changes=(RoleAssignment("p0", "prefill", "decode", "idle"),))
         await harness.tick()
@@ -345,7 +345,7 @@ async def test_the_lease_of_a_lost_replica_ends_and_a_stray_goes_home() -> None:
 
 async def test_lent_replicas_go_home_when_lending_is_switched_off() -> None:
     async with FakeDashboard(_app()) as dashboard:
-        harness = ScalerHarness(dashboard, lend_roles=True)
+        harness = ScalerHarness(dashboard, change_roles=True)
         await harness.register("p0", "prefill")
         harness.policy.plan = ScalingPlan(role_changes=(RoleAssignment("p0", "prefill", "decode", "idle"),))
         await harness.tick()

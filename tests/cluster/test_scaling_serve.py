@@ -90,7 +90,7 @@ def test_pools_grow_and_shrink_under_load_and_serves_own_processes_die(
         (2, 1, True),
         (3, 1, True),
     ]
-    assert [(move.pool, move.before, move.after, move.by) for move in status.moves] == [
+    assert [(move.pool, move.before, move.after, move.by) for move in status.scaling_changes] == [
         ("decode", 1, 3, "operator"),
         ("prefill", 1, 2, "operator"),
     ]
@@ -156,13 +156,13 @@ def test_a_deploy_resets_the_count_and_it_is_restored(cluster: RunningCluster, o
         text=True,
     )
     assert deployed.returncode == 0, deployed.stderr
-    status = cluster.wait_for(lambda status: status.moves[-1].by == "deploy")
-    move = status.moves[-1]
+    status = cluster.wait_for(lambda status: status.scaling_changes[-1].by == "deploy")
+    move = status.scaling_changes[-1]
     assert (move.pool, move.before, move.after) == ("decode", 1, 2)
     assert operator.target("decode") == 2
     status = cluster.wait_for(ready("decode", 2), SETTLE_S)
     assert pool_of(status, "decode").pinned
-    assert status.moves[-1] == move
+    assert status.scaling_changes[-1] == move
 
 
 def test_the_command_says_what_changes_and_waits_until_it_has(

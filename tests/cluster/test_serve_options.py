@@ -45,7 +45,7 @@ def test_options_build_what_a_file_would() -> None:
             {"name": "prefill", "role": "prefill", "replicas": 2, **pool},
             {"name": "decode", "role": "decode", "replicas": 3, **pool},
         ],
-        "gateway": {"host": "0.0.0.0", "port": 9000, "model_name": "small"},
+        "gateway": {"host": "0.0.0.0", "port": 9000, "model_name": "small", "http": {"port": 9002}},
         "store": {"dram_gb": 4, "nvme_path": "/mnt/kv", "nvme_gb": 40},
         "auth": {"mode": "required", "keys_file": "/etc/keys.yaml"},
     }
@@ -58,6 +58,7 @@ def test_options_build_what_a_file_would() -> None:
         decode=3,
         host="0.0.0.0",
         port=9000,
+        http_port=9002,
         model_name="small",
         dram_gb=4,
         nvme=Path("/mnt/kv"),
@@ -87,6 +88,7 @@ def test_without_prefill_replicas_there_is_one_pool() -> None:
             "host": st.sampled_from(["127.0.0.1", "auto", "10.0.0.1"]),
             "port": st.integers(0, 9000),
             "admin_port": st.integers(9001, 9999),
+            "http_port": st.integers(10_000, 10_999),
             "dram_gb": st.floats(0.5, 64),
             "model_name": st.text("abc-/:#'", max_size=9),
         },
@@ -149,6 +151,7 @@ def test_replicas_that_do_both_are_counted_by_decode(tmp_path: Path) -> None:
         ({"nvme_gb": 3}, "--nvme, --nvme-gb"),
         ({"insecure": True, "keys_file": Path("keys")}, "--insecure, --keys-file"),
         ({"port": 9000, "admin_port": 9000}, "--port, --admin-port"),
+        ({"admin_port": 9001, "http_port": 9001}, "--admin-port, --http-port"),
         ({"nvme": Path("kv"), "nvme_gb": 3, "dram_gb": 0}, "--dram-gb, --nvme"),
     ],
 )

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grammar_harness import END, OTHER_END, TOKENS, choice, small_grammars
 from msgspec.structs import replace
 
 from benchmarks.random_checkpoint import write_random_checkpoint
@@ -25,6 +26,7 @@ from workers.messages.rank_channel import (
 )
 from workers.messages.sampling import SamplingParams
 from workers.rank import device_sampler
+from workers.rank.compiled_grammars import CompiledGrammars
 from workers.rank.device_queue import CpuQueue
 from workers.rank.model_runner import ModelRunner
 from workers.rank.sampler import Logprobs
@@ -60,7 +62,12 @@ def make(model_dir: Path, device: torch.device) -> Iterator[Make]:
     """Makes runners on the device, with graphs of some sizes."""
     runners: list[ModelRunner] = []
 
-    def make(*, graphs: Sequence[int] = (), num_offload_tokens: int = 0) -> ModelRunner:
+    def make(
+        *,
+        graphs: Sequence[int] = (),
+        num_offload_tokens: int = 0,
+        grammars: CompiledGrammars | None = None,
+    ) -> ModelRunner:
         runner = ModelRunner(
             model_dir=model_dir,
             dtype=torch.float32,
@@ -73,6 +80,7 @@ def make(model_dir: Path, device: torch.device) -> Iterator[Make]:
             clock=ManualClock(5.0),
             max_sequences=MAX_SEQUENCES,
             queue=CpuQueue(has_triton=True) if device.type == "cpu" else None,
+            grammars=grammars,
         )
         runners.append(runner)
         runner._runner.record_graphs(graphs)
@@ -336,3 +344,43 @@ def test_a_mask_comes_between_the_halves_of_a_step(make: Make) -> None:
     masks[1, 77 // 32] = 1 << 77 % 32
     report = runner.collect(runner.sample(runner.execute(PLANS[3]), masks))
     assert np.frombuffer(report.tokens, "<u4")[1] == 77
+
+
+def test_outputs_follow_grammars_beside_steps_that_are_graphs(make: Make, tmp_path: Path) -> None:
+    """Steps are launched before the one before is collected. A slot whose text can only end may end before
+    its minimum of tokens, and steps in which no slot has a grammar are graphs again."""
+    grammars = small_grammars(tmp_path, vocab_size=VOCAB)
+    texts = ("abcab", "abba", "cabcab")
+    grammar = choice(texts)
+    grammars.compile(grammar)
+    runner = make(graphs=(2,), grammars=grammars)
+    sampling = SamplingParams(temperature=1.0, min_tokens=20)
+    bound = replace(starting(1, TWO, sampling), grammar=grammar.digest)
+    first = StepPlan(
+        1,
+        starts=(starting(0, ONE, SEEDED), bound),
+        tables=(table(0, 0, 1), table(1, 3, 4, 5)),
+        entries=(chunk(0, 0, ONE, 0), chunk(1, 0, TWO, 1)),
+    )
+    plans = [first, *([decode(0, 1)] * 8), decode(0, free_slots=(1,)), decode(0)]
+    reports: list[StepReport] = []
+    previous = None
+    for plan in plans:
+        ticket = runner.launch(plan)
+        if previous is not None:
+            reports.append(runner.collect(previous))
+        previous = ticket
+    assert previous is not None
+    reports.append(runner.collect(previous))
+    tokens = tokens_of(reports)
+    output = [of_step[1] for of_step in tokens[:9]]
+    end = next(index for index, token in enumerate(output) if token in (END, OTHER_END))
+    assert "".join(TOKENS[token] for token in output[:end]) in texts
+    assert [len(report.masks) for report in reports[: end + 1]] == [1] * (end + 1)
+    assert not any(report.masks for report in reports[end + 1 :])
+    alone = make(graphs=(2,))
+    free = [replace(first, starts=first.starts[:1], tables=first.tables[:1], entries=first.entries[:1])]
+    free += [decode(0)] * 10
+    assert [of_step[0] for of_step in tokens] == [
+        of_step[0] for of_step in tokens_of([alone.run(it) for it in free])
+    ]

@@ -49,7 +49,7 @@ SCALE = "/api/v1/applications/tandem/deployments/Pool-decode/scale"
 @pytest.fixture(scope="module")
 def chosen() -> Object:
     """The chart's values."""
-    ports = {"port": free_port(), "consolePort": free_port(), "adminPort": free_port()}
+    ports = {name: free_port() for name in ("port", "httpPort", "consolePort", "adminPort")}
     settings: Object = {"model": {"path": str(TINY)}, "gateway": ports, "innerTls": {"enabled": True}}
     return merged(EXAMPLES["cpu"], settings)
 

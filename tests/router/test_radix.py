@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
-from router.radix import SNAPSHOT_WAIT_S, InStore, PrefixTree
+from router.radix import SNAPSHOT_WAIT_S, InStore, Match, PrefixTree
 
 Tier = Literal["device", "dram", "nvme"]
 TTL_S = 5.0
 REPLICAS = ("p0", "p1", "p2")
+
+
+def both(match: Match) -> tuple[dict[str, int], dict[str, InStore]]:
+    return match.device, match.stored
 
 
 def key_of(path: tuple[int, ...]) -> bytes:
@@ -163,7 +167,7 @@ class TreeAgainstModel(RuleBasedStateMachine):
                     followed.append(model.stored[keys.pop(0)])
                 if followed:
                     in_store[replica] = InStore(followed.count("dram"), followed.count("nvme"))
-            assert self.tree.match(keys_of(path)) == (on_device, in_store)
+            assert both(self.tree.match(keys_of(path))) == (on_device, in_store)
 
     @invariant()
     def nothing_leaks(self) -> None:
@@ -322,7 +326,7 @@ def test_the_store_counts_in_its_cheapest_tier_only() -> None:
     assert tree.match((b"A", b"B")).stored == {"p0": InStore(0, 2)}
     gone = KvEvents(ReplicaIdentity("p0", 1), 4, (), (BlocksRemoved((b"A", b"A", b"X"), "store"),))
     assert tree.apply_events(gone)
-    assert tree.match((b"A", b"B")) == ({}, {})
+    assert both(tree.match((b"A", b"B"))) == ({}, {})
     tree.check()
 
 
@@ -330,8 +334,46 @@ def test_a_block_may_leave_the_device_and_stay_in_the_store() -> None:
     tree, _ = synced_tree("p0")
     assert tree.apply_events(stored("p0", 1, b"A", b"B"))
     assert tree.apply_events(stored("p0", 2, b"A", b"B", tier="dram"))
-    assert tree.match((b"A", b"B")) == ({"p0": 2}, {})
+    assert both(tree.match((b"A", b"B"))) == ({"p0": 2}, {})
     assert tree.apply_events(removed("p0", 3, b"B"))
-    assert tree.match((b"A", b"B")) == ({"p0": 1}, {"p0": InStore(1, 0)})
+    assert both(tree.match((b"A", b"B"))) == ({"p0": 1}, {"p0": InStore(1, 0)})
     tree.remove_replica("p0")
     assert tree.num_keys == 0
+
+
+lengths = st.integers(0, 300)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(lengths, lengths, lengths, st.booleans()), min_size=1, max_size=70),
+    st.integers(0, 600),
+    st.sampled_from([None, 5, 255, 256]),
+)
+def test_all_replicas_at_once_are_as_one_by_one(
+    drawn: list[tuple[int, int, int, bool]], num_keys: int, lost: int | None
+) -> None:
+    """More replicas than fit a word, longer prompts than are matched at once, a block that all have lost."""
+    tree = PrefixTree(ManualClock(), 5.0)
+    keys = tuple(index.to_bytes(4, "big") for index in range(num_keys))
+    expected: dict[str, tuple[int, InStore]] = {}
+    for number, (num_device, num_dram, num_nvme, is_dram_last) in enumerate(drawn):
+        replica = ReplicaIdentity(f"r{number}", 1)
+        tree.add_replica(replica)
+        parts: list[tuple[Tier, int]] = [("device", num_device), ("dram", num_dram), ("nvme", num_nvme)]
+        if is_dram_last:
+            parts[1:] = parts[:0:-1]
+        tiers = [tier for tier, num in parts for _ in range(num)]
+        held = [
+            (key, tier) for index, (key, tier) in enumerate(zip(keys, tiers, strict=False)) if index != lost
+        ]
+        chains = [
+            BlocksStored(b"", tuple(key for key, its in held if its == tier), tier) for tier in get_args(Tier)
+        ]
+        tree.apply_snapshot(KvSnapshot(replica, 1, tuple(chains)))
+        reached = [tier for _, tier in held[: lost if lost is not None else len(held)]]
+        depth = reached.count("device")
+        expected[f"r{number}"] = depth, InStore(reached.count("dram"), reached.count("nvme"))
+    match = tree.match(keys)
+    assert {name: match.of(name) for name in expected} == expected
+    tree.check()

@@ -72,6 +72,32 @@ def test_only_usable_replicas_and_every_decision_can_be_audited(policy: str, dat
         harness.router.check()
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_does_not_decode_is_computed_by_one_replica_of_any_role(policy: str) -> None:
+    harness = RouterHarness("p0", "d0", "b0", config=RouterConfig.model_validate({"policy": policy}))
+    decisions = [harness.route(decodes=False) for _ in range(30)]
+    assert {decision.prefill for decision in decisions} == {""}
+    assert {decision.decode for decision in decisions} == {"p0", "d0", "b0"}
+    assert harness.router.load("p0").backlog_tokens >= 1000, "it is counted where it is computed"
+    for excluded in ("p0", "d0", "b0"):
+        assert harness.route(decodes=False, excluded=(excluded,)).decode != excluded
+    for prefill, decode in (("p0", ""), ("", "p0")):
+        decision = harness.route(decodes=False, pinned_prefill=prefill, pinned_decode=decode)
+        assert (decision.prefill, decision.decode) == ("", "p0")
+    with pytest.raises(
+        NoReplicaError, match="no usable prefill or decode replica: 3 known, 0 leaving, 3 excl"
+    ):
+        harness.route(decodes=False, excluded=("p0", "d0", "b0"))
+    harness.router.check()
+
+
+def test_what_does_not_decode_goes_where_it_is_cached() -> None:
+    harness = RouterHarness("p0", "p1", "d0")
+    keys = keys_of("shared", 60)
+    harness.store("p1", keys)
+    assert harness.route(keys, decodes=False).decode == "p1"
+
+
 def test_stale_load_is_the_last_choice() -> None:
     harness = RouterHarness("p0", "p1", "d0", "d1")
     harness.clock.advance(6.0)

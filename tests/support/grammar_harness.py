@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 from llguidance import LLParserLimits
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from workers.messages.rank_channel import SlotSample, SlotStart
 from workers.messages.sampling import Grammar, SamplingParams
@@ -29,21 +28,32 @@ MAX_SLOTS = 8
 
 def write_tokenizer(folder: Path) -> None:
     """Write the tokenizer of `TOKENS`, by their place."""
-    byte_level = set(pre_tokenizers.ByteLevel.alphabet())
-    assert set(LETTERS) <= byte_level
-    vocabulary = {token: index for index, token in enumerate(TOKENS)}
-    merges = [("a", "b"), ("b", "c"), ("a", "a"), ("ab", "c"), ("c", "a")]
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<end>", "<other>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": index, "content": TOKENS[index], **special} for index in (END, OTHER_END)],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "vocab": {token: index for index, token in enumerate(TOKENS)},
+            "merges": ["a b", "b c", "a a", "ab c", "c a"],
+        },
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
-def small_grammars(folder: Path, limits: LLParserLimits | None = None) -> CompiledGrammars:
+def small_grammars(
+    folder: Path, limits: LLParserLimits | None = None, vocab_size: int = VOCABULARY
+) -> CompiledGrammars:
     """Return the grammars of a model with that tokenizer, none compiled yet."""
     write_tokenizer(folder)
-    return CompiledGrammars(folder, VOCABULARY, (END, OTHER_END), limits)
+    return CompiledGrammars(folder, vocab_size, (END, OTHER_END), limits)
 
 
 def choice(texts: Collection[str]) -> Grammar:

@@ -4,20 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import aiohttp
-from gateway_harness import GatewayHarness
+import numpy as np
+from gateway_harness import GatewayHarness, ScriptedReplica
 from multidict import CIMultiDict
+from numpy.typing import NDArray
 from patience import WAIT_S
 
 from cluster.config import ClusterConfig
 from cluster.serve.gateway_server import Gateway
+from workers.messages.link import PrefillReport, PromptEmbedding, StageTimes, StepFrame, Submission
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "seed": 1, "max_tokens": 8}
+
+
+def embedding_of(prompt: bytes) -> NDArray[np.float32]:
+    """The embedding that every replica gives for this prompt [8]."""
+    return np.frombuffer(hashlib.sha256(prompt).digest()[:8], "u1").astype("<f4")
+
+
+class EmbeddingReplica(ScriptedReplica):
+    """Answers requests for embeddings too."""
+
+    async def _prefill(self, submission: Submission, gateway_id: str) -> None:
+        if submission.pooling is None:
+            await super()._prefill(submission, gateway_id)
+            return
+        key = submission.request_id, submission.attempt
+        report = PrefillReport(*key, len(submission.prompt) // 4, 0, StageTimes())
+        embedding = PromptEmbedding(*key, embedding_of(submission.prompt).tobytes())
+        self._send(gateway_id, StepFrame(prefills=(report,), embeddings=(embedding,)))
 
 
 @dataclass
@@ -53,7 +75,9 @@ class HttpFrontHarness:
     async def __aenter__(self) -> Self:
         for replica_id, role in (("p0", "prefill"), ("d0", "decode")):
             if replica_id not in self.harness.replicas:
-                await self.harness.add_replica(replica_id, role)
+                replica = EmbeddingReplica(self.harness, replica_id, role)
+                self.harness.replicas[replica_id] = replica
+                await replica.start()
         self.gateway, _ = await self.harness.add_gateway(self._config)
         timeout = aiohttp.ClientTimeout(total=WAIT_S)
         self.session = aiohttp.ClientSession(f"http://127.0.0.1:{self.gateway.http_port}", timeout=timeout)

@@ -118,7 +118,7 @@ class ReplicaHarness:
         *,
         identity: ReplicaIdentity = HERE,
         peer: ReplicaIdentity = PEER,
-        max_moves: int = 2,
+        max_migrations: int = 2,
         num_offload_blocks: int = 0,
         shares: GroupShares = NO_LIMITS,
     ) -> None:
@@ -177,7 +177,7 @@ class ReplicaHarness:
             rates=self.rates,
             control=control,
             clock=self.clock,
-            max_active=max_moves,
+            max_active=max_migrations,
             token_bytes=1,
         )
         self.requests = Requests(

@@ -20,12 +20,14 @@ from workers.messages.link import (
     HandOverReport,
     HandOverTarget,
     Move,
+    Pooling,
     PrefillReport,
+    PromptLogprobs,
     StageTimes,
     Submission,
     TokenDelta,
 )
-from workers.messages.sampling import SamplingParams
+from workers.messages.sampling import PackedLogprobs, SamplingParams
 
 P0, P1, D0, D1 = (ReplicaIdentity(name, 1) for name in ("p0", "p1", "d0", "d1"))
 
@@ -232,19 +234,23 @@ def make_request(
     deadline_at: float | None = None,
     max_attempts: int = 5,
     starts: tuple[SampleStart, ...] = (),
+    num_prompt_tokens: int = 3,
+    num_prompt_logprobs: int | None = None,
+    pooling: Pooling | None = None,
 ) -> RecordedRequest:
     prepared = PreparedRequest(
         request_id="r",
         tenant="t",
         sharing_group="t",
         priority=0,
-        prompt=raw([1, 2, 3]),
+        prompt=raw(list(range(1, num_prompt_tokens + 1))),
         root_key=b"root",
         block_keys=(b"k",),
-        sampling=SamplingParams(max_tokens=max_tokens),
+        sampling=SamplingParams(max_tokens=max_tokens, num_prompt_logprobs=num_prompt_logprobs),
         samples=starts or tuple(SampleStart(index, sample_seed(5, index)) for index in range(n)),
         deadline_at=deadline_at,
         max_attempts=max_attempts,
+        pooling=pooling,
     )
     return RecordedRequest(prepared, [SampleText(Letters(), stops) for _ in prepared.samples])
 
@@ -274,3 +280,13 @@ def prefilled(attempt: int = 1) -> PrefillReport:
 
 def handed_over(attempt: int = 1) -> HandOverReport:
     return HandOverReport("r", attempt, 0, 10, 0, "shm", 1.0, StageTimes())
+
+
+def read_of(first: int, end: int, attempt: int = 1, num_top: int = 2) -> PromptLogprobs:
+    """True log-probabilities of the prompt's tokens [first, end): those of token i are -i, and of the
+    likeliest -i - 0.5, -i - 1.5, ..."""
+    indices = np.arange(first, end, dtype="<f4")
+    top = -indices[:, None] - 0.5 - np.arange(num_top, dtype="<f4")
+    ids = np.tile(np.arange(num_top, dtype="<u4"), (end - first, 1))
+    packed = PackedLogprobs(num_top, (-indices).tobytes(), ids.tobytes(), top.astype("<f4").tobytes())
+    return PromptLogprobs("r", attempt, first, packed)

@@ -79,6 +79,7 @@ class RouterHarness:
         pinned_decode: str = "",
         *,
         prefers_capacity: bool = False,
+        decodes: bool = True,
     ) -> Decision:
         self.num_requests += 1
         decision = self.router.route(
@@ -91,6 +92,7 @@ class RouterHarness:
                 excluded=excluded,
                 pinned_prefill=pinned_prefill,
                 pinned_decode=pinned_decode,
+                decodes=decodes,
             ),
             prefers_capacity=prefers_capacity,
         )

@@ -13,7 +13,7 @@ import numpy as np
 from aiohttp import web
 
 from cluster.metrics.gateway_counters import Demand
-from cluster.roster.messages import RosterView, ScalingMove
+from cluster.roster.messages import RosterView, ScalingChange
 from cluster.roster.state import DesiredState
 from cluster.scaling.config import PoolLimits, ScalingConfig
 from cluster.scaling.policy import ScalingPlan, decide, history_span_s
@@ -220,7 +220,7 @@ class ReconcilerHarness:
                     self.pull(action, pool, count)
                 case _:
                     self.state.change(action)
-                    if isinstance(action, ScalingMove):
+                    if isinstance(action, ScalingChange):
                         self.recorded.append((action.pool, action.before, action.after, action.by))
 
     def pull(self, action: SetTarget, pool: str, count: int) -> None:
@@ -234,7 +234,7 @@ class ReconcilerHarness:
     def autoscale(self, pool: str, count: int) -> None:
         """As the scaler does: only after a look that found nothing to do."""
         before = self.state.fill(RosterView(version=0)).desired.get(pool, self.targets[pool])
-        move = ScalingMove(self.now, pool, before, count, "autoscaler", "more load")
+        move = ScalingChange(self.now, pool, before, count, "autoscaler", "more load")
         self.carry_out(self.reconciler.order(move))
 
     def deploy(self, mark: str, counts: dict[str, int]) -> None:

@@ -12,7 +12,9 @@ planned for too early, is a failed check or a wrong token.
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +25,8 @@ from kvtransfer.common.group_shares import GroupShares
 from kvtransfer.messages import ReplicaIdentity
 from workers.config import EngineConfig
 from workers.messages.link import HandOverTarget, SampleState, ServiceClass, Submission
-from workers.messages.rank_channel import StepPlan, StepReport
-from workers.messages.sampling import SamplingParams
+from workers.messages.rank_channel import EntryEmbedding, EntryLogprobs, StepPlan, StepReport
+from workers.messages.sampling import PackedLogprobs, SamplingParams, TokenLogprob
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import StepOutcome
@@ -159,7 +161,19 @@ class StagedEngine:
         while step.num_stages_done < self.num_stages:
             assert self.advance(step.num_stages_done), "the oldest plan waits for nothing"
         self.steps.popleft()
-        return self.scheduler.settle(StepReport(step.plan.step, step.packed, 0.0, 0.0), now)
+        report = StepReport(
+            step.plan.step,
+            step.packed,
+            0.0,
+            0.0,
+            prompt_logprobs=tuple(_read_logprobs(step)),
+            embeddings=tuple(
+                EntryEmbedding(index, embedded(step.rows[index][1]))
+                for index, entry in enumerate(step.plan.entries)
+                if entry.pools
+            ),
+        )
+        return self.scheduler.settle(report, now)
 
     def advance(self, number: int) -> bool:
         """Run the next plan at this stage; False when it has none, or waits for a token."""
@@ -351,6 +365,35 @@ def unpack(tokens: bytes) -> list[int]:
 
 def sample(context: list[int], seed: int) -> int:
     return hashlib.sha256(pack([seed, *context])).digest()[0] % VOCABULARY
+
+
+def likelihood(context: list[int], token: int) -> TokenLogprob:
+    """The log-probability of a prompt's token after a context, and of the likeliest: anything that depends on
+    all of both."""
+    drawn = hashlib.sha256(pack([token, *context])).digest()
+    return TokenLogprob(-float(drawn[0]), tuple((byte, -float(byte)) for byte in drawn[1:9]))
+
+
+def embedded(context: list[int]) -> bytes:
+    return hashlib.sha256(pack(context)).digest()
+
+
+def _read_logprobs(step: Step) -> Iterator[EntryLogprobs]:
+    for index, entry in enumerate(step.plan.entries):
+        if (targets := entry.targets) is None:
+            continue
+        context, tokens = step.rows[index][1], unpack(targets.tokens)
+        assert entry.start <= targets.start
+        assert targets.start + len(tokens) <= entry.start + entry.num_tokens
+        read = [likelihood(context[: at + 1], token) for at, token in enumerate(tokens, targets.start)]
+        top = [pair for it in read for pair in it.top[: targets.num_top]]
+        packed = PackedLogprobs(
+            targets.num_top,
+            struct.pack(f"<{len(read)}f", *(it.logprob for it in read)),
+            pack([token for token, _ in top]),
+            struct.pack(f"<{len(top)}f", *(logprob for _, logprob in top)),
+        )
+        yield EntryLogprobs(index, packed)
 
 
 def alone(prompt: list[int], seed: int, limit: int, sampling: SamplingParams) -> list[int]:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest_asyncio
 from engine_fakes import LinkEnd
 from msgspec.structs import replace
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import ReplicaIdentity
-from workers.messages.link import LINK_UP_CODEC, LoadReport, QueueReport, StepFrame
+from workers.messages.link import (
+    LINK_UP_CODEC,
+    LoadReport,
+    News,
+    PromptEmbedding,
+    PromptLogprobs,
+    QueueReport,
+    StepFrame,
+    TokenDelta,
+)
+from workers.messages.sampling import PackedLogprobs
 from workers.replica.gateway_links import LOAD_PERIOD_S, QUEUE_PERIOD_S, GatewayLinks
+from workers.replica.requests import LOGPROB_PART_BYTES, parts_of
 
 KEY = ("g", 1)
 QUEUE = QueueReport(
@@ -95,3 +107,41 @@ async def test_a_pause_lasts_until_it_is_said_otherwise_or_the_link_ends(linked:
     linked.links.pause_batch(("h", 1), True)
     linked.links.pause_batch(("nobody", 1), True)
     assert not linked.links.is_batch_paused
+
+
+async def test_what_is_read_of_prompts_is_cut_into_frames_in_its_order(linked: Linked) -> None:
+    """A step of many chunks, and a token behind them: no frame is large, and the token comes last."""
+    logprobs = PackedLogprobs(20, bytes(4 * 300), bytes(4 * 20 * 300), bytes(4 * 20 * 300))
+    read = [PromptLogprobs("r", 1, 1 + 300 * number, logprobs) for number in range(100)]
+    vectors = [PromptEmbedding(f"e{number}", 1, bytes(1 << 15)) for number in range(70)]
+    token = TokenDelta("r", 1, 0, 0, bytes(4), (), "")
+    posted: list[News] = [*read, token, *vectors]
+    for news in posted:
+        linked.links.post(KEY, news)
+    frames = linked.flush()
+    assert len(frames) > 5
+    assert max(len(LINK_UP_CODEC.encode(frame)) for frame in frames) < 1_200_000
+    assert [part for frame in frames for part in frame.prompt_logprobs] == read
+    assert [it for frame in frames for it in frame.embeddings] == vectors
+    assert [it for frame in frames for it in frame.deltas] == [token]
+    (with_token,) = (number for number, frame in enumerate(frames) if frame.deltas)
+    assert not any(frame.prompt_logprobs for frame in frames[with_token + 1 :])
+    assert linked.flush() == []
+
+
+def test_log_probabilities_of_a_prompt_are_sent_in_parts() -> None:
+    """Those of a prompt of 32k tokens with 20 each, 5.4 MB, take as many as they must, and none is lost."""
+    num_tokens, num_top = 32_767, 20
+    drawn = np.random.default_rng(0).integers(0, 1 << 32, (41, num_tokens), np.uint32)
+    top = drawn[1:].reshape(2, num_tokens, num_top)
+    packed = PackedLogprobs(num_top, drawn[0].tobytes(), top[0].tobytes(), top[1].tobytes())
+    parts = list(parts_of(PromptLogprobs("r", 1, 1, packed)))
+    assert max(part.logprobs.num_bytes for part in parts) <= LOGPROB_PART_BYTES
+    assert len(parts) == -(-num_tokens // (LOGPROB_PART_BYTES // 164))
+    index = 1
+    for part in parts:
+        assert part.first_index == index
+        assert part.logprobs.is_whole
+        index += part.logprobs.num_tokens
+    for name in ("logprobs", "top_ids", "top_logprobs"):
+        assert b"".join(getattr(part.logprobs, name) for part in parts) == getattr(packed, name)

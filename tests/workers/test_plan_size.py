@@ -156,6 +156,9 @@ def test_no_plan_exceeds_its_bytes_and_everybody_is_served(
         prompt = [(number * 7 + place) % VOCABULARY for place in range(num_tokens)]
         name = f"{number}{'a' if has_penalties else 'b'}"
         asked.append(ask(name, prompt, n=num_samples, max_tokens=6, priority=priority))
+        if number % 2:
+            sampling = replace(asked[-1].sampling, num_prompt_logprobs=2)
+            asked[-1] = replace(asked[-1], sampling=sampling)
         side.scheduler.submit(asked[-1], 0.0)
     outputs: dict[tuple[str, int], list[int]] = {}
     while side.plan(0.0) or side.plans:
@@ -184,6 +187,7 @@ def test_no_plan_exceeds_its_bytes_and_everybody_is_served(
         stop_token_ids=st.lists(st.integers(0, 2**32), max_size=9).map(tuple),
         max_tokens=st.integers(1, 2**40),
         num_logprobs=st.none() | st.integers(0, 20),
+        num_prompt_logprobs=st.none() | st.integers(0, 20),
     ),
     num_samples=st.integers(1, 20),
     num_tokens=st.integers(1, 3000),
@@ -201,3 +205,30 @@ def test_the_bytes_that_are_counted_are_enough(
     plan = made.plan(())
     assert len(RANK_DOWN_CODEC.encode(plan)) <= step.PLAN_BYTES - made.budget_bytes
     assert step.PLAN_BYTES < MAX_FRAME_BYTES
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    num_top=st.integers(0, 3),
+    num_bytes=st.integers(28, 200),
+)
+def test_no_report_has_more_log_probabilities_than_its_share_and_all_are_read(
+    monkeypatch: pytest.MonkeyPatch, lengths: list[int], num_top: int, num_bytes: int
+) -> None:
+    """Chunks are cut where the report of their step would become too long."""
+    monkeypatch.setattr(step, "LOGPROB_BYTES", num_bytes)
+    side = engine(num_blocks=60)
+    for number, num_tokens in enumerate(lengths):
+        asked = ask(f"r{number}", [number + 1] * num_tokens, max_tokens=2)
+        sampling = replace(asked.sampling, num_prompt_logprobs=num_top)
+        side.scheduler.submit(replace(asked, sampling=sampling), 0.0)
+    read: dict[str, int] = {}
+    while side.plan(0.0) or side.plans:
+        outcome = side.settle(0.0)
+        assert sum(it.logprobs.num_bytes for it in outcome.prompt_logprobs) <= num_bytes
+        for part in outcome.prompt_logprobs:
+            assert part.first_index == read.get(part.request_id, 0) + 1
+            read[part.request_id] = read.get(part.request_id, 0) + part.logprobs.num_tokens
+        side.check()
+    assert read == {f"r{number}": count - 1 for number, count in enumerate(lengths) if count > 1}

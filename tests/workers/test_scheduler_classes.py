@@ -119,6 +119,17 @@ def test_a_paused_batch_makes_way_for_who_waits(lacking: str) -> None:
     assert outputs == {it.request_id: right(it) for it in (*batch, other)}
 
 
+def test_a_paused_prompt_is_ahead_of_no_landing() -> None:
+    """The rest of it is more than what may be ahead of a prompt that asks for its landing."""
+    side = engine(max_batch_tokens=4)
+    side.scheduler.submit(ask("a", list(range(1, 31)), service_class="batch"), 0.0)
+    step(side)
+    side.scheduler.pause_batch(True)
+    side.scheduler.submit(ask("b", decode="d"), 1.0)
+    (need,) = side.scheduler.landings_wanted(1.0)
+    assert need.request_id == "b"
+
+
 def test_a_paused_batch_is_cancelled_and_expires_as_ever() -> None:
     side = engine(max_sequences=4)
     outputs: dict[str, list[int]] = {}

@@ -19,6 +19,8 @@ from staged_engine import (
     VOCABULARY,
     StagedEngine,
     alone,
+    embedded,
+    likelihood,
     pack,
     sample,
     unpack,
@@ -37,7 +39,7 @@ from workers.messages.link import (
     Submission,
     TokenDelta,
 )
-from workers.messages.sampling import SamplingParams
+from workers.messages.sampling import SamplingParams, TokenLogprob
 from workers.scheduler.step import LandingNeed, PromptDone, StepOutcome
 
 TARGET = HandOverTarget(ReplicaIdentity("decode", 1), "decode:1")
@@ -53,6 +55,18 @@ class Life:
     finishes: list[str]
     deadline: float | None
     num_prompts_done: int = 0
+    # Of the prompt's tokens but the first.
+    read: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def expected_read(self) -> list[TokenLogprob]:
+        """What is to be read of the prompt before its first token."""
+        num_top, prompt = self.submission.sampling.num_prompt_logprobs, unpack(self.submission.prompt)
+        if num_top is None:
+            return []
+        read = [likelihood(prompt[:at], prompt[at]) for at in range(1, len(prompt))]
+        return [TokenLogprob(it.logprob, it.top[:num_top]) for it in read]
+
     over: bool = False
 
 
@@ -130,7 +144,13 @@ class Pair(RuleBasedStateMachine):
         prompt=PROMPTS,
         num_samples=st.sampled_from([1, 1, 1, 2, 3]),
         num_resumed=st.sampled_from([0, 0, 0, 1, 5]),
-        sampling=st.builds(SamplingParams, max_tokens=st.integers(1, 14), ignore_eos=st.booleans()),
+        sampling=st.builds(
+            SamplingParams,
+            max_tokens=st.integers(1, 14),
+            ignore_eos=st.booleans(),
+            num_prompt_logprobs=st.sampled_from([None, None, 0, 2]),
+        ),
+        pools=st.sampled_from([False, False, False, True]),
         priority=st.sampled_from([0, 0, 0, 1]),
         service_class=st.sampled_from(["standard", "standard", "interactive", "batch", "batch"]),
         deadline_s=st.sampled_from([None, None, None, 1.5, 6.0]),
@@ -144,6 +164,7 @@ class Pair(RuleBasedStateMachine):
         num_samples: int,
         num_resumed: int,
         sampling: SamplingParams,
+        pools: bool,
         priority: int,
         service_class: ServiceClass,
         deadline_s: float | None,
@@ -151,6 +172,9 @@ class Pair(RuleBasedStateMachine):
         suspect: bool,
         group: str,
     ) -> None:
+        if pools:
+            where, num_samples, num_resumed = "decode" if where == "decode" else "prefill", 1, 0
+            sampling = replace(sampling, max_tokens=1, num_prompt_logprobs=None)
         engine = self.decode if where == "decode" else self.prefill
         end = self.prefill if where == "prefill" else self.decode
         limit = min(sampling.max_tokens, end.max_local_tokens(group) - len(prompt))
@@ -161,7 +185,7 @@ class Pair(RuleBasedStateMachine):
         if limit < 1 or len(prompt) + 1 > most or num_samples > most_samples:
             return
         seeds = [100 + index for index in range(num_samples)]
-        expected = [alone(prompt, seed, limit, sampling) for seed in seeds]
+        expected = [[] if pools else alone(prompt, seed, limit, sampling) for seed in seeds]
         resumed = expected[0][:num_resumed] if num_samples == 1 else []
         if len(resumed) == len(expected[0]) or len(prompt) + len(resumed) > most:
             resumed = []
@@ -181,6 +205,7 @@ class Pair(RuleBasedStateMachine):
             decode=TARGET if where == "outbound" else None,
             deadline_s=deadline_s,
             suspect=suspect,
+            pooling="last" if pools else None,
         )
         engine.scheduler.submit(submission, self.now)
         self.lives[submission.request_id] = Life(
@@ -245,8 +270,17 @@ class Pair(RuleBasedStateMachine):
 
     def take(self, outcome: StepOutcome) -> None:
         self.fail(outcome.failures)
+        for part in outcome.prompt_logprobs:
+            life = self.lives[part.request_id]
+            assert part.first_index == len(life.read) + 1
+            life.read += part.logprobs.unpacked()
         for delta in outcome.tokens:
             self.take_delta(delta)
+        for embedding in outcome.embeddings:
+            life = self.lives[embedding.request_id]
+            assert not life.over
+            assert embedding.vector == embedded(unpack(life.submission.prompt))
+            life.finishes, life.over = ["stop"], True
         for chunk in outcome.chunks:
             landing = self.landings[chunk.request_id]
             for position in range(landing.num_moved_tokens, chunk.num_computed_tokens):
@@ -256,6 +290,8 @@ class Pair(RuleBasedStateMachine):
             life = self.lives[done.request_id]
             life.num_prompts_done += 1
             assert life.num_prompts_done == 1
+            is_read = life.submission.sampling.num_prompt_logprobs is not None
+            assert not (is_read and done.num_cached_tokens)
             assert done.all_finished == all(life.finishes)
             assert done.decodes_remotely == (life.submission.decode is not None)
             assert len(done.block_ids) * BLOCK_TOKENS >= done.num_computed_tokens
@@ -270,6 +306,7 @@ class Pair(RuleBasedStateMachine):
         assert not life.over
         assert not life.finishes[delta.sample]
         assert delta.first_index == len(output)
+        assert life.read == life.expected_read
         output += unpack(delta.tokens)
         assert output == expected[: len(output)]
         life.finishes[delta.sample] = delta.finish

@@ -12,7 +12,7 @@ from staged_engine import VOCABULARY, pack
 
 from kvtransfer.messages import LandingAbort, LandingGrant, LandingRequest
 from workers.disagg.request_table import find_problem
-from workers.messages.link import SampleState, Submission
+from workers.messages.link import HandOverTarget, SampleState, Submission
 from workers.messages.peer_link import HandOver
 
 PROMPT = (1, 2, 3)
@@ -36,6 +36,15 @@ def submission(**fields: Any) -> Submission:
         ({"samples": (SampleState(0, 0), SampleState(1, 0, pack([1])))}, "samples: their outputs differ"),
         ({"priority": -(1 << 40)}, "priority: -"),
         ({"deadline_s": NAN}, "deadline_s: nan"),
+        ({"pooling": "last"}, "pooling: a prompt that is embedded has one sample, without output"),
+        (
+            {"pooling": "last", "samples": (SampleState(0, 1), SampleState(1, 2))},
+            "pooling: a prompt that is embedded has one sample, without output",
+        ),
+        (
+            {"pooling": "last", "samples": (SampleState(0, 1),), "decode": HandOverTarget(PEER, "a")},
+            "pooling: a prompt that is embedded is not handed over",
+        ),
     ],
 )
 async def test_a_wrong_field_is_named(fields: dict[str, Any], problem: str) -> None:
@@ -59,6 +68,8 @@ async def test_a_wrong_field_is_named(fields: dict[str, Any], problem: str) -> N
         ("min_tokens", 1 << 40),
         ("num_logprobs", -1),
         ("num_logprobs", VOCABULARY + 1),
+        ("num_prompt_logprobs", -1),
+        ("num_prompt_logprobs", VOCABULARY + 1),
         ("logit_bias", {-1: 0.0}),
         ("logit_bias", {1: NAN}),
         ("stop_token_ids", (1 << 32,)),

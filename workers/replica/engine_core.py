@@ -145,7 +145,7 @@ class EngineCore:
             rates=self.steps.rates,
             control=self,
             clock=clock,
-            max_active=spec.transfer.max_moves,
+            max_active=spec.transfer.max_migrations,
             token_bytes=first.compatibility.token_bytes,
         )
         self.requests = Requests(

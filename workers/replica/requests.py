@@ -6,6 +6,7 @@ Called by the engine core. The record of a request is kept in `workers.disagg.re
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 from msgspec.structs import replace
 
@@ -127,7 +128,8 @@ class Requests:
         for prompt in outcome.prompts:
             self._report_prefill(prompt)
         for read in outcome.prompt_logprobs:
-            self._post_logprobs(read)
+            for part in parts_of(read):
+                self._table.post((part.request_id, part.attempt), part)
         for delta in outcome.tokens:
             self._post_delta(delta)
         for embedding in outcome.embeddings:
@@ -214,10 +216,11 @@ class Requests:
         if ended is not None:
             self._kv_sender.cancel(ended, "it ended before it migrated")
 
-    def _post_logprobs(self, read: PromptLogprobs) -> None:
-        """Send log-probabilities of a prompt in parts."""
-        key, logprobs = (read.request_id, read.attempt), read.logprobs
-        num_of_part = max(1, LOGPROB_PART_BYTES // (4 + 8 * logprobs.num_top))
-        for first in range(0, logprobs.num_tokens, num_of_part):
-            part = logprobs.part(first, first + num_of_part)
-            self._table.post(key, PromptLogprobs(*key, read.first_index + first, part))
+
+def parts_of(read: PromptLogprobs) -> Iterator[PromptLogprobs]:
+    """Cut what a step has read of a prompt into parts of at most `LOGPROB_PART_BYTES`."""
+    logprobs = read.logprobs
+    num_tokens = max(1, LOGPROB_PART_BYTES // (4 + 8 * logprobs.num_top))
+    for first in range(0, logprobs.num_tokens, num_tokens):
+        part = logprobs.part(first, first + num_tokens)
+        yield PromptLogprobs(read.request_id, read.attempt, read.first_index + first, part)

@@ -474,6 +474,8 @@ def landing_needs(
     window_tokens: int,
     now: float,
     is_isolating: bool = False,
+    *,
+    pauses_batch: bool = False,
 ) -> list[LandingNeed]:
     """Outbound requests with fewer than `window_tokens` tokens to compute ahead of them; marks them asked.
 
@@ -482,14 +484,14 @@ def landing_needs(
     may need more blocks than others would (`kvtransfer.protocol.receiver`). Of the suspects only the next one
     asks, when none is being isolated (`is_isolating`): a landing that waits for its turn would time out.
 
-    Requests that wait here for their sharing group's share are ahead of their own group alone, and so are
-    those of a group with a limit that have waited for their landing for `_WAIT_S`: the share may be what
-    they wait for.
+    What is paused (`pauses_batch`) is ahead of nobody. Requests that wait here for their sharing group's
+    share are ahead of their own group alone, and so are those of a group with a limit that have waited for
+    their landing for `_WAIT_S`: the share may be what they wait for.
     """
     needs: list[LandingNeed] = []
     if not waiting:
         return needs
-    num_ready_tokens = sum(sequence.num_remaining for sequence in running)
+    num_ready_tokens = sum(it.num_remaining for it in running if not (pauses_batch and it.is_pausable))
     shares = _WaitingShares(tables, running)
     # By target; of groups with a limit, those that are ahead of their own group alone also by target and
     # group.
@@ -508,7 +510,7 @@ def landing_needs(
         if request.landing is LandingState.READY:
             if has_limit and not shares.claim(sequence):
                 shares.group_to_held_tokens[sequence.sharing_group] += num_uncached_tokens
-            else:
+            elif not (pauses_batch and sequence.is_pausable):
                 num_ready_tokens += num_uncached_tokens
             continue
         assert request.submission.decode is not None

@@ -313,7 +313,13 @@ class Scheduler:
         named once."""
         life, window_tokens = self._life, self._landing_window_tokens
         return landing_needs(
-            life.tables, life.running, life.waiting, window_tokens, now, self.isolation.is_busy
+            life.tables,
+            life.running,
+            life.waiting,
+            window_tokens,
+            now,
+            self.isolation.is_busy,
+            pauses_batch=life.pauses_batch,
         )
 
     def loads_wanted(self) -> list[LoadNeed]:

@@ -62,7 +62,7 @@ function showAll(requests, curves) {
   showRequests(requests, openExplain);
   showTiers(status.store_stats);
   showPaths(paths);
-  showMoves(status.moves, about.autoscale);
+  showMoves(status.scaling_changes, about.autoscale);
   showGateways(status.gateways, about.gateway_id, curves.totals);
   showQuotas(status.quotas || []);
   showTraffic(status.traffic);

@@ -83,7 +83,7 @@ function poolsOf(status) {
     const ready = same.filter((other) => other.state === "ready").length;
     pools.set(replica.pool, {
       name: replica.pool, role: replica.home_role || replica.role, configured: same.length, desired: same.length,
-      pinned: false, min: 0, max: 0, num_ready: ready, num_lent: 0,
+      pinned: false, min: 0, max: 0, num_ready: ready, num_reassigned: 0,
     });
   }
   return [...pools.values()];
@@ -123,7 +123,7 @@ function updatePool(node, pool, replicas, scale, ordered, mayOrder) {
   const find = (selector) => node.querySelector(selector);
   text(find("h3"), pool.name);
   const parts = [`${pool.num_ready} ready`, `${pool.desired} desired`, `${pool.configured} configured`];
-  if (pool.num_lent) parts.push(`${pool.num_lent} lent`);
+  if (pool.num_reassigned) parts.push(`${pool.num_reassigned} lent`);
   if (pool.max) parts.push(`autoscaled from ${pool.min} to ${pool.max}`);
   text(find(".counts"), `${pool.role}: ${parts.join(", ")}`);
   show(find(".pinned"), pool.pinned);

@@ -10,6 +10,7 @@ from cluster.config import ReasoningParserName, ToolParserName
 from cluster.text.output_parsers.pieces import CallIds, OutputParser
 from cluster.text.output_parsers.reasoning import PlainParser, ReasoningParser
 from cluster.text.output_parsers.tool_calls import BareCalls, ListedCalls, MarkedCalls
+from cluster.text.output_parsers.tool_grammar import CallNotation, ReasoningRules
 
 _TOOL_PARSERS: dict[str, Callable[[CallIds], OutputParser]] = {
     "hermes": MarkedCalls,
@@ -22,6 +23,7 @@ _TOOL_TOKENS = {
     "llama3": ("<|python_tag|>",),
     "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
 }
+_CALL_NOTATIONS: dict[str, CallNotation] = {"hermes": "hermes", "llama3": "llama3", "mistral": "mistral"}
 _REASONING_MARKERS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
 
 
@@ -39,6 +41,8 @@ class OutputParsers:
 
     tools: str
     reasoning: str
+    # Whether calls are name[ARGS]{...}, as Mistral's later models write them.
+    marks_arguments: bool = False
 
     @staticmethod
     def choose(template: str | None, tools: ToolParserName, reasoning: ReasoningParserName) -> OutputParsers:
@@ -47,7 +51,22 @@ class OutputParsers:
         return OutputParsers(
             _tools_of(source) if tools == "auto" else tools,
             _reasoning_of(source) if reasoning == "auto" else reasoning,
+            marks_arguments="[ARGS]" in source,
         )
+
+    @property
+    def call_notation(self) -> CallNotation | None:
+        """How the model writes calls; None where it has no notation for them."""
+        notation = _CALL_NOTATIONS.get(self.tools)
+        return "mistral_args" if notation == "mistral" and self.marks_arguments else notation
+
+    def reasoning_rules(self, prompt: str) -> ReasoningRules | None:
+        """Return between which markers the model may reason after a rendered prompt; None where it does not,
+        or the prompt ends with the end of its reasoning."""
+        markers = _REASONING_MARKERS.get(self.reasoning)
+        if markers is None or prompt.rstrip().endswith(markers[1]):
+            return None
+        return ReasoningRules(*markers, is_open=self.opens_reasoning(prompt))
 
     def kept_tokens(self, needs: ParserNeeds) -> frozenset[str]:
         """Return the special tokens that the text must keep for the parsers."""

@@ -8,6 +8,7 @@ One node with one replica. Blocks are those of the trace (512 tokens in the Moon
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ from kvtransfer.store.messages import RecordId, RecordInfo
 from kvtransfer.store.policy.nvme_admission import Admission
 
 TRACE_BLOCK_TOKENS = 512
+# Of a line: a request of a trace, or a conversation.
+MAX_LINE_BYTES = 16 << 20
 # Files of the simulated NVMe tier.
 NUM_SEGMENTS = 64
 
@@ -93,13 +96,25 @@ def read_trace(path: Path) -> list[list[int]]:
 def read_lines(path: Path, kind: type[L]) -> Iterator[L]:
     """Yield each line of a file of JSON lines; `StoreError` names the line that is not of this kind."""
     decoder = msgspec.json.Decoder(kind)
+    for number, line in numbered_lines(path):
+        try:
+            yield decoder.decode(line)
+        except msgspec.MsgspecError as error:
+            raise StoreError(f"{path}, line {number}: {error}") from error
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield each line of a file with its number, reading no more than that; `StoreError` names a line that is
+    longer than `MAX_LINE_BYTES`."""
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    yield decoder.decode(line)
-                except msgspec.MsgspecError as error:
-                    raise StoreError(f"{path}, line {number}: {error}") from error
+            for number in itertools.count(1):
+                line = file.readline(MAX_LINE_BYTES + 1)
+                if not line:
+                    return
+                if len(line) > MAX_LINE_BYTES:
+                    raise StoreError(f"{path}, line {number}: is longer than {MAX_LINE_BYTES} bytes")
+                yield number, line
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror}") from error
 

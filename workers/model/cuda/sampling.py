@@ -35,7 +35,6 @@ _FIELDS = (
     "temperature", "top_p", "log_min_p", "repetition", "presence", "frequency",
 )  # fmt: skip
 RECORD_WORDS = 2 + len(_FIELDS)
-_MIN_TOKENS = 2 + _FIELDS.index("min_tokens")
 
 
 class DeviceSlots:
@@ -66,7 +65,7 @@ class DeviceSlots:
 
     def lift_minimum(self, slot: int) -> None:
         """Set a slot's minimum of tokens to 0."""
-        self.records[slot, _MIN_TOKENS] = 0
+        self.records[slot, 2 + _FIELDS.index("min_tokens")] = 0
 
     def start_tokens(
         self,

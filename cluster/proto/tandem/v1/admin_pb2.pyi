@@ -37,7 +37,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("model", "replicas", "gateways", "uptime_s", "versions", "num_running_requests", "num_finished_requests", "num_failed_requests", "ready", "num_cancelled_requests", "stores", "pools", "moves", "traffic", "demand", "wall_time_s", "recent", "prefixes", "authentication", "app", "quotas")
+    __slots__ = ("model", "replicas", "gateways", "uptime_s", "versions", "num_running_requests", "num_finished_requests", "num_failed_requests", "ready", "num_cancelled_requests", "stores", "pools", "scaling_changes", "traffic", "demand", "wall_time_s", "recent", "prefixes", "authentication", "app", "quotas")
     class VersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -64,7 +64,7 @@ class StatusResponse(_message.Message):
     NUM_CANCELLED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     STORES_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
-    MOVES_FIELD_NUMBER: _ClassVar[int]
+    SCALING_CHANGES_FIELD_NUMBER: _ClassVar[int]
     TRAFFIC_FIELD_NUMBER: _ClassVar[int]
     DEMAND_FIELD_NUMBER: _ClassVar[int]
     WALL_TIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -85,7 +85,7 @@ class StatusResponse(_message.Message):
     num_cancelled_requests: int
     stores: _containers.RepeatedCompositeFieldContainer[StoreMember]
     pools: _containers.RepeatedCompositeFieldContainer[Pool]
-    moves: _containers.RepeatedCompositeFieldContainer[ScalingMove]
+    scaling_changes: _containers.RepeatedCompositeFieldContainer[ScalingChange]
     traffic: _containers.ScalarMap[str, float]
     demand: Demand
     wall_time_s: float
@@ -94,7 +94,7 @@ class StatusResponse(_message.Message):
     authentication: str
     app: str
     quotas: _containers.RepeatedCompositeFieldContainer[TenantQuota]
-    def __init__(self, model: _Optional[_Union[_inference_pb2.Model, _Mapping[str, object]]] = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping[str, object]]]] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping[str, object]]]] = ..., uptime_s: _Optional[float] = ..., versions: _Optional[_Mapping[str, str]] = ..., num_running_requests: _Optional[int] = ..., num_finished_requests: _Optional[int] = ..., num_failed_requests: _Optional[int] = ..., ready: _Optional[bool] = ..., num_cancelled_requests: _Optional[int] = ..., stores: _Optional[_Iterable[_Union[StoreMember, _Mapping[str, object]]]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping[str, object]]]] = ..., moves: _Optional[_Iterable[_Union[ScalingMove, _Mapping[str, object]]]] = ..., traffic: _Optional[_Mapping[str, float]] = ..., demand: _Optional[_Union[Demand, _Mapping[str, object]]] = ..., wall_time_s: _Optional[float] = ..., recent: _Optional[_Union[RecentRequests, _Mapping[str, object]]] = ..., prefixes: _Optional[_Iterable[_Union[PrefixReuse, _Mapping[str, object]]]] = ..., authentication: _Optional[str] = ..., app: _Optional[str] = ..., quotas: _Optional[_Iterable[_Union[TenantQuota, _Mapping[str, object]]]] = ...) -> None: ...
+    def __init__(self, model: _Optional[_Union[_inference_pb2.Model, _Mapping[str, object]]] = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping[str, object]]]] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping[str, object]]]] = ..., uptime_s: _Optional[float] = ..., versions: _Optional[_Mapping[str, str]] = ..., num_running_requests: _Optional[int] = ..., num_finished_requests: _Optional[int] = ..., num_failed_requests: _Optional[int] = ..., ready: _Optional[bool] = ..., num_cancelled_requests: _Optional[int] = ..., stores: _Optional[_Iterable[_Union[StoreMember, _Mapping[str, object]]]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping[str, object]]]] = ..., scaling_changes: _Optional[_Iterable[_Union[ScalingChange, _Mapping[str, object]]]] = ..., traffic: _Optional[_Mapping[str, float]] = ..., demand: _Optional[_Union[Demand, _Mapping[str, object]]] = ..., wall_time_s: _Optional[float] = ..., recent: _Optional[_Union[RecentRequests, _Mapping[str, object]]] = ..., prefixes: _Optional[_Iterable[_Union[PrefixReuse, _Mapping[str, object]]]] = ..., authentication: _Optional[str] = ..., app: _Optional[str] = ..., quotas: _Optional[_Iterable[_Union[TenantQuota, _Mapping[str, object]]]] = ...) -> None: ...
 
 class TenantQuota(_message.Message):
     __slots__ = ("tenant", "used", "num_refused")
@@ -205,7 +205,7 @@ class Demand(_message.Message):
     def __init__(self, num_arrived: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_prompts: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., computed_tokens_squared: _Optional[float] = ..., num_ended: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., output_tokens_squared: _Optional[float] = ..., num_first_tokens: _Optional[int] = ..., num_late_first_tokens: _Optional[int] = ..., num_gaps: _Optional[int] = ..., num_late_gaps: _Optional[int] = ...) -> None: ...
 
 class Pool(_message.Message):
-    __slots__ = ("name", "role", "configured", "desired", "pinned", "min", "max", "num_ready", "num_lent")
+    __slots__ = ("name", "role", "configured", "desired", "pinned", "min", "max", "num_ready", "num_reassigned")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     CONFIGURED_FIELD_NUMBER: _ClassVar[int]
@@ -214,7 +214,7 @@ class Pool(_message.Message):
     MIN_FIELD_NUMBER: _ClassVar[int]
     MAX_FIELD_NUMBER: _ClassVar[int]
     NUM_READY_FIELD_NUMBER: _ClassVar[int]
-    NUM_LENT_FIELD_NUMBER: _ClassVar[int]
+    NUM_REASSIGNED_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: ReplicaRole
     configured: int
@@ -223,10 +223,10 @@ class Pool(_message.Message):
     min: int
     max: int
     num_ready: int
-    num_lent: int
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[ReplicaRole, str]] = ..., configured: _Optional[int] = ..., desired: _Optional[int] = ..., pinned: _Optional[bool] = ..., min: _Optional[int] = ..., max: _Optional[int] = ..., num_ready: _Optional[int] = ..., num_lent: _Optional[int] = ...) -> None: ...
+    num_reassigned: int
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[ReplicaRole, str]] = ..., configured: _Optional[int] = ..., desired: _Optional[int] = ..., pinned: _Optional[bool] = ..., min: _Optional[int] = ..., max: _Optional[int] = ..., num_ready: _Optional[int] = ..., num_reassigned: _Optional[int] = ...) -> None: ...
 
-class ScalingMove(_message.Message):
+class ScalingChange(_message.Message):
     __slots__ = ("at", "pool", "before", "after", "by", "reason")
     AT_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]

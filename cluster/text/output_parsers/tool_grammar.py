@@ -1,0 +1,224 @@
+"""Grammars of answers with tool calls, in the notations that the parsers read.
+
+A grammar lets the model think first, where it does that, and then holds it to the names of the tools and to
+the schemas of their arguments. It is written in llguidance's variant of Lark's syntax. There a special token
+is named by its id and is no text, so each marker is written as the tokenizer has it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvtransfer.codec import Part
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+CallNotation = Literal["hermes", "llama3", "mistral", "mistral_args"]
+# Returns the id of a marker that is one special token; None where it is text.
+SpecialToken = Callable[[str], int | None]
+
+# The marker before calls.
+_STARTS: dict[CallNotation, str] = {
+    "hermes": "<tool_call>",
+    "llama3": "<|python_tag|>",
+    "mistral": "[TOOL_CALLS]",
+    "mistral_args": "[TOOL_CALLS]",
+}
+_HERMES_END = "</tool_call>"
+_ARGS, _CALL_ID = "[ARGS]", "[CALL_ID]"
+_TERMINALS = (
+    "TEXT: /(.|\\n)*/",
+    "SPACE: / ?/",
+    "BREAKS: /\\n{0,2}/",
+    "WHITE: /[ \\n]{0,8}/",
+    'NOTHING: ""',
+    # As in the JSON of a constraint, which may be what begins with the same brace.
+    "COLON: /: ?/",
+    "COMMA: /, ?/",
+)
+
+
+class ToolSchemaError(ValueError):
+    """The arguments of a tool cannot be what its schema says; the text has the reason."""
+
+    def __init__(self, tool: str, reason: str) -> None:
+        super().__init__(reason)
+        self.tool = tool
+
+
+class CallableTool(Part, frozen=True):
+    """A function, and the JSON schema of its arguments ("": any object). Where that `is_strict`, keywords
+    that are not supported are refused, else ignored."""
+
+    name: str
+    schema_json: str = ""
+    is_strict: bool = False
+
+
+class CallRules(Part, frozen=True):
+    """Which calls an answer may have. Where calls are not required, it may be text instead, or begin with
+    text. Nothing follows calls."""
+
+    notation: CallNotation
+    tools: tuple[CallableTool, ...]
+    is_required: bool
+    allows_several: bool
+
+
+class ReasoningRules(Part, frozen=True):
+    """The markers of the reasoning that may precede an answer. Where it `is_open`, the prompt has the first
+    marker, and the second one must come."""
+
+    start: str
+    end: str
+    is_open: bool
+
+
+def answer_grammar(
+    calls: CallRules | None,
+    reasoning: ReasoningRules | None,
+    content: str | None,
+    special_token: SpecialToken,
+    json_style: JsonCompileOptions,
+) -> str:
+    """Return the grammar of an answer: reasoning, then calls or `content`, a grammar of llguidance (None: any
+    text). `json_style` is how JSON is written. Raise `ToolSchemaError` for the schema of a tool."""
+    rules = _Rules(special_token, json_style)
+    begins_freely = content is None and (calls is None or not calls.is_required)
+    if calls is None:
+        answer = "TEXT" if content is None else "@content"
+    elif calls.is_required:
+        answer = rules.calls(calls)
+    else:
+        answer = rules.text_or_calls(calls) if content is None else f"{rules.calls(calls)} | @content"
+    start = "answer"
+    if reasoning is not None:
+        marker = _STARTS[calls.notation] if calls is not None else ""
+        start = f"{rules.thought(reasoning, marker, '' if begins_freely else 'BREAKS')} answer"
+    lark = "\n".join(("%llguidance {}", f"start: {start}", f"answer: {answer}", *rules.lines, ""))
+    if content is None or "@content" not in answer:
+        return lark
+    return json.dumps({"grammars": [{"name": "answer", "lark_grammar": lark}, *_content_parts(content)]})
+
+
+def _content_parts(grammar: str) -> list[dict[str, Any]]:
+    """Return the parts of a grammar, the first of which is now called "content"."""
+    if not grammar.lstrip().startswith("{"):
+        return [{"name": "content", "lark_grammar": grammar}]
+    match json.loads(grammar):
+        case {"grammars": [dict(first), *others]}:
+            return [{**first, "name": "content"}, *others]
+        case _:
+            raise ValueError("the grammar is neither in Lark's notation nor a list of grammars")
+
+
+class _Rules:
+    """Writes the rules of one grammar into `lines`. Methods that return something return an expression."""
+
+    def __init__(self, special_token: SpecialToken, json_style: JsonCompileOptions) -> None:
+        self._special_token = special_token
+        self._json_style = json_style
+        self.lines = list(_TERMINALS)
+
+    def thought(self, reasoning: ReasoningRules, call_marker: str, breaks: str) -> str:
+        """Reasoning, and `breaks` behind it. No call begins in it: who does not separate it would take that
+        for one."""
+        self.lines.append(f"THOUGHT: {_without(call_marker) if call_marker else 'TEXT'}")
+        end = self._up_to("thought_end", "THOUGHT", reasoning.end)
+        if reasoning.is_open:
+            return f"{end} {breaks}"
+        # Where something is demanded, white space must not be the way into reasoning.
+        before = "NOTHING" if breaks else "WHITE"
+        return f"({self._up_to('thought_start', before, reasoning.start)} {end} {breaks})?"
+
+    def calls(self, calls: CallRules) -> str:
+        """Calls alone."""
+        start = self._mark(_STARTS[calls.notation])
+        if calls.notation == "llama3":
+            start = f"({start})?"
+        return f"{start} {self._behind_start(calls)}"
+
+    def text_or_calls(self, calls: CallRules) -> str:
+        """Text, which calls may follow."""
+        start = _STARTS[calls.notation]
+        behind = self._behind_start(calls)
+        if calls.notation != "llama3":
+            return f"TEXT | {self._up_to('calls_start', 'TEXT', start)} {behind}"
+        # There the answer is calls or text from its beginning.
+        self.lines.append(f"NO_CALL: TEXT & ~/\\s*({_pattern(start)}|\\{{)(.|\\n)*/")
+        mark = self._mark(start)
+        if self._special_token(start) is not None:
+            return f"NO_CALL | WHITE ({mark} WHITE)? {behind}"
+        # One terminal, so that it and the text go on together until one of them cannot.
+        self.lines.append(f"LEAD: WHITE ({mark} WHITE)?")
+        return f"NO_CALL | LEAD {behind}"
+
+    def _behind_start(self, calls: CallRules) -> str:
+        """What follows the first marker."""
+        tools = [self._tool(index, tool, calls.notation) for index, tool in enumerate(calls.tools)]
+        any_tool = " | ".join(tools)
+        if calls.notation == "mistral_args":
+            self.lines.append(f"tool: {any_tool}")
+        else:
+            self.lines.append(rf'tool: "{{" "\"name\"" COLON ({any_tool}) "}}"')
+        start = self._mark(_STARTS[calls.notation])
+        match calls.notation:
+            case "hermes":
+                call, between = f"BREAK tool BREAK {self._mark(_HERMES_END)}", f"BREAKS {start}"
+                self.lines.append("BREAK: /\\n?/")
+            case "llama3":
+                call, between = "tool", '";" SPACE'
+            case "mistral":
+                call, between = "tool", '"," SPACE'
+            case "mistral_args":
+                call, between = "tool", start
+        self.lines.append(f"call: {call}")
+        several = f"call ({between} call)*" if calls.allows_several else "call"
+        return f'SPACE "[" {several} "]"' if calls.notation == "mistral" else several
+
+    def _tool(self, index: int, tool: CallableTool, notation: CallNotation) -> str:
+        """A call of one tool, without markers around it."""
+        name = json.dumps(tool.name if notation == "mistral_args" else json.dumps(tool.name))
+        arguments = f"%json {json.dumps(self._schema(tool))}"
+        if notation == "mistral_args":
+            call_id = f"({self._mark(_CALL_ID)} /[a-zA-Z0-9]{{9}}/)?"
+            self.lines.append(f"tool_{index}: {name} {call_id} {self._mark(_ARGS)} {arguments}")
+        else:
+            key = "parameters" if notation == "llama3" else "arguments"
+            self.lines.append(rf'tool_{index}: {name} COMMA "\"{key}\"" COLON {arguments}')
+        return f"tool_{index}"
+
+    def _schema(self, tool: CallableTool) -> dict[str, Any]:
+        schema = json.loads(tool.schema_json or "{}")
+        if schema is True:
+            schema = {}
+        kinds = schema.get("type", "object") if isinstance(schema, dict) else None
+        if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+            raise ToolSchemaError(tool.name, "arguments are an object; give the schema this type")
+        return {**schema, "type": "object", "x-guidance": {**self._json_style, "lenient": not tool.is_strict}}
+
+    def _up_to(self, name: str, text: str, marker: str) -> str:
+        """Text by a terminal, and the marker when it first comes, also where it is spelled in other tokens
+        than its own: readers see no difference."""
+        self.lines.append(f"{name}_text[lazy]: {text} {json.dumps(marker)}")
+        token = self._special_token(marker)
+        other = "" if token is None else f" | {text} <[{token}]>"
+        self.lines.append(f"{name}: {name}_text{other}")
+        return name
+
+    def _mark(self, marker: str) -> str:
+        token = self._special_token(marker)
+        return json.dumps(marker) if token is None else f"<[{token}]>"
+
+
+def _without(marker: str) -> str:
+    """A terminal for texts in which the marker does not occur."""
+    return f"TEXT & ~/(.|\\n)*{_pattern(marker)}(.|\\n)*/"
+
+
+def _pattern(text: str) -> str:
+    """A regular expression for this text alone."""
+    return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)

@@ -1,0 +1,401 @@
+"""Grammars of answers with tool calls: they allow each family's calls of the given tools, what they allow is
+read back as such calls, and schemas that make none are refused by name."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gateway_harness import train_tokenizer, write_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken
+
+from cluster.errors import InvalidRequestError, InvalidToolsError, bad_fields, to_grpc_status
+from cluster.proto.tandem.v1 import inference_pb2 as pb
+from cluster.text.constraints import output_constraint
+from cluster.text.grammars import GrammarCompiler, OutputConstraint, Vocabulary, grammar_text
+from cluster.text.output_parsers.choose import OutputParsers, ParserNeeds
+from cluster.text.output_parsers.pieces import ToolCallDelta
+from cluster.text.output_parsers.tool_grammar import CallableTool, CallNotation, CallRules, ReasoningRules
+from workers.grammar_limits import parser_limits
+
+VOCAB = 400
+END = 0
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Ulm", 'a"}'], "type": "string"}, "n": {"type": "integer"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = (CallableTool("find", json.dumps(SCHEMA), True), CallableTool("find_all"))
+THINKS = ReasoningRules("<think>", "</think>", is_open=False)
+IS_THINKING = ReasoningRules("<think>", "</think>", is_open=True)
+FIND, FIND_ALL = (
+    '{"name": "find", "arguments": {"city": "Ulm"}}',
+    '{"name": "find_all", "arguments": {"q": [1]}}',
+)
+WRONG = '{"name": "find", "arguments": {"n": 1}}'
+LLAMA_FIND, LLAMA_ALL = (text.replace("arguments", "parameters") for text in (FIND, FIND_ALL))
+NOTATIONS: dict[CallNotation, OutputParsers] = {
+    "hermes": OutputParsers("hermes", "think"),
+    "llama3": OutputParsers("llama3", "think"),
+    "mistral": OutputParsers("mistral", "think"),
+    "mistral_args": OutputParsers("mistral", "think", marks_arguments=True),
+}
+# Texts, and where they are complete: with calls "required", allowed in "text", and there with "one" at most.
+TEXTS: dict[CallNotation, list[tuple[str, str]]] = {
+    "hermes": [
+        (f"<tool_call>\n{FIND}\n</tool_call>", "required text one"),
+        (f"<tool_call>\n{FIND}\n</tool_call>\n<tool_call>\n{FIND_ALL}\n</tool_call>", "required text"),
+        ("just text", "text one"),
+        (f"I call <tool_call>{FIND_ALL}</tool_call>", "text one"),
+        (f"I call <tool_call>{WRONG}</tool_call>", ""),
+        (f"<tool_call>{FIND.replace('find', 'delete')}</tool_call>", ""),
+        ("<tool_call>", ""),
+        ("this <tool is no call", "text one"),
+    ],
+    "llama3": [
+        (LLAMA_FIND, "required text one"),
+        (f"{LLAMA_FIND}; {LLAMA_ALL}", "required text"),
+        (f"<|python_tag|>{LLAMA_FIND}", "required text one"),
+        ("text with { in it", "text one"),
+        ('{"answer": 42}', ""),
+        (f"  {LLAMA_FIND}", "text one"),
+        (WRONG.replace("arguments", "parameters"), ""),
+        ("<|python_tag|>print(1)", ""),
+    ],
+    "mistral": [
+        (f"[TOOL_CALLS][{FIND}]", "required text one"),
+        (f"[TOOL_CALLS] [{FIND}, {FIND_ALL}]", "required text"),
+        ("a list [x]", "text one"),
+        (f"I call [TOOL_CALLS][{FIND}]", "text one"),
+        (f"[TOOL_CALLS][{WRONG}]", ""),
+        ("[TOOL_CALLS][]", ""),
+    ],
+    "mistral_args": [
+        ('[TOOL_CALLS]find[ARGS]{"city": "Ulm"}', "required text one"),
+        (
+            '[TOOL_CALLS]find[CALL_ID]abcdefgh1[ARGS]{"city": "Ulm"}[TOOL_CALLS]find_all[ARGS]{}',
+            "required text",
+        ),
+        ("a list [x]", "text one"),
+        ("I call [TOOL_CALLS]find_all[ARGS]{}", "text one"),
+        ("[TOOL_CALLS]find[ARGS]{}", ""),
+    ],
+}
+
+
+class Model:
+    """A vocabulary in which the markers are tokens, or text as any other."""
+
+    def __init__(self, *, has_tokens: bool) -> None:
+        self.tokenizer = train_tokenizer()
+        if has_tokens:
+            self.tokenizer.add_special_tokens(["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"])
+            # As Qwen has them: added, and not special.
+            markers = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+            self.tokenizer.add_tokens([AddedToken(marker, special=False) for marker in markers])
+        self._library = LLTokenizer(self.tokenizer.to_str(), n_vocab=VOCAB, eos_token=[END])
+
+    def special_token(self, marker: str) -> int | None:
+        ids = self._library.tokenize_str(marker, parse_special=True)
+        return ids[0] if len(ids) == 1 and self._library.is_special_token(ids[0]) else None
+
+    def matcher(self, order: OutputConstraint) -> LLMatcher:
+        text = grammar_text(order, self.special_token)
+        matcher = LLMatcher(self._library, text, log_level=0, limits=parser_limits())
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher
+
+    def spell(self, text: str) -> list[int]:
+        """The ids of a text without added tokens."""
+        return list(train_tokenizer().encode(text).ids)
+
+    def takes(self, order: OutputConstraint, text: str | Sequence[int]) -> bool:
+        ids = self.tokenizer.encode(text).ids if isinstance(text, str) else list(text)
+        matcher = self.matcher(order)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+MODELS = {"tokens": Model(has_tokens=True), "text": Model(has_tokens=False)}
+
+
+def rules(notation: CallNotation, mode: str, tools: tuple[CallableTool, ...] = TOOLS) -> CallRules:
+    return CallRules(notation, tools, is_required=mode == "required", allows_several=mode != "one")
+
+
+@pytest.mark.parametrize("markers", MODELS)
+@pytest.mark.parametrize("mode", ["required", "text", "one"])
+@pytest.mark.parametrize("notation", NOTATIONS)
+def test_calls_of_each_family_are_allowed_and_others_are_not(
+    notation: CallNotation, mode: str, markers: str
+) -> None:
+    model = MODELS[markers]
+    for reasoning, before in (
+        (None, ""),
+        (THINKS, ""),
+        (THINKS, "<think>\nso I\n</think>\n\n"),
+        (IS_THINKING, "so I\n</think>\n\n"),
+    ):
+        order = OutputConstraint("anything", calls=rules(notation, mode), reasoning=reasoning)
+        for text, modes in TEXTS[notation]:
+            assert model.takes(order, before + text) == (mode in modes.split()), before + text
+
+
+@pytest.mark.parametrize("notation", ["hermes", "mistral", "mistral_args"])
+def test_a_marker_in_other_tokens_than_its_own_begins_a_call_too(notation: CallNotation) -> None:
+    model = MODELS["tokens"]
+    order = OutputConstraint("anything", calls=rules(notation, "text"))
+    right, wrong = TEXTS[notation][0][0], TEXTS[notation][4][0]
+    marker = "<tool_call>" if notation == "hermes" else "[TOOL_CALLS]"
+    spelled = model.spell(marker)
+    assert model.special_token(marker) not in spelled
+    for text, is_right in ((right, True), (wrong, False)):
+        ids = [*model.spell("so "), *spelled, *model.tokenizer.encode(text.partition(marker)[2]).ids]
+        assert model.takes(order, ids) == is_right
+
+
+@pytest.mark.parametrize("markers", MODELS)
+def test_no_call_begins_while_the_model_reasons(markers: str) -> None:
+    order = OutputConstraint("anything", calls=rules("hermes", "text"), reasoning=IS_THINKING)
+    call = f"<tool_call>{FIND}</tool_call>"
+    assert MODELS[markers].takes(order, f"so</think>{call}")
+    assert not MODELS[markers].takes(order, f"so {call}</think>")
+
+
+CONTENT = OutputConstraint("json_schema", json.dumps({"type": "object", "required": ["answer"]}))
+
+
+@pytest.mark.parametrize("markers", MODELS)
+@pytest.mark.parametrize("notation", NOTATIONS)
+def test_a_constraint_is_one_of_the_content_beside_calls_and_reasoning(
+    notation: CallNotation, markers: str
+) -> None:
+    model = MODELS[markers]
+    for mode, takes_content in (("text", True), ("required", False)):
+        order = OutputConstraint("json_schema", CONTENT.text, calls=rules(notation, mode), reasoning=THINKS)
+        call = TEXTS[notation][0][0]
+        for before in ("", "<think>hm</think>\n"):
+            assert model.takes(order, f"{before}{call}")
+            assert model.takes(order, f'{before}{{"answer": 42}}') == takes_content
+            assert not model.takes(order, f"{before}text")
+            assert not model.takes(order, f"{before}{{}}")
+    alone = OutputConstraint("json_schema", CONTENT.text, reasoning=IS_THINKING)
+    assert model.takes(alone, 'so</think>\n\n{"answer": 42}')
+    assert not model.takes(alone, '{"answer": 42}')
+
+
+def test_a_content_of_several_grammars_stays_what_it_is() -> None:
+    parts = [{"lark_grammar": 'start: "a" @b'}, {"name": "b", "lark_grammar": 'start: "b"'}]
+    order = OutputConstraint("grammar", json.dumps({"grammars": parts}), reasoning=IS_THINKING)
+    assert MODELS["text"].takes(order, "x</think>ab")
+    assert not MODELS["text"].takes(order, "x</think>a")
+    with pytest.raises(ValueError, match="neither"):
+        grammar_text(OutputConstraint("grammar", '{"x": 1}', reasoning=THINKS), lambda marker: None)
+
+
+def random_answer(model: Model, order: OutputConstraint, randomness: random.Random, start: str) -> str | None:
+    """A random text by the grammar that begins with `start`; None where it has no end in sight."""
+    matcher = model.matcher(order)
+    ids = list(model.tokenizer.encode(start).ids)
+    assert matcher.consume_tokens(ids)
+    for _ in range(250):
+        allowed = [index for index, bit in enumerate(bits(matcher.compute_bitmask())) if bit]
+        if END in allowed and (len(allowed) == 1 or randomness.random() < 0.3):
+            return str(model.tokenizer.decode(ids, skip_special_tokens=False))
+        rare = [index for index in allowed if index >= model.tokenizer.get_vocab_size() - 8]
+        # Whatever closes something is likelier than by the count of tokens alone.
+        closing = [
+            index for index in allowed if (model.tokenizer.id_to_token(index) or "x") in ('"', "}", "]")
+        ]
+        chosen = randomness.choice([allowed, rare or allowed, closing or allowed, closing or allowed])
+        token = randomness.choice([index for index in chosen if index != END] or chosen)
+        assert matcher.consume_token(token), matcher.get_error()
+        ids.append(token)
+    return None
+
+
+def bits(mask: bytes) -> list[bool]:
+    return [bool(mask[index // 8] >> (index % 8) & 1) for index in range(VOCAB)]
+
+
+def read_calls(notation: CallNotation, text: str, *, is_open: bool) -> list[tuple[str, Any]]:
+    parser = NOTATIONS[notation].make(ParserNeeds(True, True), "r", 0, opens_reasoning=is_open)
+    assert parser is not None
+    found: dict[int, list[str]] = {}
+    for piece in (*parser.push(text), *parser.flush()):
+        if isinstance(piece, ToolCallDelta):
+            name, arguments = found.setdefault(piece.index, ["", ""])
+            found[piece.index] = [name + piece.name, arguments + piece.arguments]
+    return [(name, json.loads(arguments)) for name, arguments in found.values()]
+
+
+def is_call(name: str, arguments: dict[str, Any]) -> bool:
+    """Whether the call is one of the tools, with arguments by its schema."""
+    if name == "find_all":
+        return True
+    number = arguments.get("n", 0)
+    return (
+        name == "find"
+        and arguments["city"] in ("Ulm", 'a"}')
+        and arguments.keys() <= {"city", "n"}
+        and isinstance(number, int)
+        and not isinstance(number, bool)
+    )
+
+
+@pytest.mark.parametrize("markers", MODELS)
+@pytest.mark.parametrize("notation", NOTATIONS)
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    mode=st.sampled_from(["required", "text", "one"]),
+    is_open=st.booleans(),
+    begins_call=st.booleans(),
+)
+def test_what_a_grammar_allows_is_read_as_calls_of_the_tools(
+    notation: CallNotation, markers: str, seed: int, mode: str, is_open: bool, begins_call: bool
+) -> None:
+    model = MODELS[markers]
+    # Free objects are without end in random answers.
+    tools = (TOOLS[0], CallableTool("find_all", '{"additionalProperties": false}'))
+    order = OutputConstraint(
+        "anything", calls=rules(notation, mode, tools), reasoning=IS_THINKING if is_open else THINKS
+    )
+    start = "so</think>" if is_open else ""
+    if begins_call:
+        start += TEXTS[notation][0][0].partition("find")[0]
+    text = random_answer(model, order, random.Random(seed), start)
+    if text is None:
+        return
+    calls = read_calls(notation, text, is_open=is_open)
+    assert [call for call in calls if not is_call(*call)] == [], text
+    assert calls or not (begins_call or mode == "required"), text
+    assert len(calls) <= 1 or mode != "one", text
+
+
+@pytest.fixture
+async def compiler(tmp_path: Path) -> AsyncIterator[GrammarCompiler]:
+    folder = write_model(tmp_path / "model")
+    made = GrammarCompiler(Vocabulary(folder / "tokenizer.json", VOCAB, (END,)), timeout_s=20.0)
+    yield made
+    await made.close()
+
+
+BAD_SCHEMAS = {
+    "no object": ({"type": "array"}, "arguments are an object"),
+    "not supported": ({"type": "object", "properties": {"a": {"not": {}}}}, "not"),
+    "a reference elsewhere": ({"$ref": "http://127.0.0.1:1/x"}, "not present"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_SCHEMAS)
+async def test_a_refused_schema_is_named_by_its_tool(compiler: GrammarCompiler, what: str) -> None:
+    schema, reason = BAD_SCHEMAS[what]
+    tools = (TOOLS[0], CallableTool("broken", json.dumps(schema), True))
+    with pytest.raises(InvalidToolsError, match=f"'broken'.*{reason}") as caught:
+        await compiler.make(OutputConstraint("anything", calls=rules("hermes", "text", tools)))
+    assert caught.value.logged == "the constraint was refused"
+    (violation,) = bad_fields(to_grpc_status(caught.value).trailing_metadata)
+    assert violation.field == "chat.tools"
+
+
+async def test_a_schema_is_held_strictly_where_that_is_asked_for(compiler: GrammarCompiler) -> None:
+    schema = json.dumps({"type": "object", "properties": {"a": {"not": {}}}})
+    lax = rules("hermes", "required", (CallableTool("lax", schema),))
+    assert await compiler.make(OutputConstraint("anything", calls=lax))
+
+
+def request_of(**chat: Any) -> pb.GenerateRequest:
+    message = pb.ChatMessage(role=pb.ROLE_USER, content=[pb.ContentPart(text="x")])
+    return pb.GenerateRequest(chat=pb.ChatPrompt(messages=[message], **chat))
+
+
+def found(request: pb.GenerateRequest, notation: CallNotation | None = "hermes") -> OutputConstraint | None:
+    return output_constraint(request, notation, THINKS)
+
+
+STRICT, LOOSE = (
+    pb.Tool(name="a", parameters_json='{"x": 1}', strict=True),
+    pb.Tool(name="b", parameters_json='{"y": 1}'),
+)
+REQUIRED = pb.ToolChoice(mode=pb.ToolChoice.MODE_REQUIRED)
+
+
+def test_a_chat_that_demands_nothing_has_no_grammar() -> None:
+    assert found(request_of()) is None
+    assert found(request_of(tools=[LOOSE])) is None
+    assert found(request_of(tools=[LOOSE], parallel_tool_calls=True)) is None
+    nothing = pb.ToolChoice(mode=pb.ToolChoice.MODE_NONE)
+    assert found(request_of(tools=[STRICT], tool_choice=nothing, parallel_tool_calls=False)) is None
+    assert found(pb.GenerateRequest(text="x")) is None
+
+
+def test_a_chat_says_which_calls_it_may_have() -> None:
+    strict, loose = CallableTool("a", '{"x": 1}', True), CallableTool("b", '{"y": 1}')
+    free = CallableTool("b")
+    both = [STRICT, LOOSE]
+    cases = {
+        "a strict tool": (request_of(tools=both), CallRules("hermes", (strict, free), False, True)),
+        "one call": (
+            request_of(tools=[LOOSE], parallel_tool_calls=False),
+            CallRules("hermes", (free,), False, False),
+        ),
+        "required": (
+            request_of(tools=both, tool_choice=REQUIRED),
+            CallRules("hermes", (strict, loose), True, True),
+        ),
+        "a name": (
+            request_of(tools=both, tool_choice=pb.ToolChoice(name="b")),
+            CallRules("hermes", (loose,), True, False),
+        ),
+    }
+    for what, (request, calls) in cases.items():
+        assert found(request) == OutputConstraint("anything", calls=calls, reasoning=THINKS), what
+
+
+def test_a_constraint_goes_with_reasoning_and_calls() -> None:
+    request = request_of(tools=[LOOSE])
+    request.constraint.json_schema = "{}"
+    calls = CallRules("hermes", (CallableTool("b"),), False, True)
+    assert found(request) == OutputConstraint("json_schema", "{}", calls=calls, reasoning=THINKS)
+    assert found(request, None) == OutputConstraint("json_schema", "{}", reasoning=THINKS)
+    text = pb.GenerateRequest(text="x", constraint=pb.Constraint(regex="a"))
+    assert output_constraint(text, "hermes", None) == OutputConstraint("regex", "a")
+
+
+def test_calls_are_not_required_of_a_model_that_has_no_notation() -> None:
+    assert found(request_of(tools=[STRICT]), None) is None
+    with pytest.raises(InvalidToolsError, match="tool_parser"):
+        found(request_of(tools=[STRICT], tool_choice=REQUIRED), None)
+
+
+def test_a_prompt_says_what_reasoning_may_follow_it() -> None:
+    parsers = NOTATIONS["hermes"]
+    assert parsers.reasoning_rules("assistant\n") == THINKS
+    assert parsers.reasoning_rules("assistant\n<think>\n") == IS_THINKING
+    assert parsers.reasoning_rules("assistant\n<think>\n\n</think>\n\n") is None
+    assert OutputParsers("hermes", "none").reasoning_rules("<think>") is None
+
+
+@pytest.mark.parametrize("markers", MODELS)
+def test_white_space_does_not_lead_to_reasoning_where_calls_are_required(markers: str) -> None:
+    matcher = MODELS[markers].matcher(
+        OutputConstraint("anything", calls=rules("hermes", "required"), reasoning=THINKS)
+    )
+    allowed = [index for index, bit in enumerate(bits(matcher.compute_bitmask())) if bit]
+    first = {MODELS[markers].tokenizer.decode([index], skip_special_tokens=False)[0] for index in allowed}
+    assert first == {"<"}
+
+
+def test_an_answer_without_an_end_has_no_calls() -> None:
+    request = request_of(tools=[STRICT])
+    request.ignore_eos = True
+    with pytest.raises(InvalidRequestError, match="ignore_eos"):
+        found(request)
