@@ -13,8 +13,7 @@ from typing import IO, Generic, TypeVar, cast
 
 import msgspec
 
-from kvtransfer.common.shown import MAX_REASON_CHARS, shown
-from kvtransfer.errors import PeerGoneError, WireError
+from kvtransfer.errors import MAX_REASON_CHARS, PeerGoneError, WireError, shown
 
 # Of any kind of stream; most take less (`FrameStream`).
 MAX_FRAME_BYTES = 64 << 20

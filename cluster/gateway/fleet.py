@@ -32,9 +32,8 @@ from cluster.roster.messages import GatewayRecord
 from kvtransfer.codec import Codec, Message, Part
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.health import CoolDown
-from kvtransfer.common.shown import shown
 from kvtransfer.common.tasks import SupervisedTasks
-from kvtransfer.errors import TransferError, WireError
+from kvtransfer.errors import TransferError, WireError, shown
 from kvtransfer.rpc.listener import ProvenListener
 from kvtransfer.rpc.stream import FrameStream, frame_stream, open_tcp
 from kvtransfer.rpc.trust import Trust

@@ -24,9 +24,8 @@ from cluster.roster.messages import GatewayRecord
 from kvtransfer.codec import Codec, Message
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.health import Backoff
-from kvtransfer.common.shown import shown
 from kvtransfer.common.tasks import SupervisedTasks
-from kvtransfer.errors import TransferError, WireError
+from kvtransfer.errors import TransferError, WireError, shown
 from kvtransfer.rpc.stream import FrameStream, open_tcp
 from kvtransfer.rpc.trust import Trust
 from router.load import STALE_REQUEST_S, Placement

@@ -22,8 +22,7 @@ import socket
 import ssl
 
 from kvtransfer.codec import CONTROL_FRAME_BYTES, LENGTH, Codec, Message, framed
-from kvtransfer.common.shown import shown
-from kvtransfer.errors import PeerGoneError, ProofError, TransferError, WireError
+from kvtransfer.errors import PeerGoneError, ProofError, TransferError, WireError, shown
 from kvtransfer.rpc.mutual_tls import TlsSocket, welcome_failure
 from kvtransfer.rpc.trust import Trust
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 from typing import Literal, TypeVar
 
 from kvtransfer.codec import Codec, Message, Part
-from kvtransfer.common.shown import MAX_REASON_CHARS, shown
-from kvtransfer.errors import StoreError, WireError
+from kvtransfer.errors import MAX_REASON_CHARS, StoreError, WireError, shown
 from kvtransfer.messages import BlocksStored, CompatibilityRecord, RankEndpoints, ReplicaIdentity, Shard
 
 STORE_PROTOCOL = 4

@@ -11,8 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from trust_files import TRUST
 
-from kvtransfer.common.shown import MAX_NAME_CHARS, shown
-from kvtransfer.errors import ProofError, WireError
+from kvtransfer.errors import MAX_NAME_CHARS, ProofError, WireError, shown
 from kvtransfer.rpc.handshake import HANDSHAKE_CODEC, ClientHandshake, Proof, ServerHandshake, prove_as_client
 from kvtransfer.rpc.stream import LinkServer
 from kvtransfer.rpc.trust import Trust

@@ -23,10 +23,9 @@ from typing import Protocol
 from kvtransfer.blocks.layout import PlannedPiece, intersect, plan_pieces
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.health import backoff_s
-from kvtransfer.common.shown import shown
 from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.config import TransferConfig
-from kvtransfer.errors import IncompatibleError, TransferError
+from kvtransfer.errors import IncompatibleError, TransferError, shown
 from kvtransfer.messages import (
     ClosePeer,
     CompatibilityRecord,

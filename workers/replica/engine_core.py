@@ -21,9 +21,8 @@ from collections.abc import Collection, Sequence
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
-from kvtransfer.common.shown import shown
 from kvtransfer.common.tasks import SupervisedTasks
-from kvtransfer.errors import TransferError
+from kvtransfer.errors import TransferError, shown
 from kvtransfer.messages import (
     CompatibilityRecord,
     KvSnapshotRequest,

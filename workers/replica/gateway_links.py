@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtransfer.common.clock import Clock
-from kvtransfer.common.shown import shown
-from kvtransfer.errors import TransferError
+from kvtransfer.errors import TransferError, shown
 from kvtransfer.messages import KvEvents, KvSnapshot, ReplicaIdentity
 from kvtransfer.rpc.stream import FrameStream
 from workers.disagg.kv_receiver import KvReceiver
