@@ -1,7 +1,7 @@
 # Everything happens in .venv; `make demo` is the place to start.
 PYTHON ?= python3
 VENV := .venv
-TEST_WORKERS ?= 2
+TEST_WORKERS ?= 3
 BIN := $(VENV)/bin
 # Modules are compiled when first imported, and kept: all of torch at once takes longer than its download.
 unexport PYTHONDONTWRITEBYTECODE
@@ -45,7 +45,8 @@ demo: $(VENV)/.runtime
 serve: $(VENV)/.runtime
 	@$(BIN)/tandem serve --model models/tiny
 
-# The fast tests run in two processes, which take file by file (tests/support/parallel_files.py).
+# The fast tests run in three processes, more than the smallest machine has cores because many tests wait; each
+# takes file by file (tests/support/parallel_files.py).
 test: lint
 	$(BIN)/python -m pytest -q -m "not slow" -n $(TEST_WORKERS) --durations=10 $(PYTEST_ARGS)
 

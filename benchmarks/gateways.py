@@ -2,9 +2,10 @@
 
 Every gateway is a real `RouterService` with the real feed and frames of placements. 16 replicas of role
 "both" compute one prompt of 2,048 tokens at a time at 10,000 tokens a second, and report to all gateways
-every 0.2 s. Requests come at random (Poisson) at 70 % of what the replicas can do, each to a gateway drawn at
-random. A submission, a first token, and a frame of placements take 1 ms. With `cut`, no frame arrives in the
-middle fifth of the run; with `none`, never. Every figure is the median over the seeds.
+every 0.2 s, and what waits whenever that changes. Requests come at random (Poisson) at 70 % of what the
+replicas can do, each to a gateway drawn at random. A submission, a first token, and a frame of placements
+take 1 ms. With `cut`, no frame arrives in the middle fifth of the run; with `none`, never. Every figure is
+the median over the seeds.
 
     python -m benchmarks.gateways [--requests 50000] [--seeds 5] [--gateways 1,4,8]
 """
@@ -21,11 +22,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
+from msgspec.structs import asdict
+
 from cluster.gateway.placement_exchange import BATCH_S, FRAME_GAP_S, PeerPlacements, PlacementFeed
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
 from router.config import RouterConfig
-from router.messages import ReplicaLoad, RouteRequest
+from router.messages import QueueState, ReplicaLoad, RouteRequest
 from router.service import RouterService
 
 NUM_REPLICAS = 16
@@ -63,17 +66,17 @@ class Replica:
         self.sequence = 0
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
 
-    def load(self, now: float) -> ReplicaLoad:
+    def queue_state(self, now: float) -> QueueState:
         while self.ends_s and self.ends_s[0] <= now:
             self.ends_s.pop(0)
+        backlog_tokens = int(max(0.0, self.free_at_s - now) * TOK_S)
+        return QueueState(0, len(self.ends_s), 0, backlog_tokens, 1_000_000)
+
+    def load(self, now: float) -> ReplicaLoad:
         return ReplicaLoad(
             identity=self.identity,
             received_at=now,
-            num_running=0,
-            num_waiting=len(self.ends_s),
-            num_landings=0,
-            num_backlog_tokens=int(max(0.0, self.free_at_s - now) * TOK_S),
-            num_free_blocks=1_000_000,
+            **asdict(self.queue_state(now)),
             num_total_blocks=1_000_000,
             prefill_tok_s=TOK_S,
             decode_step_s=0.03,
@@ -207,6 +210,8 @@ class World:
             )
             self.num_hits += num_cached
             self.after(NETWORK_S, lambda: self._tell(events))
+            self._tell_queue(compute)
+            self.at(first_token_at, lambda: self._tell_queue(compute))
             self.at(first_token_at + NETWORK_S, ended)
 
         def ended() -> None:
@@ -220,6 +225,15 @@ class World:
     def _tell(self, events: KvEvents) -> None:
         for router in self.routers:
             router.on_events(events)
+
+    def _tell_queue(self, replica: Replica) -> None:
+        state = replica.queue_state(self.clock.now())
+
+        def heard() -> None:
+            for router in self.routers:
+                router.on_queue(replica.identity, state, self.clock.now())
+
+        self.after(NETWORK_S, heard)
 
     def _report(self, replica: Replica) -> None:
         load = replica.load(self.clock.now())

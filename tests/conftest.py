@@ -8,11 +8,19 @@ from pathlib import Path
 
 import pytest
 from child_processes import assert_ended, children
+from hypothesis import settings
 from optional_programs import MARK, check_marks, missing_programs
+
+# An example may take long where other processes have the cores; the limit of the whole test holds.
+settings.register_profile("without a deadline", deadline=None)
+settings.load_profile("without a deadline")
 
 # A suite of its own, with its own settings (tests/gpu/pytest.ini): `test_gpu_suite.py` runs it.
 collect_ignore = ["gpu"]
 
+
+# The limit of a test that is marked slow and has none of its own; pyproject.toml has that of the others.
+SLOW_TIMEOUT_S = 300
 
 # A shell ignores SIGINT in what it runs in the background, and children of tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -32,6 +40,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         check_marks(item)
+        if item.get_closest_marker("slow") and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
     if hasattr(config, "workerinput"):  # this is a worker of `-n`: the longest come first
         from parallel_files import starts_ray
 

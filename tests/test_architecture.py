@@ -5,17 +5,17 @@ from __future__ import annotations
 import ast
 import collections
 import contextlib
-import functools
 import graphlib
 import importlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
 import pytest
 from optional_programs import PROGRAM_TO_PACKAGE
+from source_trees import attributes, imported, nodes, tree
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("cluster", "workers", "router", "kvtransfer")
@@ -58,28 +58,7 @@ CODE = sources(*PACKAGES)
 ALL = sources(*PACKAGES, "tests", "benchmarks", "models")
 
 
-@functools.cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse((ROOT / path).read_text(), str(path))
-
-
-def imported(path: Path) -> set[str]:
-    """Full names of the modules a file imports, anywhere in it."""
-    names = set()
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
-
-
-def attributes(path: Path) -> set[str]:
-    """Every dotted expression of a file, as written."""
-    return {ast.unparse(node) for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)}
-
-
-def assert_none(file_to_findings: dict[str, set[str]]) -> None:
+def assert_none(file_to_findings: Mapping[str, Set[str]]) -> None:
     assert {file: sorted(findings) for file, findings in file_to_findings.items() if findings} == {}
 
 
@@ -122,7 +101,7 @@ def test_broad_excepts_stand_at_the_edges_only() -> None:
     found = {
         str(path): {
             f"line {node.lineno}"
-            for node in ast.walk(tree(path))
+            for node in nodes(path)
             if isinstance(node, ast.ExceptHandler)
             and (node.type is None or {"Exception", "BaseException"} & set(_names(node.type)))
         }
@@ -161,7 +140,7 @@ def test_private_parts_of_ray_are_used_in_one_file() -> None:
         str(path): {name for name in imported(path) | attributes(path) if private.search(name)}
         | {
             f"line {node.value.lineno}: _internal"
-            for node in ast.walk(tree(path))
+            for node in nodes(path)
             if isinstance(node, ast.keyword) and node.arg == "_internal"
         }
         for path in sources(*PACKAGES, "benchmarks")
@@ -175,11 +154,12 @@ def test_optional_programs_are_looked_up_in_one_place() -> None:
     calls = {"Popen", "run", "call", "check_call", "check_output", "create_subprocess_exec"}
     found: dict[str, set[str]] = {}
     for path in sources("tests"):
-        nodes = list(ast.walk(tree(path)))
-        looks = {ast.unparse(it) for it in nodes if isinstance(it, ast.Attribute) and it.attr == "which"}
+        looks = {
+            ast.unparse(it) for it in nodes(path) if isinstance(it, ast.Attribute) and it.attr == "which"
+        }
         if path != Path("tests/support/optional_programs.py"):
             found[str(path)] = looks | ({"shutil.which"} & imported(path))
-        for node in nodes:
+        for node in nodes(path):
             if isinstance(node, ast.Call) and node.args and _last_name(node.func) in calls:
                 first = node.args[0].elts[:1] if isinstance(node.args[0], ast.List) else node.args[:1]
                 started = {str(each.value) for each in first if isinstance(each, ast.Constant)}
@@ -204,7 +184,7 @@ def test_functions_have_a_size() -> None:
     found = {
         str(path): {
             f"{node.name}: {node.end_lineno - node.lineno + 1} lines"
-            for node in ast.walk(tree(path))
+            for node in nodes(path)
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
             and node.end_lineno is not None
             and node.end_lineno - node.lineno >= MAX_FUNCTION_LINES
@@ -279,7 +259,7 @@ SHARED_FILE_NAMES = frozenset(
 def definitions(path: Path) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
     return (
         node
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
     )
 
@@ -332,7 +312,7 @@ def test_layers_hold() -> None:
 def test_no_import_cycle() -> None:
     """Between files, imports inside functions and for type checking counted too."""
     modules = {_module(path): path for path in CODE}
-    graph = {name: (imported(path) & modules.keys()) - {name} for name, path in modules.items()}
+    graph = {name: set(imported(path) & modules.keys()) - {name} for name, path in modules.items()}
     for name in graph:  # `from package import module` names the package as well
         graph[name] -= {
             other for other in graph[name] if other in {each.rpartition(".")[0] for each in graph[name]}
@@ -373,7 +353,7 @@ def test_comments_are_comments() -> None:
     found = {
         str(path): {
             f"line {second.lineno}"
-            for node in ast.walk(tree(path))
+            for node in nodes(path)
             if isinstance(getattr(node, "body", None), list)
             for second in node.body[1:]  # type: ignore[attr-defined]
             if isinstance(second, ast.Expr)

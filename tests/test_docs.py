@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from source_trees import nodes
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("cluster", "workers", "router", "kvtransfer", "models", "benchmarks", "tests", "helm", "docs")
@@ -59,7 +60,7 @@ def defined_names() -> dict[str, frozenset[str]]:
     found: dict[str, frozenset[str]] = {}
     folders = [ROOT / name for name in ("cluster", "workers", "router", "kvtransfer", "tests", "benchmarks")]
     for path in itertools.chain.from_iterable(folder.rglob("*.py") for folder in folders):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path.relative_to(ROOT)):
             if isinstance(node, ast.ClassDef):
                 found[node.name] = found.get(node.name, frozenset()) | frozenset(_members(node))
     proto = "".join(path.read_text() for path in sorted((ROOT / "cluster/proto/tandem/v1").glob("*.proto")))

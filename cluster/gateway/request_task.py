@@ -55,6 +55,10 @@ class Connections(Protocol):
         """Queue the message for this life of the replica; False when it is not connected."""
 
 
+# Replicas forget what was announced to them 30 s ago.
+ANNOUNCE_AGAIN_S = 20.0
+
+
 class Router(Protocol):
     """What a request needs of `router.service.RouterService`."""
 
@@ -382,8 +386,18 @@ class RequestTask:
         self.apply(self.state.on_cancel, error)
 
     def _announce(self, request: RouteRequest, decision: Decision) -> None:
-        """Let the replica that will compute the prompt load meanwhile what is stored of it."""
+        """Let the replica that will compute the prompt load meanwhile what is stored of it. While the request
+        waits, that is repeated, at the replica where it waits now: what nobody repeats is forgotten there."""
+
+        def again() -> None:
+            if self._held is not None:
+                self._announce(request, self._held.decision)
+
+        if request.block_keys:
+            self._start_timer(ANNOUNCE_AGAIN_S, again)
         target = self._connections.target(decision.prefill or decision.decode)
+        if self._announced_to is not None and (target is None or target.identity != self._announced_to):
+            self._withdraw()
         if target is None or not request.block_keys:
             return
         group = self.state.prepared.sharing_group

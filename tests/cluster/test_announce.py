@@ -3,6 +3,7 @@ admission and router, before one replica that has no capacity."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +13,7 @@ from cluster.admission.config import AdmissionConfig
 from cluster.admission.fair_queue import Flow
 from cluster.errors import OverloadedError, RequestError
 from cluster.gateway.attempt import first_route_request
-from cluster.gateway.request_task import RequestTask, UnreadOutput
+from cluster.gateway.request_task import ANNOUNCE_AGAIN_S, RequestTask, UnreadOutput
 from cluster.text.preprocess import PreparedRequest, SampleStart
 from cluster.text.sample_text import SampleText
 from kvtransfer.common.clock import ManualClock
@@ -27,7 +28,6 @@ REPLICA = ReplicaIdentity("d0", 1)
 KEYS = tuple(bytes([index]) * 32 for index in range(6))
 NUM_TOKENS = 100
 MAX_WAIT_S = 10.0
-CONFIG = AdmissionConfig.model_validate({"standard": {"aging_s": 1.0, "max_wait_s": MAX_WAIT_S}})
 
 
 class Nothing:
@@ -43,7 +43,7 @@ class Nothing:
 class Gateway:
     """Its connections to one replica, its router and its admission."""
 
-    def __init__(self, num_backlog_tokens: int) -> None:
+    def __init__(self, num_backlog_tokens: int, max_wait_s: float = MAX_WAIT_S) -> None:
         self.clock = ManualClock()
         self.sent: list[Announce | Submission | Cancel | Move] = []
         self.errors: list[RequestError | None] = []
@@ -69,7 +69,9 @@ class Gateway:
                 max_sequences=10,
             )
         )
-        self.admission = RequestAdmission(CONFIG, self.router, self.clock, lambda: 1)
+        standard = {"aging_s": 1.0, "max_wait_s": max_wait_s, "ttft_s": max_wait_s}
+        config = AdmissionConfig.model_validate({"standard": standard})
+        self.admission = RequestAdmission(config, self.router, self.clock, lambda: 1)
 
     def target(self, replica_id: str) -> HandOverTarget | None:
         return None if self.is_gone else HandOverTarget(REPLICA, "a")
@@ -126,6 +128,20 @@ async def test_a_request_that_waits_is_announced_once_and_then_submitted() -> No
     assert [type(message) for message in gateway.sent] == [Announce, Submission]
     task.abandon()
     assert gateway.sent[2:] == [Cancel("r", 1)], "the announcement was forgotten with the submission"
+
+
+async def test_an_announcement_is_repeated_while_its_request_waits() -> None:
+    gateway = Gateway(num_backlog_tokens=5000, max_wait_s=100.0)
+    task = gateway.begin()
+    for number in range(1, 4):
+        assert gateway.sent == [Announce("r", "group", NUM_TOKENS, KEYS)] * number
+        for _ in range(3):
+            await asyncio.sleep(0)
+        gateway.clock.advance(ANNOUNCE_AGAIN_S)
+        for _ in range(3):
+            await asyncio.sleep(0)
+    task.abandon()
+    assert gateway.sent[-1] == Cancel("r", 0)
 
 
 async def test_a_prompt_without_a_full_block_is_not_announced() -> None:

@@ -249,13 +249,13 @@ async def test_a_person_chats_cancels_an_answer_and_leaves(harness: GatewayHarne
     replica.script.stop_after = 20
     with Person(address, tmp_path, "--max-tokens", "300") as person:
         await asyncio.to_thread(begin)
-        await until(lambda: len(replica.cancels) == 1, "the replica was told")
+        await until(lambda: bool(replica.cancels), "the replica was told")
         replica.script.stop_after = None
         replica.script.resume.set()
         await asyncio.to_thread(finish)
     first, second = prompts(replica)
     assert first == "user\nthe quick\nassistant\n"
-    assert second.startswith("system\nbrown\nuser\nthe quick\nassistant\nthe answer, the answer,")
+    assert second.startswith("system\nbrown\nuser\nthe quick\nassistant\nthe answer")
     assert second.endswith("\nuser\nfox\nassistant\n")
     history = tmp_path / "tandem" / "chat_history"
     assert history.stat().st_mode & 0o777 == 0o600

@@ -27,7 +27,7 @@ from cluster.identity.key_roots import rotate_key_root
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from kvtransfer.common.clock import SystemClock
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 TOKEN = "token-of-the-test-0123456789"
 APP, POOL = "tandem", "Pool-decode"
 SETTLE_S = 120.0

@@ -175,7 +175,7 @@ async def test_a_gateway_that_stood_still_itself_blames_nobody(harness: GatewayH
     replica = await harness.add_replica("d0", "decode")
     gateway, address = await harness.add_gateway()
     await generate(harness.client(address), 1)
-    time.sleep(3.0)  # the event loop of gateway and replica
+    time.sleep(1.5 * circuit_breaker.SILENT_S)  # blocks on purpose: the loop of gateway and replica
     await harness.clock.sleep(0.5)
     assert not gateway.requests.counters.num_breaker_changes
     assert state(gateway, replica) is BreakerState.CLOSED

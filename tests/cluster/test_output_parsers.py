@@ -145,6 +145,8 @@ TEXTS = st.lists(
                 "]",
             ),
             *(" ", "\n", "x", '"', ",", ";", "<", '{"name": "f", "arguments": {"a": 1}}'),
+            *(" " * 40, "\n" * 70, '[TOOL_CALLS][{"name": "f", "arguments": {}}]', "[TOOL_CALLS]f[ARGS]{}"),
+            '<tool_call>{"name": "f"}</tool_call>',
         ]
     ),
     max_size=12,
@@ -168,6 +170,32 @@ def test_text_without_marks_is_content(family: str, text: str) -> None:
     assert (content, thought, found) == (text, "", [])
 
 
+# What comes again and again behind a beginning, while the parser waits for something else.
+ENDLESS = {
+    "white space": (HERMES, "x", " \n"),
+    "white space first": (LLAMA3, "", " "),
+    "white space in reasoning": (HERMES, "<think>x", "\n"),
+    "white space before reasoning": (HERMES, "", "\n"),
+    "white space in a marker's place": (HERMES, '<tool_call>{"name": "f"}', " "),
+    "white space behind a token": (MISTRAL, "[TOOL_CALLS]", " "),
+    "white space in a list": (MISTRAL, '[TOOL_CALLS][{"name": "f"},', " "),
+    "a name": (MISTRAL, "[TOOL_CALLS]f", "f"),
+    "an id": (MISTRAL, "[TOOL_CALLS]f[CALL_ID]", "1"),
+}
+
+
+@pytest.mark.parametrize("what", ENDLESS)
+def test_little_text_waits_whatever_comes(what: str) -> None:
+    template, beginning, again = ENDLESS[what]
+    parser = parser_of(template)
+    parser.push(beginning)
+    for _ in range(1000):
+        parser.push(again)
+    readers = [parser, getattr(parser, "_inner", parser)]
+    readers += [call for reader in readers if (call := getattr(reader, "_call", None)) is not None]
+    assert max(len(getattr(it, name, "")) for it in readers for name in ("_held", "_header")) < 400
+
+
 MALFORMED: dict[str, Callable[[], tuple[str, str]]] = {
     "no object": lambda: (HERMES, "a <tool_call>[1]</tool_call>"),
     "no name": lambda: (HERMES, '<tool_call>{"arguments": {}}</tool_call>'),
@@ -177,6 +205,10 @@ MALFORMED: dict[str, Callable[[], tuple[str, str]]] = {
     "JSON that is no call": lambda: (LLAMA3, '{"answer": 42}'),
     "code": lambda: (LLAMA3, "<|python_tag|>print(1)"),
     "no list": lambda: (MISTRAL, "[TOOL_CALLS] ()"),
+    "an empty list": lambda: (MISTRAL, "[TOOL_CALLS][]"),
+    "a list of numbers": lambda: (MISTRAL, "[TOOL_CALLS][1]"),
+    "a list that only begins": lambda: (MISTRAL, "[TOOL_CALLS]["),
+    "an id without a name": lambda: (MISTRAL, "[TOOL_CALLS]<;[CALL_ID]x[TOOL_CALLS]["),
     "the token alone": lambda: (MISTRAL, "[TOOL_CALLS]"),
 }
 

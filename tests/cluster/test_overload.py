@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from benchmarks.overload import SCENARIOS, Scenario, greedy, is_good, measured_capacity, recovered_s, run_load
 
 NUM_REPLICAS = 4
 DURATION_S = 60.0
+
+
+@functools.cache
+def capacity_of(name: str) -> float:
+    """Requests a second that the replicas get done, measured once for all tests of the scenario."""
+    return measured_capacity(SCENARIOS[name], NUM_REPLICAS)
 
 
 def goodput(scenario: Scenario, rate_s: float) -> float:
@@ -17,7 +25,7 @@ def goodput(scenario: Scenario, rate_s: float) -> float:
 @pytest.mark.parametrize("name", ["mixed", "interactive", "pools", "decode_bound", "prefill_bound"])
 def test_goodput_holds_whatever_is_the_bottleneck(name: str) -> None:
     scenario = SCENARIOS[name]
-    capacity = measured_capacity(scenario, NUM_REPLICAS)
+    capacity = capacity_of(name)
     peak = max(goodput(scenario, multiple * capacity) for multiple in (0.9, 1.2, 2.0))
     assert peak > 0.75 * capacity
     assert goodput(scenario, 5 * capacity) >= 0.85 * peak
@@ -25,7 +33,7 @@ def test_goodput_holds_whatever_is_the_bottleneck(name: str) -> None:
 
 def test_below_the_capacity_nothing_is_refused_and_objectives_are_kept() -> None:
     scenario = SCENARIOS["mixed"]
-    capacity = measured_capacity(scenario, NUM_REPLICAS)
+    capacity = capacity_of("mixed")
     load = run_load(scenario, NUM_REPLICAS, 0.5 * capacity, DURATION_S)
     assert all(is_good(it, load.cluster.config) for it in load.cluster.requests)
     assert load.cluster.rungs == []
@@ -33,7 +41,7 @@ def test_below_the_capacity_nothing_is_refused_and_objectives_are_kept() -> None
 
 def test_goodput_is_back_soon_after_a_storm_and_nothing_is_left() -> None:
     scenario = SCENARIOS["interactive"]
-    capacity = measured_capacity(scenario, NUM_REPLICAS)
+    capacity = capacity_of("interactive")
     load = run_load(
         scenario, NUM_REPLICAS, 5 * capacity, DURATION_S, after_s=30.0, after_rate_s=0.5 * capacity
     )
@@ -48,7 +56,7 @@ def test_goodput_is_back_soon_after_a_storm_and_nothing_is_left() -> None:
 def test_batch_requests_that_are_held_go_when_nothing_else_is_left() -> None:
     """The ladder stands on the rung that pauses them, and nothing comes that could move it."""
     scenario = SCENARIOS["mixed"]
-    load = run_load(scenario, NUM_REPLICAS, 5 * measured_capacity(scenario, NUM_REPLICAS), 30.0)
+    load = run_load(scenario, NUM_REPLICAS, 5 * capacity_of("mixed"), 30.0)
     assert load.cluster.rungs
     assert all(it.ended_at is not None for it in load.cluster.requests)
 

@@ -60,7 +60,7 @@ def write_long_llama(folder: Path, hidden_size: int) -> Path:
     return folder
 
 
-def tandem(*arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+def tandem(*arguments: str, timeout_s: float = START_S) -> subprocess.CompletedProcess[str]:
     """Run a command of the command line to its end."""
     return subprocess.run(
         [sys.executable, "-m", "cluster", *arguments],

@@ -42,6 +42,8 @@ class AnnouncedMachine(RuleBasedStateMachine):
         if is_new:
             self.model[request_id] = group, 20 * num_keys, self.now
             self.pending.append(request_id)
+        elif request_id in self.model:  # it is kept for longer
+            self.model[request_id] = *self.model.pop(request_id)[:2], self.now
 
     @rule(request_id=IDS)
     def forget(self, request_id: str) -> None:

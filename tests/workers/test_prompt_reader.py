@@ -133,6 +133,10 @@ EMBEDDED = (
 OTHERS = (ask("plain", draw(70, seed=8)), ask("two", draw(20, seed=9), n=2))
 
 
+# Of "scored", when one other request comes before it. No prompt of the warm-up is in it.
+SCORED_SLOT = 1
+
+
 @pytest.fixture(scope="module")
 def expected(model_dir: Path) -> dict[tuple[str, int], bytes]:
     """Outputs of all that generate, where nothing is read."""
@@ -277,13 +281,14 @@ def test_a_prompt_that_cannot_be_read_fails_alone(
 ) -> None:
     """In its second chunk, or a later one, at the last rank: the others hear of it and go on."""
     last = tp * pp - 1
-    slot = 0  # of the first request
-    rule = FaultRule(f"rank.head.prefill.{last}.{slot}", "raise", str(tmp_path / "m"), after, 1 << 30)
+    rule = FaultRule(
+        f"rank.reading.prefill.{last}.{SCORED_SLOT}", "raise", str(tmp_path / "m"), after, 1 << 30
+    )
     faults = [Faults([rule] if rank == last else []) for rank in range(tp * pp)]
     engine = LocalEngine(model_dir, CONFIG, 80, tp=tp, stages=STAGES[pp], faults=faults)
     engines.append(engine)
     engine.scheduler._life._free_slots.sort(reverse=True)
-    outputs = engine.run([*SCORED, *EMBEDDED, *OTHERS])
+    outputs = engine.run([*OTHERS[:1], *SCORED, *EMBEDDED, *OTHERS[1:]])
     assert set(engine.failures) == {"scored"}
     assert {name: tokens for name, tokens in outputs.items() if name[0] != "scored"} == {
         name: tokens for name, tokens in expected.items() if name[0] != "scored"
@@ -292,6 +297,28 @@ def test_a_prompt_that_cannot_be_read_fails_alone(
         check_logprobs(engine, asked, reference)
     for asked in EMBEDDED:
         check_embedding(engine, asked, reference)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_piece_that_fails_is_read_in_halves(
+    model_dir: Path,
+    reference: Reference,
+    expected: dict[tuple[str, int], bytes],
+    engines: list[LocalEngine],
+    tmp_path: Path,
+    tp: int,
+) -> None:
+    """Where memory lacked once, nobody fails, and nothing is read twice or left out."""
+    rule = FaultRule(f"rank.reading.prefill.{tp - 1}.{SCORED_SLOT}", "raise", str(tmp_path / "m"), 2, 1)
+    faults = [Faults([rule] if rank == tp - 1 else []) for rank in range(tp)]
+    engine = LocalEngine(model_dir, CONFIG, 80, tp=tp, faults=faults)
+    engines.append(engine)
+    engine.scheduler._life._free_slots.sort(reverse=True)
+    assert engine.run([*OTHERS[:1], *SCORED, *OTHERS[1:]]) == expected
+    assert (tmp_path / "m").exists()
+    assert not engine.failures
+    for asked in SCORED:
+        check_logprobs(engine, asked, reference)
 
 
 class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -362,17 +362,17 @@ def test_fault_points(
 
 
 def test_a_long_step_progresses_and_a_stopped_rank_does_not(core: EngineCore, tmp_path: Path) -> None:
-    """The step is one chunk of 14,336 tokens, some 6e11 operations."""
+    """The step is one chunk of 5,120 tokens, some 1.4e11 operations: many times the reports' interval."""
     sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "head_dim": 64}
     sizes["num_attention_heads"] = 8
-    write_random_checkpoint(tmp_path, "llama", seed=3, max_position_embeddings=16384, **sizes)
-    core.ready(replace(make_spec(core, tmp_path), num_kv_tokens=16384, max_batch_tokens=14336))
+    write_random_checkpoint(tmp_path, "llama", seed=3, max_position_embeddings=8192, **sizes)
+    core.ready(replace(make_spec(core, tmp_path), num_kv_tokens=8192, max_batch_tokens=5120))
     assert core.process is not None
     assert core.sock is not None
-    prompt = np.tile(np.arange(256, dtype="<u4"), 56).tobytes()
+    prompt = np.tile(np.arange(256, dtype="<u4"), 20).tobytes()
     start = SlotStart(SamplingParams(), (SlotSample(0, seed=0, last_token=255),))
-    table = TableChange(0, 0, np.arange(896, dtype="<u4").tobytes())
-    core.send(StepPlan(1, starts=(start,), entries=(BatchEntry(0, 0, 14336, prompt, (0,)),), tables=(table,)))
+    table = TableChange(0, 0, np.arange(320, dtype="<u4").tobytes())
+    core.send(StepPlan(1, starts=(start,), entries=(BatchEntry(0, 0, 5120, prompt, (0,)),), tables=(table,)))
     assert core.receive() == StepProgress(1)
     os.kill(core.process.pid, signal.SIGSTOP)
     while select.select([core.sock], [], [], 1.0)[0]:

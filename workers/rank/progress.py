@@ -71,8 +71,9 @@ class StepFaults(Marks):
     """Passes marks on to `progress`, with fault points at which a test makes a rank fail inside a step.
 
     For every sequence of the current computation the points `rank.PHASE.KIND.RANK` and
-    `rank.PHASE.KIND.RANK.SLOT` are passed. Phases are "embedding", "layers" (at every mark), "head" and
-    "sampling" (of those that sample), kinds "prefill" and "decode".
+    `rank.PHASE.KIND.RANK.SLOT` are passed. Phases are "embedding", "layers" (at every mark), "head",
+    "reading" (of a prompt, at every piece) and "sampling" (of those that sample), kinds "prefill" and
+    "decode".
     """
 
     def __init__(self, progress: Progress, faults: Faults, rank: int) -> None:

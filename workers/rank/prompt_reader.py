@@ -166,7 +166,7 @@ class PromptReader:
         """Return int32 [num_rows, 1 + 2 * num_top] of float32 bits: the log-probabilities of `tokens` after
         the rows of `hidden`, those of the likeliest, and then the ids of these; nothing at ranks that compute
         only a part of the logits."""
-        self._faults.at("head")
+        self._faults.at("reading")
         logits = self._decoder.logits(hidden)
         if not self._groups.is_sampler:
             return logits

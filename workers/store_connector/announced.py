@@ -51,7 +51,7 @@ class AnnouncedPrompt:
 
 
 class AnnouncedPrompts:
-    """In the order in which they were announced."""
+    """In the order in which they were announced, the last time."""
 
     def __init__(self) -> None:
         # All of them, and those of which nothing was loaded yet.
@@ -66,9 +66,13 @@ class AnnouncedPrompts:
         return len(self._prompts)
 
     def add(self, request_id: str, sharing_group: str, keys: tuple[bytes, ...], now: float) -> bool:
-        """Note an announced prompt; False when it is known, or when there are too many."""
+        """Note an announced prompt; False when it is known, and kept for longer, or there are too many."""
+        if (known := self._prompts.get(request_id)) is not None:
+            known.expires_at = now + ANNOUNCED_S
+            self._prompts.move_to_end(request_id)
+            return False
         prompt = AnnouncedPrompt(request_id, sharing_group, keys, now + ANNOUNCED_S)
-        if request_id in self._prompts or len(self._prompts) >= MAX_PROMPTS:
+        if len(self._prompts) >= MAX_PROMPTS:
             return False
         if self._num_key_bytes + prompt.num_key_bytes > MAX_KEY_BYTES:
             return False

@@ -81,6 +81,16 @@ def find_marker(text: str, markers: Sequence[str]) -> Found:
     return Found(text[: len(text) - held], "", text[len(text) - held :])
 
 
+# White space that waits for what follows it; more than this is text in any case.
+MAX_WAITING_CHARS = 64
+
+
+def without_end(text: str, chars: str | None = None) -> str:
+    """Return the text without the white space (or `chars`) at its end, of which at most
+    `MAX_WAITING_CHARS` are left out."""
+    return text[: max(len(text.rstrip(chars)), len(text) - MAX_WAITING_CHARS)]
+
+
 def num_possible(text: str, marker: str) -> int:
     """Return the length of the longest end of the text that is a proper beginning of the marker."""
     for length in range(min(len(marker) - 1, len(text)), 0, -1):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from cluster.text.output_parsers.pieces import (
+    MAX_WAITING_CHARS,
     Content,
     OutputParser,
     Piece,
     Reasoning,
     find_marker,
     joined,
+    without_end,
 )
 
 
@@ -39,16 +41,17 @@ class ReasoningParser:
         """Return the rest. Reasoning that never ended stays reasoning."""
         held, self._held = self._held, ""
         if self._place == "within":
-            return joined([Reasoning(held.rstrip("\n"))])
+            return joined([Reasoning(without_end(held, "\n"))])
         return joined([*self._inner.push(held), *self._inner.flush()])
 
     def _push(self, text: str) -> list[Piece]:
         self._held += text
         if self._place == "before":
             found = self._held.lstrip()
-            if found.startswith(self._start):
+            num_waiting = len(self._held) - len(found)
+            if found.startswith(self._start) and num_waiting <= MAX_WAITING_CHARS:
                 self._place, self._held = "within", found[len(self._start) :]
-            elif self._start.startswith(found):
+            elif self._start.startswith(found) and num_waiting <= MAX_WAITING_CHARS:
                 return []  # it may still come
             else:
                 self._place = "behind"
@@ -71,8 +74,8 @@ class ReasoningParser:
         before, marker, after = find_marker(self._held, (self._end,))
         if marker:
             self._place, self._held, self._has_begun = "behind", after, False
-            return [Reasoning(before.rstrip("\n"))]
-        certain = before.rstrip("\n")
+            return [Reasoning(without_end(before, "\n"))]
+        certain = without_end(before, "\n")
         self._held = before[len(certain) :] + after
         return [Reasoning(certain)]
 

@@ -6,8 +6,19 @@ import re
 from typing import Protocol
 
 from cluster.text.output_parsers.json_call import JsonCall, ValueEnd
-from cluster.text.output_parsers.pieces import CallIds, Content, Piece, ToolCallDelta, find_marker, joined
+from cluster.text.output_parsers.pieces import (
+    MAX_WAITING_CHARS,
+    CallIds,
+    Content,
+    Piece,
+    ToolCallDelta,
+    find_marker,
+    joined,
+    without_end,
+)
 
+# Of a call, before its arguments.
+_MAX_HEADER_CHARS = 256
 _NAME_PART = re.compile(r"[A-Za-z0-9_.-]*")
 
 
@@ -91,13 +102,14 @@ class _NamedCallText:
         if self._end is None:
             self._header += text
             before, marker, text = find_marker(self._header, (self._ARGS, "{"))
+            is_long = len(before) > _MAX_HEADER_CHARS
             if not marker:
-                if not self._may_be_header(before):
+                if is_long or not self._may_be_header(before):
                     self.is_broken = True
                     return [Content(self._opening)], self._header
                 return [], ""
             name = before.partition(self._CALL_ID)[0].strip()
-            if not name or not _NAME_PART.fullmatch(name):
+            if is_long or not name or not self._may_be_header(before):
                 self.is_broken = True
                 return [Content(self._opening)], self._header
             text = marker + text if marker == "{" else text
@@ -121,8 +133,13 @@ class _NamedCallText:
         return [Content(self._opening + self._header)] if self._end is None else []
 
     def _may_be_header(self, text: str) -> bool:
-        name, marker, _ = text.partition(self._CALL_ID)
-        return bool(marker) or bool(_NAME_PART.fullmatch(name.split("[", 1)[0].strip()))
+        rest = text.lstrip()
+        found = _NAME_PART.match(rest)
+        rest = rest[found.end() if found else 0 :].lstrip()
+        if self._CALL_ID.startswith(rest):
+            return True
+        is_id = _NAME_PART.fullmatch(rest.removeprefix(self._CALL_ID).strip())
+        return rest.startswith(self._CALL_ID) and is_id is not None
 
 
 class _Calls:
@@ -211,6 +228,7 @@ class MarkedCalls(_Calls):
                 self._is_closing, self._held = False, text[len(self._end) :]
                 return []
             if self._end.startswith(text):
+                self._held = text
                 return None
             self._is_closing, self._held = False, text
         if self._follows:
@@ -218,7 +236,7 @@ class MarkedCalls(_Calls):
             if not self._held:
                 return None
         before, marker, after = find_marker(self._held, (self._start,))
-        certain = before.rstrip()
+        certain = without_end(before)
         if marker:
             self._held, self._follows = after, False
             self._open(before[len(certain) :] + marker)
@@ -251,14 +269,15 @@ class BareCalls(_Calls):
         text = self._held.lstrip()
         if self._num_calls:
             text = text.removeprefix(";").lstrip()
-        if not text or self._TAG.startswith(text):
-            return None
-        opening = self._held[: len(self._held) - len(text)]
+        num_before = 0
         if text.startswith(self._TAG):
-            behind = text[len(self._TAG) :].lstrip()
-            if not behind:
-                return None
-            opening, text = self._held[: len(self._held) - len(behind)], behind
+            num_before, text = len(self._TAG), text[len(self._TAG) :].lstrip()
+        opening = self._held[: len(self._held) - len(text)]
+        if len(opening) - num_before > MAX_WAITING_CHARS:
+            self._is_content = True
+            return []
+        if not text or (not num_before and self._TAG.startswith(text)):
+            return None
         if text[0] != "{":
             self._is_content = True
             return []
@@ -284,39 +303,62 @@ class ListedCalls(_Calls):
         super().__init__(ids)
         # "content", "start" (behind the token), "list" (within one).
         self._place = "content"
+        # The beginning of a list without a call so far.
+        self._opening = ""
+        # The white space that comes now follows a call.
+        self._follows = False
 
     def _between(self) -> list[Piece] | None:
         if self._place == "content":
-            before, marker, after = find_marker(self._held, (self._START,))
-            certain = before.rstrip()
-            if marker:
-                self._place, self._held = "start", after
-                return [Content(certain)]
-            self._held = after if self._num_calls and not certain else before[len(certain) :] + after
-            return [Content(certain)] if certain else None
+            return self._content()
         text = self._held.lstrip()
+        if self._place == "start" and len(self._held) - len(text) > MAX_WAITING_CHARS:
+            self._place = "content"
+            return [Content(self._START)]
         if not text:
+            self._held = text if self._place == "list" else self._held
             return None
         if self._place == "start":
             if text[0] == "[":
-                self._place, self._held = "list", text[1:]
+                self._place, self._held, self._opening = "list", text[1:], f"{self._START}["
                 return []
             self._place, self._held = "content", text
             self._call = _NamedCallText(self._num_calls, self._ids.of(self._num_calls), self._START)
             return []
         if text[0] == "]":
-            self._place, self._held = "content", text[1:]
-            return []
-        if text[0] == "," and self._num_calls:
+            self._place, self._held, self._follows = "content", text[1:], not self._opening
+            return [Content(f"{self._opening}]")] if self._opening else []
+        if text[0] == "," and not self._opening:
             text = text[1:].lstrip()
             if not text:
+                self._held = ","
                 return None
         if text[0] != "{":
             self._place, self._held = "content", text
-            return []
+            return [Content(self._opening)]
         self._held = text
-        self._open("" if self._num_calls else f"{self._START}[")
+        self._open(self._opening)
+        self._opening = ""
         return []
+
+    def _content(self) -> list[Piece] | None:
+        if self._follows:
+            self._held = self._held.lstrip()
+            if not self._held:
+                return None
+        before, marker, after = find_marker(self._held, (self._START,))
+        certain = without_end(before)
+        if marker:
+            self._place, self._held, self._follows = "start", after, False
+            return [Content(certain)]
+        self._held = before[len(certain) :] + after
+        if not certain:
+            return None
+        self._follows = False
+        return [Content(certain)]
+
+    def _ended(self) -> None:
+        self._follows = self._place == "content"
 
     def _broke(self) -> None:
         self._place = "content"
@@ -324,4 +366,7 @@ class ListedCalls(_Calls):
     def _last(self, held: str) -> list[Piece]:
         if self._place == "start":
             return [Content(self._START + held)]
-        return [] if self._num_calls and not held.strip(" \t\r\n,") else [Content(held)]
+        if self._place == "list" and self._opening:
+            return [Content(self._opening + held)]
+        is_between = self._follows or self._place == "list"
+        return [] if is_between and not held.strip(" \t\r\n,") else [Content(held)]

@@ -1,0 +1,106 @@
+"""Grammars of the requests that are here: compiled once while somebody needs them, and released with the last
+one, whatever comes and goes in between."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.errors import QueueFullError
+from workers.messages.link import SampleState, Submission
+from workers.messages.rank_channel import CompileGrammar, GrammarCompiled, ReleaseGrammar
+from workers.messages.sampling import Grammar, SamplingParams
+from workers.scheduler.needed_grammars import MAX_GRAMMARS, NeededGrammars
+from workers.scheduler.sequence import Request
+
+GRAMMARS = [None, *(Grammar.of(f"start: /a{number}/") for number in range(3))]
+
+
+def submission(name: int, grammar: Grammar | None) -> Submission:
+    return Submission(
+        request_id=str(name),
+        attempt=0,
+        tenant="",
+        sharing_group="",
+        priority=0,
+        prompt=bytes(8),
+        root_key=b"",
+        block_keys=(),
+        samples=(SampleState(0, 1), SampleState(1, 2)),
+        sampling=SamplingParams(),
+        decode=None,
+        deadline_s=None,
+        grammar=grammar,
+    )
+
+
+def request(name: int, grammar: Grammar | None) -> Request:
+    return Request(submission(name, grammar), name, 0.0, 5)
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("arrive"), st.integers(0, len(GRAMMARS) - 1)),
+            st.tuples(st.just("leave"), st.integers(0, 20)),
+            st.tuples(st.just("answer"), st.booleans()),
+        ),
+        max_size=60,
+    )
+)
+def test_a_rank_that_carries_out_the_orders_has_what_is_needed(events: list[tuple[str, int]]) -> None:
+    needed = NeededGrammars()
+    here: list[Request] = []
+    kept: set[bytes] = set()  # at the rank
+    unanswered: list[bytes] = []
+    ready: set[bytes] = set()  # as the requests that are here have been told
+    for number, (event, value) in enumerate(events):
+        if event == "arrive":
+            here.append(request(number, GRAMMARS[value]))
+            needed.arrive(here[-1])
+        elif event == "leave" and here:
+            needed.leave(here.pop(value % len(here)))
+        elif event == "answer" and unanswered:
+            digest = unanswered.pop(0)
+            refused = needed.compiled(GrammarCompiled(digest, "" if value else "too complex"))
+            with_it = [it for it in here if (it.submission.grammar or Grammar("", b"")).digest == digest]
+            assert refused == ([] if value else with_it)
+            for one in refused:
+                here.remove(one)
+                needed.leave(one)
+            if value and with_it:
+                ready.add(digest)
+        for order in needed.take_orders():
+            if isinstance(order, CompileGrammar):
+                assert order.grammar.digest not in kept
+                kept.add(order.grammar.digest)
+                unanswered.append(order.grammar.digest)
+            else:
+                assert isinstance(order, ReleaseGrammar)
+                kept.remove(order.digest)
+                ready.discard(order.digest)
+        digests = {it.submission.grammar.digest for it in here if it.submission.grammar is not None}
+        assert kept == digests
+        assert len(needed) == len(digests)
+        for one in here:
+            grammar = one.submission.grammar
+            waits = grammar is not None and grammar.digest not in ready
+            assert [it.awaits_grammar for it in one.sequences] == [waits, waits]
+
+
+def test_one_grammar_too_many_is_refused_and_one_that_is_here_is_not() -> None:
+    needed = NeededGrammars()
+    made = [Grammar.of(f"start: /b{number}/") for number in range(MAX_GRAMMARS + 1)]
+    for number, grammar in enumerate(made[:-1]):
+        needed.arrive(request(number, grammar))
+    needed.check_limit(submission(9000, made[0]))
+    needed.check_limit(submission(9001, None))
+    with pytest.raises(QueueFullError, match="grammars are in use"):
+        needed.check_limit(submission(9002, made[-1]))
+
+
+def test_what_a_sender_gets_wrong_is_named() -> None:
+    assert Grammar.of("start: /a/").find_problem() == ""
+    assert Grammar("start: /a/", b"").find_problem().startswith("digest")
+    assert Grammar.of("ä" * (1 << 18)).find_problem().startswith("text: 524288 bytes")
