@@ -58,7 +58,8 @@ class RouteRequest(Part, frozen=True):
     """A request to place. `block_keys` are those of the prompt's full blocks, `excluded` replicas were tried
     and failed, and `pinned_prefill` and `pinned_decode` ("" if free) are a debug option. Its sharing group
     may use `kv_share` of each replica's blocks. One that does not decode ends with its prompt: one replica
-    computes it, whatever its role."""
+    computes it, whatever its role. Where costs are equal, requests of one `session` go to the same replicas,
+    at all gateways."""
 
     request_id: str
     tenant: str
@@ -71,6 +72,7 @@ class RouteRequest(Part, frozen=True):
     pinned_decode: str = ""
     kv_share: float = 1.0
     decodes: bool = True
+    session: str = ""
 
 
 class Candidate(Part, frozen=True):

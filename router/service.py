@@ -453,7 +453,7 @@ class RouterService:
         return f"{text}; {pinned} was pinned" if pinned else text
 
     def _seed(self, request: RouteRequest) -> int:
-        return zlib.crc32(f"{self._salt} {request.request_id}".encode())
+        return zlib.crc32((request.session or f"{self._salt} {request.request_id}").encode())
 
     def _states(self, ids: Iterable[str]) -> list[tuple[str, CurrentLoad]]:
         return [(each, self._load.state(each)) for each in ids]

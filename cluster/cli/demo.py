@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +24,7 @@ from kvtransfer.common.clock import Clock
 from workers.model.model_config import read_model_config
 
 _OPTIONS = GenerateOptions(max_tokens=48, temperature=0.7, top_p=0.9, seed=1)
+_HTTP_PROMPT = "import os"
 _TIMEOUT_S = 60.0
 _PREFIX = '''\
 """Reading and writing of configuration files."""
@@ -111,6 +114,8 @@ def run_demo(model: Path, clock: Clock, interrupted: threading.Event, console: C
         console.print(f"one prefill and one decode replica serve {config.model_name!r} after {took_s:.0f} s")
         rows = asyncio.run(_send_all(addresses.gateways[0], console, interrupted))
         console.print(demo_table(rows))
+        if addresses.http_urls:
+            _show_http(addresses.http_urls[0], console)
     finally:
         with stages(console, "stopping"):
             service.stop()
@@ -151,6 +156,20 @@ async def _send(client: Client, prompt: str, console: Console) -> DemoRow:
         transport=timing.transport,
         loaded=loaded,
     )
+
+
+def _show_http(url: str, console: Console) -> None:
+    """Ask over HTTP as `curl` would, and print both."""
+    body = json.dumps({"prompt": _HTTP_PROMPT, "max_tokens": 12, "temperature": 0})
+    console.print("\nthe same over HTTP, for clients of OpenAI's API:")
+    command = f"curl {url}/completions -H 'Content-Type: application/json' -d '{body}'"
+    console.print(command, markup=False, highlight=False, soft_wrap=True)
+    request = urllib.request.Request(
+        f"{url}/completions", body.encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+        text = answer.read().decode()
+    console.print(text, style="green", markup=False, highlight=False, soft_wrap=True)
 
 
 class DemoRow(NamedTuple):

@@ -501,6 +501,7 @@ def route_request(
         pinned_decode=prepared.pinned_decode,
         kv_share=prepared.kv_share,
         decodes=prepared.pooling is None,
+        session=prepared.session,
     )
 
 
@@ -517,6 +518,7 @@ def first_route_request(prepared: PreparedRequest) -> RouteRequest:
         pinned_decode=prepared.pinned_decode,
         kv_share=prepared.kv_share,
         decodes=prepared.pooling is None,
+        session=prepared.session,
     )
 
 

@@ -93,6 +93,8 @@ class PreparedRequest:
     grammar: Grammar | None = None
     # Its KV is found by no other request, and not stored.
     is_private: bool = False
+    # The conversation that it belongs to, among those of all tenants; "": none is named.
+    session: str = ""
     # The prompt is embedded: no token is generated.
     pooling: Pooling | None = None
 
@@ -227,6 +229,7 @@ class Preprocessor:
             service_class=service_class,
             grammar=grammar,
             is_private=request.cache_control == pb.CACHE_CONTROL_NO_STORE,
+            session=f"{request.tenant} {request.session_id}" if request.session_id else "",
         )
         return prepared, texts
 

@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from cluster.http.fields import FIELDS
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/api.md"
 PROTO = ROOT / "cluster/proto/tandem/v1/inference.proto"
 BEGIN, END = "<!-- fields: begin -->", "<!-- fields: end -->"
+HTTP_BEGIN, HTTP_END = "<!-- http: begin -->", "<!-- http: end -->"
 _BLOCK = re.compile(r"^(message|enum) (\w+) \{")
 _FIELD = re.compile(r"^\s*(optional |repeated )?(\w[\w.<>, ]*?) (\w+) = \d+;\s*(?://\s*(.*))?$")
 _VALUE = re.compile(r"^\s*(\w+) = \d+;\s*(?://\s*(.*))?$")
@@ -102,15 +105,36 @@ def tables() -> str:
 
 
 def _cell(text: str) -> str:
-    text = text.replace("|", "\\|").replace("<", "&lt;")
+    text = _escaped(text)
     return text[:1].upper() + text[1:]
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def http_tables() -> str:
+    """Return a table for each route, of all fields that it knows; vLLM's are marked."""
+    parts = []
+    for route, entries in FIELDS.items():
+        parts.append(f"#### {route}\n\n| field | here | |\n|---|---|---|")
+        for entry in entries:
+            name = f"`{entry.name}`" + (" (vLLM)" if entry.is_vllm else "")
+            parts.append(f"| {name} | {entry.effect} | {_escaped(entry.notes)} |")
+        parts.append("")
+    return "\n".join(parts)
 
 
 def written(page: str) -> str:
     """Return the page with the tables as they should be."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{tables()}\n{END}{after}"
+    page = _filled(page, BEGIN, tables(), END)
+    return _filled(page, HTTP_BEGIN, http_tables(), HTTP_END)
+
+
+def _filled(page: str, begin: str, text: str, end: str) -> str:
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n\n{text}\n{end}{after}"
 
 
 if __name__ == "__main__":
