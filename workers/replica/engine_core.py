@@ -171,8 +171,7 @@ class EngineCore:
             connector=self.connector,
             ready=ready,
         )
-        longest = longest_link_frame(first.max_context_tokens, engine.block_tokens, engine.max_sequences)
-        self._server = LinkServer(trust, self._serve_gateway, self._serve_peer, longest)
+        self._server = LinkServer(trust, self._serve_gateway, self._serve_peer, _longest_frame(engine, first))
 
     def _store_connector(self, spec: ReplicaSpec, trust: Trust, ready: Sequence[RankReady]) -> StoreConnector:
         return StoreConnector(
@@ -492,6 +491,10 @@ def _step_loop(
         StepStats(capability),
         piece_flops / slowest_flop_s if slowest_flop_s else 0.0,
     )
+
+
+def _longest_frame(engine: EngineConfig, first: RankReady) -> int:
+    return longest_link_frame(first.max_context_tokens, engine.block_tokens, engine.max_sequences)
 
 
 def _scheduler(
