@@ -22,10 +22,10 @@ from kvtransfer.messages import ReplicaIdentity, TransferSettings
 from kvtransfer.rpc.handshake import prove_as_client, send_frame
 from workers.messages.rank_channel import (
     RANK_UP_CODEC,
-    RankHello,
     RankJoined,
     RankReady,
     RankSpec,
+    RankTicket,
     RankUp,
     StageCost,
     StepPlan,
@@ -188,7 +188,7 @@ class Puppet:
         host, _, port = self.spec.engine_core_address.rpartition(":")
         self.sock = sock = socket.create_connection((host, int(port)))
         await asyncio.to_thread(prove_as_client, sock, TRUST, "puppet")
-        self.say(RankHello(self.spec.rank, self.spec.ticket))
+        self.say(RankTicket(self.spec.rank, self.spec.ticket))
 
     def say(self, message: RankUp) -> None:
         assert self.sock is not None

@@ -35,11 +35,11 @@ from workers.messages.rank_channel import (
     FormGroup,
     RankDown,
     RankFailed,
-    RankHello,
     RankJoined,
     RankProgress,
     RankReady,
     RankSpec,
+    RankTicket,
     RankUp,
     Shutdown,
     SlotSample,
@@ -105,7 +105,9 @@ class EngineCore:
     def receive(self) -> RankUp:
         """The next message that is neither a hello nor news of how far the start has come."""
         assert self.sock is not None
-        while isinstance(message := RANK_UP_CODEC.decode(receive_frame(self.sock)), RankHello | RankProgress):
+        while isinstance(
+            message := RANK_UP_CODEC.decode(receive_frame(self.sock)), RankTicket | RankProgress
+        ):
             if isinstance(message, RankProgress):
                 self.phases.append(message.phase)
         return message

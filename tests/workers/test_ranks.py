@@ -28,9 +28,9 @@ from workers.errors import RankDiedError, WorkerError
 from workers.messages.rank_channel import (
     RANK_UP_CODEC,
     RankFailed,
-    RankHello,
     RankJoined,
     RankProgress,
+    RankTicket,
     RankUp,
     StageCost,
 )
@@ -261,8 +261,8 @@ async def test_a_process_that_has_ended_is_not_killed_by_its_number(monkeypatch:
     "words",
     [
         [RankFailed(0, "an intruder's reason")],
-        [RankHello(2, bytes(16)), RankFailed(2, "an intruder's reason")],
-        [RankHello(9, b""), RankProgress(2, "an intruder's phase")],
+        [RankTicket(2, bytes(16)), RankFailed(2, "an intruder's reason")],
+        [RankTicket(9, b""), RankProgress(2, "an intruder's phase")],
         [RankJoined(2, 1, "", StageCost(), 0.0), RankFailed(2, "an intruder's reason")],
     ],
     ids=["failure", "wrong ticket", "no rank", "joined"],

@@ -52,7 +52,7 @@ class RankSpec(Message, frozen=True):
     # Only with products and attention whose results for a sequence depend on nothing else.
     deterministic: bool = False
     faults: tuple[FaultRule, ...] = ()
-    # Drawn for this start of this rank; see `RankHello`.
+    # Drawn for this start of this rank; see `RankTicket`.
     ticket: bytes = b""
 
     @property
@@ -77,7 +77,7 @@ class StageCost(Part, frozen=True):
     head_s: float = 0.0
 
 
-class RankHello(Message, frozen=True):
+class RankTicket(Message, frozen=True):
     """Rank to engine core, the first frame: which rank of this replica it is, proven by the ticket of its
     `RankSpec`. Others who know the cluster secret, such as ranks of an earlier replica at this address, do
     not have it."""
@@ -360,7 +360,7 @@ GrammarOrder = CompileGrammar | ReleaseGrammar
 
 RankDown = FormGroup | StepPlan | Shutdown | TransferOrder | StoreOrder | GrammarOrder
 RankUp = (
-    RankHello
+    RankTicket
     | RankJoined
     | RankProgress
     | RankReady

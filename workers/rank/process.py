@@ -43,11 +43,11 @@ from workers.messages.rank_channel import (
     FormGroup,
     GrammarOrder,
     RankFailed,
-    RankHello,
     RankJoined,
     RankProgress,
     RankReady,
     RankSpec,
+    RankTicket,
     RankUp,
     Shutdown,
     StageCost,
@@ -84,7 +84,7 @@ def run_rank(spec: RankSpec, fingerprint: FingerprintTask | None = None) -> None
     trust = Trust.read(spec.trust)
     channel = _EngineCoreChannel(_connect(spec, trust))
     _end_with_other_threads(channel, spec.rank)
-    channel.send(RankHello(spec.rank, spec.ticket))
+    channel.send(RankTicket(spec.rank, spec.ticket))
     with _reporting_failure(channel, spec.rank):
         _Rank(spec, trust, channel, SystemClock(), fingerprint).serve()
 

@@ -38,11 +38,11 @@ from workers.messages.rank_channel import (
     FormGroup,
     RankDown,
     RankFailed,
-    RankHello,
     RankJoined,
     RankProgress,
     RankReady,
     RankSpec,
+    RankTicket,
     RankUp,
     Shutdown,
 )
@@ -311,7 +311,7 @@ class RankGroup:
     def _admit(self, hello: RankUp) -> int:
         """Return which rank of this replica has connected, for the first time; `ProofError` where none
         has."""
-        if isinstance(hello, RankHello):
+        if isinstance(hello, RankTicket):
             ticket = self._tickets.get(hello.rank, b"")
             if ticket and hmac.compare_digest(ticket, hello.ticket):
                 del self._tickets[hello.rank]
