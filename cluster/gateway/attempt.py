@@ -389,6 +389,8 @@ class SampleOutput:
         self.is_decoding = False
         # Ended by a stop string, which its replica does not know.
         self.was_cut = False
+        # What the grammar allowed behind the last token; b"": not known.
+        self.mask_digest = b""
         self._text = text
         self._num_tokens_before = self.num_tokens
 
@@ -446,6 +448,7 @@ class SampleOutput:
                     tokens=delta.tokens[num_known * TOKEN_BYTES :],
                     logprobs=delta.logprobs[num_known:],
                     finish=delta.finish,
+                    mask_digest=delta.mask_digest,
                 )
         return None
 
@@ -455,6 +458,8 @@ class SampleOutput:
         self.was_cut = bool(step.finish) and not delta.finish
         tokens = delta.tokens[: step.num_tokens * TOKEN_BYTES]
         self.tokens += tokens
+        if tokens:
+            self.mask_digest = delta.mask_digest
         self.finish = step.finish
         if self.finish:
             self.held.clear()
@@ -548,7 +553,10 @@ def submission(
         prompt=prepared.prompt,
         root_key=prepared.root_key,
         block_keys=prepared.block_keys,
-        samples=tuple(SampleState(sample.index, sample.seed, bytes(sample.tokens)) for sample in group),
+        samples=tuple(
+            SampleState(sample.index, sample.seed, bytes(sample.tokens), sample.mask_digest)
+            for sample in group
+        ),
         sampling=sampling,
         decode=target,
         deadline_s=None if deadline_at is None else max(0.0, deadline_at - now),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,7 @@ def test_the_demo_shows_a_cached_prefix_and_leaves_nothing() -> None:
     assert cached[0] == 0
     assert cached[1] > 100
     assert done.stdout.rstrip().endswith("everything is stopped")
+    (command,) = [line for line in done.stdout.splitlines() if line.startswith("curl ")]
+    assert "/v1/completions" in command
+    (answer,) = [line for line in done.stdout.splitlines() if line.startswith('{"id"')]
+    assert json.loads(answer)["choices"][0]["text"]
