@@ -83,7 +83,7 @@ def _without_notes(schema_json: str) -> str:
 def _shortened(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
-    found = {}
+    found: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _NOTES:
             continue
