@@ -68,7 +68,7 @@ Event = pb.Accepted | pb.PromptPart | pb.Delta | pb.Finished
 
 
 class PromptParts:
-    """Finds what of the prompt's parts is new: a call that resumes without output gives them again, cut anew."""
+    """Finds what of the prompt's parts is new: a call that resumes without output gives them again."""
 
     def __init__(self) -> None:
         # Received in all calls together, and the text received in the present one.
