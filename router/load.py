@@ -110,7 +110,7 @@ class Placement:
     """A routed request: computed at `compute_id`, then handed over to `decode_id` ("" if it stays there).
 
     For a stream that migrates to `decode_id`, `compute_id` is "": nothing is left to compute. `gateway_id` is
-    "" for a placement of this gateway.
+    "" for a placement of this gateway. `block_keys` are those that later requests will find.
     """
 
     request_id: str

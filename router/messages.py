@@ -59,7 +59,7 @@ class RouteRequest(Part, frozen=True):
     and failed, and `pinned_prefill` and `pinned_decode` ("" if free) are a debug option. Its sharing group
     may use `kv_share` of each replica's blocks. One that does not decode ends with its prompt: one replica
     computes it, whatever its role. Where costs are equal, requests of one `session` go to the same replicas,
-    at all gateways."""
+    at all gateways. Of one that `is_private` nothing is found later, so that nobody is to expect it."""
 
     request_id: str
     tenant: str
@@ -73,6 +73,12 @@ class RouteRequest(Part, frozen=True):
     kv_share: float = 1.0
     decodes: bool = True
     session: str = ""
+    is_private: bool = False
+
+    @property
+    def left_keys(self) -> tuple[bytes, ...]:
+        """The block keys that will be found where it was placed."""
+        return () if self.is_private else self.block_keys
 
 
 class Candidate(Part, frozen=True):

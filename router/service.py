@@ -239,7 +239,7 @@ class RouterService:
                 request_id=request.request_id,
                 compute_id="",
                 decode_id=chosen.replica_id,
-                block_keys=request.block_keys,
+                block_keys=request.left_keys,
                 num_prefill_tokens=0,
                 num_new_blocks=-(-needed_tokens // query.block_tokens),
                 num_sequences=query.num_samples,
@@ -518,13 +518,13 @@ class RouterService:
         computed_tokens = query.num_tokens - decision.prefill_cached_tokens
         for replica_id in filter(None, (decision.prefill, decision.decode)):
             self._members.move_to_end(replica_id)
-        self._tree.predict(compute_id, request.block_keys)
+        self._tree.predict(compute_id, request.left_keys)
         self._load.on_routed(
             Placement(
                 request_id=request.request_id,
                 compute_id=compute_id,
                 decode_id=decision.decode if decision.prefill else "",
-                block_keys=request.block_keys,
+                block_keys=request.left_keys,
                 num_prefill_tokens=computed_tokens,
                 num_new_blocks=-(-needed_tokens // query.block_tokens),
                 num_sequences=query.num_samples,

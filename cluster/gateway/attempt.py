@@ -507,6 +507,7 @@ def route_request(
         kv_share=prepared.kv_share,
         decodes=prepared.pooling is None,
         session=prepared.session,
+        is_private=prepared.is_private,
     )
 
 
@@ -524,6 +525,7 @@ def first_route_request(prepared: PreparedRequest) -> RouteRequest:
         kv_share=prepared.kv_share,
         decodes=prepared.pooling is None,
         session=prepared.session,
+        is_private=prepared.is_private,
     )
 
 

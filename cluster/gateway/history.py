@@ -53,16 +53,21 @@ class RequestHistory:
         self._hits: OrderedDict[str, deque[_Hits]] = OrderedDict()
 
     def ended(self, request: EndedRequest) -> None:
-        """Record a request. However it ended, its prompt counts as known from now on."""
+        """Record a request. However it ended, its prompt counts as known from now on, unless it is private:
+        then nothing is kept of it beside times."""
         prepared, summary = request.prepared, request.summary
         if prepared is None:
             return  # refused
-        num_tokens, num_known = self._prefixes.saw(
-            prepared.tenant, prepared.block_keys, prepared.prompt, request.started_at, request.ended_at
-        )
+        num_tokens = num_known = 0
+        if not prepared.is_private:
+            num_tokens, num_known = self._prefixes.saw(
+                prepared.tenant, prepared.block_keys, prepared.prompt, request.started_at, request.ended_at
+            )
         if request.state != "finished" or summary is None or summary.prefill is None:
             return  # also a resumed request that missed nothing
         self._done.append(_done(summary, request.ended_at))
+        if prepared.is_private:
+            return
         num_cached = min(summary.prefill.num_cached_tokens, num_tokens)
         hits = self._hits.setdefault(prepared.tenant, deque(maxlen=MAX_REQUESTS))
         hits.append(_Hits(num_tokens, num_known, num_cached))

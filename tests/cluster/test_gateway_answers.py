@@ -254,3 +254,14 @@ async def test_what_a_call_with_several_inputs_had_used_is_in_its_failure(thinki
         await thinking.client.score("the fox", ["a"])
     assert caught.value.usage is not None
     assert caught.value.usage.prompt_tokens == len(encode("the fox")) + len(encode("a"))
+
+
+async def test_nobody_expects_the_kv_of_a_request_that_is_not_stored(thinking: Pair) -> None:
+    """It is not found at its replica, so no later request may be sent there for it."""
+    write(thinking, "yes")
+    for no_store, finds in ((True, False), (False, False), (True, True), (False, True)):
+        text = "def main(): return the answer " * 4
+        done = await thinking.client.complete(text, GenerateOptions(max_tokens=2, no_store=no_store))
+        explained = await thinking.client.explain(done.request_id)
+        matched = [it.matched_tokens for decision in explained.decisions for it in decision.candidates]
+        assert any(matched) == finds, (no_store, matched)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -260,6 +261,18 @@ def test_only_finished_requests_of_the_last_ten_minutes_count() -> None:
     assert figures == (40, 32, 32)
     clock.advance(MAX_AGE_S + 1)
     assert history.summary().num_requests == 0
+
+
+def test_of_a_private_prompt_only_its_times_are_kept() -> None:
+    clock = ManualClock()
+    history = RequestHistory(BLOCK, clock)
+    private = ended(clock, drawn(1, 40), cached=32)
+    assert private.prepared is not None
+    history.ended(replace(private, prepared=replace(private.prepared, is_private=True)))
+    assert history.summary().num_requests == 1
+    assert history.prefixes() == []
+    assert not history._prefixes._keys
+    assert not history._prefixes._anchors
 
 
 def test_a_refused_request_says_nothing() -> None:
