@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from e2e_harness import BLOCK_TOKENS, ROOT_KEY, E2eHarness, Heard, Replica, raw, until
+from msgspec.structs import replace
 from store_harness import StoreHarness
 
 from kvtransfer.blocks.keys import extend_keys
@@ -90,6 +91,31 @@ async def test_what_one_replica_computed_another_loads(stored: tuple[E2eHarness,
     assert heard.prefill is not None
     assert heard.prefill.num_loaded_tokens == {"dram": NUM_FULL_BLOCKS * BLOCK_TOKENS}
     assert heard.prefill.num_cached_tokens == NUM_FULL_BLOCKS * BLOCK_TOKENS
+    await harness.quiet()
+
+
+async def test_of_a_private_request_nothing_is_stored_or_found(
+    stored: tuple[E2eHarness, StoreHarness],
+) -> None:
+    harness, store = stored
+    await store.start()
+    first, second = await add(harness, store, "a"), await add(harness, store, "b")
+    private = harness.submission("private", prompt(2), **SAMPLING, max_tokens=16)
+    wanted = (await harness.run(first, replace(private, is_private=True))).sequence()
+    await run(harness, first, "r", prompt(1))
+    await stored_blocks(first, NUM_FULL_BLOCKS)
+    tiers = first.core.connector
+    assert tiers is not None
+    num_full = (NUM_TOKENS + 16 - 1) // BLOCK_TOKENS
+    assert tiers.saver.num_stored <= num_full, "what the other request has, and no more"
+    for name, replica in (("elsewhere", second), ("again", first)):
+        heard = await run(harness, replica, name, prompt(2))
+        assert heard.sequence() == wanted
+        assert heard.prefill is not None
+        # What is found at the first one is what the run at the second one has stored.
+        found = heard.prefill.num_cached_tokens, sum(heard.prefill.num_loaded_tokens.values())
+        assert found == ((0, 0) if replica is second else (NUM_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS,) * 2)
+        await stored_blocks(second, NUM_FULL_BLOCKS)
     await harness.quiet()
 
 
