@@ -38,11 +38,11 @@ _INPUT_FIELDS = frozenset(("prompt", "token_ids"))
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """Who calls, how long the call may take, and the requests that it has begun."""
+    """Who calls, how many seconds are left of the call now, and the requests that it has begun."""
 
     identity: Identity
     caller: Caller
-    deadline_s: float | None
+    time_left_s: Callable[[], float | None]
     accepted: list[Accepted] = field(default_factory=list)
 
     def usage(self) -> pb.Usage | None:
@@ -122,7 +122,7 @@ class PromptCalls:
     ) -> tuple[T, Summary]:
         """Run one request to its end."""
         accepted = await self._requests.accept(
-            request, context.deadline_s, context.identity, context.caller, pooling=pooling
+            request, context.time_left_s(), context.identity, context.caller, pooling=pooling
         )
         context.accepted.append(accepted)
         try:

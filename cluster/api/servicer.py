@@ -126,9 +126,9 @@ class InferenceServicer:
 
 
 def _call_context(context: Context) -> CallContext:
-    """Return who makes a call, and how long it may take."""
+    """Return who makes a call, and how to learn how long it may still take."""
     identity = caller_identity()
-    return CallContext(identity, caller_of(context, identity), context.time_remaining())
+    return CallContext(identity, caller_of(context, identity), context.time_remaining)
 
 
 def caller_of(context: Context, identity: Identity) -> Caller:

@@ -13,6 +13,7 @@ import pytest_asyncio
 from e2e_front import Front, Stage, decoding, prompt
 from e2e_harness import until
 
+from cluster.api.channel import call_error
 from cluster.api.client import GenerateOptions
 from cluster.errors import CallError
 from cluster.proto.enums import name_of
@@ -122,3 +123,52 @@ async def test_what_cancelled_and_failed_requests_have_used_is_counted_and_given
         now = front.clock.now()
         assert [it.used["concurrent_tokens"] for it in front.gateway.fleet._quotas.uses(now)] == [0.0]
     await stage.harness.quiet()
+
+
+def inputs(*seeds: int, num_tokens: int = NUM_PROMPT) -> list[pb.EmbedInput]:
+    return [pb.EmbedInput(token_ids=pb.TokenIds(ids=prompt(seed, num_tokens))) for seed in seeds]
+
+
+async def test_inputs_of_embed_and_score_are_charged_each(stage: Stage) -> None:
+    async with limited(stage, prompt_tokens_per_s=1.0, burst_s=450.0) as front:
+        stub = front.client.stub()
+        embedded = await stub.Embed(pb.EmbedRequest(tenant="a", inputs=inputs(20, 21)))
+        assert len(embedded.embeddings) == 2
+        assert (embedded.usage.prompt_tokens, embedded.usage.completion_tokens) == (2 * NUM_PROMPT, 0)
+        continued = pb.ScoreRequest(
+            tenant="a",
+            token_ids=pb.TokenIds(ids=prompt(22, NUM_PROMPT)),
+            continuations=inputs(23, num_tokens=20),
+        )
+        scored = await stub.Score(continued)
+        assert scored.usage.prompt_tokens == NUM_PROMPT + 20
+        use = front.gateway.requests.counters.tenants.series()["a"]
+        assert (use.num_requests, use.num_prompt_tokens) == (3, 3 * NUM_PROMPT + 20)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Embed(pb.EmbedRequest(tenant="a", inputs=inputs(24, 25, 26)))
+        error = call_error(caught.value)
+        assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUOTA")
+        assert "auth.tenants.a.prompt_tokens_per_s" in error.message
+        assert error.retry_after_s is not None
+        assert error.usage is not None
+        assert error.usage.prompt_tokens == NUM_PROMPT, "the first one had been accepted"
+        await until(lambda: not front.gateway.requests.num_running, "the call has ended its requests")
+    await stage.harness.quiet()
+
+
+async def test_a_call_that_is_left_or_too_late_ends_its_requests(stage: Stage) -> None:
+    async with limited(stage, requests_per_s=1000.0) as front:
+        many = pb.EmbedRequest(tenant="a", inputs=inputs(*range(30, 60), num_tokens=900))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await front.client.stub().Embed(many, timeout=0.1)
+        # At once where that is foreseen, else when the time has passed.
+        too_late = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED
+        assert caught.value.code() in too_late
+        await until(lambda: not front.gateway.requests.num_running, "nothing of it runs on")
+        call = front.client.stub().Embed(many)
+        await until(lambda: front.gateway.requests.num_running > 20, "they run")
+        call.cancel()
+        await until(lambda: not front.gateway.requests.num_running, "they are ended")
+        await stage.harness.quiet()
+        (listed, *_) = await front.client.requests()
+        assert listed.request_id.partition(":")[2], "each is named by its number in the call"
