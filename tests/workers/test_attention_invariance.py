@@ -66,8 +66,8 @@ class Sequences:
                 both = torch.stack((keys[at : at + block_tokens], values[at : at + block_tokens]))
                 kv[table[at // block_tokens], 0, :, :, : both.shape[1]] = both.transpose(1, 2)
         self._whole = kv
-        shape = unrotated(num_kv_heads * group, head_dim, (window,))
-        self.backend = make_backend(name, shape, kv.clone(), is_deterministic=is_deterministic)
+        attention = unrotated(num_kv_heads * group, head_dim, (window,))
+        self.backend = make_backend(name, attention, kv.clone(), is_deterministic=is_deterministic)
 
     def compute(self, work: list[tuple[int, int, int]]) -> list[Tensor]:
         """One step over tokens [start, end) of sequences (number, start, end): the results of each. What lies
