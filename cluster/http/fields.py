@@ -41,6 +41,9 @@ def _refused(**remedies: str) -> tuple[FieldEntry, ...]:
 
 _MODEL = FieldEntry("model", "served", "absent: the model that is served")
 _TEMPERATURE = FieldEntry("temperature", "served", "default 1; 0 is greedy")
+_OUTPUT_CONFIG = FieldEntry(
+    "output_config", "served", "format: json_schema; effort goes to the chat template"
+)
 _PRIORITY = _vllm(
     "priority", "as over gRPC: higher goes first (in vLLM lower does); cut to the caller's max_priority"
 )
@@ -200,19 +203,21 @@ FIELDS: Mapping[str, tuple[FieldEntry, ...]] = {
             "thinking", "served in part", "the chat template gets enable_thinking; budgets are ignored"
         ),
         FieldEntry("service_tier", "served in part", "auto and standard_only, which are the same here"),
-        *_ignored("metadata"),
+        _OUTPUT_CONFIG,
+        *_ignored("metadata", "cache_control"),
         *_refused(
             container=_NO_TOOL_OF_OURS,
             context_management="send fewer messages",
             inference_geo="the cluster is where it is",
             mcp_servers=_NO_TOOL_OF_OURS,
-            output_config="use /v1/chat/completions with response_format",
-            output_format="use /v1/chat/completions with response_format",
+            output_format="send output_config.format",
         ),
     ),
     "/v1/messages/count_tokens": (
         *_served("messages", "system", "tools", "tool_choice", "thinking"),
         _MODEL,
+        _OUTPUT_CONFIG,
+        *_ignored("cache_control"),
     ),
     "/v1/embeddings": (
         FieldEntry("input", "served", "text, token ids, or a list of one of them (gateway.http.max_inputs)"),
