@@ -135,7 +135,7 @@ async def with_asyncio(model: Any) -> None:
 def main() -> None:
     for name in ("langchain-openai", "langgraph"):
         print(f"{name} {importlib.metadata.version(name)}")
-    for model in (ChatOpenAI(**SERVER), ChatOpenAI(**SERVER, use_responses_api=True)):
+    for model in (ChatOpenAI(**SERVER, stream_usage=True), ChatOpenAI(**SERVER, use_responses_api=True)):
         for part in (chats, parsing, tools, loops):
             part(model)
             print(f"{part.__name__}, {'responses' if model.use_responses_api else 'chats'}: well")

@@ -30,7 +30,7 @@ _TEMPLATE = (
     "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_CONTEXT = 4096
+_CONTEXT = 8192
 _TOKEN_S = 0.001
 _NUM_SLOW_WORDS = 1000
 
