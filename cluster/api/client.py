@@ -67,6 +67,38 @@ class Completion:
 Event = pb.Accepted | pb.PromptPart | pb.Delta | pb.Finished
 
 
+class PromptParts:
+    """Finds what of the prompt's parts is new: a call that resumes without output gives them again."""
+
+    def __init__(self) -> None:
+        # Received in all calls together, and the text received in the present one.
+        self._num_tokens = 0
+        self._num_chars = 0
+        self._num_call_chars = 0
+
+    def begin_call(self) -> None:
+        """The parts come from their beginning now."""
+        self._num_call_chars = 0
+
+    def new(self, part: pb.PromptPart) -> pb.PromptPart | None:
+        """Return what of a part has not come before; None where that is nothing."""
+        num_known = self._num_tokens - part.first_index
+        num_known_chars = self._num_chars - self._num_call_chars
+        self._num_call_chars += len(part.text)
+        if num_known >= len(part.token_ids):
+            return None
+        self._num_tokens = part.first_index + len(part.token_ids)
+        self._num_chars = self._num_call_chars
+        if not num_known:
+            return part
+        return pb.PromptPart(
+            first_index=part.first_index + num_known,
+            token_ids=part.token_ids[num_known:],
+            text=part.text[num_known_chars:],
+            logprobs=part.logprobs[num_known:],
+        )
+
+
 class GenerateStream:
     """One request: iterate over its events, once. Ends after `Finished`, or raises `CallError`.
 
@@ -89,7 +121,7 @@ class GenerateStream:
         self._resume_token = ""
         self._application = ""
         self._outputs: dict[int, _Output] = {}
-        self._num_prompt_tokens = 0
+        self._prompt_parts = PromptParts()
 
     def cancel(self) -> None:
         """Stop the request wherever it is; the iteration ends with a `CallError` of CANCELLED."""
@@ -137,6 +169,7 @@ class GenerateStream:
         if self._is_cancelled:
             raise CallError(grpc.StatusCode.CANCELLED, "cancelled by this client")
         self._address = self._client.address
+        self._prompt_parts.begin_call()
         began_at = ((APPLICATION_KEY, self._application),) if self._application else ()
         self._call = self._client.stub().Generate(
             self._resumed_request(), timeout=timeout_s, metadata=(*began_at, *self._client.metadata())
@@ -156,7 +189,7 @@ class GenerateStream:
                     self._outputs.setdefault(response.delta.sample, _Output()).add(response.delta)
                     yield response.delta
                 elif kind == "prompt":
-                    if (part := self._new_part(response.prompt)) is not None:
+                    if (part := self._prompt_parts.new(response.prompt)) is not None:
                         yield part
                 elif kind == "finished":
                     yield response.finished
@@ -168,22 +201,6 @@ class GenerateStream:
             if not self._is_cancelled:
                 raise
             raise CallError(grpc.StatusCode.CANCELLED, "cancelled by this client") from None
-
-    def _new_part(self, part: pb.PromptPart) -> pb.PromptPart | None:
-        """Return what of a part of the prompt has not come before; parts come again, cut anew, with a call
-        that resumes without output."""
-        num_known = self._num_prompt_tokens - part.first_index
-        if num_known >= len(part.token_ids):
-            return None
-        self._num_prompt_tokens = part.first_index + len(part.token_ids)
-        if not num_known:
-            return part
-        return pb.PromptPart(
-            first_index=part.first_index + num_known,
-            token_ids=part.token_ids[num_known:],
-            text=part.text,
-            logprobs=part.logprobs[num_known:],
-        )
 
     def _should_resume(self, error: CallError, failing_since: float) -> bool:
         now = self._client.clock.now()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple, TypeVar
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,12 +32,22 @@ _NUM_TOP = 1
 T = TypeVar("T")
 
 
-class CallContext(NamedTuple):
-    """Who calls, and how long the call may take."""
+# What `Generate` calls an input, and what a call with several inputs has under its own name.
+_INPUT_FIELDS = frozenset(("prompt", "token_ids"))
+
+
+@dataclass(frozen=True, slots=True)
+class CallContext:
+    """Who calls, how long the call may take, and the requests that it has begun."""
 
     identity: Identity
     caller: Caller
     deadline_s: float | None
+    accepted: list[Accepted] = field(default_factory=list)
+
+    def usage(self) -> pb.Usage | None:
+        """Return what the call has used so far; None where nothing of it was accepted."""
+        return _usage([item.task.summary() for item in self.accepted]) if self.accepted else None
 
 
 class PromptCalls:
@@ -60,7 +72,8 @@ class PromptCalls:
             _set_prompt(prompt, request.inputs[index])
             if request.HasField("truncate_prompt_tokens"):
                 prompt.truncate_prompt_tokens = request.truncate_prompt_tokens
-            return await self._run(prompt, context, "last", _embedding)
+            with _named(f"inputs[{index}]"):
+                return await self._run(prompt, context, "last", _embedding)
 
         found = await _gather(len(request.inputs), one)
         reply = pb.EmbedResponse(request_id=request_id, usage=_usage([summary for _, summary in found]))
@@ -82,7 +95,8 @@ class PromptCalls:
             asked.token_ids.ids.extend([*prompt, *tokens])
             asked.max_tokens = 1
             asked.prompt_logprobs = _NUM_TOP
-            parts, summary = await self._run(asked, context, None, self._collector(asked))
+            with _named(f"continuations[{index}]"):
+                parts, summary = await self._run(asked, context, None, self._collector(asked))
             return _score(parts, len(prompt)), summary
 
         found = await _gather(len(request.continuations), one)
@@ -110,6 +124,7 @@ class PromptCalls:
         accepted = await self._requests.accept(
             request, context.deadline_s, context.identity, context.caller, pooling=pooling
         )
+        context.accepted.append(accepted)
         try:
             result = await read(accepted)
             while not isinstance(output := await accepted.task.next(), Summary):
@@ -167,6 +182,19 @@ def _check_inputs(field: str, inputs: Sequence[pb.EmbedInput]) -> None:
         raise InvalidRequestError(
             FieldViolation(f"{field}[{missing[0]}]", "is empty; send text or token_ids")
         )
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Name the input in what is wrong with it."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        found = [
+            FieldViolation(name if path in _INPUT_FIELDS else path, problem)
+            for path, problem in error.violations
+        ]
+        raise InvalidRequestError(*found) from error
 
 
 def _set_prompt(request: pb.GenerateRequest, item: pb.EmbedInput) -> None:

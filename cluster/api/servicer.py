@@ -71,17 +71,19 @@ class InferenceServicer:
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         claim(request, caller_identity())
+        call = _call_context(context)
         try:
-            return await self._prompts.embed(request, _call_context(context))
+            return await self._prompts.embed(request, call)
         except RequestError as error:
-            await abort(context, error)
+            await abort(context, error, call.usage())
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         claim(request, caller_identity())
+        call = _call_context(context)
         try:
-            return await self._prompts.score(request, _call_context(context))
+            return await self._prompts.score(request, call)
         except RequestError as error:
-            await abort(context, error)
+            await abort(context, error, call.usage())
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         try:

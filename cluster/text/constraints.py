@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 from msgspec import structs
 
 from cluster.errors import FieldViolation, InvalidRequestError, InvalidToolsError
 from cluster.proto.tandem.v1 import inference_pb2 as pb
-from cluster.text.grammars import OutputConstraint, Tag
+from cluster.text.grammars import OutputConstraint
 from cluster.text.output_parsers.tool_grammar import CallableTool, CallNotation, CallRules, ReasoningRules
+from cluster.text.tag_grammar import Tag
 
 
 def output_constraint(
@@ -52,11 +56,49 @@ def _call_rules(request: pb.GenerateRequest, notation: CallNotation | None) -> C
             raise InvalidToolsError(f"{problem}; let tool_choice be auto, or configure gateway.tool_parser")
         return None
     tools = tuple(
-        CallableTool(tool.name, tool.parameters_json if is_required or tool.strict else "", tool.strict)
+        CallableTool(
+            tool.name, _without_notes(tool.parameters_json) if is_required or tool.strict else "", tool.strict
+        )
         for tool in chat.tools
         if choice.name in ("", tool.name)
     )
     return CallRules(notation, tools, is_required, allows_several)
+
+
+# What a schema says to readers alone, and where in it other schemas stand: by name, in a list, or directly.
+_NOTES = frozenset(("title", "description", "examples", "default", "$comment"))
+_NAMED_SCHEMAS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+_LISTED_SCHEMAS = frozenset(("anyOf", "allOf", "oneOf", "prefixItems", "items"))
+_SCHEMAS = frozenset(("items", "additionalProperties", "additionalItems", "contains", "propertyNames", "not"))
+
+
+def _without_notes(schema_json: str) -> str:
+    """Return a schema without what changes no output, which may be the most of it."""
+    try:
+        return json.dumps(_shortened(json.loads(schema_json))) if schema_json else ""
+    except RecursionError:  # whoever compiles it says so
+        return schema_json
+
+
+def _shortened(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _NOTES:
+            continue
+        if key in _NAMED_SCHEMAS and isinstance(value, dict):
+            found[key] = {name: _shortened(inner) for name, inner in value.items()}
+        elif key in _LISTED_SCHEMAS and isinstance(value, list):
+            found[key] = [_shortened(inner) for inner in value]
+        else:
+            found[key] = _shortened(value) if key in _SCHEMAS else value
+    return found
+
+
+def tags_of(constraint: pb.Constraint) -> tuple[Tag, ...]:
+    """Return the structural tags of a constraint."""
+    return tuple(Tag(it.begin, it.json_schema, it.end) for it in constraint.structural_tags.tags)
 
 
 def _constraint_of(constraint: pb.Constraint) -> OutputConstraint:
@@ -72,7 +114,8 @@ def _constraint_of(constraint: pb.Constraint) -> OutputConstraint:
             return OutputConstraint("choice", choices=tuple(constraint.choice.choices))
         case "structural_tags":
             found = constraint.structural_tags
-            tags = tuple(Tag(it.begin, it.json_schema, it.end) for it in found.tags)
-            return OutputConstraint("structural_tags", tags=tags, triggers=tuple(found.triggers))
+            return OutputConstraint(
+                "structural_tags", tags=tags_of(constraint), triggers=tuple(found.triggers)
+            )
         case _:
             return OutputConstraint("json_object")

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from llguidance import LLMatcher, LLTokenizer, StructTag
+from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 from msgspec import structs
 
@@ -29,7 +29,8 @@ from cluster.text.output_parsers.tool_grammar import (
     ToolSchemaError,
     answer_grammar,
 )
-from kvtransfer.codec import Codec, Message, Part
+from cluster.text.tag_grammar import Tag, tags_grammar
+from kvtransfer.codec import Codec, Message
 from workers.grammar_limits import parser_limits
 from workers.messages.sampling import MAX_GRAMMAR_BYTES, Grammar
 
@@ -52,14 +53,6 @@ _JSON_STYLE: JsonCompileOptions = {
     "whitespace_flexible": False,
     "lenient": False,
 }
-
-
-class Tag(Part, frozen=True):
-    """What may follow a trigger in free text: `begin`, JSON by `json_schema`, `end`."""
-
-    begin: str
-    json_schema: str
-    end: str
 
 
 class OutputConstraint(Message, frozen=True):
@@ -116,7 +109,8 @@ class GrammarCompiler:
         """Return the grammar; raise `GrammarError` where the demand is wrong, unsupported or too complex."""
         data = _ORDER_CODEC.encode(order)
         if len(data) > MAX_GRAMMAR_BYTES:
-            raise GrammarError(f"it has {len(data)} bytes; at most {MAX_GRAMMAR_BYTES} are accepted")
+            reason = f"it has {len(data)} bytes; at most {MAX_GRAMMAR_BYTES} are accepted"
+            raise _refusal(order, GrammarRefused(reason))
         key = hashlib.sha256(data).digest()
         result = self._results.get(key)
         if result is None:
@@ -124,9 +118,7 @@ class GrammarCompiler:
         else:
             self._results.move_to_end(key)
         if isinstance(result, GrammarRefused):
-            if result.tool:
-                raise InvalidToolsError(f"the schema of {result.tool!r} is refused: {result.reason}")
-            raise GrammarError(result.reason)
+            raise _refusal(order, result)
         return Grammar.of(result.text)
 
     async def close(self) -> None:
@@ -161,6 +153,17 @@ class GrammarCompiler:
             self._num_bytes -= _num_bytes(oldest)
 
 
+def _refusal(order: OutputConstraint, refused: GrammarRefused) -> GrammarError:
+    """Return the error that names what of the request was refused."""
+    if refused.tool:
+        return InvalidToolsError(f"the schema of {refused.tool!r} is refused: {refused.reason}")
+    if order.kind == "anything" and order.calls is not None:
+        num_tools = len(order.calls.tools)
+        problem = f"the schemas of the {num_tools} tools together are refused: {refused.reason}"
+        return InvalidToolsError(f"{problem}; send fewer tools, or simpler ones")
+    return GrammarError(refused.reason)
+
+
 def _num_bytes(result: GrammarMade | GrammarRefused) -> int:
     return len(result.text) if isinstance(result, GrammarMade) else len(result.reason)
 
@@ -175,13 +178,13 @@ class _Refusal(Exception):
 
 def grammar_text(order: OutputConstraint, special_token: SpecialToken) -> str:
     """Return an order in the library's syntax; raise `ValueError` or a refusal where there is no such."""
-    content = _of_content(order)
+    content = _of_content(order, special_token)
     if content is not None and order.calls is None and order.reasoning is None:
         return content
     return answer_grammar(order.calls, order.reasoning, content, special_token, _JSON_STYLE)
 
 
-def _of_content(order: OutputConstraint) -> str | None:
+def _of_content(order: OutputConstraint, special_token: SpecialToken) -> str | None:
     """Return the grammar of the content alone; None where that is free."""
     match order.kind:
         case "anything":
@@ -197,7 +200,7 @@ def _of_content(order: OutputConstraint) -> str | None:
         case "grammar":
             return gbnf_to_lark(order.text) if "::=" in order.text else order.text
         case "structural_tags":
-            return _of_tags(order)
+            return tags_grammar(order.tags, order.triggers, special_token, _JSON_STYLE)
 
 
 def _of_schema(text: str) -> str:
@@ -208,21 +211,6 @@ def _of_schema(text: str) -> str:
     elif not isinstance(schema, bool):
         raise _Refusal("a JSON schema is an object, or true")
     return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_STYLE))
-
-
-def _of_tags(order: OutputConstraint) -> str:
-    """Return the grammar of free text with tags; each follows the longest trigger that it begins with."""
-    tags = []
-    for tag in order.tags:
-        triggers = [trigger for trigger in order.triggers if trigger and tag.begin.startswith(trigger)]
-        if not triggers:
-            raise _Refusal(f"the tag {tag.begin[:100]!r} begins with none of the triggers")
-        schema = json.loads(tag.json_schema or '{"type": "object"}')
-        if not isinstance(schema, dict):
-            raise _Refusal(f"the schema of the tag {tag.begin[:100]!r} is not an object")
-        schema["x-guidance"] = _JSON_STYLE
-        tags.append(StructTag(trigger=max(triggers, key=len), begin=tag.begin, grammar=schema, end=tag.end))
-    return str(StructTag.to_grammar(tags, assume_special=False))
 
 
 class _Child:

@@ -24,11 +24,12 @@ from cluster.text.chat_template import (
     ChatTurn,
     load_chat_template,
 )
-from cluster.text.constraints import output_constraint
+from cluster.text.constraints import output_constraint, tags_of
 from cluster.text.grammars import GrammarCompiler, Vocabulary
 from cluster.text.output_parsers.choose import OutputParsers, ParserNeeds
 from cluster.text.output_parsers.tool_grammar import ReasoningRules
 from cluster.text.sample_text import SampleText
+from cluster.text.tag_grammar import tag_markers
 from cluster.text.tokenizer import SHORT_CHARS, ModelText
 from cluster.text.validation import ServingLimits, max_tokens_of, sampling_of
 from kvtransfer.blocks.keys import TOKEN_BYTES
@@ -174,11 +175,13 @@ class Preprocessor:
         if kind == "token_ids":
             prompt = np.asarray(request.token_ids.ids, dtype="<u4").tobytes()
         elif kind == "text":
+            opens_reasoning = self._parsers.opens_reasoning(request.text)
             prompt = await self.encode(request.text)
         else:
             text = await self.render_chat(request.chat, limits)
-            opens_reasoning = self._parsers.opens_reasoning(text)
-            reasoning = self._parsers.reasoning_rules(text)
+            continued = _continued_text(request.chat)
+            opens_reasoning = self._parsers.opens_reasoning(text, continued)
+            reasoning = self._parsers.reasoning_rules(text, continued)
             prompt = await self.encode(text, add_special_tokens=False)
         if request.HasField("truncate_prompt_tokens"):
             prompt = prompt[-request.truncate_prompt_tokens * TOKEN_BYTES :]
@@ -292,6 +295,8 @@ class Preprocessor:
         """Return the text of a sample without output."""
         needs = parser_needs_of(request)
         kept = self._parsers.kept_tokens(needs)
+        if request.constraint.HasField("structural_tags"):
+            kept |= tag_markers(tags_of(request.constraint))
         return SampleText(
             self._text.detokenizer(kept, keeps_all=request.keep_special_tokens),
             request.stop,
@@ -319,8 +324,16 @@ def parser_needs_of(request: pb.GenerateRequest) -> ParserNeeds:
     """Return which parts of the answer the request wants apart."""
     is_chat = request.WhichOneof("prompt") == "chat"
     separates = request.separate_reasoning if request.HasField("separate_reasoning") else is_chat
-    may_call = bool(request.chat.tools) and request.chat.tool_choice.mode != pb.ToolChoice.MODE_NONE
-    return ParserNeeds(calls_tools=is_chat and may_call, separates_reasoning=separates)
+    may_call = is_chat and request.chat.tool_choice.mode != pb.ToolChoice.MODE_NONE
+    tool_names = frozenset(tool.name for tool in request.chat.tools) if may_call else frozenset()
+    return ParserNeeds(tool_names, separates_reasoning=separates)
+
+
+def _continued_text(chat: pb.ChatPrompt) -> str:
+    """Return what the answer continues; "" where it begins."""
+    if not chat.continue_final_message:
+        return ""
+    return "".join(part.text for part in chat.messages[-1].content)
 
 
 def chat_of(chat: pb.ChatPrompt) -> Chat:

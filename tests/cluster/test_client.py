@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import signal
 import socket
 import threading
@@ -27,6 +28,7 @@ from cluster.api.client import (
     GenerateOptions,
     GenerateStream,
     Prompt,
+    PromptParts,
     Turn,
     generate_request,
 )
@@ -417,3 +419,25 @@ async def test_a_refusal_is_waited_for_within_patience_and_deadline(
 def test_the_class_of_a_request_is_an_option() -> None:
     request = generate_request(PROMPT, GenerateOptions(service_class="batch"))
     assert request.service_class == pb.SERVICE_CLASS_BATCH
+
+
+def test_parts_of_a_prompt_that_come_again_are_given_once() -> None:
+    """Whatever cuts they have in the second call; the text of a part may end before that of its tokens."""
+    parts = PromptParts()
+    texts = ["a", "bc", "", "dé", "f", "g"]  # of each token, as far as it is certain
+
+    def part(start: int, end: int) -> pb.PromptPart:
+        logprobs = [pb.TokenLogprob(token_id=index) for index in range(start, end)]
+        return pb.PromptPart(
+            first_index=start, token_ids=range(start, end), text="".join(texts[start:end]), logprobs=logprobs
+        )
+
+    found: list[pb.PromptPart] = []
+    for cuts in ([0, 2, 3], [0, 1, 4], [0, 3, 5, 6]):
+        parts.begin_call()
+        for start, end in itertools.pairwise(cuts):
+            if (new := parts.new(part(start, end))) is not None:
+                found.append(new)
+    assert [token for it in found for token in it.token_ids] == list(range(6))
+    assert [item.token_id for it in found for item in it.logprobs] == list(range(6))
+    assert "".join(it.text for it in found) == "".join(texts)

@@ -13,7 +13,8 @@ from gateway_harness import write_model
 from llguidance import LLMatcher, LLTokenizer
 
 from cluster.errors import GrammarError
-from cluster.text.grammars import GrammarCompiler, OutputConstraint, Tag, Vocabulary
+from cluster.text.grammars import GrammarCompiler, OutputConstraint, Vocabulary
+from cluster.text.tag_grammar import Tag
 from workers.messages.sampling import MAX_GRAMMAR_BYTES, Grammar
 from workers.model.model_config import read_model_config
 

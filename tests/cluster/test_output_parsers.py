@@ -4,7 +4,7 @@ text is cut."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -48,7 +48,7 @@ MISTRAL_NAMED = """{% for message in messages %}{{ message.content }}\
 {% for call in message.tool_calls or [] %}[TOOL_CALLS]{{ call.function.name }}\
 [ARGS]{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"""
 FAMILIES = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL, "mistral, named": MISTRAL_NAMED}
-NEEDS = ParserNeeds(calls_tools=True, separates_reasoning=True)
+NEEDS = ParserNeeds(tool_names=frozenset(("f", "find")), separates_reasoning=True)
 
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_-]{0,10}", fullmatch=True)
 words = st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=12)
@@ -66,9 +66,12 @@ calls = st.lists(st.tuples(names, st.dictionaries(words, values, max_size=3)), m
 contents = st.text("abc .<[{t", max_size=15).map(str.strip)
 
 
-def parser_of(template: str, *, opens_reasoning: bool = False) -> OutputParser:
+def parser_of(
+    template: str, *, opens_reasoning: bool = False, tool_names: Iterable[str] = ()
+) -> OutputParser:
+    needs = NEEDS._replace(tool_names=NEEDS.tool_names.union(tool_names))
     found = OutputParsers.choose(template, "auto", "auto").make(
-        NEEDS, "r", 0, opens_reasoning=opens_reasoning
+        needs, "r", 0, opens_reasoning=opens_reasoning
     )
     assert found is not None
     return found
@@ -125,8 +128,10 @@ def test_what_a_template_writes_is_read_back(
     text = answer(template, turn)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert parts(read(parser_of(template), pieces)) == (content, thought if reasons else "", wanted)
-    assert read(parser_of(template), list(text)) == read(parser_of(template), [text])
+    called = {name for name, _ in wanted}
+    found = read(parser_of(template, tool_names=called), pieces)
+    assert parts(found) == (content, thought if reasons else "", wanted)
+    assert read(parser_of(template, tool_names=called), list(text)) == found
 
 
 TEXTS = st.lists(
@@ -137,6 +142,8 @@ TEXTS = st.lists(
                 "[/THINK]",
                 "<|python_tag|>",
                 '{"name": "f"',
+                '{"name": "other"',
+                '{"arguments": {"a": 1}, "name": "other"}',
                 ', "arguments": {',
                 '"a": "}"',
                 "}",
@@ -203,6 +210,8 @@ MALFORMED: dict[str, Callable[[], tuple[str, str]]] = {
     "no arguments": lambda: (HERMES, '<tool_call>{"name": 3}</tool_call>'),
     "an end in the middle": lambda: (HERMES, '<tool_call>{"na'),
     "JSON that is no call": lambda: (LLAMA3, '{"answer": 42}'),
+    "JSON with the name of no tool": lambda: (LLAMA3, '{"name": "Ada", "parameters": {"born": 1815}} so'),
+    "JSON whose name comes last": lambda: (LLAMA3, '{"parameters": {"born": 1815}, "name": "Ada"}'),
     "code": lambda: (LLAMA3, "<|python_tag|>print(1)"),
     "no list": lambda: (MISTRAL, "[TOOL_CALLS] ()"),
     "an empty list": lambda: (MISTRAL, "[TOOL_CALLS][]"),
@@ -219,6 +228,20 @@ def test_what_is_no_call_is_content(what: str) -> None:
     content, _, found = parts(read(parser_of(template), list(text)))
     assert not found
     assert content.replace(" ", "") == text.replace(" ", "")
+
+
+def test_a_marked_call_is_one_whatever_its_name() -> None:
+    """The caller says to the model that there is no such tool. What is marked is no answer for a user."""
+    for template, text in (
+        (HERMES, '<tool_call>{"name": "x", "arguments": {}}</tool_call>'),
+        (LLAMA3, '<|python_tag|>{"name": "x", "parameters": {}}; {"name": "y", "parameters": {}}'),
+        (MISTRAL, '[TOOL_CALLS][{"name": "x", "arguments": {}}]'),
+    ):
+        content, _, found = parts(read(parser_of(template), list(text)))
+        assert not content
+        assert found[0] == ("x", {})
+    mixed = '{"name": "f", "parameters": {}}; {"name": "Ada", "parameters": {}}'
+    assert parts(read(parser_of(LLAMA3), list(mixed))) == (mixed[31:], "", [("f", {})])
 
 
 def test_arguments_come_while_they_are_written() -> None:
@@ -257,6 +280,9 @@ def test_a_prompt_may_open_the_reasoning() -> None:
     parsers = OutputParsers.choose(HERMES, "auto", "auto")
     assert parsers.opens_reasoning("<|im_start|>assistant\n<think>\n")
     assert not parsers.opens_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert parsers.opens_reasoning("<|im_start|>assistant\n<think>\nso", "<think>\nso")
+    assert not parsers.opens_reasoning("a<think>\nso</think>yes", "<think>\nso</think>yes")
+    assert not parsers.opens_reasoning("what is <think>?\n<|im_start|>assistant\nA mark", "A mark")
     parser = parser_of(HERMES, opens_reasoning=True)
     assert parser.is_reasoning
     assert parts(read(parser, list("so\n</think>\n\nyes"))) == ("yes", "so", [])

@@ -14,15 +14,18 @@ from gateway_harness import train_tokenizer, write_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
+from msgspec import structs
 from tokenizers import AddedToken
 
 from cluster.errors import InvalidRequestError, InvalidToolsError, bad_fields, to_grpc_status
 from cluster.proto.tandem.v1 import inference_pb2 as pb
+from cluster.text.chat_checks import MAX_JSON_BYTES, MAX_TOOLS, chat_violations
 from cluster.text.constraints import output_constraint
 from cluster.text.grammars import GrammarCompiler, OutputConstraint, Vocabulary, grammar_text
 from cluster.text.output_parsers.choose import OutputParsers, ParserNeeds
 from cluster.text.output_parsers.pieces import ToolCallDelta
 from cluster.text.output_parsers.tool_grammar import CallableTool, CallNotation, CallRules, ReasoningRules
+from cluster.text.tag_grammar import Tag
 from workers.grammar_limits import parser_limits
 
 VOCAB = 400
@@ -101,15 +104,15 @@ class Model:
             # As Qwen has them: added, and not special.
             markers = ("<tool_call>", "</tool_call>", "<think>", "</think>")
             self.tokenizer.add_tokens([AddedToken(marker, special=False) for marker in markers])
-        self._library = LLTokenizer(self.tokenizer.to_str(), n_vocab=VOCAB, eos_token=[END])
+        self.library = LLTokenizer(self.tokenizer.to_str(), n_vocab=VOCAB, eos_token=[END])
 
     def special_token(self, marker: str) -> int | None:
-        ids = self._library.tokenize_str(marker, parse_special=True)
-        return ids[0] if len(ids) == 1 and self._library.is_special_token(ids[0]) else None
+        ids = self.library.tokenize_str(marker, parse_special=True)
+        return ids[0] if len(ids) == 1 and self.library.is_special_token(ids[0]) else None
 
     def matcher(self, order: OutputConstraint) -> LLMatcher:
         text = grammar_text(order, self.special_token)
-        matcher = LLMatcher(self._library, text, log_level=0, limits=parser_limits())
+        matcher = LLMatcher(self.library, text, log_level=0, limits=parser_limits())
         assert not matcher.is_error(), matcher.get_error()
         return matcher
 
@@ -169,6 +172,38 @@ def test_no_call_begins_while_the_model_reasons(markers: str) -> None:
     assert not MODELS[markers].takes(order, f"so {call}</think>")
 
 
+TAGS = OutputConstraint(
+    "structural_tags",
+    tags=(
+        Tag('<tool_call>{"f": ', json.dumps({"type": "integer"}), "}</tool_call>"),
+        Tag("say [ARGS]<b>", json.dumps({"type": "boolean"}), ""),
+    ),
+    triggers=("<tool_call>", "say [ARGS]"),
+)
+
+
+@pytest.mark.parametrize("trigger", ["<tool_call>", "<tool", '<tool_call>{"f'])
+@pytest.mark.parametrize("markers", MODELS)
+def test_a_tag_begins_with_the_token_or_with_its_text(markers: str, trigger: str) -> None:
+    model = MODELS[markers]
+    order = structs.replace(TAGS, triggers=(trigger, "say [ARGS]"))
+    assert (model.special_token("<tool_call>") is None) == (markers == "text")
+    call = '<tool_call>{"f": 12}</tool_call>'
+    for text, is_right in (
+        ("free text", True),
+        (f"so {call} and {call}say [ARGS]<b>true", True),
+        ("so [ARGS] is a word", markers == "text"),  # the token alone begins nothing
+        (call.replace("12", '"x"'), False),
+        (call.replace("</tool_call>", ""), False),
+        ("say [ARGS]<b>12", False),
+    ):
+        assert model.takes(order, text) == is_right, text
+    end = model.tokenizer.encode("</tool_call>").ids
+    spelled = [*model.spell('so <tool_call>{"f": 12}'), *end]
+    assert model.takes(order, spelled)
+    assert not model.takes(order, [*model.spell('so <tool_call>{"f": "x"}'), *end])
+
+
 CONTENT = OutputConstraint("json_schema", json.dumps({"type": "object", "required": ["answer"]}))
 
 
@@ -226,7 +261,8 @@ def bits(mask: bytes) -> list[bool]:
 
 
 def read_calls(notation: CallNotation, text: str, *, is_open: bool) -> list[tuple[str, Any]]:
-    parser = NOTATIONS[notation].make(ParserNeeds(True, True), "r", 0, opens_reasoning=is_open)
+    needs = ParserNeeds(frozenset(tool.name for tool in TOOLS), True)
+    parser = NOTATIONS[notation].make(needs, "r", 0, opens_reasoning=is_open)
     assert parser is not None
     found: dict[int, list[str]] = {}
     for piece in (*parser.push(text), *parser.flush()):
@@ -304,6 +340,42 @@ async def test_a_refused_schema_is_named_by_its_tool(compiler: GrammarCompiler, 
     assert caught.value.logged == "the constraint was refused"
     (violation,) = bad_fields(to_grpc_status(caught.value).trailing_metadata)
     assert violation.field == "chat.tools"
+
+
+def described(num_bytes: int) -> str:
+    """A schema most of which is words to readers."""
+    text = {"description": "x" * num_bytes, "title": "y", "examples": ["z"]}
+    inner = {**text, "type": "string", "enum": ["title", "description"]}
+    properties = {"title": inner, "deep": {"type": "array", "items": {"anyOf": [inner]}}}
+    return json.dumps({**text, "type": "object", "properties": properties, "required": ["title"]})
+
+
+async def test_as_many_tools_as_a_chat_may_have_can_be_required(compiler: GrammarCompiler) -> None:
+    """128 of 2 KiB each: their definitions are the most that a chat may bring. What is said to readers alone
+    is in no grammar."""
+    tools = [pb.Tool(name=f"tool_{index}", parameters_json=described(530)) for index in range(MAX_TOOLS)]
+    request = request_of(tools=tools, tool_choice=REQUIRED)
+    assert sum(tool.ByteSize() for tool in tools) > 0.9 * MAX_JSON_BYTES
+    assert list(chat_violations(request.chat, 1 << 30)) == []
+    order = found(request)
+    assert order is not None
+    model = MODELS["text"]
+    grammar = await compiler.make(structs.replace(order, reasoning=None))
+    assert "xxx" not in grammar.text
+    arguments = '{"title": "title", "deep": ["description"]}'
+    call = f'<tool_call>{{"name": "tool_127", "arguments": {arguments}}}</tool_call>'
+    for text, is_right in ((call, True), (call.replace('"title": "title"', '"title": "x"'), False)):
+        matcher = LLMatcher(model.library, grammar.text, log_level=0, limits=parser_limits())
+        ids = model.tokenizer.encode(text).ids
+        assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == is_right
+
+
+async def test_tools_whose_schemas_are_too_long_together_are_named(compiler: GrammarCompiler) -> None:
+    for length in (900, 1100):  # of the grammar, and of the order already
+        schema = json.dumps({"type": "object", "properties": {"a" * length: {"enum": ["b" * 1000]}}})
+        tools = tuple(CallableTool(f"tool_{index}", schema) for index in range(128))
+        with pytest.raises(InvalidToolsError, match=r"128 tools together.*bytes.*fewer"):
+            await compiler.make(OutputConstraint("anything", calls=rules("hermes", "required", tools)))
 
 
 async def test_a_schema_is_held_strictly_where_that_is_asked_for(compiler: GrammarCompiler) -> None:

@@ -12,10 +12,11 @@ from cluster.text.output_parsers.reasoning import PlainParser, ReasoningParser
 from cluster.text.output_parsers.tool_calls import BareCalls, ListedCalls, MarkedCalls
 from cluster.text.output_parsers.tool_grammar import CallNotation, ReasoningRules
 
-_TOOL_PARSERS: dict[str, Callable[[CallIds], OutputParser]] = {
-    "hermes": MarkedCalls,
+# By the ids of the calls and the names of the request's tools.
+_TOOL_PARSERS: dict[str, Callable[[CallIds, frozenset[str]], OutputParser]] = {
+    "hermes": lambda ids, _: MarkedCalls(ids),
     "llama3": BareCalls,
-    "mistral": ListedCalls,
+    "mistral": lambda ids, _: ListedCalls(ids),
 }
 # What each notation writes as special tokens, which the text must keep.
 _TOOL_TOKENS = {
@@ -28,9 +29,9 @@ _REASONING_MARKERS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "
 
 
 class ParserNeeds(NamedTuple):
-    """What one request wants of the parsers."""
+    """What one request wants of the parsers: `tool_names` are those of the tools that may be called."""
 
-    calls_tools: bool
+    tool_names: frozenset[str]
     separates_reasoning: bool
 
 
@@ -60,34 +61,39 @@ class OutputParsers:
         notation = _CALL_NOTATIONS.get(self.tools)
         return "mistral_args" if notation == "mistral" and self.marks_arguments else notation
 
-    def reasoning_rules(self, prompt: str) -> ReasoningRules | None:
+    def reasoning_rules(self, prompt: str, continued: str = "") -> ReasoningRules | None:
         """Return between which markers the model may reason after a rendered prompt; None where it does not,
-        or the prompt ends with the end of its reasoning."""
+        or the prompt ends with the end of its reasoning. The answer goes on from the text that is
+        `continued`, the last of the prompt."""
         markers = _REASONING_MARKERS.get(self.reasoning)
         if markers is None or prompt.rstrip().endswith(markers[1]):
             return None
-        return ReasoningRules(*markers, is_open=self.opens_reasoning(prompt))
+        return ReasoningRules(*markers, is_open=self.opens_reasoning(prompt, continued))
 
     def kept_tokens(self, needs: ParserNeeds) -> frozenset[str]:
         """Return the special tokens that the text must keep for the parsers."""
-        kept: tuple[str, ...] = _TOOL_TOKENS.get(self.tools, ()) if needs.calls_tools else ()
+        kept: tuple[str, ...] = _TOOL_TOKENS.get(self.tools, ()) if needs.tool_names else ()
         if needs.separates_reasoning:
             kept += _REASONING_MARKERS.get(self.reasoning, ())
         return frozenset(kept)
 
-    def opens_reasoning(self, prompt: str) -> bool:
-        """Return whether a rendered prompt ends with the beginning of the reasoning."""
+    def opens_reasoning(self, prompt: str, continued: str = "") -> bool:
+        """Return whether a rendered prompt ends with the beginning of the reasoning, or in the middle of it,
+        in the text that is `continued`."""
         markers = _REASONING_MARKERS.get(self.reasoning)
-        return markers is not None and prompt.rstrip().endswith(markers[0])
+        if markers is None:
+            return False
+        start, end = markers
+        return prompt.rstrip().endswith(start) or continued.rfind(start) > continued.rfind(end)
 
     def make(
         self, needs: ParserNeeds, request_id: str, sample: int, *, opens_reasoning: bool
     ) -> OutputParser | None:
         """Return the parser of one sample; None where all of its text is content."""
         inner: OutputParser | None = None
-        if needs.calls_tools and self.tools in _TOOL_PARSERS:
+        if needs.tool_names and self.tools in _TOOL_PARSERS:
             ids = CallIds(request_id, sample, is_short=self.tools == "mistral")
-            inner = _TOOL_PARSERS[self.tools](ids)
+            inner = _TOOL_PARSERS[self.tools](ids, needs.tool_names)
         if needs.separates_reasoning and self.reasoning in _REASONING_MARKERS:
             start, end = _REASONING_MARKERS[self.reasoning]
             return ReasoningParser(start, end, inner or PlainParser(), is_open=opens_reasoning)

@@ -42,12 +42,14 @@ class _Call(Protocol):
 
 
 class _JsonCallText:
-    """A call as a JSON object, behind `opening` (given back as content where there is no call)."""
+    """A call as a JSON object, behind `opening` (given back as content where there is no call). A call of
+    another name than `names` is none (None: all names are fine)."""
 
-    def __init__(self, index: int, call_id: str, opening: str) -> None:
+    def __init__(self, index: int, call_id: str, opening: str, names: frozenset[str] | None = None) -> None:
         self._index = index
         self._call_id = call_id
         self._call = JsonCall()
+        self._names = names
         self._raw = [opening]
         self._is_named = False
 
@@ -57,7 +59,11 @@ class _JsonCallText:
 
     @property
     def is_broken(self) -> bool:
-        return self._call.is_broken
+        return self._call.is_broken or self._is_unknown
+
+    @property
+    def _is_unknown(self) -> bool:
+        return bool(self._call.name) and self._names is not None and self._call.name not in self._names
 
     def push(self, text: str) -> tuple[list[Piece], str]:
         rest = self._call.push(text)
@@ -65,7 +71,7 @@ class _JsonCallText:
         if not self._is_named:
             self._raw.append(read)
         pieces: list[Piece] = []
-        if self._call.is_broken and not self._call.name:
+        if self._is_unknown or (self._call.is_broken and not self._call.name):
             return self.flush(), rest
         if self._call.name and not self._is_named:
             self._is_named = True
@@ -202,8 +208,8 @@ class _Calls:
         """Return what the held text is, at the end of the answer outside of calls."""
         return [Content(held)]
 
-    def _open(self, opening: str) -> None:
-        self._call = _JsonCallText(self._num_calls, self._ids.of(self._num_calls), opening)
+    def _open(self, opening: str, names: frozenset[str] | None = None) -> None:
+        self._call = _JsonCallText(self._num_calls, self._ids.of(self._num_calls), opening, names)
 
 
 class MarkedCalls(_Calls):
@@ -254,12 +260,15 @@ class MarkedCalls(_Calls):
 
 class BareCalls(_Calls):
     """The whole answer is calls in JSON, separated by semicolons, as Llama 3 writes it, with or without the
-    token <|python_tag|> before. Other answers are content."""
+    token <|python_tag|> before. Other answers are content, also JSON that looks like a call: without the
+    token, it is one only where a tool has its name."""
 
     _TAG = "<|python_tag|>"
 
-    def __init__(self, ids: CallIds) -> None:
+    def __init__(self, ids: CallIds, tool_names: frozenset[str]) -> None:
         super().__init__(ids)
+        self._tool_names = tool_names
+        self._has_tag = False
         self._is_content = False
 
     def _between(self) -> list[Piece] | None:
@@ -270,7 +279,8 @@ class BareCalls(_Calls):
         if self._num_calls:
             text = text.removeprefix(";").lstrip()
         num_before = 0
-        if text.startswith(self._TAG):
+        is_tagged = text.startswith(self._TAG)
+        if is_tagged:
             num_before, text = len(self._TAG), text[len(self._TAG) :].lstrip()
         opening = self._held[: len(self._held) - len(text)]
         if len(opening) - num_before > MAX_WAITING_CHARS:
@@ -282,7 +292,8 @@ class BareCalls(_Calls):
             self._is_content = True
             return []
         self._held = text
-        self._open(opening if not self._num_calls else "")
+        self._has_tag = self._has_tag or is_tagged
+        self._open(opening, None if self._has_tag else self._tool_names)
         return []
 
     def _broke(self) -> None:
