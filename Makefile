@@ -53,19 +53,23 @@ test: lint
 test-all: lint
 	$(BIN)/python -m pytest -q --durations=10 $(PYTEST_ARGS)
 
-# The packages of each client; + between them.
+# The packages of each client; + between them. Each is installed at its newest release; torch alone is the one of
+# `make setup`, as what follows from it is large.
+CLIENT_ENVS ?= $(VENV)/clients
 CLIENTS := openai=openai anthropic=anthropic litellm=litellm+mcp langchain=langchain-openai+langgraph \
 	guidellm=guidellm
 
 test-clients: $(VENV)/.dev
 	@for client in $(CLIENTS); do \
-		folder=$(VENV)/clients/$${client%%=*}; packages=$$(echo "$${client#*=}" | tr + ' '); \
+		folder=$(CLIENT_ENVS)/$${client%%=*}; packages=$$(echo "$${client#*=}" | tr + ' '); \
 		test -x $$folder/bin/python || $(PYTHON) -m venv $$folder || exit 1; \
-		$$folder/bin/python -m pip install --disable-pip-version-check --quiet --upgrade $$packages || exit 1; \
+		grep '^torch==' constraints.txt > $$folder/torch.txt; \
+		$$folder/bin/python -m pip install --disable-pip-version-check --quiet --upgrade \
+			-c $$folder/torch.txt $$packages || exit 1; \
 		$$folder/bin/python -m pip list --disable-pip-version-check --format=freeze | \
 			grep -E "^($$(echo $$packages | tr ' ' '|'))=="; \
 	done
-	TANDEM_CLIENTS=$(CURDIR)/$(VENV)/clients $(BIN)/python -m pytest -q -rs tests/clients $(PYTEST_ARGS)
+	TANDEM_CLIENTS=$(abspath $(CLIENT_ENVS)) $(BIN)/python -m pytest -q -rs tests/clients $(PYTEST_ARGS)
 
 fuzz: $(VENV)/.dev
 	@PYTHONPATH=.:tests/support $(BIN)/python -m tests.fuzz $(if $(CASE),--case '$(CASE)') \

@@ -126,13 +126,15 @@ class World:
         self.is_cut = True
         self._sent_at = [float("-inf")] * num_gateways
         self._send_at = [float("inf")] * num_gateways
+        for router in self.routers:
+            router.set_shared(num_gateways > 1)
         for replica in self.replicas.values():
             for router in self.routers:
                 router.add_replica(replica.identity, "both")
                 router.on_snapshot(KvSnapshot(replica.identity, 0, ()))
             self.at(self.random.random() * REPORT_S, lambda replica=replica: self._report(replica))  # type: ignore[misc]
         self.ttfts_s: list[tuple[float, float]] = []
-        self.num_hits = 0
+        self.num_hits = self.num_sent_back = 0
         self.connect()
 
     def at(self, time_s: float, call: Callable[[], None]) -> None:
@@ -186,8 +188,7 @@ class World:
                     self._send(source, frame)
 
     def _request(self, number: int) -> None:
-        gateway = self.random.randrange(len(self.routers))
-        router, arrived_at = self.routers[gateway], self.clock.now()
+        gateway, arrived_at = self.random.randrange(len(self.routers)), self.clock.now()
         keys = tuple(
             (number << 32 | index).to_bytes(16, "big") for index in range(PROMPT_TOKENS // BLOCK_TOKENS)
         )
@@ -198,13 +199,35 @@ class World:
             )
             keys = shared + keys[PREFIX_BLOCKS:]
         request_id = str(number)
-        decision = router.route(
-            RouteRequest(request_id, "t", keys if self.has_prefixes else (), PROMPT_TOKENS, 1)
-        )
+        request = RouteRequest(request_id, "t", keys if self.has_prefixes else (), PROMPT_TOKENS, 1)
+        self._submit(gateway, request, keys, arrived_at, may_return=True)
+
+    def _submit(
+        self,
+        gateway: int,
+        request: RouteRequest,
+        keys: tuple[bytes, ...],
+        arrived_at: float,
+        *,
+        may_return: bool,
+    ) -> None:
+        """Route a request and send it; one that `may_return` is sent back, once, by a replica with more to do
+        than the decision allows."""
+        router, request_id = self.routers[gateway], request.request_id
+        decision = router.route(request)
         self._flush(gateway)
         compute = self.replicas[decision.prefill or decision.decode]
+        most = decision.most_backlog_tokens if may_return else None
+
+        def sent_back() -> None:
+            router.on_finished(request_id)
+            self._submit(gateway, request, keys, arrived_at, may_return=False)
 
         def submitted() -> None:
+            if most is not None and compute.queue_state(self.clock.now()).num_backlog_tokens > most:
+                self.num_sent_back += 1
+                self.after(NETWORK_S, sent_back)
+                return
             first_token_at, num_cached, events = compute.serve(
                 keys if self.has_prefixes else (), self.clock.now()
             )

@@ -174,3 +174,6 @@ class Decision(Part, frozen=True):
     candidates: Sequence[Candidate]
     reason: str
     prediction: Prediction = Prediction()
+    # With more before it where it is computed another replica would have been better, as far as is known;
+    # None: with no backlog, or other gateways send nothing there.
+    most_backlog_tokens: int | None = None

@@ -102,12 +102,14 @@ class ReplicaCost(NamedTuple):
 
 class Choice(NamedTuple):
     """The cheapest choice. `prefill` "" means that the decode replica prefills by itself. A cost is `inf`
-    where no such choice exists."""
+    where no such choice exists; `other_cost_s` is that of the cheapest one that computes elsewhere, where it
+    was looked for."""
 
     prefill: str
     decode: str
     pair_cost_s: float
     local_cost_s: float
+    other_cost_s: float = float("inf")
 
 
 def disturbance_s(state: CurrentLoad, prefill_s: float) -> float:

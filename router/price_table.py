@@ -131,10 +131,14 @@ class PriceTable:
         held_part: float,
         oldest: float,
         num_steps: float,
+        *,
+        finds_other: bool = False,
     ) -> Choice | None:
-        """Return the cheapest choice, as `router.policies.choose` does."""
+        """Return the cheapest choice, as `router.policies.choose` does; with `finds_other` also what the
+        cheapest one costs that computes elsewhere."""
         costs = self._costs(query, match, waits, held_part, oldest, num_steps)
         prefills, decodes = sides
+        local_s = pairs = np.empty(0)
         local_cost_s, local_id = float("inf"), ""
         if query.may_stay and len(decodes):
             local_s = costs.local_s[decodes]
@@ -152,10 +156,19 @@ class PriceTable:
             pair_cost_s = float(pairs[row, column])
             prefill_id, decode_id = self.ids[prefills[row]], self.ids[decodes[column]]
         if local_id and local_cost_s <= pair_cost_s:
-            return Choice("", local_id, pair_cost_s, local_cost_s)
-        return (
-            None if pair_cost_s == float("inf") else Choice(prefill_id, decode_id, pair_cost_s, local_cost_s)
-        )
+            prefill_id, decode_id = "", local_id
+        elif pair_cost_s == float("inf"):
+            return None
+        other_cost_s = float("inf")
+        if finds_other:
+            compute = self._row_of[prefill_id or decode_id]
+            here_local, here_pair = sides[1] == compute, prefills == compute
+            if local_s.size:
+                other_cost_s = float(local_s.min(initial=np.inf, where=~here_local))
+            if pairs.size:
+                other_pair_s = pairs.min(initial=np.inf, where=~here_pair[:, None])
+                other_cost_s = min(other_cost_s, float(other_pair_s))
+        return Choice(prefill_id, decode_id, pair_cost_s, local_cost_s, other_cost_s)
 
     def _costs(
         self,

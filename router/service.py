@@ -33,6 +33,10 @@ from router.rates import DEFAULT_BATCH_TOKENS
 # Assumed for a replica that has not reported them.
 DEFAULT_MAX_SEQUENCES = 64
 ROLES = ("prefill", "decode", "both")
+# What it takes to be sent back by a replica, and to another one: that is done only where more is to be won.
+_SENT_BACK_S = 0.005
+# No bound for the backlog where it would be greater.
+_MOST_BACKLOG_TOKENS = 1 << 31
 # How many decisions `explain` remembers.
 NUM_DECISIONS_KEPT = 1024
 
@@ -98,6 +102,8 @@ class RouterService:
         self._decisions: OrderedDict[str, Decision] = OrderedDict()
         # Of the members as they are; None: they have changed.
         self._table: PriceTable | None = None
+        # Whether other gateways use the replicas, too.
+        self._is_shared = False
 
     def add_replica(self, identity: ReplicaIdentity, role: str) -> None:
         """Add a replica that takes requests, or change its role. A new epoch starts with nothing known."""
@@ -131,6 +137,11 @@ class RouterService:
         if (member := self._members.get(replica_id)) is not None:
             member.is_usable = is_usable
             self._table = None
+
+    def set_shared(self, is_shared: bool) -> None:
+        """Note whether other gateways place requests at the same replicas: then decisions say with which
+        backlog another replica would have been better (`Decision.most_backlog_tokens`)."""
+        self._is_shared = is_shared
 
     def on_load(self, load: ReplicaLoad) -> None:
         """Take a replica's load report."""
@@ -470,7 +481,16 @@ class RouterService:
         ranks = table.hashed(self._seed(request)) if self._salt else None
         sides = table.sides(ranks, self._members)
         num_steps = self._config.decode_steps
-        choice = table.cheapest(query, view.match, sides, view.waits, view.held_part, view.oldest, num_steps)
+        choice = table.cheapest(
+            query,
+            view.match,
+            sides,
+            view.waits,
+            view.held_part,
+            view.oldest,
+            num_steps,
+            finds_other=self._is_shared,
+        )
         states, ids, policy = list(table.states), table.ids, self._policy
 
         def made() -> list[Candidate]:
@@ -493,6 +513,7 @@ class RouterService:
             reason = f"the pair costs {_ms(choice.pair_cost_s)}, {_other('alone', choice.local_cost_s)}"
         else:
             reason = f"alone costs {_ms(choice.local_cost_s)}, {_other('the best pair', choice.pair_cost_s)}"
+        gain_s = choice.other_cost_s - min(choice.pair_cost_s, choice.local_cost_s) + _SENT_BACK_S
         return Decision(
             request_id=request_id,
             policy=self._config.policy,
@@ -509,6 +530,7 @@ class RouterService:
                 transfer_s=transfer_s,
                 step_s=decode.state.rates.step_s,
             ),
+            most_backlog_tokens=_most_backlog_tokens(prefill.state, gain_s),
         )
 
     def _place(self, request: RouteRequest, query: RouteQuery, decision: Decision, *, is_held: bool) -> None:
@@ -558,6 +580,13 @@ def _replica_costs(
         wait_s = view.waits.get(replica_id)
         replicas.append(cost if wait_s is None else cost._replace(queue_s=wait_s))
     return replicas
+
+
+def _most_backlog_tokens(state: CurrentLoad, gain_s: float) -> int | None:
+    """Return with how many tokens before a request another replica is better, if this one is by `gain_s` with
+    what was sent there; None: with any."""
+    num_tokens = state.backlog_tokens - state.num_held_tokens + gain_s / state.rates.token_s
+    return int(num_tokens) if num_tokens < _MOST_BACKLOG_TOKENS else None
 
 
 def _other(name: str, cost_s: float) -> str:

@@ -538,9 +538,10 @@ def submission(
     *,
     suspect: bool = False,
     is_scored: bool = True,
+    most_backlog_tokens: int | None = None,
 ) -> Submission:
     """Begin an attempt of the samples of `group`, as they are now. The log-probabilities of a prompt that
-    `is_scored` are not asked for again."""
+    `is_scored` are not asked for again. A replica with more than `most_backlog_tokens` sends it back."""
     for sample in group:
         sample.begin_attempt()
     deadline_at, sampling = prepared.deadline_at, prepared.sampling
@@ -567,4 +568,5 @@ def submission(
         grammar=prepared.grammar,
         is_private=prepared.is_private,
         pooling=prepared.pooling,
+        most_backlog_tokens=most_backlog_tokens,
     )

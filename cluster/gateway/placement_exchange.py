@@ -338,6 +338,7 @@ class PlacementExchange:
                 placements = PeerPlacements(gateway_id, self._router, self._clock)
                 followed = self._followed[gateway_id] = _Followed(record, placements)
                 followed.task = self._tasks.spawn(self._follow(followed), f"placements of {gateway_id}")
+        self._router.set_shared(bool(records))
 
     async def wait_current(self, limit_s: float) -> dict[str, str]:
         """Return when the snapshots of all followed gateways are here, or after `limit_s`; returns `missing`

@@ -131,6 +131,8 @@ class RequestState:
         self._no_route_since: float | None = None
         self._last_failure = ""
         self._was_refused = False
+        # It was sent back once, by a replica with more to do than was known here.
+        self._was_crowded = False
 
     @property
     def num_output_tokens(self) -> int:
@@ -200,8 +202,18 @@ class RequestState:
         target = decode if prefill is not None else None
         suspect, is_scored = self._suspicion.is_suspect, self._prompt.is_whole
         self._suspicion.routed(self._numbers)
+        may_return = self.attempt == 1 and len(groups) == 1
         submissions = [
-            submission(self.prepared, group, number, target, now, suspect=suspect, is_scored=is_scored)
+            submission(
+                self.prepared,
+                group,
+                number,
+                target,
+                now,
+                suspect=suspect,
+                is_scored=is_scored,
+                most_backlog_tokens=decision.most_backlog_tokens if may_return else None,
+            )
             for group, number in zip(groups, self._numbers, strict=True)
         ]
         for made in submissions:
@@ -330,6 +342,10 @@ class RequestState:
         if leaver is not None and self._retries.forgive(leaver):
             self._num_uncounted += 1
             self._retry(reason, [leaver], now, at_once=True)
+        elif failure.code == "crowded" and not self._was_crowded:
+            self._was_crowded = True
+            self._num_uncounted += 1
+            self._retry(reason, [], now, at_once=True)
         elif failure.code == "internal":
             self._broke(source, reason, now, is_suspect=failure.suspect)
         elif failure.code == "refused":

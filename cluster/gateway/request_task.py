@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol, TypeVarTuple
 
+from msgspec.structs import replace
+
 from cluster.admission.admission import HeldRequest, RequestAdmission
 from cluster.admission.retries import CAPACITY_WAIT_S, Retry
 from cluster.errors import AbandonedError, OverloadedError, RequestError, SlowClientError
@@ -57,6 +59,8 @@ class Connections(Protocol):
 
 # Replicas forget what was announced to them 30 s ago.
 ANNOUNCE_AGAIN_S = 20.0
+# A request that was submitted later after it was placed has waited.
+AT_ONCE_S = 0.005
 
 
 class Router(Protocol):
@@ -376,9 +380,11 @@ class RequestTask:
         retries.hold(retry)
 
     def _released(self, held: HeldRequest) -> None:
-        """Submit the request, which has waited for its turn."""
+        """Submit the request, which has waited for its turn. What was known of other replicas when it was
+        placed holds only for one that did not wait."""
         self._held = None
-        self._routed(held.decision)
+        has_waited = self._clock.now() > held.routed_at + AT_ONCE_S
+        self._routed(replace(held.decision, most_backlog_tokens=None) if has_waited else held.decision)
 
     def _refused(self, error: OverloadedError) -> None:
         """End the request, which has waited too long for its turn."""

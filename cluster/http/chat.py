@@ -29,7 +29,6 @@ from cluster.http.prompts import (
     content_texts,
     renamer,
     sampled_request,
-    service_class,
     session_id,
     set_tool_choice,
     template_args,
@@ -79,7 +78,6 @@ def translate(body: ChatRequest) -> Translated:
         raise bad_field("modalities", 'must be ["text"], or absent')
     if body.add_special_tokens:
         raise bad_field("add_special_tokens", "is served as false only: the chat template brings its own")
-    request.service_class = service_class(body.service_tier)
     request.session_id = session_id(body.prompt_cache_key)
     if body.include_reasoning is not None:
         request.separate_reasoning = body.include_reasoning

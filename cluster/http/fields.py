@@ -41,6 +41,9 @@ def _refused(**remedies: str) -> tuple[FieldEntry, ...]:
 
 _MODEL = FieldEntry("model", "served", "absent: the model that is served")
 _TEMPERATURE = FieldEntry("temperature", "served", "default 1; 0 is greedy")
+_OUTPUT_CONFIG = FieldEntry(
+    "output_config", "served", "format: json_schema; effort goes to the chat template"
+)
 _PRIORITY = _vllm(
     "priority", "as over gRPC: higher goes first (in vLLM lower does); cut to the caller's max_priority"
 )
@@ -72,6 +75,7 @@ _SAMPLED: tuple[FieldEntry, ...] = (
     FieldEntry("stop", "served", "at most 16 strings of 256 characters"),
     FieldEntry("seed", "served", "the same request with the same seed has the same output; drawn if absent"),
     FieldEntry("response_format", "served", "text, json_object, json_schema, and vLLM's structural_tag"),
+    _SERVICE_TIER,
     *_ignored("user"),
     _vllm("top_k", "0 and -1: off"),
     _vllm("min_p"),
@@ -121,7 +125,6 @@ FIELDS: Mapping[str, tuple[FieldEntry, ...]] = {
         FieldEntry("tool_choice", "served", "auto, none, required, or a function"),
         *_served("parallel_tool_calls"),
         FieldEntry("reasoning_effort", "served", "the chat template gets it as a variable of this name"),
-        _SERVICE_TIER,
         _CACHE_KEY,
         FieldEntry("store", "served in part", "false only: nothing is kept"),
         FieldEntry("modalities", "served in part", '["text"] only'),
@@ -200,19 +203,21 @@ FIELDS: Mapping[str, tuple[FieldEntry, ...]] = {
             "thinking", "served in part", "the chat template gets enable_thinking; budgets are ignored"
         ),
         FieldEntry("service_tier", "served in part", "auto and standard_only, which are the same here"),
-        *_ignored("metadata"),
+        _OUTPUT_CONFIG,
+        *_ignored("metadata", "cache_control"),
         *_refused(
             container=_NO_TOOL_OF_OURS,
             context_management="send fewer messages",
             inference_geo="the cluster is where it is",
             mcp_servers=_NO_TOOL_OF_OURS,
-            output_config="use /v1/chat/completions with response_format",
-            output_format="use /v1/chat/completions with response_format",
+            output_format="send output_config.format",
         ),
     ),
     "/v1/messages/count_tokens": (
         *_served("messages", "system", "tools", "tool_choice", "thinking"),
         _MODEL,
+        _OUTPUT_CONFIG,
+        *_ignored("cache_control"),
     ),
     "/v1/embeddings": (
         FieldEntry("input", "served", "text, token ids, or a list of one of them (gateway.http.max_inputs)"),

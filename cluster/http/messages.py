@@ -29,7 +29,10 @@ NAMES: Mapping[str, str] = {
     "chat.messages": "messages",
     "chat.tools": "tools",
     "chat.tool_choice": "tool_choice",
+    "chat.template_args_json": "output_config.effort",
     "stop": "stop_sequences",
+    "constraint": "output_config.format",
+    "constraint.json_schema": "output_config.format.schema",
 }
 _STOP_REASONS: Mapping[int, str] = {
     pb.FINISH_REASON_STOP: "end_turn",
@@ -103,6 +106,20 @@ class Thinking(Body, kw_only=True):
     display: Ignored = None
 
 
+class OutputFormat(Body, kw_only=True):
+    """A schema that the output must follow."""
+
+    type: str
+    schema: dict[str, Any] | None = None
+
+
+class OutputConfig(Body, kw_only=True):
+    """What the output must look like, and how much the model is to do for it."""
+
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
 class CountTokensRequest(Body, kw_only=True):
     """POST /v1/messages/count_tokens."""
 
@@ -112,6 +129,9 @@ class CountTokensRequest(Body, kw_only=True):
     tools: list[OfferedTool] | None = None
     tool_choice: ChosenTool | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    # Without effect.
+    cache_control: Ignored = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
@@ -140,6 +160,11 @@ def translate(body: MessagesRequest) -> Translated:
     if body.service_tier not in (None, "auto", "standard_only"):
         raise bad_field("service_tier", "must be auto or standard_only, or absent")
     request.service_class = service_class(None)
+    wanted = body.output_config.format if body.output_config is not None else None
+    if wanted is not None:
+        if wanted.type != "json_schema" or wanted.schema is None:
+            raise bad_field("output_config.format.type", "must be json_schema, with its schema")
+        request.constraint.json_schema = schema_text(wanted.schema)
     fill_chat(request.chat, body)
     return Translated([request], renamer(NAMES))
 
@@ -167,10 +192,13 @@ def fill_chat(chat: pb.ChatPrompt, body: CountTokensRequest) -> None:
         add_function(chat, tool.name, tool.description, tool.input_schema, strict=bool(tool.strict))
     if body.tool_choice is not None:
         _set_choice(chat, body.tool_choice)
+    arguments: dict[str, Any] = {}
     if body.thinking is not None:
         if body.thinking.type not in ("enabled", "disabled", "adaptive"):
             raise bad_field("thinking.type", "must be enabled, disabled or adaptive")
-        chat.template_args_json = template_args({"enable_thinking": body.thinking.type != "disabled"}, None)
+        arguments["enable_thinking"] = body.thinking.type != "disabled"
+    effort = body.output_config.effort if body.output_config is not None else None
+    chat.template_args_json = template_args(arguments, effort)
 
 
 def _set_choice(chat: pb.ChatPrompt, choice: ChosenTool) -> None:

@@ -104,6 +104,7 @@ def sampled_request(body: SampledRequest) -> tuple[pb.GenerateRequest, dict[str,
     request.include_stop = bool(body.include_stop_str_in_output)
     request.keep_special_tokens = body.skip_special_tokens is False
     request.priority = body.priority or 0
+    request.service_class = service_class(body.service_tier)
     if body.spaces_between_special_tokens is False:
         raise bad_field("spaces_between_special_tokens", "is served as true only; remove it")
     if body.stream_options is not None:

@@ -109,6 +109,24 @@ class _Response(msgspec.Struct):
     user: None = None
 
 
+class _EventTop(msgspec.Struct):
+    token: str
+    logprob: float
+
+
+class _EventLogprob(msgspec.Struct):
+    """Of a token in an event, which has no bytes, as OpenAI's has none."""
+
+    token: str
+    logprob: float
+    top_logprobs: list[_EventTop]
+
+    @classmethod
+    def of(cls, entry: ContentLogprob) -> _EventLogprob:
+        top = [_EventTop(item.token, item.logprob) for item in entry.top_logprobs]
+        return cls(entry.token, entry.logprob, top)
+
+
 class _Event(msgspec.Struct, omit_defaults=True):
     """Any of the events: each kind has some of these fields."""
 
@@ -122,7 +140,7 @@ class _Event(msgspec.Struct, omit_defaults=True):
     part: Any = UNSET
     delta: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
-    logprobs: list[ContentLogprob] | UnsetType = UNSET
+    logprobs: list[_EventLogprob] | UnsetType = UNSET
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
 
@@ -212,7 +230,10 @@ class ResponsesAnswer:
         logprobs = content_logprobs(delta.logprobs) if self._has_logprobs else []
         self._logprobs.extend(logprobs)
         return events + self._event(
-            "response.output_text.delta", **self._place(), delta=delta.text, logprobs=logprobs
+            "response.output_text.delta",
+            **self._place(),
+            delta=delta.text,
+            logprobs=[_EventLogprob.of(entry) for entry in logprobs],
         )
 
     def _grow_call(self, part: pb.ToolCallDelta) -> bytes:
@@ -244,7 +265,10 @@ class ResponsesAnswer:
         if isinstance(item, _MessageItem):
             part = _OutputText(text, [], self._logprobs)
             events = self._event(
-                "response.output_text.done", **self._place(), text=text, logprobs=self._logprobs
+                "response.output_text.done",
+                **self._place(),
+                text=text,
+                logprobs=[_EventLogprob.of(entry) for entry in self._logprobs],
             )
             events += self._event("response.content_part.done", **self._place(), part=part)
             item.content = [part]

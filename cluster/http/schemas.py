@@ -228,6 +228,7 @@ class SampledRequest(Body, kw_only=True):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     response_format: ResponseFormat | None = None
+    service_tier: str | None = None
     # Without effect.
     user: Ignored = None
     # vLLM's.
@@ -265,7 +266,6 @@ class ChatRequest(SampledRequest, kw_only=True):
     tool_choice: str | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
-    service_tier: str | None = None
     prompt_cache_key: str | None = None
     store: bool | None = None
     modalities: list[str] | None = None

@@ -115,7 +115,8 @@ REQUESTS = (
         "num_attempt_failures",
         "attempts",
         "Attempts that failed at a replica, by code: refused (no capacity), peer, internal, "
-        "leaving, deadline, invalid. Most are placed again and the client does not notice.",
+        "leaving, crowded (another gateway was faster), deadline, invalid. Most are placed again and the "
+        "client does not notice.",
         by="code",
         why_empty=NEEDS_FAULT,
     ),

@@ -1,69 +1,225 @@
-"""Anthropic's own client against a gateway: whole and streamed messages, tools, and errors."""
+"""Anthropic's own client against a gateway: whole and streamed messages, tools and errors, with asyncio and
+without."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import anthropic
-from anthropic.types import Message
-from pydantic import BaseModel
+from anthropic.types import Message, RawMessageStreamEvent
+from pydantic import BaseModel, TypeAdapter
 
+BASE = sys.argv[1].removesuffix("/v1")
+GUARDED: dict[str, Any] = json.loads(os.environ["TANDEM_GUARDED"])
 TOOL = {
     "name": "get_weather",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
 HELLO = "Hello there, my friend."
+ASKED: dict[str, Any] = {"model": "m", "max_tokens": 400}
+USER = {"role": "user", "content": "hello"}
+WEATHER = {"role": "user", "content": "how is the weather?"}
+BOTH = {"role": "user", "content": "the weather in both cities?"}
 
 
-def check(value: Any) -> None:
+def check(kind: Any, value: Any) -> None:
     """Fail where the value is not what its model says, or has a field that the model lacks."""
-    if isinstance(value, Message):
-        Message.model_validate(value.model_dump(mode="json"))
+    fields = value.model_dump(mode="json", exclude_unset=True)
+    _check_known(TypeAdapter(kind).validate_json(json.dumps(fields), strict=True))
+
+
+def _check_known(value: Any) -> None:
     if isinstance(value, BaseModel):
-        assert not value.model_extra, value.model_extra
+        assert not value.model_extra, (type(value), value.model_extra)
         for name in type(value).model_fields:
-            check(getattr(value, name, None))
+            _check_known(getattr(value, name, None))
     elif isinstance(value, list):
         for item in value:
-            check(item)
+            _check_known(item)
+
+
+def messages(client: anthropic.Anthropic) -> None:
+    done = client.messages.create(
+        **ASKED,
+        system="be kind",
+        messages=[USER],
+        metadata={"user_id": "u"},
+        service_tier="auto",
+        cache_control={"type": "ephemeral"},
+        # Not among the client's own since version 2.
+        extra_body={"temperature": 0.5, "top_p": 0.9, "top_k": 20},
+    )
+    check(Message, done)
+    assert (done.content[0].text, done.stop_reason) == (HELLO, "end_turn")
+    assert done.usage.input_tokens + (done.usage.cache_read_input_tokens or 0) > 0
+    system = [{"type": "text", "text": "be kind", "cache_control": {"type": "ephemeral"}}]
+    blocks = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    assert client.messages.create(**ASKED, system=system, messages=blocks).content[0].text == HELLO
+    assert client.messages.count_tokens(model="m", messages=[USER]).input_tokens > 0
+    stopped = client.messages.create(**ASKED, messages=[USER], stop_sequences=["nothing", "friend"])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "friend")
+    assert stopped.content[0].text == "Hello there, my "
+    short = client.messages.create(model="m", max_tokens=2, messages=[USER])
+    assert (short.stop_reason, short.usage.output_tokens) == ("max_tokens", 2)
+    thought = client.messages.create(
+        **ASKED,
+        messages=[{"role": "user", "content": "think"}],
+        thinking={"type": "enabled", "budget_tokens": 1024},
+    )
+    check(Message, thought)
+    assert [block.type for block in thought.content] == ["thinking", "text"]
+    (model,) = client.models.list().data
+    assert model.id == "m"
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+def parsing(client: anthropic.Anthropic) -> None:
+    asked = {**ASKED, "messages": [{"role": "user", "content": "a person"}]}
+    parsed = client.messages.parse(**asked, output_format=Person, output_config={"effort": "low"})
+    assert parsed.parsed_output == Person(name="Ada", age=36)
+    with client.messages.stream(**asked, output_format=Person) as stream:
+        assert stream.get_final_message().parsed_output == Person(name="Ada", age=36)
+    counted = client.messages.count_tokens(
+        model="m", messages=asked["messages"], output_config={"effort": "low"}
+    )
+    assert counted.input_tokens == parsed.usage.input_tokens + (parsed.usage.cache_read_input_tokens or 0)
+
+
+def streams(client: anthropic.Anthropic) -> None:
+    for said, types in (("hello", ["text"]), ("think", ["thinking", "text"])):
+        events = list(
+            client.messages.create(**ASKED, messages=[{"role": "user", "content": said}], stream=True)
+        )
+        for event in events:
+            check(RawMessageStreamEvent, event)
+        kinds = [event.type for event in events]
+        assert (kinds[0], kinds[-2:]) == ("message_start", ["message_delta", "message_stop"])
+        starts = [event for event in events if event.type == "content_block_start"]
+        assert [start.content_block.type for start in starts] == types
+        assert [start.index for start in starts] == list(range(len(types)))
+    with client.messages.stream(**ASKED, messages=[USER], stop_sequences=["friend"]) as stream:
+        assert "".join(stream.text_stream) == "Hello there, my "
+        final = stream.get_final_message()
+    check(Message, final)
+    assert (final.stop_reason, final.stop_sequence) == ("stop_sequence", "friend")
+    assert final.usage.output_tokens > 0
+
+
+def tools(client: anthropic.Anthropic) -> None:
+    for choice in ({"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "get_weather"}):
+        asked = {**ASKED, "messages": [WEATHER], "tools": [TOOL], "tool_choice": choice}
+        called = client.messages.create(**asked)
+        check(Message, called)
+        with client.messages.stream(**asked) as stream:
+            streamed = stream.get_final_message()
+        for message in (called, streamed):
+            (used,) = [block for block in message.content if block.type == "tool_use"]
+            assert (used.name, used.input, message.stop_reason) == (
+                "get_weather",
+                {"city": "Paris"},
+                "tool_use",
+            )
+    none = client.messages.create(**ASKED, messages=[WEATHER], tools=[TOOL], tool_choice={"type": "none"})
+    assert none.content[0].text == HELLO
+    both: list[Any] = [BOTH]
+    called = client.messages.create(**ASKED, messages=both, tools=[TOOL])
+    assert [block.input for block in called.content] == [{"city": "Paris"}, {"city": "Rome"}]
+    results = [{"type": "tool_result", "tool_use_id": it.id, "content": "sunny"} for it in called.content]
+    both += [{"role": "assistant", "content": called.content}, {"role": "user", "content": results}]
+    assert client.messages.create(**ASKED, messages=both, tools=[TOOL]).content[0].text == "It is sunny."
+
+
+def refused(kind: Any, call: Callable[[], object]) -> Any:
+    """The error of this kind that the call raises."""
+    try:
+        call()
+    except kind as error:
+        found = error
+    else:
+        raise AssertionError(f"{kind.__name__} was expected")
+    assert found.body["type"] == "error"
+    return found
+
+
+def errors(client: anthropic.Anthropic) -> None:
+    error = refused(
+        anthropic.BadRequestError, lambda: client.messages.create(model="m", max_tokens=0, messages=[USER])
+    )
+    assert error.body["error"]["type"] == "invalid_request_error"
+    assert "max_tokens" in str(error)
+    asked = {**ASKED, "messages": [USER]}
+    refused(anthropic.NotFoundError, lambda: client.messages.create(**{**asked, "model": "claude"}))
+    refused(
+        anthropic.BadRequestError,
+        lambda: client.messages.create(**asked, extra_body={"temperature": -1}, stream=True),
+    )
+
+    def known(tenant: str, **options: Any) -> Any:
+        url = GUARDED["url"].removesuffix("/v1")
+        return client.with_options(
+            base_url=url, api_key=GUARDED["keys"].get(tenant, "nonsense"), **options
+        ).messages
+
+    assert known("acme").create(**asked).content[0].text == HELLO
+    refused(anthropic.AuthenticationError, lambda: known("nobody").create(**asked))
+
+    def exceed() -> None:
+        for _ in range(10):
+            known("hasty").create(**asked)
+
+    refused(anthropic.RateLimitError, exceed)
+    for _ in range(2):
+        assert known("hasty", max_retries=3).create(**asked).content
+
+
+async def with_asyncio(client: anthropic.AsyncAnthropic) -> None:
+    done = await asyncio.gather(*(client.messages.create(**ASKED, messages=[USER]) for _ in range(4)))
+    assert [message.content[0].text for message in done] == [HELLO] * 4
+    async with client.messages.stream(**ASKED, messages=[BOTH], tools=[TOOL]) as stream:
+        kinds = [event.type async for event in stream]
+        final = await stream.get_final_message()
+    assert "input_json" in kinds
+    assert [block.input for block in final.content] == [{"city": "Paris"}, {"city": "Rome"}]
+    slow = await client.messages.create(
+        **{**ASKED, "max_tokens": 3000},
+        messages=[{"role": "user", "content": "slow"}],
+        stream=True,
+        extra_headers={"X-Request-Id": "closed-anthropic-async"},
+    )
+    async for _ in slow:
+        break
+    await slow.close()
+    await client.close()
+
+
+def closing(client: anthropic.Anthropic) -> None:
+    slow = client.messages.create(
+        **{**ASKED, "max_tokens": 3000},
+        messages=[{"role": "user", "content": "slow"}],
+        stream=True,
+        extra_headers={"X-Request-Id": "closed-anthropic-sync"},
+    )
+    assert next(iter(slow)).type == "message_start"
+    slow.close()
 
 
 def main() -> None:
     print(f"anthropic {anthropic.__version__}")
-    client = anthropic.Anthropic(base_url=sys.argv[1].removesuffix("/v1"), api_key="none", max_retries=0)
-    asked: list[Any] = [{"role": "user", "content": "hello"}]
-    done = client.messages.create(model="m", max_tokens=100, system="be kind", messages=asked)
-    check(done)
-    assert (done.content[0].text, done.stop_reason) == (HELLO, "end_turn")
-    assert client.messages.count_tokens(model="m", messages=asked).input_tokens > 0
-    with client.messages.stream(model="m", max_tokens=100, messages=asked) as stream:
-        assert "".join(stream.text_stream) == HELLO
-        final = stream.get_final_message()
-    check(final)
-    assert final.usage.output_tokens > 0
-    weather: list[Any] = [{"role": "user", "content": "how is the weather?"}]
-    for streams in (False, True):
-        if streams:
-            with client.messages.stream(model="m", max_tokens=100, messages=weather, tools=[TOOL]) as stream:
-                called = stream.get_final_message()
-        else:
-            called = client.messages.create(model="m", max_tokens=100, messages=weather, tools=[TOOL])
-        check(called)
-        (used,) = [block for block in called.content if block.type == "tool_use"]
-        assert (used.name, used.input, called.stop_reason) == ("get_weather", {"city": "Paris"}, "tool_use")
-    result = {"type": "tool_result", "tool_use_id": used.id, "content": "sunny"}
-    weather += [{"role": "assistant", "content": called.content}, {"role": "user", "content": [result]}]
-    after = client.messages.create(model="m", max_tokens=100, messages=weather, tools=[TOOL])
-    assert after.content[0].text == "It is sunny."
-    refused = None
-    try:
-        client.messages.create(model="m", max_tokens=0, messages=asked)
-    except anthropic.BadRequestError as error:
-        refused = error
-    assert refused is not None, "max_tokens 0 was taken"
-    assert refused.body["error"]["type"] == "invalid_request_error"
-    assert "max_tokens" in str(refused)
+    options: dict[str, Any] = {"base_url": BASE, "api_key": "none", "max_retries": 0}
+    client = anthropic.Anthropic(**options)
+    for part in (messages, parsing, streams, tools, errors, closing):
+        part(client)
+        print(f"{part.__name__}: well")
+    asyncio.run(with_asyncio(anthropic.AsyncAnthropic(**options)))
     client.close()
 
 

@@ -11,13 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from http_process import http_process
 from patience import WAIT_S
+from speaking_process import SpeakingGateways, speaking_gateways
+
+from cluster import BlockingClient
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 FOLDER = os.environ.get("TANDEM_CLIENTS", "")
 HERE = Path(__file__).parent
 NUM_MEASURED = 4
-CLIENTS = ("openai", "anthropic", "litellm", "langchain")
+# How many streams each client closes before their ends.
+NUM_CLOSED = {"openai": 4, "anthropic": 2, "litellm": 1, "langchain": 1}
 
 needs_environments = pytest.mark.skipif(
     not FOLDER, reason="needs the clients' environments; `make test-clients` makes them and runs this"
@@ -25,25 +29,37 @@ needs_environments = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def port() -> Iterator[int]:
-    with http_process(token_s=0.001, speaks=True) as (_, number):
-        yield number
+def gateways() -> Iterator[SpeakingGateways]:
+    with speaking_gateways() as started:
+        yield started
 
 
 @needs_environments
-@pytest.mark.parametrize("client", CLIENTS)
-def test_a_client_is_served(client: str, port: int) -> None:
+@pytest.mark.parametrize("client", NUM_CLOSED)
+def test_a_client_is_served(client: str, gateways: SpeakingGateways) -> None:
     python = Path(FOLDER) / client / "bin" / "python"
-    command: list[str | Path] = [python, HERE / f"client_{client}.py", f"http://127.0.0.1:{port}/v1"]
-    # LiteLLM looks on the internet for the prices of models.
-    environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    command: list[str | Path] = [python, HERE / f"client_{client}.py", f"http://127.0.0.1:{gateways.port}/v1"]
+    guarded = {"url": f"http://127.0.0.1:{gateways.guarded_port}/v1", "keys": gateways.keys}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(HERE.parent / "support"),
+        "TANDEM_GUARDED": json.dumps(guarded),
+        # LiteLLM looks on the internet for the prices of models.
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    }
     done = subprocess.run(command, capture_output=True, text=True, timeout=10 * WAIT_S, env=environment)
     print(done.stdout)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
+    with BlockingClient(gateways.grpc_address) as caller:
+        closed = [it for it in caller.requests(1000) if it.request_id.startswith("closed-")]
+        while any(it.state == pb.REQUEST_STATE_RUNNING for it in closed):
+            closed = [it for it in caller.requests(1000) if it.request_id.startswith("closed-")]
+    assert {pb.RequestState.Name(it.state) for it in closed} <= {"REQUEST_STATE_CANCELLED"}
+    assert len([it for it in closed if client in it.request_id]) == NUM_CLOSED[client]
 
 
 @needs_environments
-def test_guidellm_measures_it(port: int, tmp_path: Path) -> None:
+def test_guidellm_measures_it(gateways: SpeakingGateways, tmp_path: Path) -> None:
     guidellm = Path(FOLDER) / "guidellm" / "bin" / "guidellm"
     version = subprocess.run([guidellm, "--version"], capture_output=True, text=True)
     print(version.stdout)
@@ -51,7 +67,7 @@ def test_guidellm_measures_it(port: int, tmp_path: Path) -> None:
     prompts.write_text("".join(json.dumps({"prompt": f"hello {number}"}) + "\n" for number in range(20)))
     report = tmp_path / "report.json"
     options = {
-        "backend": f"kind=openai_http,target=http://127.0.0.1:{port},model=m",
+        "backend": f"kind=openai_http,target=http://127.0.0.1:{gateways.port},model=m",
         "profile": "kind=synchronous",
         "constraint": f"kind=max_requests,count={NUM_MEASURED}",
         "data": f"kind=json_file,path={prompts}",

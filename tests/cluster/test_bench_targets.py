@@ -388,21 +388,39 @@ def test_addresses_of_servers(address: str) -> None:
     assert http_url("https://host/v1") == "https://host"
 
 
+async def measured(front: HttpFrontHarness, dataset: str, *options: str) -> list[dict[str, Any]]:
+    """What `tandem bench serve` says of the gateway, by run."""
+    command = ["serve", "--json", "--http", f"127.0.0.1:{front.gateway.http_port}", "--dataset", dataset]
+    done = await asyncio.to_thread(CliRunner().invoke, cli, [*command, *options])
+    assert done.exit_code == 0, done.output
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
 async def test_a_gateway_is_measured_over_http(harness: GatewayHarness, tmp_path: Path) -> None:
-    talks = tmp_path / "talks.jsonl"
+    talks, trace, table = tmp_path / "talks.jsonl", tmp_path / "trace.jsonl", tmp_path / "lengths.csv"
     messages = [{"role": who, "content": "the fox"} for who in ("user", "assistant", "user", "assistant")]
     talks.write_text(json.dumps({"messages": messages}))
+    asked = {"input_length": 20, "output_length": 4, "hash_ids": [1]}
+    trace.write_text("".join(json.dumps({"timestamp": at, **asked}) + "\n" for at in (0, 10, 20)))
+    table.write_text("input,output\n20,4\n30,2\n")
+    ids, drawn = ("--vocab-size", "250"), ("--input-tokens", "20", "--output-tokens", "4")
     async with HttpFrontHarness(harness) as front:
-        common = ("--json", "--http", f"127.0.0.1:{front.gateway.http_port}")
-        shape = ("--sessions", "2", "--turns", "2", "--input-tokens", "20", "--output-tokens", "4")
-        done = await asyncio.to_thread(
-            tandem, "bench", "serve", "--dataset", "sessions", "--vocab-size", "250", *shape, *common
-        )
-        assert done.returncode == 0, done.stderr
-        stats = json.loads(done.stdout)
+        (stats,) = await measured(front, "sessions", "--sessions", "2", "--turns", "2", *drawn, *ids)
         assert (stats["num_ok"], stats["model"]) == (4, "m")
         assert [(it["turn"], it["input_tokens"]) for it in stats["turns"]] == [(1, 20.0), (2, 44.0)]
         assert stats["output_tok_s"] * stats["seconds"] == pytest.approx(16)
-        done = await asyncio.to_thread(tandem, "bench", "serve", "--dataset", f"sharegpt:{talks}", *common)
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["num_ok"] == 2
+        (stats,) = await measured(front, f"sharegpt:{talks}")
+        assert stats["num_ok"] == 2
+        (stats,) = await measured(front, f"mooncake:{trace}", *ids)
+        assert (stats["num_ok"], stats["output_tok_s"] * stats["seconds"]) == (3, pytest.approx(12))
+        (stats,) = await measured(front, f"lengths:{table}", "--requests", "4", *ids)
+        assert (stats["num_ok"], stats["output_tok_s"] * stats["seconds"]) == (4, pytest.approx(12))
+        classes = ("--service-class", "interactive,batch", "--requests", "4")
+        (stats,) = await measured(front, "lengths:lognormal", *classes, *drawn, *ids)
+        assert {name: found["num_ok"] for name, found in stats["classes"].items()} == {
+            "interactive": 2,
+            "batch": 2,
+        }
+        *runs, knee = await measured(front, "lengths:uniform", "--sweep", "200,400", *drawn, *ids)
+        assert [run["offered_per_s"] for run in runs] == [200, 400]
+        assert knee["what"] == "knee"

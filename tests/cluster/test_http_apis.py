@@ -68,6 +68,8 @@ async def test_messages_are_answered_in_anthropics_shape(front: HttpFrontHarness
             "messages[0].content[0].type: ",
         ),
         ({"mcp_servers": []}, "mcp_servers: "),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type: "),
+        ({"output_config": {"verbosity": "high"}}, "output_config.verbosity: "),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type: "),
     ],
 )
@@ -113,8 +115,12 @@ def test_a_conversation_with_tools_becomes_turns() -> None:
         "tools": [{"name": "look", "input_schema": {"type": "object"}}],
         "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
         "thinking": {"type": "disabled"},
+        "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {"a": 1}}},
+        "cache_control": {"type": "ephemeral"},
     }
-    found = calls_of(messages.MessagesRequest, messages, body).chat
+    call = calls_of(messages.MessagesRequest, messages, body)
+    assert call.constraint.json_schema == '{"a":1}'
+    found = call.chat
     roles = [pb.Role.Name(turn.role).removeprefix("ROLE_").lower() for turn in found.messages]
     assert roles == ["system", "user", "assistant", "tool", "user"]
     told = found.messages[2]
@@ -125,7 +131,7 @@ def test_a_conversation_with_tools_becomes_turns() -> None:
     assert found.tool_choice.mode == pb.ToolChoice.MODE_REQUIRED
     assert found.HasField("parallel_tool_calls")
     assert not found.parallel_tool_calls
-    assert json.loads(found.template_args_json) == {"enable_thinking": False}
+    assert json.loads(found.template_args_json) == {"enable_thinking": False, "reasoning_effort": "low"}
 
 
 # ------------------------------------------------------------------------------------------ responses

@@ -159,6 +159,22 @@ def test_who_is_blamed_for_a_failure(
     assert (again.delay_s == 0.0) == (code != "peer")
 
 
+def test_a_crowded_replica_sends_a_request_back_once_which_is_no_failure() -> None:
+    request = make_request(max_attempts=1)
+    request.start(0.0)
+    (first,) = route(request, P0, D0, most_backlog_tokens=100)
+    assert isinstance(first, Submit)
+    assert first.submission.most_backlog_tokens == 100
+    *_, again = request.on_failed(P0, RequestFailed("r", 1, "crowded", "why"), 1.0)
+    assert isinstance(again, Route)
+    assert (again.request.excluded, again.delay_s, again.needs_capacity) == ((), 0.0, False)
+    (second,) = route(request, P0, D0, most_backlog_tokens=100)
+    assert isinstance(second, Submit)
+    assert second.submission.most_backlog_tokens is None, "it is taken now, whatever waits there"
+    *_, fail = request.on_failed(P0, RequestFailed("r", 2, "crowded", "again"), 1.0)
+    assert isinstance(fail, Fail), "who says that nevertheless is at fault"
+
+
 def test_attempts_are_bounded() -> None:
     request = make_request(max_attempts=2)
     request.start(0.0)

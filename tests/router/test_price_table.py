@@ -1,6 +1,9 @@
-"""Prices over arrays are those of the formulas, one by one."""
+"""Prices over arrays are those of the formulas, one by one, and so is what the next best choice costs."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterator
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,9 +11,9 @@ from hypothesis import strategies as st
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import BlocksStored, KvSnapshot, ReplicaIdentity
 from router.config import RouterConfig
-from router.messages import ReplicaLoad, RouteRequest
+from router.messages import Decision, ReplicaLoad, RouteRequest
 from router.policies import OVERLAP, recompute
-from router.service import RouterService
+from router.service import _SENT_BACK_S, RouterService
 
 BLOCK_TOKENS = 16
 KEYS = tuple(f"k{index}".encode() for index in range(40))
@@ -43,6 +46,7 @@ replicas = st.fixed_dictionaries(
     st.sampled_from([1.0, 0.3, 0.01]),
     st.sampled_from(["", "g0"]),
     st.sampled_from([0.0, 0.3, 1.0]),
+    st.booleans(),
 )
 def test_the_choice_is_that_of_the_formulas(
     drawn: list[dict[str, object]],
@@ -51,9 +55,11 @@ def test_the_choice_is_that_of_the_formulas(
     kv_share: float,
     salt: str,
     held_part: float,
+    is_shared: bool,
 ) -> None:
     clock = ManualClock(100.0)
     router = RouterService(RouterConfig(), BLOCK_TOKENS, clock, 1, salt=salt)
+    router.set_shared(is_shared)
     waits: dict[str, float] = {}
     for index, it in enumerate(drawn):
         identity = ReplicaIdentity(f"{it['role']}-{index}", 1)
@@ -92,10 +98,12 @@ def test_the_choice_is_that_of_the_formulas(
         )
     if all(it["role"] == "prefill" for it in drawn):
         return
+    names = [f"{it['role']}-{index}" for index, it in enumerate(drawn)]
     for number in range(3):
         request = RouteRequest(
             f"q{number}", "t", KEYS[: num_tokens // BLOCK_TOKENS], num_tokens, num_new, kv_share=kv_share
         )
+        loads = {name: router.load(name) for name in names}
         decision = router.route(request, is_held=number < 2, waits=waits, held_part=held_part)
         assert recompute(decision) == (decision.prefill, decision.decode)
         chosen = {(it.side, it.replica_id): it for it in decision.candidates}
@@ -111,3 +119,26 @@ def test_the_choice_is_that_of_the_formulas(
             cost_s += decode.cost_s - OVERLAP * min(prefill.queue_s, decode.queue_s)
             cost_s += prefill.transfer_s * (decode.uncached_tokens / num_tokens)
         assert f"costs {1e3 * cost_s:.1f} ms" in decision.reason
+        compute_id = decision.prefill or decision.decode
+        other_s = min((cost for at, cost in _choices(decision) if at != compute_id), default=math.inf)
+        if not is_shared or other_s > 1e4:  # no other choice, or one with a penalty
+            assert decision.most_backlog_tokens is None or other_s < math.inf
+            continue
+        load = loads[compute_id]
+        num_sent_tokens = load.backlog_tokens - load.num_held_tokens
+        most = num_sent_tokens + (other_s - cost_s + _SENT_BACK_S) / load.rates.token_s
+        if most < 1e9:
+            assert decision.most_backlog_tokens is not None
+            assert abs(decision.most_backlog_tokens - most) <= 1 + 1e-6 * most
+
+
+def _choices(decision: Decision) -> Iterator[tuple[str, float]]:
+    """Who would compute the prompt, and what that costs, of every choice."""
+    for candidate in decision.candidates:
+        if candidate.side == "local":
+            yield candidate.replica_id, candidate.cost_s
+        for decode in decision.candidates if candidate.side == "prefill" else ():
+            if decode.side == "decode" and decode.replica_id != candidate.replica_id:
+                share = decode.uncached_tokens / (decode.matched_tokens + decode.uncached_tokens)
+                cost_s = candidate.cost_s + decode.cost_s + candidate.transfer_s * share
+                yield candidate.replica_id, cost_s - OVERLAP * min(candidate.queue_s, decode.queue_s)

@@ -63,11 +63,13 @@ def attend(
     ]
 
 
-def make_backend(name: str, shape: AttentionShape, kv: Tensor) -> AttentionBackend:
+def make_backend(
+    name: str, shape: AttentionShape, kv: Tensor, *, is_deterministic: bool = False
+) -> AttentionBackend:
     """The backend of that name, one of `compiled_kernels.BACKENDS`, for KV that it serves."""
     if name == "torch":
         return TorchAttention(shape, kv)
-    return CpuAttention(shape, kv, kernels_of(name))
+    return CpuAttention(shape, kv, kernels_of(name), is_deterministic=is_deterministic)
 
 
 def attend_once(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from cluster.errors import RequestError
 from cluster.gateway.attempt import EmbeddingDelta, Output, OutputDelta, PromptLogprobsDelta
@@ -263,8 +264,15 @@ def decision(prefill: ReplicaIdentity | None, decode: ReplicaIdentity) -> Decisi
     return Decision("r", "cost", prefill.replica_id if prefill else "", decode.replica_id, 0, 0, (), "")
 
 
-def route(request: RecordedRequest, prefill: ReplicaIdentity | None, decode: ReplicaIdentity) -> list[Effect]:
-    return request.on_routed(decision(prefill, decode), prefill, HandOverTarget(decode, "a"), 1.0)
+def route(
+    request: RecordedRequest,
+    prefill: ReplicaIdentity | None,
+    decode: ReplicaIdentity,
+    *,
+    most_backlog_tokens: int | None = None,
+) -> list[Effect]:
+    made = replace(decision(prefill, decode), most_backlog_tokens=most_backlog_tokens)
+    return request.on_routed(made, prefill, HandOverTarget(decode, "a"), 1.0)
 
 
 def delta(sample: int, first: int, count: int, total: int, attempt: int = 1, shift: int = 0) -> TokenDelta:

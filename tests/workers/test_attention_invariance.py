@@ -41,6 +41,7 @@ class Sequences:
         window: int = 0,
         dtype: torch.dtype = torch.bfloat16,
         seed: int = 0,
+        is_deterministic: bool = True,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         counts = [-(-length // block_tokens) for length in lengths]
@@ -65,7 +66,8 @@ class Sequences:
                 both = torch.stack((keys[at : at + block_tokens], values[at : at + block_tokens]))
                 kv[table[at // block_tokens], 0, :, :, : both.shape[1]] = both.transpose(1, 2)
         self._whole = kv
-        self.backend = make_backend(name, unrotated(num_kv_heads * group, head_dim, (window,)), kv.clone())
+        attention = unrotated(num_kv_heads * group, head_dim, (window,))
+        self.backend = make_backend(name, attention, kv.clone(), is_deterministic=is_deterministic)
 
     def compute(self, work: list[tuple[int, int, int]]) -> list[Tensor]:
         """One step over tokens [start, end) of sequences (number, start, end): the results of each. What lies
@@ -125,10 +127,15 @@ def test_decoding_equals_prefill_bit_for_bit(name: str, window: int, group: int,
     assert torch.equal(single, whole)
 
 
+@pytest.mark.parametrize("is_deterministic", [False, True])
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_long_sequence_is_split_over_threads_with_the_same_result(name: str) -> None:
+def test_a_long_sequence_is_split_over_threads_with_the_same_result(
+    name: str, is_deterministic: bool
+) -> None:
     """One key-value head leaves threads idle unless its pieces are computed in parallel."""
-    sequences = Sequences(name, [3000, 90, 20], num_kv_heads=1)
+    sequences = Sequences(
+        name, [3000, 90, 20], num_kv_heads=1, head_dim=64, is_deterministic=is_deterministic
+    )
     work = [(0, 2999, 3000), (1, 89, 90), (2, 3, 20)]
     several = sequences.compute(work)
     torch.set_num_threads(7)
@@ -138,6 +145,28 @@ def test_a_long_sequence_is_split_over_threads_with_the_same_result(name: str) -
         assert all(torch.equal(one, other) for other in others)
     error = (several[0][0].double() - sequences.exact(0, 2999)).norm() / several[0].double().norm()
     assert float(error) < MOST_ERROR[torch.bfloat16]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("window", [0, 70, 700])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5])
+def test_a_token_that_is_decoded_depends_on_its_own_sequence(
+    name: str, group: int, head_dim: int, window: int
+) -> None:
+    """Few rows have a way of their own where steps need not be invariant: around the ends of groups of keys,
+    pieces and windows, alone and beside others, against float64."""
+    lengths = [1100] + [40 * it + 3 for it in range(5)]
+    sequences = Sequences(
+        name, lengths, group=group, head_dim=head_dim, window=window, is_deterministic=False
+    )
+    others = [(number, 40 * number - 38, 40 * number - 37) for number in range(1, 6)]
+    for position in (0, 1, 14, 15, 16, 31, 32, 71, 500, 511, 512, 527, 1023, 1024, 1099):
+        (alone,) = sequences.compute([(0, position, position + 1)])
+        batched = sequences.compute([*others, (0, position, position + 1)])
+        assert torch.equal(batched[-1], alone), position
+        error = (alone[0].double() - sequences.exact(0, position)).norm() / alone.double().norm()
+        assert float(error) < MOST_ERROR[torch.bfloat16], position
 
 
 @settings(max_examples=25, deadline=None)

@@ -4,6 +4,7 @@ break."""
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 from replica_harness import GATEWAY, HERE, PEER, ReplicaHarness
 from staged_engine import BLOCK_TOKENS, pack
 
@@ -154,6 +155,18 @@ async def test_tokens_that_are_none_are_refused_before_the_rank_sees_them(
     (failure,) = replica.failures
     assert failure.code == "invalid"
     assert words in failure.reason
+
+
+async def test_a_request_goes_back_where_more_is_to_be_computed_than_its_gateway_knew() -> None:
+    replica = ReplicaHarness()
+    for name, most in (("a", None), ("b", len(PROMPT) - 1), ("c", len(PROMPT)), ("d", len(PROMPT))):
+        wanted = replica.submission(name, PROMPT)
+        replica.requests.submit(GATEWAY, replace(wanted, most_backlog_tokens=most))
+    replica.flush()
+    replica.pump()
+    failures = [(failure.request_id, failure.code) for failure in replica.failures]
+    assert failures == [("b", "crowded"), ("d", "crowded")]
+    assert {record.key[0] for record in replica.table} == {"a", "c"}
 
 
 # ---------------------------------------------------------------------------------- the decode side

@@ -78,7 +78,9 @@ class Submission(Message, frozen=True):
     by others nor stored. A `suspect` was in flight when a replica broke: it runs alone until it has survived
     some steps (`engine.isolation`). One with `pooling` ends with the prompt, by a `PromptEmbedding` in place
     of tokens: it has one sample, without output, and is not handed over. With a `grammar` every
-    sample's output is one of its texts, or the beginning of one where it ends for another reason.
+    sample's output is one of its texts, or the beginning of one where it ends for another reason. It fails as
+    "crowded" where more than `most_backlog_tokens` are to be computed before it (None: never): another
+    gateway was faster, and there is a better place.
     """
 
     request_id: str
@@ -98,6 +100,7 @@ class Submission(Message, frozen=True):
     service_class: ServiceClass = "standard"
     pooling: Pooling | None = None
     grammar: Grammar | None = None
+    most_backlog_tokens: int | None = None
 
 
 class Announce(Message, frozen=True):
@@ -228,10 +231,11 @@ class MoveEnded(Part, frozen=True):
 class RequestFailed(Part, frozen=True):
     """The attempt is over without a finish. `code`: "refused" (no capacity or queue full: route again),
     "peer" (the hand-over's other side failed: route again), "deadline", "internal" (the replica's own
-    fault: route again), "leaving" (it leaves, nobody's fault: route again), "invalid" (never retry).
-    `retry_after_s` goes with "refused", and so does `refused_by`: the replica id of the hand-over's other
-    side when that has no capacity, "" when the sender. With "internal", `suspect` tells whether this request
-    may have caused the fault: it was in flight, or the fault was found to be its own."""
+    fault: route again), "leaving" (it leaves, nobody's fault: route again), "crowded" (more waits here than
+    the submission allows: route again), "invalid" (never retry). `retry_after_s` goes with "refused", and so
+    does `refused_by`: the replica id of the hand-over's other side when that has no capacity, "" when the
+    sender. With "internal", `suspect` tells whether this request may have caused the fault: it was in flight,
+    or the fault was found to be its own."""
 
     request_id: str
     attempt: int

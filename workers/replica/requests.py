@@ -192,6 +192,9 @@ class Requests:
             return RequestFailed(*key, "invalid", str(error))
         except QueueFullError as error:
             return RequestFailed(*key, "refused", str(error), _REFUSED_RETRY_S)
+        most = submission.most_backlog_tokens
+        if most is not None and (num_tokens := self._scheduler.num_backlog_tokens) > most:
+            return RequestFailed(*key, "crowded", f"{num_tokens} tokens wait here, and at most {most} may")
         return None
 
     def _report_prefill(self, prompt: PromptDone) -> None:

@@ -91,7 +91,7 @@ def candidate_backends(
     if CpuAttention.serves(kv):
         kernels = native.load()
         assert kernels is not None
-        backends.insert(0, CpuAttention(shape, kv, kernels))
+        backends.insert(0, CpuAttention(shape, kv, kernels, is_deterministic=is_deterministic))
     return backends
 
 

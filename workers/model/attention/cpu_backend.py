@@ -1,8 +1,9 @@
 """Attention by compiled kernels on a CPU: paged blocks are read in place, on the device and in host memory.
 
-What is computed for a token, and in which order, depends on its position and its layer's window alone, so
-that its result does not depend on the other sequences of a step, the number of threads, or the chunks in
-which its sequence was computed (`workers/model/native/attention.h`)."""
+What is computed for a token, and in which order, depends on its position, its layer's window and whether it
+is decoded alone: its result does not depend on the other sequences of a step or the number of threads, and
+where that is asked for, not on the chunks either in which its sequence was computed
+(`workers/model/native/attention.h`)."""
 
 from __future__ import annotations
 
@@ -43,6 +44,7 @@ class _Step(ctypes.Structure):
             for name in (
                 "num_sequences", "table_stride", "num_tasks", "num_split", "window", "block_stride",
                 "layer_stride", "first_host", "num_heads", "num_kv_heads", "head_dim", "block_tokens",
+                "is_invariant",
             )
         ),
         ("scale", ctypes.c_float),
@@ -50,14 +52,24 @@ class _Step(ctypes.Structure):
 
 
 class CpuAttention(AttentionBackend):
-    """Attention by the kernels of one instruction set. Blocks in host memory are read in place."""
+    """Attention by the kernels of one instruction set. Blocks in host memory are read in place.
+
+    With `is_deterministic` a token that is decoded has, bit for bit, the result that it has in a chunk; else
+    its rows may be computed by a faster way of their own."""
 
     can_stage = False
-    is_deterministic = True
 
-    def __init__(self, shape: AttentionShape, kv: Tensor, kernels: native.Kernels) -> None:
+    def __init__(
+        self,
+        shape: AttentionShape,
+        kv: Tensor,
+        kernels: native.Kernels,
+        *,
+        is_deterministic: bool = False,
+    ) -> None:
         assert self.serves(kv)
         super().__init__(shape, kv)
+        self.is_deterministic = is_deterministic
         self.name = f"cpu {kernels.isa.value}"
         self.kernels = kernels
         self.task_rows: int = kernels.library.attention_task_rows()
@@ -146,7 +158,7 @@ class CpuPlan(AttentionPlan):
             block_stride=kv.stride(0), layer_stride=kv.stride(1),
             first_host=_NO_ID if step.host is None else step.host.first_id, num_heads=num_heads,
             num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, block_tokens=shape.block_tokens,
-            scale=shape.head_dim**-0.5,
+            is_invariant=backend.is_deterministic, scale=shape.head_dim**-0.5,
         )  # fmt: skip
         backend.kernels.library.plan_attention(ctypes.byref(made))
         largest = 4.0 * num_heads * shape.head_dim * float(tasks["cost"][0])

@@ -8,6 +8,8 @@
 // order, depends on its position and window alone: neither on the rows beside it, nor on which thread computes
 // which piece. Of a panel of 32 keys a row takes part only if it sees one of them.
 //
+// Unless a step must be invariant in that sense, the few rows of a decoded token do without panels (few_rows.h).
+//
 // Keys after a sequence's last token, and groups of keys that no row of a task sees, are zeros in the panels and
 // never read.
 
@@ -18,6 +20,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "few_rows.h"
 #include "panel.h"
 
 constexpr int64_t PIECE = 512;     // keys
@@ -47,7 +50,7 @@ struct AttentionStep {
   AttentionTask* tasks;  // sorted: the largest first
   void *kv, *host;       // blocks on the device, and those with ids from first_host on
   int64_t num_sequences, table_stride, num_tasks, num_split, window, block_stride, layer_stride, first_host,
-      num_heads, num_kv_heads, head_dim, block_tokens;
+      num_heads, num_kv_heads, head_dim, block_tokens, is_invariant;
   float scale;
 };
 
@@ -89,6 +92,10 @@ class Attention {
   const AttentionStep& step;
   const int64_t group, dim, padded_dim, window, query_stride;
   const T *kv, *host;
+  struct State;
+  struct Scratch;
+  using Way = void (Attention::*)(const AttentionTask&, int64_t head, int64_t piece, Scratch&, State) const;
+  const Way token_way;
 
  public:
   Attention(const AttentionStep& step, int64_t layer, int64_t query_stride)
@@ -99,7 +106,8 @@ class Attention {
         window(step.window),
         query_stride(query_stride),
         kv((const T*)step.kv + layer * step.layer_stride),
-        host((const T*)step.host + layer * step.layer_stride) {}
+        host((const T*)step.host + layer * step.layer_stride),
+        token_way(choose_token_way()) {}
 
   // queries: [tokens, num_heads * head_dim], rows `query_stride` apart, normed and rotated; out: [tokens, num_heads *
   // head_dim]. Computes the tasks from `begin` to `end`.
@@ -294,15 +302,10 @@ class Attention {
       for (int64_t i = 0; i < PANEL; i += LANES) store(load(from[0] + column + i), to + i);
     } else {
 #if defined(__AVX512F__)
-      __m512i even = _mm512_loadu_si512(from[0] + column), odd = _mm512_loadu_si512(from[1] + column);
-      alignas(64) static constexpr struct Indices {
-        uint16_t low[32], high[32];
-        constexpr Indices() : low(), high() {
-          for (int i = 0; i < 32; i++) low[i] = uint16_t(i / 2 + i % 2 * 32), high[i] = uint16_t(low[i] + 16);
-        }
-      } indices;
-      _mm512_storeu_si512(to, _mm512_permutex2var_epi16(even, _mm512_load_si512(indices.low), odd));
-      _mm512_storeu_si512(to + 32, _mm512_permutex2var_epi16(even, _mm512_load_si512(indices.high), odd));
+      Vec low, high;
+      interleave_inputs(load_bits(from[0] + column), load_bits(from[1] + column), low, high);
+      _mm512_storeu_si512(to, (__m512i)low);
+      _mm512_storeu_si512(to + 32, (__m512i)high);
 #else
       for (int64_t i = 0; i < PANEL; i += 16) {
         __m256i even = _mm256_loadu_si256((const __m256i*)(from[0] + column + i));
@@ -318,6 +321,7 @@ class Attention {
   // ----------------------------------------------------------------------------------------- a piece
 
   void attend(const AttentionTask& task, int64_t head, int64_t piece, Scratch& own, State state) const {
+    if (token_way && task.num_tokens == 1) return (this->*token_way)(task, head, piece, own, state);
     int64_t first = std::max(piece * PIECE, first_key(task.position));
     int64_t end = std::min<int64_t>((piece + 1) * PIECE, task.position + task.num_tokens);
     int64_t begin = piece * PIECE;
@@ -347,6 +351,58 @@ class Attention {
       pack_values(task, head, from, to - from, first, end, task.position + task.num_tokens, own.values);
       multiply_values(task, own, from, to, begin, state.mixed);
     }
+  }
+
+#if defined(__AVX512BF16__)
+  // One token whose rows are few.
+  template <int M, int DIM>
+  void attend_token(const AttentionTask& task, int64_t head, int64_t piece, Scratch& own, State state) const {
+    using Few = FewRows<M, DIM>;
+    int64_t begin = piece * PIECE, next = task.position + 1;
+    int64_t first = std::max(begin, first_key(task.position)), end = std::min<int64_t>(begin + PIECE, next);
+    const Bf16* none = (const Bf16*)zeros();
+    int64_t from = first / KEY_GROUP * KEY_GROUP;
+    for (int64_t key = from; key < end; key += KEY_GROUP) {
+      // After the last keys of a piece come its first values.
+      const Bf16* ahead = key + AHEAD < end ? keys_of(task, head, key + AHEAD)
+                                            : keys_of(task, head, from) + to_values();
+      Few::score(own.queries, keys_of(task, head, key), end - key, none, ahead, own.scores + key - begin, PIECE);
+    }
+    for (int64_t row = 0; row < M; row++)
+      normalize(own.scores + row * PIECE, own.probabilities + row * PIECE, first - begin, end - begin,
+                state.largest + row, state.sums + row);
+    for (int column = 0; column < DIM; column += Few::COLUMNS) {
+      Vec sums[M][Few::COLUMNS / LANES];
+      for (auto& row : sums)
+        for (Vec& sum : row) sum = broadcast(0);
+      for (int64_t key = from; key < end; key += KEY_GROUP) {
+        // After the last values of a piece come the keys of the next.
+        const Bf16* ahead = key + AHEAD < end    ? keys_of(task, head, key + AHEAD) + to_values()
+                            : key + AHEAD < next ? keys_of(task, head, key + AHEAD)
+                                                 : nullptr;
+        Few::mix(sums, own.probabilities + key - begin, PIECE, keys_of(task, head, key) + to_values(),
+                 std::min(KEY_GROUP, end - key), none, column, ahead);
+      }
+      for (int64_t row = 0; row < M; row++)
+        for (int64_t i = 0; i < Few::COLUMNS; i += LANES)
+          store(sums[row][i / LANES], state.mixed + row * padded_dim + column + i);
+    }
+  }
+#endif
+
+  // How one token is computed without panels, or null.
+  Way choose_token_way() const {
+#if defined(__AVX512BF16__)
+    if constexpr (sizeof(A) == 2) {
+      static constexpr Way ways[2][MOST_FEW_ROWS] = {
+          {&Attention::attend_token<1, 64>, &Attention::attend_token<2, 64>, &Attention::attend_token<3, 64>,
+           &Attention::attend_token<4, 64>},
+          {&Attention::attend_token<1, 128>, &Attention::attend_token<2, 128>, &Attention::attend_token<3, 128>,
+           &Attention::attend_token<4, 128>}};
+      if (!step.is_invariant && group <= MOST_FEW_ROWS && (dim == 64 || dim == 128)) return ways[dim == 128][group - 1];
+    }
+#endif
+    return nullptr;
   }
 
   // How many keys from `key` on, whole panels before `end`, are seen by the same tokens as its panel.
@@ -437,20 +493,6 @@ class Attention {
     }
     *largest = most;
     *sum = sum_lanes(total);
-  }
-
-  // 2^x for x <= 0 within 2 units of the last place, 0 below -126.5; NaN stays NaN.
-  static INLINE Vec vexp2(Vec x) {
-    Vec clamped = vmax(broadcast(-127.0f), x);
-    Vec n = round_nearest(clamped), r = clamped - n;
-    Vec p = broadcast(1.535336188319500e-4f);
-    p = fma(p, r, broadcast(1.339887440266574e-3f));
-    p = fma(p, r, broadcast(9.618437357674640e-3f));
-    p = fma(p, r, broadcast(5.550332471162809e-2f));
-    p = fma(p, r, broadcast(2.402264791363012e-1f));
-    p = fma(p, r, broadcast(6.931472028550421e-1f));
-    p = fma(p, r, broadcast(1.0f));
-    return p * power_of_two(n);
   }
 
   // ----------------------------------------------------------------------------------- several pieces

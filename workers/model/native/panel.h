@@ -109,6 +109,19 @@ void multiply_block(const float* a, int64_t stride, const float* panel, int64_t 
 
 #if defined(__AVX512F__)
 INLINE Vec load_bits(const Bf16* from) { return (Vec)_mm512_loadu_si512(from); }
+
+// The numbers of two vectors in turn: those of the first 16 columns, and of the last.
+INLINE void interleave_inputs(Vec even, Vec odd, Vec& low, Vec& high) {
+  alignas(64) static constexpr struct Indices {
+    uint16_t low[32], high[32];
+    constexpr Indices() : low(), high() {
+      for (int i = 0; i < 32; i++) low[i] = uint16_t(i / 2 + i % 2 * 32), high[i] = uint16_t(low[i] + 16);
+    }
+  } indices;
+  low = (Vec)_mm512_permutex2var_epi16((__m512i)even, _mm512_load_si512(indices.low), (__m512i)odd);
+  high = (Vec)_mm512_permutex2var_epi16((__m512i)even, _mm512_load_si512(indices.high), (__m512i)odd);
+}
+
 INLINE Vec even_inputs(Vec pairs) { return (Vec)_mm512_slli_epi32((__m512i)pairs, 16); }
 INLINE Vec odd_inputs(Vec pairs) {
   return (Vec)_mm512_and_si512((__m512i)pairs, _mm512_set1_epi32(int(0xFFFF0000)));

@@ -194,6 +194,20 @@ INLINE Vec rounded<Bf16>(Vec value) {
   return rounded_bf16(value);
 }
 
+// 2^x for x <= 0 within 2 units of the last place, 0 below -126.5; NaN stays NaN.
+INLINE Vec vexp2(Vec x) {
+  Vec clamped = vmax(broadcast(-127.0f), x);
+  Vec n = round_nearest(clamped), r = clamped - n;
+  Vec p = broadcast(1.535336188319500e-4f);
+  p = fma(p, r, broadcast(1.339887440266574e-3f));
+  p = fma(p, r, broadcast(9.618437357674640e-3f));
+  p = fma(p, r, broadcast(5.550332471162809e-2f));
+  p = fma(p, r, broadcast(2.402264791363012e-1f));
+  p = fma(p, r, broadcast(6.931472028550421e-1f));
+  p = fma(p, r, broadcast(1.0f));
+  return p * power_of_two(n);
+}
+
 // e^x within 2 units of the last place; 0 below -87.3, e^88 above 88. exp(0) is 1 exactly. NaN is not kept.
 INLINE Vec vexp(Vec x) {
   Vec clamped = vmin(vmax(x, broadcast(-87.33f)), broadcast(88.0f));
