@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from msgspec import structs
 
 from cluster.errors import FieldViolation, InvalidRequestError, InvalidToolsError
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.grammars import OutputConstraint
+from cluster.text.json_schemas import without_notes
 from cluster.text.output_parsers.tool_grammar import CallableTool, CallNotation, CallRules, ReasoningRules
 from cluster.text.tag_grammar import Tag
 
@@ -65,35 +65,12 @@ def _call_rules(request: pb.GenerateRequest, notation: CallNotation | None) -> C
     return CallRules(notation, tools, is_required, allows_several)
 
 
-# What a schema says to readers alone, and where in it other schemas stand: by name, in a list, or directly.
-_NOTES = frozenset(("title", "description", "examples", "default", "$comment"))
-_NAMED_SCHEMAS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
-_LISTED_SCHEMAS = frozenset(("anyOf", "allOf", "oneOf", "prefixItems", "items"))
-_SCHEMAS = frozenset(("items", "additionalProperties", "additionalItems", "contains", "propertyNames", "not"))
-
-
 def _without_notes(schema_json: str) -> str:
     """Return a schema without what changes no output, which may be the most of it."""
     try:
-        return json.dumps(_shortened(json.loads(schema_json))) if schema_json else ""
+        return json.dumps(without_notes(json.loads(schema_json))) if schema_json else ""
     except RecursionError:  # whoever compiles it says so
         return schema_json
-
-
-def _shortened(schema: Any) -> Any:
-    if not isinstance(schema, dict):
-        return schema
-    found: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in _NOTES:
-            continue
-        if key in _NAMED_SCHEMAS and isinstance(value, dict):
-            found[key] = {name: _shortened(inner) for name, inner in value.items()}
-        elif key in _LISTED_SCHEMAS and isinstance(value, list):
-            found[key] = [_shortened(inner) for inner in value]
-        else:
-            found[key] = _shortened(value) if key in _SCHEMAS else value
-    return found
 
 
 def tags_of(constraint: pb.Constraint) -> tuple[Tag, ...]:

@@ -22,6 +22,7 @@ from msgspec import structs
 
 from cluster.errors import GrammarError, InvalidToolsError
 from cluster.text.bounded_process import BoundedProcess, BoundsBrokenError, serve
+from cluster.text.json_schemas import prepared
 from cluster.text.output_parsers.tool_grammar import (
     CallRules,
     ReasoningRules,
@@ -176,23 +177,26 @@ class _Refusal(Exception):
     """The order cannot be carried out; the text says why."""
 
 
-def grammar_text(order: OutputConstraint, special_token: SpecialToken) -> str:
-    """Return an order in the library's syntax; raise `ValueError` or a refusal where there is no such."""
-    content = _of_content(order, special_token)
+def grammar_text(order: OutputConstraint, special_token: SpecialToken, *, is_bounded: bool = True) -> str:
+    """Return an order in the library's syntax; raise `ValueError` or a refusal where there is no such.
+    `is_bounded` is that of `cluster.text.json_schemas.prepared`."""
+    content = _of_content(order, special_token, is_bounded)
     if content is not None and order.calls is None and order.reasoning is None:
         return content
-    return answer_grammar(order.calls, order.reasoning, content, special_token, _JSON_STYLE)
+    return answer_grammar(
+        order.calls, order.reasoning, content, special_token, _JSON_STYLE, is_bounded=is_bounded
+    )
 
 
-def _of_content(order: OutputConstraint, special_token: SpecialToken) -> str | None:
+def _of_content(order: OutputConstraint, special_token: SpecialToken, is_bounded: bool) -> str | None:
     """Return the grammar of the content alone; None where that is free."""
     match order.kind:
         case "anything":
             return None
         case "json_schema":
-            return _of_schema(order.text)
+            return _of_schema(order.text, is_bounded)
         case "json_object":
-            return _of_schema('{"type": "object"}')
+            return _of_schema('{"type": "object"}', is_bounded)
         case "regex":
             return str(LLMatcher.grammar_from_regex(order.text))
         case "choice":
@@ -200,17 +204,18 @@ def _of_content(order: OutputConstraint, special_token: SpecialToken) -> str | N
         case "grammar":
             return gbnf_to_lark(order.text) if "::=" in order.text else order.text
         case "structural_tags":
-            return tags_grammar(order.tags, order.triggers, special_token, _JSON_STYLE)
+            return tags_grammar(order.tags, order.triggers, special_token, _JSON_STYLE, is_bounded=is_bounded)
 
 
-def _of_schema(text: str) -> str:
+def _of_schema(text: str, is_bounded: bool) -> str:
     """Return the grammar of a JSON schema."""
     schema = json.loads(text)
     if isinstance(schema, dict):
         schema.pop("x-guidance", None)  # the library's own options
     elif not isinstance(schema, bool):
         raise _Refusal("a JSON schema is an object, or true")
-    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_STYLE))
+    text = json.dumps(prepared(schema, is_bounded=is_bounded))
+    return str(LLMatcher.grammar_from_json_schema(text, overrides=_JSON_STYLE))
 
 
 class _Child:
@@ -240,8 +245,13 @@ class _Child:
         return None
 
     def _attempt(self, order: OutputConstraint) -> GrammarMade | GrammarRefused:
+        """Return the grammar of texts that end, or where there is none that of all."""
+        result = self._compiled(order, is_bounded=True)
+        return result if isinstance(result, GrammarMade) else self._compiled(order, is_bounded=False)
+
+    def _compiled(self, order: OutputConstraint, *, is_bounded: bool) -> GrammarMade | GrammarRefused:
         try:
-            text = grammar_text(order, self._special_token)
+            text = grammar_text(order, self._special_token, is_bounded=is_bounded)
         except ToolSchemaError as error:
             return GrammarRefused(str(error), error.tool)
         except (ValueError, GbnfToLarkError, RecursionError, _Refusal) as error:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cluster.text.json_schemas import prepared
 from cluster.text.output_parsers.tool_grammar import SpecialToken
 from kvtransfer.codec import Part
 
@@ -40,7 +41,12 @@ def tag_markers(tags: Sequence[Tag]) -> set[str]:
 
 
 def tags_grammar(
-    tags: Sequence[Tag], triggers: Sequence[str], special_token: SpecialToken, json_style: JsonCompileOptions
+    tags: Sequence[Tag],
+    triggers: Sequence[str],
+    special_token: SpecialToken,
+    json_style: JsonCompileOptions,
+    *,
+    is_bounded: bool = True,
 ) -> str:
     """Return the grammar; each tag follows the longest trigger that it begins with. Raise `TagError` where it
     begins with none, or its schema is no object."""
@@ -51,7 +57,7 @@ def tags_grammar(
         if not fitting:
             raise TagError(f"the tag {tag.begin[:_NUM_SHOWN]!r} begins with none of the triggers")
         trigger = max(fitting, key=len)
-        content = f"%json {json.dumps({**_schema(tag), 'x-guidance': json_style})}"
+        content = f"%json {json.dumps({**_schema(tag, is_bounded), 'x-guidance': json_style})}"
         behind = f"{content} {_spelled(tag.end, special_token)}"
         starts = [f"tag_{index}_trigger {_spelled(tag.begin[len(trigger) :], special_token)}"]
         lines.append(f"tag_{index}_trigger[lazy]: TAG_TEXT {json.dumps(trigger)}")
@@ -89,8 +95,9 @@ def _spelled(text: str, special_token: SpecialToken) -> str:
     return " ".join(part for part in (*parts, json.dumps(text[position:])) if part != '""')
 
 
-def _schema(tag: Tag) -> dict[str, Any]:
+def _schema(tag: Tag, is_bounded: bool) -> dict[str, Any]:
     schema = json.loads(tag.json_schema or '{"type": "object"}')
     if not isinstance(schema, dict):
         raise TagError(f"the schema of the tag {tag.begin[:_NUM_SHOWN]!r} is not an object")
-    return schema
+    found: dict[str, Any] = prepared(schema, is_bounded=is_bounded)
+    return found

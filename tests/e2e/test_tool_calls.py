@@ -3,9 +3,10 @@ tools, so that what it writes is the work of the grammar."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import jsonschema
 import pytest
 import pytest_asyncio
 from e2e_front import Front, copy_tiny
-from e2e_harness import E2eHarness
+from e2e_harness import E2eHarness, Replica, fired, rule, until
 
 from cluster.api.client import Completion, GenerateOptions
 from cluster.errors import CallError
@@ -109,3 +110,101 @@ async def test_a_tool_whose_schema_is_refused_is_named(front: Front) -> None:
         await ask(front, 4, tools=[*TOOLS, broken], tool_choice=REQUIRED)
     assert caught.value.reason == "INVALID_TOOLS"
     assert [violation.field for violation in caught.value.fields] == ["chat.tools"]
+
+
+LONG_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "paths": {
+            "type": "array",
+            "items": {"type": "string", "pattern": "^/[a-z]{6,9}$"},
+            "minItems": 24,
+            "maxItems": 24,
+        }
+    },
+    "required": ["paths"],
+    "additionalProperties": False,
+}
+LONG_TOOL = pb.Tool(name="open_files", parameters_json=json.dumps(LONG_SCHEMA))
+# Of decoding: the arguments have begun then, and are far from their end.
+NUM_STEPS_BEFORE = 40
+
+
+class CallStream:
+    """A request for a long call, and what its stream brought."""
+
+    def __init__(self, front: Front) -> None:
+        self.parts: list[pb.ToolCallDelta] = []
+        self.text = ""
+        self.finished: pb.Finished | None = None
+        self._front = front
+
+    @property
+    def arguments(self) -> str:
+        return "".join(part.arguments for part in self.parts)
+
+    @property
+    def name(self) -> str:
+        return "".join(part.name for part in self.parts)
+
+    async def listen(self) -> None:
+        user = pb.ChatMessage(role=pb.ROLE_USER, content=[pb.ContentPart(text="open the files")])
+        chat = pb.ChatPrompt(
+            messages=[user], tools=[LONG_TOOL], tool_choice=REQUIRED, parallel_tool_calls=False
+        )
+        options = GenerateOptions(max_tokens=600, temperature=1.0, seed=5)
+        async for event in self._front.client.generate(chat, options):
+            if isinstance(event, pb.Delta):
+                self.parts += event.tool_calls
+                self.text += event.text
+            elif isinstance(event, pb.Finished):
+                self.finished = event
+
+    def assert_one_call(self) -> None:
+        assert self.finished is not None
+        assert [end.finish_reason for end in self.finished.samples] == [pb.FINISH_REASON_TOOL_CALLS]
+        assert ({part.index for part in self.parts}, self.name, self.text) == ({0}, "open_files", "")
+        assert len([part for part in self.parts if part.id]) == 1
+        jsonschema.validate(json.loads(self.arguments), LONG_SCHEMA)
+
+
+@asynccontextmanager
+async def front_of(front: Front, model_dir: Path, *replicas: Replica) -> AsyncIterator[Front]:
+    """A gateway of its own over these replicas."""
+    built = Front(front.harness, model_dir)
+    await built.open()
+    try:
+        await built.register(*replicas)
+        yield built
+    finally:
+        await built.close()
+
+
+@pytest.mark.parametrize("how", ["killed", "drained"])
+async def test_a_call_goes_on_elsewhere_when_its_replica_leaves_amid_the_arguments(
+    front: Front, calling_dir: Path, tmp_path: Path, how: str
+) -> None:
+    alone = CallStream(front)
+    await alone.listen()
+    alone.assert_one_call()
+    at = front.harness.replicas
+    fault = rule("rank.step.decode", "kill", tmp_path, NUM_STEPS_BEFORE if how == "killed" else 10**9)
+    victim = await front.harness.add(f"{how}0", "decode", engine=ENGINE, faults=[fault])
+    async with front_of(front, calling_dir, at["p0"], victim) as other:
+        stream = CallStream(other)
+        task = asyncio.create_task(stream.listen())
+        if how == "killed":
+            await until(lambda: fired(fault), "its rank is killed")
+        else:
+            await until(lambda: len(stream.arguments) >= 20, "the arguments have begun")
+        assert 0 < len(stream.arguments) < len(alone.arguments)
+        await other.register(at["d0"])
+        if how == "drained":
+            await victim.core.drain(60.0)
+            assert victim.core.migration.num_migrated == 1
+        await task
+    assert stream.finished is not None
+    assert stream.finished.timing.attempts == (2 if how == "killed" else 1)
+    assert stream.finished.decode_replica == "d0"
+    stream.assert_one_call()
+    assert stream.arguments == alone.arguments

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
+from cluster.text.json_schemas import SchemaError, prepared
 from kvtransfer.codec import Part
 
 if TYPE_CHECKING:
@@ -83,10 +84,12 @@ def answer_grammar(
     content: str | None,
     special_token: SpecialToken,
     json_style: JsonCompileOptions,
+    *,
+    is_bounded: bool = True,
 ) -> str:
     """Return the grammar of an answer: reasoning, then calls or `content`, a grammar of llguidance (None: any
     text). `json_style` is how JSON is written. Raise `ToolSchemaError` for the schema of a tool."""
-    rules = _Rules(special_token, json_style)
+    rules = _Rules(special_token, json_style, is_bounded)
     begins_freely = content is None and (calls is None or not calls.is_required)
     if calls is None:
         answer = "TEXT" if content is None else "@content"
@@ -118,9 +121,10 @@ def _content_parts(grammar: str) -> list[dict[str, Any]]:
 class _Rules:
     """Writes the rules of one grammar into `lines`. Methods that return something return an expression."""
 
-    def __init__(self, special_token: SpecialToken, json_style: JsonCompileOptions) -> None:
+    def __init__(self, special_token: SpecialToken, json_style: JsonCompileOptions, is_bounded: bool) -> None:
         self._special_token = special_token
         self._json_style = json_style
+        self._is_bounded = is_bounded
         self.lines = list(_TERMINALS)
 
     def thought(self, reasoning: ReasoningRules, call_marker: str, breaks: str) -> str:
@@ -198,7 +202,11 @@ class _Rules:
         kinds = schema.get("type", "object") if isinstance(schema, dict) else None
         if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
             raise ToolSchemaError(tool.name, "arguments are an object; give the schema this type")
-        return {**schema, "type": "object", "x-guidance": {**self._json_style, "lenient": not tool.is_strict}}
+        try:
+            found = prepared(schema, is_lenient=not tool.is_strict, is_bounded=self._is_bounded)
+        except SchemaError as error:
+            raise ToolSchemaError(tool.name, str(error)) from None
+        return {**found, "type": "object", "x-guidance": {**self._json_style, "lenient": not tool.is_strict}}
 
     def _up_to(self, name: str, text: str, marker: str) -> str:
         """Text by a terminal, and the marker when it first comes, also where it is spelled in other tokens
