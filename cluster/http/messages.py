@@ -7,7 +7,15 @@ from typing import Any
 
 import msgspec
 
-from cluster.http.answers import CallOutput, Maker, SampleAnswer, encode, matched_stop, num_cached
+from cluster.http.answers import (
+    CallOutput,
+    Maker,
+    SampleAnswer,
+    encode,
+    matched_stop,
+    num_cached,
+    split_calls,
+)
 from cluster.http.chat import Translated
 from cluster.http.errors import HttpProblem, Rename, anthropic_error, bad_field
 from cluster.http.prompts import (
@@ -429,14 +437,16 @@ class MessagesAnswer:
             events.append(
                 self._part("thinking", _ThinkingBlock(""), "thinking_delta", "thinking", delta.reasoning)
             )
+        continued, begun = split_calls(delta)
+        events += map(self._call_part, continued)
         if delta.text:
             events.append(self._part("text", _TextBlock(""), "text_delta", "text", delta.text))
-        for part in delta.tool_calls:
-            block = _ToolUseBlock(part.id, part.name, _EMPTY)
-            events.append(
-                self._part(f"tool {part.index}", block, "input_json_delta", "partial_json", part.arguments)
-            )
+        events += map(self._call_part, begun)
         return b"".join(events)
+
+    def _call_part(self, part: pb.ToolCallDelta) -> bytes:
+        block = _ToolUseBlock(part.id, part.name, _EMPTY)
+        return self._part(f"tool {part.index}", block, "input_json_delta", "partial_json", part.arguments)
 
     def _part(self, what: str, block: _Block, kind: str, field: str, text: str) -> bytes:
         """Return the events of a part of one block: it is opened, and the one before closed, where that is
