@@ -209,11 +209,15 @@ def _of_content(order: OutputConstraint, special_token: SpecialToken, is_bounded
 
 def _of_schema(text: str, is_bounded: bool) -> str:
     """Return the grammar of a JSON schema."""
-    schema = json.loads(text)
-    if isinstance(schema, dict):
-        schema.pop("x-guidance", None)  # the library's own options
-    elif not isinstance(schema, bool):
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise _Refusal(f"the schema is not JSON: {error}") from error
+    if schema is True:
+        schema = {}  # the same, as the library takes it
+    if not isinstance(schema, dict):
         raise _Refusal("a JSON schema is an object, or true")
+    schema.pop("x-guidance", None)  # the library's own options
     text = json.dumps(prepared(schema, is_bounded=is_bounded))
     return str(LLMatcher.grammar_from_json_schema(text, overrides=_JSON_STYLE))
 
