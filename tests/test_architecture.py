@@ -238,7 +238,7 @@ RETIRED_WORD = re.compile(
     "house|rooms?|desk|journey|walk|hall|door|visitor|sight|shelf|hands|wishes|lever|keeper|brain|tally|phantom"
     "|elsewhere|lately"
 )
-# Old import paths that are kept until API v1: operators' configurations and callers name them.
+# An old import path that operators' Serve configurations name.
 KEPT_PATHS = frozenset({"cluster/declared.py"})
 # One file name for one concept of every package, or for one concept at two layers.
 SHARED_FILE_NAMES = frozenset(
@@ -252,7 +252,7 @@ SHARED_FILE_NAMES = frozenset(
         "store_admin.py",
         "update.py",
     }
-    | {"client.py", "blocking_client.py", "bench.py", "scale.py", "sampling.py"}
+    | {"bench.py", "scale.py", "sampling.py"}
 )
 
 
