@@ -92,6 +92,8 @@ class PreparedRequest:
     capped_max_tokens: int = 0
     # What the output must be.
     grammar: Grammar | None = None
+    # That comes from the tools of the chat alone.
+    is_grammar_of_tools: bool = False
     # Its KV is found by no other request, and not stored.
     is_private: bool = False
     # The conversation that it belongs to, among those of all tenants; "": none is named.
@@ -231,6 +233,7 @@ class Preprocessor:
             kv_share=limits.kv_share,
             service_class=service_class,
             grammar=grammar,
+            is_grammar_of_tools=grammar is not None and not request.HasField("constraint"),
             is_private=request.cache_control == pb.CACHE_CONTROL_NO_STORE,
             session=f"{request.tenant} {request.session_id}" if request.session_id else "",
         )

@@ -306,8 +306,7 @@ class EntryEmbedding(Part, frozen=True):
 
 class FailedEntry(Part, frozen=True):
     """Sequence `index` of the plan, of its entries and then of its decodes, was not computed; "" where
-    another rank knows why. `code` is that of its `RequestFailed`: "invalid" where its grammar is the
-    cause."""
+    another rank knows why. `code` is that of its `RequestFailed`: "grammar" where that is the cause."""
 
     index: int
     reason: str
