@@ -128,7 +128,7 @@ def test_the_environment_is_read_at_the_command_line_only() -> None:
 
 def test_ray_is_applied_in_few_files() -> None:
     users = [path.as_posix() for path in CODE if any(n.split(".")[0] == "ray" for n in imported(path))]
-    names = ["metrics/registry", "roster/actor", "serve/app", "serve/entrypoint", "serve/launcher"]
+    names = ["metrics/ray_registry", "roster/actor", "serve/app", "serve/entrypoint", "serve/launcher"]
     names += ["serve/local_ray", "serve/rank_actors", "serve/ray_private", "serve/scaler_actor"]
     names += ["serve/store_actors", "serve/update"]
     assert users == [f"cluster/{name}.py" for name in names]
