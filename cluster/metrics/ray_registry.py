@@ -9,7 +9,7 @@ from typing import Protocol
 from ray.util import metrics as ray_metrics
 
 from cluster.metrics.metric import Metric
-from cluster.metrics.registry import PREFIX, MetricsRegistry, declared
+from cluster.metrics.registry import PREFIX, MetricsRegistry, metric_of
 
 # The least increment that a counter takes: lets a series begin before its first event, so that `increase`
 # sees that one too. Added to anything it is lost.
@@ -49,11 +49,11 @@ class RayRegistry(MetricsRegistry):
         self._totals: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def set(self, name: str, value: float, **labels: str) -> None:
-        metric = declared(name, "gauge")
+        metric = metric_of(name, "gauge")
         self._gauge(metric, name).set(value, self._tags(metric, labels))
 
     def total(self, name: str, total: float, **labels: str) -> None:
-        metric = declared(name, "counter")
+        metric = metric_of(name, "counter")
         tags = self._tags(metric, labels)
         key = name, tuple(tags.values())
         counter = self._counters.get(name)
@@ -68,7 +68,7 @@ class RayRegistry(MetricsRegistry):
             counter.inc(total - counted, tags)
 
     def histogram(self, name: str, buckets: Sequence[tuple[str, int]], total: float, **labels: str) -> None:
-        metric = declared(name, "histogram")
+        metric = metric_of(name, "histogram")
         tags = self._tags(metric, labels)
         bucket = self._gauge(metric, f"{name}_bucket", "le")
         for bound, count in buckets:

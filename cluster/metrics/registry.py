@@ -46,7 +46,7 @@ class MetricsRegistry(ABC):
         return {label: tags[label] for label in metric.labels}
 
 
-def declared(name: str, kind: Kind) -> Metric:
+def metric_of(name: str, kind: Kind) -> Metric:
     """Return the metric, which is of this kind."""
     metric = METRICS[name]
     assert metric.kind == kind, f"{name} is a {metric.kind}"

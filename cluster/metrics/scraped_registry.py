@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from cluster.metrics.registry import PREFIX, MetricsRegistry, declared
+from cluster.metrics.registry import PREFIX, MetricsRegistry, metric_of
 
 # Of what `text` returns.
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -23,7 +23,7 @@ class ScrapedRegistry(MetricsRegistry):
         self._families: dict[str, Family] = {}
 
     def set(self, name: str, value: float, **labels: str) -> None:
-        metric = declared(name, "gauge")
+        metric = metric_of(name, "gauge")
         family = self._families.setdefault(
             name, GaugeMetricFamily(PREFIX + name, metric.help, labels=metric.labels)
         )
@@ -31,7 +31,7 @@ class ScrapedRegistry(MetricsRegistry):
         family.add_metric(list(self._tags(metric, labels).values()), value)
 
     def total(self, name: str, total: float, **labels: str) -> None:
-        metric = declared(name, "counter")
+        metric = metric_of(name, "counter")
         family = self._families.setdefault(
             name, CounterMetricFamily(PREFIX + name, metric.help, labels=metric.labels)
         )
@@ -39,7 +39,7 @@ class ScrapedRegistry(MetricsRegistry):
         family.add_metric(list(self._tags(metric, labels).values()), total)
 
     def histogram(self, name: str, buckets: Sequence[tuple[str, int]], total: float, **labels: str) -> None:
-        metric = declared(name, "histogram")
+        metric = metric_of(name, "histogram")
         family = self._families.setdefault(
             name, HistogramMetricFamily(PREFIX + name, metric.help, labels=metric.labels)
         )
