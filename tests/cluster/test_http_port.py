@@ -222,14 +222,14 @@ async def test_a_client_that_goes_ends_its_request(front: HttpFrontHarness, stre
         await until(lambda: front.gateway.requests.num_running == 0, "nothing runs")
 
 
-async def test_a_client_that_takes_nothing_is_cut_off(harness: GatewayHarness) -> None:
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_client_that_takes_nothing_is_cut_off(harness: GatewayHarness, streams: bool) -> None:
     config = harness.config(http={"write_timeout_s": 0.3})
     async with HttpFrontHarness(harness, config) as front, front.connection() as (reader, writer):
-        body = json.dumps({**CHAT, "stream": True, "max_tokens": 400, "n": 16}).encode()
-        extra = json.dumps({"logprobs": True, "top_logprobs": 20}).encode()
-        body = body[:-1] + b"," + extra[1:]
+        many = {"stream": streams, "max_tokens": 400, "n": 16, "logprobs": True, "top_logprobs": 20}
+        body = json.dumps({**CHAT, **many}).encode()
         writer.write(raw_request(body, f"Content-Length: {len(body)}"))
-        await reader.readuntil(b"data: ")
+        await reader.readuntil(b"data: " if streams else b"HTTP/1.1 200 OK")
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         front_port = front.gateway._http
         assert front_port is not None
