@@ -78,6 +78,10 @@ BAD: dict[str, tuple[OutputConstraint, str]] = {
         OutputConstraint("structural_tags", tags=(Tag("<a>", "{}", ""),), triggers=("<b",)),
         "none of the triggers",
     ),
+    "a trigger without tag": (
+        OutputConstraint("structural_tags", tags=(Tag("<a>", "{}", ""),), triggers=("<a", "<b")),
+        "'<b' begins no tag",
+    ),
     "too long": (OutputConstraint("regex", "a" * (MAX_GRAMMAR_BYTES + 1)), "bytes"),
 }
 
