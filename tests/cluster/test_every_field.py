@@ -82,7 +82,7 @@ Change = Callable[[Any], None]
 Shows = Callable[[Outcome], bool]
 
 
-class Case(NamedTuple):
+class FieldEffect(NamedTuple):
     """How a field is set, what shows it, and the request without it. `writes` is the model's answer."""
 
     change: Change
@@ -126,25 +126,27 @@ def assign(path: str, value: Any) -> Change:
     return change
 
 
-def case(path: str, value: Any, shows: Shows, base: Callable[[], Message] = plain, **more: Any) -> Case:
-    return Case(assign(path, value), shows, base, **more)
+def case(
+    path: str, value: Any, shows: Shows, base: Callable[[], Message] = plain, **more: Any
+) -> FieldEffect:
+    return FieldEffect(assign(path, value), shows, base, **more)
 
 
-def sampled(name: str, value: Any, wanted: Any = None, path: str = "") -> Case:
+def sampled(name: str, value: Any, wanted: Any = None, path: str = "") -> FieldEffect:
     """A field that replicas get as it is."""
     expected = value if wanted is None else wanted
     return case(path or name, value, lambda it: getattr(it.submissions[0].sampling, name) == expected)
 
 
-def in_prompt(path: str, value: Any, text: str, base: Callable[[], Message]) -> Case:
+def in_prompt(path: str, value: Any, text: str, base: Callable[[], Message]) -> FieldEffect:
     return case(path, value, lambda it: text in it.prompt, base)
 
 
-def in_grammar(path: str, value: Any, text: str, base: Callable[[], Message] = plain) -> Case:
+def in_grammar(path: str, value: Any, text: str, base: Callable[[], Message] = plain) -> FieldEffect:
     return case(path, value, lambda it: text in it.grammar, base)
 
 
-def refused(path: str, value: Any, name: str, base: Callable[[], Message] = plain) -> Case:
+def refused(path: str, value: Any, name: str, base: Callable[[], Message] = plain) -> FieldEffect:
     return case(path, value, lambda it: name in it.bad, base)
 
 
@@ -201,7 +203,7 @@ def unknown(outcome: Outcome) -> bool:
     return outcome.bad == ["NOT_FOUND"]
 
 
-def of_caller(kind: str, base: Callable[[], Any]) -> dict[str, Case]:
+def of_caller(kind: str, base: Callable[[], Any]) -> dict[str, FieldEffect]:
     """The fields that Embed and Score have of Generate."""
     return {
         f"{kind}.model": case("model", "other", unknown, base),
@@ -245,7 +247,7 @@ GENERATE = {
     "stop_token_ids": sampled("stop_token_ids", [9], (9,)),
     "ignore_eos": sampled("ignore_eos", True),
     "include_stop": case("include_stop", True, lambda it: it.text == "yes, it stop", lambda: with_stop()),
-    "prompt_logprobs": Case(
+    "prompt_logprobs": FieldEffect(
         assign("prompt_logprobs", 0),
         lambda it: it.prepared.sampling.num_prompt_logprobs == 0,
         lambda: pb.GenerateRequest(text=PROMPT, seed=1, max_tokens=12),
@@ -289,7 +291,7 @@ def with_stop() -> pb.GenerateRequest:
     return pb.GenerateRequest(text=PROMPT, seed=1, max_tokens=12, stop=["stop"])
 
 
-CASES: dict[str, Case] = {
+CASES: dict[str, FieldEffect] = {
     **{f"GenerateRequest.{name}": it for name, it in GENERATE.items()},
     "TokenIds.ids": case("token_ids.ids", [6], lambda it: len(it.prepared.prompt) == 8, lambda: ids_alone()),
     "ContentPart.text": in_prompt("chat.messages.0.content.0.text", "hen", "; hen]", a_chat()),
@@ -551,6 +553,6 @@ async def test_a_field_has_its_effect_or_is_refused(pair: Pair, calls: Mapping[s
         assert not _shows(tested, before), "what shows the effect is there without the field"
 
 
-def _shows(tested: Case, outcome: Outcome) -> bool:
+def _shows(tested: FieldEffect, outcome: Outcome) -> bool:
     """Whether the outcome shows the effect; one without what is looked at does not."""
     return bool(outcome.replies or outcome.ended) and tested.shows(outcome)
