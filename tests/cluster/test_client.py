@@ -249,7 +249,8 @@ def test_token_ids_may_be_any_integers() -> None:
 
 
 async def test_a_stream_that_has_ended_leaves_nothing_to_close(pair: Pair) -> None:
-    hooks, left = sys.get_asyncgen_hooks(), []
+    hooks = sys.get_asyncgen_hooks()
+    left: list[Any] = []
     sys.set_asyncgen_hooks(finalizer=left.append)
     try:
         await pair.client.complete(PROMPT, GenerateOptions(max_tokens=2))
