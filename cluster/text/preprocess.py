@@ -282,12 +282,13 @@ class Preprocessor:
             if index in resumed:
                 output = np.asarray(resumed[index].token_ids, dtype="<u4").tobytes()
                 finish = name_of(pb.FinishReason, resumed[index].finish_reason)
-            if output and not finish:
-                finish = text.push(output, "").finish
-                if resumed[index].token_ids[-1] in self._end_token_ids(request):
-                    finish = text.finish_at_end_token()
-                elif len(output) >= max_tokens * TOKEN_BYTES:
-                    finish = finish or "length"
+            if output:  # what it said is counted, though it may have ended
+                has_end = not finish and resumed[index].token_ids[-1] in self._end_token_ids(request)
+                ended = "stop" if has_end or finish == "tool_calls" else finish
+                found = text.push(output, ended).finish
+                finish = finish or found
+                if not finish and len(output) >= max_tokens * TOKEN_BYTES:
+                    finish = "length"
             starts.append(SampleStart(index, sample_seed(seed, index), output, finish))
             texts.append(text)
         return starts, texts

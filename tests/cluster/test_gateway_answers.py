@@ -16,6 +16,7 @@ from http_harness import EmbeddingReplica
 
 from cluster.api.client import Completion, GenerateOptions, generate_request
 from cluster.errors import CallError
+from cluster.proto.enums import value_of
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from workers.messages.link import RequestFailed
 
@@ -161,6 +162,29 @@ async def test_a_resumed_stream_goes_on_within_a_call_and_within_reasoning(think
         found = await resumed_at(thinking, replace(options, request_id=f"cut-{stop_at}"), stop_at)
         assert (found.text, found.reasoning, found.ids) == (whole.text, whole.reasoning, whole.ids), stop_at
         assert [call[1:] for call in found.calls] == [call[1:] for call in whole.calls], stop_at
+
+
+@pytest.mark.parametrize("ends", [f"{THOUGHT}{CALL}", f"{THOUGHT}yes", "<think>\nthe fox"])
+async def test_a_resumed_stream_has_the_usage_and_the_ends_of_an_unbroken_one(
+    thinking: Pair, ends: str
+) -> None:
+    """Of two samples one has ended, and one is cut; the last answer thinks to its end."""
+    num_tokens = write(thinking, ends)
+    options = GenerateOptions(max_tokens=num_tokens + 1, seed=3, n=2, request_id="all")
+    whole = await thinking.client.complete(chat(), options)
+    request = generate_request(chat(), replace(options, request_id="part"))
+    thinking.harness.allow_resume(request)
+    request.resume.add(
+        sample=0,
+        token_ids=whole.token_ids[0],
+        finish_reason=value_of(pb.FinishReason, whole.finish_reasons[0]),
+    )
+    request.resume.add(sample=1, token_ids=whole.token_ids[1][:5])
+    replies = [reply async for reply in thinking.client.stub().Generate(request)]
+    finished = replies[-1].finished
+    assert finished.samples == whole.finished.samples
+    assert finished.usage.completion_tokens == whole.finished.usage.completion_tokens
+    assert finished.usage.reasoning_tokens == whole.finished.usage.reasoning_tokens > 0
 
 
 @dataclass
