@@ -26,7 +26,7 @@ from kvtransfer.blocks.keys import KEY_BYTES
 from kvtransfer.protocol.receiver import LandingTable
 from kvtransfer.store.messages import FetchRequest, FindRequest, PutRequest
 from kvtransfer.store.store_client import StoreClient
-from router.radix import PrefixTree
+from router.radix import Match, PrefixTree
 from workers.scheduler.block_pool import BlockPool
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -63,8 +63,7 @@ class Recorder:
         @functools.wraps(method)
         def recording(owner: object, *args: Any, **kwargs: Any) -> Any:
             found = method(owner, *args, **kwargs)
-            result = len(found) if name == "BlockPool.match" else found if name.endswith("match") else ""
-            self._add(name, args, str(result))
+            self._add(name, args, found_blocks(found) if name.endswith("match") else "")
             return found
 
         return recording
@@ -80,6 +79,13 @@ class Recorder:
         if key not in self.keys:
             self.keys.append(key)
         return self.keys.index(key)
+
+
+def found_blocks(found: Match | list[int]) -> str:
+    """How many blocks a match has: at each replica and in its node's store, or in the pool."""
+    if isinstance(found, Match):
+        return f"on devices {found.device}, stored {found.stored}"
+    return f"{len(found)} in the pool"
 
 
 def keys_in(value: Any) -> list[bytes]:
