@@ -16,10 +16,9 @@ from cluster.errors import UnknownModelError
 from cluster.http import chat, completions, embeddings, messages, responses
 from cluster.http.answers import Answer, Maker, encode
 from cluster.http.call import AbortedCall, HttpCall
-from cluster.http.errors import HttpProblem
+from cluster.http.errors import HttpProblem, Rename
 from cluster.http.fields import FIELDS, refused
 from cluster.http.model_list import model_list, model_of
-from cluster.http.prompts import renamer
 from cluster.http.response_events import ResponsesAnswer
 from cluster.http.schemas import (
     B,
@@ -170,7 +169,7 @@ class Endpoints:
         body = self._decoded(served, EmbeddingRequest)
         request = embeddings.embed_request(body, self._settings.max_inputs)
         call = HttpCall(served.request)
-        with renamed(embeddings.EMBED_NAMES):
+        with renamed(embeddings.rename_embed):
             reply = await self._servicer.Embed(request, call)
         response = _json(embeddings.embedding_answer(body, reply, self._model_name))
         response.headers.update(served.limits())
@@ -179,21 +178,21 @@ class Endpoints:
 
     async def _tokenize(self, served: Served) -> web.Response:
         request = embeddings.tokenize_request(self._decoded(served, TokenizeRequest))
-        with renamed(embeddings.TOKENIZE_NAMES):
+        with renamed(embeddings.rename_tokenize):
             reply = await self._servicer.Tokenize(request, HttpCall(served.request))
         (model,) = await self._list(served)
         return _json(embeddings.tokenize_answer(reply, model.max_context_tokens))
 
     async def _detokenize(self, served: Served) -> web.Response:
         request = embeddings.detokenize_request(self._decoded(served, DetokenizeRequest))
-        with renamed(embeddings.DETOKENIZE_NAMES):
+        with renamed(embeddings.rename_detokenize):
             reply = await self._servicer.Detokenize(request, HttpCall(served.request))
         return _json(embeddings.detokenize_answer(reply))
 
     async def _count_tokens(self, served: Served) -> web.Response:
         body = self._decoded(served, messages.CountTokensRequest)
-        request = messages.count_request(body)
-        with renamed(messages.NAMES):
+        request, rename = messages.count_request(body)
+        with renamed(rename):
             reply = await self._servicer.Tokenize(request, HttpCall(served.request))
         return _json(encode(messages.TokenCount(len(reply.token_ids))))
 
@@ -215,12 +214,12 @@ class Endpoints:
 
 
 @contextlib.contextmanager
-def renamed(names: Mapping[str, str]) -> Iterator[None]:
+def renamed(rename: Rename) -> Iterator[None]:
     """Give the fields of a failed call their names over HTTP."""
     try:
         yield
     except AbortedCall as aborted:
-        raise HttpProblem.of_call(aborted, renamer(names)) from aborted
+        raise HttpProblem.of_call(aborted, rename) from aborted
 
 
 def _name_calls(requests: list[pb.GenerateRequest], request: web.Request) -> None:

@@ -94,12 +94,16 @@ class _Child:
                 env={},
             )
         child = cls(process, await frame_stream(ours, "bounded process"))
+        is_ready = False
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 await child.stream.next_frame()
+            is_ready = True
         except (TimeoutError, PeerGoneError) as error:
-            await child.kill()
             raise BoundsBrokenError("the process that works on it did not start") from error
+        finally:
+            if not is_ready:  # it may be that nobody waits for it any more
+                await child.kill()
         return child
 
     async def kill(self) -> None:

@@ -205,11 +205,15 @@ def _of_content(order: OutputConstraint, special_token: SpecialToken) -> str | N
 
 def _of_schema(text: str) -> str:
     """Return the grammar of a JSON schema."""
-    schema = json.loads(text)
-    if isinstance(schema, dict):
-        schema.pop("x-guidance", None)  # the library's own options
-    elif not isinstance(schema, bool):
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise _Refusal(f"the schema is not JSON: {error}") from error
+    if schema is True:
+        schema = {}  # the same, as the library takes it
+    if not isinstance(schema, dict):
         raise _Refusal("a JSON schema is an object, or true")
+    schema.pop("x-guidance", None)  # the library's own options
     return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_STYLE))
 
 
