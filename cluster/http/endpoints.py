@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Literal, NamedTuple
@@ -36,6 +37,9 @@ from kvtransfer.common.clock import Clock
 REQUEST_ID_HEADER = "X-Request-Id"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
 
+
+# Of the messages whose output an answer holds to its end: one that is no stream, and those of /v1/responses.
+MAX_KEPT_BYTES = 64 << 20
 
 _REFUSED = {route: refused(route) for route in FIELDS}
 
@@ -116,8 +120,9 @@ class Endpoints:
     ) -> web.StreamResponse:
         """Run the calls, and write what they bring: as it comes, or at the end."""
         stream = EventStream(served.request, self._settings.write_timeout_s)
+        write = _Writer(answer, stream if streams else None)
         calls = [
-            HttpCall(served.request, self._writer(number, answer, stream if streams else None))
+            HttpCall(served.request, functools.partial(write, number))
             for number in range(len(translated.calls))
         ]
         stream.headers = lambda: self._headers(served, calls)
@@ -129,6 +134,10 @@ class Endpoints:
             if not stream.has_begun:
                 problem.headers.update(self._headers(served, calls))
                 raise problem from aborted
+            return await stream.end(answer.failed(problem))
+        except HttpProblem as problem:
+            if not stream.has_begun:
+                raise
             return await stream.end(answer.failed(problem))
         if streams:
             return await stream.end(answer.last())
@@ -146,16 +155,6 @@ class Endpoints:
                     group.create_task(self._servicer.Generate(request, call))
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
-
-    def _writer(
-        self, number: int, answer: Answer, stream: EventStream | None
-    ) -> Callable[[pb.GenerateResponse], Awaitable[None]]:
-        async def write(response: pb.GenerateResponse) -> None:
-            events = answer.take(number, response)
-            if events and stream is not None:
-                await stream.send(events)
-
-        return write
 
     def _headers(self, served: Served, calls: list[HttpCall]) -> dict[str, str]:
         headers = {**calls[0].initial_metadata, **served.limits()}
@@ -211,6 +210,32 @@ class Endpoints:
     async def _list(self, served: Served) -> list[pb.Model]:
         reply = await self._servicer.ListModels(pb.ListModelsRequest(), HttpCall(served.request))
         return list(reply.models)
+
+
+class _Writer:
+    """Takes what the calls of one answer bring: writes it to the stream, if there is one. An answer that has
+    to keep more than `MAX_KEPT_BYTES` ends with an error: nobody reads it meanwhile, so that nothing else
+    bounds it."""
+
+    def __init__(self, answer: Answer, stream: EventStream | None) -> None:
+        self._answer = answer
+        self._stream = stream
+        self._keeps = stream is None or isinstance(answer, ResponsesAnswer)
+        self._num_kept_bytes = 0
+
+    async def __call__(self, number: int, response: pb.GenerateResponse) -> None:
+        """Take a message of the call with this number."""
+        if self._keeps:
+            self._num_kept_bytes += response.ByteSize()
+            if self._num_kept_bytes > MAX_KEPT_BYTES:
+                size = f"more than {MAX_KEPT_BYTES >> 20} MiB"
+                remedy = "ask for fewer samples, tokens or log-probabilities, or stream a chat"
+                raise HttpProblem(
+                    400, f"the answer has {size}; {remedy}", code="answer_too_large", param="stream"
+                )
+        events = self._answer.take(number, response)
+        if events and self._stream is not None:
+            await self._stream.send(events)
 
 
 @contextlib.contextmanager

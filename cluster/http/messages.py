@@ -426,7 +426,9 @@ class MessagesAnswer:
         self._stop_reason = _STOP_REASONS[delta.finish_reason]
         stop = matched_stop(delta)
         if isinstance(stop, str):
-            self._stop_reason, self._stop_sequence = "stop_sequence", stop
+            self._stop_sequence = stop
+            if delta.finish_reason == pb.FINISH_REASON_STOP:  # else there are calls to answer
+                self._stop_reason = "stop_sequence"
 
     def _events_of(self, delta: pb.Delta) -> bytes:
         events = []

@@ -305,6 +305,9 @@ def test_a_stop_that_matched_is_told() -> None:
     body = msgspec.convert({"messages": [], "max_tokens": 5}, MessagesRequest)
     message = whole_of(MessagesAnswer(body, maker()), responses)
     assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "END")
+    responses[-2].delta.finish_reason = pb.FINISH_REASON_TOOL_CALLS
+    message = whole_of(MessagesAnswer(body, maker()), responses)
+    assert (message["stop_reason"], message["stop_sequence"]) == ("tool_use", "END")
 
 
 def _logprob(text: str, logprob: float | None, token_id: int) -> pb.TokenLogprob:

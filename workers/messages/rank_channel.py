@@ -165,7 +165,7 @@ class ReleaseGrammar(Message, frozen=True):
 
 class GrammarCompiled(Message, frozen=True):
     """Rank to engine core: slots may start with this grammar or, with an `error`, it is refused. `is_full`:
-    only because others take all the memory that there is for grammars."""
+    only here and now, where others take all the memory for grammars, or no process checks them."""
 
     digest: bytes
     error: str = ""
