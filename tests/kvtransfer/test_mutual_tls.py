@@ -8,9 +8,10 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from authority import Authority
@@ -302,12 +303,12 @@ def test_both_ends_send_and_receive_at_once(pair: tuple[socket.socket, socket.so
     with ThreadPoolExecutor(4) as threads:
         sending = [threads.submit(send, end) for end in pair]
         receiving = [threads.submit(receive, end) for end in pair]
-        _, waiting = wait([*sending, *receiving], return_when=FIRST_EXCEPTION)
+        running: list[Future[Any]] = [*sending, *receiving]
+        _, waiting = wait(running, return_when=FIRST_EXCEPTION)
         if waiting:  # one has failed: without it the others would wait for the limit
             for end in pair:
                 shut_down(end)
-    failed = [error for future in (*sending, *receiving) if (error := future.exception())]
-    assert not failed
+    assert not [error for future in running if (error := future.exception())]
     assert [future.result() for future in receiving] == [frames, frames]
 
 
