@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from workers.engine_bench.roofline import multiplies_bf16
 from workers.model import native
 from workers.model.native.isa import available_isas
 from workers.model.products import PackedLinear
@@ -78,7 +79,8 @@ def measure(
     ]
     name_to_products = {name: cycle([way(weight) for weight in weights]) for name, way in ways.items()}
     read = torch.zeros(ROTATED_BYTES // 4)
-    square = torch.randn(SQUARE, SQUARE, generator=generator).to(dtype)
+    square_dtype = dtype if dtype != torch.bfloat16 or multiplies_bf16() else torch.float32
+    square = torch.randn(SQUARE, SQUARE, generator=generator).to(square_dtype)
     for num_rows in rows:
         if shape == "head" and num_rows > LARGEST_HEAD_ROWS:
             continue
@@ -116,7 +118,7 @@ def _ways(dtype: torch.dtype, names: list[str], has_peers: bool) -> dict[str, Wa
     ways: dict[str, Way] = {}
     if has_peers:
         ways["linear"] = lambda weight: lambda x: F.linear(x, weight)
-        if dtype == torch.bfloat16:
+        if dtype == torch.bfloat16 and multiplies_bf16():
             ways["onednn"] = _onednn
         ways["mkl_fp32"] = _mkl
     for isa in available_isas():

@@ -128,7 +128,7 @@ def test_the_environment_is_read_at_the_command_line_only() -> None:
 
 def test_ray_is_applied_in_few_files() -> None:
     users = [path.as_posix() for path in CODE if any(n.split(".")[0] == "ray" for n in imported(path))]
-    names = ["metrics/registry", "roster/actor", "serve/app", "serve/entrypoint", "serve/launcher"]
+    names = ["metrics/ray_registry", "roster/actor", "serve/app", "serve/entrypoint", "serve/launcher"]
     names += ["serve/local_ray", "serve/rank_actors", "serve/ray_private", "serve/scaler_actor"]
     names += ["serve/store_actors", "serve/update"]
     assert users == [f"cluster/{name}.py" for name in names]
@@ -238,7 +238,7 @@ RETIRED_WORD = re.compile(
     "house|rooms?|desk|journey|walk|hall|door|visitor|sight|shelf|hands|wishes|lever|keeper|brain|tally|phantom"
     "|elsewhere|lately"
 )
-# Old import paths that are kept until API v1: operators' configurations and callers name them.
+# An old import path that operators' Serve configurations name.
 KEPT_PATHS = frozenset({"cluster/declared.py"})
 # One file name for one concept of every package, or for one concept at two layers.
 SHARED_FILE_NAMES = frozenset(
@@ -252,7 +252,7 @@ SHARED_FILE_NAMES = frozenset(
         "store_admin.py",
         "update.py",
     }
-    | {"client.py", "blocking_client.py", "bench.py", "scale.py", "sampling.py"}
+    | {"bench.py", "scale.py", "sampling.py"}
 )
 
 

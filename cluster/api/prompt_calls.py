@@ -164,6 +164,8 @@ class PromptCalls:
         check_request(asked, limits)
         check_may_use(identity, limits)
         prompt = await self._preprocessor.prompt_tokens(asked, limits)
+        if not prompt.tokens:
+            raise InvalidRequestError(FieldViolation("prompt", "it has no tokens; send more text"))
         return list(np.frombuffer(prompt.tokens, dtype="<u4").tolist())
 
     async def _continuation_tokens(self, continuation: pb.EmbedInput) -> list[int]:

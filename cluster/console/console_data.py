@@ -1,9 +1,10 @@
-"""The console's data as JSON: of the cluster, and of all its gateways."""
+"""The console's data as JSON: of the cluster, and of all its gateways; and the gateway's own metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -15,6 +16,8 @@ from cluster.config import ClusterConfig
 from cluster.errors import DashboardAwayError
 from cluster.gateway.fleet import Fleet, ListedRequest
 from cluster.metrics.curves import CURVE_S
+from cluster.metrics.exporters import GatewayMetrics
+from cluster.metrics.scraped_registry import ScrapedRegistry
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.scaling.orders import Operations
 from kvtransfer.common.clock import Clock
@@ -24,8 +27,12 @@ MAX_REQUESTS = 100
 _STATUS_AGE_S = 0.5
 _STORES_AGE_S = 2.0
 _PATHS_AGE_S = 5.0
+_METRICS_AGE_S = 1.0
 # In one answer: a longer table would not be read.
 MAX_PATHS = 10_000
+
+# Sets and counts everything that the gateway exports.
+Export = Callable[[GatewayMetrics], Awaitable[None]]
 
 
 class ConsoleApi:
@@ -40,6 +47,7 @@ class ConsoleApi:
         fleet: Fleet,
         stores: StoreAdmin,
         operations: Operations | None,
+        export: Export,
         clock: Clock,
     ) -> None:
         self._gateway_id = gateway_id
@@ -55,6 +63,12 @@ class ConsoleApi:
         self._store_stat: Fresh[admin_pb.StoreStatResponse] = Fresh(
             lambda: stores.stat(STAT_S), _STORES_AGE_S, clock
         )
+
+        self._export = export
+        self._scraped = ScrapedRegistry(app=config.app, gateway=gateway_id, model=config.model_name)
+        self._exporter = GatewayMetrics(self._scraped, config.transfer.min_gb_s)
+        # The gateway's metrics in Prometheus' text format.
+        self.metrics = Fresh(self._make_metrics, _METRICS_AGE_S, clock)
 
     async def about(self) -> dict[str, Any]:
         """Return what does not change while the gateway runs, and the dashboard's address."""
@@ -107,6 +121,11 @@ class ConsoleApi:
         nodes = (await self._store_stat.get()).nodes if reply.stores else []
         # In a thread: with many replicas this would delay the tokens of this event loop.
         return await asyncio.to_thread(lambda: json.dumps(status_json(reply, nodes)))
+
+    async def _make_metrics(self) -> bytes:
+        self._scraped.clear()
+        await self._export(self._exporter)
+        return self._scraped.text()
 
     async def _make_paths(self) -> str:
         shown: list[admin_pb.ReplicaPaths] = []

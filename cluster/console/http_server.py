@@ -1,5 +1,5 @@
-"""The console's HTTP server, in the gateway's event loop: the page, its JSON, orders, who is signed in, and
-which requests are refused."""
+"""The console's HTTP server, in the gateway's event loop: the page, its JSON, orders, the gateway's metrics,
+who is signed in, and which requests are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cluster.api.grpc_server import Certificate
 from cluster.api.replies import StatusService
 from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig
-from cluster.console.console_data import ConsoleApi
+from cluster.console.console_data import ConsoleApi, Export
 from cluster.errors import (
     HTTP_STATUS,
     FieldViolation,
@@ -36,11 +36,13 @@ from cluster.identity.audit import NOBODY, OK, AuditEntry
 from cluster.identity.authenticator import Credentials, require
 from cluster.identity.identity import Identity, Role
 from cluster.identity.sessions import MAX_COOKIE_CHARS
+from cluster.metrics.scraped_registry import CONTENT_TYPE
 from cluster.scaling.orders import MAX_REPLICAS, Operations, ScalerOrders
 from kvtransfer.common.clock import Clock
 
 PATH = "/console"
 API = f"{PATH}/api"
+METRICS_PATH = "/metrics"
 _KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _MAX_HEADER_BYTES = 8190
 # How long a browser's connection may be without a request.
@@ -65,6 +67,7 @@ ROUTE_ACCESS: Mapping[tuple[Method, str], RouteAccess] = {
     ("GET", f"{API}/requests"): "viewer",
     ("GET", f"{API}/explain"): "viewer",
     ("GET", f"{API}/curves"): "viewer",
+    ("GET", METRICS_PATH): "viewer",
     ("POST", f"{API}/scale"): "operator",
     ("POST", f"{API}/release"): "operator",
 }
@@ -78,6 +81,7 @@ class ConsoleServices(NamedTuple):
     stores: StoreAdmin
     operations: Operations | None
     access: AccessControl
+    export: Export
 
 
 def open_console(
@@ -94,6 +98,7 @@ def open_console(
         fleet=services.fleet,
         stores=services.stores,
         operations=services.operations,
+        export=services.export,
         clock=clock,
     )
     return Console(config, port, api, services)
@@ -188,6 +193,7 @@ class Console:
             ("GET", f"{API}/requests"): _answers(api.requests),
             ("GET", f"{API}/explain"): self._explain,
             ("GET", f"{API}/curves"): _answers(api.curves),
+            ("GET", METRICS_PATH): self._metrics,
             ("POST", f"{API}/scale"): self._scale,
             ("POST", f"{API}/release"): self._release,
         }
@@ -301,6 +307,10 @@ class Console:
             problem = "name the request, as in /console/api/explain?id=..."
             raise InvalidRequestError(FieldViolation("id", problem))
         return _json(await self._api.explain(request_id, request.query.get("tenant")))
+
+    async def _metrics(self, request: web.Request, identity: Identity) -> web.Response:
+        headers = {"Content-Type": CONTENT_TYPE}
+        return web.Response(body=await self._api.metrics.get(), headers=headers)
 
     async def _scale(self, request: web.Request, identity: Identity) -> web.Response:
         order = await _read(request, _Scale)

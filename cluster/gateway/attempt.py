@@ -9,7 +9,14 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from cluster.errors import PoisonRequestError
+from cluster.errors import (
+    FieldViolation,
+    GrammarError,
+    InvalidRequestError,
+    InvalidToolsError,
+    PoisonRequestError,
+    RequestError,
+)
 from cluster.metrics.ended_request import SampleResult
 from cluster.text.output_parsers.pieces import ToolCallDelta
 from cluster.text.preprocess import PreparedRequest, SampleStart
@@ -23,6 +30,7 @@ from workers.messages.link import (
     IsolationReport,
     Move,
     PromptLogprobs,
+    RequestFailed,
     SampleState,
     Submission,
     TokenDelta,
@@ -162,6 +170,15 @@ class Suspicion:
         is_forgiven = replica not in self._forgiven and len(self._forgiven) < self._num_forgivable
         self._forgiven.add(replica)
         return is_forgiven
+
+
+def refusal_of(failure: RequestFailed, prepared: PreparedRequest) -> RequestError | None:
+    """Return the error of a request that no replica can serve; None: another one may."""
+    if failure.code == "invalid":
+        return InvalidRequestError(FieldViolation("prompt", failure.reason))
+    if failure.code == "grammar":
+        return (InvalidToolsError if prepared.is_grammar_of_tools else GrammarError)(failure.reason)
+    return None
 
 
 # ----------------------------------------------------------------------------------------------

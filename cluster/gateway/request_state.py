@@ -12,8 +12,6 @@ from enum import Enum, auto
 
 from cluster.errors import (
     DeadlineError,
-    FieldViolation,
-    InvalidRequestError,
     OverloadedError,
     RequestError,
     UnavailableError,
@@ -31,6 +29,7 @@ from cluster.gateway.attempt import (
     Suspicion,
     backoff,
     by_submission,
+    refusal_of,
     route_request,
     submission,
 )
@@ -333,8 +332,8 @@ class RequestState:
         if failure.code == "deadline":
             self._fail(DeadlineError(reason), now)
             return
-        if failure.code == "invalid":
-            self._fail(InvalidRequestError(FieldViolation("prompt", failure.reason)), now)
+        if (refusal := refusal_of(failure, self.prepared)) is not None:
+            self._fail(refusal, now)
             return
         leaver = source if failure.code == "leaving" else None
         if failure.code in ("refused", "peer") and self._migration.is_leaving(self._migration.decode):
@@ -533,7 +532,7 @@ class RequestState:
         self._effects.finish(self.summary(now))
 
     def _fail(self, error: RequestError, now: float, *, gone: ReplicaIdentity | None = None) -> None:
-        self._note(now, "failed", str(error))
+        self._note(now, "failed", error.logged)
         cancels = self._cancels(gone)
         self.phase = RequestPhase.ENDED
         self._end_attempt(cancels)

@@ -172,6 +172,16 @@ class CallOutput:
         return [item for part in self.prompt for item in part.logprobs]
 
 
+def split_calls(
+    delta: pb.Delta,
+) -> tuple[Sequence[pb.ToolCallDelta], Sequence[pb.ToolCallDelta]]:
+    """Return the parts of a call that began in an earlier delta, which come before the text of this one, and
+    those of calls that begin in this one, which come behind it."""
+    calls = list(delta.tool_calls)
+    num_continued = next((place for place, part in enumerate(calls) if part.name), len(calls))
+    return calls[:num_continued], calls[num_continued:]
+
+
 def matched_stop(delta: pb.Delta) -> str | int | None:
     """Return what of the request's stops ended the sample; None: the model's own end, or another reason."""
     if not delta.HasField("matched_stop"):

@@ -26,8 +26,8 @@ from cluster.http.errors import HttpProblem, Rename, bad_field, openai_error
 from cluster.http.prompts import (
     add_messages,
     add_tools,
+    chat_renamer,
     content_texts,
-    renamer,
     sampled_request,
     session_id,
     set_tool_choice,
@@ -44,6 +44,7 @@ _NAMES: Mapping[str, str] = {
     "chat.messages": "messages",
     "chat.tools": "tools",
     "chat.tool_choice": "tool_choice",
+    "chat.tool_choice.name": "tool_choice.function.name",
     "chat.parallel_tool_calls": "parallel_tool_calls",
     "chat.template_args_json": "chat_template_kwargs",
     "chat.add_generation_prompt": "add_generation_prompt",
@@ -92,7 +93,7 @@ def translate(body: ChatRequest) -> Translated:
         chat.add_generation_prompt = body.add_generation_prompt
     chat.continue_final_message = bool(body.continue_final_message)
     chat.template_args_json = template_args(body.chat_template_kwargs, body.reasoning_effort)
-    return Translated([request], renamer(names))
+    return Translated([request], chat_renamer(names))
 
 
 # ---------------------------------------------------------------------------------------------- answers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
 
 import msgspec
 import numpy as np
@@ -11,20 +10,25 @@ import numpy as np
 from cluster.http.answers import encode
 from cluster.http.completions import inputs
 from cluster.http.errors import bad_field
-from cluster.http.prompts import add_messages, add_tools, template_args
+from cluster.http.prompts import add_messages, add_tools, chat_renamer, renamer, template_args
 from cluster.http.schemas import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 
-EMBED_NAMES: Mapping[str, str] = {"inputs": "input"}
-TOKENIZE_NAMES: Mapping[str, str] = {
-    "text": "prompt",
-    "input": "prompt",
-    "chat": "messages",
-    "chat.messages": "messages",
-    "chat.tools": "tools",
-    "chat.template_args_json": "chat_template_kwargs",
-}
-DETOKENIZE_NAMES: Mapping[str, str] = {"token_ids": "tokens"}
+rename_embed = renamer({"inputs": "input"})
+rename_tokenize = chat_renamer(
+    {
+        "text": "prompt",
+        "input": "prompt",
+        "prompt": "messages",
+        "chat": "messages",
+        "chat.messages": "messages",
+        "chat.tools": "tools",
+        "chat.template_args_json": "chat_template_kwargs",
+        "chat.add_generation_prompt": "add_generation_prompt",
+        "chat.continue_final_message": "continue_final_message",
+    }
+)
+rename_detokenize = renamer({"token_ids": "tokens"})
 _ENCODINGS = ("float", "base64")
 
 

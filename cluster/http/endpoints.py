@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Literal, NamedTuple
@@ -16,10 +17,9 @@ from cluster.errors import UnknownModelError
 from cluster.http import chat, completions, embeddings, messages, responses
 from cluster.http.answers import Answer, Maker, encode
 from cluster.http.call import AbortedCall, HttpCall
-from cluster.http.errors import HttpProblem
+from cluster.http.errors import HttpProblem, Rename
 from cluster.http.fields import FIELDS, refused
 from cluster.http.model_list import model_list, model_of
-from cluster.http.prompts import renamer
 from cluster.http.response_events import ResponsesAnswer
 from cluster.http.schemas import (
     B,
@@ -37,6 +37,9 @@ from kvtransfer.common.clock import Clock
 REQUEST_ID_HEADER = "X-Request-Id"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
 
+
+# Of the messages whose output an answer holds to its end: one that is no stream, and those of /v1/responses.
+MAX_KEPT_BYTES = 64 << 20
 
 _REFUSED = {route: refused(route) for route in FIELDS}
 
@@ -117,8 +120,9 @@ class Endpoints:
     ) -> web.StreamResponse:
         """Run the calls, and write what they bring: as it comes, or at the end."""
         stream = EventStream(served.request, self._settings.write_timeout_s)
+        write = _Writer(answer, stream if streams else None)
         calls = [
-            HttpCall(served.request, self._writer(number, answer, stream if streams else None))
+            HttpCall(served.request, functools.partial(write, number))
             for number in range(len(translated.calls))
         ]
         stream.headers = lambda: self._headers(served, calls)
@@ -130,6 +134,10 @@ class Endpoints:
             if not stream.has_begun:
                 problem.headers.update(self._headers(served, calls))
                 raise problem from aborted
+            return await stream.end(answer.failed(problem))
+        except HttpProblem as problem:
+            if not stream.has_begun:
+                raise
             return await stream.end(answer.failed(problem))
         if streams:
             return await stream.end(answer.last())
@@ -148,16 +156,6 @@ class Endpoints:
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
-    def _writer(
-        self, number: int, answer: Answer, stream: EventStream | None
-    ) -> Callable[[pb.GenerateResponse], Awaitable[None]]:
-        async def write(response: pb.GenerateResponse) -> None:
-            events = answer.take(number, response)
-            if events and stream is not None:
-                await stream.send(events)
-
-        return write
-
     def _headers(self, served: Served, calls: list[HttpCall]) -> dict[str, str]:
         headers = {**calls[0].initial_metadata, **served.limits()}
         if calls[0].request_id:
@@ -170,7 +168,7 @@ class Endpoints:
         body = self._decoded(served, EmbeddingRequest)
         request = embeddings.embed_request(body, self._settings.max_inputs)
         call = HttpCall(served.request)
-        with renamed(embeddings.EMBED_NAMES):
+        with renamed(embeddings.rename_embed):
             reply = await self._servicer.Embed(request, call)
         response = _json(embeddings.embedding_answer(body, reply, self._model_name))
         response.headers.update(served.limits())
@@ -179,21 +177,21 @@ class Endpoints:
 
     async def _tokenize(self, served: Served) -> web.Response:
         request = embeddings.tokenize_request(self._decoded(served, TokenizeRequest))
-        with renamed(embeddings.TOKENIZE_NAMES):
+        with renamed(embeddings.rename_tokenize):
             reply = await self._servicer.Tokenize(request, HttpCall(served.request))
         (model,) = await self._list(served)
         return _json(embeddings.tokenize_answer(reply, model.max_context_tokens))
 
     async def _detokenize(self, served: Served) -> web.Response:
         request = embeddings.detokenize_request(self._decoded(served, DetokenizeRequest))
-        with renamed(embeddings.DETOKENIZE_NAMES):
+        with renamed(embeddings.rename_detokenize):
             reply = await self._servicer.Detokenize(request, HttpCall(served.request))
         return _json(embeddings.detokenize_answer(reply))
 
     async def _count_tokens(self, served: Served) -> web.Response:
         body = self._decoded(served, messages.CountTokensRequest)
-        request = messages.count_request(body)
-        with renamed(messages.NAMES):
+        request, rename = messages.count_request(body)
+        with renamed(rename):
             reply = await self._servicer.Tokenize(request, HttpCall(served.request))
         return _json(encode(messages.TokenCount(len(reply.token_ids))))
 
@@ -214,13 +212,39 @@ class Endpoints:
         return list(reply.models)
 
 
+class _Writer:
+    """Takes what the calls of one answer bring: writes it to the stream, if there is one. An answer that has
+    to keep more than `MAX_KEPT_BYTES` ends with an error: nobody reads it meanwhile, so that nothing else
+    bounds it."""
+
+    def __init__(self, answer: Answer, stream: EventStream | None) -> None:
+        self._answer = answer
+        self._stream = stream
+        self._keeps = stream is None or isinstance(answer, ResponsesAnswer)
+        self._num_kept_bytes = 0
+
+    async def __call__(self, number: int, response: pb.GenerateResponse) -> None:
+        """Take a message of the call with this number."""
+        if self._keeps:
+            self._num_kept_bytes += response.ByteSize()
+            if self._num_kept_bytes > MAX_KEPT_BYTES:
+                size = f"more than {MAX_KEPT_BYTES >> 20} MiB"
+                remedy = "ask for fewer samples, tokens or log-probabilities, or stream a chat"
+                raise HttpProblem(
+                    400, f"the answer has {size}; {remedy}", code="answer_too_large", param="stream"
+                )
+        events = self._answer.take(number, response)
+        if events and self._stream is not None:
+            await self._stream.send(events)
+
+
 @contextlib.contextmanager
-def renamed(names: Mapping[str, str]) -> Iterator[None]:
+def renamed(rename: Rename) -> Iterator[None]:
     """Give the fields of a failed call their names over HTTP."""
     try:
         yield
     except AbortedCall as aborted:
-        raise HttpProblem.of_call(aborted, renamer(names)) from aborted
+        raise HttpProblem.of_call(aborted, rename) from aborted
 
 
 def _name_calls(requests: list[pb.GenerateRequest], request: web.Request) -> None:

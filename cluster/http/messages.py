@@ -7,9 +7,17 @@ from typing import Any
 
 import msgspec
 
-from cluster.http.answers import CallOutput, Maker, SampleAnswer, encode, matched_stop, num_cached
+from cluster.http.answers import (
+    CallOutput,
+    Maker,
+    SampleAnswer,
+    encode,
+    matched_stop,
+    num_cached,
+    split_calls,
+)
 from cluster.http.chat import Translated
-from cluster.http.errors import HttpProblem, anthropic_error, bad_field
+from cluster.http.errors import HttpProblem, Rename, anthropic_error, bad_field
 from cluster.http.prompts import (
     DEFAULT_TEMPERATURE,
     add_function,
@@ -22,7 +30,7 @@ from cluster.http.schemas import Body, Ignored, Int32
 from cluster.http.sse import named_event
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 
-NAMES: Mapping[str, str] = {
+_NAMES: Mapping[str, str] = {
     "prompt": "messages",
     "text": "messages",
     "chat": "messages",
@@ -31,7 +39,7 @@ NAMES: Mapping[str, str] = {
     "chat.tool_choice": "tool_choice",
     "chat.template_args_json": "output_config.effort",
     "stop": "stop_sequences",
-    "constraint": "output_config.format",
+    "constraint": "output_config.format.schema",
     "constraint.json_schema": "output_config.format.schema",
 }
 _STOP_REASONS: Mapping[int, str] = {
@@ -162,28 +170,33 @@ def translate(body: MessagesRequest) -> Translated:
     request.service_class = service_class(None)
     wanted = body.output_config.format if body.output_config is not None else None
     if wanted is not None:
-        if wanted.type != "json_schema" or wanted.schema is None:
-            raise bad_field("output_config.format.type", "must be json_schema, with its schema")
+        if wanted.type != "json_schema":
+            raise bad_field("output_config.format.type", "must be json_schema")
+        if wanted.schema is None:
+            raise bad_field("output_config.format.schema", "is missing; send a JSON schema")
         request.constraint.json_schema = schema_text(wanted.schema)
-    fill_chat(request.chat, body)
-    return Translated([request], renamer(NAMES))
+    names = _fill_chat(request.chat, body)
+    return Translated([request], renamer(names))
 
 
-def count_request(body: CountTokensRequest) -> pb.TokenizeRequest:
-    """Return the call that tokenizes the prompt of the request."""
+def count_request(body: CountTokensRequest) -> tuple[pb.TokenizeRequest, Rename]:
+    """Return the call that tokenizes the prompt of the request, and the names of its fields for errors."""
     request = pb.TokenizeRequest(model=body.model or "")
-    fill_chat(request.chat, body)
-    return request
+    names = _fill_chat(request.chat, body)
+    return request, renamer(names)
 
 
-def fill_chat(chat: pb.ChatPrompt, body: CountTokensRequest) -> None:
-    """Set the turns of the chat and its tools."""
+def _fill_chat(chat: pb.ChatPrompt, body: CountTokensRequest) -> dict[str, str]:
+    """Set the turns of the chat and its tools; return the names of fields for errors. The turns of the chat
+    are not those of the request: there may be one of the system, and results of tools are turns as well."""
+    names = dict(_NAMES)
     if body.system:
+        names["chat.messages[0]"] = "system"
         turn = chat.messages.add(role=pb.ROLE_SYSTEM)
         for text in _texts(body.system, "system"):
             turn.content.add(text=text)
     for number, message in enumerate(body.messages):
-        _add_turn(chat, message, f"messages[{number}]")
+        _add_turn(chat, message, f"messages[{number}]", names)
     for number, tool in enumerate(body.tools or ()):
         if tool.type not in (None, "custom"):
             raise bad_field(
@@ -199,6 +212,7 @@ def fill_chat(chat: pb.ChatPrompt, body: CountTokensRequest) -> None:
         arguments["enable_thinking"] = body.thinking.type != "disabled"
     effort = body.output_config.effort if body.output_config is not None else None
     chat.template_args_json = template_args(arguments, effort)
+    return names
 
 
 def _set_choice(chat: pb.ChatPrompt, choice: ChosenTool) -> None:
@@ -217,8 +231,9 @@ def _set_choice(chat: pb.ChatPrompt, choice: ChosenTool) -> None:
         chat.parallel_tool_calls = not choice.disable_parallel_tool_use
 
 
-def _add_turn(chat: pb.ChatPrompt, message: TurnMessage, field: str) -> None:
+def _add_turn(chat: pb.ChatPrompt, message: TurnMessage, field: str, names: dict[str, str]) -> None:
     """Append what a message says: results of tools are turns of their own, before the rest of it."""
+    names[f"chat.messages[{len(chat.messages)}]"] = field
     roles = {"user": pb.ROLE_USER, "assistant": pb.ROLE_ASSISTANT, "system": pb.ROLE_SYSTEM}
     if message.role not in roles:
         raise bad_field(f"{field}.role", f"must be one of {', '.join(roles)}")
@@ -227,9 +242,11 @@ def _add_turn(chat: pb.ChatPrompt, message: TurnMessage, field: str) -> None:
         return
     turn = pb.ChatMessage(role=roles[message.role])
     is_result_alone = True
+    called: dict[str, str] = {}
     for number, block in enumerate(message.content):
         place = f"{field}.content[{number}]"
         if block.type == "tool_result":
+            names[f"chat.messages[{len(chat.messages)}]"] = place
             _add_result(chat, block, place)
             continue
         is_result_alone = False
@@ -240,10 +257,13 @@ def _add_turn(chat: pb.ChatPrompt, message: TurnMessage, field: str) -> None:
         elif block.type == "tool_use":
             if not block.id or not block.name:
                 raise bad_field(place, "needs id and name")
+            called[f"tool_calls[{len(turn.tool_calls)}]"] = place
             turn.tool_calls.add(id=block.id, name=block.name, arguments=schema_text(block.input or {}))
         elif block.type != "redacted_thinking":
             raise _unsupported(block, place)
     if not is_result_alone or not message.content:
+        own = f"chat.messages[{len(chat.messages)}]"
+        names |= {own: field} | {f"{own}.{call}": place for call, place in called.items()}
         chat.messages.append(turn)
 
 
@@ -406,7 +426,9 @@ class MessagesAnswer:
         self._stop_reason = _STOP_REASONS[delta.finish_reason]
         stop = matched_stop(delta)
         if isinstance(stop, str):
-            self._stop_reason, self._stop_sequence = "stop_sequence", stop
+            self._stop_sequence = stop
+            if delta.finish_reason == pb.FINISH_REASON_STOP:  # else there are calls to answer
+                self._stop_reason = "stop_sequence"
 
     def _events_of(self, delta: pb.Delta) -> bytes:
         events = []
@@ -417,14 +439,16 @@ class MessagesAnswer:
             events.append(
                 self._part("thinking", _ThinkingBlock(""), "thinking_delta", "thinking", delta.reasoning)
             )
+        continued, begun = split_calls(delta)
+        events += map(self._call_part, continued)
         if delta.text:
             events.append(self._part("text", _TextBlock(""), "text_delta", "text", delta.text))
-        for part in delta.tool_calls:
-            block = _ToolUseBlock(part.id, part.name, _EMPTY)
-            events.append(
-                self._part(f"tool {part.index}", block, "input_json_delta", "partial_json", part.arguments)
-            )
+        events += map(self._call_part, begun)
         return b"".join(events)
+
+    def _call_part(self, part: pb.ToolCallDelta) -> bytes:
+        block = _ToolUseBlock(part.id, part.name, _EMPTY)
+        return self._part(f"tool {part.index}", block, "input_json_delta", "partial_json", part.arguments)
 
     def _part(self, what: str, block: _Block, kind: str, field: str, text: str) -> bytes:
         """Return the events of a part of one block: it is opened, and the one before closed, where that is

@@ -79,6 +79,20 @@ def renamer(names: Mapping[str, str]) -> Rename:
     return rename
 
 
+# A function of a chat's tools or tool calls, whose fields stand one level deeper over HTTP.
+_FUNCTION = re.compile(r"^(chat\.(?:tools|messages\[\d+\]\.tool_calls)\[\d+\])\.")
+
+
+def chat_renamer(names: Mapping[str, str]) -> Rename:
+    """Return the same for chats as OpenAI's API has them."""
+    rename = renamer(names)
+
+    def rename_in_chat(field: str) -> str:
+        return rename(_FUNCTION.sub(r"\1.function.", field)).replace("parameters_json", "parameters")
+
+    return rename_in_chat
+
+
 # --------------------------------------------------------------------------------------------- sampling
 
 
@@ -96,8 +110,11 @@ def sampled_request(body: SampledRequest) -> tuple[pb.GenerateRequest, dict[str,
         if not -(1 << 63) <= body.seed <= _MASK:
             raise bad_field("seed", "does not fit 64 bits; send a smaller one")
         request.seed = body.seed & _MASK
-    if body.stop is not None:
-        request.stop.extend([body.stop] if isinstance(body.stop, str) else body.stop)
+    if isinstance(body.stop, str):
+        request.stop.append(body.stop)
+        names["stop[0]"] = "stop"
+    else:
+        request.stop.extend(body.stop or ())
     request.stop_token_ids.extend(body.stop_token_ids or ())
     for token, bias in (body.logit_bias or {}).items():
         request.logit_bias[_token_id(token)] = bias
@@ -133,7 +150,7 @@ def service_class(tier: str | None) -> pb.ServiceClass:
 
 def _token_id(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) <= 10 and int(text) < 1 << 32):
-        raise bad_field(f"logit_bias.{text[:50]}", "must be a token id, such as 42")
+        raise bad_field(f"logit_bias[{text[:50]}]", "must be a token id, such as 42")
     return int(text)
 
 
@@ -157,13 +174,11 @@ def set_constraint(request: pb.GenerateRequest, body: SampledRequest, names: dic
         return
     if len(said) > 1:
         raise bad_field(said[1], f"cannot be combined with {said[0]}; keep one of them")
-    constraint, names["constraint"] = request.constraint, said[0]
-    if said[0] == "response_format":
-        assert body.response_format is not None
-        _set_format(constraint, body.response_format, names)
-    elif said[0] == "structured_outputs":
-        assert body.structured_outputs is not None
-        _set_structured(constraint, body.structured_outputs)
+    constraint, path = request.constraint, said[0]
+    if body.response_format is not None:
+        path = _set_format(constraint, body.response_format)
+    elif body.structured_outputs is not None:
+        path = _set_structured(constraint, body.structured_outputs)
     elif body.guided_json is not None:
         constraint.json_schema = schema_text(body.guided_json)
     elif body.guided_regex is not None:
@@ -172,6 +187,7 @@ def set_constraint(request: pb.GenerateRequest, body: SampledRequest, names: dic
         constraint.choice.choices.extend(body.guided_choice)
     else:
         constraint.grammar = body.guided_grammar or ""
+    names["constraint"] = names[f"constraint.{constraint.WhichOneof('kind')}"] = path
 
 
 def schema_text(schema: Mapping[str, Any] | str | bool) -> str:
@@ -179,20 +195,22 @@ def schema_text(schema: Mapping[str, Any] | str | bool) -> str:
     return schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
 
 
-def _set_format(constraint: pb.Constraint, wanted: ResponseFormat, names: dict[str, str]) -> None:
+def _set_format(constraint: pb.Constraint, wanted: ResponseFormat) -> str:
+    """Set the format, and return the path of what demands it."""
     if wanted.type == "json_object":
         constraint.json_object = True
     elif wanted.type == "json_schema":
         if wanted.json_schema is None or wanted.json_schema.schema is None:
             raise bad_field("response_format.json_schema.schema", "is missing; send a JSON schema")
         constraint.json_schema = schema_text(wanted.json_schema.schema)
-        names["constraint.json_schema"] = "response_format.json_schema.schema"
+        return "response_format.json_schema.schema"
     elif wanted.type == "structural_tag":
         if not wanted.structures or not wanted.triggers:
             raise bad_field("response_format", "of the type structural_tag needs structures and triggers")
         _set_tags(constraint, wanted.structures, wanted.triggers)
     else:
         raise bad_field("response_format.type", "must be text, json_object, json_schema or structural_tag")
+    return "response_format"
 
 
 def _set_tags(constraint: pb.Constraint, tags: Sequence[TagStructure], triggers: Sequence[str]) -> None:
@@ -202,7 +220,8 @@ def _set_tags(constraint: pb.Constraint, tags: Sequence[TagStructure], triggers:
     constraint.structural_tags.triggers.extend(triggers)
 
 
-def _set_structured(constraint: pb.Constraint, wanted: StructuredOutputs) -> None:
+def _set_structured(constraint: pb.Constraint, wanted: StructuredOutputs) -> str:
+    """Set what is wanted, and return its path."""
     kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
     given = [kind for kind in kinds if getattr(wanted, kind) not in (None, False)]
     if len(given) != 1:
@@ -221,6 +240,7 @@ def _set_structured(constraint: pb.Constraint, wanted: StructuredOutputs) -> Non
         constraint.json_object = True
     else:
         _set_structural_text(constraint, wanted.structural_tag or "")
+    return f"structured_outputs.{given[0]}"
 
 
 def _set_structural_text(constraint: pb.Constraint, text: str) -> None:
@@ -286,9 +306,10 @@ def _part_text(part: ContentPart, field: str) -> str:
 def add_tools(chat: pb.ChatPrompt, tools: Sequence[ToolDefinition], field: str = "tools") -> None:
     """Append the functions that the model may call."""
     for number, tool in enumerate(tools):
-        if tool.type != "function" or tool.function is None:
-            problem = f"{tool.type[:50]!r} is not supported; a tool is a function, with its definition"
-            raise bad_field(f"{field}[{number}].type", problem)
+        if tool.type != "function":
+            raise bad_field(f"{field}[{number}].type", f"{tool.type[:50]!r} is not supported; send functions")
+        if tool.function is None:
+            raise bad_field(f"{field}[{number}].function", "is missing; send its name and parameters")
         add_function(
             chat,
             tool.function.name,

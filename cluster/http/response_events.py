@@ -14,6 +14,7 @@ from cluster.http.answers import (
     content_logprobs,
     encode,
     num_cached,
+    split_calls,
 )
 from cluster.http.errors import HttpProblem
 from cluster.http.responses import ResponsesRequest, wants_logprobs
@@ -160,6 +161,8 @@ class ResponsesAnswer:
         self._open = ""
         self._texts: list[str] = []
         self._logprobs: list[ContentLogprob] = []
+        # Of tokens without text so far, which may begin a message.
+        self._waiting_logprobs: list[ContentLogprob] = []
         self._finish = 0
 
     def take(self, number: int, response: pb.GenerateResponse) -> bytes:
@@ -204,10 +207,15 @@ class ResponsesAnswer:
             events.append(self._event("response.in_progress", response=self._response("in_progress")))
         if delta.reasoning:
             events.append(self._grow_reasoning(delta.reasoning))
-        if delta.text or (self._has_logprobs and delta.logprobs and not delta.tool_calls):
-            events.append(self._grow_text(delta))
-        for part in delta.tool_calls:
-            events.append(self._grow_call(part))
+        continued, begun = split_calls(delta)
+        events += map(self._grow_call, continued)
+        if self._has_logprobs:
+            self._waiting_logprobs += content_logprobs(delta.logprobs)
+        if delta.text or (self._open == "message" and self._waiting_logprobs and not begun):
+            events.append(self._grow_text(delta.text))
+        elif delta.reasoning or delta.tool_calls:
+            self._waiting_logprobs = []
+        events += map(self._grow_call, begun)
         self._finish = delta.finish_reason or self._finish
         return b"".join(events)
 
@@ -220,19 +228,19 @@ class ResponsesAnswer:
         self._texts.append(text)
         return events + self._event("response.reasoning_text.delta", **self._place(), delta=text)
 
-    def _grow_text(self, delta: pb.Delta) -> bytes:
+    def _grow_text(self, text: str) -> bytes:
         events = b""
         if self._open != "message":
             events = self._begin("message", _MessageItem(f"msg_{self._next_id()}", [], "in_progress"))
             part = _OutputText("", [], [])
             events += self._event("response.content_part.added", **self._place(), part=part)
-        self._texts.append(delta.text)
-        logprobs = content_logprobs(delta.logprobs) if self._has_logprobs else []
+        self._texts.append(text)
+        logprobs, self._waiting_logprobs = self._waiting_logprobs, []
         self._logprobs.extend(logprobs)
         return events + self._event(
             "response.output_text.delta",
             **self._place(),
-            delta=delta.text,
+            delta=text,
             logprobs=[_EventLogprob.of(entry) for entry in logprobs],
         )
 

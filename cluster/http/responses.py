@@ -159,24 +159,28 @@ def translate(body: ResponsesRequest) -> Translated:
         request.logprobs = body.top_logprobs or 0
     if body.text is not None:
         _set_text(request.constraint if _is_constrained(body.text) else None, body.text)
-    chat = request.chat
+    chat, names = request.chat, dict(_NAMES)
+    if body.text is not None and body.text.format is not None and body.text.format.schema is not None:
+        names["constraint"] = "text.format.schema"
     if body.instructions:
+        names["chat.messages[0]"] = "instructions"
         chat.messages.add(role=pb.ROLE_SYSTEM).content.add(text=body.instructions)
     if isinstance(body.input, str):
         chat.messages.add(role=pb.ROLE_USER).content.add(text=body.input)
     else:
         for number, item in enumerate(body.input):
-            _add_item(chat, item, f"input[{number}]")
+            _add_item(chat, item, f"input[{number}]", names)
     for number, tool in enumerate(body.tools or ()):
-        if tool.type != "function" or not tool.name:
-            problem = f"{tool.type[:50]!r} is not supported; a tool is a function, with its name"
-            raise bad_field(f"tools[{number}].type", problem)
+        if tool.type != "function":
+            raise bad_field(f"tools[{number}].type", f"{tool.type[:50]!r} is not supported; send functions")
+        if tool.name is None:
+            raise bad_field(f"tools[{number}].name", "is missing")
         add_function(chat, tool.name, tool.description, tool.parameters, strict=bool(tool.strict))
     set_tool_choice(chat, body.tool_choice)
     if body.parallel_tool_calls is not None:
         chat.parallel_tool_calls = body.parallel_tool_calls
     chat.template_args_json = template_args(None, body.reasoning.effort if body.reasoning else None)
-    return Translated([request], renamer(_NAMES))
+    return Translated([request], renamer(names))
 
 
 def wants_logprobs(body: ResponsesRequest) -> bool:
@@ -208,24 +212,31 @@ def _set_text(constraint: pb.Constraint | None, text: TextSettings) -> None:
         return
     if text.format.type == "json_object":
         constraint.json_object = True
-    elif text.format.type == "json_schema" and text.format.schema is not None:
-        constraint.json_schema = schema_text(text.format.schema)
+    elif text.format.type != "json_schema":
+        raise bad_field("text.format.type", "must be text, json_object or json_schema")
+    elif text.format.schema is None:
+        raise bad_field("text.format.schema", "is missing; send a JSON schema")
     else:
-        raise bad_field("text.format.type", "must be text, json_object, or json_schema with its schema")
+        constraint.json_schema = schema_text(text.format.schema)
 
 
-def _add_item(chat: pb.ChatPrompt, item: InputItem, field: str) -> None:
+def _add_item(chat: pb.ChatPrompt, item: InputItem, field: str, names: dict[str, str]) -> None:
     """Append an item; what is thought and called belongs to the assistant's turn that it is in."""
+    names[f"chat.messages[{len(chat.messages)}]"] = field
     if item.type == "message":
-        if item.role is None or item.role not in ROLES or item.content is None:
-            raise bad_field(f"{field}.role", f"must be one of {', '.join(ROLES)}, with content")
+        if item.role is None or item.role not in ROLES:
+            raise bad_field(f"{field}.role", f"must be one of {', '.join(ROLES)}")
+        if item.content is None:
+            raise bad_field(f"{field}.content", "is missing; send text")
         turn = _own_turn(chat) if item.role == "assistant" else chat.messages.add(role=ROLES[item.role])
         for text in content_texts(item.content, f"{field}.content"):
             turn.content.add(text=text)
     elif item.type == "function_call":
         if not item.call_id or not item.name:
             raise bad_field(field, "needs call_id and name")
-        call = _own_turn(chat).tool_calls.add(id=item.call_id, name=item.name)
+        turn = _own_turn(chat)
+        names[f"chat.messages[{len(chat.messages) - 1}].tool_calls[{len(turn.tool_calls)}]"] = field
+        call = turn.tool_calls.add(id=item.call_id, name=item.name)
         call.arguments = item.arguments or "{}"
     elif item.type == "function_call_output":
         if not item.call_id or item.output is None:

@@ -21,6 +21,24 @@ _PLACE = re.compile(r"^(.*) - at `\$(.*)`$", re.DOTALL)
 _FIELD = re.compile(
     r"^Object (missing required|contains unknown) field `([^`]*)`(?: - at `\$([^`]*)`)?$", re.DOTALL
 )
+_KEY = re.compile(r"[^.\[\]]+")
+# What is served of the things that say their types; others have fields of their own.
+_KINDS_WITH_FIELDS = frozenset(
+    (
+        *("function", "custom", "message", "function_call", "function_call_output", "reasoning"),
+        *("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal"),
+        *("tool_use", "tool_result", "thinking", "redacted_thinking"),
+        *("json_object", "json_schema", "structural_tag"),
+        *("auto", "any", "none", "tool", "enabled", "disabled", "adaptive"),
+    )
+)
+# How paths name a value of an object with any keys.
+_SOME_VALUE = "[...]"
+# Half of a character beyond 16 bits, without the other half.
+_SURROGATE = re.compile(
+    rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]", re.DOTALL
+)
+_HALF_CHARACTER = "it has half of a surrogate pair, which is no character; cut text between characters"
 _MAX_PROBLEM_CHARS = 500
 
 
@@ -37,7 +55,8 @@ def decode(body: bytes, kind: type[B], refused: Mapping[str, str]) -> B:
     try:
         fields = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise bad_field("body", f"is not JSON: {_shortened(error)}") from error
+        problem = _HALF_CHARACTER if _SURROGATE.search(body) else _shortened(error)
+        raise bad_field("body", f"is not JSON: {problem}") from error
     if not isinstance(fields, dict):
         raise bad_field("body", "must be a JSON object")
     known = kind.__struct_encode_fields__
@@ -47,7 +66,7 @@ def decode(body: bytes, kind: type[B], refused: Mapping[str, str]) -> B:
     try:
         return msgspec.convert(fields, kind)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise _invalid(error) from error
+        raise _invalid(error, kind, fields) from error
 
 
 def unknown_field(name: str, refused: Mapping[str, str]) -> InvalidRequestError:
@@ -58,23 +77,45 @@ def unknown_field(name: str, refused: Mapping[str, str]) -> InvalidRequestError:
     return bad_field(name, f"is not supported; {remedy}")
 
 
-def _invalid(error: Exception) -> InvalidRequestError:
-    if named := _field_problem(error):
+def _invalid(error: Exception, kind: type[Body], fields: Mapping[str, Any]) -> InvalidRequestError:
+    if named := _field_problem(error, fields):
         return bad_field(*named)
     found = _PLACE.match(str(error))
     if found is None:
         return bad_field("body", _shortened(error))
     problem, path = found[1], found[2].removeprefix(".")
+    name, is_value, _ = path.partition(_SOME_VALUE)
+    if is_value:
+        path = f"{name}[{_bad_key(kind, name, fields[name])}]"
     return bad_field(path[:200] or "body", f"{problem[:1].lower()}{problem[1:_MAX_PROBLEM_CHARS]}")
 
 
-def _field_problem(error: Exception) -> tuple[str, str] | None:
+def _bad_key(kind: type[Body], name: str, values: Mapping[str, Any]) -> str:
+    """Return the first key of a field whose value is not of its type."""
+    (field,) = (it for it in msgspec.structs.fields(kind) if it.encode_name == name)
+    for key, value in values.items():
+        try:
+            msgspec.convert({key: value}, field.type)
+        except msgspec.ValidationError:
+            return key
+    return ""
+
+
+def _field_problem(error: Exception, fields: Any) -> tuple[str, str] | None:
     """Return path and problem where a field is missing, or not known."""
     found = _FIELD.match(str(error))
     if found is None:
         return None
-    path = f"{found[3] or ''}.{found[2]}".removeprefix(".")
-    return path[:200], "is missing" if found[1] == "missing required" else "is not known here; remove it"
+    above = (found[3] or "").removeprefix(".")
+    path = f"{above}.{found[2]}".removeprefix(".")
+    if found[1] == "missing required":
+        return path[:200], "is missing"
+    for key in _KEY.findall(above):
+        fields = fields[int(key) if key.isdecimal() else key]
+    kind = fields.get("type", "function")
+    if isinstance(kind, str) and kind not in _KINDS_WITH_FIELDS:
+        return f"{above}.type"[:200], f"{kind[:50]!r} is not supported; remove it"
+    return path[:200], "is not known here; remove it"
 
 
 def _shortened(error: Exception) -> str:
@@ -147,6 +188,7 @@ class ToolDefinition(Body, kw_only=True):
 
     type: str
     function: FunctionDefinition | None = None
+    custom: Ignored = None
 
 
 class NamedFunction(Body, kw_only=True):

@@ -27,6 +27,7 @@ from cluster.http.errors import HttpProblem, anthropic_error, openai_error
 from cluster.http.guards import refused_host
 from cluster.http.port import HttpBounds, HttpPort, watch_peer
 from cluster.http.rate_limits import rate_limit_headers
+from cluster.http.sse import send_whole
 from cluster.identity.access_control import AccessControl
 from cluster.identity.audit import NOBODY, AuditEntry
 from cluster.identity.authenticator import Credentials, require
@@ -173,6 +174,8 @@ class HttpFront:
             response.headers.update(_HEADERS)
             if self._is_leaving or not request.content.is_eof():
                 response.force_close()
+            if isinstance(response, web.Response):
+                return await send_whole(request, response, self._settings.write_timeout_s)
         return response
 
     def _check_host(self, request: web.Request) -> None:

@@ -1,10 +1,12 @@
-"""Writing an answer as server-sent events. The next event is taken only when the client has taken those
-before, so that what a slow client does not read waits in the request's `OutputBuffer`, with its bounds."""
+"""Writing an answer: as a whole, or as server-sent events. The next event is taken only when the client has
+taken those before, so that what a slow client does not read waits in the request's `OutputBuffer`, with its
+bounds. A client that takes nothing for too long loses its connection."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from aiohttp import web
 
@@ -61,19 +63,16 @@ class EventStream:
         if len(events) + transport.get_write_buffer_size() <= _MAX_WAITING_BYTES:
             await self._response.write(events)
             return
-        try:
-            async with asyncio.timeout(self._write_timeout_s):
-                await self._response.write(events)
-                await self._request.writer.drain()
-        except TimeoutError:
-            transport.abort()
-            raise ConnectionResetError("the client takes nothing") from None
+        async with _taken_in_time(self._request, self._write_timeout_s):
+            await self._response.write(events)
+            await self._request.writer.drain()
 
     async def end(self, last: bytes) -> web.StreamResponse:
         """Send the last events, and end the answer."""
         await self.send(last)
         assert self._response is not None, "an answer has at least one event"
-        await self._response.write_eof()
+        async with _taken_in_time(self._request, self._write_timeout_s):
+            await self._response.write_eof()
         return self._response
 
     async def _begin(self) -> None:
@@ -83,3 +82,40 @@ class EventStream:
                 response = web.StreamResponse(headers={**_HEADERS, **self.headers()})
                 await response.prepare(self._request)
                 self._response = response
+
+
+async def send_whole(
+    request: web.Request, answer: web.Response, write_timeout_s: float
+) -> web.StreamResponse:
+    """Send an answer that is no stream, in parts; `ConnectionError` when the client is gone, or has taken
+    nothing for too long."""
+    body = answer.body if isinstance(answer.body, bytes) else b""
+    if len(body) <= _MAX_WAITING_BYTES:
+        async with _taken_in_time(request, write_timeout_s):
+            await answer.prepare(request)
+            await answer.write_eof()
+        return answer
+    response = web.StreamResponse(status=answer.status, headers=answer.headers)
+    response.content_length = len(body)
+    if answer.keep_alive is False:
+        response.force_close()
+    await response.prepare(request)
+    for start in range(0, len(body), _MAX_WAITING_BYTES):
+        async with _taken_in_time(request, write_timeout_s):
+            await response.write(body[start : start + _MAX_WAITING_BYTES])
+            await request.writer.drain()
+    async with _taken_in_time(request, write_timeout_s):
+        await response.write_eof()
+    return response
+
+
+@contextlib.asynccontextmanager
+async def _taken_in_time(request: web.Request, write_timeout_s: float) -> AsyncIterator[None]:
+    """End the connection of a client that does not take in time what is written here."""
+    try:
+        async with asyncio.timeout(write_timeout_s):
+            yield
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError("the client takes nothing") from None

@@ -1,75 +1,35 @@
-"""Sets and counts declared metrics: totals become increments, and each series begins at zero."""
+"""Sets and counts declared metrics by name, for whoever shows them to Prometheus."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
-
-from ray.util import metrics as ray_metrics
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 
 from cluster.metrics.definitions import METRICS
-from cluster.metrics.metric import Metric
+from cluster.metrics.metric import Kind, Metric
 
 PREFIX = "tandem_"
-# The least increment that a counter takes: lets a series begin before its first event, so that `increase`
-# sees that one too. Added to anything it is lost.
-_NOTHING = 5e-324
 
 
-class Gauge(Protocol):
-    """The part of Ray's gauge that is used."""
+class MetricsRegistry(ABC):
+    """Sets and counts the metrics in `definitions` by name; any other name is a `KeyError`."""
 
-    def set(self, value: float, tags: dict[str, str]) -> None: ...
-
-
-class Counter(Protocol):
-    """The part of Ray's counter that is used; it adds `_total` to its name."""
-
-    def inc(self, value: float, tags: dict[str, str]) -> None: ...
-
-
-class MetricsRegistry:
-    """Sets and counts the metrics in `definitions` by name; any other name is a `KeyError`.
-
-    `make_gauge` and `make_counter` take a name, a help text and the label names. Histograms are exported as
-    totals by bucket (`_bucket`, `_sum`, `_count`), because Ray's own takes single values and loses their sum.
-    """
-
-    def __init__(
-        self,
-        make_gauge: Callable[[str, str, tuple[str, ...]], Gauge],
-        make_counter: Callable[[str, str, tuple[str, ...]], Counter],
-        common: Mapping[str, str],
-    ) -> None:
+    def __init__(self, common: Mapping[str, str]) -> None:
         """`common` are label values that every metric here has."""
-        self._make_gauge = make_gauge
-        self._make_counter = make_counter
         self._common = dict(common)
-        self._gauges: dict[str, Gauge] = {}
-        self._counters: dict[str, Counter] = {}
-        self._totals: dict[tuple[str, tuple[str, ...]], float] = {}
 
+    @abstractmethod
     def set(self, name: str, value: float, **labels: str) -> None:
         """A gauge's value."""
-        metric = _declared(name, "gauge")
-        self._gauge(metric, name).set(value, self._tags(metric, labels))
 
+    @abstractmethod
     def total(self, name: str, total: float, **labels: str) -> None:
         """Bring a counter up to its total; a smaller one than before is ignored."""
-        metric = _declared(name, "counter")
-        tags = self._tags(metric, labels)
-        key = name, tuple(tags.values())
-        counter = self._counters.get(name)
-        if counter is None:
-            counter = self._make_counter(PREFIX + name.removesuffix("_total"), metric.help, metric.labels)
-            self._counters[name] = counter
-        if key not in self._totals:
-            counter.inc(_NOTHING, tags)
-        counted = self._totals.setdefault(key, 0.0)
-        if total > counted:
-            self._totals[key] = total
-            counter.inc(total - counted, tags)
+
+    @abstractmethod
+    def histogram(self, name: str, buckets: Sequence[tuple[str, int]], total: float, **labels: str) -> None:
+        """Cumulative counts by `le`, the last of which is `+Inf`, and the sum of the values."""
 
     def export(self, metrics: Iterable[Metric], record: object, **labels: str) -> None:
         """Set each gauge, and bring each counter up, to the field of `record` that it is declared with."""
@@ -81,38 +41,13 @@ class MetricsRegistry:
                 own = {**labels, metric.labels[-1]: key} if key else labels
                 report(metric.name, value * metric.scale, **own)
 
-    def histogram(self, name: str, buckets: Sequence[tuple[str, int]], total: float, **labels: str) -> None:
-        """Cumulative counts by `le`, the last of which is `+Inf`, and the sum of the values."""
-        metric = _declared(name, "histogram")
-        tags = self._tags(metric, labels)
-        bucket = self._gauge(metric, f"{name}_bucket", "le")
-        for bound, count in buckets:
-            bucket.set(count, {**tags, "le": bound})
-        self._gauge(metric, f"{name}_sum").set(total, tags)
-        self._gauge(metric, f"{name}_count").set(buckets[-1][1], tags)
-
-    def _gauge(self, metric: Metric, name: str, *more_labels: str) -> Gauge:
-        gauge = self._gauges.get(name)
-        if gauge is None:
-            gauge = self._make_gauge(PREFIX + name, metric.help, (*metric.labels, *more_labels))
-            self._gauges[name] = gauge
-        return gauge
-
     def _tags(self, metric: Metric, labels: Mapping[str, str]) -> dict[str, str]:
         tags = {**self._common, **labels}
         return {label: tags[label] for label in metric.labels}
 
 
-def _declared(name: str, kind: str) -> Metric:
+def metric_of(name: str, kind: Kind) -> Metric:
+    """Return the metric, which is of this kind."""
     metric = METRICS[name]
     assert metric.kind == kind, f"{name} is a {metric.kind}"
     return metric
-
-
-# ----------------------------------------------------------------------------------------------
-# The one place where metrics meet Ray, whose agent on each node shows them to Prometheus.
-
-
-def ray_registry(**common: str) -> MetricsRegistry:
-    """A registry whose metrics Ray exports as `ray_tandem_...`; `common` are label values that all have."""
-    return MetricsRegistry(ray_metrics.Gauge, ray_metrics.Counter, common)

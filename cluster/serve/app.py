@@ -23,7 +23,7 @@ from cluster.config import ClusterConfig, read_trust, trust_files
 from cluster.dtypes import resolve_dtype
 from cluster.metrics.exporters import GatewayMetrics, ReplicaMetrics
 from cluster.metrics.logs import log_to_stderr
-from cluster.metrics.registry import ray_registry
+from cluster.metrics.ray_registry import ray_registry
 from cluster.roster.actor import find_roster, open_roster
 from cluster.roster.messages import GatewayRecord, ReplicaRecord
 from cluster.roster.state import keep_registered
@@ -303,12 +303,7 @@ class GatewayActor:
 
     async def _export_metrics(self) -> None:
         while True:
-            counters = self._gateway.requests.counters
-            status = await self._gateway.status()
-            num_unheard = len(self._gateway.exchange.missing())
-            admission = self._gateway.requests.admission.stats()
-            for _ in self._metrics.update(counters, admission, status, self._clock.now(), num_unheard):
-                await self._clock.sleep(0)
+            await self._gateway.export(self._metrics)
             await self._clock.sleep(_METRICS_S)
 
     async def _report(self) -> None:

@@ -34,6 +34,7 @@ from cluster.identity.access_control import AccessControl
 from cluster.identity.key_roots import KeyRoots
 from cluster.identity.resume_tokens import ResumeTokens
 from cluster.metrics.ended_request import Observer
+from cluster.metrics.exporters import GatewayMetrics
 from cluster.metrics.gateway_counters import GatewayCounters
 from cluster.metrics.logs import log_access, log_relayed
 from cluster.metrics.tracing import RequestTracer
@@ -135,7 +136,7 @@ class Gateway:
         self._status = status = StatusService(
             config, self.requests, self.connections, self._preprocessor, stores, clock, history, self.fleet
         )
-        services = ConsoleServices(status, self.fleet, stores, operations, access)
+        services = ConsoleServices(status, self.fleet, stores, operations, access, self.export)
         self._console = open_console(gateway_id, config, services, clock)
         self.console_port = 0  # where the console listens after `start`; 0: there is none
         self._certificate = open_certificate(config.gateway, config.auth, "inference")
@@ -208,6 +209,13 @@ class Gateway:
     async def status(self) -> admin_pb.StatusResponse:
         """Answer as the call of this name; callers must not change the message."""
         return await self._status.status()
+
+    async def export(self, metrics: GatewayMetrics) -> None:
+        """Set and count what this gateway exports; the event loop does other work in between."""
+        status = await self._status.status()
+        admission, num_unheard = self.requests.admission.stats(), len(self.exchange.missing())
+        for _ in metrics.update(self.requests.counters, admission, status, self._clock.now(), num_unheard):
+            await self._clock.sleep(0)
 
     def configure(self, config: ClusterConfig) -> None:
         """Take over the pools' counts; nothing else of the configuration changes while a gateway runs."""

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.config import ClusterConfig, read_trust
 from cluster.metrics.exporters import StoreMetrics
 from cluster.metrics.logs import log_to_stderr
-from cluster.metrics.registry import ray_registry
+from cluster.metrics.ray_registry import ray_registry
 from cluster.roster.actor import NAMESPACE, open_roster
 from cluster.roster.messages import StoreRecord
 from cluster.roster.state import keep_registered

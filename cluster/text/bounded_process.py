@@ -26,6 +26,10 @@ class BoundsBrokenError(Exception):
     """The child took too much time or memory, or could not be started, and was ended."""
 
 
+class SlowProcessError(BoundsBrokenError):
+    """The child could not be started, or did not end in time: it might, on a host with less to do."""
+
+
 class BoundedProcess:
     """One child, started when first needed and replaced when it breaks a bound; one order at a time."""
 
@@ -47,7 +51,7 @@ class BoundedProcess:
                     child.stream.send(order)
                     answer = await child.stream.next_frame()
             except TimeoutError:
-                raise BoundsBrokenError(f"it did not end within {self.timeout_s:g} s") from None
+                raise SlowProcessError(f"it did not end within {self.timeout_s:g} s") from None
             except (PeerGoneError, OSError):
                 what = "it broke the process that works on it (too much memory or time)"
                 raise BoundsBrokenError(what) from None
@@ -94,12 +98,16 @@ class _Child:
                 env={},
             )
         child = cls(process, await frame_stream(ours, "bounded process"))
+        is_ready = False
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 await child.stream.next_frame()
+            is_ready = True
         except (TimeoutError, PeerGoneError) as error:
-            await child.kill()
-            raise BoundsBrokenError("the process that works on it did not start") from error
+            raise SlowProcessError("the process that works on it did not start") from error
+        finally:
+            if not is_ready:  # it may be that nobody waits for it any more
+                await child.kill()
         return child
 
     async def kill(self) -> None:

@@ -2,7 +2,8 @@
 
 A schema or grammar may be hostile. It is translated and compiled once in a process of its own with bounded
 memory and time (`cluster.text.bounded_process`), under the limits of `workers.grammar_limits`; only what
-passes there reaches a replica. What was made of it, or why it was refused, is kept by hash.
+passes there reaches a replica. What was made of it, or why it was refused, is kept by hash, unless the host
+was too slow.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 from msgspec import structs
 
-from cluster.errors import GrammarError, InvalidToolsError
-from cluster.text.bounded_process import BoundedProcess, BoundsBrokenError, serve
+from cluster.errors import GrammarError, InvalidToolsError, UnavailableError
+from cluster.text.bounded_process import BoundedProcess, BoundsBrokenError, SlowProcessError, serve
 from cluster.text.output_parsers.tool_grammar import (
     CallRules,
     ReasoningRules,
@@ -37,8 +38,9 @@ from workers.messages.sampling import MAX_GRAMMAR_BYTES, Grammar
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-_TIMEOUT_S = 5.0
-_MAX_CPU_S = 6
+# Of a core; and in all, on a host with much else to do.
+_MAX_CPU_S = 5
+_TIMEOUT_S = 20.0
 _MAX_MEMORY_BYTES = 3 << 29
 # Kept results, and the bytes of their texts together.
 _NUM_CACHED = 1024
@@ -106,7 +108,8 @@ class GrammarCompiler:
         self._making: dict[bytes, asyncio.Task[GrammarMade | GrammarRefused]] = {}
 
     async def make(self, order: OutputConstraint) -> Grammar:
-        """Return the grammar; raise `GrammarError` where the demand is wrong, unsupported or too complex."""
+        """Return the grammar; raise `GrammarError` where the demand is wrong, unsupported or too complex,
+        `UnavailableError` where this host is too slow now."""
         data = _ORDER_CODEC.encode(order)
         if len(data) > MAX_GRAMMAR_BYTES:
             reason = f"it has {len(data)} bytes; at most {MAX_GRAMMAR_BYTES} are accepted"
@@ -114,7 +117,10 @@ class GrammarCompiler:
         key = hashlib.sha256(data).digest()
         result = self._results.get(key)
         if result is None:
-            result = await self._made(key, data)
+            try:
+                result = await self._made(key, data)
+            except SlowProcessError as error:
+                raise UnavailableError(f"no grammar could be made of the constraint: {error}") from error
         else:
             self._results.move_to_end(key)
         if isinstance(result, GrammarRefused):
@@ -139,6 +145,8 @@ class GrammarCompiler:
     async def _make(self, data: bytes) -> GrammarMade | GrammarRefused:
         try:
             return _RESULT_CODEC.decode(await self._process.exchange(data))
+        except SlowProcessError:
+            raise  # another time it may be made
         except BoundsBrokenError as error:
             return GrammarRefused(str(error))
 
@@ -205,11 +213,15 @@ def _of_content(order: OutputConstraint, special_token: SpecialToken) -> str | N
 
 def _of_schema(text: str) -> str:
     """Return the grammar of a JSON schema."""
-    schema = json.loads(text)
-    if isinstance(schema, dict):
-        schema.pop("x-guidance", None)  # the library's own options
-    elif not isinstance(schema, bool):
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise _Refusal(f"the schema is not JSON: {error}") from error
+    if schema is True:
+        schema = {}  # the same, as the library takes it
+    if not isinstance(schema, dict):
         raise _Refusal("a JSON schema is an object, or true")
+    schema.pop("x-guidance", None)  # the library's own options
     return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_STYLE))
 
 

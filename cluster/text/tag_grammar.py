@@ -43,7 +43,7 @@ def tags_grammar(
     tags: Sequence[Tag], triggers: Sequence[str], special_token: SpecialToken, json_style: JsonCompileOptions
 ) -> str:
     """Return the grammar; each tag follows the longest trigger that it begins with. Raise `TagError` where it
-    begins with none, or its schema is no object."""
+    begins with none, a trigger begins no tag, or a schema is no object."""
     rules = " | ".join(f"tag_{index}" for index in range(len(tags)))
     lines = ["%llguidance {}", f"start: ({rules})* tag_end", "tag_end: TAG_TEXT", "TAG_TEXT: /(.|\\n)*/"]
     for index, tag in enumerate(tags):
@@ -63,6 +63,9 @@ def tags_grammar(
                 lines.append(f"{head}: TAG_TEXT {json.dumps(tag.begin[: found.start])}")
             starts.append(f"{head} <[{found.token}]> {_spelled(tag.begin[found.end :], special_token)}")
         lines.append(f"tag_{index}: ({' | '.join(starts)}) {behind}")
+    for trigger in triggers:
+        if not trigger or not any(tag.begin.startswith(trigger) for tag in tags):
+            raise TagError(f"the trigger {trigger[:_NUM_SHOWN]!r} begins no tag; remove it")
     return "\n".join((*lines, ""))
 
 

@@ -346,7 +346,8 @@ def _number(
     if request.HasField(field):
         value = getattr(request, field)
         if not math.isfinite(value) or not accepts(value):
-            yield FieldViolation(field, f"is {value:g}; must be {wanted}")
+            shown = f"{value:g}" if isinstance(value, float) else str(value)
+            yield FieldViolation(field, f"is {shown}; must be {wanted}")
 
 
 def _size_violations(field: str, num_bytes: int, limits: ServingLimits) -> Iterator[FieldViolation]:

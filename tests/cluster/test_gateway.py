@@ -259,13 +259,19 @@ async def test_endless_refusal_is_resource_exhausted_with_a_time_to_retry(pair: 
 
 @pytest.mark.parametrize(
     ("code", "status"),
-    [("invalid", grpc.StatusCode.INVALID_ARGUMENT), ("deadline", grpc.StatusCode.DEADLINE_EXCEEDED)],
+    [
+        ("invalid", grpc.StatusCode.INVALID_ARGUMENT),
+        ("grammar", grpc.StatusCode.INVALID_ARGUMENT),
+        ("deadline", grpc.StatusCode.DEADLINE_EXCEEDED),
+    ],
 )
 async def test_what_cannot_be_retried_fails_at_once(pair: Pair, code: str, status: grpc.StatusCode) -> None:
     pair.prefill.script.failure = RequestFailed("", 0, code, "because")
     with pytest.raises(CallError, match="because") as caught:
         await pair.client.complete(PROMPT, GenerateOptions(max_tokens=5))
     assert caught.value.code is status
+    fields = {"invalid": "prompt", "grammar": "constraint"}
+    assert [it.field for it in caught.value.fields] == ([fields[code]] if code in fields else [])
     assert len(pair.prefill.submissions) == 1
 
 

@@ -177,6 +177,100 @@ def test_a_streamed_response_is_the_whole_one(phases: Any, finish: int) -> None:
             assert grown == "".join(part["text"] for part in item["content"])
 
 
+# Of one sample: thoughts, then text and calls in any order.
+MIXED = st.tuples(
+    st.lists(TEXTS, max_size=2),
+    st.lists(st.one_of(TEXTS, st.lists(TEXTS, max_size=3)), max_size=5),
+    st.lists(st.integers(1, 4), max_size=12),
+)
+
+
+def merged_deltas(parts: Any) -> list[pb.Delta]:
+    """Deltas as gateways send them to clients that read slowly: several in one, each token with its
+    log-probability."""
+    thoughts, spoken, sizes = parts
+    single = [pb.Delta(reasoning=part) for part in thoughts]
+    num_calls = 0
+    for part in spoken:
+        if isinstance(part, str):
+            single.append(pb.Delta(text=part))
+            continue
+        name = f"{num_calls}"
+        single.append(
+            pb.Delta(tool_calls=[pb.ToolCallDelta(index=num_calls, id=f"call-{name}", name=f"tool-{name}")])
+        )
+        single += [pb.Delta(tool_calls=[pb.ToolCallDelta(index=num_calls, arguments=it)]) for it in part]
+        num_calls += 1
+    single.append(pb.Delta(finish_reason=pb.FINISH_REASON_STOP))
+    for number, delta in enumerate(single):  # also those of thoughts and calls
+        delta.logprobs.add(logprob=-1.0, text=f"t{number}")
+    groups = []
+    while single:
+        size = sizes.pop() if sizes else 1
+        groups.append(single[:size])
+        single = single[size:]
+    found = []
+    for group in groups:
+        delta = pb.Delta()
+        for part in group:
+            delta.text += part.text
+            delta.reasoning += part.reasoning
+            delta.logprobs.extend(part.logprobs)
+            delta.finish_reason = part.finish_reason
+            for call in part.tool_calls:
+                if delta.tool_calls and delta.tool_calls[-1].index == call.index and not call.name:
+                    delta.tool_calls[-1].arguments += call.arguments
+                else:
+                    delta.tool_calls.append(call)
+        found.append(delta)
+    return found
+
+
+def said_in(parts: Any) -> tuple[str, str, list[tuple[str, str, str]]]:
+    thoughts, spoken, _ = parts
+    text = "".join(it for it in spoken if isinstance(it, str))
+    calls = ["".join(it) for it in spoken if not isinstance(it, str)]
+    named = [(f"call-{number}", f"tool-{number}", it) for number, it in enumerate(calls)]
+    return "".join(thoughts), text, named
+
+
+@given(MIXED)
+def test_text_behind_a_call_leaves_the_call_whole_in_a_message(parts: Any) -> None:
+    wanted, responses = said_in(parts), responses_of(merged_deltas(parts))
+    body = msgspec.convert({"messages": [], "max_tokens": 5, "stream": True}, MessagesRequest)
+    thought = text = ""
+    calls: list[list[str]] = []
+    for event in events_of(MessagesAnswer(body, maker()), responses):
+        if event["type"] == "content_block_start" and event["content_block"]["type"] == "tool_use":
+            calls.append([event["content_block"]["id"], event["content_block"]["name"], ""])
+        if event["type"] == "content_block_delta":
+            thought += event["delta"].get("thinking", "")
+            text += event["delta"].get("text", "")
+            if "partial_json" in event["delta"]:
+                calls[-1][2] += event["delta"]["partial_json"]
+    assert (thought, text, [tuple(call) for call in calls]) == wanted
+
+
+@given(MIXED, st.booleans())
+def test_text_behind_a_call_leaves_the_call_whole_in_a_response(parts: Any, has_logprobs: bool) -> None:
+    wanted, responses = said_in(parts), responses_of(merged_deltas(parts))
+    fields = {"input": "x", "stream": True} | ({"top_logprobs": 1} if has_logprobs else {})
+    answer = ResponsesAnswer(msgspec.convert(fields, ResponsesRequest), maker())
+    output = events_of(answer, responses)[-1]["response"]["output"]
+    kinds = [item["type"] for item in output]
+    assert kinds.count("reasoning") == bool(wanted[0])
+    messages = [item for item in output if item["type"] == "message"]
+    assert (
+        "".join(it["content"][0]["text"] for it in output if it["type"] == "reasoning"),
+        "".join(it["content"][0]["text"] for it in messages),
+        [(it["call_id"], it["name"], it["arguments"]) for it in output if it["type"] == "function_call"],
+    ) == wanted
+    if has_logprobs and wanted[1] and not wanted[2] and not wanted[0]:
+        shown = [entry["token"] for it in messages for entry in it["content"][0]["logprobs"]]
+        num_tokens = sum(len(it.delta.logprobs) for it in responses)
+        assert shown == [f"t{number}" for number in range(num_tokens)]
+
+
 @given(st.lists(TEXTS, max_size=4), FINISHES)
 def test_a_streamed_completion_is_the_whole_one(texts: list[str], finish: int) -> None:
     responses = responses_of(deltas_of(([], texts, []), finish))
@@ -211,6 +305,9 @@ def test_a_stop_that_matched_is_told() -> None:
     body = msgspec.convert({"messages": [], "max_tokens": 5}, MessagesRequest)
     message = whole_of(MessagesAnswer(body, maker()), responses)
     assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "END")
+    responses[-2].delta.finish_reason = pb.FINISH_REASON_TOOL_CALLS
+    message = whole_of(MessagesAnswer(body, maker()), responses)
+    assert (message["stop_reason"], message["stop_sequence"]) == ("tool_use", "END")
 
 
 def _logprob(text: str, logprob: float | None, token_id: int) -> pb.TokenLogprob:

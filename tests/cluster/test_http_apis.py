@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gateway_harness import GatewayHarness, decode, encode, raw, truth
-from http_harness import HttpFrontHarness, embedding_of
+from http_harness import SCHEMAS, HttpFrontHarness, embedding_of
 
 from cluster.http import chat, fields, messages, responses, schemas
 from cluster.http.schemas import decode as decode_body
@@ -407,18 +407,6 @@ async def test_fields_that_other_clients_keep_in_messages_are_ignored(front: Htt
 
 
 # ------------------------------------------------------------------------------------------- the table
-
-
-SCHEMAS: dict[str, type[schemas.Body]] = {
-    "/v1/chat/completions": schemas.ChatRequest,
-    "/v1/completions": schemas.CompletionRequest,
-    "/v1/responses": responses.ResponsesRequest,
-    "/v1/messages": messages.MessagesRequest,
-    "/v1/messages/count_tokens": messages.CountTokensRequest,
-    "/v1/embeddings": schemas.EmbeddingRequest,
-    "/tokenize": schemas.TokenizeRequest,
-    "/detokenize": schemas.DetokenizeRequest,
-}
 
 
 def test_the_table_has_every_route() -> None:

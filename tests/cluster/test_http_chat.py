@@ -144,7 +144,7 @@ async def test_the_defaults_are_openais(front: HttpFrontHarness) -> None:
         ({"temperature": -1}, "temperature"),
         ({"n": 99}, "n"),
         ({"stop": [""]}, "stop[0]"),
-        ({"logit_bias": {"x": 1}}, "logit_bias.x"),
+        ({"logit_bias": {"x": 1}}, "logit_bias[x]"),
         ({"logit_bias": {"5": 1000}}, "logit_bias[5]"),
         ({"seed": 1 << 64}, "seed"),
         ({"messages": []}, "messages"),

@@ -222,14 +222,36 @@ async def test_a_client_that_goes_ends_its_request(front: HttpFrontHarness, stre
         await until(lambda: front.gateway.requests.num_running == 0, "nothing runs")
 
 
-async def test_a_client_that_takes_nothing_is_cut_off(harness: GatewayHarness) -> None:
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+async def test_an_answer_that_is_kept_to_its_end_is_bounded(
+    front: HttpFrontHarness, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr("cluster.http.endpoints.MAX_KEPT_BYTES", 4000)
+    chat = {**CHAT, "max_tokens": 60, "logprobs": True, "top_logprobs": 20}
+    response = {"input": "hello", "max_output_tokens": 60, "top_logprobs": 20}
+    body = chat if path.startswith("/v1/chat") else response
+    whole = await front.post(path, body)
+    assert (whole.status, whole.error["param"], whole.error["code"]) == (400, "stream", "answer_too_large")
+    streamed = await front.post(path, {**body, "stream": True})
+    assert streamed.status == 200
+    names = [name for name, _ in streamed.events]
+    assert streamed.events[-1][1] == "[DONE]" if body is chat else names[-1] == "response.failed"
+    await until(lambda: front.gateway.requests.num_running == 0, "nothing runs")
+    assert (await front.post(path, {**body, "top_logprobs": 0, **_short(path)})).status == 200
+
+
+def _short(path: str) -> dict[str, int]:
+    return {"max_tokens" if path.startswith("/v1/chat") else "max_output_tokens": 3}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_client_that_takes_nothing_is_cut_off(harness: GatewayHarness, streams: bool) -> None:
     config = harness.config(http={"write_timeout_s": 0.3})
     async with HttpFrontHarness(harness, config) as front, front.connection() as (reader, writer):
-        body = json.dumps({**CHAT, "stream": True, "max_tokens": 400, "n": 16}).encode()
-        extra = json.dumps({"logprobs": True, "top_logprobs": 20}).encode()
-        body = body[:-1] + b"," + extra[1:]
+        many = {"stream": streams, "max_tokens": 400, "n": 16, "logprobs": True, "top_logprobs": 20}
+        body = json.dumps({**CHAT, **many}).encode()
         writer.write(raw_request(body, f"Content-Length: {len(body)}"))
-        await reader.readuntil(b"data: ")
+        await reader.readuntil(b"data: " if streams else b"HTTP/1.1 200 OK")
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         front_port = front.gateway._http
         assert front_port is not None

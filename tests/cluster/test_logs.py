@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gateway_harness import PROMPT, GatewayHarness, Pair, until, write_model
+from http_harness import HttpFrontHarness
 
 from cluster.api.client import GenerateOptions, Turn
 from cluster.errors import CallError
 from cluster.metrics.config import LogConfig
 from cluster.metrics.logs import ACCESS_LOGGER, about, log_to_stderr
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 from workers.messages.link import RequestFailed
 
 _NAMES = ("tandem", "cluster", "router", "workers", "kvtransfer", "opentelemetry", ACCESS_LOGGER)
@@ -175,6 +178,45 @@ async def test_the_access_log_can_be_off(harness: GatewayHarness, caplog: pytest
     assert access_lines(caplog) == []
 
 
+async def test_nothing_that_is_sent_over_http_is_logged(
+    harness: GatewayHarness, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    canary = "canaryquux"
+    chat = {"messages": [{"role": "user", "content": canary}], "max_tokens": 3}
+    tool = {"type": "function", "function": {"name": "f", "description": canary}}
+    bad_schema = {"type": "object", "properties": {"a": {"type": canary}}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": bad_schema}}
+    bodies: list[tuple[str, Any]] = [
+        ("/v1/chat/completions", chat),
+        ("/v1/chat/completions", {**chat, "temperature": -1}),
+        ("/v1/chat/completions", {**chat, "stop": [canary], "tools": [tool], "stream": True}),
+        ("/v1/chat/completions", {**chat, "response_format": wanted}),
+        ("/v1/chat/completions", {**chat, "guided_grammar": f"start: {canary}"}),
+        ("/v1/chat/completions", {**chat, "messages": [{"role": canary, "content": canary}]}),
+        ("/v1/chat/completions", {**chat, "chat_template_kwargs": {"messages": canary}}),
+        ("/v1/chat/completions", f'{{"messages": [{{"content": "{canary}"'.encode()),
+        ("/v1/completions", {"prompt": canary, "max_tokens": 2, "echo": True}),
+        ("/v1/responses", {"input": canary, "instructions": canary, "max_output_tokens": 2}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": canary}], "max_tokens": 2}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": canary}]}], "max_tokens": 2}),
+        ("/v1/embeddings", {"input": [canary, ""]}),
+        ("/tokenize", {"prompt": canary}),
+    ]
+
+    def sent(body: Any) -> dict[str, Any]:
+        headers = {"Content-Type": "application/json"}
+        return {"data": body, "headers": headers} if isinstance(body, bytes) else {"json": body}
+
+    async with HttpFrontHarness(harness) as front:
+        statuses = [(await front.send("POST", path, **sent(body))).status for path, body in bodies]
+        listed = str(await harness.admin(front.gateway).requests())
+    assert sorted(set(statuses)) == [200, 400]
+    shown = [listed, *(f"{record.getMessage()} {record.__dict__}" for record in caplog.records)]
+    assert len(access_lines(caplog)) >= 9
+    assert not [text for text in shown if canary in text]
+
+
 QUOTING = "{{ raise_exception('not allowed: ' + messages[0]['content']) }}"
 
 
@@ -199,10 +241,19 @@ async def test_neither_logs_nor_explanations_show_what_a_prompt_says(
         replica.script.failure = RequestFailed("", 0, "invalid", "made up")
         with pytest.raises(CallError, match="made up"):
             await client.complete(prompt, options)
+        replica.script.failure = RequestFailed("", 0, "grammar", f"a rank's words: {canary}")
+        regex = pb.Constraint(regex="[a-z]+")
+        with pytest.raises(CallError, match=canary) as refused:  # what the library quotes of a schema
+            await client.complete(prompt, replace(options, constraint=regex))
+        assert [it.field for it in refused.value.fields] == ["constraint"]
+        with pytest.raises(CallError):
+            await client.complete(
+                prompt, replace(options, constraint=pb.Constraint(grammar=f"start: {canary}"))
+            )
         shown = [str(await client.explain(done.request_id))]
         shown += [str(await harness.admin(gateway).requests())]
     finally:
         await harness.close()
-    assert len(access_lines(caplog)) == 5
+    assert len(access_lines(caplog)) == 7
     shown += [f"{record.getMessage()} {record.__dict__}" for record in caplog.records]
     assert not [text for text in shown if canary in text]

@@ -20,12 +20,14 @@ from prometheus import (
     series_of,
     table,
 )
+from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.metrics.admission_stats import AdmissionStats, ClassStats
 from cluster.metrics.definitions import METRICS, SECTIONS
 from cluster.metrics.exporters import GatewayMetrics, ReplicaMetrics, StoreMetrics
 from cluster.metrics.gateway_counters import GatewayCounters
-from cluster.metrics.registry import MetricsRegistry
+from cluster.metrics.ray_registry import RayRegistry
+from cluster.metrics.scraped_registry import ScrapedRegistry
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.store.messages import IndexStat, StoreStat, TierStat
@@ -79,8 +81,8 @@ class Recorder:
         self.values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
         self.increments: list[float] = []
 
-    def registry(self, **common: str) -> MetricsRegistry:
-        return MetricsRegistry(
+    def registry(self, **common: str) -> RayRegistry:
+        return RayRegistry(
             lambda name, text, labels: _Instrument(self, name, text, labels),
             lambda name, text, labels: _Instrument(self, f"{name}_total", text, labels),
             common,
@@ -197,6 +199,27 @@ def test_a_histogram_is_exported_as_totals_by_bucket() -> None:
     assert recorder.value("batch_size_bucket", le="+Inf") == sum(counts)
     assert recorder.value("batch_size_count") == sum(counts)
     assert recorder.value("batch_size_sum") == 500
+
+
+def test_scrapers_of_the_gateway_see_what_ray_exports() -> None:
+    recorder, scraped = Recorder(), ScrapedRegistry(app="a", gateway="g", model="m")
+    counters = GatewayCounters(lambda replica_id: "decode", lambda: 1)
+    counters.over_quota("a", "requests_per_s")
+    counters.num_prompt_tokens = 1 << 60
+    counters.attempt_failed("decode-a", "refused", 0.0)
+    for number, histogram in enumerate(counters.replicas["decode-a"].histograms.values()):
+        histogram.observe(0.1 * number)
+    for registry in (recorder.registry(app="a", gateway="g", model="m"), scraped):
+        list(GatewayMetrics(registry, 1.0).update(counters, ADMITTED, gateway_status(), 0.0, 2))
+    found = {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(scraped.text().decode())
+        for sample in family.samples
+    }
+    assert found.keys() == recorder.values.keys()
+    assert found == {key: value if value > 1e-300 else 0.0 for key, value in recorder.values.items()}
+    scraped.clear()
+    assert scraped.text() == b""
 
 
 def test_shares_of_the_blocks() -> None:

@@ -1,5 +1,4 @@
-"""The Python API: what `cluster` offers, and the same objects under the old import paths, kept until API
-v1."""
+"""The Python API: what `cluster` offers, and the Serve import path that operators' configurations name."""
 
 from __future__ import annotations
 
@@ -12,7 +11,6 @@ import pytest
 import cluster
 import cluster.errors
 from cluster.api import blocking_client, client
-from cluster.proto import APPLICATION_KEY
 
 LIGHT = "import sys, cluster; print(*sorted({'ray', 'torch', 'grpc', 'numpy'} & set(sys.modules)))"
 CLIENT = "import sys; from cluster import BlockingClient, CallError, Client, GenerateOptions; "
@@ -27,22 +25,9 @@ def test_the_public_names_are_those_of_the_client() -> None:
     assert not hasattr(cluster, "no_such_name")
 
 
-@pytest.mark.parametrize(
-    ("path", "names", "home"),
-    [
-        ("cluster.client", client.__all__, "cluster.api.client"),
-        ("cluster.blocking_client", ["BlockingClient"], "cluster.api.blocking_client"),
-        ("cluster.options", ["GenerateOptions", "Prompt", "Turn", "generate_request"], "cluster.api.client"),
-        ("cluster.declared", ["build"], "cluster.serve.entrypoint"),
-    ],
-)
-def test_old_import_paths_give_the_same_objects(path: str, names: list[str], home: str) -> None:
-    old, new = importlib.import_module(path), importlib.import_module(home)
-    assert all(getattr(old, name) is getattr(new, name) for name in names)
-
-
-def test_the_old_name_of_a_metadata_key() -> None:
-    assert importlib.import_module("cluster.options").APPLICATION_KEY is APPLICATION_KEY
+def test_the_old_serve_import_path_builds_the_same() -> None:
+    old, new = (importlib.import_module(path) for path in ("cluster.declared", "cluster.serve.entrypoint"))
+    assert old.build is new.build
 
 
 @pytest.mark.parametrize(("code", "loaded"), [(LIGHT, ""), (CLIENT + LIGHT, "grpc")])

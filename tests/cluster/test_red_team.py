@@ -131,6 +131,7 @@ ROUTES: dict[tuple[str, str], Row] = {
         ("GET", f"{API}/{name}"): row("401", other=403, viewer=200, operator=200)
         for name in ("about", "status", "paths", "requests", "explain", "curves")
     },
+    ("GET", "/metrics"): row("401", other=403, viewer=200, operator=200),
     **{
         ("POST", f"{API}/{name}"): row("401", other=403, viewer=403, operator=200)
         for name in ("scale", "release")

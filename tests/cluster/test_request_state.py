@@ -30,7 +30,9 @@ from request_state_harness import (
 from cluster.errors import (
     AbandonedError,
     DeadlineError,
+    GrammarError,
     InvalidRequestError,
+    InvalidToolsError,
     OverloadedError,
     UnavailableError,
 )
@@ -213,9 +215,17 @@ def test_refusals_to_the_end_are_overload() -> None:
     assert 3.0 <= fail.error.retry_after_s <= 3.0 * 1.25, "not all come back at once"
 
 
-@pytest.mark.parametrize(("code", "error"), [("deadline", DeadlineError), ("invalid", InvalidRequestError)])
-def test_failures_that_are_final(code: str, error: type[Exception]) -> None:
-    request = make_request()
+@pytest.mark.parametrize(
+    ("code", "of_tools", "error"),
+    [
+        ("deadline", False, DeadlineError),
+        ("invalid", False, InvalidRequestError),
+        ("grammar", False, GrammarError),
+        ("grammar", True, InvalidToolsError),
+    ],
+)
+def test_failures_that_are_final(code: str, of_tools: bool, error: type[Exception]) -> None:
+    request = make_request(is_grammar_of_tools=of_tools)
     request.start(0.0)
     route(request, P0, D0)
     *_, fail = request.on_failed(P0, RequestFailed("r", 1, code, "why"), 1.0)

@@ -312,5 +312,8 @@ async def test_no_span_says_what_a_prompt_says(harness: GatewayHarness, collecto
     harness.replicas["p0"].script.failure = RequestFailed("", 0, "invalid", "made up")
     with pytest.raises(CallError, match="made up"):
         await client.complete(prompt, options)
-    await until(lambda: len({span.trace_id for span in collector.spans()}) == 3, "every trace was received")
+    harness.replicas["p0"].script.failure = RequestFailed("", 0, "grammar", f"a rank's words: {canary}")
+    with pytest.raises(CallError, match=canary):  # for the caller alone
+        await client.complete(prompt, options)
+    await until(lambda: len({span.trace_id for span in collector.spans()}) == 4, "every trace was received")
     assert canary not in str(collector.exports)

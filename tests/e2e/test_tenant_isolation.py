@@ -26,7 +26,7 @@ from kvtransfer.blocks.keys import KEY_BYTES
 from kvtransfer.protocol.receiver import LandingTable
 from kvtransfer.store.messages import FetchRequest, FindRequest, PutRequest
 from kvtransfer.store.store_client import StoreClient
-from router.radix import PrefixTree
+from router.radix import Match, PrefixTree
 from workers.scheduler.block_pool import BlockPool
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -63,8 +63,12 @@ class Recorder:
         @functools.wraps(method)
         def recording(owner: object, *args: Any, **kwargs: Any) -> Any:
             found = method(owner, *args, **kwargs)
-            result = len(found) if name == "BlockPool.match" else found if name.endswith("match") else ""
-            self._add(name, args, str(result))
+            result = ""
+            if isinstance(found, Match):
+                result = f"{found.device} {found.stored}"
+            elif name == "BlockPool.match":
+                result = str(len(found))
+            self._add(name, args, result)
             return found
 
         return recording
@@ -176,3 +180,63 @@ async def test_what_another_tenant_cached_is_not_looked_up_counted_or_loaded(
     assert cached_tokens(known) == cached_tokens(unknown) == 0
     assert await matched_tokens(world, known) == await matched_tokens(world, unknown)
     assert {it[0] for it in await matched_tokens(world, known)} == {0}
+
+
+async def _embedded(world: World, tokens: list[int], tenant: str) -> pb.Usage:
+    ids = pb.EmbedInput(token_ids=pb.TokenIds(ids=tokens))
+    request = pb.EmbedRequest(inputs=[ids], tenant=tenant)
+    reply: pb.EmbedResponse = await world.front.client.stub().Embed(request)
+    return reply.usage
+
+
+async def _scored(world: World, tokens: list[int], tenant: str) -> pb.Usage:
+    ids = pb.EmbedInput(token_ids=pb.TokenIds(ids=tokens[-2:]))
+    prompt_ids = pb.TokenIds(ids=tokens[:-2])
+    request = pb.ScoreRequest(token_ids=prompt_ids, continuations=[ids], tenant=tenant)
+    reply: pb.ScoreResponse = await world.front.client.stub().Score(request)
+    return reply.usage
+
+
+async def _read(world: World, tokens: list[int], tenant: str, **options: Any) -> pb.Usage:
+    call = await world.front.complete(tokens, tenant=tenant, max_tokens=2, seed=5, **options)
+    assert call.finished is not None
+    return call.finished.usage
+
+
+async def _with_logprobs(world: World, tokens: list[int], tenant: str) -> pb.Usage:
+    return await _read(world, tokens, tenant, prompt_logprobs=1)
+
+
+async def _not_stored(world: World, tokens: list[int], tenant: str) -> pb.Usage:
+    return await _read(world, tokens, tenant, no_store=True)
+
+
+async def _of_a_session(world: World, tokens: list[int], tenant: str) -> pb.Usage:
+    return await _read(world, tokens, tenant, session_id="same")
+
+
+@pytest.mark.parametrize("asks", [_embedded, _scored, _with_logprobs, _not_stored, _of_a_session])
+async def test_what_another_tenant_cached_does_nothing_for_any_kind_of_request(
+    world: World, monkeypatch: pytest.MonkeyPatch, asks: Callable[..., Any], request: Any
+) -> None:
+    recorder = Recorder(monkeypatch)
+    number = 100 * (1 + request.node.callspec.indices["asks"])
+
+    async def recorded(tokens: list[int], tenant: str) -> tuple[pb.Usage, Recorded, set[bytes]]:
+        await world.settle()
+        recorder.start()
+        usage = await asks(world, tokens, tenant)
+        await world.settle()
+        return usage, recorder.calls, set(recorder.keys)
+
+    shared, fresh = prompt(number, NUM_TOKENS), prompt(number + 1, NUM_TOKENS)
+    await _read(world, shared, "a", session_id="same")
+    await recorded(prompt(number + 2, NUM_TOKENS), "b")
+    usage, calls_of_known, keys_of_known = await recorded(shared, "b")
+    alike, calls_of_unknown, _ = await recorded(fresh, "b")
+    assert usage == alike
+    assert usage.prompt_tokens == NUM_TOKENS
+    assert usage.cached == pb.CachedTokens()
+    assert calls_of_known == calls_of_unknown
+    _, _, keys_of_a = await recorded(shared, "a")
+    assert not keys_of_known & keys_of_a

@@ -35,12 +35,18 @@ NEEDS: dict[str, Object] = {
     "gateway.tls.enabled": {"gateway": {"tls": {"secretName": "tandem-tls"}}},
     "gateway.ingress.enabled": {"gateway": {"ingress": {"host": "llm.example"}}},
     "gateway.grpcRoute.enabled": {"gateway": {"grpcRoute": {"parentRefs": [{"name": "public"}]}}},
+    "gateway.httpIngress.enabled": {"gateway": {"httpIngress": {"host": "llm.example"}}},
+    "gateway.httpRoute.enabled": {"gateway": {"httpRoute": {"parentRefs": [{"name": "public"}]}}},
     "auth.apiKeys.enabled": {
         "auth": {"jwt": {"keys": "{}"}},
         "config": {"auth": {"jwt": {"issuer": "https://issuer.example", "audience": "tandem"}}},
     },
     "monitoring.serviceMonitor.enabled": SCRAPED,
     "monitoring.podMonitor.enabled": SCRAPED,
+    "monitoring.gatewayMonitor.enabled": {
+        **SCRAPED,
+        "monitoring": {"gatewayMonitor": {"keySecretName": "tandem-viewer"}},
+    },
     # Tandem's own autoscaler would have no pods to grow into.
     "autoscaler.enabled": {"config": {"scaling": {"autoscale": False}}},
 }

@@ -110,9 +110,10 @@ def test_the_operators_namespace_can_be_another() -> None:
     assert not policies.may(OUTSIDE["kuberay"], "headgroup", 8265)
 
 
-@pytest.mark.parametrize("monitor", ["serviceMonitor", "podMonitor"])
+@pytest.mark.parametrize("monitor", ["serviceMonitor", "podMonitor", "gatewayMonitor"])
 def test_a_monitor_needs_peers_that_may_scrape(monitor: str) -> None:
     case: dict[str, Any] = {"monitoring": {monitor: {"enabled": True}}}
+    case = merged(case, {"monitoring": {"gatewayMonitor": {"keySecretName": "viewer-key"}}})
     with pytest.raises(helm_python.HelmError, match=r"networkPolicy\.metricsFrom: must be given"):
         render(case)
     render(merged(case, PEERS))
@@ -136,6 +137,8 @@ PUBLISHED: dict[str, Object] = {
     "gateway.service.type: NodePort": {"service": {"type": "NodePort"}},
     "gateway.ingress.enabled": {"ingress": {"enabled": True, "host": "llm.example"}},
     "gateway.grpcRoute.enabled": {"grpcRoute": {"enabled": True, "parentRefs": [{"name": "public"}]}},
+    "gateway.httpIngress.enabled": {"httpIngress": {"enabled": True, "host": "llm.example"}},
+    "gateway.httpRoute.enabled": {"httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}]}},
 }
 
 
@@ -145,7 +148,7 @@ def test_a_port_without_authentication_is_published_only_when_told_twice(way: st
     assert render(case)
     with pytest.raises(helm_python.HelmError) as caught:
         render({**case, **OPEN})
-    assert f"{way}: publishes gRPC without authentication" in str(caught.value)
+    assert f"{way}: publishes inference without authentication" in str(caught.value)
     assert "auth.publishUnauthenticated: true" in str(caught.value)
     assert render({**case, **TWICE})
 
@@ -172,6 +175,73 @@ def test_an_ingress_and_a_route_lead_clients_to_inference_alone() -> None:
     assert [match["method"]["service"] for match in rule["matches"]] == ["tandem.v1.Inference"]
 
 
+def test_an_ingress_and_a_route_for_http_lead_to_its_port_alone() -> None:
+    ways: Object = {}
+    for way in ("gateway.ingress.enabled", "gateway.httpIngress.enabled", "gateway.httpRoute.enabled"):
+        ways |= PUBLISHED[way]
+    annotated = {"httpIngress": {"annotations": {"proxy-read-timeout": "3600"}}}
+    items = objects({"gateway": merged(ways, annotated)})
+    service = only(items, "Service", "tandem")
+    (number,) = [port["port"] for port in service["spec"]["ports"] if port["name"] == "http"]
+    ingress = only(items, "Ingress", "tandem-http")
+    assert ingress["metadata"]["annotations"] == {"proxy-read-timeout": "3600"}
+    assert "annotations" not in only(items, "Ingress", "tandem")["metadata"]
+    assert ingress["spec"]["tls"] == [{"hosts": ["llm.example"]}]
+    (rule,) = ingress["spec"]["rules"]
+    (path,) = rule["http"]["paths"]
+    assert path["backend"]["service"] == {"name": "tandem", "port": {"name": "http"}}
+    (rule,) = only(items, "HTTPRoute")["spec"]["rules"]
+    assert rule["backendRefs"] == [{"name": "tandem", "port": number}]
+    assert rule["timeouts"] == {"request": "0s"}, "a stream is not cut"
+
+
+def test_without_http_its_port_is_nowhere() -> None:
+    items = objects({"gateway": {"http": False}})
+    assert [port["name"] for port in only(items, "Service", "tandem")["spec"]["ports"]] == ["grpc"]
+    policies = Policies(items)
+    assert "http" not in policies.named_ports("gateway")
+    assert not policies.may(OUTSIDE["client"], "gateway", 8784)
+
+
+def test_scrapers_of_gateways_show_a_key_and_reach_the_console_s_port() -> None:
+    monitor = {"monitoring": {"gatewayMonitor": {"enabled": True, "keySecretName": "viewer-key"}}}
+    items = objects(merged(PEERS, monitor))
+    (endpoint,) = only(items, "ServiceMonitor", "tandem-gateways")["spec"]["endpoints"]
+    assert (endpoint["port"], endpoint["path"]) == ("console", "/metrics")
+    assert endpoint["authorization"] == {"credentials": {"name": "viewer-key", "key": "viewer"}}
+    assert "scheme" not in endpoint
+    selector = only(items, "ServiceMonitor", "tandem-gateways")["spec"]["selector"]["matchLabels"]
+    found = [
+        it for it in items if it["kind"] == "Service" and selector.items() <= it["metadata"]["labels"].items()
+    ]
+    assert [service["metadata"]["name"] for service in found] == ["tandem-admin"]
+    found_by = {**MATRIX["gateway"], "console": {"operator", "prometheus"}}
+    assert reached(Policies(items))["gateway"] == found_by
+    tls = {"gateway": {"tls": {"enabled": True, "secretName": "tls"}}}
+    named = {"monitoring": {"gatewayMonitor": {"serverName": "llm.example"}}}
+    items = objects(merged(merged(merged(PEERS, monitor), tls), named))
+    (endpoint,) = only(items, "ServiceMonitor", "tandem-gateways")["spec"]["endpoints"]
+    assert (endpoint["scheme"], endpoint["tlsConfig"]) == ("https", {"serverName": "llm.example"})
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ({}, r"gatewayMonitor\.keySecretName: must be given with auth\.mode required"),
+        ({"gateway": {"console": False}}, r"gatewayMonitor\.enabled: needs gateway\.console"),
+        (
+            {"gateway": {"adminService": {"enabled": False}}},
+            r"gatewayMonitor\.enabled: needs gateway\.console",
+        ),
+    ],
+)
+def test_a_monitor_of_gateways_that_cannot_work_is_refused(case: Object, reason: str) -> None:
+    monitor = merged(PEERS, {"monitoring": {"gatewayMonitor": {"enabled": True}}})
+    with pytest.raises(helm_python.HelmError, match=reason):
+        render(merged(monitor, case))
+    assert render(merged(monitor, OPEN)), "nobody asks for a key"
+
+
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
@@ -180,6 +250,16 @@ def test_an_ingress_and_a_route_lead_clients_to_inference_alone() -> None:
         (
             {"ingress": {"enabled": True, "host": "a"}, "service": {"enabled": False}},
             r"gateway\.ingress\.enabled: needs gateway\.service\.enabled",
+        ),
+        ({"httpIngress": {"enabled": True}}, r"gateway\.httpIngress\.host: must be given"),
+        ({"httpRoute": {"enabled": True}}, r"gateway\.httpRoute\.parentRefs: must be given"),
+        (
+            {"httpRoute": {"enabled": True, "parentRefs": [{"name": "a"}]}, "service": {"enabled": False}},
+            r"gateway\.httpRoute\.enabled: needs gateway\.service\.enabled",
+        ),
+        (
+            {"httpIngress": {"enabled": True, "host": "a"}, "http": False},
+            r"gateway\.httpIngress\.enabled: needs gateway\.http",
         ),
     ],
 )

@@ -34,7 +34,7 @@ EXAMPLES = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(CHART
 # Kinds of the Prometheus operator, of the Gateway API and of cert-manager, for which there is no schema here.
 WITHOUT_SCHEMA = {
     *("ServiceMonitor", "PodMonitor", "PrometheusRule"),
-    "GRPCRoute",
+    *("GRPCRoute", "HTTPRoute"),
     *("Certificate", "Issuer"),
 }
 

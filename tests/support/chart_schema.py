@@ -112,6 +112,7 @@ _RULES: dict[str, dict[str, Any]] = {
     "idleTimeoutSeconds": _COUNT,
     "auth.mode": {"enum": ["required", "none"]},
     "issuerRef.kind": {"enum": ["Issuer", "ClusterIssuer"]},
+    "requestTimeout": {"type": "string", "pattern": "^([0-9]{1,5}(h|m|s|ms)){1,4}$"},
     "duration": _DURATION,
     "renewBefore": _DURATION,
     "firstTenant": {"type": "string", "pattern": TENANT_PATTERN},

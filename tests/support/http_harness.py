@@ -18,9 +18,29 @@ from numpy.typing import NDArray
 from patience import WAIT_S
 
 from cluster.config import ClusterConfig
+from cluster.http import messages, responses, schemas
 from cluster.serve.gateway_server import Gateway
-from workers.messages.link import PrefillReport, PromptEmbedding, StageTimes, StepFrame, Submission
+from workers.messages.link import (
+    PrefillReport,
+    PromptEmbedding,
+    PromptLogprobs,
+    StageTimes,
+    StepFrame,
+    Submission,
+)
+from workers.messages.sampling import PackedLogprobs
 
+# What each route decodes.
+SCHEMAS: dict[str, type[schemas.Body]] = {
+    "/v1/chat/completions": schemas.ChatRequest,
+    "/v1/completions": schemas.CompletionRequest,
+    "/v1/responses": responses.ResponsesRequest,
+    "/v1/messages": messages.MessagesRequest,
+    "/v1/messages/count_tokens": messages.CountTokensRequest,
+    "/v1/embeddings": schemas.EmbeddingRequest,
+    "/tokenize": schemas.TokenizeRequest,
+    "/detokenize": schemas.DetokenizeRequest,
+}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "seed": 1, "max_tokens": 8}
 
 
@@ -29,11 +49,25 @@ def embedding_of(prompt: bytes) -> NDArray[np.float32]:
     return np.frombuffer(hashlib.sha256(prompt).digest()[:8], "u1").astype("<f4")
 
 
+def prompt_logprobs(submission: Submission) -> PromptLogprobs:
+    """Of all tokens but the first: -0.25 each, and of the likeliest -1, -2 and so on."""
+    num_tokens, num_top = len(submission.prompt) // 4 - 1, submission.sampling.num_prompt_logprobs or 0
+    logprobs = PackedLogprobs(
+        num_top,
+        np.full(num_tokens, -0.25, "<f4").tobytes(),
+        np.tile(np.arange(num_top, dtype="<u4"), num_tokens).tobytes(),
+        np.tile(-1 - np.arange(num_top, dtype="<f4"), num_tokens).tobytes(),
+    )
+    return PromptLogprobs(submission.request_id, submission.attempt, 1, logprobs)
+
+
 class EmbeddingReplica(ScriptedReplica):
-    """Answers requests for embeddings too."""
+    """Answers requests for embeddings too, and those for log-probabilities of prompts."""
 
     async def _prefill(self, submission: Submission, gateway_id: str) -> None:
         if submission.pooling is None:
+            if submission.sampling.num_prompt_logprobs is not None:
+                self._send(gateway_id, StepFrame(prompt_logprobs=(prompt_logprobs(submission),)))
             await super()._prefill(submission, gateway_id)
             return
         key = submission.request_id, submission.attempt

@@ -238,6 +238,7 @@ def make_request(
     num_prompt_tokens: int = 3,
     num_prompt_logprobs: int | None = None,
     pooling: Pooling | None = None,
+    is_grammar_of_tools: bool = False,
 ) -> RecordedRequest:
     prepared = PreparedRequest(
         request_id="r",
@@ -252,6 +253,7 @@ def make_request(
         deadline_at=deadline_at,
         max_attempts=max_attempts,
         pooling=pooling,
+        is_grammar_of_tools=is_grammar_of_tools,
     )
     return RecordedRequest(prepared, [SampleText(Letters(), stops) for _ in prepared.samples])
 

@@ -244,7 +244,7 @@ def test_an_output_that_does_not_follow_the_grammar_fails_alone(harness: Matcher
     harness.start(1, grammar, [token("a")])
     masks = harness.masks([0, 1])
     assert masks is not None
-    assert [(it.index, it.code) for it in masks.failed] == [(0, "invalid")]
+    assert [(it.index, it.code) for it in masks.failed] == [(0, "grammar")]
     assert "could not follow the grammar" in masks.failed[0].reason
     assert_allows(masks.masks[1], ["abc"], [token("a")])
 
@@ -255,7 +255,7 @@ def test_a_token_against_the_grammar_is_reported_with_its_step(harness: MatcherH
     harness.start(1, grammar)
     assert harness.masks([0, 1]) is not None
     (failure,) = harness.matchers.advance(rows_of([0, 1]), np.array([token("a"), token("c")]))
-    assert (failure.index, failure.code) == (1, "invalid")
+    assert (failure.index, failure.code) == (1, "grammar")
     masks = harness.masks([0, 1])
     assert masks is not None
     assert [it.index for it in masks.failed] == [1]
@@ -287,14 +287,14 @@ def test_a_lexer_that_copies_have_worn_out_is_replaced(tmp_path: Path) -> None:
             break
         harness.advance({0: generator.choice([token("a"), token("b")])})
     assert masks is not None
-    assert [it.code for it in masks.failed] == ["invalid"], "this one has met too many by itself"
+    assert [it.code for it in masks.failed] == ["grammar"], "this one has met too many by itself"
 
 
 def test_a_grammar_that_is_not_compiled_fails_the_slot(harness: MatcherHarness) -> None:
     harness.start(0, choice(["a"]))
     masks = harness.masks([0])
     assert masks is not None
-    assert [it.code for it in masks.failed] == ["invalid"]
+    assert [it.code for it in masks.failed] == ["grammar"]
 
 
 class LateEvent:

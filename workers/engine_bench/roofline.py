@@ -111,7 +111,7 @@ def _candidates(num_outputs: int, size: int, dtype: torch.dtype) -> list[_Candid
                 lambda rows: _each(wide, lambda weight: F.linear(rows.float(), weight).to(dtype)),
             )
         )
-    if dtype == torch.bfloat16 and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if dtype == torch.bfloat16 and multiplies_bf16():
         packed = [torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS) for weight in weights]
         product = torch.ops.mkldnn._linear_pointwise
         found.append(
@@ -121,6 +121,13 @@ def _candidates(num_outputs: int, size: int, dtype: torch.dtype) -> list[_Candid
             )
         )
     return found
+
+
+def multiplies_bf16() -> bool:
+    """Return whether oneDNN multiplies bf16 on this CPU; with AVX2 alone it refuses such weights."""
+    # torch offers no public question.
+    is_supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.backends.mkldnn.is_available() and is_supported  # type: ignore[no-untyped-call]
 
 
 def _each(weights: list[Any], work: Callable[[Any], Tensor]) -> None:

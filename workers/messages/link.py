@@ -232,10 +232,11 @@ class RequestFailed(Part, frozen=True):
     """The attempt is over without a finish. `code`: "refused" (no capacity or queue full: route again),
     "peer" (the hand-over's other side failed: route again), "deadline", "internal" (the replica's own
     fault: route again), "leaving" (it leaves, nobody's fault: route again), "crowded" (more waits here than
-    the submission allows: route again), "invalid" (never retry). `retry_after_s` goes with "refused", and so
-    does `refused_by`: the replica id of the hand-over's other side when that has no capacity, "" when the
-    sender. With "internal", `suspect` tells whether this request may have caused the fault: it was in flight,
-    or the fault was found to be its own."""
+    the submission allows: route again), "invalid" (never retry), "grammar" (never retry: its grammar is
+    refused, or the output could not follow it). `retry_after_s` goes with "refused", and so does
+    `refused_by`: the replica id of the hand-over's other side when that has no capacity, "" when the sender.
+    With "internal", `suspect` tells whether this request may have caused the fault: it was in flight, or the
+    fault was found to be its own."""
 
     request_id: str
     attempt: int

@@ -176,7 +176,7 @@ class ReleaseGrammar(Message, frozen=True):
 
 class GrammarCompiled(Message, frozen=True):
     """Rank to engine core: slots may start with this grammar or, with an `error`, it is refused. `is_full`:
-    only because others take all the memory that there is for grammars."""
+    only here and now, where others take all the memory for grammars, or no process checks them."""
 
     digest: bytes
     error: str = ""
@@ -317,8 +317,7 @@ class EntryEmbedding(Part, frozen=True):
 
 class FailedEntry(Part, frozen=True):
     """Sequence `index` of the plan, of its entries and then of its decodes, was not computed; "" where
-    another rank knows why. `code` is that of its `RequestFailed`: "invalid" where its grammar is the
-    cause."""
+    another rank knows why. `code` is that of its `RequestFailed`: "grammar" where that is the cause."""
 
     index: int
     reason: str

@@ -205,7 +205,7 @@ class SlotMatchers:
         try:
             slot.matcher = self._grammars.matcher(slot.grammar)
         except GrammarRefusedError as error:
-            return MatcherFailure(f"its grammar: {error}", "invalid")
+            return MatcherFailure(f"its grammar: {error}", "grammar")
         sample = slot.sample
         output = np.frombuffer(sample.output, dtype="<u4").tolist()
         if not output:
@@ -252,7 +252,7 @@ class SlotMatchers:
             if not slot.matcher.consume_tokens(inner):
                 return _cannot_follow(slot.matcher)
         if slot.has_ended and not slot.matcher.is_accepting():
-            return MatcherFailure("its output ended before the grammar allowed it", "invalid")
+            return MatcherFailure("its output ended before the grammar allowed it", "grammar")
         slot.tokens += tokens
         return None
 
@@ -266,7 +266,7 @@ class SlotMatchers:
         try:
             slot.matcher = self._grammars.separate_matcher(slot.grammar)
         except GrammarRefusedError as error:
-            return MatcherFailure(f"its grammar: {error}", "invalid")
+            return MatcherFailure(f"its grammar: {error}", "grammar")
         if not slot.matcher.consume_tokens(slot.tokens):
             return _cannot_follow(slot.matcher)
         return None
@@ -286,4 +286,4 @@ def _failed(rows: PlannedRows, row: int, failure: MatcherFailure) -> FailedEntry
 
 
 def _cannot_follow(matcher: LLMatcher) -> MatcherFailure:
-    return MatcherFailure(f"its output could not follow the grammar: {error_of(matcher)}", "invalid")
+    return MatcherFailure(f"its output could not follow the grammar: {error_of(matcher)}", "grammar")

@@ -152,8 +152,8 @@ class Lifecycle:
         """End all samples of a request that a rank could not compute. Of the step that failed nothing is
         registered, and later plans that name the sequences are settled without effect."""
         self.drop(request)
-        if failed.code == "invalid":
-            return RequestFailed(*request.key, code="invalid", reason=failed.reason)
+        if failed.code == "grammar":
+            return RequestFailed(*request.key, code="grammar", reason=failed.reason)
         why = f"a step failed: {failed.reason}"
         return RequestFailed(*request.key, code="internal", reason=why, suspect=True)
 

@@ -6,18 +6,24 @@ of it is a LoadBalancer or a NodePort, or where an Ingress or a route leads to i
 {{- $twice := "set auth.mode required, or, where everybody who reaches the port may use it, auth.publishUnauthenticated: true" -}}
 {{- $ways := include "tandem.publishedWays" . -}}
 {{- if and $ways (not $mayBeOpen) -}}
-{{- fail (printf "%s: publishes gRPC without authentication (auth.mode none): %s" $ways $twice) -}}
+{{- fail (printf "%s: publishes inference without authentication (auth.mode none): %s" $ways $twice) -}}
 {{- end -}}
-{{- range $name := list "ingress" "grpcRoute" -}}
-{{- if and (get $gateway $name).enabled (not $gateway.service.enabled) -}}
+{{- range $name := list "ingress" "grpcRoute" "httpIngress" "httpRoute" -}}
+{{- $way := get $gateway $name -}}
+{{- if $way.enabled -}}
+{{- if not $gateway.service.enabled -}}
 {{- fail (printf "gateway.%s.enabled: needs gateway.service.enabled: requests go through that Service" $name) -}}
 {{- end -}}
+{{- if and (hasPrefix "http" $name) (not $gateway.http) -}}
+{{- fail (printf "gateway.%s.enabled: needs gateway.http: without it the gateways answer gRPC alone" $name) -}}
 {{- end -}}
-{{- if and $gateway.ingress.enabled (not $gateway.ingress.host) -}}
-{{- fail "gateway.ingress.host: must be given with gateway.ingress.enabled" -}}
+{{- if and (hasKey $way "host") (not $way.host) -}}
+{{- fail (printf "gateway.%s.host: must be given with gateway.%s.enabled" $name $name) -}}
 {{- end -}}
-{{- if and $gateway.grpcRoute.enabled (not $gateway.grpcRoute.parentRefs) -}}
-{{- fail "gateway.grpcRoute.parentRefs: must be given with gateway.grpcRoute.enabled: the Gateways that route" -}}
+{{- if and (hasKey $way "parentRefs") (not $way.parentRefs) -}}
+{{- fail (printf "gateway.%s.parentRefs: must be given with gateway.%s.enabled: the Gateways that route" $name $name) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- $admin := $gateway.adminService -}}
 {{- if and $admin.enabled (ne $admin.type "ClusterIP") -}}
@@ -31,14 +37,15 @@ of it is a LoadBalancer or a NodePort, or where an Ingress or a route leads to i
 {{- end -}}
 {{- end -}}
 
-{{/* The values that publish gRPC for clients; nothing where it stays inside the cluster. */}}
+{{/* The values that publish gRPC or HTTP for clients; nothing where it stays inside the cluster. */}}
 {{- define "tandem.publishedWays" -}}
 {{- $gateway := .Values.gateway -}}
 {{- $ways := list -}}
 {{- if and $gateway.service.enabled (ne $gateway.service.type "ClusterIP") -}}
 {{- $ways = append $ways (printf "gateway.service.type: %s" $gateway.service.type) -}}
 {{- end -}}
-{{- if $gateway.ingress.enabled -}}{{- $ways = append $ways "gateway.ingress.enabled" -}}{{- end -}}
-{{- if $gateway.grpcRoute.enabled -}}{{- $ways = append $ways "gateway.grpcRoute.enabled" -}}{{- end -}}
+{{- range $name := list "ingress" "grpcRoute" "httpIngress" "httpRoute" -}}
+{{- if (get $gateway $name).enabled -}}{{- $ways = append $ways (printf "gateway.%s.enabled" $name) -}}{{- end -}}
+{{- end -}}
 {{- join ", " $ways -}}
 {{- end -}}
