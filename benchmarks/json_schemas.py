@@ -168,7 +168,7 @@ async def answer_all(client: Client, cases: Sequence[SchemaCase], concurrency: i
 
 
 @dataclass(frozen=True)
-class Tally:
+class SchemaCounts:
     """How many schemas were refused, and of how many of the others the answers are complete and valid."""
 
     schemas: int
@@ -216,15 +216,17 @@ def report(answers: Sequence[SchemaAnswer]) -> list[Line]:
             end = it.text[-80:]
             lines.append({"problem": problem[:200], "schema": it.case.name, "seen": end})
     for keyword in sorted(set().union(*(it.case.keywords for it in answers))):
-        tally = Tally.of(it for it in answers if keyword in it.case.keywords)
-        lines.append({"keyword": keyword, **tally.line()})
+        counts = SchemaCounts.of(it for it in answers if keyword in it.case.keywords)
+        lines.append({"keyword": keyword, **counts.line()})
     sources = sorted({it.case.source for it in answers})
     for source in sources:
-        lines.append({"source": source, **Tally.of(it for it in answers if it.case.source == source).line()})
+        lines.append(
+            {"source": source, **SchemaCounts.of(it for it in answers if it.case.source == source).line()}
+        )
     limits = {"limit_complete": MIN_COMPLETE, "limit_refused": MAX_REFUSED}
     lengths = sorted(it.num_tokens for it in answers if it.is_complete)
     tokens = {"tokens_p50": lengths[len(lengths) // 2], "tokens_p90": lengths[len(lengths) * 9 // 10]}
-    return [*lines, {"source": "all", **Tally.of(answers).line(), **tokens, **limits}]
+    return [*lines, {"source": "all", **SchemaCounts.of(answers).line(), **tokens, **limits}]
 
 
 # ------------------------------------------------------------------------------ replicas that come and go
@@ -385,9 +387,9 @@ async def measure_leaving(
             if before.text != after.text:
                 yield {"problem": "another answer", "schema": after.case.name, "seen": after.text[-80:]}
         await cluster.add("decode")
-    tally = Tally.of(found).line()
+    counts = SchemaCounts.of(found).line()
     seconds = round(CLOCK.now() - started_at, 1)
-    yield {"while": how, **tally, "elsewhere": num_elsewhere, "same": num_same, "seconds": seconds}
+    yield {"while": how, **counts, "elsewhere": num_elsewhere, "same": num_same, "seconds": seconds}
 
 
 async def measure(num_schemas: int, num_leaving: int, concurrency: int) -> Lines:

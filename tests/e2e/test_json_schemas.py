@@ -18,7 +18,7 @@ from benchmarks.drawn_schemas import PARTS, UNSUPPORTED, drawn_cases, kubernetes
 from benchmarks.json_schemas import (
     MAX_REFUSED,
     MIN_COMPLETE,
-    Tally,
+    SchemaCounts,
     answer_all,
     find_problem,
     measure,
@@ -49,7 +49,7 @@ async def test_answers_by_a_sample_of_schemas_are_complete_and_valid(front: Fron
     cases = [*kubernetes_cases(10), *drawn_cases(34)]
     answers = await answer_all(front.client, cases, concurrency=16)
     assert {it.case.name for it in answers if it.refusal} == {it.name for it in cases if it.unsupported}
-    found = Tally.of(answers)
+    found = SchemaCounts.of(answers)
     assert found.share_complete >= MIN_COMPLETE, [it.case.name for it in answers if not it.is_complete]
     assert found.valid == found.complete, [it.find_problem() for it in answers]
     assert 0 < found.share_refused <= MAX_REFUSED

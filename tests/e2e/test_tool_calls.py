@@ -181,7 +181,7 @@ async def front_of(front: Front, model_dir: Path, *replicas: Replica) -> AsyncIt
 
 
 @pytest.mark.parametrize("how", ["killed", "drained"])
-async def test_a_call_goes_on_elsewhere_when_its_replica_leaves_amid_the_arguments(
+async def test_a_call_continues_when_its_replica_leaves_amid_the_arguments(
     front: Front, calling_dir: Path, tmp_path: Path, how: str
 ) -> None:
     alone = CallStream(front)
