@@ -53,6 +53,15 @@ _DEFAULT_CONCURRENCY = 8
 _DEFAULT_OUTPUT_TOKENS = 32
 
 
+# What is shown where there were any.
+_LOST = (
+    ("refused", "num_refused"),
+    ("expired", "num_expired"),
+    ("timed out", "num_timed_out"),
+    ("failed", "num_failed"),
+)
+
+
 class BenchRun(NamedTuple):
     """One run: of a sweep there are several."""
 
@@ -203,7 +212,7 @@ def bench_table(runs: Sequence[tuple[str, dict[str, Any]]]) -> Table:
     table = made_table("serving benchmark", "", numbers=[label for label, _ in runs])
     stats = [figure for _, figure in runs]
     table.add_row("finished", *(f"{run['num_ok']} of {run['num_requests']}" for run in stats))
-    for name, key in (("refused", "num_refused"), ("timed out", "num_timed_out"), ("failed", "num_failed")):
+    for name, key in _LOST:
         if any(run[key] for run in stats):
             table.add_row(name, *(str(run[key]) for run in stats))
     for name, key in (

@@ -191,7 +191,7 @@ class RequestManager:
                     state="refused",
                     code=to_grpc_status(error).code.name,
                     reason=error.logged,
-                    started_at=now,
+                    started_at=caller.arrived_at or now,
                     ended_at=self._clock.now(),
                 )
             )

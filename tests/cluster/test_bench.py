@@ -165,6 +165,17 @@ async def test_concurrency_is_kept_and_outcomes_are_told() -> None:
     assert records[0].ttft_s == pytest.approx(0.5, abs=0.11)
 
 
+async def test_what_was_accepted_before_it_was_refused_has_expired() -> None:
+    async def send(prompt: BenchPrompt, num_tokens: int, service_class: str) -> AsyncIterator[int]:
+        if prompt != LOAD.prompts()[0]:
+            yield 0
+        raise CallError(grpc.StatusCode.RESOURCE_EXHAUSTED, "late")
+
+    records = await run_workload(LOAD, send, ManualClock(), lambda _: None)
+    assert [it.outcome for it in records] == ["refused"] + ["expired"] * 7
+    assert summarize(records, Objectives(1000, 1000))["num_expired"] == 7
+
+
 async def test_the_first_reason_of_a_failure_is_kept() -> None:
     async def refuse(prompt: BenchPrompt, num_tokens: int, service_class: str) -> AsyncIterator[int]:
         if prompt != LOAD.prompts()[0]:
