@@ -22,15 +22,13 @@ from typing import Any, NamedTuple
 
 from benchmarks.virtual_cluster import EngineModel, Lengths, Tenant, VirtualCluster, VirtualRequest
 from cluster.admission.config import AdmissionConfig
+from cluster.cli.bench_overload import recovered_after_s
 
 MULTIPLES = (0.5, 0.9, 1.2, 2.0, 5.0)
 TPOT_S = 0.4
 RECOVERY_S = 30.0
 # For long enough that so many requests come, where they are few.
 RECOVERY_REQUESTS = 100
-# Goodput has recovered when this part of so many requests that follow each other is good.
-WINDOW = 20
-RECOVERED_PART = 0.9
 # The first seconds of a load do not count where steady figures are meant.
 WARM_UP_S = 20.0
 
@@ -151,21 +149,15 @@ def run_load(
 
 
 def recovered_s(load: Load, after_s: float) -> float | None:
-    """Return after how many seconds the requests with an objective are good again, of every `WINDOW` of them
-    that follow each other; None: not at all. The class batch has none: it is let in when the others are well.
-    """
+    """Return after how many seconds goodput is back, as `tandem bench serve --overload` has it; None: not at
+    all. The class batch has no objective: it is let in when the others are well."""
     config, end_s = load.cluster.config, load.duration_s
     sent = [
         it
         for it in load.cluster.requests
         if end_s <= it.arrived_at < end_s + after_s and it.tenant.service_class != "batch"
     ]
-    marks = [is_good(it, config) for it in sent]
-    for index in range(len(sent) - WINDOW, -1, -1):
-        if sum(marks[index : index + WINDOW]) < RECOVERED_PART * WINDOW:
-            last = index + 1
-            return sent[last].arrived_at - end_s if last + WINDOW <= len(sent) else None
-    return 0.0
+    return recovered_after_s([it.arrived_at - end_s for it in sent], [is_good(it, config) for it in sent])
 
 
 def overload(name: str, scenario: Scenario, num_replicas: int, duration_s: float) -> Iterator[dict[str, Any]]:

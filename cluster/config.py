@@ -31,7 +31,7 @@ from kvtransfer.rpc.mutual_tls import TlsFiles
 from kvtransfer.rpc.trust import Trust, TrustFiles
 from kvtransfer.transports import TRANSPORTS
 from router.config import RouterConfig
-from workers.config import EngineSettings
+from workers.config import EngineSettings, PaceConfig
 from workers.model.model_config import ModelConfig
 
 Role = Literal["prefill", "decode", "both"]
@@ -344,6 +344,7 @@ class DebugConfig(_Settings):
     # Requests may name the replicas that serve them.
     allow_pins: bool = False
     faults: tuple[FaultConfig, ...] = ()
+    pace: PaceConfig | None = None
 
     @property
     def fault_rules(self) -> tuple[FaultRule, ...]:

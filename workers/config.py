@@ -30,6 +30,19 @@ class Parallel(NamedTuple):
         return self.tp * self.pp
 
 
+class PaceConfig(BaseModel):
+    """Configures how long the steps of every rank take at least, in seconds, for benchmarks of what is above
+    the ranks: then their results do not depend on the machine, nor on what else runs there."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    base_s: float = Field(default=0.0, ge=0, le=10)
+    # For each sequence that decodes.
+    sequence_s: float = Field(default=0.0, ge=0, le=1)
+    # For each token of a prompt.
+    token_s: float = Field(default=0.0, ge=0, le=1)
+
+
 class StepSizes(NamedTuple):
     """What `max_batch_tokens` and `chunk_tokens` are where they are `auto`."""
 

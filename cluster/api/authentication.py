@@ -68,11 +68,18 @@ METHOD_ACCESS: Mapping[str, MethodAccess] = {
 }
 
 _caller: ContextVar[Identity] = ContextVar("caller")
+_arrived_at: ContextVar[float] = ContextVar("arrived_at", default=0.0)
 
 
 def caller_identity() -> Identity:
     """Return who makes the call that this task serves."""
     return _caller.get()
+
+
+def headers_arrived_at() -> float:
+    """Return when the headers of the call that this task serves were there; 0: it did not come through
+    `Authentication`."""
+    return _arrived_at.get()
 
 
 def set_caller(identity: Identity) -> None:
@@ -96,6 +103,7 @@ class Authentication(grpc.aio.ServerInterceptor):
         self._authenticator = access.authenticator
         self._relays = access.relays
         self._audit = access.audit
+        self._clock = access.clock
 
     async def intercept_service(
         self,
@@ -103,6 +111,7 @@ class Authentication(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
         """Return what serves the call: the method's own handler, or one that refuses."""
+        _arrived_at.set(self._clock.now())
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         access = METHOD_ACCESS.get(method)

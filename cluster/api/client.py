@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -138,10 +139,12 @@ class GenerateStream:
         while True:
             num_tokens = self._num_tokens()
             try:
-                async for event in self._attempt():
-                    yield event
-                    if isinstance(event, pb.Finished):
-                        return
+                # Closed at once: later, the client that it belongs to may be closed.
+                async with aclosing(self._attempt()) as attempt:
+                    async for event in attempt:
+                        yield event
+                        if isinstance(event, pb.Finished):
+                            return
                 raise CallError(grpc.StatusCode.UNAVAILABLE, "the stream ended without its last message")
             except CallError as error:
                 num_failures = 1 if self._num_tokens() > num_tokens else num_failures + 1
@@ -161,7 +164,7 @@ class GenerateStream:
             self.num_resumes += 1
             self._client.leave_address(self._address)
 
-    async def _attempt(self) -> AsyncIterator[Event]:
+    async def _attempt(self) -> AsyncGenerator[Event, None]:
         """The events of one call that are new."""
         timeout_s = None
         if self._deadline_at is not None:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from cluster.api.authentication import Context, abort, caller_identity, claim
+from cluster.api.authentication import Context, abort, caller_identity, claim, headers_arrived_at
 from cluster.api.output_messages import OutputMessages, usage_of
 from cluster.api.prompt_calls import CallContext, PromptCalls
 from cluster.api.replies import StatusService
@@ -139,6 +139,7 @@ def caller_of(context: Context, identity: Identity) -> Caller:
         peer=context.peer() or "",
         traceparent=metadata.get("traceparent", ""),
         tracestate=metadata.get("tracestate", ""),
+        arrived_at=headers_arrived_at(),
     )
 
 

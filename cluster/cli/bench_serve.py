@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
+import numpy as np
 import plotext
 import typer
 from rich.console import Console
@@ -45,10 +46,20 @@ from kvtransfer.common.clock import Clock, SystemClock
 from workers.messages.link import SERVICE_CLASSES
 
 _NUM_BINS = 30
+_NUM_TICKS = 5
 _MULTIPLES = ",".join(f"{multiple:g}" for multiple in MULTIPLES)
 _DEFAULT_REQUESTS = 64
 _DEFAULT_CONCURRENCY = 8
 _DEFAULT_OUTPUT_TOKENS = 32
+
+
+# What is shown where there were any.
+_LOST = (
+    ("refused", "num_refused"),
+    ("expired", "num_expired"),
+    ("timed out", "num_timed_out"),
+    ("failed", "num_failed"),
+)
 
 
 class BenchRun(NamedTuple):
@@ -126,16 +137,22 @@ def _show(
     if reasons:
         console.print(f"not every request finished; the first: {reasons[0]}", markup=False, soft_wrap=True)
     if len(results) > 1:
-        points = [(stats["offered_per_s"], stats["goodput_per_s"]) for _, stats in results]
+        points = [(offered_requests_per_s(stats), stats["goodput_per_s"]) for _, stats in results]
         console.print(sweep_plot(points, min(console.width, 100)))
         best = knee(_good_shares(results))
-        console.print(f"knee: {'below the lowest rate' if best is None else f'{best:g} a second'}")
+        labels = {stats["offered_per_s"]: label for label, stats in results}
+        console.print(f"knee: {'below the lowest rate' if best is None else labels[best]}")
     elif ttfts := [record.ttft_s * 1e3 for record in records if record.outcome == "ok"]:
         console.print(histogram("TTFT", ttfts, min(console.width, 100)))
 
 
 def _classes_of(stats: dict[str, Any]) -> Sequence[tuple[str, dict[str, Any]]]:
     return tuple(stats.get("classes", {}).items())
+
+
+def offered_requests_per_s(stats: dict[str, Any]) -> float:
+    """Return the load that was offered; what arrives at the rate may be sessions of several requests."""
+    return float(stats["offered_per_s"] * stats["num_requests"] / stats["num_sessions"])
 
 
 def _good_shares(results: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[float, float]]:
@@ -195,7 +212,7 @@ def bench_table(runs: Sequence[tuple[str, dict[str, Any]]]) -> Table:
     table = made_table("serving benchmark", "", numbers=[label for label, _ in runs])
     stats = [figure for _, figure in runs]
     table.add_row("finished", *(f"{run['num_ok']} of {run['num_requests']}" for run in stats))
-    for name, key in (("refused", "num_refused"), ("timed out", "num_timed_out"), ("failed", "num_failed")):
+    for name, key in _LOST:
         if any(run[key] for run in stats):
             table.add_row(name, *(str(run[key]) for run in stats))
     for name, key in (
@@ -237,8 +254,13 @@ def _percent(share: float | None) -> str:
 
 def histogram(name: str, values_ms: Sequence[float], width: int) -> Text:
     """Plot the distribution of a latency as text."""
-    figure = _empty_figure(f"{name}, ms", width, 12)
+    figure = _empty_figure(f"{name}, ms: requests", width, 12)
     figure.draw(figure.hist(list(values_ms), bins=_NUM_BINS))
+    most = int(np.histogram(values_ms, _NUM_BINS)[0].max())
+    figure.ruler("y").ticks(list(range(0, most + 1, math.ceil(most / _NUM_TICKS))))
+    low, high = min(values_ms), max(values_ms)
+    places = [low + (high - low) * number / _NUM_TICKS for number in range(_NUM_TICKS + 1)]
+    figure.ruler("x").ticks(places, [f"{place:.0f}" if high >= 100 else f"{place:.1f}" for place in places])
     return Text(plotext.uncolorize(str(figure.build())))
 
 
@@ -357,6 +379,8 @@ _KIND_TO_OPTIONS = {
     "sharegpt": {"concurrency", "rate", "sweep", "requests", "output_tokens", "turns", "think_s"},
     "mooncake": {"requests", "output_tokens", "time_scale"},
 }
+# Whose rates and concurrency are those of sessions.
+_WITH_SESSIONS = ("sessions", "sharegpt")
 # With `--overload`, which offers rates of its own.
 _OVERLOAD_OPTIONS = _DRAWN - {"rate", "sweep"} | {"requests"}
 
@@ -430,14 +454,15 @@ def planned_runs(load: LoadOptions, dataset: Dataset | None) -> list[BenchRun]:
     runs = []
     for index, rate in enumerate(load.rates):
         concurrency = 0 if rate > 0 or is_timed else load.concurrency or _DEFAULT_CONCURRENCY
-        label = f"x {load.time_scale or 1:g} time" if is_timed else _label(rate, concurrency)
+        what = "sessions " if dataset.kind in _WITH_SESSIONS else ""
+        label = f"x {load.time_scale or 1:g} time" if is_timed else _label(rate, concurrency, what)
         bind = partial(_dataset_load, make, rate, load.seed + index, load.vocab_size or 0)
         runs.append(BenchRun(label, rate, concurrency, bind, {"dataset": load.dataset}, classes))
     return runs
 
 
-def _label(rate_per_s: float, concurrency: int) -> str:
-    return f"{rate_per_s:g} a second" if rate_per_s > 0 else f"{concurrency} at once"
+def _label(rate_per_s: float, concurrency: int, what: str = "") -> str:
+    return f"{rate_per_s:g} {what}a second" if rate_per_s > 0 else f"{concurrency} {what}at once"
 
 
 def _load_of(workload: Workload, model: TargetModel) -> Load:

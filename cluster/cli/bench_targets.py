@@ -56,8 +56,8 @@ class Target(Protocol):
     def send(
         self, prompt: BenchPrompt, num_tokens: int, service_class: str
     ) -> AsyncIterator[int | AnswerEnd]:
-        """Send a request, and yield the number of tokens of each part of its answer; in the end what else is
-        known. `CallError` where it fails."""
+        """Send a request, and yield 0 when it was accepted, the number of tokens of each part of its answer,
+        and in the end what else is known. `CallError` where it fails."""
 
 
 # ----------------------------------------------------------------------------------------------
@@ -79,7 +79,9 @@ class GrpcTarget:
         token_ids: list[int] = []
         events = aiter(self._client.generate(prompt, options, timeout_s=self._timeout_s, resume=False))
         async for event in events:
-            if isinstance(event, pb.Delta) and event.token_ids:
+            if isinstance(event, pb.Accepted):
+                yield 0
+            elif isinstance(event, pb.Delta) and event.token_ids:
                 token_ids += event.token_ids
                 yield len(event.token_ids)
             elif isinstance(event, pb.Finished):
@@ -125,6 +127,7 @@ class HttpTarget:
         async with _called(
             self._session.post(f"{self._url}/v1/{path}", json=body, headers=_headers(self._who))
         ) as answer:
+            yield 0
             async for data in _events(answer):
                 if data.strip() == _DONE:
                     has_ended = True

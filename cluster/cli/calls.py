@@ -316,12 +316,19 @@ def _path_note(path: admin_pb.Path) -> str:
 
 
 # Of a candidate's cost.
-_TERMS = ("queue", "load", "prefill", "transfer", "pressure", "cost")
+_TERMS = {
+    "queue": "queue",
+    "load": "load",
+    "prefill": "pre-\nfill",
+    "transfer": "trans-\nfer",
+    "pressure": "pres-\nsure",
+    "cost": "cost",
+}
 
 
 def _candidate_table(decision: pb.Decision) -> Table:
     title = f"attempt {decision.attempt}, policy {decision.policy}: {decision.reason}"
-    numbers = ("matched", "uncached", *(f"{name}, ms" for name in _TERMS))
+    numbers = ("cached\ntokens", "new\ntokens", *(f"{name},\nms" for name in _TERMS.values()))
     table = made_table(title, "", "replica", "side", numbers=numbers)
     chosen = {("prefill", decision.prefill), ("decode" if decision.prefill else "local", decision.decode)}
     for candidate in decision.candidates:

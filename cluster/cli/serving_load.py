@@ -7,11 +7,12 @@ request is sent is an argument, so that the statistics are tested without a clus
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import grpc
@@ -80,6 +81,9 @@ class Workload:
     vocab_size: int
     # Request i is of class i modulo their number; by default all are of the tenant's own.
     service_classes: tuple[str, ...] = ("",)
+    # So many of the requests come after the others, at a rate of their own.
+    num_after: int = 0
+    rate_after_per_s: float = 0.0
 
     def prompts(self) -> list[list[int]]:
         """Draw the prompts: prompt i begins with the shared prefix of group i modulo `num_groups`."""
@@ -91,7 +95,11 @@ class Workload:
 
     def arrivals_s(self) -> list[float]:
         """Draw when each request is sent, in seconds from the start."""
-        return poisson_arrivals_s(self.num_requests, self.rate_per_s, self.seed)
+        first = poisson_arrivals_s(self.num_requests - self.num_after, self.rate_per_s, self.seed)
+        if not self.num_after:
+            return first
+        after = poisson_arrivals_s(self.num_after + 1, self.rate_after_per_s, self.seed + 1)
+        return first + [first[-1] + at for at in after[1:]]
 
     def sessions(self) -> list[Session]:
         """Return a session of one request for each prompt."""
@@ -109,8 +117,8 @@ def poisson_arrivals_s(num: int, rate_per_s: float, seed: int) -> list[float]:
     return [float(at) for at in np.cumsum(gaps) - gaps[:1].sum()]
 
 
-# Sends (prompt, number of output tokens, class); yields each delta's number of tokens, in the end perhaps
-# what else is known, or raises `CallError`.
+# Sends (prompt, number of output tokens, class); yields each delta's number of tokens, 0 when the request was
+# accepted, in the end perhaps what else is known, or raises `CallError`.
 Sender = Callable[[BenchPrompt, int, str], AsyncIterator[int | AnswerEnd]]
 
 _OUTCOMES = {
@@ -126,7 +134,7 @@ class BenchRequest(NamedTuple):
     finished_at: float
     num_input: int
     token_times: tuple[float, ...]
-    # "ok", "refused", "timed out" or "failed".
+    # "ok", "refused", "expired" (refused after it had been accepted), "timed out" or "failed".
     outcome: str
     # Why it is not "ok".
     reason: str = ""
@@ -152,16 +160,22 @@ class BenchRequest(NamedTuple):
 
 
 class Objectives(NamedTuple):
-    """What a good request keeps, in milliseconds."""
+    """What a good request keeps, in milliseconds. Classes may have times to the first token of their own."""
 
     ttft_ms: float
     tpot_ms: float
+    class_to_ttft_ms: Mapping[str, float] = MappingProxyType({})
+
+    def of_class(self, service_class: str) -> Objectives:
+        """Return those of one class alone."""
+        return Objectives(self.class_to_ttft_ms.get(service_class, self.ttft_ms), self.tpot_ms)
 
     def kept_by(self, record: BenchRequest) -> bool:
         if record.outcome != "ok" or not record.token_times:
             return False
         tpot_s = record.tpot_s
-        return record.ttft_s * 1e3 <= self.ttft_ms and (tpot_s is None or tpot_s * 1e3 <= self.tpot_ms)
+        ttft_ms = self.class_to_ttft_ms.get(record.service_class, self.ttft_ms)
+        return record.ttft_s * 1e3 <= ttft_ms and (tpot_s is None or tpot_s * 1e3 <= self.tpot_ms)
 
 
 async def run_workload(
@@ -227,11 +241,12 @@ async def _run_session(
 async def _send(
     prompt: BenchPrompt, num_tokens: int, service_class: str, send: Sender, clock: Clock
 ) -> tuple[BenchRequest, AnswerEnd]:
-    sent_at, outcome, reason = clock.now(), "ok", ""
+    sent_at, outcome, reason, is_accepted = clock.now(), "ok", "", False
     times: list[float] = []
     end = AnswerEnd()
     try:
         async for event in send(prompt, num_tokens, service_class):
+            is_accepted = True
             if isinstance(event, AnswerEnd):
                 end = event
             else:
@@ -240,6 +255,8 @@ async def _send(
             outcome, reason = "failed", "it ended without a token"
     except CallError as error:
         outcome, reason = _OUTCOMES.get(error.code, "failed"), str(error)
+        if outcome == "refused" and is_accepted:
+            outcome = "expired"
     times += times[-1:] * (end.num_output - len(times))
     num_input = end.num_input or len(prompt)
     record = BenchRequest(
@@ -275,6 +292,7 @@ def summarize(records: Sequence[BenchRequest], objectives: Objectives) -> dict[s
         "num_requests": len(records),
         "num_ok": len(done),
         "num_refused": sum(record.outcome == "refused" for record in records),
+        "num_expired": sum(record.outcome == "expired" for record in records),
         "num_timed_out": sum(record.outcome == "timed out" for record in records),
         "num_failed": sum(record.outcome == "failed" for record in records),
         "first_reason": next((record.reason for record in records if record.reason), None),
@@ -327,7 +345,9 @@ def by_class(records: Sequence[BenchRequest], objectives: Objectives) -> dict[st
     if len(names) < 2:
         return {}
     return {
-        name: summarize([record for record in records if record.service_class == name], objectives)
+        name: summarize(
+            [record for record in records if record.service_class == name], objectives.of_class(name)
+        )
         for name in names
     }
 

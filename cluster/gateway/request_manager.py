@@ -191,7 +191,7 @@ class RequestManager:
                     state="refused",
                     code=to_grpc_status(error).code.name,
                     reason=error.logged,
-                    started_at=now,
+                    started_at=caller.arrived_at or now,
                     ended_at=self._clock.now(),
                 )
             )
@@ -233,26 +233,26 @@ class RequestManager:
         try:
             prompt = await self._preprocessor.prompt_tokens(request, limits)
             grammar = await self._preprocessor.grammar(request, prompt)
+            compatibility = self._connections.compatibility
+            if compatibility is None:
+                raise UnavailableError("no replica has connected to this gateway yet")
+            request_id = request.request_id or draw_request_id(self._gateway_id)
+            group = self._sharing_group(identity, request.tenant)
+            prepared, texts = await self._preprocessor.prepare(
+                request,
+                prompt,
+                self._within_share(limits, group, compatibility.block_tokens),
+                request_id=request_id,
+                sharing_group=group,
+                fingerprint=compatibility.model_fingerprint,
+                deadline_at=deadline_at,
+                service_class=service_class,
+                grammar=grammar,
+            )
         finally:
             self._num_arriving -= 1
-        compatibility = self._connections.compatibility
         if self._is_leaving:
             raise UnavailableError("this gateway is stopping", 0.0)
-        if compatibility is None:
-            raise UnavailableError("no replica has connected to this gateway yet")
-        request_id = request.request_id or draw_request_id(self._gateway_id)
-        group = self._sharing_group(identity, request.tenant)
-        prepared, texts = self._preprocessor.prepare(
-            request,
-            prompt,
-            self._within_share(limits, group, compatibility.block_tokens),
-            request_id=request_id,
-            sharing_group=group,
-            fingerprint=compatibility.model_fingerprint,
-            deadline_at=deadline_at,
-            service_class=service_class,
-            grammar=grammar,
-        )
         if pooling is not None:
             prepared = replace(prepared, pooling=pooling, sampling=SamplingParams(max_tokens=1))
         if deadline_s is not None and now + deadline_s <= self._clock.now():

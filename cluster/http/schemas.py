@@ -72,6 +72,8 @@ def decode(body: bytes, kind: type[B], refused: Mapping[str, str]) -> B:
 def unknown_field(name: str, refused: Mapping[str, str]) -> InvalidRequestError:
     """Return the error of a field that is not served."""
     remedy = refused.get(name)
+    if not name:
+        return bad_field("body", "has a field without a name; remove it")
     if remedy is None:
         return bad_field(name[:100], "is not known here; remove it (docs/api.md lists the fields)")
     return bad_field(name, f"is not supported; {remedy}")

@@ -20,6 +20,7 @@ class AccessControl:
     def __init__(self, config: AuthConfig, gateway_id: str, trust: Trust, clock: Clock) -> None:
         """Read all files; `ConfigError` or `StartError` names the setting that cannot be used."""
         self.config = config
+        self.clock = clock
         self.authenticator = Authenticator(config, clock)
         self.audit = AuditLog(config.audit, gateway_id, clock)
         self.sessions = Sessions(trust, self.authenticator, clock)

@@ -23,6 +23,8 @@ class Caller:
     # W3C Trace Context.
     traceparent: str = ""
     tracestate: str = ""
+    # When the headers of its call were there, in seconds of the gateway's monotonic clock; 0: not known.
+    arrived_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,9 +43,10 @@ from cluster.stores import draw_life
 from cluster.text.tokenizer import ModelText
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.messages import ReplicaIdentity
-from workers.config import Parallel
+from workers.config import PaceConfig, Parallel
 from workers.errors import RankDiedError
 from workers.messages.link import HandOverTarget
+from workers.messages.rank_channel import StepPace
 from workers.model.model_config import read_model_config
 from workers.replica.engine_core import EngineCore
 from workers.replica.partition import ReplicaSpec
@@ -158,6 +159,7 @@ class ReplicaActor:
             trust=trust_files(config),
             host=host,
             faults=config.debug.fault_rules,
+            pace=_step_pace(config.debug.pace),
             store=own_store_name(config, life),
         )
         self._engine_core = await EngineCore.launch(
@@ -364,6 +366,10 @@ def deploy(config: ClusterConfig, deployed: Deployed, counts: Mapping[str, int] 
         external_scaler_enabled=True,
     )
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+
+
+def _step_pace(pace: PaceConfig | None) -> StepPace | None:
+    return None if pace is None else StepPace(pace.base_s, pace.sequence_s, pace.token_s)
 
 
 def _own_node(cpus: Mapping[str, float]) -> NodeResources:

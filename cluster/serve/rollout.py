@@ -69,6 +69,7 @@ def pool_version(config: ClusterConfig, name: str) -> str:
         store=config.store.model_dump(mode="json"),
         logs=config.logs.model_dump(mode="json"),
         faults=[fault.model_dump(mode="json") for fault in config.debug.faults],
+        pace=config.debug.pace and config.debug.pace.model_dump(mode="json"),
         group_shares=[shares.default, shares.by_group],
     )
 

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +40,8 @@ from workers.messages.sampling import Grammar, SamplingParams
 from workers.model.model_config import read_model_config
 
 _MASK = (1 << 64) - 1
+# More output of a resumed request is worth a thread: reading it takes some 20 us a token.
+_SHORT_TOKENS = 256
 # What makes the id of a call unique among all that have the client's id.
 _UNIQUE_BYTES = 8
 
@@ -194,7 +197,7 @@ class Preprocessor:
         constraint = output_constraint(request, self._parsers.call_notation, prompt.reasoning)
         return None if constraint is None else await self._grammars.make(constraint)
 
-    def prepare(
+    async def prepare(
         self,
         request: pb.GenerateRequest,
         prompt: Prompt,
@@ -214,7 +217,9 @@ class Preprocessor:
         """
         max_tokens = max_tokens_of(request, len(prompt.tokens) // TOKEN_BYTES, limits)
         seed = request.seed if request.HasField("seed") else self._draw_seed()
-        starts, texts = self._samples(request, seed, max_tokens, request_id, prompt)
+        read = partial(self._samples, request, seed, max_tokens, request_id, prompt)
+        is_short = sum(len(item.token_ids) for item in request.resume) <= _SHORT_TOKENS
+        starts, texts = read() if is_short else await asyncio.to_thread(read)
         chain = self._key_roots.chain(prompt.tokens, fingerprint, sharing_group)
         prepared = PreparedRequest(
             request_id=f"{request_id}~{secrets.token_hex(_UNIQUE_BYTES)}",
@@ -282,12 +287,13 @@ class Preprocessor:
             if index in resumed:
                 output = np.asarray(resumed[index].token_ids, dtype="<u4").tobytes()
                 finish = name_of(pb.FinishReason, resumed[index].finish_reason)
-            if output and not finish:
-                finish = text.push(output, "").finish
-                if resumed[index].token_ids[-1] in self._end_token_ids(request):
-                    finish = text.finish_at_end_token()
-                elif len(output) >= max_tokens * TOKEN_BYTES:
-                    finish = finish or "length"
+            if output:  # what it said is counted, though it may have ended
+                has_end = not finish and resumed[index].token_ids[-1] in self._end_token_ids(request)
+                ended = "stop" if has_end or finish == "tool_calls" else finish
+                found = text.push(output, ended).finish
+                finish = finish or found
+                if not finish and len(output) >= max_tokens * TOKEN_BYTES:
+                    finish = "length"
             starts.append(SampleStart(index, sample_seed(seed, index), output, finish))
             texts.append(text)
         return starts, texts

@@ -122,10 +122,6 @@ class SampleText:
             pieces.append(Content(self._stops.flush()))
         return self._step(len(ids), pieces, finish, matched)
 
-    def finish_at_end_token(self) -> str:
-        """Return the finish of a sample whose last token ends it."""
-        return "tool_calls" if self._has_calls else "stop"
-
     def _take(self, found: list[Piece], pieces: list[Piece]) -> str:
         """Append what was found up to a stop string, which is returned."""
         for piece in found:
@@ -142,10 +138,12 @@ class SampleText:
     def _step(
         self, num_tokens: int, pieces: list[Piece], finish: str, matched_stop: str | int | None
     ) -> TextStep:
+        if finish == "stop" and self._has_calls:
+            finish = "tool_calls"
         return TextStep(
             num_tokens,
             "".join(piece.text for piece in pieces if isinstance(piece, Content)),
-            self.finish_at_end_token() if finish == "stop" else finish,
+            finish,
             "".join(piece.text for piece in pieces if isinstance(piece, Reasoning)),
             joined_calls(piece for piece in pieces if isinstance(piece, ToolCallDelta)),
             matched_stop,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import anthropic
+import client_cases
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
@@ -92,6 +93,64 @@ def parsing(client: anthropic.Anthropic) -> None:
         model="m", messages=asked["messages"], output_config={"effort": "low"}
     )
     assert counted.input_tokens == parsed.usage.input_tokens + (parsed.usage.cache_read_input_tokens or 0)
+
+
+def every_field(client: anthropic.Anthropic) -> None:
+    """Each field as a whole and streamed, and what comes on the wire."""
+    sent = {"model", "stream"}
+    for case in client_cases.MESSAGES:
+        body = {"messages": [USER], "max_tokens": 400, **case}
+        sent |= body.keys()
+        asked: dict[str, Any] = {"model": "m", "max_tokens": 1, "messages": [], "extra_body": body}
+        raw = client.messages.with_raw_response.create(**asked)
+        message = strict(Message, raw.http_response.read())
+        with client.messages.with_streaming_response.create(**asked, stream=True) as streamed:
+            blocks = b"".join(streamed.http_response.iter_bytes()).decode().split("\n\n")
+        assert blocks.pop() == ""
+        check_events(
+            [tuple(line.partition(": ")[2] for line in block.split("\n")) for block in blocks], message
+        )
+    assert sent == set(json.loads(os.environ["TANDEM_FIELDS"])["/v1/messages"])
+    for field in set(json.loads(os.environ["TANDEM_FIELDS"])["/v1/messages/count_tokens"]) - {
+        "model",
+        "messages",
+    }:
+        value = next(case[field] for case in client_cases.MESSAGES if field in case)
+        offered = next(it["tools"] for it in client_cases.MESSAGES if "tools" in it)
+        body = {"tools": offered, field: value}
+        counted = client.messages.count_tokens(model="m", messages=[USER], extra_body=body)
+        assert counted.input_tokens > 0
+
+
+def strict(kind: Any, text: str | bytes) -> Any:
+    """The value that the text is, of this kind in strict mode, without a field that the kind lacks."""
+    value = TypeAdapter(kind).validate_json(text, strict=True)
+    _check_known(value)
+    return value
+
+
+def check_events(events: list[Any], whole: Message) -> None:
+    """Names, order, blocks that open and close one after the other, and what they have together."""
+    parsed = []
+    for name, data in events:
+        event = strict(RawMessageStreamEvent, data)
+        assert event.type == name
+        parsed.append(event)
+    start, *inner, delta, stop = parsed
+    assert (start.type, delta.type, stop.type) == ("message_start", "message_delta", "message_stop")
+    assert start.message.usage.input_tokens > 0
+    kinds: list[str] = []
+    is_open = False
+    for event in inner:
+        if event.type == "content_block_start":
+            assert not is_open
+            kinds.append(event.content_block.type)
+        assert event.index == len(kinds) - 1
+        is_open = event.type != "content_block_stop"
+    assert not is_open
+    assert kinds == [block.type for block in whole.content]
+    assert (delta.delta.stop_reason, delta.delta.stop_sequence) == (whole.stop_reason, whole.stop_sequence)
+    assert delta.usage.output_tokens == whole.usage.output_tokens
 
 
 def streams(client: anthropic.Anthropic) -> None:
@@ -216,7 +275,7 @@ def main() -> None:
     print(f"anthropic {anthropic.__version__}")
     options: dict[str, Any] = {"base_url": BASE, "api_key": "none", "max_retries": 0}
     client = anthropic.Anthropic(**options)
-    for part in (messages, parsing, streams, tools, errors, closing):
+    for part in (messages, parsing, every_field, streams, tools, errors, closing):
         part(client)
         print(f"{part.__name__}: well")
     asyncio.run(with_asyncio(anthropic.AsyncAnthropic(**options)))

@@ -4,6 +4,7 @@ checked on the wire (`openai_wire`)."""
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import functools
 import inspect
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import client_cases
 import httpx2
 import openai
 from openai_wire import Exchange, RecordedAsyncTransport, RecordedTransport, Wire, check_exchange
@@ -377,6 +379,54 @@ def callers(client: Any) -> None:
     assert time.monotonic() - began > 0.5
 
 
+def every_field(client: Any) -> None:
+    """Each feature alone, as a whole and streamed; what comes is checked on the wire."""
+    for streams in (False, True):
+        options: dict[str, Any] = {"stream_options": {"include_usage": True}} if streams else {}
+        for number, case in enumerate(client_cases.CHATS):
+            name = f"chat-{type(client).__name__}-{streams}-{number}"
+            body = {**options, "messages": [USER], "request_id": name, **case}
+            create = client.chat.completions.create
+            _read(create(model="m", messages=[], stream=streams, extra_body=body), streams=streams)
+        for number, case in enumerate(client_cases.COMPLETIONS):
+            name = f"text-{type(client).__name__}-{streams}-{number}"
+            body = {**options, "request_id": name, "prompt": "hello", **case}
+            create = client.completions.create
+            _read(create(model="m", prompt="", stream=streams, extra_body=body), streams=streams)
+        for number, case in enumerate(client_cases.RESPONSES):
+            name = f"response-{type(client).__name__}-{streams}-{number}"
+            body = {"request_id": name, "input": "hello", "stream_options": {}, **case}
+            create = client.responses.create
+            _read(create(model="m", input="", stream=streams, extra_body=body), streams=streams)
+    for number, case in enumerate(client_cases.EMBEDDINGS):
+        body = {"request_id": f"vector-{type(client).__name__}-{number}", "input": "hello", **case}
+        # The client reads vectors by the format that it has asked for itself.
+        assert client.embeddings.with_raw_response.create(model="m", input="", extra_body=body)
+
+
+def _read(answer: Any, *, streams: bool) -> None:
+    if streams:
+        assert list(answer)
+    else:
+        assert answer.usage
+
+
+def check_every_field(seen: list[Exchange]) -> None:
+    """Fail where a field of the documentation was in no request that was answered, whole and streamed."""
+    sent: dict[tuple[str, bool], set[str]] = collections.defaultdict(set)
+    for exchange in seen:
+        if exchange.status == 200 and exchange.request:
+            sent[exchange.path, exchange.streams] |= exchange.request.keys()
+    fields: dict[str, list[str]] = json.loads(os.environ["TANDEM_FIELDS"])
+    for route, names in fields.items():
+        for streams in (False, True):
+            if (route, streams) in sent:
+                only_streams = set() if streams else {"stream_options"}
+                missing = set(names) - sent[route, streams] - only_streams
+                assert not missing, (route, streams, missing)
+    assert len(sent) == 7, sent.keys()
+
+
 def closing(client: Any) -> None:
     """A stream that is closed ends its request: who runs this looks for the names at the gateway."""
     name = f"closed-openai-{'async' if isinstance(client, Blocking) else 'sync'}"
@@ -463,6 +513,7 @@ PARTS = (
     response_streams,
     errors,
     callers,
+    every_field,
     closing,
 )
 
@@ -484,6 +535,7 @@ def main() -> None:
     runner.run(with_asyncio.close())
     runner.close()
     client.close()
+    check_every_field(seen)
     together(openai.AsyncOpenAI(**options))
     print(f"{wire.num_checked} answers checked, {check_the_checks(seen)} damaged ones noticed")
 

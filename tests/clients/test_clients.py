@@ -15,6 +15,7 @@ from patience import WAIT_S
 from speaking_process import SpeakingGateways, speaking_gateways
 
 from cluster import BlockingClient
+from cluster.http.fields import FIELDS
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 FOLDER = os.environ.get("TANDEM_CLIENTS", "")
@@ -34,6 +35,14 @@ def gateways() -> Iterator[SpeakingGateways]:
         yield started
 
 
+def _served_fields() -> dict[str, list[str]]:
+    """By route, all that a request may have."""
+    return {
+        route: [entry.name for entry in entries if entry.effect != "refused"]
+        for route, entries in FIELDS.items()
+    }
+
+
 @needs_environments
 @pytest.mark.parametrize("client", NUM_CLOSED)
 def test_a_client_is_served(client: str, gateways: SpeakingGateways) -> None:
@@ -44,6 +53,7 @@ def test_a_client_is_served(client: str, gateways: SpeakingGateways) -> None:
         **os.environ,
         "PYTHONPATH": str(HERE.parent / "support"),
         "TANDEM_GUARDED": json.dumps(guarded),
+        "TANDEM_FIELDS": json.dumps(_served_fields()),
         # LiteLLM looks on the internet for the prices of models.
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     }

@@ -16,7 +16,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cluster.cli.bench import cli, engine_table
-from cluster.cli.bench_serve import bench_table
+from cluster.cli.bench_serve import (
+    LoadOptions,
+    bench_table,
+    histogram,
+    offered_requests_per_s,
+    planned_runs,
+    read_dataset,
+)
 from cluster.cli.serving_load import (
     BenchPrompt,
     BenchRequest,
@@ -99,6 +106,28 @@ def test_a_run_without_a_success_has_no_percentiles() -> None:
     assert figures["requests_per_s"] == 0
 
 
+@pytest.mark.parametrize(
+    ("values_ms", "places"),
+    [([12.0] * 3 + [1900.0], ["12", "1900"]), ([10.0, 11.5, 12.0], ["10.0", "12.0"]), ([7.0], ["7.0"])],
+)
+def test_a_histogram_counts_requests_in_whole_numbers(values_ms: list[float], places: list[str]) -> None:
+    *rows, ticks = histogram("TTFT", values_ms, 80).plain.rstrip().split("\n")
+    counts = [row.partition("┤")[0].strip() for row in rows if "┤" in row]
+    assert counts == [str(count) for count in reversed(range(max(map(values_ms.count, values_ms)) + 1))]
+    assert [ticks.split()[0], ticks.split()[-1]] in ([places[0], places[-1]], places)
+
+
+def test_the_rate_of_sessions_is_called_one_and_compared_in_requests() -> None:
+    (run,) = planned_runs(
+        LoadOptions(dataset="sessions", rate=2.0), read_dataset(LoadOptions(dataset="sessions"))
+    )
+    assert run.label == "2 sessions a second"
+    (run,) = planned_runs(LoadOptions(rate=2.0), None)
+    assert run.label == "2 a second"
+    sent = {"offered_per_s": 2.0, "num_requests": 24, "num_sessions": 8}
+    assert offered_requests_per_s(sent) == 6.0
+
+
 def test_the_knee_is_the_last_rate_before_goodput_falls() -> None:
     assert knee([(4, 0.95), (1, 1.0), (8, 0.5), (16, 0.92)]) == 4
     assert knee([(1, 0.2)]) is None
@@ -134,6 +163,17 @@ async def test_concurrency_is_kept_and_outcomes_are_told() -> None:
     assert len(done) == len(records)
     assert all(len(item.token_times) == 4 for item in records if item.outcome == "ok")
     assert records[0].ttft_s == pytest.approx(0.5, abs=0.11)
+
+
+async def test_what_was_accepted_before_it_was_refused_has_expired() -> None:
+    async def send(prompt: BenchPrompt, num_tokens: int, service_class: str) -> AsyncIterator[int]:
+        if prompt != LOAD.prompts()[0]:
+            yield 0
+        raise CallError(grpc.StatusCode.RESOURCE_EXHAUSTED, "late")
+
+    records = await run_workload(LOAD, send, ManualClock(), lambda _: None)
+    assert [it.outcome for it in records] == ["refused"] + ["expired"] * 7
+    assert summarize(records, Objectives(1000, 1000))["num_expired"] == 7
 
 
 async def test_the_first_reason_of_a_failure_is_kept() -> None:

@@ -310,7 +310,7 @@ async def test_the_wire_format_is_openai_s() -> None:
         http_target(server.url, 10.0, ClientCredentials(bearer="k")) as target,
     ):
         assert target.model == TargetModel("m", 1000, 0)
-        assert await received(target, [1, 2, 3]) == [1, 1, AnswerEnd(9, 4, 3)]
+        assert await received(target, [1, 2, 3]) == [0, 1, 1, AnswerEnd(9, 4, 3)]
         await received(target, [Turn("user", "hello")])
     completion, chat = server.bodies
     expected = {

@@ -7,6 +7,7 @@ import gc
 import itertools
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -245,6 +246,19 @@ def test_token_ids_may_be_any_integers() -> None:
     ids: Any = np.array([3, 5], dtype=np.int64)
     request = generate_request(ids, GenerateOptions())
     assert list(request.token_ids.ids) == [3, 5]
+
+
+async def test_a_stream_that_has_ended_leaves_nothing_to_close(pair: Pair) -> None:
+    hooks = sys.get_asyncgen_hooks()
+    left: list[Any] = []
+    sys.set_asyncgen_hooks(finalizer=left.append)
+    try:
+        await pair.client.complete(PROMPT, GenerateOptions(max_tokens=2))
+        async for _ in pair.client.generate(PROMPT, GenerateOptions(max_tokens=2)):
+            pass
+    finally:
+        sys.set_asyncgen_hooks(*hooks)
+    assert [generator.__qualname__ for generator in left if "cluster" in generator.ag_code.co_filename] == []
 
 
 async def test_logprobs_are_collected(pair: Pair) -> None:

@@ -4,6 +4,7 @@ in front of replicas that write what the test says."""
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +17,9 @@ from http_harness import EmbeddingReplica
 
 from cluster.api.client import Completion, GenerateOptions, generate_request
 from cluster.errors import CallError
+from cluster.proto.enums import value_of
 from cluster.proto.tandem.v1 import inference_pb2 as pb
+from cluster.text.sample_text import SampleText, TextStep
 from workers.messages.link import RequestFailed
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -161,6 +164,53 @@ async def test_a_resumed_stream_goes_on_within_a_call_and_within_reasoning(think
         found = await resumed_at(thinking, replace(options, request_id=f"cut-{stop_at}"), stop_at)
         assert (found.text, found.reasoning, found.ids) == (whole.text, whole.reasoning, whole.ids), stop_at
         assert [call[1:] for call in found.calls] == [call[1:] for call in whole.calls], stop_at
+
+
+@pytest.mark.parametrize("ends", [f"{THOUGHT}{CALL}", f"{THOUGHT}yes", "<think>\nthe fox"])
+async def test_a_resumed_stream_has_the_usage_and_the_ends_of_an_unbroken_one(
+    thinking: Pair, ends: str
+) -> None:
+    """Of two samples one has ended, and one is cut; the last answer thinks to its end."""
+    num_tokens = write(thinking, ends)
+    options = GenerateOptions(max_tokens=num_tokens + 1, seed=3, n=2, request_id="all")
+    whole = await thinking.client.complete(chat(), options)
+    request = generate_request(chat(), replace(options, request_id="part"))
+    thinking.harness.allow_resume(request)
+    request.resume.add(
+        sample=0,
+        token_ids=whole.token_ids[0],
+        finish_reason=value_of(pb.FinishReason, whole.finish_reasons[0]),
+    )
+    request.resume.add(sample=1, token_ids=whole.token_ids[1][:5])
+    replies = [reply async for reply in thinking.client.stub().Generate(request)]
+    finished = replies[-1].finished
+    assert finished.samples == whole.finished.samples
+    assert finished.usage.completion_tokens == whole.finished.usage.completion_tokens
+    assert finished.usage.reasoning_tokens == whole.finished.usage.reasoning_tokens > 0
+
+
+@pytest.mark.parametrize("num_tokens", [3, 300])
+async def test_much_output_of_a_resumed_request_is_read_beside_the_event_loop(
+    thinking: Pair, monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    threads: list[int] = []
+    push = SampleText.push
+
+    def noted(text: SampleText, tokens: bytes, finish: str) -> TextStep:
+        threads.append(threading.get_ident())
+        return push(text, tokens, finish)
+
+    monkeypatch.setattr(SampleText, "push", noted)
+    write(thinking, "a" * num_tokens + " and so on")
+    request = generate_request(
+        PROMPT, GenerateOptions(max_tokens=400, seed=3, request_id=f"long-{num_tokens}")
+    )
+    thinking.harness.allow_resume(request)
+    request.resume.add(token_ids=encode("a" * num_tokens))
+    replies = [reply async for reply in thinking.client.stub().Generate(request)]
+    assert "".join(reply.delta.text for reply in replies) == " and so on"
+    assert (threads[0] == threading.get_ident()) == (num_tokens < 100)
+    assert set(threads[1:]) == {threading.get_ident()}
 
 
 @dataclass

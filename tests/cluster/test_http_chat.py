@@ -170,6 +170,7 @@ async def test_the_defaults_are_openais(front: HttpFrontHarness) -> None:
         ({"chat_template_kwargs": "x"}, "chat_template_kwargs"),
         ({"priority": 1000}, "priority"),
         ({"request_id": "a/b"}, "request_id"),
+        ({"": 1}, "body"),
     ],
 )
 async def test_a_bad_field_is_named(front: HttpFrontHarness, fields: dict[str, Any], param: str) -> None:

@@ -18,8 +18,10 @@ from store_harness import StoreHarness
 
 from kvtransfer.blocks.keys import extend_keys
 from kvtransfer.common.faults import FaultRule
+from kvtransfer.rpc.stream import open_link
+from kvtransfer.rpc.trust import Trust
 from workers.config import Parallel
-from workers.messages.link import Announce, Cancel, PurgeCache
+from workers.messages.link import LINK_DOWN_CODEC, Announce, Cancel, GatewayHello, PurgeCache
 
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "repetition_penalty": 1.1, "seed": 77}
 NUM_TOKENS = 200
@@ -187,6 +189,28 @@ async def test_nothing_is_loaded_for_a_purged_group(stored: tuple[E2eHarness, St
     await until(lambda: tiers.announced.num_announced == 1 and len(tiers.announced) == 0, "it is forgotten")
     await harness.quiet()
     assert second.core.pool.num_cached == 0
+
+
+async def test_what_a_lost_gateway_announced_is_forgotten_at_once(
+    stored: tuple[E2eHarness, StoreHarness],
+) -> None:
+    """Its place among the announced prompts, and among the blocks that they may take, is free again."""
+    harness, store = stored
+    await store.start()
+    replica = await add(harness, store, "a")
+    tiers = replica.core.connector
+    assert tiers is not None
+    trust = Trust.read(harness.trust)
+    stream = await open_link(replica.core.address, "link", trust, "another gateway")
+    stream.send(LINK_DOWN_CODEC.encode(GatewayHello("another", 1)))
+    stream.send(LINK_DOWN_CODEC.encode(announced("its", prompt(1))))
+    replica.send(announced("ours", prompt(2)))
+    await until(lambda: len(tiers.announced) == 2, "both are announced")
+    stream.abort()
+    await until(lambda: len(tiers.announced) == 1, "that of the lost gateway is forgotten")
+    assert tiers.announced.forget("its") is None
+    assert tiers.announced.forget("ours") is not None
+    await harness.quiet()
 
 
 async def test_a_loaded_prefix_is_handed_over(stored: tuple[E2eHarness, StoreHarness]) -> None:

@@ -8,8 +8,10 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from authority import Authority
@@ -286,23 +288,28 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 def test_both_ends_send_and_receive_at_once(pair: tuple[socket.socket, socket.socket]) -> None:
     """Four threads on two sockets, with frames that fill every buffer."""
     assert all(isinstance(end, TlsSocket) for end in pair)
-    frames = [bytes([number]) * size for number, size in enumerate([1, 100, 20_000, 3 << 20, 7] * 4)]
-    received: dict[int, list[bytes]] = {}
+    sizes = [1, 100, 20_000, 3 << 20, 7] * 4
+    frames = [bytes([number]) * size for number, size in enumerate(sizes)]
 
     def send(end: socket.socket) -> None:
         for frame in frames:
             send_frame(end, frame)
 
-    def receive(number: int) -> None:
-        received[number] = [receive_frame(pair[number]) for _ in frames]
+    def receive(end: socket.socket) -> list[bytes]:
+        return [receive_frame(end, max(sizes)) for _ in frames]
 
-    threads = [threading.Thread(target=send, args=(end,)) for end in pair]
-    threads += [threading.Thread(target=receive, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert received == {0: frames, 1: frames}
+    for end in pair:
+        end.settimeout(WAIT_S)
+    with ThreadPoolExecutor(4) as threads:
+        sending = [threads.submit(send, end) for end in pair]
+        receiving = [threads.submit(receive, end) for end in pair]
+        running: list[Future[Any]] = [*sending, *receiving]
+        _, waiting = wait(running, return_when=FIRST_EXCEPTION)
+        if waiting:  # one has failed: without it the others would wait for the limit
+            for end in pair:
+                shut_down(end)
+    assert not [error for future in running if (error := future.exception())]
+    assert [future.result() for future in receiving] == [frames, frames]
 
 
 def test_a_shut_down_ends_who_receives_and_never_gives_out_what_is_encrypted(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import subprocess
@@ -156,13 +157,17 @@ async def test_no_process_is_left_when_the_owner_stops_meanwhile() -> None:
 
 
 async def test_an_owner_to_whom_no_rank_comes_has_memory_for_the_first_one(tmp_path: Path) -> None:
-    harness = StoreHarness(tmp_path, dram_bytes=64 * MIB, granule_bytes=MIB)
-    await harness.start()
+    async with StoreHarness(tmp_path, dram_bytes=64 * MIB, granule_bytes=MIB) as harness:
+        await harness.start()
+        await eventually(lambda: any(size >= 16 for size in arena_mib(harness.pid)), "16 MiB are taken")
+        await harness.stop()
 
-    def arena_mib() -> list[float]:
-        folder = Path(f"/proc/{harness.pid}/fd")
-        arenas = [path for path in folder.iterdir() if "memfd:tandem-store" in str(path.readlink())]
-        return [path.stat().st_blocks * 512 / MIB for path in arenas]
 
-    await eventually(lambda: any(size >= 16 for size in arena_mib()), "16 MiB are taken")
-    await harness.stop()
+def arena_mib(pid: int) -> list[float]:
+    """The memory that each arena of a process takes."""
+    sizes = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if "memfd:tandem-store" in str(path.readlink()):
+                sizes.append(path.stat().st_blocks * 512 / MIB)
+    return sizes

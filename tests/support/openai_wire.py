@@ -214,8 +214,9 @@ def _check_choices(value: Any, request: Any) -> None:
     assert [choice.index for choice in value.choices] == list(range((request.get("n") or 1) * num_prompts))
     usage = value.usage
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    wanted = request.get("logprobs")  # 0: of the tokens themselves
     for choice in value.choices:
-        assert (choice.logprobs is not None) == (request.get("logprobs") not in (None, False))
+        assert (choice.logprobs is not None) == (wanted is not None and wanted is not False), request
 
 
 def check_response(value: Any) -> None:

@@ -52,7 +52,8 @@ class Scripts:
             num_tokens = draw(st.integers(1, capacity - start))
             forks = draw(st.sampled_from([(), (slot,), (slot, *others[:2])]))
             others = [it for it in others if it not in forks]  # nobody samples twice
-            tokens = pack_ids([draw(st.integers(0, 2**32 - 1)) for _ in range(num_tokens)])
+            first = draw(st.integers(0, 2**32 - 1))
+            tokens = pack_ids([(first + number) % 2**32 for number in range(num_tokens)])
             entries.append(BatchEntry(slot, start, num_tokens, tokens, forks))
             self._positions |= dict.fromkeys((slot, *forks), start + num_tokens)
         return StepPlan(

@@ -10,6 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from workers.store_connector import announced
 from workers.store_connector.announced import ANNOUNCED_S, AnnouncedPrompts
 
+GATEWAY = "g", 1
+GATEWAYS = st.sampled_from([GATEWAY, ("g", 2), ("h", 1)])
 IDS = st.sampled_from(["a", "b", "c", "d", "e", "f"])
 GROUPS = st.sampled_from(["t", "u"])
 MAX_PROMPTS = 4
@@ -17,7 +19,8 @@ MAX_KEY_BYTES = 200
 
 
 class AnnouncedMachine(RuleBasedStateMachine):
-    """Against a list of what was announced: (id, group, bytes of keys, time, number of blocks)."""
+    """Against a list of what was announced: (id, group, bytes of keys, time, number of blocks), and by which
+    gateway."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,6 +29,7 @@ class AnnouncedMachine(RuleBasedStateMachine):
         self.model: dict[str, tuple[str, int, float]] = {}
         self.pending: list[str] = []
         self.num_blocks: dict[str, int] = {}
+        self.id_to_gateway: dict[str, tuple[str, int]] = {}
 
     def _gone(self, request_id: str) -> None:
         del self.model[request_id]
@@ -33,12 +37,13 @@ class AnnouncedMachine(RuleBasedStateMachine):
         if request_id in self.pending:
             self.pending.remove(request_id)
 
-    @rule(request_id=IDS, group=GROUPS, num_keys=st.integers(1, 5))
-    def add(self, request_id: str, group: str, num_keys: int) -> None:
+    @rule(gateway=GATEWAYS, request_id=IDS, group=GROUPS, num_keys=st.integers(1, 5))
+    def add(self, gateway: tuple[str, int], request_id: str, group: str, num_keys: int) -> None:
         num_bytes = sum(size for _, size, _ in self.model.values()) + 20 * num_keys
         fits = len(self.model) < MAX_PROMPTS and num_bytes <= MAX_KEY_BYTES
         is_new = fits and request_id not in self.model
-        assert self.prompts.add(request_id, group, (b"k" * 20,) * num_keys, self.now) is is_new
+        assert self.prompts.add(gateway, request_id, group, (b"k" * 20,) * num_keys, self.now) is is_new
+        self.id_to_gateway[request_id] = gateway
         if is_new:
             self.model[request_id] = group, 20 * num_keys, self.now
             self.pending.append(request_id)
@@ -56,6 +61,13 @@ class AnnouncedMachine(RuleBasedStateMachine):
     def drop(self, group: str | None) -> None:
         gone = [name for name, (its, _, _) in self.model.items() if group in (None, its)]
         assert [it.request_id for it in self.prompts.drop(group)] == gone
+        for name in gone:
+            self._gone(name)
+
+    @rule(gateway=GATEWAYS)
+    def drop_gateway(self, gateway: tuple[str, int]) -> None:
+        gone = [name for name in self.model if self.id_to_gateway[name] == gateway]
+        assert [it.request_id for it in self.prompts.drop_gateway(gateway)] == gone
         for name in gone:
             self._gone(name)
 
@@ -109,12 +121,12 @@ TestAnnounced = AnnouncedMachine.TestCase
 
 def test_what_was_loaded_counts_as_far_as_it_is_still_there() -> None:
     prompts = AnnouncedPrompts()
-    assert prompts.add("a", "t", (b"1", b"2", b"3", b"4", b"5"), 0.0)
+    assert prompts.add(GATEWAY, "a", "t", (b"1", b"2", b"3", b"4", b"5"), 0.0)
     prompts.begin("a", 1, 3)
     prompt = prompts.forget("a")
     assert prompt is not None
     assert prompt.num_loaded_blocks(5) == {}, "it is only on its way: others have computed these"
-    assert prompts.add("a", "t", (b"1", b"2", b"3", b"4", b"5"), 0.0)
+    assert prompts.add(GATEWAY, "a", "t", (b"1", b"2", b"3", b"4", b"5"), 0.0)
     prompts.begin("a", 1, 3)
     prompts.loaded("a", ["dram", "nvme", "nvme"])
     prompt = prompts.forget("a")

@@ -37,6 +37,8 @@ from workers.store_connector.block_loader import (
 BLOCK_BYTES = 1 << 20
 NO_LIMITS = GroupShares()
 
+GATEWAY = "g", 1
+
 
 class LoadingHarness:
     def __init__(
@@ -323,7 +325,7 @@ def early(
     harness: LoadingHarness, *tiers: str, keys: tuple[bytes, ...] = KEYS, num_held: int = 0
 ) -> LoadNeed:
     """Announce "r", and let its blocks be found."""
-    assert harness.announced.add("r", "t", keys, harness.clock.now())
+    assert harness.announced.add(GATEWAY, "r", "t", keys, harness.clock.now())
     need = LoadNeed("r", 0, 0, "t", keys, num_held)
     harness.loader.begin_early(need)
     find = harness.wires.take(FindRequest)
@@ -399,7 +401,7 @@ def test_an_early_load_leaves_blocks_to_all_that_wait_here_and_holds_up_nobody()
 
 def test_early_loads_take_a_part_of_the_device() -> None:
     harness = LoadingHarness(num_blocks=6 * POOL_SHARE)
-    harness.announced.add("other", "u", KEYS, 0.0)
+    harness.announced.add(GATEWAY, "other", "u", KEYS, 0.0)
     harness.announced.begin("other", 0, 2)
     early(harness, *("dram",) * 8)
     assert len(fetching(harness).keys) == 4, "of six"
@@ -442,7 +444,7 @@ def test_what_is_withdrawn_before_it_moves_does_not() -> None:
     harness.announced.forget("r")
     harness.loader.withdraw("r")
     assert not harness.loader.is_idle, "ranks may be copying"
-    harness.announced.add("r", "t", KEYS, 0.0)
+    harness.announced.add(GATEWAY, "r", "t", KEYS, 0.0)
     harness.loader.begin_early(LoadNeed("r", 0, 0, "t", KEYS, 0))  # announced again
     harness.bring(fetch.number, 0, 8, is_last=True)
     harness.copy_all()
@@ -463,7 +465,7 @@ def test_every_load_ends_once_and_leaks_nothing(data: st.DataObject) -> None:
         needs.append(LoadNeed(f"r{number}", 1, 0, "t", keys, 0))
         if data.draw(st.booleans()):
             announced.append(needs[-1])
-            harness.announced.add(f"r{number}", "t", keys, 0.0)
+            harness.announced.add(GATEWAY, f"r{number}", "t", keys, 0.0)
             harness.loader.begin_early(LoadNeed(f"r{number}", 0, 0, "t", keys, 0))
         else:
             harness.loader.wanted(needs[-1])

@@ -155,6 +155,17 @@ def test_what_all_grammars_take_is_bounded(thread: Thread, monkeypatch: pytest.M
     assert thread.compile(first).error == "", "it is there already"
 
 
+def test_a_host_without_a_process_more_refuses_for_now(
+    thread: Thread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("workers.rank.grammar_check.sys.executable", str(tmp_path / "nowhere"))
+    refused = thread.compile(choice(["c"]))
+    assert refused.is_full
+    assert "did not start" in refused.error
+    monkeypatch.undo()
+    assert thread.compile(choice(["c"])).error == ""
+
+
 def test_the_child_is_run_by_its_path(
     thread: Thread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

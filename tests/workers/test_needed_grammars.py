@@ -65,6 +65,8 @@ def test_a_rank_that_carries_out_the_orders_has_what_is_needed(events: list[tupl
             digest = unanswered.pop(0)
             refused = needed.compiled(GrammarCompiled(digest, "" if value else "too complex"))
             with_it = [it for it in here if (it.submission.grammar or Grammar("", b"")).digest == digest]
+            if digest in unanswered:  # it was released since, and is to be compiled again
+                with_it = []
             assert refused == ([] if value else with_it)
             for one in refused:
                 here.remove(one)

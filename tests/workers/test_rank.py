@@ -45,6 +45,7 @@ from workers.messages.rank_channel import (
     SlotSample,
     SlotStart,
     StageCost,
+    StepPace,
     StepPlan,
     StepProgress,
     StepReport,
@@ -246,6 +247,32 @@ def test_a_rank_serves_and_shuts_down(core: EngineCore, model_dir: Path, is_fork
     assert core.receive() == LandingClosed(landing_id, connections=())
     core.send(Shutdown("the test is over"))
     assert core.process.wait(START_TIMEOUT_S) == 0
+
+
+def test_the_steps_of_a_paced_rank_take_their_time_and_compute_the_same(
+    core: EngineCore, model_dir: Path
+) -> None:
+    """A canary is not paced, and the report's times are those of the paced step."""
+    plans = [prefill(1), decode(2), StepPlan(3)]
+    pace = StepPace(base_s=0.2, sequence_s=0.1, token_s=0.01)
+    tokens = []
+    for spec in (make_spec(core, model_dir), replace(make_spec(core, model_dir), pace=pace)):
+        core.ready(spec)
+        for plan in plans:
+            core.send(plan)
+        reports = [core.receive() for _ in plans]
+        tokens.append([it.tokens for it in reports if isinstance(it, StepReport)])
+        times_s = [it.finished_at - it.started_at for it in reports if isinstance(it, StepReport)]
+        core.send(Shutdown("the test is over"))
+        assert core.process is not None
+        assert core.process.wait(START_TIMEOUT_S) == 0
+        assert core.sock is not None
+        core.sock.close()
+    assert tokens[0] == tokens[1]
+    assert len(times_s) == 3
+    assert times_s[0] >= 0.4
+    assert times_s[1] >= 0.3
+    assert times_s[2] < 0.2
 
 
 def test_the_rank_ends_with_its_engine_core(core: EngineCore, model_dir: Path) -> None:

@@ -20,6 +20,15 @@ from workers.stats_record import DeviceMemory
 # ---------------------------------------------------------------------------------------------- start
 
 
+class StepPace(Part, frozen=True):
+    """How long a step takes at least: so much, and more for each sequence that decodes and each token of a
+    prompt. A paced rank has the same speed on every machine, whatever else that does."""
+
+    base_s: float
+    sequence_s: float
+    token_s: float
+
+
 class RankSpec(Message, frozen=True):
     """What a rank process is started with (on its standard input, or as the actor's argument).
 
@@ -52,6 +61,8 @@ class RankSpec(Message, frozen=True):
     # Only with products and attention whose results for a sequence depend on nothing else.
     deterministic: bool = False
     faults: tuple[FaultRule, ...] = ()
+    # None: steps take as long as they take.
+    pace: StepPace | None = None
     # Drawn for this start of this rank; see `RankTicket`.
     ticket: bytes = b""
 
@@ -165,7 +176,7 @@ class ReleaseGrammar(Message, frozen=True):
 
 class GrammarCompiled(Message, frozen=True):
     """Rank to engine core: slots may start with this grammar or, with an `error`, it is refused. `is_full`:
-    only because others take all the memory that there is for grammars."""
+    only here and now, where others take all the memory for grammars, or no process checks them."""
 
     digest: bytes
     error: str = ""

@@ -226,7 +226,7 @@ class CompileThread:
             _ = self.grammars.tokenizer  # else there is nothing to check
             check = self._checker.check(grammar.text)
             if check.error:
-                return GrammarCompiled(grammar.digest, check.error)
+                return GrammarCompiled(grammar.digest, check.error, is_full=not check.is_final)
             num_bytes = self.grammars.num_bytes
             if num_bytes and num_bytes + check.num_bytes > MAX_BYTES:
                 reason = f"grammars of {num_bytes} bytes are in use, {MAX_BYTES} are the limit"

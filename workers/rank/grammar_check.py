@@ -37,11 +37,13 @@ _LENGTH = struct.Struct("<I")
 
 
 class GrammarCheck(NamedTuple):
-    """What compiling took: memory in use afterwards and time of a core; or why the grammar is refused."""
+    """What compiling took: memory in use afterwards and time of a core; or why the grammar is refused, here
+    or, where that `is_final`, anywhere."""
 
     num_bytes: int
     seconds: float
     error: str = ""
+    is_final: bool = True
 
 
 class GrammarChecker:
@@ -59,7 +61,7 @@ class GrammarChecker:
         """Compile the grammar in the child."""
         if self._child is None and not self._start():
             self.close()
-            return GrammarCheck(0, 0.0, "the process that checks grammars did not start")
+            return GrammarCheck(0, 0.0, "the process that checks grammars did not start", is_final=False)
         assert self._child is not None
         assert self._child.stdin is not None
         data = text.encode()
@@ -90,7 +92,10 @@ class GrammarChecker:
     def _start(self) -> bool:
         # By path, and without that path's folder among those that are searched for modules.
         command = [sys.executable, "-P", __file__, self._arguments]
-        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        try:
+            self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        except OSError:  # no memory, or no process more, is left to the host
+            return False
         return self._answer(_MAX_START_S) is not None
 
     def _answer(self, timeout_s: float) -> bytes | None:

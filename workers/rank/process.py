@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -51,6 +52,7 @@ from workers.messages.rank_channel import (
     RankUp,
     Shutdown,
     StageCost,
+    StepPace,
     StepPlan,
     StepProgress,
     StepReport,
@@ -128,6 +130,8 @@ class _Rank:
         self._faults = Faults(spec.faults)
         self._device = torch.device(spec.device)
         self._memory_sent_at = 0.0
+        # Never set: waits for it are those of a paced rank.
+        self._paused = threading.Event()
         self._formed: queue.SimpleQueue[FormGroup] = queue.SimpleQueue()
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._handlers: _OrderHandlers | None = None
@@ -248,12 +252,15 @@ class _Rank:
     def _run_plans(self, runner: ModelRunner) -> None:
         def launch(plan: StepPlan) -> Ticket:
             _pass_fault_points(self._faults, plan)
+            paces_s.append(_pace_s(self._spec.pace, plan))
             return runner.launch(plan)
 
         most = MOST_LAUNCHED if runner.runs_ahead else 1
+        paces_s: deque[float] = deque()
         try:
             for ticket in launched(self._plans, launch, most):
-                self._channel.send(self._with_memory(runner.collect(ticket)))
+                report = self._paced(runner.collect(ticket), paces_s.popleft())
+                self._channel.send(self._with_memory(report))
         except RankDiedError:
             if not self._leaving:  # else the others leave too, and nobody waits for what was under way
                 raise
@@ -269,6 +276,14 @@ class _Rank:
                 if reading.step == last.step and reading.num_pieces > last.num_pieces:
                     self._channel.send(StepProgress(reading.step))
                 last = reading
+
+    def _paced(self, report: StepReport, pace_s: float) -> StepReport:
+        """Return the report when its step has taken `pace_s`."""
+        rest_s = report.started_at + pace_s - self._clock.now()
+        if rest_s <= 0:
+            return report
+        self._paused.wait(rest_s)
+        return replace(report, finished_at=self._clock.now())
 
     def _with_memory(self, report: StepReport) -> StepReport:
         """Add to the report, every few seconds, how full the device's memory is."""
@@ -376,6 +391,15 @@ def _pass_fault_points(faults: Faults, plan: StepPlan) -> None:
         faults.at("rank.step.prefill")
     if plan.decodes or any(entry.num_tokens == 1 for entry in plan.entries):
         faults.at("rank.step.decode")
+
+
+def _pace_s(pace: StepPace | None, plan: StepPlan) -> float:
+    """Return how long the step takes at least. A canary takes as long as it takes."""
+    if pace is None or not plan.num_sequences:
+        return 0.0
+    num_decodes = len(plan.decodes) // 4
+    num_prompt_tokens = plan.num_tokens - num_decodes
+    return pace.base_s + num_decodes * pace.sequence_s + num_prompt_tokens * pace.token_s
 
 
 class _EngineCoreChannel:

@@ -288,7 +288,7 @@ class EngineCore:
     # ------------------------------------------------------------------------------------- gateways
 
     async def _serve_gateway(self, stream: FrameStream) -> None:
-        await self._gateways.serve(stream, self._hello, self._on_gateway_message)
+        await self._gateways.serve(stream, self._hello, self._on_gateway_message, self._on_gateway_lost)
 
     def _hello(self) -> ReplicaHello:
         return ReplicaHello(
@@ -309,6 +309,11 @@ class EngineCore:
                 self.fail(error)
         self.wake()
 
+    def _on_gateway_lost(self, gateway: GatewayKey) -> None:
+        if self.connector is not None:
+            self.connector.lost(gateway)
+            self.wake()
+
     def _take(self, gateway: GatewayKey, message: LinkDown) -> None:
         match message:
             case Submission():
@@ -317,7 +322,7 @@ class EngineCore:
                     self.connector.arrived(message)
             case Announce():
                 if self.connector is not None and self.requests.takes_new:
-                    self.connector.announce(message)
+                    self.connector.announce(gateway, message)
             case Cancel(request_id, attempt):
                 self.requests.cancel((request_id, attempt))
                 if self.connector is not None:

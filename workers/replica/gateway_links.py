@@ -85,9 +85,10 @@ class GatewayLinks:
         stream: FrameStream,
         hello: Callable[[], ReplicaHello],
         on_message: Callable[[GatewayKey, LinkDown], None],
+        on_lost: Callable[[GatewayKey], None],
     ) -> None:
-        """Serve one link until it ends, passing on its messages. A gateway that sends nonsense loses its
-        link."""
+        """Serve one link until it ends, passing on its messages and its end, unless another link of the same
+        gateway has taken its place. A gateway that sends nonsense loses its link."""
         frame = await stream.receive()
         greeting = None if frame is None else LINK_DOWN_CODEC.decode(frame)
         if not isinstance(greeting, GatewayHello):
@@ -101,7 +102,8 @@ class GatewayLinks:
         except TransferError as error:
             _log.warning("gateway %s sent nonsense: %s", shown(greeting.gateway_id), error)
         finally:
-            self.disconnected(key, stream)
+            if self.disconnected(key, stream):
+                on_lost(key)
 
     def connected(self, key: GatewayKey, stream: FrameStream) -> None:
         """Take in the link that a gateway has opened, and close an older one of the same gateway."""
@@ -110,12 +112,14 @@ class GatewayLinks:
             port.stream.close()
         port.stream = stream
 
-    def disconnected(self, key: GatewayKey, stream: FrameStream) -> None:
-        """Begin the grace period of a gateway whose link has ended."""
+    def disconnected(self, key: GatewayKey, stream: FrameStream) -> bool:
+        """Begin the grace period of a gateway whose link has ended; False where that was not its last one."""
         port = self._ports.get(key)
-        if port is not None and port.stream is stream:
-            port.stream, port.pauses_batch = None, False
-            port.lost_at = self._clock.now()
+        if port is None or port.stream is not stream:
+            return False
+        port.stream, port.pauses_batch = None, False
+        port.lost_at = self._clock.now()
+        return True
 
     def pause_batch(self, key: GatewayKey, is_paused: bool) -> None:
         """Take the word of a gateway for as long as its link lasts."""

@@ -16,7 +16,7 @@ from kvtransfer.messages import ITEM_BYTES, ReplicaIdentity
 from kvtransfer.rpc.trust import TrustFiles
 from workers.config import EngineConfig, Parallel
 from workers.errors import WorkerError
-from workers.messages.rank_channel import RankJoined, RankSpec, StageCost
+from workers.messages.rank_channel import RankJoined, RankSpec, StageCost, StepPace
 from workers.model.model_config import ignored_keys, read_model_config
 from workers.model.sizes import ModelWork
 
@@ -51,6 +51,7 @@ class ReplicaSpec:
     # The socket of the node's store (None: there is none).
     store: str | None = None
     faults: Sequence[FaultRule] = ()
+    pace: StepPace | None = None
 
 
 class Shape:
@@ -91,6 +92,7 @@ class Shape:
                 probe_sampled_rows=num_rows if is_decode else 1,
                 deterministic=engine.deterministic,
                 faults=tuple(spec.faults),
+                pace=spec.pace,
             )
             for rank in range(parallel.num_ranks)
         ]

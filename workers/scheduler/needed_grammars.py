@@ -34,6 +34,9 @@ class NeededGrammars:
     def __init__(self) -> None:
         self._digest_to_needed: dict[bytes, _Needed] = {}
         self._orders: list[GrammarOrder] = []
+        # Orders to compile that the rank has not answered, also of grammars that were released since: it may
+        # have forgotten these before it compiles them again.
+        self._digest_to_num_due: dict[bytes, int] = {}
 
     def __len__(self) -> int:
         return len(self._digest_to_needed)
@@ -54,6 +57,7 @@ class NeededGrammars:
         if needed is None:
             needed = self._digest_to_needed[grammar.digest] = _Needed()
             self._orders.append(CompileGrammar(grammar))
+            self._digest_to_num_due[grammar.digest] = self._digest_to_num_due.get(grammar.digest, 0) + 1
         needed.requests[request.key] = request
         _set_waiting(request, not needed.is_ready)
 
@@ -70,6 +74,10 @@ class NeededGrammars:
 
     def compiled(self, report: GrammarCompiled) -> list[Request]:
         """Take in that a grammar is ready, or refused. Returns the requests that cannot be served."""
+        num_due = self._digest_to_num_due.pop(report.digest, 1) - 1
+        if num_due:  # the answer that counts is still to come
+            self._digest_to_num_due[report.digest] = num_due
+            return []
         needed = self._digest_to_needed.get(report.digest)
         if needed is None:
             return []

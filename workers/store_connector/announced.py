@@ -3,7 +3,8 @@ meanwhile, as for requests that wait here.
 
     Announce --> pending --take--> asked --loaded--> on the device, as far as it came
                     |                |                  |
-                    +----------------+------------------+--> forgotten: submitted, cancelled, or 30 s are over
+                    +----------------+------------------+--> forgotten: submitted, cancelled, 30 s are over,
+                                                                 or its gateway's link has ended
 
 Sans I/O: time is an argument. `workers.store_connector.connector` asks, `block_loader` loads.
 """
@@ -13,6 +14,8 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from workers.messages.link import GatewayKey
 
 # By then the request has gone elsewhere, or waits for so long that what was loaded may be evicted again.
 ANNOUNCED_S = 30.0
@@ -26,8 +29,9 @@ POOL_SHARE = 4
 
 @dataclass(slots=True)
 class AnnouncedPrompt:
-    """`keys` are those of all its full blocks, the last token's excluded."""
+    """`keys` are those of all its full blocks, the last token's excluded; `gateway` announced it last."""
 
+    gateway: GatewayKey
     request_id: str
     sharing_group: str
     keys: tuple[bytes, ...]
@@ -65,13 +69,20 @@ class AnnouncedPrompts:
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def add(self, request_id: str, sharing_group: str, keys: tuple[bytes, ...], now: float) -> bool:
+    def add(
+        self,
+        gateway: GatewayKey,
+        request_id: str,
+        sharing_group: str,
+        keys: tuple[bytes, ...],
+        now: float,
+    ) -> bool:
         """Note an announced prompt; False when it is known, and kept for longer, or there are too many."""
         if (known := self._prompts.get(request_id)) is not None:
-            known.expires_at = now + ANNOUNCED_S
+            known.gateway, known.expires_at = gateway, now + ANNOUNCED_S
             self._prompts.move_to_end(request_id)
             return False
-        prompt = AnnouncedPrompt(request_id, sharing_group, keys, now + ANNOUNCED_S)
+        prompt = AnnouncedPrompt(gateway, request_id, sharing_group, keys, now + ANNOUNCED_S)
         if len(self._prompts) >= MAX_PROMPTS:
             return False
         if self._num_key_bytes + prompt.num_key_bytes > MAX_KEY_BYTES:
@@ -116,6 +127,13 @@ class AnnouncedPrompts:
     def drop(self, group: str | None) -> list[AnnouncedPrompt]:
         """Remove and return the prompts of this group (None: all)."""
         gone = [it for it in self._prompts.values() if group in (None, it.sharing_group)]
+        for prompt in gone:
+            self.forget(prompt.request_id)
+        return gone
+
+    def drop_gateway(self, gateway: GatewayKey) -> list[AnnouncedPrompt]:
+        """Remove and return what this gateway has announced: nobody will say when it does not come."""
+        gone = [it for it in self._prompts.values() if it.gateway == gateway]
         for prompt in gone:
             self.forget(prompt.request_id)
         return gone

@@ -46,7 +46,7 @@ from kvtransfer.store.messages import (
 from kvtransfer.store.store_client import StoreClient
 from workers.config import EngineConfig
 from workers.interfaces import EngineControl, RankChannel
-from workers.messages.link import Announce, Submission
+from workers.messages.link import Announce, GatewayKey, Submission
 from workers.messages.rank_channel import RankReady
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
@@ -155,14 +155,15 @@ class StoreConnector:
     # ------------------------------------------------------------------------------------ from the engine
     # core
 
-    def announce(self, announce: Announce) -> None:
+    def announce(self, gateway: GatewayKey, announce: Announce) -> None:
         """A request waits in a gateway: what it will want is loaded, or at least brought near."""
         block_tokens = self._pool.block_tokens
         num_blocks = min((announce.num_tokens - 1) // block_tokens, self._pool.num_total)
         keys = announce.block_keys[: max(0, num_blocks)]
         if not (self.is_open and keys):
             return
-        is_new = self.announced.add(announce.request_id, announce.sharing_group, keys, self._clock.now())
+        now = self._clock.now()
+        is_new = self.announced.add(gateway, announce.request_id, announce.sharing_group, keys, now)
         if is_new and self.loader.num_loads >= self._max_loading:
             self.loader.prefetch(announce.sharing_group, keys)
 
@@ -170,6 +171,11 @@ class StoreConnector:
         """An announced request does not come."""
         if self.announced.forget(request_id) is not None:
             self.loader.withdraw(request_id)
+
+    def lost(self, gateway: GatewayKey) -> None:
+        """The link to a gateway has ended. One that is still there announces again what waits."""
+        for prompt in self.announced.drop_gateway(gateway):
+            self.loader.withdraw(prompt.request_id)
 
     def arrived(self, submission: Submission) -> None:
         """A request was queued, unless it was refused. What is loaded for it since it was announced is its
