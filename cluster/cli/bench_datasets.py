@@ -60,7 +60,10 @@ def parse_dataset(text: str) -> Dataset:
     if kind == "sessions" and not name:
         return Dataset("sessions")
     if name and (known := _FILE_KINDS.get(kind)) is not None:
-        return Dataset(known, name)
+        dataset = Dataset(known, name)
+        if dataset.is_table and name.isalpha() and not Path(name).exists():
+            raise ValueError(f"{name[:200]!r} is none of {', '.join(get_args(LengthKind))}, and no file")
+        return dataset
     raise ValueError(
         "expected sharegpt:FILE, mooncake:FILE, sessions, or lengths:KIND with fixed, uniform, lognormal or "
         f"a CSV file, not {text[:200]!r}"

@@ -4,6 +4,7 @@ over HTTP."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, Protocol
@@ -238,7 +239,16 @@ async def _called(call: Any) -> AsyncIterator[aiohttp.ClientResponse]:
     except TimeoutError as error:
         raise CallError(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time") from error
     except (aiohttp.ClientError, OSError) as error:
-        raise CallError(grpc.StatusCode.UNAVAILABLE, str(error) or type(error).__name__) from error
+        raise CallError(grpc.StatusCode.UNAVAILABLE, _in_words(error)) from error
+
+
+def _in_words(error: Exception) -> str:
+    """Return why a server could not be reached, or was lost."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        number = error.os_error.errno or 0
+        reason = os.strerror(number) if number > 0 else error.os_error.strerror or str(error.os_error)
+        return f"cannot connect to {error.host}:{error.port}: {reason}"
+    return str(error) or type(error).__name__
 
 
 async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

@@ -178,10 +178,6 @@ class HttpFront:
                 return await send_whole(request, response, self._settings.write_timeout_s)
         return response
 
-    def _check_host(self, request: web.Request) -> None:
-        if self._names is not None and (reason := refused_host(request.headers.get("Host"), self._names)):
-            raise HttpProblem(421, reason)
-
     async def _answer(self, access: Role, endpoint: Endpoint, request: web.Request) -> web.StreamResponse:
         """Answer those who have the role."""
         identity: Identity | None = None

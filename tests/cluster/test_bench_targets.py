@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from aiohttp import web
 from gateway_harness import GatewayHarness, ScriptedReplica, raw, truth
 from http_harness import HttpFrontHarness
+from patience import WAIT_S
 from serving import tandem
 from typer.testing import CliRunner
 
@@ -165,7 +167,8 @@ def test_turns_have_their_times_and_cached_shares() -> None:
         (["--dataset", "mooncake:x", "--rate", "3"], "--rate: no effect with --dataset mooncake:x"),
         (["--dataset", "sessions", "--requests", "3"], "--requests: no effect with --dataset sessions"),
         (["--dataset", "lengths:fixed", "--length-spread", "1"], "--length-spread: no effect with"),
-        (["--dataset", "lengths:x.csv", "--input-tokens", "1"], "--input-tokens: no effect with"),
+        (["--dataset", f"lengths:{__file__}", "--input-tokens", "1"], "--input-tokens: no effect with"),
+        (["--dataset", "lengths:normal"], "'normal' is none of fixed, uniform, lognormal, and no file"),
         (["--turns", "3"], "--turns: no effect with prompts of one length; name a --dataset"),
         (["--overload", "--dataset", "sessions"], "--dataset: no effect with --overload"),
         (["--sweep", "1,2", "--rate", "3"], "--sweep, --rate: contradict each other"),
@@ -424,3 +427,12 @@ async def test_a_gateway_is_measured_over_http(harness: GatewayHarness, tmp_path
         *runs, knee = await measured(front, "lengths:uniform", "--sweep", "200,400", *drawn, *ids)
         assert [run["offered_per_s"] for run in runs] == [200, 400]
         assert knee["what"] == "knee"
+
+
+async def test_a_server_that_is_not_there_is_named() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(CallError, match=f"cannot connect to {address}: Connection refused"):
+            async with http_target(address, WAIT_S, ClientCredentials()):
+                pass

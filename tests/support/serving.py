@@ -86,7 +86,7 @@ def free_port() -> int:
 
 
 class RunningCluster:
-    """`tandem serve`, started; `addresses` is what it printed: gateway, admin, console, Ray, dashboard,
+    """`tandem serve`, started; `addresses` is what it printed: gateway, HTTP, admin, console, Ray, dashboard,
     Ray token, logs."""
 
     def __init__(
@@ -121,7 +121,7 @@ class RunningCluster:
             if not any(line.startswith(_IS_UP) for line in self.lines):
                 self.stop()
                 raise AssertionError("tandem serve did not come up:\n" + "".join(self.lines))
-        pattern = re.compile(r"(gateway|admin|console|Ray token|Ray|dashboard|logs)\s+(\S.*)")
+        pattern = re.compile(r"(gateway|HTTP|admin|console|Ray token|Ray|dashboard|logs)\s+(\S.*)")
         self.addresses: dict[str, str] = {
             match[1]: match[2] for line in self.lines if (match := pattern.match(line))
         }
