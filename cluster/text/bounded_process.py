@@ -89,7 +89,9 @@ class _Child:
     @classmethod
     async def start(cls, command: Sequence[str]) -> _Child:
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, contextlib.ExitStack() as failed:
+            stream = await frame_stream(ours, "bounded process")
+            failed.callback(stream.abort)
             process = await asyncio.create_subprocess_exec(
                 *(*command, str(theirs.fileno())),
                 pass_fds=(theirs.fileno(),),
@@ -97,7 +99,8 @@ class _Child:
                 cwd=Path(__file__).parents[2],
                 env={},
             )
-        child = cls(process, await frame_stream(ours, "bounded process"))
+            failed.pop_all()
+        child = cls(process, stream)  # nothing is awaited before `try`: it is ended in any case
         is_ready = False
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):

@@ -101,7 +101,7 @@ def test_both_pools_serve_and_their_path_is_measured(cluster: RunningCluster) ->
 
 
 def test_it_says_where_everything_is(cluster: RunningCluster) -> None:
-    names = {"gateway", "admin", "console", "Ray", "dashboard", "Ray token", "logs"}
+    names = {"gateway", "HTTP", "admin", "console", "Ray", "dashboard", "Ray token", "logs"}
     assert set(cluster.addresses) == names
     assert any(line.startswith("callers    not authenticated") for line in cluster.lines)
     assert cluster.addresses["dashboard"].startswith("http://")
