@@ -111,14 +111,13 @@ class BlockingClient(BlockingCaller[Client]):
         resume: bool = True,
     ) -> Generator[Event, None, None]:
         """As `Client.generate`; leaving or closing the iteration cancels the request."""
-        events = self._client.generate(prompt, options, timeout_s=timeout_s, resume=resume).events()
-        lock = asyncio.Lock()  # a wait that Ctrl-C has ended may still be on its way out of the generator
+        events = _Events(self._client.generate(prompt, options, timeout_s=timeout_s, resume=resume).events())
         try:
-            while (event := self._wait(_next_or_none(events, lock))) is not None:
+            while (event := self._wait(events.next_or_none())) is not None:
                 yield event
         finally:
             if not self._is_closed:  # else the request was cancelled with all others
-                self._wait(_close(events, lock))
+                self._wait(events.close())
 
     def complete(
         self,
@@ -218,11 +217,30 @@ class BlockingAdminClient(BlockingCaller[AdminClient]):
         return self._wait(self._client.traffic(weights))
 
 
-async def _next_or_none(events: AsyncGenerator[Event, None], lock: asyncio.Lock) -> Event | None:
-    async with lock:
-        return await anext(events, None)
+class _Events:
+    """The events of one request, as the thread of the loop waits for them.
 
+    Ctrl-C ends the wait of the calling thread at any point, also before it knows what it waits for: such a
+    wait goes on here until it is cancelled, and may still be on its way out of the generator.
+    """
 
-async def _close(events: AsyncGenerator[Event, None], lock: asyncio.Lock) -> None:
-    async with lock:
-        await events.aclose()
+    def __init__(self, events: AsyncGenerator[Event, None]) -> None:
+        self._events = events
+        self._turn = asyncio.Lock()
+        self._waiting: set[asyncio.Task[Any]] = set()
+
+    async def next_or_none(self) -> Event | None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._waiting.add(task)
+        try:
+            async with self._turn:
+                return await anext(self._events, None)
+        finally:
+            self._waiting.discard(task)
+
+    async def close(self) -> None:
+        for task in self._waiting:
+            task.cancel()
+        async with self._turn:
+            await self._events.aclose()

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -310,6 +310,23 @@ def test_ctrl_c_ends_a_blocking_call_and_nothing_else() -> None:
         with pytest.raises(KeyboardInterrupt):
             list(client.generate("x"))
     signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_between_the_call_and_its_wait_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was scheduled by then is not known to the thread that is interrupted, and has to end all the same:
+    the stream has nothing more to say."""
+    schedule = asyncio.run_coroutine_threadsafe
+    with silent_gateway() as (address, called), BlockingClient(address) as client:
+
+        def interrupted(work: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop) -> Future[Any]:
+            monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", schedule)
+            schedule(work, loop)
+            assert called.acquire(timeout=WAIT_S)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(client.generate("x"))
 
 
 def test_closing_a_blocking_client_ends_the_calls_of_other_threads(
