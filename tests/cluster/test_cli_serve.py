@@ -12,6 +12,7 @@ from serving import TINY, tandem
 pytestmark = pytest.mark.cluster
 
 
+@pytest.mark.slow
 def test_a_replica_that_cannot_be_placed_is_an_error_that_names_the_resource(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(

@@ -25,7 +25,7 @@ from cluster.api.client import GenerateOptions
 from kvtransfer.rpc.trust import Trust, TrustFiles
 from kvtransfer.store.index.redis_server import server_password
 
-pytestmark = [pytest.mark.cluster, uses_redis_or_valkey]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, uses_redis_or_valkey]
 
 # Prints every key and value of Ray's GCS, of all namespaces, and the arguments of what Serve keeps, as JSON.
 _GCS = """

@@ -139,6 +139,7 @@ async def test_each_request_is_answered_by_the_application_that_its_id_falls_to(
     assert (await apps.front.admin().status()).traffic == {OWN: 1.0, OTHER: 0.0}
 
 
+@pytest.mark.slow
 async def test_an_operator_splits_the_requests_by_the_command_line(apps: TwoApps) -> None:
     gateway = apps.front.gateways[0]
 

@@ -120,6 +120,7 @@ def test_a_peer_that_is_not_installed_is_skipped_with_the_remedy(model_dir: Path
     assert lines[-1]["what"] == "prefill"
 
 
+@pytest.mark.slow
 def test_a_peer_that_cannot_load_is_reported_and_the_others_are_measured(
     model_dir: Path, tmp_path: Path
 ) -> None:

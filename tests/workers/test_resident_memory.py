@@ -26,6 +26,7 @@ _SIZES: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_rank_keeps_little_beside_weights_and_kv_and_does_not_grow(tmp_path: Path) -> None:
     """Of a bfloat16 model of 92 MiB with 240 MiB of KV, over steps that all differ."""
