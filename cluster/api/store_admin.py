@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from msgspec import structs
 
+from cluster.api.listing_limits import DEFAULT_LIMIT, MAX_LIMIT
 from cluster.errors import FieldViolation, InvalidRequestError
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
@@ -42,8 +43,6 @@ from kvtransfer.store.messages import (
 
 # A store that takes longer to report its state hangs.
 STAT_S = 3.0
-DEFAULT_LIMIT = 100
-MAX_LIMIT = 10_000
 _CONNECT_S = 3.0
 # Of the caller's deadline, kept for the answer that names the stores that were late.
 _MARGIN_S = 0.5

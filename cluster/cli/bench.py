@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.cli.bench_serve import bench_serve_command
+from cluster.cli.bench_traces import bench_scaling, bench_store
 from cluster.cli.terminal import (
     NONE,
     AsJson,
@@ -27,6 +28,8 @@ from workers.errors import PeerError
 cli = typer.Typer(no_args_is_help=True, help="Measure a running cluster, the engine or the store alone.")
 
 cli.command("serve")(bench_serve_command)
+cli.command("store")(bench_store)
+cli.command("scaling")(bench_scaling)
 
 
 @cli.command("engine")

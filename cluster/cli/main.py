@@ -1,4 +1,5 @@
-"""The command line, `tandem`; the only module that reads the environment."""
+"""The command line, `tandem`: what calls a gateway, and the demo. The other commands are loaded when they are
+run."""
 
 from __future__ import annotations
 
@@ -14,16 +15,10 @@ import typer
 from cluster.api.blocking_client import BlockingClient
 from cluster.api.client import Turn, generate_request
 from cluster.cli import calls
-from cluster.cli.bench import cli as bench_cli
-from cluster.cli.bench_traces import bench_scaling, bench_store
 from cluster.cli.chat_session import PipeScreen, chat_on_terminal, chat_through_pipe
-from cluster.cli.doctor import doctor
+from cluster.cli.command_group import LazyCommands
 from cluster.cli.gateway_options import AdminOptions, InferenceOptions, gateway_options
-from cluster.cli.key import cli as key_cli
 from cluster.cli.sampling_options import SamplingOptions, sampling_options
-from cluster.cli.scale import scale
-from cluster.cli.serve_options import ServeOptions, announced_config, config_yaml, serve_options
-from cluster.cli.store import cli as store_cli
 from cluster.cli.terminal import (
     AsJson,
     Timeout,
@@ -33,14 +28,9 @@ from cluster.cli.terminal import (
     die_at_once,
     err,
     out,
-    progress_line,
     run,
     show_version,
-    stages,
 )
-from cluster.cli.traffic import traffic
-from cluster.cli.update import update
-from cluster.config import LOOPBACK, ClusterConfig
 from cluster.errors import CallError, ClusterError, RayEndedError, StartError
 from cluster.text.validation import check_values
 from kvtransfer.common.clock import SystemClock
@@ -62,21 +52,13 @@ _ENVIRONMENT = {
 }
 
 cli = typer.Typer(
+    cls=LazyCommands,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help=_HELP,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-cli.add_typer(bench_cli, name="bench")
-bench_cli.command("store")(bench_store)
-bench_cli.command("scaling")(bench_scaling)
-cli.add_typer(store_cli, name="store")
-cli.add_typer(key_cli, name="key")
-cli.command()(update)
-cli.command()(traffic)
-cli.command()(scale)
-cli.command()(doctor)
 
 
 @cli.callback()
@@ -86,9 +68,6 @@ def options(
     ] = False,
 ) -> None:
     """Take the options before a command; the help text is that of `cli`."""
-
-
-RayAddress = Annotated[str, typer.Option(help='"auto": join or start; "local": always start; or host:port.')]
 
 
 def main() -> None:
@@ -105,64 +84,6 @@ def main() -> None:
         die_at_once(str(error))
     except (ClusterError, WorkerError) as error:
         die(str(error))
-
-
-@cli.command()
-@serve_options
-def serve(
-    file: Annotated[Path | None, typer.Option("-f", "--file", help="The cluster's YAML file.")] = None,
-    print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print the configuration as a YAML file; start nothing.")
-    ] = False,
-    ray_address: RayAddress = "auto",
-    *,
-    given: ServeOptions,
-) -> None:
-    """Start the pools and the gateway, and serve until Ctrl-C.
-
-    The options below describe the cluster without a file; beside one, they replace what it says.
-    """
-    interrupted = catch_signals()
-    config = announced_config(file, given)
-    if print_config:
-        print(config_yaml(config), end="")
-        return
-    from cluster.serve.launcher import Service  # here: only this command and the demo need Ray
-
-    # The index server comes from the environment where the file names none.
-    url = os.environ.pop("REDIS_URL", "")  # processes that are started here do not get it
-    if url and not config.store.has_redis:
-        config = config.with_redis_url(url)
-    service = Service(config, SystemClock(), ray_address=ray_address)
-    try:
-        with stages(err, "starting") as report:
-            addresses = service.start(
-                lambda progress: report(progress_line(progress.stage, progress.ready)), interrupted
-            )
-        for name, place in (
-            ("gateway", f"[bold]{', '.join(addresses.gateways)}[/]"),
-            ("HTTP", ", ".join(addresses.http_urls) or "none"),
-            ("admin", ", ".join(addresses.admins)),
-            ("console", ", ".join(addresses.consoles) or "none"),
-            ("callers", _callers(config)),
-            ("Ray", addresses.ray),
-            ("dashboard", addresses.dashboard or "none"),
-            ("Ray token", _token_place()),
-            ("logs", addresses.logs or "on the nodes of the Ray cluster"),
-            ("dtype", service.dtype_reason),
-            ("settings", str(file) if file else "of the options; --print-config prints them as a file"),
-        ):
-            out.print(f"{name:<10} {place}", soft_wrap=True)
-        out.print("Ctrl-C stops everything.")
-        service.wait(interrupted)
-    except StartError as error:
-        if interrupted.is_set():
-            die(str(error), interrupted.status)
-        raise
-    finally:
-        with stages(err, "stopping"):
-            service.stop()
-    out.print("stopped")
 
 
 @cli.command()
@@ -293,19 +214,3 @@ def _standard_input() -> str:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
         raise typer.BadParameter(f"standard input is not UTF-8: {error}", param_hint="PROMPT") from error
-
-
-def _callers(config: ClusterConfig) -> str:
-    """Say who may call."""
-    if config.auth.mode == "required":
-        return "authenticated"
-    where = "other hosts too" if config.gateway.host not in LOOPBACK else "from this host alone"
-    return f"not authenticated, {where}"
-
-
-def _token_place() -> str:
-    if "RAY_AUTH_TOKEN" in os.environ:
-        return "in the environment variable RAY_AUTH_TOKEN"
-    if os.environ.get("RAY_AUTH_MODE") == "disabled":
-        return "none: RAY_AUTH_MODE is disabled"
-    return f"in {os.environ.get('RAY_AUTH_TOKEN_PATH') or Path.home() / '.ray' / 'auth_token'}"

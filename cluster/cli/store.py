@@ -14,7 +14,7 @@ from rich.text import Text
 from cluster.api.admin_client import AdminClient
 from cluster.api.channel import ClientCredentials
 from cluster.api.json_text import as_dict
-from cluster.api.store_admin import DEFAULT_LIMIT, MAX_LIMIT
+from cluster.api.listing_limits import DEFAULT_LIMIT, MAX_LIMIT
 from cluster.cli.gateway_options import AdminOptions, gateway_options
 from cluster.cli.terminal import (
     NONE,

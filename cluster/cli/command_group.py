@@ -1,0 +1,46 @@
+"""The commands of `tandem` that stand in modules of their own, imported when they are run or named in the help:
+those imports take longer than all that most commands do."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command as command_of
+
+# The module of each command, and what it is called there: a function, or a `Typer` with commands of its own.
+_MODULES: Mapping[str, tuple[str, str]] = {
+    "serve": ("cluster.cli.serve", "serve"),
+    "update": ("cluster.cli.update", "update"),
+    "traffic": ("cluster.cli.traffic", "traffic"),
+    "scale": ("cluster.cli.scale", "scale"),
+    "doctor": ("cluster.cli.doctor", "doctor"),
+    "bench": ("cluster.cli.bench", "cli"),
+    "store": ("cluster.cli.store", "cli"),
+    "key": ("cluster.cli.key", "cli"),
+}
+
+
+class LazyCommands(TyperGroup):
+    """A group whose commands of other modules are imported by their first use."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return ["serve", *super().list_commands(ctx), *(name for name in _MODULES if name != "serve")]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in _MODULES and cmd_name not in self.commands:
+            module, attribute = _MODULES[cmd_name]
+            self.commands[cmd_name] = _command(cmd_name, getattr(importlib.import_module(module), attribute))
+        return super().get_command(ctx, cmd_name)
+
+
+def _command(name: str, found: Any) -> Any:
+    if not isinstance(found, typer.Typer):
+        function, found = found, typer.Typer(add_completion=False)
+        found.command(name)(function)
+    command = command_of(found)
+    command.name = name
+    return command
