@@ -113,7 +113,7 @@ def test_broad_excepts_stand_at_the_edges_only() -> None:
 
 def test_the_environment_is_read_at_the_command_line_only() -> None:
     # The others hand it on to their children, or tell a library what it takes from nowhere else.
-    readers = {"cluster/cli/main.py", "cluster/cli/serve.py", "workers/replica/rank_group.py"}
+    readers = {"cluster/cli/main.py", "cluster/cli/serve_command.py", "workers/replica/rank_group.py"}
     readers |= {"kvtransfer/transports/nccl.py", "kvtransfer/transports/nixl.py"}
     readers.add(PEER_CHILD.as_posix())
     readers |= {"workers/model/native/isa.py"}  # for tests and benchmarks

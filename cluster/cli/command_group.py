@@ -1,4 +1,4 @@
-"""The commands of `tandem` that stand in modules of their own, imported when they are run or named in the help:
+"""The commands of `tandem` that stand in modules of their own, imported when they are run or named in help:
 those imports take longer than all that most commands do."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typer.main import get_command as command_of
 
 # The module of each command, and what it is called there: a function, or a `Typer` with commands of its own.
 _MODULES: Mapping[str, tuple[str, str]] = {
-    "serve": ("cluster.cli.serve", "serve"),
+    "serve": ("cluster.cli.serve_command", "serve"),
     "update": ("cluster.cli.update", "update"),
     "traffic": ("cluster.cli.traffic", "traffic"),
     "scale": ("cluster.cli.scale", "scale"),

@@ -22,7 +22,17 @@ def goodput(scenario: Scenario, rate_s: float) -> float:
     return float(run_load(scenario, NUM_REPLICAS, rate_s, DURATION_S).record()["goodput_per_s"])
 
 
-@pytest.mark.parametrize("name", ["mixed", "interactive", "pools", "decode_bound", "prefill_bound"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mixed",
+        "pools",
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ("interactive", "decode_bound", "prefill_bound")
+        ),
+    ],
+)
 def test_goodput_holds_whatever_is_the_bottleneck(name: str) -> None:
     scenario = SCENARIOS[name]
     capacity = capacity_of(name)
