@@ -160,6 +160,7 @@ def test_heavy_tails_keep_more_prefill_than_even_prompts_of_the_same_mean() -> N
 # ---------------------------------------------------------------------------------------- steadiness
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     per_s=st.floats(1.0, 12.0),

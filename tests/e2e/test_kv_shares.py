@@ -59,13 +59,8 @@ async def most_used(replicas: list[Replica], most: list[int]) -> None:
         await SystemClock().sleep(0.001)
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(PAIR, id="prefill and decode"),
-        pytest.param(ALONE, id="one replica", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [PAIR, ALONE], ids=["prefill and decode", "one replica"])
 async def test_a_flood_holds_back_nobody_else(harness: E2eHarness, names: tuple[str, ...]) -> None:
     """Each request of the flood needs all of the share at its end, and more than half of it at its start."""
     replicas = [harness.replicas[name] for name in names]

@@ -67,6 +67,7 @@ def run(model_dir: Path, *shares: float, **options: Any) -> list[dict[str, Any]]
     return lines
 
 
+@pytest.mark.slow
 def test_every_measure_has_its_limit_and_its_peer(model_dir: Path) -> None:
     """The peer is transformers in a process of its own."""
     lines = run(model_dir, peers=[PeerSpec("transformers", "", sys.executable)])
