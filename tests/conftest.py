@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 from child_processes import assert_ended, children
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from optional_programs import MARK, check_marks, missing_programs
 
-# Examples may take long to draw and to run where other processes have the cores; the limit of the whole test
-# holds.
-settings.register_profile("without a deadline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# An example may take long where other processes have the cores; the limit of the whole test holds.
+settings.register_profile("without a deadline", deadline=None)
 settings.load_profile("without a deadline")
 
 # A suite of its own, with its own settings (tests/gpu/pytest.ini): `test_gpu_suite.py` runs it.

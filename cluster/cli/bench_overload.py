@@ -19,6 +19,7 @@ from rich.table import Table
 from cluster.cli.serving_load import BenchRequest, Objectives, Workload, by_class, summarize
 from cluster.cli.terminal import NONE, made_table
 from cluster.errors import BenchError
+from cluster.gateway.history import percentile
 
 MULTIPLES = (0.5, 0.9, 1.2, 2.0, 5.0)
 # The recovery: so much of the capacity, for so long.
@@ -160,10 +161,10 @@ def of_load(
     }
 
 
-def quantile_ms(times_s: Iterable[float], part: float) -> float | None:
-    """Return the time, in milliseconds, within which this part of them is; None without any."""
+def quantile_ms(times_s: Iterable[float], share: float) -> float | None:
+    """Return the time, in milliseconds, within which this share of them is; None without any."""
     ordered = sorted(times_s)
-    return 1e3 * ordered[min(len(ordered) - 1, int(len(ordered) * part))] if ordered else None
+    return 1e3 * percentile(ordered, share) if ordered else None
 
 
 def overload_table(records: Sequence[dict[str, Any]]) -> Table:

@@ -18,7 +18,32 @@ from cluster.api.client import GenerateOptions
 
 def test_help_names_every_command() -> None:
     shown = tandem("--help").stdout
-    assert all(name in shown for name in ("serve", "generate", "status", "explain", "bench", "demo"))
+    calls = {"generate", "chat", "models", "status", "explain"}
+    others = {"serve", "demo", "update", "traffic", "scale", "doctor", "bench", "store", "key"}
+    assert calls | others <= set(re.findall(r"^\W+(\w+)", shown, re.MULTILINE))
+
+
+def test_a_call_of_the_gateway_imports_nothing_that_only_other_commands_need() -> None:
+    """Else each call on the command line takes seconds of a core before it begins."""
+    shown = subprocess.run(
+        [sys.executable, "-c", "import sys, cluster.cli.main; print(*sys.modules)"],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    others = {
+        "ray",
+        "torch",
+        "redis",
+        "plotext",
+        "aiohttp",
+        "router.service",
+        "cluster.config",
+        "cluster.scaling",
+    }
+    assert not others & set(shown.stdout.split())
 
 
 def test_a_bad_file_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_a_hostile_grammar_is_refused_and_the_next_one_compiled(thread: Thread, 
     refused = thread.compile(Grammar.of(HOSTILE[name]))
     assert refused.error
     assert len(refused.error) <= 400
-    assert not refused.is_full
+    assert not refused.is_transient
     assert clock.now() - begun < WAIT_S
     assert thread.compile(choice(["abc"])).error == ""
 
@@ -150,7 +150,7 @@ def test_what_all_grammars_take_is_bounded(thread: Thread, monkeypatch: pytest.M
     assert thread.compile(first).error == ""
     monkeypatch.setattr("workers.rank.compiled_grammars.MAX_BYTES", thread.grammars.num_bytes)
     refused = thread.compile(choice(["b" * 50]))
-    assert refused.is_full
+    assert refused.is_transient
     assert "in use" in refused.error
     assert thread.compile(first).error == "", "it is there already"
 
@@ -160,7 +160,7 @@ def test_a_host_without_a_process_more_refuses_for_now(
 ) -> None:
     monkeypatch.setattr("workers.rank.grammar_check.sys.executable", str(tmp_path / "nowhere"))
     refused = thread.compile(choice(["c"]))
-    assert refused.is_full
+    assert refused.is_transient
     assert "did not start" in refused.error
     monkeypatch.undo()
     assert thread.compile(choice(["c"])).error == ""

@@ -207,7 +207,7 @@ def test_a_refused_grammar_ends_its_requests_alone(model_dir: Path) -> None:
     failures = {it.request_id: it for it in engine.scheduler.take_failures()}
     assert set(failures) == {"digits", "again"}
     assert {(it.code, it.reason) for it in failures.values()} == {("grammar", "its grammar: too complex")}
-    engine.scheduler.grammar_compiled(GrammarCompiled(OBJECT.digest, "no memory", is_full=True))
+    engine.scheduler.grammar_compiled(GrammarCompiled(OBJECT.digest, "no memory", is_transient=True))
     (refused,) = engine.scheduler.take_failures()
     assert (refused.code, refused.retry_after_s > 0) == ("refused", True)
     while engine.step() is not None:

@@ -175,12 +175,12 @@ class ReleaseGrammar(Message, frozen=True):
 
 
 class GrammarCompiled(Message, frozen=True):
-    """Rank to engine core: slots may start with this grammar or, with an `error`, it is refused. `is_full`:
-    only here and now, where others take all the memory for grammars, or no process checks them."""
+    """Rank to engine core: slots may start with this grammar or, with an `error`, it is refused, if it
+    `is_transient` only here and now: others take all the memory for grammars, or no process checks them."""
 
     digest: bytes
     error: str = ""
-    is_full: bool = False
+    is_transient: bool = False
 
 
 # ---------------------------------------------------------------------------------------------- steps

@@ -226,11 +226,11 @@ class CompileThread:
             _ = self.grammars.tokenizer  # else there is nothing to check
             check = self._checker.check(grammar.text)
             if check.error:
-                return GrammarCompiled(grammar.digest, check.error, is_full=not check.is_final)
+                return GrammarCompiled(grammar.digest, check.error, is_transient=not check.is_final)
             num_bytes = self.grammars.num_bytes
             if num_bytes and num_bytes + check.num_bytes > MAX_BYTES:
                 reason = f"grammars of {num_bytes} bytes are in use, {MAX_BYTES} are the limit"
-                return GrammarCompiled(grammar.digest, reason, is_full=True)
+                return GrammarCompiled(grammar.digest, reason, is_transient=True)
             self.grammars.compile(grammar, check.num_bytes, check.seconds)
         except GrammarRefusedError as error:
             return GrammarCompiled(grammar.digest, str(error))

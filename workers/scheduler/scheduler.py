@@ -303,7 +303,7 @@ class Scheduler:
     def grammar_compiled(self, report: GrammarCompiled) -> None:
         """Sample for the requests with this grammar, or give them up if it is refused."""
         for request in self._life.grammars.compiled(report):
-            code, retry_after_s = ("refused", _FULL_RETRY_S) if report.is_full else ("grammar", 0.0)
+            code, retry_after_s = ("refused", _FULL_RETRY_S) if report.is_transient else ("grammar", 0.0)
             reason = f"its grammar: {report.error}"
             self._failures.append(RequestFailed(*request.key, code, reason, retry_after_s))
             self._life.drop(request)
