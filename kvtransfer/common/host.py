@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 CPU_INFO = Path("/proc/cpuinfo")
+CPU_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK_NAMESPACE = Path("/proc/self/ns/net")
 
@@ -45,6 +46,15 @@ def cpu_name(cpu_info: Path | None = None) -> str:
         return "unknown"
     found = re.search(r"^model name\s*:\s*(.+)$", text, re.M)
     return found[1].strip() if found else "unknown"
+
+
+def cache_bytes(folder: Path | None = None) -> int:
+    """Return the bytes of the largest cache of the first processor, which it may share with others; 0 where
+    the kernel does not say. `folder` None: `CPU_CACHES`."""
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    sizes = [path.read_text().strip() for path in (folder or CPU_CACHES).glob("index*/size")]
+    found = [re.fullmatch(r"(\d+)([KMG]?)", size) for size in sizes]
+    return max((int(size[1]) * units.get(size[2], 1) for size in found if size), default=0)
 
 
 def private_folder(name: str) -> Path:

@@ -13,10 +13,11 @@ from safetensors.torch import load_file
 
 from benchmarks.random_checkpoint import write_random_checkpoint
 from kvtransfer.common.clock import SystemClock
+from kvtransfer.common.host import cache_bytes
 from workers.engine_bench import bench
 from workers.engine_bench.bench import BenchOptions, run_engine_bench
 from workers.engine_bench.peer_process import PeerSpec
-from workers.engine_bench.roofline import LayerProducts, Roofline
+from workers.engine_bench.roofline import LayerProducts, Roofline, num_weight_copies
 from workers.errors import CapacityError
 from workers.model.model_config import read_model_config
 from workers.rank.probe import DeviceLimits
@@ -173,6 +174,20 @@ def test_products_are_timed_by_the_fastest_kind(
     seen.clear()
     assert products.seconds() == config.num_layers * 4 * 0.125
     assert set(seen) == {"ours", "torch"}  # those that are close to each other
+
+
+def test_products_are_timed_over_more_weights_than_a_cache_holds() -> None:
+    assert num_weight_copies(12 << 20, 32 << 20) == 4
+    assert num_weight_copies(100 << 20, 32 << 20) == 2
+    assert num_weight_copies(1 << 20, 0) == 2, "unknown"
+
+
+def test_the_largest_cache_is_found(tmp_path: Path) -> None:
+    for index, size in enumerate(("48K", "1024K", "32M", "odd")):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(f"{size}\n")
+    assert cache_bytes(tmp_path) == 32 << 20
+    assert cache_bytes(tmp_path / "none") == 0
 
 
 def test_limits_by_hand(model_dir: Path) -> None:

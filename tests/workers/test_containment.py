@@ -176,8 +176,8 @@ def test_a_poison_request_fails_alone(
     kind: str,
 ) -> None:
     """In the middle of a layer of its second chunk, or from some decode step on, an allocation fails at the
-    rank whenever it computes the request."""
-    in_layers = {"prefill": 13, "decode": 33}[kind]
+    rank whenever it computes the request. A whole layer is one call of the kernels: there is no middle."""
+    in_layers = ({"prefill": 3, "decode": 6} if tp == 1 else {"prefill": 13, "decode": 33})[kind]
     after = in_layers if phase == "layers" else {"prefill": 1, "decode": 3}[kind]
     point = f"rank.{phase}.{kind}.{rank}.{POISON_SLOT}"
     rule = FaultRule(point, "raise", str(tmp_path / "marker"), after, FOREVER)

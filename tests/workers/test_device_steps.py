@@ -96,7 +96,7 @@ def test_blocks_in_host_memory_are_read(model_dir: Path, expected: dict[tuple[st
 
 @pytest.mark.parametrize(
     ("point", "after"),
-    [("layers.prefill", 13), ("layers.decode", 33), ("sampling.prefill", 1), ("sampling.decode", 3)],
+    [("layers.prefill", 3), ("layers.decode", 6), ("sampling.prefill", 1), ("sampling.decode", 3)],
 )
 def test_a_request_that_cannot_be_computed_fails_alone(
     model_dir: Path, expected: dict[tuple[str, int], bytes], tmp_path: Path, point: str, after: int

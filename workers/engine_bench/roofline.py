@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvtransfer.common.clock import Clock
+from kvtransfer.common.host import cache_bytes
 from workers.model.model_config import ModelConfig
 from workers.model.products import make_linear
 from workers.model.sizes import ModelWork
@@ -22,8 +23,6 @@ _TRIAL_ROWS = 16
 _HOPELESS = 3.0
 _CLOSE = 1.3
 _NUM_RUNS = 3
-# Products are timed over weights that do not fit into a cache together.
-_NUM_COPIES = 2
 
 
 class Roofline:
@@ -47,10 +46,11 @@ class Roofline:
 
 
 class _Candidate(NamedTuple):
-    """One way to compute a product; `run` takes rows and returns after all copies of the weight."""
+    """One way to compute a product; `run` takes rows and returns after all `num_copies` of the weight."""
 
     name: str
     run: Callable[[Tensor], None]
+    num_copies: int
 
 
 class LayerProducts:
@@ -93,34 +93,34 @@ class LayerProducts:
         return candidates
 
     def _best_s(self, candidate: _Candidate, rows: Tensor, num_runs: int) -> float:
-        return best_s(lambda: candidate.run(rows), self._clock, _CPU, num_runs) / _NUM_COPIES
+        return best_s(lambda: candidate.run(rows), self._clock, _CPU, num_runs) / candidate.num_copies
 
 
 def _candidates(num_outputs: int, size: int, dtype: torch.dtype) -> list[_Candidate]:
-    weights = [torch.randn(num_outputs, size).to(dtype) * size**-0.5 for _ in range(_NUM_COPIES)]
+    num_copies = num_weight_copies(num_outputs * size * dtype.itemsize, cache_bytes())
+    weights = [torch.randn(num_outputs, size).to(dtype) * size**-0.5 for _ in range(num_copies)]
     ours = [make_linear(weight.clone()) for weight in weights]
-    found = [
-        _Candidate("ours", lambda rows: _each(ours, lambda product: product(rows))),
-        _Candidate("torch", lambda rows: _each(weights, lambda weight: F.linear(rows, weight))),
-    ]
+    found: dict[str, Callable[[Tensor], None]] = {
+        "ours": lambda rows: _each(ours, lambda product: product(rows)),
+        "torch": lambda rows: _each(weights, lambda weight: F.linear(rows, weight)),
+    }
     if dtype != torch.float32:
         wide = [weight.float() for weight in weights]
-        found.append(
-            _Candidate(
-                "torch float32",
-                lambda rows: _each(wide, lambda weight: F.linear(rows.float(), weight).to(dtype)),
-            )
+        found["torch float32"] = lambda rows: _each(
+            wide, lambda weight: F.linear(rows.float(), weight).to(dtype)
         )
     if dtype == torch.bfloat16 and multiplies_bf16():
         packed = [torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS) for weight in weights]
         product = torch.ops.mkldnn._linear_pointwise
-        found.append(
-            _Candidate(
-                "oneDNN packed",
-                lambda rows: _each(packed, lambda weight: product(rows, weight, None, "none", [], "")),
-            )
+        found["oneDNN packed"] = lambda rows: _each(
+            packed, lambda weight: product(rows, weight, None, "none", [], "")
         )
-    return found
+    return [_Candidate(name, run, num_copies) for name, run in found.items()]
+
+
+def num_weight_copies(weight_bytes: int, cache_bytes: int) -> int:
+    """Return how many weights do not fit into the cache together: a model's are read from memory too."""
+    return max(2, 1 + -(-cache_bytes // weight_bytes))
 
 
 def multiplies_bf16() -> bool:

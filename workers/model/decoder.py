@@ -9,11 +9,12 @@ but for logits, which are float32. Products are those of `workers.model.products
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,8 @@ from workers.model.attention.interface import (
     StepInput,
 )
 from workers.model.model_config import ModelConfig, RopeConfig, read_model_config
-from workers.model.products import Linear, Workspace, make_linear
+from workers.model.native_layers import NativeLayers, PackedLayer
+from workers.model.products import Linear, PackedLinear, Workspace, make_linear
 from workers.model.sizes import query_heads
 from workers.model.weights import LayerWeights, LinearWeights, ShardSpec, WeightReader
 
@@ -139,11 +141,20 @@ class Decoder:
     def run_layers(self, hidden: Tensor, plan: AttentionPlan, most_layers: int | None = None) -> Tensor:
         """Run this stage's layers, or the first `most_layers`, over `hidden` [num_tokens, hidden_size], which
         is overwritten and returned."""
+        if (whole := self._native_layers) is not None and whole.serves(plan):
+            whole.run(hidden, plan, len(self.layers) if most_layers is None else most_layers)
+            return hidden
         rest: Tensor | None = None
         for layer in self.layers[:most_layers]:
             rest = layer.forward(hidden, plan, rest)
             plan.marks.mark_layer()
         return hidden if rest is None else hidden.add_(rest)
+
+    @functools.cached_property
+    def _native_layers(self) -> NativeLayers | None:
+        """The layers in one call each, where all are packed and, once `parallelize` was called, whole."""
+        packed = [packed for layer in self.layers if (packed := layer.packed()) is not None]
+        return NativeLayers(packed, self._workspace) if packed and len(packed) == len(self.layers) else None
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -237,6 +248,14 @@ class DecoderLayer:
         self.output: AddedProduct = linear(weights.output)
         self.down: AddedProduct = linear(weights.down)
 
+    def packed(self) -> PackedLayer | None:
+        """Return what the CPU kernels take of the layer to run it in one call; None where they cannot."""
+        qkv, output, gate_up, down = self._qkv, self.output, self._gate_up, self.down
+        if not (_is_whole(qkv) and _is_whole(output) and _is_whole(gate_up) and _is_whole(down)):
+            return None
+        norms = self._input_norm, self._post_norm
+        return PackedLayer(qkv, output, gate_up, down, *norms, self._attention, self._eps)
+
     def forward(self, hidden: Tensor, plan: AttentionPlan, rest: Tensor | None = None) -> Tensor | None:
         """Add the layer's attention and feed-forward to `hidden` [num_tokens, hidden_size], in place; `rest`
         is what the layer before has left to add. Returns what this one leaves, None: nothing."""
@@ -255,3 +274,9 @@ class DecoderLayer:
         rest = self.down.add_to(hidden, gated)
         plan.marks.mark()
         return rest
+
+
+def _is_whole(product: Product) -> TypeGuard[PackedLinear]:
+    """Whether the kernels compute a product from its rows as they are; one that is joined from several ranks
+    is no such."""
+    return isinstance(product, PackedLinear) and not product.is_padded

@@ -287,8 +287,8 @@ class PackedLinear(Linear):
         self._dtype = dtype = parts[0].dtype
         self._run, self._gather = kernels.library.tandem_linear, kernels.library.tandem_gather_outputs
         # A pair of bfloat16 inputs lies side by side: the last one is padded with zero.
-        self._is_padded = dtype == torch.bfloat16 and self.num_inputs % 2 == 1
-        num_inputs = self.num_inputs + self._is_padded
+        self.is_padded = dtype == torch.bfloat16 and self.num_inputs % 2 == 1
+        num_inputs = self.num_inputs + self.is_padded
         half = _PANEL // 2
         if is_gated:
             gate, up = parts if len(parts) == 2 else parts[0].chunk(2)
@@ -328,6 +328,11 @@ class PackedLinear(Linear):
         )
         self._reference = ctypes.byref(self._weights)
 
+    @property
+    def address(self) -> int:
+        """Where the kernels find the weights, as long as this lives."""
+        return ctypes.addressof(self._weights)
+
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         if out is None:
             out = torch.empty((x.shape[0], self.num_outputs), dtype=self._dtype)
@@ -350,7 +355,7 @@ class PackedLinear(Linear):
     def lookup(self, ids: Tensor) -> Tensor:
         assert not self._is_gated
         ids = ids.contiguous()
-        out = torch.empty((len(ids), self.num_inputs + self._is_padded), dtype=self._dtype)
+        out = torch.empty((len(ids), self.num_inputs + self.is_padded), dtype=self._dtype)
         self._gather(
             self._reference,
             ctypes.c_void_p(ids.data_ptr()),
@@ -363,7 +368,7 @@ class PackedLinear(Linear):
     def _multiply(self, x: Tensor, epilogue: Epilogue, out: Tensor) -> Tensor:
         assert x.dtype == self._dtype, x.dtype
         assert x.shape[1] == self.num_inputs, x.shape
-        if self._is_padded:
+        if self.is_padded:
             x = F.pad(x, (0, 1))
         elif x.stride(1) != 1:
             x = x.contiguous()

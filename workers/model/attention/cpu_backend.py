@@ -8,6 +8,7 @@ where that is asked for, not on the chunks either in which its sequence was comp
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ _NO_ID = (1 << 63) - 1
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
-class _Step(ctypes.Structure):
+class AttentionStep(ctypes.Structure):
     """`AttentionStep` of `attention.h`."""
 
     _fields_ = (
@@ -77,7 +78,7 @@ class CpuAttention(AttentionBackend):
         self.kv_shape = kv_shape(kv)
         self.attend = getattr(kernels.library, f"attend_{_DTYPES[kv.dtype]}")
         self.attend.argtypes = [
-            ctypes.POINTER(_Step), ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p,
+            ctypes.POINTER(AttentionStep), ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p,
             ctypes.c_int64, ctypes.c_int64,
         ]  # fmt: skip
 
@@ -102,45 +103,56 @@ class CpuAttention(AttentionBackend):
         return CpuPlan(self, step)
 
 
+class PlannedTasks(NamedTuple):
+    """What the kernels take of the layers with one window: a step, and how many of its `tasks` are computed
+    between two marks of progress."""
+
+    step: AttentionStep
+    piece_tasks: int
+    tasks: np.ndarray
+
+
 class CpuPlan(AttentionPlan):
     """The attention of one step by kernels."""
 
     def __init__(self, backend: CpuAttention, step: StepInput) -> None:
         super().__init__(step)
         assert step.host is None or not step.host.is_staged
-        self._backend = backend
+        self.backend = backend
         self._step = step  # keeps the arrays
         positions = step.positions()
         self._num_tokens = len(positions)
-        self._tokens = self._rotated_tokens(positions)
-        self._window_to_tasks = {
+        self.tokens = self._rotated_tokens(positions)
+        self.window_to_tasks = {
             window: self._tasks(window) for window in dict.fromkeys(backend.shape.windows)
         }
 
     def run(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
-        backend = self._backend
+        backend = self.backend
         shape = backend.kv_shape
-        backend.kernels.rotate_and_write(backend.rotated(layer), self._tokens, qkv)
+        backend.kernels.rotate_and_write(backend.rotated(layer), self.tokens, qkv)
         out = torch.empty((self._num_tokens, backend.shape.num_heads * shape.head_dim), dtype=qkv.dtype)
-        step, _, bounds = self._window_to_tasks[layer.window]
-        for begin, end in bounds:
-            backend.attend(step, layer.index, qkv.data_ptr(), qkv.stride(0), out.data_ptr(), begin, end)
-            if end < bounds[-1][1]:
+        tasks = self.window_to_tasks[layer.window]
+        num_tasks = tasks.step.num_tasks
+        for begin in range(0, num_tasks, tasks.piece_tasks):
+            end = min(begin + tasks.piece_tasks, num_tasks)
+            backend.attend(tasks.step, layer.index, qkv.data_ptr(), qkv.stride(0), out.data_ptr(), begin, end)
+            if end < num_tasks:
                 self.marks.mark()
         return out
 
     def _rotated_tokens(self, positions: NDArray[np.int64]) -> native.RotatedTokens:
-        dtype = self._backend.kv.dtype
-        angles = torch.from_numpy(positions)[:, None].float() * self._backend.shape.frequencies
+        dtype = self.backend.kv.dtype
+        angles = torch.from_numpy(positions)[:, None].float() * self.backend.shape.frequencies
         # Rounded as transformers rounds them.
         self._cos, self._sin = (table.to(dtype).float() for table in (angles.cos(), angles.sin()))
         self._blocks = torch.from_numpy(self._step.token_blocks(positions))
         self._offsets = torch.from_numpy((positions % self._step.block_tokens).astype(np.int32))
         return native.RotatedTokens.of(self._cos, self._sin, self._blocks, self._offsets)
 
-    def _tasks(self, window: int) -> tuple[_Step, np.ndarray, list[tuple[int, int]]]:
-        """Plan layers with this window: the tasks, and those that are computed between marks of progress."""
-        backend, step = self._backend, self._step
+    def _tasks(self, window: int) -> PlannedTasks:
+        """Plan layers with this window."""
+        backend, step = self.backend, self._step
         shape, num_heads = backend.kv_shape, backend.shape.num_heads
         kv, host = backend.kv, None
         if step.host is not None:
@@ -150,7 +162,7 @@ class CpuPlan(AttentionPlan):
         for array in (step.tables, step.slots, step.starts, step.lengths):
             assert array.dtype == np.int32
             assert array.flags.c_contiguous
-        made = _Step(
+        made = AttentionStep(
             tables=step.tables.ctypes.data, slots=step.slots.ctypes.data, starts=step.starts.ctypes.data,
             lengths=step.lengths.ctypes.data, tasks=tasks.ctypes.data, kv=kv.data_ptr(),
             host=None if host is None else host.data_ptr(), num_sequences=len(step.slots),
@@ -162,6 +174,4 @@ class CpuPlan(AttentionPlan):
         )  # fmt: skip
         backend.kernels.library.plan_attention(ctypes.byref(made))
         largest = 4.0 * num_heads * shape.head_dim * float(tasks["cost"][0])
-        count = max(1, int(ATTENTION_PIECE_FLOPS / largest))
-        bounds = [(at, min(at + count, made.num_tasks)) for at in range(0, made.num_tasks, count)]
-        return made, tasks, bounds
+        return PlannedTasks(made, max(1, int(ATTENTION_PIECE_FLOPS / largest)), tasks)

@@ -6,6 +6,7 @@ all sequences of a step, one sequence after another."""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -27,7 +28,11 @@ class SequenceSpan(NamedTuple):
 
 
 class Marks:
-    """Takes the marks of a step's progress. This base ignores them."""
+    """Takes the marks of a step's progress. This base only counts in `pieces` what kernels count there
+    themselves: pieces of layers that were computed on the CPU."""
+
+    def __init__(self) -> None:
+        self.pieces = ctypes.c_int64()
 
     def mark(self) -> None:
         """Mark a piece of a layer as done or, on CUDA, queued."""

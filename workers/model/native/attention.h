@@ -482,9 +482,10 @@ class Attention {
     int64_t from = first / PANEL * PANEL, to = (end + PANEL - 1) / PANEL * PANEL;
     for (int64_t i = from; i < first; i++) scores[i] = -INFINITY;
     for (int64_t i = end; i < to; i++) scores[i] = -INFINITY;
-    Vec top = load(scores + from);
-    for (int64_t i = from + LANES; i < to; i += LANES) top = vmax(top, load(scores + i));
-    float factor = step.scale * 1.44269504f, most = max_lanes(top) * factor;
+    Vec top = load(scores + from), other = load(scores + from + LANES);
+    for (int64_t i = from + 2 * LANES; i < to; i += 2 * LANES)
+      top = vmax(top, load(scores + i)), other = vmax(other, load(scores + i + LANES));
+    float factor = step.scale * 1.44269504f, most = max_lanes(vmax(top, other)) * factor;
     Vec factors = broadcast(factor), offset = broadcast(-most), total = broadcast(0);
     for (int64_t i = from; i < to; i += LANES) {
       Vec p = vexp2(fma(load(scores + i), factors, offset));

@@ -4,9 +4,7 @@
 // Elements are float or bfloat16 (kept as uint16_t); arithmetic is float. Rounding follows the torch code:
 // a bfloat16 intermediate is rounded wherever torch would store one.
 
-#include "attention.h"
-#include "layer_ops.h"
-#include "products.h"
+#include "decoder_layer.h"
 #include "sampling.h"
 
 // Called once before all others. Returns whether the operating system lets this process use the instruction set.

@@ -103,6 +103,30 @@ INLINE void rotate_head(const T* from, const T* norm, float eps, const float* co
   });
 }
 
+// Rotates `count` heads, which lie `from_stride` and `to_stride` apart. The same as `rotate_head` for each, with
+// what they share kept in registers: VECS vectors are half a head.
+template <typename T, int VECS>
+INLINE void rotate_heads(const T* from, int64_t from_stride, int64_t count, const T* norm, float eps, const float* cos,
+                         const float* sin, T* to, int64_t to_stride) {
+  constexpr int64_t half = VECS * LANES;
+  Vec c[VECS], s[VECS], weights[2 * VECS];
+  for (int v = 0; v < VECS; v++) c[v] = load(cos + v * LANES), s[v] = load(sin + v * LANES);
+  for (int v = 0; v < 2 * VECS; v++) weights[v] = norm ? load(norm + v * LANES) : broadcast(1);
+  for (int64_t head = 0; head < count; head++, from += from_stride, to += to_stride) {
+    Vec values[2 * VECS];
+    for (int v = 0; v < 2 * VECS; v++) values[v] = load(from + v * LANES);
+    if (norm) {
+      float factor = norm_factor(from, 2 * half, eps);
+      for (int v = 0; v < 2 * VECS; v++) values[v] = rounded<T>(normed<T>(values[v], factor, weights[v]));
+    }
+    for (int v = 0; v < VECS; v++) {
+      Vec low = values[v], high = values[VECS + v];
+      store(rounded<T>(low * c[v]) - rounded<T>(high * s[v]), to + v * LANES);
+      store(rounded<T>(high * c[v]) + rounded<T>(low * s[v]), to + half + v * LANES);
+    }
+  }
+}
+
 // qkv: [rows, num_heads + 2 * num_kv_heads, head_dim], rows `stride` apart. Normalizes and rotates the queries in
 // place; writes the keys, normalized and rotated, and the values to their blocks.
 template <typename T>
@@ -114,13 +138,16 @@ void rotate_and_write(const RotatedLayer& layer, const RotatedTokens& tokens, T*
     T* values = keys + K * layer.block_tokens * D;
     T* heads = qkv + row * stride;
     const float *cos = tokens.cos + row * half, *sin = tokens.sin + row * half;
-    for (int64_t head = 0; head < H; head++)
-      rotate_head(heads + head * D, (const T*)layer.q_norm, layer.eps, cos, sin, half, heads + head * D);
-    for (int64_t head = 0; head < K; head++) {
-      const T* key = heads + (H + head) * D;
-      rotate_head(key, (const T*)layer.k_norm, layer.eps, cos, sin, half, keys + head * layer.block_tokens * D);
+    auto rotate = [&](const T* from, int64_t count, const void* norm, T* to, int64_t to_stride) {
+      if (D == 128) return rotate_heads<T, 64 / LANES>(from, D, count, (const T*)norm, layer.eps, cos, sin, to, to_stride);
+      if (D == 64) return rotate_heads<T, 32 / LANES>(from, D, count, (const T*)norm, layer.eps, cos, sin, to, to_stride);
+      for (int64_t head = 0; head < count; head++)
+        rotate_head(from + head * D, (const T*)norm, layer.eps, cos, sin, half, to + head * to_stride);
+    };
+    rotate(heads, H, layer.q_norm, heads, D);
+    rotate(heads + H * D, K, layer.k_norm, keys, layer.block_tokens * D);
+    for (int64_t head = 0; head < K; head++)
       memcpy(values + head * layer.block_tokens * D, heads + (H + K + head) * D, D * sizeof(T));
-    }
   }
 }
 

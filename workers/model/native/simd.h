@@ -113,8 +113,15 @@ INLINE float max_lanes(Vec value) { return _mm512_reduce_max_ps(value); }
 
 INLINE IntVec to_int(Vec value) { return _mm512_cvtps_epi32(value); }  // to nearest
 INLINE Vec round_nearest(Vec value) { return _mm512_roundscale_ps(value, 0); }
-INLINE Vec power_of_two(Vec exponent) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(to_int(exponent), _mm512_set1_epi32(127)), 23));
+// value * 2^exponent, an integer, where both are normal numbers.
+INLINE Vec scaled(Vec value, Vec exponent) { return _mm512_scalef_ps(value, exponent); }
+INLINE Vec zero_below(float least, Vec x, Vec value) {  // the value where x is at least so much or NaN, else 0
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, broadcast(least), _CMP_NLT_UQ), value);
+}
+// a / b within 2 units of the last place, where b and its reciprocal are normal numbers.
+INLINE Vec quotient(Vec a, Vec b) {
+  Vec reciprocal = _mm512_rcp14_ps(b), near = a * reciprocal;
+  return fma(near, _mm512_fnmadd_ps(b, reciprocal, broadcast(1)), near);
 }
 
 #else
@@ -176,9 +183,13 @@ INLINE IntVec to_int(Vec value) { return _mm256_cvtps_epi32(value); }  // to nea
 INLINE Vec round_nearest(Vec value) {
   return _mm256_round_ps(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
-INLINE Vec power_of_two(Vec exponent) {
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(to_int(exponent), _mm256_set1_epi32(127)), 23));
+INLINE Vec scaled(Vec value, Vec exponent) {
+  return value * _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(to_int(exponent), _mm256_set1_epi32(127)), 23));
 }
+INLINE Vec zero_below(float least, Vec x, Vec value) {
+  return _mm256_and_ps(value, _mm256_cmp_ps(x, broadcast(least), _CMP_NLT_UQ));
+}
+INLINE Vec quotient(Vec a, Vec b) { return a / b; }
 
 #endif
 
@@ -194,10 +205,9 @@ INLINE Vec rounded<Bf16>(Vec value) {
   return rounded_bf16(value);
 }
 
-// 2^x for x <= 0 within 2 units of the last place, 0 below -126.5; NaN stays NaN.
-INLINE Vec vexp2(Vec x) {
-  Vec clamped = vmax(broadcast(-127.0f), x);
-  Vec n = round_nearest(clamped), r = clamped - n;
+// 2^x within 2 units of the last place, where x and the result are normal numbers.
+INLINE Vec exp2_normal(Vec x) {
+  Vec n = round_nearest(x), r = x - n;
   Vec p = broadcast(1.535336188319500e-4f);
   p = fma(p, r, broadcast(1.339887440266574e-3f));
   p = fma(p, r, broadcast(9.618437357674640e-3f));
@@ -205,8 +215,11 @@ INLINE Vec vexp2(Vec x) {
   p = fma(p, r, broadcast(2.402264791363012e-1f));
   p = fma(p, r, broadcast(6.931472028550421e-1f));
   p = fma(p, r, broadcast(1.0f));
-  return p * power_of_two(n);
+  return scaled(p, n);
 }
+
+// 2^x for x <= 0 within 2 units of the last place, 0 below -126; NaN stays NaN.
+INLINE Vec vexp2(Vec x) { return zero_below(-126.0f, x, exp2_normal(x)); }
 
 // e^x within 2 units of the last place; 0 below -87.3, e^88 above 88. exp(0) is 1 exactly. NaN is not kept.
 INLINE Vec vexp(Vec x) {
@@ -221,6 +234,6 @@ INLINE Vec vexp(Vec x) {
   p = fma(p, r, broadcast(1.6666665459e-1f));
   p = fma(p, r, broadcast(5.0000001201e-1f));
   p = fma(p, r * r, r) + broadcast(1.0f);
-  Vec result = p * power_of_two(n);
+  Vec result = scaled(p, n);
   return (Vec)((IntVec)(x >= broadcast(-87.33f)) & (IntVec)result);
 }

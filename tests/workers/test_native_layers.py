@@ -1,0 +1,124 @@
+"""Layers that the CPU kernels run in one call compute what their parts compute, bit for bit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from optional_programs import needs_compiler
+
+from workers.model import native
+from workers.model.attention.cpu_backend import CpuAttention
+from workers.model.attention.interface import Marks, SequenceSpan, StepInput
+from workers.model.decoder import Decoder, load_decoder
+
+MakeCheckpoint = Callable[..., Path]
+
+pytestmark = needs_compiler
+
+BLOCK = 16
+# Two sequences of one token, a chunk behind others, and a chunk of several tasks of attention.
+SPANS = (
+    SequenceSpan(17, 1, (3, 1)),
+    SequenceSpan(0, 1, (0,)),
+    SequenceSpan(40, 7, (2, 5, 4)),
+    SequenceSpan(5, 300, tuple(range(6, 30))),
+)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"tie_word_embeddings": True},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+    "llama": {"attention_bias": True, "mlp_bias": True},
+}
+
+
+class CountedLayers(Marks):
+    """Notes how many pieces the kernels had counted at the end of each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at_ends: list[int] = []
+
+    def mark_layer(self) -> None:
+        self.at_ends.append(self.pieces.value)
+
+
+def make_attention(decoder: Decoder, dtype: torch.dtype) -> CpuAttention:
+    kernels = native.load()
+    assert kernels is not None
+    generator = torch.Generator().manual_seed(2)
+    shape = (32, len(decoder.layers), 2, decoder.config.num_kv_heads, BLOCK, decoder.config.head_dim)
+    return CpuAttention(decoder.attention_shape, torch.randn(shape, generator=generator).to(dtype), kernels)
+
+
+def run(
+    decoder: Decoder, spans: Sequence[SequenceSpan], dtype: torch.dtype, marks: Marks
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return hidden states and KV after a step."""
+    attention = make_attention(decoder, dtype)
+    tokens = torch.arange(sum(span.num_tokens for span in spans)) % decoder.config.vocab_size
+    plan = attention.plan(StepInput.of(spans, BLOCK, marks=marks))
+    return decoder.run_layers(decoder.embed(tokens), plan), attention.kv
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_in_one_call_is_its_parts(
+    family: str, dtype: torch.dtype, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = load_decoder(make_checkpoint(family, **FAMILIES[family]), dtype, torch.device("cpu"))
+    assert decoder._native_layers is not None
+    for spans in (SPANS, SPANS[:1]):
+        marks = CountedLayers()
+        hidden, kv = run(decoder, spans, dtype, marks)
+        pieces = np.diff([0, *marks.at_ends])
+        assert len(pieces) == len(decoder.layers)
+        assert (pieces >= 4).all(), "products and attention are pieces of progress"
+        with monkeypatch.context() as patch:
+            patch.setitem(decoder.__dict__, "_native_layers", None)
+            by_parts, kv_by_parts = run(decoder, spans, dtype, Marks())
+        assert torch.equal(hidden, by_parts)
+        assert torch.equal(kv, kv_by_parts)
+
+
+def test_only_the_first_layers_are_run(make_checkpoint: MakeCheckpoint) -> None:
+    decoder = load_decoder(make_checkpoint("qwen3", num_hidden_layers=3), torch.float32, torch.device("cpu"))
+    attention, marks = make_attention(decoder, torch.float32), CountedLayers()
+    plan = attention.plan(StepInput.of(SPANS[:2], BLOCK, marks=marks))
+    decoder.run_layers(decoder.embed(torch.arange(2)), plan, 2)
+    assert len(marks.at_ends) == 2
+
+
+def test_progress_is_seen_within_a_layer(make_checkpoint: MakeCheckpoint) -> None:
+    """The thread that reports progress reads the count while a call of the kernels is under way."""
+    decoder = load_decoder(
+        make_checkpoint("qwen3", num_hidden_layers=1, hidden_size=512, intermediate_size=8192),
+        torch.float32,
+        torch.device("cpu"),
+    )
+    marks, seen, is_over = CountedLayers(), set[int](), threading.Event()
+
+    def read() -> None:
+        while not is_over.is_set():
+            seen.add(marks.pieces.value)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    for _ in range(20):
+        run(decoder, SPANS, torch.float32, marks)
+        if len(seen) > len(marks.at_ends) + 1:
+            break
+    is_over.set()
+    thread.join()
+    assert seen - set(marks.at_ends) - {0}, "counts between the ends of layers"
+
+
+def test_products_that_are_padded_run_by_parts(make_checkpoint: MakeCheckpoint) -> None:
+    """An odd number of inputs is padded in Python."""
+    model_dir = make_checkpoint("llama", intermediate_size=101)
+    decoder = load_decoder(model_dir, torch.bfloat16, torch.device("cpu"))
+    assert decoder._native_layers is None
