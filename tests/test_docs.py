@@ -202,3 +202,20 @@ def test_every_page_is_listed() -> None:
         for target in _LINK.findall(line)
     }
     assert {page for page in PAGES if page.parent == ROOT / "docs"} - listed == {ROOT / "docs/README.md"}
+
+
+def test_make_bench_runs_every_benchmark_that_this_machine_can_run_alone() -> None:
+    """Two need more than that. The page names all of them; none that is run demands an argument."""
+    programs = {
+        path.stem: path.read_text()
+        for path in (ROOT / "benchmarks").glob("*.py")
+        if 'if __name__ == "__main__"' in path.read_text()
+    }
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    listed = re.search(r"^BENCHMARKS \?= (.*)$", makefile, re.M)
+    assert listed is not None
+    assert sorted(listed[1].split()) == sorted(programs.keys() - {"gpu", "isolation"})
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    assert set(re.findall(r"^\| `python -m benchmarks\.(\w+)", page, re.M)) == programs.keys()
+    demanding = {name for name, text in programs.items() if re.search(r"add_argument\(\s*\"[^-]", text)}
+    assert demanding <= {"gpu", "isolation"}

@@ -11,8 +11,9 @@ import contextlib
 import resource
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from kvtransfer.codec import MAX_FRAME_BYTES
 from kvtransfer.errors import PeerGoneError
@@ -30,6 +31,23 @@ class SlowProcessError(BoundsBrokenError):
     """The child could not be started, or did not end in time: it might, on a host with less to do."""
 
 
+class PartyTurns:
+    """Lets one of each party pass at a time. Whoever waits behind it, first come, first served, is so delayed
+    by one of each other party, whatever these have waiting."""
+
+    def __init__(self) -> None:
+        self._party_to_lock: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    @contextlib.asynccontextmanager
+    async def turn_of(self, party: str) -> AsyncIterator[None]:
+        """Hold the party's turn."""
+        lock = self._party_to_lock.get(party)
+        if lock is None:
+            lock = self._party_to_lock[party] = asyncio.Lock()
+        async with lock:
+            yield
+
+
 class BoundedProcess:
     """One child, started when first needed and replaced when it breaks a bound; one order at a time."""
 
@@ -38,12 +56,14 @@ class BoundedProcess:
         self._command = (sys.executable, "-m", module)
         self._arguments = arguments
         self.timeout_s = timeout_s
+        self._parties = PartyTurns()
         self._turn = asyncio.Lock()
         self._child: _Child | None = None
 
-    async def exchange(self, order: bytes) -> bytes:
-        """Return the child's answer; raise `BoundsBrokenError` where there is none."""
-        async with self._turn:
+    async def exchange(self, order: bytes, party: str = "") -> bytes:
+        """Return the child's answer to an order of a party; raise `BoundsBrokenError` where there is none.
+        Parties take turns."""
+        async with self._parties.turn_of(party), self._turn:
             child = await self._ready_child()
             self._child = None  # until the answer is there: an interrupted child is not used again
             try:

@@ -4,6 +4,9 @@ A schema or grammar may be hostile. It is translated and compiled once in a proc
 memory and time (`cluster.text.bounded_process`), under the limits of `workers.grammar_limits`; only what
 passes there reaches a replica. What was made of it, or why it was refused, is kept by hash, unless the host
 was too slow.
+
+Tenants take turns there, and one whose order takes long does not delay the others: it is given up soon, and
+made in a second process, as is what its tenant orders next.
 """
 
 from __future__ import annotations
@@ -22,7 +25,13 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 from msgspec import structs
 
 from cluster.errors import GrammarError, InvalidToolsError, UnavailableError
-from cluster.text.bounded_process import BoundedProcess, BoundsBrokenError, SlowProcessError, serve
+from cluster.text.bounded_process import (
+    BoundedProcess,
+    BoundsBrokenError,
+    PartyTurns,
+    SlowProcessError,
+    serve,
+)
 from cluster.text.json_schemas import prepared
 from cluster.text.output_parsers.tool_grammar import (
     CallRules,
@@ -39,9 +48,14 @@ from workers.messages.sampling import MAX_GRAMMAR_BYTES, Grammar
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-# Of a core; and in all, on a host with much else to do.
+# Of a core, before an order is given up or made in the second process; then there; and in all, on a host with
+# much else to do.
+_QUICK_CPU_S = 2
 _MAX_CPU_S = 5
 _TIMEOUT_S = 20.0
+# Who broke a bound has so many orders made in the second process; of so many tenants this is kept.
+_NUM_WATCHED = 20
+_MAX_WATCHED_TENANTS = 1024
 _MAX_MEMORY_BYTES = 3 << 29
 # Kept results, and the bytes of their texts together.
 _NUM_CACHED = 1024
@@ -103,14 +117,20 @@ class GrammarCompiler:
     def __init__(self, vocabulary: Vocabulary, *, timeout_s: float = _TIMEOUT_S) -> None:
         ends = ",".join(str(token) for token in vocabulary.end_token_ids)
         arguments = str(vocabulary.tokenizer), str(vocabulary.size), ends
-        self._process = BoundedProcess("cluster.text.grammars", *arguments, timeout_s=timeout_s)
+        self._quick, self._thorough = (
+            BoundedProcess("cluster.text.grammars", *arguments, str(max_cpu_s), timeout_s=timeout_s)
+            for max_cpu_s in (_QUICK_CPU_S, _MAX_CPU_S)
+        )
+        self._tenants = PartyTurns()
+        # Tenants whose orders took too long lately, and how many more of theirs are made apart.
+        self._tenant_to_watched: OrderedDict[str, int] = OrderedDict()
         self._results: OrderedDict[bytes, GrammarMade | GrammarRefused] = OrderedDict()
         self._num_bytes = 0
         self._making: dict[bytes, asyncio.Task[GrammarMade | GrammarRefused]] = {}
 
-    async def make(self, order: OutputConstraint) -> Grammar:
-        """Return the grammar; raise `GrammarError` where the demand is wrong, unsupported or too complex,
-        `UnavailableError` where this host is too slow now."""
+    async def make(self, order: OutputConstraint, tenant: str = "") -> Grammar:
+        """Return the grammar for a tenant; raise `GrammarError` where the demand is wrong, unsupported or too
+        complex, `UnavailableError` where this host is too slow now."""
         data = _ORDER_CODEC.encode(order)
         if len(data) > MAX_GRAMMAR_BYTES:
             reason = f"it has {len(data)} bytes; at most {MAX_GRAMMAR_BYTES} are accepted"
@@ -119,7 +139,7 @@ class GrammarCompiler:
         result = self._results.get(key)
         if result is None:
             try:
-                result = await self._made(key, data)
+                result = await self._made(key, data, tenant)
             except SlowProcessError as error:
                 raise UnavailableError(f"no grammar could be made of the constraint: {error}") from error
         else:
@@ -132,24 +152,45 @@ class GrammarCompiler:
         """End the process."""
         for task in list(self._making.values()):
             task.cancel()
-        await self._process.close()
+        await self._quick.close()
+        await self._thorough.close()
 
-    async def _made(self, key: bytes, data: bytes) -> GrammarMade | GrammarRefused:
+    async def _made(self, key: bytes, data: bytes, tenant: str) -> GrammarMade | GrammarRefused:
         """Return what becomes of an order, made once for all who wait: one who leaves stops nothing."""
         task = self._making.get(key)
         if task is None:
-            task = asyncio.create_task(self._make(data), name="grammar")
+            task = asyncio.create_task(self._make(data, tenant), name="grammar")
             self._making[key] = task
             task.add_done_callback(lambda done: self._keep(key, done))
         return await asyncio.shield(task)
 
-    async def _make(self, data: bytes) -> GrammarMade | GrammarRefused:
+    async def _make(self, data: bytes, tenant: str) -> GrammarMade | GrammarRefused:
+        async with self._tenants.turn_of(tenant):
+            return await self._made_now(data, tenant)
+
+    async def _made_now(self, data: bytes, tenant: str) -> GrammarMade | GrammarRefused:
+        num_watched = self._tenant_to_watched.pop(tenant, 0)
+        if not num_watched:
+            try:
+                return _RESULT_CODEC.decode(await self._quick.exchange(data))
+            except SlowProcessError:
+                raise  # another time it may be made
+            except BoundsBrokenError:
+                num_watched = _NUM_WATCHED
+        if num_watched > 1:
+            self._watch(tenant, num_watched - 1)
         try:
-            return _RESULT_CODEC.decode(await self._process.exchange(data))
+            return _RESULT_CODEC.decode(await self._thorough.exchange(data))
         except SlowProcessError:
-            raise  # another time it may be made
+            raise
         except BoundsBrokenError as error:
+            self._watch(tenant, _NUM_WATCHED)
             return GrammarRefused(str(error))
+
+    def _watch(self, tenant: str, num_orders: int) -> None:
+        self._tenant_to_watched[tenant] = num_orders
+        if len(self._tenant_to_watched) > _MAX_WATCHED_TENANTS:
+            self._tenant_to_watched.popitem(last=False)
 
     def _keep(self, key: bytes, done: asyncio.Task[GrammarMade | GrammarRefused]) -> None:
         del self._making[key]
@@ -286,9 +327,9 @@ class _Child:
 
 def main() -> None:
     """Serve as `GrammarCompiler`'s child."""
-    tokenizer, size, ends = sys.argv[1:4]
+    tokenizer, size, ends, max_cpu_s = sys.argv[1:5]
     child = _Child(tokenizer, int(size), [int(token) for token in ends.split(",") if token])
-    serve(child.answer, max_memory_bytes=_MAX_MEMORY_BYTES, max_cpu_s=_MAX_CPU_S)
+    serve(child.answer, max_memory_bytes=_MAX_MEMORY_BYTES, max_cpu_s=int(max_cpu_s))
 
 
 if __name__ == "__main__":

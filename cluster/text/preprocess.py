@@ -195,7 +195,7 @@ class Preprocessor:
     async def grammar(self, request: pb.GenerateRequest, prompt: Prompt) -> Grammar | None:
         """Return what the output of a checked request must be; raise `GrammarError` where that cannot be."""
         constraint = output_constraint(request, self._parsers.call_notation, prompt.reasoning)
-        return None if constraint is None else await self._grammars.make(constraint)
+        return None if constraint is None else await self._grammars.make(constraint, request.tenant)
 
     async def prepare(
         self,

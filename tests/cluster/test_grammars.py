@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_harness import write_model
+from gateway_harness import until, write_model
 from llguidance import LLMatcher, LLTokenizer
 
 from cluster.errors import GrammarError, UnavailableError
@@ -104,6 +104,91 @@ async def test_what_makes_no_grammar_is_refused_with_the_reason(scene: Scene, wh
     assert await scene.compiler.make(schema(NAMED))
 
 
+def intersection(num_parts: int) -> OutputConstraint:
+    """Return a grammar that the library compiles in exponential time."""
+    parts = " & ".join(f"/.*a{index}.*/" for index in range(num_parts))
+    return OutputConstraint("grammar", f"start: X\nX: {parts}")
+
+
+HOSTILE = {
+    "an exponential intersection": intersection(60),
+    "nested repetition": OutputConstraint("regex", "(" * 60_000 + "a" + ")" * 60_000),
+    "deep Lark": OutputConstraint("grammar", "start: " + "(" * 100_000 + '"a"' + ")" * 100_000),
+    "deep GBNF": OutputConstraint("grammar", "root ::= " + "(" * 100_000 + '"a"' + ")" * 100_000),
+    "so many rules": OutputConstraint(
+        "grammar", "start: r0\n" + "".join(f"r{at}: r{at + 1}\n" for at in range(14_000)) + 'r14000: "a"\n'
+    ),
+    "a product of alternatives": schema(
+        {
+            "allOf": [
+                {"anyOf": [{"properties": {f"a{i}_{j}": {"type": "integer"}}} for j in range(9)]}
+                for i in range(9)
+            ]
+        }
+    ),
+    "definitions of definitions": schema(
+        {
+            "$defs": {f"d{at}": {"$ref": f"#/$defs/d{at + 1}"} for at in range(6_000)}
+            | {"d6000": {"type": "null"}},
+            "$ref": "#/$defs/d0",
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+async def test_a_hostile_grammar_is_refused_and_the_next_one_made(scene: Scene, what: str) -> None:
+    assert len(HOSTILE[what].text) < MAX_GRAMMAR_BYTES
+    with pytest.raises(GrammarError) as caught:
+        await scene.compiler.make(HOSTILE[what], "hostile")
+    assert len(str(caught.value)) < 1000
+    assert scene.takes(await scene.compiler.make(schema(NAMED), "other"), '{"a": 1}')
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        schema({"type": "string", "minLength": 10**9, "maxLength": 10**9}),
+        schema({"type": "array", "items": {"type": "array"}, "minItems": 10**9}),
+        OutputConstraint("regex", "((a{1000}){1000}){1000}"),
+    ],
+)
+async def test_what_no_output_is_long_enough_for_costs_nothing(
+    scene: Scene, constraint: OutputConstraint
+) -> None:
+    assert not scene.takes(await scene.compiler.make(constraint), "a" * 2000)
+    assert not scene.compiler._tenant_to_watched
+
+
+async def test_a_long_enumeration_is_made(scene: Scene) -> None:
+    grammar = await scene.compiler.make(schema({"enum": [f"value {at}" for at in range(12_000)]}))
+    assert scene.takes(grammar, '"value 11999"')
+    assert not scene.takes(grammar, '"value 12000"')
+
+
+async def test_a_tenant_whose_grammars_take_long_delays_no_other(scene: Scene) -> None:
+    await scene.compiler.make(schema(NAMED))
+    slow = [asyncio.create_task(scene.compiler.make(intersection(60 + at), "slow")) for at in range(100)]
+    await until(lambda: "slow" in scene.compiler._tenant_to_watched, "the first has broken the short bound")
+    for at in range(20):
+        assert await scene.compiler.make(OutputConstraint("regex", f"a{{{at}}}"), "other")
+        assert await scene.compiler.make(OutputConstraint("regex", f"b{{{at}}}"), "another")
+    assert sum(task.done() for task in slow) <= 2
+    for task in slow:
+        task.cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
+
+
+async def test_a_tenant_is_watched_until_it_has_behaved(scene: Scene) -> None:
+    with pytest.raises(GrammarError):
+        await scene.compiler.make(intersection(60), "slow")
+    at = 0
+    while "slow" in scene.compiler._tenant_to_watched:
+        at += 1
+        await scene.compiler.make(OutputConstraint("regex", f"a{{{at}}}"), "slow")
+    assert at == 20
+
+
 async def test_options_of_the_library_in_a_schema_are_ignored(scene: Scene) -> None:
     lax = {**NAMED, "x-guidance": {"whitespace_flexible": True, "lenient": True}}
     grammar = await scene.compiler.make(schema(lax))
@@ -123,9 +208,9 @@ async def test_a_grammar_is_made_once_for_all_who_wait(scene: Scene) -> None:
 async def test_one_that_a_slow_host_did_not_make_in_time_is_made_the_next_time(tmp_path: Path) -> None:
     scene = Scene(write_model(tmp_path / "model"))
     await scene.compiler.make(schema(NAMED))
-    scene.compiler._process.timeout_s = 0.0
+    scene.compiler._quick.timeout_s = 0.0
     with pytest.raises(UnavailableError, match="did not end within 0 s"):
         await scene.compiler.make(OutputConstraint("regex", "ab"))
-    scene.compiler._process.timeout_s = 20.0
+    scene.compiler._quick.timeout_s = 20.0
     assert scene.takes(await scene.compiler.make(OutputConstraint("regex", "ab")), "ab")
     await scene.compiler.close()

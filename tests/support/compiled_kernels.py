@@ -12,12 +12,23 @@ from optional_programs import needs_compiler
 from workers.model import native
 from workers.model.native.isa import Isa, available_isas
 
+EMULATED = "TANDEM_EMULATE_AMX"
+_EMULATING = " with emulated amx"
+
 KERNELS = tuple(pytest.param(isa.value, marks=needs_compiler) for isa in available_isas())
 BACKENDS = ("torch", *KERNELS)
+# And AMX tiles, emulated beside the least instruction set of this CPU.
+TILED_KERNELS = (
+    *KERNELS,
+    *(pytest.param(isa.value + _EMULATING, marks=needs_compiler) for isa in available_isas()[-1:]),
+)
 
 
 def kernels_of(isa: Isa | str, *defines: str) -> native.Kernels:
-    """The kernels of an instruction set; the test that calls is marked with `needs_compiler`."""
+    """The kernels of an instruction set, by its name one of `TILED_KERNELS`; the test that calls is marked
+    with `needs_compiler`."""
+    if isinstance(isa, str) and isa.endswith(_EMULATING):
+        isa, defines = isa.removesuffix(_EMULATING), (*defines, EMULATED)
     kernels = native.compiled(Isa(isa), *defines)
     assert kernels is not None, "there is a C++ compiler, but the kernels could not be built"
     return kernels

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from attention_steps import attend, make_backend, unrotated
-from compiled_kernels import KERNELS
+from compiled_kernels import TILED_KERNELS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -101,7 +101,7 @@ class Sequences:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", TILED_KERNELS)
 @pytest.mark.parametrize("window", [0, 70, 700])
 @pytest.mark.parametrize("group", [1, 2, 5])
 def test_decoding_equals_prefill_bit_for_bit(name: str, window: int, group: int, dtype: torch.dtype) -> None:
@@ -128,7 +128,7 @@ def test_decoding_equals_prefill_bit_for_bit(name: str, window: int, group: int,
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True])
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", TILED_KERNELS)
 def test_a_long_sequence_is_split_over_threads_with_the_same_result(
     name: str, is_deterministic: bool
 ) -> None:
@@ -147,7 +147,7 @@ def test_a_long_sequence_is_split_over_threads_with_the_same_result(
     assert float(error) < MOST_ERROR[torch.bfloat16]
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", TILED_KERNELS)
 @pytest.mark.parametrize("window", [0, 70, 700])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5])
@@ -171,7 +171,7 @@ def test_a_token_that_is_decoded_depends_on_its_own_sequence(
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", TILED_KERNELS)
 def test_any_step_equals_float64_and_its_tokens_alone(name: str, data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 700), min_size=1, max_size=4))
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32]))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from compiled_kernels import kernels_of
+from compiled_kernels import TILED_KERNELS, kernels_of
 from local_engine import LocalEngine, draw, packed
 from msgspec.structs import replace
 from optional_programs import needs_compiler
@@ -28,7 +28,7 @@ from workers.model.attention.choice import choose_attention
 from workers.model.attention.cpu_backend import CpuAttention
 from workers.model.attention.interface import AttentionBackend, SequenceSpan, StepInput
 from workers.model.decoder import Decoder, load_decoder
-from workers.model.native.isa import Isa, available_isas
+from workers.model.native.isa import available_isas
 from workers.rank.model_runner import ModelRunner
 from workers.scheduler.step import StepOutcome
 
@@ -79,14 +79,13 @@ class Model:
         return torch.cat(rows)
 
 
-@needs_compiler
-@pytest.mark.parametrize("isa", available_isas(), ids=lambda isa: isa.value)
+@pytest.mark.parametrize("name", TILED_KERNELS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_the_same_bits(
-    make_checkpoint: Any, monkeypatch: pytest.MonkeyPatch, family: str, dtype: torch.dtype, isa: Isa
+    make_checkpoint: Any, monkeypatch: pytest.MonkeyPatch, family: str, dtype: torch.dtype, name: str
 ) -> None:
-    kernels = kernels_of(isa)
+    kernels = kernels_of(name)
     monkeypatch.setattr(native, "load", lambda: kernels)
     options = {"sliding_window": 40} if family == "mistral" else {}
     model = Model(make_checkpoint(family, seed=4, head_dim=32, **options), dtype)
@@ -101,8 +100,8 @@ def test_logits_are_the_same_bits(
         "token by token": model.logits([40] + [1] * (NUM_TOKENS - 40)),
         "in a batch of 16": model.logits(chunked, others=[1, 5, 1, 17, 1, 1, 30, 2, 1, 1, 9, 1, 1, 3, 1]),
     }
-    for name, logits in ways.items():
-        assert torch.equal(logits, whole), name
+    for way, logits in ways.items():
+        assert torch.equal(logits, whole), way
 
 
 # ------------------------------------------------------------------------------------------ whole engines

@@ -203,6 +203,7 @@ def test_a_refused_grammar_ends_its_requests_alone(model_dir: Path) -> None:
     for submission in (MIXED[0], BOUND[0], BOUND[3], BOUND[1]):
         engine.scheduler.submit(submission, 0.0)
     assert engine.step() is not None
+    assert len(engine.scheduler.take_grammar_orders()) == 2
     engine.scheduler.grammar_compiled(GrammarCompiled(DIGITS.digest, "too complex"))
     failures = {it.request_id: it for it in engine.scheduler.take_failures()}
     assert set(failures) == {"digits", "again"}

@@ -52,7 +52,7 @@ def test_rms_norm_rounds_like_torch(isa: Isa, dtype: torch.dtype, size: int) -> 
 @isas
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_norms", [False, True])
-@pytest.mark.parametrize("size", [16, 24, 128])
+@pytest.mark.parametrize("size", [16, 24, 64, 128])
 def test_keys_are_rotated_and_lie_in_their_blocks(
     isa: Isa, dtype: torch.dtype, has_norms: bool, size: int
 ) -> None:

@@ -4,6 +4,7 @@ one takes a tenth of the time."""
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple, TypeGuard
 
@@ -60,9 +61,9 @@ class NativeLayers:
         self._workspace = workspace
         self._run = kernels.library.tandem_run_layer
         self._run.argtypes = [*(ctypes.c_void_p,) * 4, ctypes.c_int64]
-        # Of the attention backend that the last step was planned by.
-        self._backend: CpuAttention | None = None
-        self._arguments: list[_Layer] = []
+        self._shape = _StepShape.of(layers[0])
+        # For the attention backend that the last step was planned by.
+        self._arguments: _Arguments | None = None
 
     @staticmethod
     def serves(plan: AttentionPlan) -> TypeGuard[CpuPlan]:
@@ -71,17 +72,12 @@ class NativeLayers:
 
     def run(self, hidden: Tensor, plan: CpuPlan, num_layers: int) -> None:
         """Run the first `num_layers` layers over `hidden` [num_tokens, hidden_size], in place."""
+        assert hidden.shape == (plan.tokens.num_rows, self._shape.normed)
         assert hidden.stride(1) == 1
-        if plan.backend is not self._backend:
-            self._arguments = [_arguments(layer, plan.backend) for layer in self._layers]
-            self._backend = plan.backend
-        first = self._layers[0]
-        widths = {
-            "normed": hidden.shape[1],
-            "qkv": first.qkv.num_outputs,
-            "mixed": first.output.num_inputs,
-            "gated": first.down.num_inputs,
-        }
+        assert hidden.dtype == plan.backend.kv.dtype
+        if self._arguments is None or not self._arguments.are_for(plan.backend):
+            self._arguments = _Arguments(self._layers, plan.backend)
+        widths = self._shape._asdict()
         memory = {name: self._workspace.take(name, hidden, width) for name, width in widths.items()}
         step = _Step(
             tokens=ctypes.addressof(plan.tokens),
@@ -89,22 +85,48 @@ class NativeLayers:
             **{name: tensor.data_ptr() for name, tensor in memory.items()},
         )
         address, rows, stride = ctypes.addressof(step), hidden.data_ptr(), hidden.stride(0)
-        for layer, arguments in zip(self._layers[:num_layers], self._arguments, strict=False):
+        for layer, arguments in zip(self._layers[:num_layers], self._arguments.layers, strict=False):
             tasks = plan.window_to_tasks[layer.attention.window]
             step.piece_tasks = tasks.piece_tasks
             self._run(ctypes.addressof(arguments), address, ctypes.addressof(tasks.step), rows, stride)
             plan.marks.mark_layer()
 
 
-def _arguments(layer: PackedLayer, backend: CpuAttention) -> _Layer:
-    products = {
-        "qkv": layer.qkv, "output": layer.output, "gate_up": layer.gate_up, "down": layer.down
-    }  # fmt: skip
-    return _Layer(
-        **{name: product.address for name, product in products.items()},
-        input_norm=layer.input_norm.data_ptr(),
-        post_norm=layer.post_norm.data_ptr(),
-        rotated=ctypes.addressof(backend.rotated(layer.attention)),
-        index=layer.attention.index,
-        eps=layer.eps,
-    )
+class _StepShape(NamedTuple):
+    """The columns of what the kernels write for each token, which all layers share."""
+
+    normed: int
+    qkv: int
+    mixed: int
+    gated: int
+
+    @staticmethod
+    def of(layer: PackedLayer) -> _StepShape:
+        return _StepShape(
+            layer.qkv.num_inputs, layer.qkv.num_outputs, layer.output.num_inputs, layer.down.num_inputs
+        )
+
+
+class _Arguments:
+    """What the kernels take of the layers over the KV of one backend, whose life this does not prolong."""
+
+    def __init__(self, layers: Sequence[PackedLayer], backend: CpuAttention) -> None:
+        self._backend = weakref.ref(backend)
+        self._rotated = [backend.rotated(layer.attention) for layer in layers]
+        self.layers = [
+            _Layer(
+                **{name: getattr(layer, name).address for name in ("qkv", "output", "gate_up", "down")},
+                input_norm=layer.input_norm.data_ptr(),
+                post_norm=layer.post_norm.data_ptr(),
+                rotated=ctypes.addressof(rotated),
+                index=layer.attention.index,
+                eps=layer.eps,
+            )
+            for layer, rotated in zip(layers, self._rotated, strict=True)
+        ]
+        heads, kv = backend.shape.num_heads, backend.kv_shape
+        columns = (heads + 2 * kv.num_kv_heads) * kv.head_dim, heads * kv.head_dim
+        assert all((it.qkv.num_outputs, it.output.num_inputs) == columns for it in layers)
+
+    def are_for(self, backend: CpuAttention) -> bool:
+        return self._backend() is backend

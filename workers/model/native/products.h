@@ -78,10 +78,12 @@ template <typename T>
 INLINE Vec silu(Vec x) {
   constexpr float least = -86.6f;
   Vec power;
-  if constexpr (sizeof(T) == 2)
-    power = exp2_normal(vmin(broadcast(-least * 1.44269504f), x * broadcast(-1.44269504f)));
-  else
+  if constexpr (sizeof(T) == 2) {
+    Vec exponent = x * broadcast(-1.44269504f);
+    power = exp2_normal(vmin(broadcast(-least * 1.44269504f), vmax(broadcast(-126.0f), exponent)));
+  } else {
     power = vexp(broadcast(0) - x);
+  }
   return zero_below(least, x, quotient(x, broadcast(1) + power));
 }
 

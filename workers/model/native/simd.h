@@ -120,8 +120,8 @@ INLINE Vec zero_below(float least, Vec x, Vec value) {  // the value where x is 
 }
 // a / b within 2 units of the last place, where b and its reciprocal are normal numbers.
 INLINE Vec quotient(Vec a, Vec b) {
-  Vec reciprocal = _mm512_rcp14_ps(b), near = a * reciprocal;
-  return fma(near, _mm512_fnmadd_ps(b, reciprocal, broadcast(1)), near);
+  Vec near = _mm512_rcp14_ps(b);
+  return a * fma(near, _mm512_fnmadd_ps(b, near, broadcast(1)), near);
 }
 
 #else
