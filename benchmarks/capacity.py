@@ -13,23 +13,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import re
-import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import numpy as np
 
+from benchmarks.served import Service, serving
+from cluster.api.admin_client import AdminClient
 from cluster.api.client import Client, GenerateOptions
 from cluster.metrics.gateway_counters import Demand
 from cluster.scaling.config import ScalingConfig
 from cluster.scaling.forecast import MeasuredRates, measured_rates
 from cluster.scaling.samples import GatewayReports, History
+from kvtransfer.common.clock import Clock
 
-ROOT = Path(__file__).resolve().parent.parent
 # Tokens are drawn below this.
 VOCABULARY = 500
 LOOK_S = 0.5
@@ -42,14 +38,15 @@ CONFIG = ScalingConfig()
 class Observer:
     """Looks at the cluster as the scaler does."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: AdminClient, clock: Clock) -> None:
         self._client = client
+        self._clock = clock
         self._reports = GatewayReports()
         self.history = History(600.0)
 
     async def look(self) -> Demand:
         """One more sample; what was asked since the last."""
-        clock = self._client.clock
+        clock = self._clock
         self._reports.add("gateway", await self._client.status(), clock.now())
         desired = {"prefill": 1, "decode": 1}
         sample = self._reports.sample(desired, now=clock.now(), wall=clock.wall(), max_age_s=10.0)
@@ -57,7 +54,7 @@ class Observer:
         return sample.demand
 
     def rates(self) -> MeasuredRates:
-        return measured_rates(self.history, CONFIG, 64, self._client.clock.wall(), has_prefill=True)
+        return measured_rates(self.history, CONFIG, 64, self._clock.wall(), has_prefill=True)
 
 
 async def load(client: Client, prompt_tokens: int, output_tokens: int, seed: int) -> None:
@@ -93,15 +90,15 @@ async def watch(observer: Observer, client: Client, seconds: float) -> tuple[Dem
     return total, client.clock.now() - start
 
 
-async def measure(address: str) -> None:
-    async with Client(address) as client:
-        observer = Observer(client)
+async def measure(service: Service) -> None:
+    async with Client(service.address) as client, AdminClient(service.admin_address) as admin:
+        observer = Observer(admin, client.clock)
         await observer.look()
         async with streams(client, 8, 512, 2):
             await watch(observer, client, 4.0)
             demand, seconds = await watch(observer, client, PHASE_S)
         report("prefill", 8, observer.rates().prefill_tok_s, demand.num_computed_tokens / seconds)
-        observer = Observer(client)
+        observer = Observer(admin, client.clock)
         for num in TAUGHT:
             async with streams(client, num, 16, 192):
                 await watch(observer, client, PHASE_S / 2)
@@ -125,18 +122,8 @@ def report(what: str, num_streams: int, predicted_tok_s: float, measured_tok_s: 
 
 
 def main() -> None:
-    command = [sys.executable, "-m", "cluster", "serve", "--ray-address", "local", "--port", "0"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            address = next(
-                found[1] for line in process.stdout if (found := re.match(r"gateway\s+(\S+)", line))
-            )
-            asyncio.run(measure(address))
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.stdout.read()
+    with serving() as service:
+        asyncio.run(measure(service))
 
 
 if __name__ == "__main__":

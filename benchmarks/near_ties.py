@@ -15,6 +15,7 @@ import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -29,7 +30,7 @@ from workers.model.decoder import load_decoder
 from workers.rank.model_runner import read_dtype
 
 BLOCK_TOKENS, PROMPT_TOKENS, BATCH, CHUNK_TOKENS = 16, 150, 16, 37
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 640,
     "num_hidden_layers": 4,

@@ -14,6 +14,7 @@ import json
 import tempfile
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from workers.config import EngineConfig, Parallel
 from workers.messages.link import HandOverReport, PrefillReport
 
 BLOCK_TOKENS = 32
-MODEL = {
+MODEL: dict[str, Any] = {
     "hidden_size": 512,
     "intermediate_size": 1536,
     "num_hidden_layers": 8,

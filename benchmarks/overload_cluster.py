@@ -18,9 +18,6 @@ import argparse
 import asyncio
 import json
 import os
-import re
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -34,6 +31,7 @@ import psutil
 import yaml
 from rich.console import Console
 
+from benchmarks.served import ROOT, Service, serving
 from cluster.api.admin_client import AdminClient
 from cluster.cli.bench_overload import (
     MULTIPLES,
@@ -49,7 +47,6 @@ from cluster.cli.serving_load import BenchRequest, Objectives, Workload, run_ses
 from cluster.metrics.logs import ACCESS_LOGGER
 from kvtransfer.common.clock import SystemClock
 
-ROOT = Path(__file__).resolve().parent.parent
 RANK_NICENESS = 10
 # Requests at once while the capacity is measured, and for how long that takes.
 CONCURRENCY = 10
@@ -111,14 +108,6 @@ class Limits(NamedTuple):
     growth_mb: float = 8.0
 
 
-class Service(NamedTuple):
-    """The running cluster."""
-
-    address: str
-    admin_address: str
-    logs: Path
-
-
 class LoadSpan(NamedTuple):
     """When a load was offered (Unix time), and the gateway's resident memory during it, second by second."""
 
@@ -166,30 +155,8 @@ def running_service(folder: Path) -> Iterator[Service]:
     """Start the cluster, and stop it in the end."""
     file = folder / "cluster.yaml"
     file.write_text(yaml.safe_dump(CLUSTER))
-    command = [sys.executable, "-m", "cluster", "serve", "--file", str(file), "--ray-address", "local"]
-    kept = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "REDIS_URL")}
-    with subprocess.Popen(
-        [*command, "--port", "0", "--admin-port", "0"],
-        cwd=ROOT,
-        env={**kept, "PYTHONPATH": str(ROOT), "COLUMNS": "120"},
-        stdout=subprocess.PIPE,
-        text=True,
-        process_group=0,
-    ) as process:
-        assert process.stdout is not None
-        try:
-            found: dict[str, str] = {}
-            for line in process.stdout:
-                if match := re.match(r"(gateway|admin|logs)\s+(\S.*)", line):
-                    found[match[1]] = match[2].strip()
-                if line.startswith("Ctrl-C"):
-                    break
-            else:
-                raise SystemExit("tandem serve did not come up")
-            yield Service(found["gateway"], found["admin"], Path(found["logs"]))
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.stdout.read()
+    with serving("--file", str(file)) as service:
+        yield service
 
 
 async def gateway_process(service: Service) -> psutil.Process:

@@ -158,7 +158,7 @@ class Target:
 class Writer:
     """This process: source pools, and the ways to move all their blocks to the target."""
 
-    def __init__(self, num_blocks: int, settings: TransferSettings, tls: TlsFiles | None) -> None:
+    def __init__(self, num_blocks: int, settings: TransferSettings, tls: TlsFiles | None = None) -> None:
         self._num_blocks = num_blocks
         self._settings = settings
         files = msgspec.structs.replace(draw_trust(), tls=tls)
@@ -284,7 +284,7 @@ class Writer:
         return msgspec.json.decode(self._process.stdout.readline())
 
 
-def measure(num_blocks: int, repeat: int, settings: TransferSettings, tls: TlsFiles | None) -> None:
+def measure(num_blocks: int, repeat: int, settings: TransferSettings, tls: TlsFiles | None = None) -> None:
     writer = Writer(num_blocks, settings, tls)
     ways = writer.ways()
     rates: dict[Way, list[float]] = {way: [] for way in ways}

@@ -50,6 +50,9 @@ def bench_engine(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds in which others left the CPU alone.")] = 5,
     block_tokens: Annotated[int, typer.Option()] = 64,
     device: Annotated[str, typer.Option()] = "cpu",
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Measure deterministic mode beside it, too.")
+    ] = False,
     peer: Annotated[
         str,
         typer.Option(help="Measured beside, in turn: transformers,llama.cpp,vllm; NAME:fp32 for a dtype."),
@@ -84,6 +87,7 @@ def bench_engine(
         peer_cache=peer_cache,
         block_tokens=block_tokens,
         device=device,
+        with_deterministic=deterministic,
     )
     lines: list[dict[str, Any]] = []
 

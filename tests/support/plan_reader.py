@@ -43,6 +43,9 @@ class PlanReader:
             assert ids
             assert change.first <= len(table), "a hole in the table"
             table[change.first : change.first + len(ids)] = ids
+        grown = unpack_ids(plan.grown)
+        for slot, block_id in zip(grown[::2], grown[1::2], strict=True):
+            self.tables[slot].append(block_id)
         works: list[Work] = []
         for entry in plan.entries:
             table = self.tables[entry.slot]

@@ -146,6 +146,12 @@ def test_without_peers_there_are_no_peer_lines(model_dir: Path) -> None:
     assert lines[-1]["dtype"] == "bf16"
 
 
+def test_deterministic_mode_is_measured_as_a_peer(model_dir: Path) -> None:
+    lines = run(model_dir, with_deterministic=True)
+    assert [line["peer"] for line in lines if line["what"] == "peer"] == ["deterministic"] * 3
+    assert all(line["ratio"] > 0 for line in lines if line["what"] == "peer")
+
+
 def test_a_chunk_is_compared_with_its_products(model_dir: Path) -> None:
     lines = run(model_dir, prefill=[512], decode=[])
     assert lines[-1]["products_tok_s"] > lines[-1]["tok_s"] > 0
@@ -180,6 +186,7 @@ def test_products_are_timed_over_more_weights_than_a_cache_holds() -> None:
     assert num_weight_copies(12 << 20, 32 << 20) == 4
     assert num_weight_copies(100 << 20, 32 << 20) == 2
     assert num_weight_copies(1 << 20, 0) == 2, "unknown"
+    assert num_weight_copies(12 << 20, 384 << 20) == 7
 
 
 def test_the_largest_cache_is_found(tmp_path: Path) -> None:

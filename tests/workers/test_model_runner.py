@@ -340,6 +340,20 @@ def test_warm_up_leaves_no_slot(runner: ModelRunner) -> None:
         runner.run(step(frees=[64]))
 
 
+def test_after_the_warm_up_no_step_needs_more_scratch_memory(runner: ModelRunner) -> None:
+    """It has the shapes of the largest steps that are served."""
+    num_tokens = 200
+    runner.warm_up(num_tokens)
+    known = runner._decoder._workspace._name_to_memory
+    before = {name: memory.data_ptr() for name, memory in known.items()}
+    assert {"normed", "qkv", "gated"} <= before.keys()
+    prompt = draw(num_tokens)
+    runner.run(step(entry(1, 0, prompt, tuple(range(13)), [1]), starts=[started(1, prompt)]))
+    for _ in range(3):
+        runner.run(StepPlan(2, decodes=packed([1])))
+    assert {name: memory.data_ptr() for name, memory in known.items()} == before
+
+
 @pytest.mark.parametrize("num_kv_tokens", [16, 48, 49])
 def test_warm_up_fits_a_small_pool(model_dir: Path, num_kv_tokens: int) -> None:
     make_runner(model_dir, num_kv_tokens=num_kv_tokens).warm_up()

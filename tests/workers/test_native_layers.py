@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from compiled_kernels import TILED_KERNELS, kernels_of
 from optional_programs import needs_compiler
 
 from workers.model import native
@@ -30,9 +33,9 @@ SPANS = (
     SequenceSpan(5, 300, tuple(range(6, 30))),
 )
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3": {"tie_word_embeddings": True},
+    "qwen3": {"tie_word_embeddings": True, "head_dim": 128},
     "qwen2": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
-    "llama": {"attention_bias": True, "mlp_bias": True},
+    "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 64},
 }
 
 
@@ -65,6 +68,21 @@ def run(
     return decoder.run_layers(decoder.embed(tokens), plan), attention.kv
 
 
+@pytest.fixture(params=TILED_KERNELS)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = kernels_of(request.param)
+    monkeypatch.setattr(native, "load", lambda: found)
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("kernels", "threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_in_one_call_is_its_parts(
@@ -83,6 +101,35 @@ def test_a_layer_in_one_call_is_its_parts(
             by_parts, kv_by_parts = run(decoder, spans, dtype, Marks())
         assert torch.equal(hidden, by_parts)
         assert torch.equal(kv, kv_by_parts)
+
+
+def test_layers_go_from_one_backend_to_another(make_checkpoint: MakeCheckpoint) -> None:
+    """Each has a KV of its own; what the kernels take of one lives as long as it is used, and no longer."""
+    decoder = load_decoder(make_checkpoint("qwen3"), torch.float32, torch.device("cpu"))
+    first, second = (make_attention(decoder, torch.float32) for _ in range(2))
+    expected = first.kv.clone()
+    results = []
+    for attention in (first, second, first):
+        attention.kv.copy_(expected)
+        layer = decoder.layers[0].packed()
+        assert layer is not None
+        attention.rotated(replace(layer.attention))  # another object for the same layer takes its place
+        plan = attention.plan(StepInput.of(SPANS, BLOCK))
+        num_tokens = sum(span.num_tokens for span in SPANS)
+        results.append(decoder.run_layers(decoder.embed(torch.arange(num_tokens) % 100), plan))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+    assert torch.equal(first.kv, second.kv)
+    is_alive = weakref.ref(first)
+    del first, attention, plan
+    assert is_alive() is None
+
+
+def test_a_step_of_another_length_is_refused(make_checkpoint: MakeCheckpoint) -> None:
+    decoder = load_decoder(make_checkpoint("qwen3"), torch.float32, torch.device("cpu"))
+    plan = make_attention(decoder, torch.float32).plan(StepInput.of(SPANS[:2], BLOCK))
+    with pytest.raises(AssertionError):
+        decoder.run_layers(decoder.embed(torch.arange(3)), plan)
 
 
 def test_only_the_first_layers_are_run(make_checkpoint: MakeCheckpoint) -> None:

@@ -147,6 +147,23 @@ def test_a_rows_result_depends_on_nothing_beside_it(
 
 @builds
 @dtypes
+@pytest.mark.parametrize("num_outputs", [20, 33, 70])
+def test_threads_share_rows_and_panels_whatever_their_numbers(
+    build: Build, dtype: torch.dtype, num_outputs: int
+) -> None:
+    """Around the numbers of rows from which a thread keeps its own, and that are computed at a time."""
+    x, weight, bias, _, _ = problem(1025, num_outputs, 64, dtype)
+    linear = PackedLinear(build.kernels(), weight, bias)
+    torch.set_num_threads(1)
+    alone = linear(x)
+    for num_threads in (2, 3, 4, 7):
+        torch.set_num_threads(num_threads)
+        for num_rows in (1, 2, 13, 191, 192, 193, 289, 1023, 1024, 1025):
+            assert torch.equal(linear(x[:num_rows]), alone[:num_rows]), (num_threads, num_rows)
+
+
+@builds
+@dtypes
 @pytest.mark.parametrize("size", [32, 48, 7, 33])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_gate_and_up_become_one(build: Build, dtype: torch.dtype, size: int, has_bias: bool) -> None:

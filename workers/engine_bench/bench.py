@@ -47,6 +47,7 @@ from workers.rank.probe import MeasureSizes, measure_limits
 Emit = Callable[[dict[str, Any]], None]
 
 OURS = "tandem"
+DETERMINISTIC = "deterministic"
 NUM_DECODE_STEPS = 24
 _LIMIT = "limit"
 _PRODUCTS = "products"
@@ -62,7 +63,8 @@ _MOST_PEER_DECODE_TOKENS = 8192
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
     """What is measured. `decode` are pairs of batch and context; `peer_cache` None: a folder that is removed
-    afterwards."""
+    afterwards. `with_deterministic`: our engine is measured beside itself in deterministic mode, as a peer
+    is."""
 
     model_dir: Path
     dtype: str
@@ -74,6 +76,7 @@ class BenchOptions:
     peer_cache: Path | None = None
     block_tokens: int = 64
     device: str = "cpu"
+    with_deterministic: bool = False
 
     def measures(self) -> list[Measure]:
         """Return one measure for each prompt length and each decode batch."""
@@ -94,25 +97,33 @@ def run_engine_bench(options: BenchOptions, emit: Emit, meter: Meter | None = No
     clock = SystemClock()
     config = read_model_config(options.model_dir)
     measures = options.measures()
-    runner = ModelRunner(
-        model_dir=options.model_dir,
-        dtype=read_dtype(options.dtype),
-        device=torch.device(options.device),
-        block_tokens=options.block_tokens,
-        num_kv_tokens=_num_kv_tokens(config, measures, options.block_tokens),
-        num_threads=options.threads,
-        max_sequences=max((each.batch for each in measures), default=1),
-        clock=clock,
-    )
     with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.closing(runner))
-        runner.warm_up()
-        driver = EngineDriver(runner, clock, options.block_tokens)
-        emit(_check(driver, options.model_dir))
-        driver.fill_kv()
-        emit(_machine(runner))
+
+        def make_driver(*, is_deterministic: bool) -> EngineDriver:
+            runner = ModelRunner(
+                model_dir=options.model_dir,
+                dtype=read_dtype(options.dtype),
+                device=torch.device(options.device),
+                block_tokens=options.block_tokens,
+                num_kv_tokens=_num_kv_tokens(config, measures, options.block_tokens),
+                num_threads=options.threads,
+                max_sequences=max((each.batch for each in measures), default=1),
+                clock=clock,
+                is_deterministic=is_deterministic,
+            )
+            stack.enter_context(contextlib.closing(runner))
+            runner.warm_up()
+            return EngineDriver(runner, clock, options.block_tokens)
+
+        drivers = {OURS: make_driver(is_deterministic=False)}
+        if options.with_deterministic:
+            drivers[DETERMINISTIC] = make_driver(is_deterministic=True)
+        emit(_check(drivers[OURS], options.model_dir))
+        for driver in drivers.values():
+            driver.fill_kv()
+        emit(_machine(drivers[OURS].runner))
         cache_dir = options.peer_cache or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        turns = _Turns(driver, config, runner, clock, emit)
+        turns = _Turns(drivers, config, clock, emit)
         stack.callback(turns.close)
         turns.load_peers(options, measures, cache_dir)
         for measure in _warm_up(measures):
@@ -156,11 +167,12 @@ class _Turns:
     """Gives every engine its turn at a measure, ours and the loaded peers, in alternating order."""
 
     def __init__(
-        self, driver: EngineDriver, config: ModelConfig, runner: ModelRunner, clock: Clock, emit: Emit
+        self, drivers: Mapping[str, EngineDriver], config: ModelConfig, clock: Clock, emit: Emit
     ) -> None:
-        self._driver = driver
+        self._drivers = drivers
         self._config = config
-        self._device, self._dtype = runner.kv.device, runner.kv.dtype
+        kv = drivers[OURS].runner.kv
+        self._device, self._dtype = kv.device, kv.dtype
         self._clock = clock
         self._emit = emit
         self._peers: dict[str, PeerProcess] = {}
@@ -204,10 +216,10 @@ class _Turns:
 
     def __call__(self, measure: Measure, number: int) -> Mapping[str, float]:
         """Return tokens a second by engine, and by the limits of the machine at this moment."""
-        names = [OURS, *(self._peers if _suits_peers(measure) else ())]
+        names = [*self._drivers, *(self._peers if _suits_peers(measure) else ())]
         rates: dict[str, float] = {}
         for name in names if number % 2 == 0 else reversed(names):
-            engine = self._driver if name == OURS else self._peers[name]
+            engine = self._drivers[name] if name in self._drivers else self._peers[name]
             try:
                 rates[name] = measure.num_tokens / measure_s(engine, measure)
             except PeerError as error:

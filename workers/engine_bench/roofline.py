@@ -23,6 +23,8 @@ _TRIAL_ROWS = 16
 _HOPELESS = 3.0
 _CLOSE = 1.3
 _NUM_RUNS = 3
+# A process rarely has more of a large cache for itself.
+_MOST_CACHE_BYTES = 64 << 20
 
 
 class Roofline:
@@ -119,8 +121,9 @@ def _candidates(num_outputs: int, size: int, dtype: torch.dtype) -> list[_Candid
 
 
 def num_weight_copies(weight_bytes: int, cache_bytes: int) -> int:
-    """Return how many weights do not fit into the cache together: a model's are read from memory too."""
-    return max(2, 1 + -(-cache_bytes // weight_bytes))
+    """Return how many weights do not fit into the cache together, or are a lot: a model's are read from
+    memory too."""
+    return max(2, 1 + -(-min(cache_bytes, _MOST_CACHE_BYTES) // weight_bytes))
 
 
 def multiplies_bf16() -> bool:

@@ -256,9 +256,10 @@ class BlockCopy(Part, frozen=True):
 
 class StepPlan(Message, frozen=True):
     """Engine core to rank: one step, as changes to what the rank knows by slot. Order of effects: frees,
-    starts, tables, copies, computation, sampling. `decodes` are slots (uint32): each computes its newest
-    token and samples the next. The newest is that of the slot's start, or any that an earlier plan sampled,
-    which the engine core may not know yet."""
+    starts, tables, copies, computation, sampling. `grown` are pairs (uint32) of a slot, one a slot, and a
+    block on the device, which is one more behind those of its table. `decodes` are slots (uint32): each
+    computes its newest token and samples the next. The newest is that of the slot's start, or any that an
+    earlier plan sampled, which the engine core may not know yet."""
 
     step: int
     free_slots: tuple[int, ...] = ()
@@ -266,6 +267,7 @@ class StepPlan(Message, frozen=True):
     copies: tuple[BlockCopy, ...] = ()
     entries: tuple[BatchEntry, ...] = ()
     tables: tuple[TableChange, ...] = ()
+    grown: bytes = b""
     decodes: bytes = b""
 
     @property

@@ -14,13 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.messages.rank_channel import StepPlan
 from workers.model.attention.interface import DeviceStep
 from workers.rank.device_queue import DeviceQueue
-from workers.rank.input_batch import Ids, InputBatch, PlannedRows
+from workers.rank.input_batch import Ids, InputBatch, PlannedRows, grown_tables
 
 
 class RowsThere(NamedTuple):
@@ -116,11 +115,24 @@ class DeviceBatch:
     def _changes(self, plan: StepPlan, slot_to_token: dict[int, int]) -> tuple[Ids, Ids]:
         """Return the places of words that the plan changes and their new values. A place that comes twice has
         the same value both times."""
-        table = _table_places(plan, self._batch.tables.shape[1])
+        table = self._table_places(plan)
         tokens = np.fromiter(slot_to_token.keys(), np.int32, len(slot_to_token))
         indices = np.concatenate((table, tokens + np.int32(self._num_table_words)))
         of_tokens = np.fromiter(slot_to_token.values(), np.int32, len(slot_to_token))
         return indices, np.concatenate((self._batch.tables.reshape(-1)[table], of_tokens))
+
+    def _table_places(self, plan: StepPlan) -> Ids:
+        """Return the places in the flattened tables that a plan has changed."""
+        max_blocks = np.int32(self._batch.tables.shape[1])
+        slots, _ = grown_tables(plan)
+        grown = slots * max_blocks + self._batch.num_blocks[slots] - 1
+        if not plan.tables:
+            return grown
+        firsts = np.array([change.slot * max_blocks + change.first for change in plan.tables], np.int32)
+        lengths = np.array([len(change.block_ids) // 4 for change in plan.tables], np.int32)
+        ends = np.cumsum(lengths, dtype=np.int32)
+        changed = np.repeat(firsts - (ends - lengths), lengths) + np.arange(ends[-1], dtype=np.int32)
+        return np.concatenate((changed, grown))
 
     def _apply(self, indices: Tensor, values: Tensor) -> None:
         if len(indices):
@@ -140,13 +152,3 @@ def _arrays(rows: PlannedRows) -> tuple[Ids, ...]:
 def _named_tokens(plan: StepPlan) -> Ids:
     """Return the input tokens that a plan names, those of its entries."""
     return np.frombuffer(b"".join([entry.tokens for entry in plan.entries]), dtype="<i4")
-
-
-def _table_places(plan: StepPlan, max_blocks: int) -> NDArray[np.int32]:
-    """Return the places in the flattened tables that a plan changes."""
-    if not plan.tables:
-        return np.zeros(0, np.int32)
-    firsts = np.array([change.slot * max_blocks + change.first for change in plan.tables], np.int32)
-    lengths = np.array([len(change.block_ids) // 4 for change in plan.tables], np.int32)
-    ends = np.cumsum(lengths, dtype=np.int32)
-    return np.repeat(firsts - (ends - lengths), lengths) + np.arange(ends[-1], dtype=np.int32)

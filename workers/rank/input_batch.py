@@ -103,6 +103,8 @@ class InputBatch:
             self.is_started[slot] = True
         for change in plan.tables:
             self._change_table(change)
+        if plan.grown:
+            self._grow(*grown_tables(plan))
         rows = self._rows(plan)
         ends = rows.starts + rows.lengths
         lacking = np.flatnonzero(self.num_blocks[rows.slots] * self.block_tokens < ends)
@@ -126,6 +128,15 @@ class InputBatch:
         self.num_blocks[change.slot] = num_blocks = max(num_blocks, end)
         if self.in_host[change.slot] or int(ids.max(initial=0)) >= self._first_host_id:
             self.in_host[change.slot] = int(table[:num_blocks].max()) >= self._first_host_id
+
+    def _grow(self, slots: Ids, block_ids: Ids) -> None:
+        """Give each of these slots one more block."""
+        num_blocks = self.num_blocks[slots]
+        is_right = self.is_started[slots] & (num_blocks < self.tables.shape[1])
+        is_right &= block_ids < self._first_host_id
+        assert is_right.all(), f"slot {slots[np.argmin(is_right)]} cannot have one more block"
+        self.tables[slots, num_blocks] = block_ids
+        self.num_blocks[slots] = num_blocks + 1
 
     def _rows(self, plan: StepPlan) -> PlannedRows:
         decodes = np.frombuffer(plan.decodes, dtype="<u4").astype(np.int32)
@@ -215,6 +226,12 @@ class InputTokens:
         slots = self._unread.popleft()
         is_newest = self._messages[slots] == self._num_read  # else it was freed, or sampled again
         self._last[slots[is_newest]] = tokens[is_newest]
+
+
+def grown_tables(plan: StepPlan) -> tuple[Ids, Ids]:
+    """Return the slots whose tables gain one block by a plan, and these blocks."""
+    pairs = np.frombuffer(plan.grown, dtype="<i4").reshape(-1, 2)
+    return pairs[:, 0], pairs[:, 1]
 
 
 def _ids(values: list[int]) -> Ids:

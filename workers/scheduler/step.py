@@ -338,8 +338,13 @@ class StepBatch:
         tables: list[TableChange] = []
         for entry in self.entries:
             _send_table(entry.sequence, tables)
+        grown: list[int] = []
         for sequence in self.decodes:
-            if sequence.replaced or sequence.num_sent_blocks < len(sequence.block_ids):
+            num_new = len(sequence.block_ids) - sequence.num_sent_blocks
+            if num_new == 1 and not sequence.replaced:
+                grown += (sequence.slot, sequence.block_ids[-1])
+                sequence.num_sent_blocks += 1
+            elif num_new or sequence.replaced:
                 _send_table(sequence, tables)
         entries = tuple(
             BatchEntry(
@@ -360,6 +365,7 @@ class StepBatch:
             copies=tuple(self._copies),
             entries=entries,
             tables=tuple(tables),
+            grown=pack_ids(grown),
             decodes=pack_ids([sequence.slot for sequence in self.decodes]),
         )
 
