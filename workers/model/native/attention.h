@@ -2,11 +2,12 @@
 //
 // A task is up to TASK_ROWS rows of one sequence and one key-value head: some consecutive tokens, each with the
 // query heads of that head. One kernel serves one row and a hundred. The keys of a row are cut at absolute
-// positions into pieces of PIECE keys. Within a piece all scores are computed first, as a product of rows with
-// panels of transposed keys; then probabilities relative to the piece's largest score; then their product with
-// panels of interleaved values. Pieces are combined in their order. What is computed for a row, and in which
-// order, depends on its position and window alone: neither on the rows beside it, nor on which thread computes
-// which piece. Of a panel of 32 keys a row takes part only if it sees one of them.
+// positions into pieces of PIECE keys. A piece is packed once: panels of transposed keys, and of interleaved
+// values. Then a few rows at a time have their scores computed, as products with the keys; then probabilities
+// relative to a row's largest score; then their products with the values. Pieces are combined in their order. What
+// is computed for a row, and in which order, depends on its position and window alone: neither on the rows beside
+// it, nor on which thread computes which piece. Panels of 32 keys of which none of these few rows sees one are left
+// out; what another row sees has the probability 0, which changes no sum.
 //
 // Unless a step must be invariant in that sense, the few rows of a decoded token do without panels (few_rows.h).
 //
@@ -24,14 +25,14 @@
 #include "panel.h"
 
 constexpr int64_t PIECE = 512;     // keys
-// More rows share what is packed of keys and values: with tiles, packing is a third of the work of 128 rows.
+// What is packed of keys and values is shared by so many rows, whose operands stay in the second cache beside it.
+constexpr int64_t TASK_ROWS = LANES == 16 ? 512 : 256;
+// Rows that take turns with a piece: their scores stay in the first cache, the piece in the second.
 #if defined(TANDEM_AMX)
-constexpr int64_t TASK_ROWS = 256;
+constexpr int64_t TURN_ROWS = 32;
 #else
-constexpr int64_t TASK_ROWS = 128;
+constexpr int64_t TURN_ROWS = 2 * MOST_ROWS;
 #endif
-constexpr int64_t KEY_TILE = 64;     // keys that are packed at a time
-constexpr int64_t VALUE_TILE = 128;  // keys whose values are packed at a time
 constexpr int64_t SPLIT_ROWS = 512;  // rows of pieces that wait to be combined, for each thread
 constexpr int64_t AHEAD = 32;         // keys whose memory is prefetched, a multiple of 16
 constexpr int64_t MOST_DIM = 1024;
@@ -174,9 +175,9 @@ class Attention {
     int64_t rows = most_rows();
     if (own.rows < rows || own.dim != dim) {
       own.rows = rows, own.dim = dim;
-      int64_t sizes[] = {rows * dim * int64_t(sizeof(A)), rows * PIECE * 4,
-                         sizeof(A) == 2 ? rows * PIECE * 2 : 0, KEY_TILE * padded_dim * int64_t(sizeof(T)),
-                         VALUE_TILE * padded_dim * int64_t(sizeof(T))};
+      int64_t sizes[] = {rows * dim * int64_t(sizeof(A)), TURN_ROWS * PIECE * 4,
+                         sizeof(A) == 2 ? TURN_ROWS * PIECE * 2 : 0, PIECE * dim * int64_t(sizeof(T)),
+                         PIECE * padded_dim * int64_t(sizeof(T))};
       int64_t total = 64;
       for (int64_t& size : sizes) total += size = (size + 63) / 64 * 64;
       own.memory.resize(total);
@@ -254,8 +255,8 @@ class Attention {
     }
   }
 
-  // Packs the values of `count` keys from `begin` on, multiples of 16, as inputs of panels of VALUE_TILE inputs
-  // each; those outside [first, end) as zeros. `next` is the end of the task's keys.
+  // Packs the values of `count` keys from `begin` on, multiples of 16, as inputs of panels of PIECE inputs each;
+  // those outside [first, end) as zeros. `next` is the end of the task's keys.
   void pack_values(const AttentionTask& task, int64_t head, int64_t begin, int64_t count, int64_t first, int64_t end,
                    int64_t next, T* panels) const {
     for (int64_t at = 0; at < count; at += 16) {
@@ -278,7 +279,7 @@ class Attention {
         }
         T* to = panels + (at + row) * PANEL;
         int64_t column = 0;
-        for (; column + PANEL <= dim; column += PANEL, to += VALUE_TILE * PANEL) interleave(from, column, to);
+        for (; column + PANEL <= dim; column += PANEL, to += PIECE * PANEL) interleave(from, column, to);
         if (column < dim) {
           alignas(64) T parts[2][PANEL] = {};
           for (int64_t j = 0; j < PAIR; j++) {
@@ -322,34 +323,34 @@ class Attention {
 
   void attend(const AttentionTask& task, int64_t head, int64_t piece, Scratch& own, State state) const {
     if (token_way && task.num_tokens == 1) return (this->*token_way)(task, head, piece, own, state);
-    int64_t first = std::max(piece * PIECE, first_key(task.position));
-    int64_t end = std::min<int64_t>((piece + 1) * PIECE, task.position + task.num_tokens);
-    int64_t begin = piece * PIECE;
-    for (int64_t key = first / PANEL * PANEL, count; key < end; key += count) {
-      Range tokens = tokens_that_see(task, key, key + PANEL);
-      count = same_tokens(task, tokens, key, std::min(end, key + KEY_TILE));
-      for (int64_t at = 0; at < count; at += PANEL) pack_keys(task, head, key + at, first, end, own.keys + at * dim);
-      int64_t row = tokens.begin * group, rows = (tokens.end - tokens.begin) * group;
-      multiply_panels(own.queries + row * dim, dim, rows, own.keys, count / PANEL, PANEL * dim, dim,
-                      own.scores + row * PIECE + key - begin, PIECE, false);
-    }
-    Range tokens = tokens_that_see(task, first, end);
-    for (int64_t token = 0; token < task.num_tokens; token++) {
-      bool sees = token >= tokens.begin && token < tokens.end;
-      int64_t position = task.position + token;
-      for (int64_t row = token * group; row < (token + 1) * group; row++) {
-        memset(state.mixed + row * padded_dim, 0, padded_dim * sizeof(float));
-        state.largest[row] = LEAST, state.sums[row] = 0;
-        if (sees)
-          normalize(own.scores + row * PIECE, own.probabilities + row * PIECE,
-                    std::max(first_key(position), begin) - begin, std::min(position + 1, end) - begin,
-                    state.largest + row, state.sums + row);
+    int64_t begin = piece * PIECE, next = task.position + task.num_tokens;
+    int64_t first = std::max(begin, first_key(task.position)), end = std::min(begin + PIECE, next);
+    int64_t packed = first / PANEL * PANEL, last = (end + PANEL - 1) / PANEL * PANEL;
+    for (int64_t key = packed; key < last; key += PANEL)
+      pack_keys(task, head, key, first, end, own.keys + (key - packed) * dim);
+    pack_values(task, head, packed, last - packed, first, end, next, own.values);
+    int64_t num_rows = task.num_tokens * group;
+    for (int64_t row = 0; row < num_rows; row += TURN_ROWS) {
+      int64_t rows = std::min(TURN_ROWS, num_rows - row);
+      int64_t lowest = task.position + row / group, highest = task.position + (row + rows - 1) / group;
+      int64_t from = std::max(first, first_key(lowest)) / PANEL * PANEL;
+      int64_t to = (std::min(end, highest + 1) + PANEL - 1) / PANEL * PANEL;
+      float* mixed = state.mixed + row * padded_dim;
+      if (from >= to) {
+        for (int64_t i = 0; i < rows; i++) state.largest[row + i] = LEAST, state.sums[row + i] = 0;
+        memset(mixed, 0, rows * padded_dim * sizeof(float));
+        continue;
       }
-    }
-    for (int64_t tile = first / VALUE_TILE * VALUE_TILE; tile < end; tile += VALUE_TILE) {
-      int64_t from = std::max(tile, first / PANEL * PANEL), to = std::min(tile + VALUE_TILE, (end + PANEL - 1) / PANEL * PANEL);
-      pack_values(task, head, from, to - from, first, end, task.position + task.num_tokens, own.values);
-      multiply_values(task, own, from, to, begin, state.mixed);
+      multiply_panels(own.queries + row * dim, dim, rows, own.keys + (from - packed) * dim, (to - from) / PANEL,
+                      PANEL * dim, dim, own.scores + from - begin, PIECE);
+      for (int64_t i = 0; i < rows; i++) {
+        int64_t position = task.position + (row + i) / group;
+        normalize(own.scores + i * PIECE, own.probabilities + i * PIECE, from - begin, to - begin,
+                  std::max(first_key(position), begin) - begin, std::min(position + 1, end) - begin,
+                  state.largest + row + i, state.sums + row + i);
+      }
+      multiply_panels(own.probabilities + from - begin, PIECE, rows, own.values + (from - packed) * PANEL,
+                      padded_dim / PANEL, PIECE * PANEL, to - from, mixed, padded_dim);
     }
   }
 
@@ -369,8 +370,9 @@ class Attention {
       Few::score(own.queries, keys_of(task, head, key), end - key, none, ahead, own.scores + key - begin, PIECE);
     }
     for (int64_t row = 0; row < M; row++)
-      normalize(own.scores + row * PIECE, own.probabilities + row * PIECE, first - begin, end - begin,
-                state.largest + row, state.sums + row);
+      normalize(own.scores + row * PIECE, own.probabilities + row * PIECE, (first - begin) / PANEL * PANEL,
+                (end - begin + PANEL - 1) / PANEL * PANEL, first - begin, end - begin, state.largest + row,
+                state.sums + row);
     for (int column = 0; column < DIM; column += Few::COLUMNS) {
       Vec sums[M][Few::COLUMNS / LANES];
       for (auto& row : sums)
@@ -405,27 +407,17 @@ class Attention {
     return nullptr;
   }
 
-  // How many keys from `key` on, whole panels before `end`, are seen by the same tokens as its panel.
-  int64_t same_tokens(const AttentionTask& task, Range tokens, int64_t key, int64_t end) const {
-    int64_t count = PANEL;
-    for (; key + count < end; count += PANEL) {
-      Range next = tokens_that_see(task, key + count, key + count + PANEL);
-      if (next.begin != tokens.begin || next.end != tokens.end) break;
-    }
-    return count;
-  }
-
   // The product of rows with each of several panels, `panel_stride` elements apart, side by side in c. Few rows are
   // multiplied with several panels at a time: one panel's sums alone would wait for each other.
   static void multiply_panels(const A* a, int64_t stride, int64_t rows, const T* panels, int64_t count,
-                              int64_t panel_stride, int64_t k, float* c, int64_t c_stride, bool accumulate) {
+                              int64_t panel_stride, int64_t k, float* c, int64_t c_stride) {
     int64_t panel = 0;
 #if defined(__AVX512BF16__) && !defined(TANDEM_AMX)
     if constexpr (sizeof(A) == 2) {
       auto several = [&](auto num_rows, auto num_panels) {
         for (; panel + num_panels.value <= count; panel += num_panels.value)
           multiply_few<num_rows.value, num_panels.value>(a, stride, panels + panel * panel_stride, panel_stride, k,
-                                                         c + panel * PANEL, c_stride, accumulate);
+                                                         c + panel * PANEL, c_stride);
       };
       using std::integral_constant;
       if (rows == 1) several(integral_constant<int, 1>{}, integral_constant<int, 4>{});
@@ -437,15 +429,15 @@ class Attention {
     }
 #endif
     for (; panel < count; panel++)
-      multiply(a, stride, rows, panels + panel * panel_stride, k, c + panel * PANEL, c_stride, accumulate);
+      multiply(a, stride, rows, panels + panel * panel_stride, k, c + panel * PANEL, c_stride, false);
   }
 
 #if defined(__AVX512BF16__)
   template <int M, int P>
   static void multiply_few(const Bf16* a, int64_t stride, const Bf16* panels, int64_t panel_stride, int64_t k, float* c,
-                           int64_t c_stride, bool accumulate) {
+                           int64_t c_stride) {
     Vec sums[M][2 * P];
-    begin_sums(sums, c, c_stride, accumulate);
+    begin_sums(sums, c, c_stride, false);
     for (int64_t i = 0; i < k; i += 2) {
       Vec x[M];
       for (int m = 0; m < M; m++) {
@@ -464,22 +456,15 @@ class Attention {
   }
 #endif
 
-  // Adds the values of the keys [from, to), which are packed, to each row that sees them.
-  void multiply_values(const AttentionTask& task, const Scratch& own, int64_t from, int64_t to, int64_t begin,
-                       float* mixed) const {
-    for (int64_t key = from, count; key < to; key += count) {
-      Range tokens = tokens_that_see(task, key, key + PANEL);
-      count = same_tokens(task, tokens, key, to);
-      int64_t row = tokens.begin * group, rows = (tokens.end - tokens.begin) * group;
-      multiply_panels(own.probabilities + row * PIECE + key - begin, PIECE, rows, own.values + (key - from) * PANEL,
-                      padded_dim / PANEL, VALUE_TILE * PANEL, count, mixed + row * padded_dim, padded_dim, true);
+  // Turns scores of the columns [first, end) into exponentials relative to the largest of them, and what else is in
+  // [from, to), whole panels, into zeros. A row that sees none has a sum of 0.
+  void normalize(float* scores, A* probabilities, int64_t from, int64_t to, int64_t first, int64_t end, float* largest,
+                 float* sum) const {
+    if (first >= end) {
+      for (int64_t i = from; i < to; i += LANES) store(broadcast(0), probabilities + i);
+      *largest = LEAST, *sum = 0;
+      return;
     }
-  }
-
-  // Turns scores of the columns [first, end) into exponentials relative to the largest of them, and zeros up to
-  // whole panels.
-  void normalize(float* scores, A* probabilities, int64_t first, int64_t end, float* largest, float* sum) const {
-    int64_t from = first / PANEL * PANEL, to = (end + PANEL - 1) / PANEL * PANEL;
     for (int64_t i = from; i < first; i++) scores[i] = -INFINITY;
     for (int64_t i = end; i < to; i++) scores[i] = -INFINITY;
     Vec top = load(scores + from), other = load(scores + from + LANES);
