@@ -149,9 +149,11 @@ class GrammarCompiler:
         return Grammar.of(result.text)
 
     async def close(self) -> None:
-        """End the process."""
-        for task in list(self._making.values()):
+        """End the processes, and whatever waits for them."""
+        making = list(self._making.values())
+        for task in making:
             task.cancel()
+        await asyncio.gather(*making, return_exceptions=True)
         await self._quick.close()
         await self._thorough.close()
 

@@ -76,6 +76,11 @@ class Recorder:
     def _add(self, name: str, args: tuple[Any, ...], result: str) -> None:
         if name == "StoreClient.send" and not isinstance(args[0], FindRequest | FetchRequest | PutRequest):
             return
+        if isinstance(args[0], PutRequest):  # how many go together is a matter of time
+            for record in args[0].records:
+                named = [self._place(key) for key in (*keys_in(args[0].chain), *keys_in(record))]
+                self.calls.add(("PutRequest", str(named)))
+            return
         named = [self._place(key) for arg in args for key in keys_in(arg)]
         kind = type(args[0]).__name__ if name == "StoreClient.send" else name
         self.calls.add((kind, f"{named} -> {result}"))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from attention_steps import attend, make_backend, unrotated
-from compiled_kernels import TILED_KERNELS
+from compiled_kernels import KERNELS, TILED_KERNELS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -101,9 +101,17 @@ class Sequences:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", TILED_KERNELS)
+# Emulated tiles are slow: they are tested with one number of query heads.
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        pytest.param(*kernels.values, group, marks=kernels.marks)
+        for some, groups in ((KERNELS, (1, 2, 5)), (TILED_KERNELS[len(KERNELS) :], (2,)))
+        for kernels in some
+        for group in groups
+    ],
+)
 @pytest.mark.parametrize("window", [0, 70, 700])
-@pytest.mark.parametrize("group", [1, 2, 5])
 def test_decoding_equals_prefill_bit_for_bit(name: str, window: int, group: int, dtype: torch.dtype) -> None:
     """Around the ends of panels, tiles and pieces; alone, in a batch of 16, chunked, with one thread."""
     sequences = Sequences(
