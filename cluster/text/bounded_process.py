@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import resource
 import socket
 import sys
@@ -151,6 +152,6 @@ def serve(work: Callable[[bytes], bytes], *, max_memory_bytes: int, max_cpu_s: i
         except PeerGoneError:
             return
         usage = resource.getrusage(resource.RUSAGE_SELF)
-        used_s = int(usage.ru_utime + usage.ru_stime)
+        used_s = math.ceil(usage.ru_utime + usage.ru_stime)  # the limit counts whole seconds
         resource.setrlimit(resource.RLIMIT_CPU, (used_s + max_cpu_s, resource.RLIM_INFINITY))
         send_frame(sock, work(order))

@@ -150,7 +150,7 @@ async def test_a_hostile_grammar_is_refused_and_the_next_one_made(scene: Scene, 
     [
         schema({"type": "string", "minLength": 10**9, "maxLength": 10**9}),
         schema({"type": "array", "items": {"type": "array"}, "minItems": 10**9}),
-        OutputConstraint("regex", "((a{1000}){1000}){1000}"),
+        OutputConstraint("regex", "(a{1000}){100}"),
     ],
 )
 async def test_what_no_output_is_long_enough_for_costs_nothing(
