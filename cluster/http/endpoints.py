@@ -7,13 +7,13 @@ import contextlib
 import functools
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from aiohttp import web
 
 from cluster.api.servicer import InferenceServicer
 from cluster.config import HttpConfig
-from cluster.errors import UnknownModelError
+from cluster.errors import InvalidRequestError, UnknownModelError
 from cluster.http import chat, completions, embeddings, messages, responses
 from cluster.http.answers import Answer, Maker, encode
 from cluster.http.call import AbortedCall, HttpCall
@@ -41,6 +41,9 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
 # Of the messages whose output an answer holds to its end: one that is no stream, and those of /v1/responses.
 MAX_KEPT_BYTES = 64 << 20
 
+# A longer body is read beside the event loop.
+SHORT_BODY_BYTES = 64 << 10
+
 _REFUSED = {route: refused(route) for route in FIELDS}
 
 
@@ -51,7 +54,11 @@ class Served(NamedTuple):
     body: bytes
     # Returns the headers that say what is left of the caller's quotas.
     limits: Callable[[], Mapping[str, str]]
+    # Counts a request whose body cannot be read, as one that was accepted would be.
+    count_refused: Callable[[], None]
 
+
+T = TypeVar("T")
 
 Method = Literal["GET", "POST"]
 Endpoint = Callable[[Served], Awaitable[web.StreamResponse]]
@@ -87,30 +94,24 @@ class Endpoints:
     # ------------------------------------------------------------------------------------- generating
 
     async def _chat(self, served: Served) -> web.StreamResponse:
-        body = self._decoded(served, ChatRequest)
-        calls = chat.translate(body)
+        body, calls = await _read(served, ChatRequest, chat.translate)
         return await self._generate(served, calls, chat.ChatAnswer(body, self._maker()), bool(body.stream))
 
     async def _completions(self, served: Served) -> web.StreamResponse:
-        body = self._decoded(served, CompletionRequest)
-        calls = completions.translate(body, self._settings.max_inputs)
+        translate = functools.partial(completions.translate, max_inputs=self._settings.max_inputs)
+        body, calls = await _read(served, CompletionRequest, translate)
         answer = completions.CompletionAnswer(body, len(calls.calls), self._maker())
         return await self._generate(served, calls, answer, bool(body.stream))
 
     async def _responses(self, served: Served) -> web.StreamResponse:
-        body = self._decoded(served, responses.ResponsesRequest)
-        calls = responses.translate(body)
+        body, calls = await _read(served, responses.ResponsesRequest, responses.translate)
         return await self._generate(served, calls, ResponsesAnswer(body, self._maker()), bool(body.stream))
 
     async def _messages(self, served: Served) -> web.StreamResponse:
-        body = self._decoded(served, messages.MessagesRequest)
-        calls = messages.translate(body)
+        body, calls = await _read(served, messages.MessagesRequest, messages.translate)
         return await self._generate(
             served, calls, messages.MessagesAnswer(body, self._maker()), bool(body.stream)
         )
-
-    def _decoded(self, served: Served, kind: type[B]) -> B:
-        return decode(served.body, kind, _REFUSED[served.request.path])
 
     def _maker(self) -> Maker:
         return Maker("", int(self._clock.wall()), self._model_name)
@@ -165,8 +166,8 @@ class Endpoints:
     # ------------------------------------------------------------------------------------- one answer
 
     async def _embeddings(self, served: Served) -> web.Response:
-        body = self._decoded(served, EmbeddingRequest)
-        request = embeddings.embed_request(body, self._settings.max_inputs)
+        translate = functools.partial(embeddings.embed_request, max_inputs=self._settings.max_inputs)
+        body, request = await _read(served, EmbeddingRequest, translate)
         call = HttpCall(served.request)
         with renamed(embeddings.rename_embed):
             reply = await self._servicer.Embed(request, call)
@@ -176,21 +177,21 @@ class Endpoints:
         return response
 
     async def _tokenize(self, served: Served) -> web.Response:
-        request = embeddings.tokenize_request(self._decoded(served, TokenizeRequest))
+        _, request = await _read(served, TokenizeRequest, embeddings.tokenize_request)
         with renamed(embeddings.rename_tokenize):
             reply = await self._servicer.Tokenize(request, HttpCall(served.request))
         (model,) = await self._list(served)
         return _json(embeddings.tokenize_answer(reply, model.max_context_tokens))
 
     async def _detokenize(self, served: Served) -> web.Response:
-        request = embeddings.detokenize_request(self._decoded(served, DetokenizeRequest))
+        _, request = await _read(served, DetokenizeRequest, embeddings.detokenize_request)
         with renamed(embeddings.rename_detokenize):
             reply = await self._servicer.Detokenize(request, HttpCall(served.request))
         return _json(embeddings.detokenize_answer(reply))
 
     async def _count_tokens(self, served: Served) -> web.Response:
-        body = self._decoded(served, messages.CountTokensRequest)
-        request, rename = messages.count_request(body)
+        _, counted = await _read(served, messages.CountTokensRequest, messages.count_request)
+        request, rename = counted
         with renamed(rename):
             reply = await self._servicer.Tokenize(request, HttpCall(served.request))
         return _json(encode(messages.TokenCount(len(reply.token_ids))))
@@ -236,6 +237,21 @@ class _Writer:
         events = self._answer.take(number, response)
         if events and self._stream is not None:
             await self._stream.send(events)
+
+
+async def _read(served: Served, kind: type[B], translate: Callable[[B], T]) -> tuple[B, T]:
+    """Return the request that a body is, and the calls that answer it. A long body is read in a thread: no
+    step of that takes long by itself, but all together do."""
+
+    def read() -> tuple[B, T]:
+        body = decode(served.body, kind, _REFUSED[served.request.path])
+        return body, translate(body)
+
+    try:
+        return read() if len(served.body) < SHORT_BODY_BYTES else await asyncio.to_thread(read)
+    except InvalidRequestError:
+        served.count_refused()
+        raise
 
 
 @contextlib.contextmanager

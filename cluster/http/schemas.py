@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from cluster.errors import InvalidRequestError
+from cluster.http.body_shape import check_shape
 from cluster.http.errors import bad_field
 
 Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
@@ -52,6 +53,7 @@ B = TypeVar("B", bound=Body)
 def decode(body: bytes, kind: type[B], refused: Mapping[str, str]) -> B:
     """Return the request; `InvalidRequestError` names the bad field by its path. `refused` says of fields
     that exist elsewhere what to do without them."""
+    check_shape(body)
     try:
         fields = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -8,7 +8,9 @@ request --> guard (shape of errors) --> Authenticator --> ROUTE_ACCESS --> body,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Literal, NamedTuple
 
@@ -19,7 +21,7 @@ from cluster.api.authentication import set_caller
 from cluster.api.grpc_server import Certificate
 from cluster.api.servicer import InferenceServicer
 from cluster.config import LOOPBACK, ClusterConfig
-from cluster.errors import RequestError, UnauthenticatedError, UnknownModelError, to_grpc_status
+from cluster.errors import QuotaError, RequestError, UnauthenticatedError, UnknownModelError, to_grpc_status
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.http.call import AbortedCall, certificate_names, peer_of, shown_authorization
 from cluster.http.endpoints import Endpoint, Endpoints, Method, Served
@@ -33,6 +35,8 @@ from cluster.identity.audit import NOBODY, AuditEntry
 from cluster.identity.authenticator import Credentials, require
 from cluster.identity.identity import Identity, Role
 from kvtransfer.common.clock import Clock
+
+_log = logging.getLogger(__name__)
 
 RouteAccess = Role | Literal["open"]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -165,11 +169,20 @@ class HttpFront:
             response = await handler(request)
         except HttpProblem as problem:
             response = _error(request, problem)
+        except ConnectionError:
+            raise  # the client is gone
         except web.HTTPException as error:
             unknown = HttpProblem(error.status, f"{error.reason}: {request.method} {request.path[:100]}")
             if "Allow" in error.headers:
                 unknown.headers["Allow"] = error.headers["Allow"]
             response = _error(request, unknown)
+        except Exception:
+            # Whatever it is, it is this request's alone, and its client reads the API's errors.
+            _log.exception("%s failed", request.path)
+            if request.writer.output_size:  # in the middle of an answer, which is cut off
+                raise
+            what = "something went wrong in the gateway; its log says what"
+            response = _error(request, HttpProblem(500, what, kind="server_error", code="internal_error"))
         if not response.prepared:
             response.headers.update(_HEADERS)
             if self._is_leaving or not request.content.is_eof():
@@ -192,18 +205,30 @@ class HttpFront:
         def limits() -> dict[str, str]:
             return rate_limit_headers(self._quotas, identity.tenant, self._clock.now())
 
+        def count_refused() -> None:
+            with contextlib.suppress(QuotaError):
+                self._quotas.admit(identity.tenant, self._clock.now())
+
         body = b""
         try:
             if request.method == "POST":
                 if not identity.may_use(self._model_name):
                     raise UnknownModelError(_UNKNOWN_MODEL)
+                self._check_quota(identity.tenant)
                 body = await self._body(request)
-            return await endpoint(Served(request, body, limits))
+            return await endpoint(Served(request, body, limits, count_refused))
         except (RequestError, AbortedCall) as error:
             call = error if isinstance(error, AbortedCall) else AbortedCall.of(error)
             problem = HttpProblem.of_call(call)
             problem.headers.update(limits())
             raise problem from error
+
+    def _check_quota(self, tenant: str) -> None:
+        """Raise `QuotaError` where the tenant has no request left, before its body costs anything."""
+        now = self._clock.now()
+        state = self._quotas.rates(tenant, now).get("requests_per_s")
+        if state is not None and state.level < 1:
+            self._quotas.admit(tenant, now)
 
     def _identify(self, request: web.Request) -> Identity:
         headers = request.headers
