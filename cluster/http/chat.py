@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -11,18 +11,22 @@ from msgspec import UNSET, UnsetType
 from cluster.http.answers import (
     FINISH_NAMES,
     CallOutput,
-    ContentLogprob,
     Maker,
-    RankedLogprob,
     SampleAnswer,
     Usage,
-    content_logprobs,
     encode,
     matched_stop,
     openai_usage,
-    ranked_logprobs,
 )
 from cluster.http.errors import HttpProblem, Rename, bad_field, openai_error
+from cluster.http.logprobs import (
+    ContentLogprob,
+    ContentLogprobs,
+    NoLogprobs,
+    RankedLogprob,
+    RankedLogprobs,
+    content_logprobs,
+)
 from cluster.http.prompts import (
     add_messages,
     add_tools,
@@ -127,7 +131,8 @@ class _Message(msgspec.Struct):
 
 
 class _Logprobs(msgspec.Struct):
-    content: list[ContentLogprob]
+    # As JSON already, where they were kept.
+    content: list[ContentLogprob] | list[msgspec.Raw]
     refusal: None = None
 
 
@@ -147,7 +152,7 @@ class _Completion(msgspec.Struct):
     choices: list[_Choice]
     usage: Usage
     object: str = "chat.completion"
-    prompt_logprobs: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, RankedLogprob] | None] | list[msgspec.Raw] | UnsetType = UNSET
 
 
 class _Delta(msgspec.Struct, omit_defaults=True):
@@ -172,7 +177,7 @@ class _Chunk(msgspec.Struct):
     choices: list[_ChunkChoice]
     object: str = "chat.completion.chunk"
     usage: Usage | UnsetType | None = UNSET
-    prompt_logprobs: Any = UNSET
+    prompt_logprobs: list[dict[str, RankedLogprob] | None] | list[msgspec.Raw] | UnsetType = UNSET
 
 
 class ChatAnswer:
@@ -180,9 +185,12 @@ class ChatAnswer:
 
     def __init__(self, body: ChatRequest, maker: Maker) -> None:
         self._maker = maker
-        self._output = CallOutput()
         self._has_logprobs = bool(body.logprobs)
-        self._has_prompt_logprobs = body.prompt_logprobs is not None
+        self._of_prompt = None if body.prompt_logprobs is None else RankedLogprobs()
+        kept = () if self._of_prompt is None else (self._of_prompt,)
+        self._output: CallOutput[ContentLogprobs | NoLogprobs] = CallOutput(
+            ContentLogprobs if self._has_logprobs else NoLogprobs, *kept
+        )
         self._streams = bool(body.stream)
         options = body.stream_options
         self._include_usage = options is not None and bool(options.include_usage)
@@ -218,9 +226,13 @@ class ChatAnswer:
             choices=[self._choice(index, sample) for index, sample in self._output.in_order()],
             usage=openai_usage([self._output.usage]),
         )
-        if self._has_prompt_logprobs:
-            completion.prompt_logprobs = ranked_logprobs(self._output.prompt_logprobs)
+        if self._of_prompt is not None:
+            completion.prompt_logprobs = self._of_prompt.items
         return encode(completion)
+
+    @property
+    def num_kept_bytes(self) -> int:
+        return self._output.num_bytes
 
     @property
     def _id(self) -> str:
@@ -233,8 +245,8 @@ class ChatAnswer:
         if delta.sample not in self._begun:
             self._begun.add(delta.sample)
             begin = self._chunk([_ChunkChoice(delta.sample, _Delta(role="assistant", content=self._echoed))])
-            if self._has_prompt_logprobs:
-                begin.prompt_logprobs = ranked_logprobs(self._output.prompt_logprobs)
+            if self._of_prompt is not None:
+                begin.prompt_logprobs = self._of_prompt.items
             first = event(encode(begin))
         shown = _Delta()
         if delta.text:
@@ -262,7 +274,7 @@ class ChatAnswer:
             chunk.usage = None
         return chunk
 
-    def _choice(self, index: int, sample: SampleAnswer) -> _Choice:
+    def _choice(self, index: int, sample: SampleAnswer[ContentLogprobs | NoLogprobs]) -> _Choice:
         text = self._echoed + sample.text
         message = _Message("assistant", text if text or not sample.tool_calls else None)
         if sample.tool_calls:
@@ -272,7 +284,9 @@ class ChatAnswer:
             ]
         if sample.reasoning:
             message.reasoning_content = "".join(sample.reasoning)
-        logprobs = _Logprobs(content_logprobs(sample.logprobs)) if self._has_logprobs else None
+        logprobs = None
+        if isinstance(sample.logprobs, ContentLogprobs):
+            logprobs = _Logprobs(sample.logprobs.items)
         choice = _Choice(index, message, logprobs, sample.finish)
         if sample.matched_stop is not None:
             choice.stop_reason = sample.matched_stop

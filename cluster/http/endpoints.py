@@ -14,11 +14,13 @@ from aiohttp import web
 from cluster.api.servicer import InferenceServicer
 from cluster.config import HttpConfig
 from cluster.errors import InvalidRequestError, UnknownModelError
+from cluster.gateway.request_task import UnreadOutput
 from cluster.http import chat, completions, embeddings, messages, responses
 from cluster.http.answers import Answer, Maker, encode
 from cluster.http.call import AbortedCall, HttpCall
 from cluster.http.errors import HttpProblem, Rename
 from cluster.http.fields import FIELDS, refused
+from cluster.http.kept_output import KeptOutput, WholeAnswer
 from cluster.http.model_list import model_list, model_of
 from cluster.http.response_events import ResponsesAnswer
 from cluster.http.schemas import (
@@ -37,9 +39,6 @@ from kvtransfer.common.clock import Clock
 REQUEST_ID_HEADER = "X-Request-Id"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
 
-
-# Of the messages whose output an answer holds to its end: one that is no stream, and those of /v1/responses.
-MAX_KEPT_BYTES = 64 << 20
 
 # A longer body is read beside the event loop.
 SHORT_BODY_BYTES = 64 << 10
@@ -68,9 +67,15 @@ class Endpoints:
     """Answers requests of one gateway's clients."""
 
     def __init__(
-        self, servicer: InferenceServicer, model_name: str, settings: HttpConfig, clock: Clock
+        self,
+        servicer: InferenceServicer,
+        model_name: str,
+        settings: HttpConfig,
+        unread: UnreadOutput,
+        clock: Clock,
     ) -> None:
         self._servicer = servicer
+        self._unread = unread
         self._model_name = model_name
         self._settings = settings
         self._clock = clock
@@ -120,30 +125,34 @@ class Endpoints:
         self, served: Served, translated: chat.Translated, answer: Answer, streams: bool
     ) -> web.StreamResponse:
         """Run the calls, and write what they bring: as it comes, or at the end."""
+        kept = KeptOutput(self._unread)
         stream = EventStream(served.request, self._settings.write_timeout_s)
-        write = _Writer(answer, stream if streams else None)
+        write = _Writer(answer, kept, stream if streams else None)
         calls = [
             HttpCall(served.request, functools.partial(write, number))
             for number in range(len(translated.calls))
         ]
         stream.headers = lambda: self._headers(served, calls)
         _name_calls(translated.calls, served.request)
-        try:
-            await self._run(translated.calls, calls)
-        except AbortedCall as aborted:
-            problem = HttpProblem.of_call(aborted, translated.rename)
-            if not stream.has_begun:
-                problem.headers.update(self._headers(served, calls))
-                raise problem from aborted
+        with contextlib.ExitStack() as ends:
+            ends.callback(kept.release)
+            try:
+                async with kept.bounded():
+                    await self._run(translated.calls, calls)
+            except AbortedCall as aborted:
+                problem = HttpProblem.of_call(aborted, translated.rename)
+            except HttpProblem as cut_off:
+                problem = cut_off
+            else:
+                if streams:
+                    return await stream.end(answer.last())
+                whole = WholeAnswer(answer.whole(), kept, self._headers(served, calls))
+                ends.pop_all()  # whoever sends it releases it
+                return whole
+        if stream.has_begun:
             return await stream.end(answer.failed(problem))
-        except HttpProblem as problem:
-            if not stream.has_begun:
-                raise
-            return await stream.end(answer.failed(problem))
-        if streams:
-            return await stream.end(answer.last())
-        headers = self._headers(served, calls)
-        return web.Response(body=answer.whole(), content_type="application/json", headers=headers)
+        problem.headers.update(self._headers(served, calls))
+        raise problem
 
     async def _run(self, requests: list[pb.GenerateRequest], calls: list[HttpCall]) -> None:
         """Run all calls at once; the first that fails ends the others."""
@@ -214,27 +223,18 @@ class Endpoints:
 
 
 class _Writer:
-    """Takes what the calls of one answer bring: writes it to the stream, if there is one. An answer that has
-    to keep more than `MAX_KEPT_BYTES` ends with an error: nobody reads it meanwhile, so that nothing else
-    bounds it."""
+    """Takes what the calls of one answer bring: writes it to the stream, if there is one, and counts what is
+    kept of it, which nobody reads meanwhile."""
 
-    def __init__(self, answer: Answer, stream: EventStream | None) -> None:
+    def __init__(self, answer: Answer, kept: KeptOutput, stream: EventStream | None) -> None:
         self._answer = answer
+        self._kept = kept
         self._stream = stream
-        self._keeps = stream is None or isinstance(answer, ResponsesAnswer)
-        self._num_kept_bytes = 0
 
     async def __call__(self, number: int, response: pb.GenerateResponse) -> None:
         """Take a message of the call with this number."""
-        if self._keeps:
-            self._num_kept_bytes += response.ByteSize()
-            if self._num_kept_bytes > MAX_KEPT_BYTES:
-                size = f"more than {MAX_KEPT_BYTES >> 20} MiB"
-                remedy = "ask for fewer samples, tokens or log-probabilities, or stream a chat"
-                raise HttpProblem(
-                    400, f"the answer has {size}; {remedy}", code="answer_too_large", param="stream"
-                )
         events = self._answer.take(number, response)
+        self._kept.grow(self._answer.num_kept_bytes)
         if events and self._stream is not None:
             await self._stream.send(events)
 

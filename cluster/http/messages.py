@@ -18,6 +18,7 @@ from cluster.http.answers import (
 )
 from cluster.http.chat import Translated
 from cluster.http.errors import HttpProblem, Rename, anthropic_error, bad_field
+from cluster.http.logprobs import NoLogprobs
 from cluster.http.prompts import (
     DEFAULT_TEMPERATURE,
     add_function,
@@ -390,7 +391,7 @@ class MessagesAnswer:
     def __init__(self, body: MessagesRequest, maker: Maker) -> None:
         self._maker = maker
         self._streams = bool(body.stream)
-        self._output = CallOutput()
+        self._output = CallOutput(NoLogprobs)
         self._stop_reason: str | None = None
         self._stop_sequence: str | None = None
         # The block that is being sent: what it is, and its number.
@@ -419,6 +420,10 @@ class MessagesAnswer:
         answer = self._answer(_blocks(self._output.sample(0)))
         answer.stop_reason, answer.stop_sequence = self._stop_reason, self._stop_sequence
         return encode(answer)
+
+    @property
+    def num_kept_bytes(self) -> int:
+        return self._output.num_bytes
 
     def _note_end(self, delta: pb.Delta) -> None:
         if not delta.finish_reason:
@@ -476,7 +481,7 @@ class MessagesAnswer:
         return _Usage(usage.prompt_tokens - cached, usage.completion_tokens, cache_read_input_tokens=cached)
 
 
-def _blocks(sample: SampleAnswer) -> list[_Block]:
+def _blocks(sample: SampleAnswer[NoLogprobs]) -> list[_Block]:
     blocks: list[_Block] = []
     if sample.reasoning:
         blocks.append(_ThinkingBlock("".join(sample.reasoning)))

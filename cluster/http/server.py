@@ -23,10 +23,12 @@ from cluster.api.servicer import InferenceServicer
 from cluster.config import LOOPBACK, ClusterConfig
 from cluster.errors import QuotaError, RequestError, UnauthenticatedError, UnknownModelError, to_grpc_status
 from cluster.gateway.replica_connections import ReplicaConnections
+from cluster.gateway.request_task import UnreadOutput
 from cluster.http.call import AbortedCall, certificate_names, peer_of, shown_authorization
 from cluster.http.endpoints import Endpoint, Endpoints, Method, Served
 from cluster.http.errors import HttpProblem, anthropic_error, openai_error
 from cluster.http.guards import refused_host
+from cluster.http.kept_output import WholeAnswer
 from cluster.http.port import HttpBounds, HttpPort, watch_peer
 from cluster.http.rate_limits import rate_limit_headers
 from cluster.http.sse import send_whole
@@ -73,6 +75,7 @@ class HttpServices(NamedTuple):
     connections: ReplicaConnections
     quotas: Quotas
     access: AccessControl
+    unread: UnreadOutput
 
 
 def open_http(
@@ -107,7 +110,7 @@ class HttpFront:
         is_open = not services.access.authenticator.is_required and gateway.host in LOOPBACK
         names = (gateway.host, *gateway.console_hosts)
         self._names = frozenset(name.lower() for name in names) if is_open else None
-        endpoints = Endpoints(services.servicer, self._model_name, gateway.http, clock)
+        endpoints = Endpoints(services.servicer, self._model_name, gateway.http, services.unread, clock)
         app = web.Application(middlewares=[self._guard], client_max_size=gateway.http.max_body_bytes)
         app.router.add_get("/health", self._health, allow_head=False)
         for (method, path), endpoint in endpoints.routes().items():
@@ -187,6 +190,8 @@ class HttpFront:
             response.headers.update(_HEADERS)
             if self._is_leaving or not request.content.is_eof():
                 response.force_close()
+            if isinstance(response, WholeAnswer):
+                return await response.send(request, self._settings.write_timeout_s)
             if isinstance(response, web.Response):
                 return await send_whole(request, response, self._settings.write_timeout_s)
         return response

@@ -9,6 +9,10 @@ import pytest
 from api_tables import PAGE, blocks, written
 from gateway_harness import GatewayHarness, encode
 
+from cluster.errors import STATUS_TABLE, reason_of
+from cluster.http.call import AbortedCall
+from cluster.http.errors import HttpProblem
+
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 OURS = [example for example in EXAMPLES if "from openai" not in example and "client.embed" not in example]
 
@@ -16,6 +20,26 @@ OURS = [example for example in EXAMPLES if "from openai" not in example and "cli
 def test_the_tables_are_those_of_the_api() -> None:
     page = PAGE.read_text()
     assert page == written(page), "run python tests/support/api_tables.py"
+
+
+def test_the_errors_are_those_of_the_code() -> None:
+    """Each with its status and its code over HTTP, in a table without another."""
+    table = PAGE.read_text().partition("| status | ErrorInfo.reason |")[2].partition("\n\n")[0]
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    found, status = {}, ""
+    for name, reason, http_status, code, _ in rows:
+        status = name or status
+        found[reason] = (status, int(http_status), code)
+    expected = {}
+    for kind in STATUS_TABLE:
+        error = kind.__new__(kind)
+        error.__dict__.update(retry_after_s=1.0, violations=(), limit="")
+        call = AbortedCall.of(error)
+        problem = HttpProblem.of_call(call)
+        expected[reason_of(error)] = (call.code.name, problem.status, problem.code)
+    assert found == expected
+    codes = [code for _, _, code in expected.values()]
+    assert len(set(codes)) == len(codes), "a client can tell them apart"
 
 
 def test_every_field_is_read_with_its_comment() -> None:

@@ -19,6 +19,7 @@ from gateway_harness import GatewayHarness, until
 from http_harness import CHAT, HttpFrontHarness, events_of, raw_request
 from http_process import http_process
 
+from cluster.admission.config import AdmissionConfig
 from cluster.config import GatewayConfig
 from cluster.http.guards import refused_host
 from cluster.http.server import ROUTE_ACCESS
@@ -226,7 +227,7 @@ async def test_a_client_that_goes_ends_its_request(front: HttpFrontHarness, stre
 async def test_an_answer_that_is_kept_to_its_end_is_bounded(
     front: HttpFrontHarness, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    monkeypatch.setattr("cluster.http.endpoints.MAX_KEPT_BYTES", 4000)
+    monkeypatch.setattr("cluster.http.kept_output.MAX_KEPT_BYTES", 40_000)
     chat = {**CHAT, "max_tokens": 60, "logprobs": True, "top_logprobs": 20}
     response = {"input": "hello", "max_output_tokens": 60, "top_logprobs": 20}
     body = chat if path.startswith("/v1/chat") else response
@@ -234,10 +235,64 @@ async def test_an_answer_that_is_kept_to_its_end_is_bounded(
     assert (whole.status, whole.error["param"], whole.error["code"]) == (400, "stream", "answer_too_large")
     streamed = await front.post(path, {**body, "stream": True})
     assert streamed.status == 200
-    names = [name for name, _ in streamed.events]
-    assert streamed.events[-1][1] == "[DONE]" if body is chat else names[-1] == "response.failed"
+    name, last = streamed.events[-1]
+    if body is chat:
+        assert last == "[DONE]"
+    else:
+        assert (name, last["response"]["error"]["code"]) == ("response.failed", "invalid_prompt")
+        assert 0 < last["response"]["usage"]["output_tokens"] < 60, "what it took until then"
     await until(lambda: front.gateway.requests.num_running == 0, "nothing runs")
+    assert front.gateway.requests.unread.num_bytes == 0
     assert (await front.post(path, {**body, "top_logprobs": 0, **_short(path)})).status == 200
+
+
+KEPT = {**CHAT, "max_tokens": 120, "logprobs": True, "top_logprobs": 20}
+
+
+def small(harness: GatewayHarness, max_unread_mb: float) -> Any:
+    """A configuration in which so little may wait for clients."""
+    return harness.config().model_copy(update={"admission": AdmissionConfig(max_unread_mb=max_unread_mb)})
+
+
+async def test_answers_that_are_kept_to_their_ends_are_bounded_together(harness: GatewayHarness) -> None:
+    """The largest ends, in whatever it is; another one goes on with its place."""
+    async with HttpFrontHarness(harness, small(harness, 0.15)) as front:
+        unread, decode = front.gateway.requests.unread, harness.replicas["d0"]
+        decode.script.stop_after = 60
+        first = asyncio.create_task(front.post("/v1/chat/completions", KEPT))
+        await until(lambda: unread.num_bytes > 60_000, "half of it is kept")
+        held = unread.num_bytes
+        second = asyncio.create_task(front.post("/v1/chat/completions", KEPT))
+        await until(lambda: unread.num_bytes >= 2 * held, "both have a half")
+        decode.script.stop_after = None
+        decode.script.resume.set()
+        replies = sorted([await first, await second], key=lambda it: it.status)
+        assert [reply.status for reply in replies] == [200, 429]
+        assert "more than 0.15 MB of output wait in this gateway, most of it in this answer" in str(
+            replies[1].error["message"]
+        )
+        assert len(replies[0].json["choices"][0]["logprobs"]["content"]) == 120
+        assert unread.num_bytes == 0
+        await until(lambda: front.gateway.requests.num_running == 0, "nothing runs")
+
+
+async def test_an_answer_counts_until_its_client_has_taken_it(harness: GatewayHarness) -> None:
+    async with (
+        HttpFrontHarness(harness, small(harness, 9.0)) as front,
+        front.connection() as (reader, writer),
+    ):
+        unread = front.gateway.requests.unread
+        many = {**KEPT, "max_tokens": 400, "n": 16}
+        body = json.dumps(many).encode()
+        writer.write(raw_request(body, f"Content-Length: {len(body)}"))
+        await reader.readuntil(b"HTTP/1.1 200 OK")
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await until(lambda: front.gateway.requests.num_running == 0, "the request has ended")
+        assert unread.num_bytes > 6_000_000
+        reply = await front.post("/v1/chat/completions", {**many, "n": 8})
+        assert reply.status == 200, "the slower client has lost its connection"
+        assert unread.num_bytes == 0
+        writer.transport.abort()
 
 
 def _short(path: str) -> dict[str, int]:
