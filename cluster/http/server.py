@@ -128,6 +128,7 @@ class HttpFront:
             certificate=certificate,
             takes_over=gateway.takes_over,
             cancels_handlers=True,
+            refuse=_refused_unread,
         )
 
     async def start(self, *, is_shared: bool = False) -> int:
@@ -288,6 +289,12 @@ class HttpFront:
 
 async def _expect_later(request: web.Request) -> None:
     """Let the client wait with its body until it is known that it will be read."""
+
+
+def _refused_unread(status: int, problem: str) -> web.Response:
+    """Return the answer to what is no request: nobody knows of which API."""
+    body = openai_error(HttpProblem(status, problem))
+    return web.Response(status=status, body=body, content_type="application/json", headers=_HEADERS)
 
 
 def _error(request: web.Request, problem: HttpProblem) -> web.Response:

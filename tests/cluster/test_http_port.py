@@ -189,12 +189,31 @@ async def test_a_connection_without_a_request_is_closed(front: HttpFrontHarness,
         assert await reader.read() == b""
 
 
-@pytest.mark.parametrize("headers", [["A: " + "b" * 10_000], [f"X-{number}: y" for number in range(500)]])
-async def test_a_header_bomb_ends_its_connection(front: HttpFrontHarness, headers: list[str]) -> None:
+UNREAD = {
+    "a long header": (raw_request(b"", "A: " + "b" * 10_000, "Content-Length: 2"), 431),
+    "a long name": (raw_request(b"", "b" * 10_000 + ": A", "Content-Length: 2"), 431),
+    "many headers": (raw_request(b"", *(f"X-{number}: y" for number in range(500))), 431),
+    "a long path": (raw_request(b"", path="/" + "b" * 10_000), 431),
+    "a wrong length": (raw_request(b"", "Content-Length: b"), 400),
+    "another protocol": (b"\x16\x03\x01\x00\x00", 400),
+    "bbb": (b"bbb\r\n\r\n", 400),
+}
+
+
+@pytest.mark.parametrize("what", UNREAD)
+async def test_what_is_no_request_is_refused_as_the_api_does_and_ends_its_connection(
+    front: HttpFrontHarness, what: str
+) -> None:
+    sent, status = UNREAD[what]
     async with front.connection() as (reader, writer):
-        writer.write(raw_request(b"", *headers, "Content-Length: 2"))
-        answered = await reader.read()
-        assert b" 400 " in answered.partition(b"\r\n")[0]
+        writer.write(sent)
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    assert f" {status} ".encode() in head.partition(b"\r\n")[0]
+    assert b"Content-Type: application/json" in head
+    assert b"Server: tandem" in head
+    error = json.loads(body)["error"]
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, None)
+    assert "bbb" not in error["message"], "no secret that was cut is shown"
     assert (await front.get("/health")).status == 200
 
 
