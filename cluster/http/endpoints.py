@@ -177,6 +177,7 @@ class Endpoints:
     async def _embeddings(self, served: Served) -> web.Response:
         translate = functools.partial(embeddings.embed_request, max_inputs=self._settings.max_inputs)
         body, request = await _read(served, EmbeddingRequest, translate)
+        request.request_id = _name_of(request.request_id, served.request)
         call = HttpCall(served.request)
         with renamed(embeddings.rename_embed):
             reply = await self._servicer.Embed(request, call)
@@ -263,10 +264,15 @@ def renamed(rename: Rename) -> Iterator[None]:
         raise HttpProblem.of_call(aborted, rename) from aborted
 
 
-def _name_calls(requests: list[pb.GenerateRequest], request: web.Request) -> None:
-    """Give the calls the request's id, where it has one: in its body or, as vLLM has it, in a header."""
+def _name_of(given: str, request: web.Request) -> str:
+    """Return the id of a request: what its body gives or, as vLLM has it, a header; "": it has none."""
     header = request.headers.get(REQUEST_ID_HEADER, "")
-    name = requests[0].request_id or (header if _REQUEST_ID.fullmatch(header) else "")
+    return given or (header if _REQUEST_ID.fullmatch(header) else "")
+
+
+def _name_calls(requests: list[pb.GenerateRequest], request: web.Request) -> None:
+    """Give the calls the request's id, where it has one."""
+    name = _name_of(requests[0].request_id, request)
     for number, call in enumerate(requests):
         call.request_id = name if not name or len(requests) == 1 else f"{name}-{number}"
 

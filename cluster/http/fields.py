@@ -193,7 +193,12 @@ FIELDS: Mapping[str, tuple[FieldEntry, ...]] = {
         ),
     ),
     "/v1/messages": (
-        FieldEntry("messages", "served", _TEXT_ALONE),
+        FieldEntry(
+            "messages",
+            "served",
+            f"{_TEXT_ALONE}; the assistant's text that comes last is continued; the result of a tool that "
+            "is_error begins with Error",
+        ),
         _MODEL,
         _TEMPERATURE,
         *_served("system", "max_tokens", "stream", "stop_sequences", "top_p", "top_k"),

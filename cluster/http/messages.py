@@ -177,6 +177,9 @@ def translate(body: MessagesRequest) -> Translated:
             raise bad_field("output_config.format.schema", "is missing; send a JSON schema")
         request.constraint.json_schema = schema_text(wanted.schema)
     names = _fill_chat(request.chat, body)
+    # Refused where it cannot be continued.
+    request.chat.continue_final_message = _ends_with_assistant(request.chat)
+    names["chat.continue_final_message"] = f"messages[{len(body.messages) - 1}]"
     return Translated([request], renamer(names))
 
 
@@ -184,7 +187,15 @@ def count_request(body: CountTokensRequest) -> tuple[pb.TokenizeRequest, Rename]
     """Return the call that tokenizes the prompt of the request, and the names of its fields for errors."""
     request = pb.TokenizeRequest(model=body.model or "")
     names = _fill_chat(request.chat, body)
+    if _ends_with_assistant(request.chat):
+        last = request.chat.messages[-1]
+        request.chat.continue_final_message = bool(last.content) and not last.tool_calls
     return request, renamer(names)
+
+
+def _ends_with_assistant(chat: pb.ChatPrompt) -> bool:
+    """Whether the assistant has begun with the answer."""
+    return bool(chat.messages) and chat.messages[-1].role == pb.ROLE_ASSISTANT
 
 
 def _fill_chat(chat: pb.ChatPrompt, body: CountTokensRequest) -> dict[str, str]:
@@ -272,6 +283,8 @@ def _add_result(chat: pb.ChatPrompt, block: ContentBlock, place: str) -> None:
     if not block.tool_use_id:
         raise bad_field(f"{place}.tool_use_id", "is missing")
     turn = chat.messages.add(role=pb.ROLE_TOOL, tool_call_id=block.tool_use_id)
+    if block.is_error:  # templates know no other way to say it
+        turn.content.add(text="Error: ")
     for text in _texts(block.content or "", f"{place}.content"):
         turn.content.add(text=text)
 
