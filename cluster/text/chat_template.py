@@ -176,11 +176,11 @@ class ChatRenderer:
         self._template = template
         self._process = BoundedProcess("cluster.text.chat_template", timeout_s=render_timeout_s)
 
-    async def render(self, chat: Chat, *, wall_s: float, max_chars: int) -> str:
-        """The prompt's text; `TemplateError` says what the template did."""
+    async def render(self, chat: Chat, *, wall_s: float, max_chars: int, party: str = "") -> str:
+        """The prompt's text; `TemplateError` says what the template did. Parties take turns."""
         result: Rendered | RenderRefused
         try:
-            result = await self.try_render(chat, wall_s=wall_s, max_chars=max_chars)
+            result = await self.try_render(chat, wall_s=wall_s, max_chars=max_chars, party=party)
         except BoundsBrokenError as error:
             result = RenderRefused(str(error))
         if isinstance(result, RenderRefused):
@@ -188,10 +188,12 @@ class ChatRenderer:
             raise TemplateRefusedError(f"{problem}; send text instead")
         return result.text
 
-    async def try_render(self, chat: Chat, *, wall_s: float, max_chars: int) -> Rendered | RenderRefused:
+    async def try_render(
+        self, chat: Chat, *, wall_s: float, max_chars: int, party: str = ""
+    ) -> Rendered | RenderRefused:
         """Return what the template made of the chat; raise `BoundsBrokenError` where it broke a bound."""
         order = RenderOrder(template=self._template, chat=chat, wall_s=wall_s, max_chars=max_chars)
-        return RESULT_CODEC.decode(await self._process.exchange(ORDER_CODEC.encode(order)))
+        return RESULT_CODEC.decode(await self._process.exchange(ORDER_CODEC.encode(order), party))
 
     async def start(self) -> None:
         """Start the child ahead of the first chat."""

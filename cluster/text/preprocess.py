@@ -185,7 +185,7 @@ class Preprocessor:
             opens_reasoning = self._parsers.opens_reasoning(request.text)
             prompt = await self.encode(request.text)
         else:
-            text = await self.render_chat(request.chat, limits)
+            text = await self.render_chat(request.chat, limits, request.tenant)
             continued = _continued_text(request.chat)
             opens_reasoning = self._parsers.opens_reasoning(text, continued)
             reasoning = self._parsers.reasoning_rules(text, continued)
@@ -262,14 +262,15 @@ class Preprocessor:
         """Return the text of token ids."""
         return self._text.decode(tokens, keep_special_tokens=keep_special_tokens)
 
-    async def render_chat(self, chat: pb.ChatPrompt, limits: ServingLimits) -> str:
-        """Render the prompt by the model's template; raise `TemplateError` when that cannot be done."""
+    async def render_chat(self, chat: pb.ChatPrompt, limits: ServingLimits, tenant: str) -> str:
+        """Render a tenant's prompt by the model's template; raise `TemplateError` where that cannot be."""
         if self._chat is None:
             raise TemplateError("this model has no chat template; send text instead")
         return await self._chat.render(
             chat_of(chat),
             wall_s=self._clock.wall(),
             max_chars=limits.max_prompt_bytes,
+            party=tenant,
         )
 
     async def close(self) -> None:
