@@ -58,10 +58,11 @@ _NAMES: Mapping[str, str] = {
 
 
 class Translated(NamedTuple):
-    """A request as the servicer takes it, one call for each prompt, and the names of fields for errors."""
+    """A request as the servicer takes it: one call for each prompt, and for each the names of its fields for
+    errors."""
 
     calls: list[pb.GenerateRequest]
-    rename: Rename
+    renames: list[Rename]
 
 
 def translate(body: ChatRequest) -> Translated:
@@ -97,7 +98,7 @@ def translate(body: ChatRequest) -> Translated:
         chat.add_generation_prompt = body.add_generation_prompt
     chat.continue_final_message = bool(body.continue_final_message)
     chat.template_args_json = template_args(body.chat_template_kwargs, body.reasoning_effort)
-    return Translated([request], chat_renamer(names))
+    return Translated([request], [chat_renamer(names)])
 
 
 # ---------------------------------------------------------------------------------------------- answers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -40,8 +41,11 @@ def translate(body: CompletionRequest, max_inputs: int) -> Translated:
     common.echo = bool(body.echo)
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         common.prompt_logprobs = body.logprobs
-    calls = []
-    for prompt in inputs(body.prompt, "prompt", max_inputs):
+    calls, renames = [], []
+    prompts: Sequence[str | list[int]] = inputs(body.prompt, "prompt", max_inputs)
+    for number, prompt in enumerate(prompts):
+        place = f"prompt[{number}]" if len(prompts) > 1 else "prompt"
+        renames.append(renamer(names | dict.fromkeys(("prompt", "text", "token_ids"), place)))
         call = pb.GenerateRequest()
         call.CopyFrom(common)
         if isinstance(prompt, str):
@@ -49,7 +53,7 @@ def translate(body: CompletionRequest, max_inputs: int) -> Translated:
         else:
             call.token_ids.ids.extend(prompt)
         calls.append(call)
-    return Translated(calls, renamer(names))
+    return Translated(calls, renames)
 
 
 def inputs(given: str | list[Any], field: str, max_inputs: int) -> list[str] | list[list[int]]:
@@ -184,7 +188,8 @@ class CompletionAnswer:
             choice.stop_reason = stop
         chunk = self._chunk([choice])
         if delta.HasField("usage"):
-            chunk.usage = openai_usage([delta.usage])
+            self._prompts[number].output.usage = delta.usage
+            chunk.usage = self._usage()
         return event(encode(chunk))
 
     def _begin(self, choice: _Choice, prompt: _PromptOutput) -> None:

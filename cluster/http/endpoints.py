@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from aiohttp import web
 
+from cluster.api.prompt_calls import part_id
 from cluster.api.servicer import InferenceServicer
 from cluster.config import HttpConfig
 from cluster.errors import InvalidRequestError, UnknownModelError
@@ -85,7 +86,7 @@ class Endpoints:
         """Return what answers each route."""
         return {
             ("GET", "/v1/models"): self._models,
-            ("GET", "/v1/models/{model}"): self._model,
+            ("GET", "/v1/models/{model:.+}"): self._model,
             ("POST", "/v1/chat/completions"): self._chat,
             ("POST", "/v1/completions"): self._completions,
             ("POST", "/v1/responses"): self._responses,
@@ -138,11 +139,9 @@ class Endpoints:
             ends.callback(kept.release)
             try:
                 async with kept.bounded():
-                    await self._run(translated.calls, calls)
-            except AbortedCall as aborted:
-                problem = HttpProblem.of_call(aborted, translated.rename)
-            except HttpProblem as cut_off:
-                problem = cut_off
+                    await self._run(translated, calls)
+            except HttpProblem as failed:
+                problem = failed
             else:
                 if streams:
                     return await stream.end(answer.last())
@@ -154,15 +153,20 @@ class Endpoints:
         problem.headers.update(self._headers(served, calls))
         raise problem
 
-    async def _run(self, requests: list[pb.GenerateRequest], calls: list[HttpCall]) -> None:
+    async def _run(self, translated: chat.Translated, calls: list[HttpCall]) -> None:
         """Run all calls at once; the first that fails ends the others."""
+
+        async def one(number: int) -> None:
+            with renamed(translated.renames[number]):
+                await self._servicer.Generate(translated.calls[number], calls[number])
+
         if len(calls) == 1:
-            await self._servicer.Generate(requests[0], calls[0])
+            await one(0)
             return
         try:
             async with asyncio.TaskGroup() as group:
-                for request, call in zip(requests, calls, strict=True):
-                    group.create_task(self._servicer.Generate(request, call))
+                for number in range(len(calls)):
+                    group.create_task(one(number))
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
@@ -274,7 +278,7 @@ def _name_calls(requests: list[pb.GenerateRequest], request: web.Request) -> Non
     """Give the calls the request's id, where it has one."""
     name = _name_of(requests[0].request_id, request)
     for number, call in enumerate(requests):
-        call.request_id = name if not name or len(requests) == 1 else f"{name}-{number}"
+        call.request_id = name if not name or len(requests) == 1 else part_id(name, f"-{number}")
 
 
 def _json(body: bytes) -> web.Response:

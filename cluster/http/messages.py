@@ -180,7 +180,7 @@ def translate(body: MessagesRequest) -> Translated:
     # Refused where it cannot be continued.
     request.chat.continue_final_message = _ends_with_assistant(request.chat)
     names["chat.continue_final_message"] = f"messages[{len(body.messages) - 1}]"
-    return Translated([request], renamer(names))
+    return Translated([request], [renamer(names)])
 
 
 def count_request(body: CountTokensRequest) -> tuple[pb.TokenizeRequest, Rename]:

@@ -47,7 +47,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ROUTE_ACCESS: Mapping[tuple[Method, str], RouteAccess] = {
     ("GET", "/health"): "open",
     ("GET", "/v1/models"): "user",
-    ("GET", "/v1/models/{model}"): "user",
+    # Names of models have slashes, as those of folders do.
+    ("GET", "/v1/models/{model:.+}"): "user",
     ("POST", "/v1/chat/completions"): "user",
     ("POST", "/v1/completions"): "user",
     ("POST", "/v1/embeddings"): "user",
@@ -199,6 +200,7 @@ class HttpFront:
 
     async def _answer(self, access: Role, endpoint: Endpoint, request: web.Request) -> web.StreamResponse:
         """Answer those who have the role."""
+        arrived_at = self._clock.now()
         identity: Identity | None = None
         try:
             identity = self._identify(request)
@@ -206,7 +208,7 @@ class HttpFront:
         except RequestError as error:
             self._record_refusal(request, identity, error)
             raise HttpProblem.of_call(AbortedCall.of(error)) from error
-        set_caller(identity)
+        set_caller(identity, arrived_at)
 
         def limits() -> dict[str, str]:
             return rate_limit_headers(self._quotas, identity.tenant, self._clock.now())

@@ -164,6 +164,11 @@ class Preprocessor:
         """Whether the model has a chat template."""
         return self._chat is not None
 
+    @property
+    def hidden_size(self) -> int:
+        """How many values an embedding has."""
+        return self._model.hidden_size
+
     def limits(self, max_context_tokens: int) -> ServingLimits:
         """Return what a request may ask for; `max_context_tokens` 0: no replica has reported its own yet."""
         return ServingLimits(

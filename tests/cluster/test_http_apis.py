@@ -380,6 +380,15 @@ async def test_embeddings_are_numbers_or_base64(front: HttpFrontHarness) -> None
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
+async def test_dimensions_that_no_vector_has_are_refused_before_anything_is_computed(
+    front: HttpFrontHarness,
+) -> None:
+    reply = await front.post("/v1/embeddings", {"input": ["x", "y"], "dimensions": 33})
+    assert (reply.status, reply.error["param"]) == (400, "dimensions")
+    assert "have 32" in reply.error["message"]
+    assert all(not replica.submissions for replica in front.harness.replicas.values())
+
+
 async def test_embeddings_have_the_id_of_the_header(front: HttpFrontHarness) -> None:
     for body, name in (({}, "traced"), ({"request_id": "mine"}, "mine")):
         reply = await front.post("/v1/embeddings", {"input": "x", **body}, headers={"X-Request-Id": "traced"})

@@ -23,6 +23,7 @@ from cluster.admission.config import AdmissionConfig
 from cluster.config import GatewayConfig
 from cluster.http.guards import refused_host
 from cluster.http.server import ROUTE_ACCESS
+from cluster.metrics.ended_request import EndedRequest
 
 LIMITS = {"max_body_bytes": 4096, "max_header_bytes": 4096, "body_timeout_s": 0.3, "idle_timeout_s": 0.5}
 
@@ -98,6 +99,23 @@ async def test_a_quota_is_429_with_what_is_left(harness: GatewayHarness, tmp_pat
         assert 0 < int(replies[2].headers["Retry-After"]) <= 10
         assert replies[2].error["code"] == "rate_limit_exceeded"
         assert harness.replicas["p0"].submissions[-1].priority == 2, "within the caller's limit"
+
+
+async def test_a_request_arrives_with_its_headers(harness: GatewayHarness, tmp_path: Path) -> None:
+    """What is refused counts from there, as over gRPC."""
+    async with HttpFrontHarness(harness) as front:
+        ended: list[EndedRequest] = []
+        requests = front.gateway.requests
+        requests._observers = (*requests._observers, ended.append)
+        body = json.dumps({**CHAT, "temperature": -1}).encode()
+        async with front.connection() as (reader, writer):
+            before = front.harness.clock.now()
+            writer.write(raw_request(b"", f"Content-Length: {len(body)}", "Expect: 100-continue"))
+            await reader.readuntil(b"100 Continue\r\n\r\n")
+            after = front.harness.clock.now()
+            writer.write(body)
+            await reader.readuntil(b"HTTP/1.1 400 ")
+        assert before <= ended[-1].started_at <= after
 
 
 async def test_tls_is_spoken_as_over_grpc(harness: GatewayHarness, tmp_path: Path) -> None:
@@ -277,6 +295,8 @@ async def test_answers_that_are_kept_to_their_ends_are_bounded_together(harness:
     """The largest ends, in whatever it is; another one goes on with its place."""
     async with HttpFrontHarness(harness, small(harness, 0.15)) as front:
         unread, decode = front.gateway.requests.unread, harness.replicas["d0"]
+        # What waits in between is little then.
+        decode.script.token_s = 0.002
         decode.script.stop_after = 60
         first = asyncio.create_task(front.post("/v1/chat/completions", KEPT))
         await until(lambda: unread.num_bytes > 60_000, "half of it is kept")
