@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shlex
 
 import pytest
 from api_tables import PAGE, blocks, written
 from gateway_harness import GatewayHarness, encode
+from http_harness import EmbeddingReplica, HttpFrontHarness
 
 from cluster.errors import STATUS_TABLE, reason_of
 from cluster.http.call import AbortedCall
 from cluster.http.errors import HttpProblem
 
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-OURS = [example for example in EXAMPLES if "from openai" not in example and "client.embed" not in example]
+# `make test-clients` runs those of OpenAI's client.
+OURS = [example for example in EXAMPLES if "from openai" not in example]
+CURL = re.findall(r"```sh\n(curl .*?)```", PAGE.read_text(), re.DOTALL)
 
 
 def test_the_tables_are_those_of_the_api() -> None:
@@ -72,7 +76,8 @@ message Empty {}
 async def test_an_example_runs(
     harness: GatewayHarness, example: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    replica = await harness.add_replica("d0", "decode")
+    replica = harness.replicas["d0"] = EmbeddingReplica(harness, "d0", "decode")
+    await replica.start()
     if "choices=" in example:
         replica.script.tokens = encode("yes")
         example = example.replace("max_tokens=4", f"max_tokens={len(replica.script.tokens)}")
@@ -81,3 +86,25 @@ async def test_an_example_runs(
     assert own != example
     await asyncio.to_thread(exec, compile(own, "docs/api.md", "exec"), {})
     assert capsys.readouterr().out or "assert" in example
+
+
+@pytest.mark.parametrize("example", CURL)
+async def test_a_command_line_is_answered(harness: GatewayHarness, example: str) -> None:
+    program, url, *options = shlex.split(example.replace("\\\n", ""))
+    fields = dict(zip(options[::2], options[1::2], strict=True))
+    assert (program, set(fields)) == ("curl", {"-H", "-d"})
+    name, _, value = fields["-H"].partition(": ")
+    path = url.removeprefix("http://127.0.0.1:8784")
+    async with HttpFrontHarness(harness) as front:
+        reply = await front.send("POST", path, data=fields["-d"], headers={name: value})
+        assert reply.status == 200, reply.body
+        assert reply.json["choices"][0]["text"]
+
+
+def test_every_example_is_run_somewhere() -> None:
+    """Also that of the README, which is the same."""
+    (theirs,) = [example for example in EXAMPLES if example not in OURS]
+    assert theirs in (PAGE.parents[1] / "README.md").read_text()
+    assert len(OURS) == 4
+    assert len(CURL) == 1
+    assert PAGE.read_text().count("```") == 2 * (len(EXAMPLES) + len(CURL))
