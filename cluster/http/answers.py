@@ -59,6 +59,7 @@ class Maker(msgspec.Struct):
 
 
 class PromptDetails(msgspec.Struct):
+    # Not computed: the caches of all tiers had them.
     cached_tokens: int
 
 

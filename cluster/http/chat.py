@@ -124,16 +124,16 @@ class _ToolCallDelta(msgspec.Struct):
 
 class _Message(msgspec.Struct):
     role: str
+    # Null where there are calls alone.
     content: str | None
     refusal: None = None
     tool_calls: list[_ToolCall] | UnsetType = UNSET
-    # Where the model's output shows what it thought: vLLM's name for it.
+    # What the model thought, where its output shows that: vLLM's.
     reasoning_content: str | UnsetType = UNSET
 
 
 class _Logprobs(msgspec.Struct):
-    # As JSON already, where they were kept.
-    content: list[ContentLogprob] | list[msgspec.Raw]
+    content: list[ContentLogprob]
     refusal: None = None
 
 
@@ -141,19 +141,23 @@ class _Choice(msgspec.Struct):
     index: int
     message: _Message
     logprobs: _Logprobs | None
+    # One of stop, length, tool_calls and content_filter.
     finish_reason: str
     # What of `stop` or `stop_token_ids` ended the output: vLLM's.
     stop_reason: str | int | UnsetType = UNSET
 
 
 class _Completion(msgspec.Struct):
+    # Ends with the id of the request.
     id: str
+    # In seconds of Unix time.
     created: int
     model: str
     choices: list[_Choice]
     usage: Usage
     object: str = "chat.completion"
-    prompt_logprobs: list[dict[str, RankedLogprob] | None] | list[msgspec.Raw] | UnsetType = UNSET
+    # Of each token of the prompt, by the ids of tokens: vLLM's.
+    prompt_logprobs: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
 
 
 class _Delta(msgspec.Struct, omit_defaults=True):
@@ -177,8 +181,10 @@ class _Chunk(msgspec.Struct):
     model: str
     choices: list[_ChunkChoice]
     object: str = "chat.completion.chunk"
+    # With include_usage, in the last chunk; with continuous_usage_stats, so far, in each.
     usage: Usage | UnsetType | None = UNSET
-    prompt_logprobs: list[dict[str, RankedLogprob] | None] | list[msgspec.Raw] | UnsetType = UNSET
+    # In the first chunk: vLLM's.
+    prompt_logprobs: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
 
 
 class ChatAnswer:

@@ -81,10 +81,10 @@ class _Choice(msgspec.Struct):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
-    # vLLM's, as in chats.
+    # What of `stop` or `stop_token_ids` ended the output: vLLM's.
     stop_reason: str | int | UnsetType = UNSET
-    # As JSON already, where they were kept.
-    prompt_logprobs: list[dict[str, RankedLogprob] | None] | list[msgspec.Raw] | UnsetType = UNSET
+    # Of each token of the prompt, by the ids of tokens: vLLM's.
+    prompt_logprobs: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
 
 
 class _Completion(msgspec.Struct):

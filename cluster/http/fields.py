@@ -201,7 +201,7 @@ FIELDS: Mapping[str, tuple[FieldEntry, ...]] = {
             "messages",
             "served",
             f"{_TEXT_ALONE}; the assistant's text that comes last is continued; the result of a tool that "
-            "is_error begins with Error",
+            "is_error begins with 'Error: '",
         ),
         _MODEL,
         _TEMPERATURE,

@@ -4,7 +4,7 @@ is here: there may be very many, and the end is then no more work than any other
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -32,9 +32,10 @@ class ContentLogprob(msgspec.Struct):
 
 
 class RankedLogprob(msgspec.Struct):
-    """vLLM's: of a token of a prompt; `rank` counts from 1, None: it is not among those that were asked."""
+    """vLLM's: of a token of a prompt."""
 
     logprob: float
+    # From 1; null: it is not among those that were asked for.
     rank: int | None
     decoded_token: str
 
@@ -81,11 +82,11 @@ class NoLogprobs:
 
 
 class ContentLogprobs:
-    """Those of a chat's answer, each as JSON."""
+    """Those of a chat's answer, each a `ContentLogprob` as JSON."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self.items: list[msgspec.Raw] = []
+        self.items: list[Any] = []
 
     def add(self, items: Iterable[pb.TokenLogprob]) -> None:
         """Append those of further tokens."""
@@ -94,11 +95,11 @@ class ContentLogprobs:
 
 
 class RankedLogprobs:
-    """Those of a prompt, each as JSON; the first token has none."""
+    """Those of a prompt, each `RankedLogprob`s as JSON; the first token has none."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self.items: list[msgspec.Raw] = []
+        self.items: list[Any] = []
 
     def add(self, items: Iterable[pb.TokenLogprob]) -> None:
         """Append those of further tokens."""
@@ -113,7 +114,8 @@ class LogprobLists:
         self.num_bytes = 0
         self._logprobs: list[float | None] = []
         self._tokens: list[str] = []
-        self._top: list[msgspec.Raw] = []
+        # Each as JSON.
+        self._top: list[Any] = []
 
     def __bool__(self) -> bool:
         return bool(self._tokens)
@@ -139,8 +141,7 @@ class LogprobLists:
         for token in self._tokens:
             offsets.append(offset)
             offset += len(token)
-        # As JSON already.
-        return CompletionLogprobs(offsets, self._logprobs, self._tokens, self._top)  # type: ignore[arg-type]
+        return CompletionLogprobs(offsets, self._logprobs, self._tokens, self._top)
 
     @property
     def num_chars(self) -> int:

@@ -27,7 +27,7 @@ from cluster.http.prompts import (
     service_class,
     template_args,
 )
-from cluster.http.schemas import Body, Ignored, Int32
+from cluster.http.schemas import Body, Ignored, Int32, Refused
 from cluster.http.sse import named_event
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 
@@ -76,10 +76,9 @@ class ContentBlock(Body, kw_only=True):
     cache_control: Ignored = None
     citations: Ignored = None
     caller: Ignored = None
-    # Of kinds that are refused.
-    source: Ignored = None
-    title: Ignored = None
-    context: Ignored = None
+    source: Refused = None
+    title: Refused = None
+    context: Refused = None
 
 
 class TurnMessage(Body, kw_only=True):
@@ -314,9 +313,12 @@ def _unsupported(block: ContentBlock, field: str) -> Exception:
 class _Usage(msgspec.Struct):
     """Anthropic's: cached tokens are counted apart from `input_tokens`."""
 
+    # Of the prompt, those that were computed.
     input_tokens: int
     output_tokens: int
+    # Always 0: caching costs nothing.
     cache_creation_input_tokens: int = 0
+    # Of the prompt, those that were not computed.
     cache_read_input_tokens: int = 0
 
 
@@ -327,6 +329,7 @@ class _TextBlock(msgspec.Struct):
 
 class _ThinkingBlock(msgspec.Struct):
     thinking: str
+    # Always empty: nobody checks it.
     signature: str = ""
     type: str = "thinking"
 
@@ -345,7 +348,9 @@ class _Answer(msgspec.Struct):
     id: str
     model: str
     content: list[_Block]
+    # One of end_turn, max_tokens, stop_sequence, tool_use and refusal.
     stop_reason: str | None
+    # The one that ended the output.
     stop_sequence: str | None
     usage: _Usage
     type: str = "message"
@@ -365,6 +370,7 @@ class _BlockStart(msgspec.Struct):
 
 class _BlockDelta(msgspec.Struct):
     index: int
+    # Has `type`, and what is further of the text, the thinking, the signature or the JSON of a call's input.
     delta: dict[str, str]
     type: str = "content_block_delta"
 

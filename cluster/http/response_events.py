@@ -29,8 +29,7 @@ _TOO_MANY, _SERVER_ERRORS = 429, 500
 class _OutputText(msgspec.Struct):
     text: str
     annotations: list[Any]
-    # Each a `ContentLogprob`, as JSON already.
-    logprobs: list[msgspec.Raw]
+    logprobs: list[ContentLogprob]
     type: str = "output_text"
 
 
@@ -85,6 +84,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Error(msgspec.Struct):
+    # One of server_error, rate_limit_exceeded and invalid_prompt.
     code: str
     message: str
 
@@ -93,6 +93,7 @@ class _Response(msgspec.Struct):
     id: str
     created_at: int
     model: str
+    # One of in_progress, completed, incomplete and failed.
     status: str
     output: list[_Item]
     parallel_tool_calls: bool
@@ -136,8 +137,8 @@ class _ItemLogprobs:
     """Those of an item's tokens, each as JSON already: in the item, and in events."""
 
     def __init__(self) -> None:
-        self.items: list[msgspec.Raw] = []
-        self.in_events: list[msgspec.Raw] = []
+        self.items: list[Any] = []
+        self.in_events: list[Any] = []
 
     def add(self, entries: Iterable[pb.TokenLogprob], *, has_events: bool) -> int:
         """Append those of further tokens, and return how much is kept of them."""
@@ -162,6 +163,7 @@ class _Event(msgspec.Struct, omit_defaults=True):
     """Any of the events: each kind has some of these fields."""
 
     type: str
+    # From 0, without gaps.
     sequence_number: int
     response: _Response | UnsetType = UNSET
     output_index: int | UnsetType = UNSET
@@ -171,8 +173,7 @@ class _Event(msgspec.Struct, omit_defaults=True):
     part: Any = UNSET
     delta: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
-    # Each an `_EventLogprob`, as JSON already.
-    logprobs: list[msgspec.Raw] | UnsetType = UNSET
+    logprobs: list[_EventLogprob] | UnsetType = UNSET
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import pkgutil
 import re
 import shlex
 
+import msgspec
 import pytest
-from api_tables import PAGE, blocks, written
+from api_tables import ANSWERS, PAGE, blocks, written
 from gateway_harness import GatewayHarness, encode
-from http_harness import EmbeddingReplica, HttpFrontHarness
+from http_harness import SCHEMAS, EmbeddingReplica, HttpFrontHarness
+from struct_fields import all_structs, struct_fields
 
+import cluster.http
 from cluster.errors import STATUS_TABLE, reason_of
 from cluster.http.call import AbortedCall
 from cluster.http.errors import HttpProblem
+from cluster.http.fields import FIELDS
+from cluster.http.schemas import Ignored
 
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 # `make test-clients` runs those of OpenAI's client.
@@ -44,6 +51,63 @@ def test_the_errors_are_those_of_the_code() -> None:
     assert found == expected
     codes = [code for _, _, code in expected.values()]
     assert len(set(codes)) == len(codes), "a client can tell them apart"
+
+
+def test_every_answer_is_in_the_tables() -> None:
+    """Each struct of the package is a part of a request or of an answer of some route."""
+    defined = {
+        found
+        for module in pkgutil.iter_modules(cluster.http.__path__)
+        for found in vars(importlib.import_module(f"cluster.http.{module.name}")).values()
+        if isinstance(found, type) and issubclass(found, msgspec.Struct)
+    }
+    kinds = [kind for route in ANSWERS.values() for some in route.values() for kind in some]
+    reached = {it for kind in (*SCHEMAS.values(), *kinds) for it in all_structs(kind)}
+    # Bases, and what an answer is made with.
+    assert {it.__name__ for it in defined - reached - {msgspec.Struct}} == {"Body", "Maker", "SampledRequest"}
+    assert FIELDS.keys() <= ANSWERS.keys()
+
+
+class Inner(msgspec.Struct):
+    # Above.
+    name: str
+    type: str = "inner"
+
+
+class Other(msgspec.Struct):
+    # Of two.
+    size: int
+    weight: float
+    inner: Other | None = None
+    type: str = "other"
+
+
+class Outer(msgspec.Struct):
+    items: list[Inner | Other]
+    by_name: dict[str, Inner] | None
+    skipped: Ignored = None
+    maybe: str | msgspec.UnsetType = msgspec.UNSET
+
+
+def test_the_fields_of_a_struct_are_read_with_those_within() -> None:
+    fields = struct_fields(Outer)
+    assert [tuple(it)[:4] for it in fields] == [
+        ("items", "list of object", "", ()),
+        ("items[].name", "text", "Above", ("inner",)),
+        ("items[].type", "text", "`inner`, `other`", ("inner", "other")),
+        ("items[].size", "integer", "Of two", ("other",)),
+        ("items[].weight", "number", "Of two", ("other",)),
+        ("items[].inner", "object or null", "Of two; as `items[]`", ("other",)),
+        ("by_name", "object or null", "as `items[]`", ()),
+        ("skipped", "any", "ignored", ()),
+        ("maybe", "text", "absent if there is none", ()),
+    ]
+    assert {it.path for it in fields if not it.is_required} == {
+        "items[].type",
+        "items[].inner",
+        "skipped",
+        "maybe",
+    }
 
 
 def test_every_field_is_read_with_its_comment() -> None:
