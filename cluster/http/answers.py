@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from cluster.http.errors import HttpProblem
 from cluster.http.logprobs import KeptLogprobs
@@ -75,6 +76,13 @@ class Usage(msgspec.Struct):
     total_tokens: int
     prompt_tokens_details: PromptDetails
     completion_tokens_details: CompletionDetails
+    # What the maximum of output tokens was cut to because of the cluster's load.
+    capped_max_tokens: int | UnsetType = UNSET
+
+
+def capped_max_tokens(usage: pb.Usage) -> int | UnsetType:
+    """Return what `max_tokens` was cut to; `UNSET`: it was not."""
+    return usage.capped_max_tokens or UNSET
 
 
 def num_cached(usage: pb.Usage) -> int:
@@ -94,6 +102,7 @@ def openai_usage(usages: Iterable[pb.Usage]) -> Usage:
         total_tokens=prompt + completion,
         prompt_tokens_details=PromptDetails(sum(map(num_cached, listed))),
         completion_tokens_details=CompletionDetails(sum(it.reasoning_tokens for it in listed)),
+        capped_max_tokens=next((it.capped_max_tokens for it in listed if it.capped_max_tokens), UNSET),
     )
 
 

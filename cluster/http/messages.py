@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from cluster.http.answers import (
     CallOutput,
     Maker,
     SampleAnswer,
+    capped_max_tokens,
     encode,
     matched_stop,
     num_cached,
@@ -320,6 +322,8 @@ class _Usage(msgspec.Struct):
     cache_creation_input_tokens: int = 0
     # Of the prompt, those that were not computed.
     cache_read_input_tokens: int = 0
+    # What max_tokens was cut to because of the cluster's load.
+    capped_max_tokens: int | UnsetType = UNSET
 
 
 class _TextBlock(msgspec.Struct):
@@ -497,7 +501,12 @@ class MessagesAnswer:
     def _usage(self) -> _Usage:
         usage = self._output.usage
         cached = num_cached(usage)
-        return _Usage(usage.prompt_tokens - cached, usage.completion_tokens, cache_read_input_tokens=cached)
+        return _Usage(
+            usage.prompt_tokens - cached,
+            usage.completion_tokens,
+            cache_read_input_tokens=cached,
+            capped_max_tokens=capped_max_tokens(usage),
+        )
 
 
 def _blocks(sample: SampleAnswer[NoLogprobs]) -> list[_Block]:

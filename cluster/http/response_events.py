@@ -11,6 +11,7 @@ from msgspec import UNSET, UnsetType
 from cluster.http.answers import (
     CallOutput,
     Maker,
+    capped_max_tokens,
     encode,
     num_cached,
     num_text_bytes,
@@ -81,6 +82,8 @@ class _Usage(msgspec.Struct):
     output_tokens: int
     output_tokens_details: _ReasoningDetails
     total_tokens: int
+    # What max_output_tokens was cut to because of the cluster's load.
+    capped_max_tokens: int | UnsetType = UNSET
 
 
 class _Error(msgspec.Struct):
@@ -401,4 +404,5 @@ def _usage(usage: pb.Usage) -> _Usage:
         output_tokens=usage.completion_tokens,
         output_tokens_details=_ReasoningDetails(usage.reasoning_tokens),
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        capped_max_tokens=capped_max_tokens(usage),
     )

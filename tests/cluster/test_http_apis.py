@@ -12,6 +12,7 @@ import pytest
 from gateway_harness import GatewayHarness, decode, encode, raw, truth
 from http_harness import SCHEMAS, HttpFrontHarness, embedding_of
 
+from cluster.admission.admission import RequestAdmission
 from cluster.http import chat, fields, messages, responses, schemas
 from cluster.http.schemas import decode as decode_body
 from cluster.http.server import ROUTE_ACCESS
@@ -494,3 +495,25 @@ async def test_every_refused_field_is_refused_by_name(front: HttpFrontHarness, r
         message = reply.json["error"]["message"]
         assert message.startswith(f"{name}: is not supported")
         assert remedy in message
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 8}),
+        ("/v1/completions", {"prompt": "abc", "max_tokens": 8}),
+        ("/v1/responses", {"input": "abc", "max_output_tokens": 8}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 8}),
+    ],
+)
+async def test_usage_says_what_the_maximum_was_cut_to_under_load(
+    front: HttpFrontHarness, path: str, body: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "capped_max_tokens" not in (await front.post(path, body)).json["usage"]
+    monkeypatch.setattr(RequestAdmission, "max_tokens", lambda self, service_class, asked: min(asked, 3))
+    usage = (await front.post(path, body)).json["usage"]
+    assert usage["capped_max_tokens"] == 3
+    assert 3 in (usage.get("completion_tokens"), usage.get("output_tokens"))
+    options = {} if path == "/v1/messages" else {"stream_options": {"include_usage": True}}
+    streamed = await front.post(path, {**body, "stream": True, **options})
+    assert b'"capped_max_tokens":3' in streamed.body, "at the end of a stream too"
