@@ -180,7 +180,7 @@ class PoolConfig(_Settings):
 
 
 # "auto": as the chat template has it.
-ToolParserName = Literal["auto", "none", "hermes", "llama3", "mistral"]
+ToolParserName = Literal["auto", "none", "hermes", "llama3", "mistral", "qwen3_coder"]
 ReasoningParserName = Literal["auto", "none", "think", "mistral"]
 
 

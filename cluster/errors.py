@@ -77,6 +77,10 @@ class InvalidRequestError(RequestError):
         self.violations = violations
 
 
+class AnswerTooLargeError(InvalidRequestError):
+    """An answer that is held until it is whole is too large for that."""
+
+
 class TemplateError(RequestError):
     """The chat template is missing, refused these messages, or broke its bounds."""
 
@@ -251,6 +255,7 @@ class RosterAwayError(ClusterError):
 
 STATUS_TABLE: dict[type[RequestError], grpc.StatusCode] = {
     InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    AnswerTooLargeError: grpc.StatusCode.INVALID_ARGUMENT,
     TemplateError: grpc.StatusCode.INVALID_ARGUMENT,
     TemplateRefusedError: grpc.StatusCode.INVALID_ARGUMENT,
     GrammarError: grpc.StatusCode.INVALID_ARGUMENT,

@@ -35,6 +35,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FOLDER",
         help="with KubeRay's rayservices.yaml, against which the chart's RayService is checked",
     )
+    parser.addoption(
+        "--chat-templates",
+        type=Path,
+        default=None,
+        metavar="FOLDER",
+        help="with the chat templates of model families, as llama.cpp names them",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

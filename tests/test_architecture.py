@@ -28,9 +28,10 @@ LONG_FILE_REASON = "over 600 lines because"
 CLOCK = Path("kvtransfer/common/clock.py")
 # Runs in the interpreters of other engines, which have none of our packages.
 PEER_CHILD = Path("workers/engine_bench/peer_child.py")
-# Where an exception of any kind becomes an answer: the main loops of actors, and a library that raises bare
-# `Exception` for a file that it cannot read.
+# Where an exception of any kind becomes an answer: the main loops of actors, the last resort of a server, and
+# a library that raises bare `Exception` for a file that it cannot read.
 EDGES = {"workers/replica/engine_core.py", "workers/rank/process.py", "cluster/text/tokenizer.py"}
+EDGES.add("cluster/http/server.py")
 
 _SKIPPED = {".venv", ".git", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"}
 

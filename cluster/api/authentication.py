@@ -82,9 +82,11 @@ def headers_arrived_at() -> float:
     return _arrived_at.get()
 
 
-def set_caller(identity: Identity) -> None:
-    """Name who makes the call that this task serves, where the call did not come through `Authentication`."""
+def set_caller(identity: Identity, arrived_at: float) -> None:
+    """Name who makes the call that this task serves, and when its headers were there, where the call did not
+    come through `Authentication`."""
     _caller.set(identity)
+    _arrived_at.set(arrived_at)
 
 
 def claim(request: pb.GenerateRequest | pb.EmbedRequest | pb.ScoreRequest, identity: Identity) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -19,9 +20,11 @@ from cluster.identity.identity import Identity
 from cluster.metrics.ended_request import Caller, Summary
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.preprocess import Preprocessor
-from cluster.text.validation import check_request
+from cluster.text.validation import MAX_ID_CHARS, check_request
 from workers.messages.link import Pooling
 
+# Of an id's hash, where it stands for the rest of it.
+_DIGEST_CHARS = 32
 # Inputs of one call.
 MAX_INPUTS = 256
 # Of one call, at once.
@@ -65,10 +68,11 @@ class PromptCalls:
             raise InvalidRequestError(
                 FieldViolation("dimensions", f"is {request.dimensions}; must be 1 or more")
             )
+        _check_dimensions(request, self._preprocessor.hidden_size)
         request_id = request.request_id or draw_request_id(self._gateway_id)
 
         async def one(index: int) -> tuple[NDArray[np.float32], Summary]:
-            prompt = self._generate(request, f"{request_id}:{index}")
+            prompt = self._generate(request, part_id(request_id, f":{index}"))
             _set_prompt(prompt, request.inputs[index])
             if request.HasField("truncate_prompt_tokens"):
                 prompt.truncate_prompt_tokens = request.truncate_prompt_tokens
@@ -91,7 +95,7 @@ class PromptCalls:
             tokens = await self._continuation_tokens(request.continuations[index])
             if not len(tokens):
                 raise InvalidRequestError(FieldViolation(f"continuations[{index}]", "has no tokens"))
-            asked = self._generate(request, f"{request_id}:{index}")
+            asked = self._generate(request, part_id(request_id, f":{index}"))
             asked.token_ids.ids.extend([*prompt, *tokens])
             asked.max_tokens = 1
             asked.prompt_logprobs = _NUM_TOP
@@ -175,6 +179,15 @@ class PromptCalls:
         return list(np.frombuffer(encoded, dtype="<u4").tolist())
 
 
+def part_id(request_id: str, part: str) -> str:
+    """Return the id of a part of a request; one that is too long for that ends with a hash of itself."""
+    num_over = len(request_id) + len(part) - MAX_ID_CHARS
+    if num_over > 0 and len(request_id) <= MAX_ID_CHARS:
+        digest = hashlib.sha256(request_id.encode()).hexdigest()[:_DIGEST_CHARS]
+        request_id = request_id[: -num_over - _DIGEST_CHARS] + digest
+    return request_id + part
+
+
 def _check_inputs(field: str, inputs: Sequence[pb.EmbedInput]) -> None:
     if not 1 <= len(inputs) <= MAX_INPUTS:
         problem = f"has {len(inputs)}; send 1 to {MAX_INPUTS}, the others in another call"
@@ -235,12 +248,17 @@ async def _embedding(accepted: Accepted) -> NDArray[np.float32]:
     return np.frombuffer(output.vector, dtype="<f4")
 
 
+def _check_dimensions(request: pb.EmbedRequest, size: int) -> None:
+    """Raise where more values are asked for than the model's vectors have."""
+    if request.HasField("dimensions") and request.dimensions > size:
+        problem = f"is {request.dimensions}; the model's vectors have {size}"
+        raise InvalidRequestError(FieldViolation("dimensions", problem))
+
+
 def _shaped(vector: NDArray[np.float32], request: pb.EmbedRequest) -> NDArray[np.float32]:
     """Return a vector as the request wants it."""
     if request.HasField("dimensions"):
-        if request.dimensions > len(vector):
-            problem = f"is {request.dimensions}; the model's vectors have {len(vector)}"
-            raise InvalidRequestError(FieldViolation("dimensions", problem))
+        _check_dimensions(request, len(vector))
         vector = vector[: request.dimensions]
     if request.HasField("normalize") and not request.normalize:
         return vector

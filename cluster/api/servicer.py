@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -87,17 +88,17 @@ class InferenceServicer:
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         try:
-            limits = self._requests.limits()
-            check_may_use(caller_identity(), limits)
-            return await self._texts.tokenize(request, limits)
+            identity, limits = caller_identity(), self._requests.limits()
+            check_may_use(identity, limits)
+            return await self._texts.tokenize(request, limits, identity.tenant)
         except RequestError as error:
             await abort(context, error)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         try:
-            limits = self._requests.limits()
-            check_may_use(caller_identity(), limits)
-            return await self._texts.detokenize(request, limits)
+            identity, limits = caller_identity(), self._requests.limits()
+            check_may_use(identity, limits)
+            return await self._texts.detokenize(request, limits, identity.tenant)
         except RequestError as error:
             await abort(context, error)
 
@@ -177,9 +178,10 @@ def _tenant_of(identity: Identity) -> str | None:
     return None if identity.names_tenants else identity.tenant
 
 
-# Calls of Tokenize and Detokenize at once, running and waiting. The size of each is limited by the model's
-# context.
-MAX_CALLS = 32
+# Calls of Tokenize and Detokenize at once, running and waiting: of all tenants, and of one. The size of each
+# is limited by the model's context.
+MAX_CALLS = 64
+MAX_TENANT_CALLS = MAX_CALLS // 2
 _NUM_THREADS = 2
 # Token ids copied before the event loop may run again.
 _NUM_TOKENS = 4096
@@ -190,34 +192,38 @@ T = TypeVar("T")
 class TextCalls:
     """Runs Tokenize and Detokenize in their own threads, beside the event loop and the threads of Generate.
 
-    A call beyond `MAX_CALLS` raises `OverloadedError`.
+    A call beyond `MAX_CALLS`, or `MAX_TENANT_CALLS` of its tenant, raises `OverloadedError`.
     """
 
     def __init__(self, preprocessor: Preprocessor) -> None:
         self._preprocessor = preprocessor
         self._executor = ThreadPoolExecutor(_NUM_THREADS, "text")
-        self._num_calls = 0
+        self._tenant_to_num_calls: Counter[str] = Counter()
 
     @property
     def text(self) -> ModelText:
         """The model's tokenizer."""
         return self._preprocessor.text
 
-    async def tokenize(self, request: pb.TokenizeRequest, limits: ServingLimits) -> pb.TokenizeResponse:
+    async def tokenize(
+        self, request: pb.TokenizeRequest, limits: ServingLimits, tenant: str
+    ) -> pb.TokenizeResponse:
         """Tokenize text or a chat; raise `RequestError` when the request cannot be served."""
-        with self._admitted():
+        with self._admitted(tenant):
             await self._run(lambda: check_tokenize(request, limits))
             if request.WhichOneof("input") == "chat":
-                text, adds_tokens = await self._preprocessor.render_chat(request.chat, limits), False
+                text, adds_tokens = await self._preprocessor.render_chat(request.chat, limits, tenant), False
             else:
                 text, adds_tokens = request.text, True
             if request.HasField("add_special_tokens"):
                 adds_tokens = request.add_special_tokens
             return await self._run(lambda: self._tokenized(text, adds_tokens))
 
-    async def detokenize(self, request: pb.DetokenizeRequest, limits: ServingLimits) -> pb.DetokenizeResponse:
+    async def detokenize(
+        self, request: pb.DetokenizeRequest, limits: ServingLimits, tenant: str
+    ) -> pb.DetokenizeResponse:
         """Decode token ids; raise `RequestError` when the request cannot be served."""
-        with self._admitted():
+        with self._admitted(tenant):
             return await self._run(lambda: self._detokenized(request, limits))
 
     def close(self) -> None:
@@ -225,16 +231,19 @@ class TextCalls:
         self._executor.shutdown(cancel_futures=True)
 
     @contextlib.contextmanager
-    def _admitted(self) -> Iterator[None]:
-        if self._num_calls >= MAX_CALLS:
-            raise OverloadedError(
-                f"this gateway has {MAX_CALLS} calls of Tokenize and Detokenize, the most it takes at once"
-            )
-        self._num_calls += 1
+    def _admitted(self, tenant: str) -> Iterator[None]:
+        num_calls = self._tenant_to_num_calls
+        if num_calls[tenant] >= MAX_TENANT_CALLS:
+            raise _too_many(MAX_TENANT_CALLS, " of this tenant")
+        if num_calls.total() >= MAX_CALLS:
+            raise _too_many(MAX_CALLS, "")
+        num_calls[tenant] += 1
         try:
             yield
         finally:
-            self._num_calls -= 1
+            num_calls[tenant] -= 1
+            if not num_calls[tenant]:
+                del num_calls[tenant]
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
@@ -254,6 +263,11 @@ class TextCalls:
         tokens = _as_bytes(request.token_ids)
         text = self._preprocessor.decode(tokens, keep_special_tokens=request.keep_special_tokens)
         return pb.DetokenizeResponse(text=text)
+
+
+def _too_many(most: int, whose: str) -> OverloadedError:
+    what = f"{most} calls of Tokenize and Detokenize{whose}"
+    return OverloadedError(f"this gateway has {what}, the most it takes at once")
 
 
 def _as_bytes(ids: Sequence[int]) -> bytes:

@@ -87,6 +87,18 @@ class Router(Protocol):
     def on_finished(self, request_id: str) -> None: ...
 
 
+class WaitingOutput(Protocol):
+    """What waits for one client: an `OutputBuffer`, or an answer that is kept until it is whole."""
+
+    @property
+    def num_waiting_bytes(self) -> int:
+        """How much waits now."""
+
+    @property
+    def cut_off(self) -> Callable[[], None]:
+        """Drops what waits, and ends the request."""
+
+
 class UnreadOutput:
     """All output of a gateway that waits for clients to read it, bounded in bytes together: beyond
     `max_bytes` the slowest reader is cut off, for whom most bytes wait."""
@@ -94,20 +106,20 @@ class UnreadOutput:
     def __init__(self, max_bytes: float) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._buffers: set[OutputBuffer] = set()
+        self._waiting: set[WaitingOutput] = set()
 
-    def added(self, buffer: OutputBuffer, num_bytes: int) -> None:
-        """Count bytes that wait in the buffer from now on."""
+    def added(self, output: WaitingOutput, num_bytes: int) -> None:
+        """Count bytes that wait from now on."""
         self.num_bytes += num_bytes
-        self._buffers.add(buffer)
+        self._waiting.add(output)
         if self.num_bytes > self.max_bytes:
-            max(self._buffers, key=lambda it: it.num_waiting_bytes).cut_off()
+            max(self._waiting, key=lambda it: it.num_waiting_bytes).cut_off()
 
-    def removed(self, buffer: OutputBuffer, num_bytes: int) -> None:
-        """Count bytes that were read from the buffer, or dropped."""
+    def removed(self, output: WaitingOutput, num_bytes: int) -> None:
+        """Count bytes that were read, or dropped."""
         self.num_bytes -= num_bytes
-        if not buffer.num_waiting_bytes:
-            self._buffers.discard(buffer)
+        if not output.num_waiting_bytes:
+            self._waiting.discard(output)
 
 
 class OutputBuffer:

@@ -1,14 +1,16 @@
-"""What answers to generating requests are made of: the output of each sample, usage, log-probabilities."""
+"""What answers to generating requests are made of: the output of each sample, and usage."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from cluster.http.errors import HttpProblem
+from cluster.http.logprobs import KeptLogprobs
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 FINISH_NAMES: Mapping[int, str] = {
@@ -20,6 +22,8 @@ FINISH_NAMES: Mapping[int, str] = {
 }
 
 encode = msgspec.json.Encoder().encode
+# A string beside its characters, in a list.
+_PART_BYTES = 64
 
 
 class Answer(Protocol):
@@ -38,6 +42,10 @@ class Answer(Protocol):
     def whole(self) -> bytes:
         """Return the body of an answer that is no stream."""
 
+    @property
+    def num_kept_bytes(self) -> int:
+        """How much it holds of what its calls have brought."""
+
 
 class Maker(msgspec.Struct):
     """What an answer says of itself."""
@@ -52,6 +60,7 @@ class Maker(msgspec.Struct):
 
 
 class PromptDetails(msgspec.Struct):
+    # Not computed: the caches of all tiers had them.
     cached_tokens: int
 
 
@@ -67,6 +76,13 @@ class Usage(msgspec.Struct):
     total_tokens: int
     prompt_tokens_details: PromptDetails
     completion_tokens_details: CompletionDetails
+    # What the maximum of output tokens was cut to because of the cluster's load.
+    capped_max_tokens: int | UnsetType = UNSET
+
+
+def capped_max_tokens(usage: pb.Usage) -> int | UnsetType:
+    """Return what `max_tokens` was cut to; `UNSET`: it was not."""
+    return usage.capped_max_tokens or UNSET
 
 
 def num_cached(usage: pb.Usage) -> int:
@@ -86,6 +102,7 @@ def openai_usage(usages: Iterable[pb.Usage]) -> Usage:
         total_tokens=prompt + completion,
         prompt_tokens_details=PromptDetails(sum(map(num_cached, listed))),
         completion_tokens_details=CompletionDetails(sum(it.reasoning_tokens for it in listed)),
+        capped_max_tokens=next((it.capped_max_tokens for it in listed if it.capped_max_tokens), UNSET),
     )
 
 
@@ -101,16 +118,19 @@ class ToolCallOutput:
     arguments: list[str] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class SampleAnswer:
+K = TypeVar("K", bound=KeptLogprobs)
+
+
+class SampleAnswer(Generic[K]):
     """What one sample has brought."""
 
-    texts: list[str] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
-    tool_calls: dict[int, ToolCallOutput] = field(default_factory=dict)
-    logprobs: list[pb.TokenLogprob] = field(default_factory=list)
-    finish: str = ""
-    matched_stop: str | int | None = None
+    def __init__(self, logprobs: K) -> None:
+        self.texts: list[str] = []
+        self.reasoning: list[str] = []
+        self.tool_calls: dict[int, ToolCallOutput] = {}
+        self.logprobs = logprobs
+        self.finish = ""
+        self.matched_stop: str | int | None = None
 
     def add(self, delta: pb.Delta) -> None:
         """Append what is new."""
@@ -123,7 +143,7 @@ class SampleAnswer:
             call.id = call.id or part.id
             call.name = call.name or part.name
             call.arguments.append(part.arguments)
-        self.logprobs.extend(delta.logprobs)
+        self.logprobs.add(delta.logprobs)
         if delta.finish_reason:
             self.finish = FINISH_NAMES[delta.finish_reason]
             self.matched_stop = matched_stop(delta)
@@ -133,43 +153,61 @@ class SampleAnswer:
         return "".join(self.texts)
 
 
-@dataclass(slots=True)
-class CallOutput:
-    """What one call of `Generate` has brought."""
+class CallOutput(Generic[K]):
+    """What one call of `Generate` has brought. `logprobs` makes what keeps the log-probabilities of a sample,
+    `of_prompt` are those that keep the prompt's."""
 
-    request_id: str = ""
-    prompt: list[pb.PromptPart] = field(default_factory=list)
-    samples: dict[int, SampleAnswer] = field(default_factory=dict)
-    usage: pb.Usage = field(default_factory=pb.Usage)
+    def __init__(self, logprobs: Callable[[], K], *of_prompt: KeptLogprobs) -> None:
+        self.request_id = ""
+        self.samples: dict[int, SampleAnswer[K]] = {}
+        self.usage = pb.Usage()
+        self._make_logprobs = logprobs
+        self._of_prompt = of_prompt
+        self._prompt_texts: list[str] = []
+        # How much is kept.
+        self.num_bytes = 0
 
     def add(self, response: pb.GenerateResponse) -> None:
         """Append a message."""
         kind = response.WhichOneof("event")
         if kind == "delta":
-            self.sample(response.delta.sample).add(response.delta)
+            sample = self.sample(response.delta.sample)
+            num_before = sample.logprobs.num_bytes
+            sample.add(response.delta)
+            self.num_bytes += num_text_bytes(response.delta) + sample.logprobs.num_bytes - num_before
         elif kind == "accepted":
             self.request_id = response.accepted.request_id
             self.usage.prompt_tokens = response.accepted.num_prompt_tokens
         elif kind == "prompt":
-            self.prompt.append(response.prompt)
+            self._prompt_texts.append(response.prompt.text)
+            self.num_bytes += len(response.prompt.text)
+            for kept in self._of_prompt:
+                num_before = kept.num_bytes
+                kept.add(response.prompt.logprobs)
+                self.num_bytes += kept.num_bytes - num_before
         elif kind == "finished":
             self.usage = response.finished.usage
 
-    def sample(self, index: int) -> SampleAnswer:
+    def sample(self, index: int) -> SampleAnswer[K]:
         """Return the output of a sample, empty where there is none yet."""
-        return self.samples.setdefault(index, SampleAnswer())
+        if index not in self.samples:
+            self.samples[index] = SampleAnswer(self._make_logprobs())
+        return self.samples[index]
 
-    def in_order(self) -> list[tuple[int, SampleAnswer]]:
+    def in_order(self) -> list[tuple[int, SampleAnswer[K]]]:
         """Return the samples by their numbers."""
         return sorted(self.samples.items())
 
     @property
     def prompt_text(self) -> str:
-        return "".join(part.text for part in self.prompt)
+        return "".join(self._prompt_texts)
 
-    @property
-    def prompt_logprobs(self) -> list[pb.TokenLogprob]:
-        return [item for part in self.prompt for item in part.logprobs]
+
+def num_text_bytes(delta: pb.Delta) -> int:
+    """Return what of a delta is kept, beside its log-probabilities: a string for each text."""
+    calls = sum(_PART_BYTES + len(part.arguments) for part in delta.tool_calls)
+    texts = sum(_PART_BYTES + len(text) for text in (delta.text, delta.reasoning) if text)
+    return calls + texts
 
 
 def split_calls(
@@ -188,55 +226,3 @@ def matched_stop(delta: pb.Delta) -> str | int | None:
         return None
     stop = delta.matched_stop
     return str(stop.text) if stop.WhichOneof("stop") == "text" else int(stop.token_id)
-
-
-# ------------------------------------------------------------------------------------- log-probabilities
-
-
-class TopLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class ContentLogprob(msgspec.Struct):
-    """Of a token of a chat's answer."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-    top_logprobs: list[TopLogprob]
-
-
-class RankedLogprob(msgspec.Struct):
-    """vLLM's: of a token of a prompt; `rank` counts from 1, None: it is not among those that were asked."""
-
-    logprob: float
-    rank: int | None
-    decoded_token: str
-
-
-def content_logprobs(items: Iterable[pb.TokenLogprob]) -> list[ContentLogprob]:
-    """Return the log-probabilities of output as chats have them."""
-    return [
-        ContentLogprob(
-            token=item.text,
-            logprob=item.logprob,
-            bytes=list(item.token_bytes),
-            top_logprobs=[TopLogprob(top.text, top.logprob, list(top.token_bytes)) for top in item.top],
-        )
-        for item in items
-    ]
-
-
-def ranked_logprobs(items: Sequence[pb.TokenLogprob]) -> list[dict[str, RankedLogprob] | None]:
-    """Return the log-probabilities of a prompt as vLLM has them; the first token has none."""
-    return [_ranked(item) if item.HasField("logprob") else None for item in items]
-
-
-def _ranked(item: pb.TokenLogprob) -> dict[str, RankedLogprob]:
-    ranked = {
-        str(top.token_id): RankedLogprob(top.logprob, rank, top.text) for rank, top in enumerate(item.top, 1)
-    }
-    ranked.setdefault(str(item.token_id), RankedLogprob(item.logprob, None, item.text))
-    return ranked

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -11,18 +11,22 @@ from msgspec import UNSET, UnsetType
 from cluster.http.answers import (
     FINISH_NAMES,
     CallOutput,
-    ContentLogprob,
     Maker,
-    RankedLogprob,
     SampleAnswer,
     Usage,
-    content_logprobs,
     encode,
     matched_stop,
     openai_usage,
-    ranked_logprobs,
 )
 from cluster.http.errors import HttpProblem, Rename, bad_field, openai_error
+from cluster.http.logprobs import (
+    ContentLogprob,
+    ContentLogprobs,
+    NoLogprobs,
+    RankedLogprob,
+    RankedLogprobs,
+    content_logprobs,
+)
 from cluster.http.prompts import (
     add_messages,
     add_tools,
@@ -54,10 +58,11 @@ _NAMES: Mapping[str, str] = {
 
 
 class Translated(NamedTuple):
-    """A request as the servicer takes it, one call for each prompt, and the names of fields for errors."""
+    """A request as the servicer takes it: one call for each prompt, and for each the names of its fields for
+    errors."""
 
     calls: list[pb.GenerateRequest]
-    rename: Rename
+    renames: list[Rename]
 
 
 def translate(body: ChatRequest) -> Translated:
@@ -93,7 +98,7 @@ def translate(body: ChatRequest) -> Translated:
         chat.add_generation_prompt = body.add_generation_prompt
     chat.continue_final_message = bool(body.continue_final_message)
     chat.template_args_json = template_args(body.chat_template_kwargs, body.reasoning_effort)
-    return Translated([request], chat_renamer(names))
+    return Translated([request], [chat_renamer(names)])
 
 
 # ---------------------------------------------------------------------------------------------- answers
@@ -119,10 +124,11 @@ class _ToolCallDelta(msgspec.Struct):
 
 class _Message(msgspec.Struct):
     role: str
+    # Null where there are calls alone.
     content: str | None
     refusal: None = None
     tool_calls: list[_ToolCall] | UnsetType = UNSET
-    # Where the model's output shows what it thought: vLLM's name for it.
+    # What the model thought, where its output shows that: vLLM's.
     reasoning_content: str | UnsetType = UNSET
 
 
@@ -135,18 +141,22 @@ class _Choice(msgspec.Struct):
     index: int
     message: _Message
     logprobs: _Logprobs | None
+    # One of stop, length, tool_calls and content_filter.
     finish_reason: str
     # What of `stop` or `stop_token_ids` ended the output: vLLM's.
     stop_reason: str | int | UnsetType = UNSET
 
 
 class _Completion(msgspec.Struct):
+    # Ends with the id of the request.
     id: str
+    # In seconds of Unix time.
     created: int
     model: str
     choices: list[_Choice]
     usage: Usage
     object: str = "chat.completion"
+    # Of each token of the prompt, by the ids of tokens: vLLM's.
     prompt_logprobs: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
 
 
@@ -171,8 +181,10 @@ class _Chunk(msgspec.Struct):
     model: str
     choices: list[_ChunkChoice]
     object: str = "chat.completion.chunk"
+    # With include_usage, in the last chunk; with continuous_usage_stats, so far, in each.
     usage: Usage | UnsetType | None = UNSET
-    prompt_logprobs: Any = UNSET
+    # In the first chunk: vLLM's.
+    prompt_logprobs: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
 
 
 class ChatAnswer:
@@ -180,9 +192,12 @@ class ChatAnswer:
 
     def __init__(self, body: ChatRequest, maker: Maker) -> None:
         self._maker = maker
-        self._output = CallOutput()
         self._has_logprobs = bool(body.logprobs)
-        self._has_prompt_logprobs = body.prompt_logprobs is not None
+        self._of_prompt = None if body.prompt_logprobs is None else RankedLogprobs()
+        kept = () if self._of_prompt is None else (self._of_prompt,)
+        self._output: CallOutput[ContentLogprobs | NoLogprobs] = CallOutput(
+            ContentLogprobs if self._has_logprobs else NoLogprobs, *kept
+        )
         self._streams = bool(body.stream)
         options = body.stream_options
         self._include_usage = options is not None and bool(options.include_usage)
@@ -218,9 +233,13 @@ class ChatAnswer:
             choices=[self._choice(index, sample) for index, sample in self._output.in_order()],
             usage=openai_usage([self._output.usage]),
         )
-        if self._has_prompt_logprobs:
-            completion.prompt_logprobs = ranked_logprobs(self._output.prompt_logprobs)
+        if self._of_prompt is not None:
+            completion.prompt_logprobs = self._of_prompt.items
         return encode(completion)
+
+    @property
+    def num_kept_bytes(self) -> int:
+        return self._output.num_bytes
 
     @property
     def _id(self) -> str:
@@ -233,8 +252,8 @@ class ChatAnswer:
         if delta.sample not in self._begun:
             self._begun.add(delta.sample)
             begin = self._chunk([_ChunkChoice(delta.sample, _Delta(role="assistant", content=self._echoed))])
-            if self._has_prompt_logprobs:
-                begin.prompt_logprobs = ranked_logprobs(self._output.prompt_logprobs)
+            if self._of_prompt is not None:
+                begin.prompt_logprobs = self._of_prompt.items
             first = event(encode(begin))
         shown = _Delta()
         if delta.text:
@@ -262,7 +281,7 @@ class ChatAnswer:
             chunk.usage = None
         return chunk
 
-    def _choice(self, index: int, sample: SampleAnswer) -> _Choice:
+    def _choice(self, index: int, sample: SampleAnswer[ContentLogprobs | NoLogprobs]) -> _Choice:
         text = self._echoed + sample.text
         message = _Message("assistant", text if text or not sample.tool_calls else None)
         if sample.tool_calls:
@@ -272,7 +291,9 @@ class ChatAnswer:
             ]
         if sample.reasoning:
             message.reasoning_content = "".join(sample.reasoning)
-        logprobs = _Logprobs(content_logprobs(sample.logprobs)) if self._has_logprobs else None
+        logprobs = None
+        if isinstance(sample.logprobs, ContentLogprobs):
+            logprobs = _Logprobs(sample.logprobs.items)
         choice = _Choice(index, message, logprobs, sample.finish)
         if sample.matched_stop is not None:
             choice.stop_reason = sample.matched_stop

@@ -12,16 +12,15 @@ from cluster.http.answers import (
     FINISH_NAMES,
     CallOutput,
     Maker,
-    RankedLogprob,
     SampleAnswer,
     Usage,
     encode,
     matched_stop,
     openai_usage,
-    ranked_logprobs,
 )
 from cluster.http.chat import Translated
 from cluster.http.errors import HttpProblem, bad_field, openai_error
+from cluster.http.logprobs import CompletionLogprobs, LogprobLists, NoLogprobs, RankedLogprob, RankedLogprobs
 from cluster.http.prompts import renamer, sampled_request
 from cluster.http.schemas import CompletionRequest, TokenId
 from cluster.http.sse import DONE, event
@@ -42,8 +41,11 @@ def translate(body: CompletionRequest, max_inputs: int) -> Translated:
     common.echo = bool(body.echo)
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         common.prompt_logprobs = body.logprobs
-    calls = []
-    for prompt in inputs(body.prompt, "prompt", max_inputs):
+    calls, renames = [], []
+    prompts: Sequence[str | list[int]] = inputs(body.prompt, "prompt", max_inputs)
+    for number, prompt in enumerate(prompts):
+        place = f"prompt[{number}]" if len(prompts) > 1 else "prompt"
+        renames.append(renamer(names | dict.fromkeys(("prompt", "text", "token_ids"), place)))
         call = pb.GenerateRequest()
         call.CopyFrom(common)
         if isinstance(prompt, str):
@@ -51,7 +53,7 @@ def translate(body: CompletionRequest, max_inputs: int) -> Translated:
         else:
             call.token_ids.ids.extend(prompt)
         calls.append(call)
-    return Translated(calls, renamer(names))
+    return Translated(calls, renames)
 
 
 def inputs(given: str | list[Any], field: str, max_inputs: int) -> list[str] | list[list[int]]:
@@ -74,20 +76,14 @@ def inputs(given: str | list[Any], field: str, max_inputs: int) -> list[str] | l
     raise bad_field(field, "must be text, token ids, or a list of one of them")
 
 
-class _Logprobs(msgspec.Struct):
-    text_offset: list[int]
-    token_logprobs: list[float | None]
-    tokens: list[str]
-    top_logprobs: list[dict[str, float] | None]
-
-
 class _Choice(msgspec.Struct):
     index: int
     text: str
-    logprobs: _Logprobs | None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
-    # vLLM's, as in chats.
+    # What of `stop` or `stop_token_ids` ended the output: vLLM's.
     stop_reason: str | int | UnsetType = UNSET
+    # Of each token of the prompt, by the ids of tokens: vLLM's.
     prompt_logprobs: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
 
 
@@ -100,28 +96,50 @@ class _Completion(msgspec.Struct):
     usage: Usage | UnsetType | None = UNSET
 
 
+class _PromptOutput:
+    """What the call of one prompt has brought."""
+
+    def __init__(self, body: CompletionRequest) -> None:
+        self.ranked = None if body.prompt_logprobs is None else RankedLogprobs()
+        self.lists = LogprobLists() if body.echo and body.logprobs is not None else None
+        kept = [it for it in (self.ranked, self.lists) if it is not None]
+        self.output: CallOutput[LogprobLists | NoLogprobs] = CallOutput(
+            NoLogprobs if body.logprobs is None else LogprobLists, *kept
+        )
+
+    def lists_with(self, logprobs: LogprobLists) -> LogprobLists:
+        """Return those of the prompt, where they are wanted, and those of its output."""
+        found = LogprobLists()
+        if self.lists is not None:
+            found.extend(self.lists)
+        found.extend(logprobs)
+        return found
+
+
 class CompletionAnswer:
     """The answer to one or several prompts, as a stream of chunks or as a whole."""
 
     def __init__(self, body: CompletionRequest, num_calls: int, maker: Maker) -> None:
         self._maker = maker
-        self._outputs = [CallOutput() for _ in range(num_calls)]
+        self._prompts = [_PromptOutput(body) for _ in range(num_calls)]
         self._num_samples = body.n or 1
         self._echoes = bool(body.echo)
         self._has_logprobs = body.logprobs is not None
-        self._has_prompt_logprobs = body.prompt_logprobs is not None
         self._streams = bool(body.stream)
         options = body.stream_options
         self._include_usage = options is not None and bool(options.include_usage)
         # By index of the choice: how much text its tokens had.
         self._num_chars: dict[int, int] = {}
+        self.num_kept_bytes = 0
 
     def take(self, number: int, response: pb.GenerateResponse) -> bytes:
-        output = self._outputs[number]
         kind = response.WhichOneof("event")
         if kind == "delta" and self._streams:
-            return self._chunk_of(number, output, response.delta)
+            return self._chunk_of(number, response.delta)
+        output = self._prompts[number].output
+        num_before = output.num_bytes
         output.add(response)
+        self.num_kept_bytes += output.num_bytes - num_before
         if kind == "accepted" and not self._maker.request_id:
             self._maker.request_id = response.accepted.request_id
         return b""
@@ -130,7 +148,7 @@ class CompletionAnswer:
         chunks = [DONE]
         if self._include_usage:
             chunk = self._chunk([])
-            chunk.usage = openai_usage([it.usage for it in self._outputs])
+            chunk.usage = self._usage()
             chunks.insert(0, event(encode(chunk)))
         return b"".join(chunks)
 
@@ -140,71 +158,58 @@ class CompletionAnswer:
     def whole(self) -> bytes:
         choices = [
             self._choice(number, index, sample)
-            for number, output in enumerate(self._outputs)
-            for index, sample in output.in_order()
+            for number, prompt in enumerate(self._prompts)
+            for index, sample in prompt.output.in_order()
         ]
         completion = self._chunk(choices)
-        completion.usage = openai_usage([it.usage for it in self._outputs])
+        completion.usage = self._usage()
         return encode(completion)
 
-    def _chunk_of(self, number: int, output: CallOutput, delta: pb.Delta) -> bytes:
+    def _usage(self) -> Usage:
+        return openai_usage([prompt.output.usage for prompt in self._prompts])
+
+    def _chunk_of(self, number: int, delta: pb.Delta) -> bytes:
         finish = FINISH_NAMES.get(delta.finish_reason)
         index = self._index(number, delta.sample)
         choice = _Choice(index, delta.text, finish_reason=finish)
-        logprobs = list(delta.logprobs) if self._has_logprobs else []
-        is_first = index not in self._num_chars
-        if is_first:
+        logprobs = LogprobLists()
+        if self._has_logprobs:
+            logprobs.add(delta.logprobs)
+        if index not in self._num_chars:
             self._num_chars[index] = 0
-            self._begin(choice, output)
-            if self._echoes and self._has_logprobs:
-                logprobs = [*output.prompt_logprobs, *logprobs]
+            self._begin(choice, self._prompts[number])
+            logprobs = self._prompts[number].lists_with(logprobs)
         if not (choice.text or finish or logprobs or choice.prompt_logprobs):
             return b""
         if logprobs:
-            choice.logprobs = self._logprobs(index, logprobs)
+            choice.logprobs = logprobs.lists(self._num_chars[index])
+            self._num_chars[index] += logprobs.num_chars
         if (stop := matched_stop(delta)) is not None:
             choice.stop_reason = stop
         chunk = self._chunk([choice])
         if delta.HasField("usage"):
-            chunk.usage = openai_usage([delta.usage])
+            self._prompts[number].output.usage = delta.usage
+            chunk.usage = self._usage()
         return event(encode(chunk))
 
-    def _begin(self, choice: _Choice, output: CallOutput) -> None:
+    def _begin(self, choice: _Choice, prompt: _PromptOutput) -> None:
         """Put before the output what is wanted of the prompt."""
         if self._echoes:
-            choice.text = output.prompt_text + choice.text
-        if self._has_prompt_logprobs:
-            choice.prompt_logprobs = ranked_logprobs(output.prompt_logprobs)
+            choice.text = prompt.output.prompt_text + choice.text
+        if prompt.ranked is not None:
+            choice.prompt_logprobs = prompt.ranked.items
 
-    def _choice(self, number: int, sample_index: int, sample: SampleAnswer) -> _Choice:
-        output = self._outputs[number]
-        index = self._index(number, sample_index)
-        choice = _Choice(index, sample.text, finish_reason=sample.finish)
-        self._begin(choice, output)
-        if self._has_logprobs:
-            self._num_chars[index] = 0
-            prompt = output.prompt_logprobs if self._echoes else []
-            choice.logprobs = self._logprobs(index, [*prompt, *sample.logprobs])
+    def _choice(
+        self, number: int, sample_index: int, sample: SampleAnswer[LogprobLists | NoLogprobs]
+    ) -> _Choice:
+        prompt = self._prompts[number]
+        choice = _Choice(self._index(number, sample_index), sample.text, finish_reason=sample.finish)
+        self._begin(choice, prompt)
+        if isinstance(sample.logprobs, LogprobLists):
+            choice.logprobs = prompt.lists_with(sample.logprobs).lists(0)
         if sample.matched_stop is not None:
             choice.stop_reason = sample.matched_stop
         return choice
-
-    def _logprobs(self, index: int, items: Sequence[pb.TokenLogprob]) -> _Logprobs:
-        offsets = []
-        offset = self._num_chars[index]
-        for item in items:
-            offsets.append(offset)
-            offset += len(item.text)
-        self._num_chars[index] = offset
-        return _Logprobs(
-            text_offset=offsets,
-            token_logprobs=[item.logprob if item.HasField("logprob") else None for item in items],
-            tokens=[item.text for item in items],
-            top_logprobs=[
-                {top.text: top.logprob for top in item.top} if item.HasField("logprob") else None
-                for item in items
-            ],
-        )
 
     def _index(self, number: int, sample: int) -> int:
         return number * self._num_samples + sample

@@ -7,18 +7,21 @@ import contextlib
 import functools
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from aiohttp import web
 
+from cluster.api.prompt_calls import part_id
 from cluster.api.servicer import InferenceServicer
 from cluster.config import HttpConfig
-from cluster.errors import UnknownModelError
+from cluster.errors import InvalidRequestError, UnknownModelError
+from cluster.gateway.request_task import UnreadOutput
 from cluster.http import chat, completions, embeddings, messages, responses
 from cluster.http.answers import Answer, Maker, encode
 from cluster.http.call import AbortedCall, HttpCall
 from cluster.http.errors import HttpProblem, Rename
 from cluster.http.fields import FIELDS, refused
+from cluster.http.kept_output import KeptOutput, WholeAnswer
 from cluster.http.model_list import model_list, model_of
 from cluster.http.response_events import ResponsesAnswer
 from cluster.http.schemas import (
@@ -38,8 +41,8 @@ REQUEST_ID_HEADER = "X-Request-Id"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
 
 
-# Of the messages whose output an answer holds to its end: one that is no stream, and those of /v1/responses.
-MAX_KEPT_BYTES = 64 << 20
+# A longer body is read beside the event loop.
+SHORT_BODY_BYTES = 64 << 10
 
 _REFUSED = {route: refused(route) for route in FIELDS}
 
@@ -51,7 +54,11 @@ class Served(NamedTuple):
     body: bytes
     # Returns the headers that say what is left of the caller's quotas.
     limits: Callable[[], Mapping[str, str]]
+    # Counts a request whose body cannot be read, as one that was accepted would be.
+    count_refused: Callable[[], None]
 
+
+T = TypeVar("T")
 
 Method = Literal["GET", "POST"]
 Endpoint = Callable[[Served], Awaitable[web.StreamResponse]]
@@ -61,9 +68,15 @@ class Endpoints:
     """Answers requests of one gateway's clients."""
 
     def __init__(
-        self, servicer: InferenceServicer, model_name: str, settings: HttpConfig, clock: Clock
+        self,
+        servicer: InferenceServicer,
+        model_name: str,
+        settings: HttpConfig,
+        unread: UnreadOutput,
+        clock: Clock,
     ) -> None:
         self._servicer = servicer
+        self._unread = unread
         self._model_name = model_name
         self._settings = settings
         self._clock = clock
@@ -73,7 +86,7 @@ class Endpoints:
         """Return what answers each route."""
         return {
             ("GET", "/v1/models"): self._models,
-            ("GET", "/v1/models/{model}"): self._model,
+            ("GET", "/v1/models/{model:.+}"): self._model,
             ("POST", "/v1/chat/completions"): self._chat,
             ("POST", "/v1/completions"): self._completions,
             ("POST", "/v1/responses"): self._responses,
@@ -87,30 +100,24 @@ class Endpoints:
     # ------------------------------------------------------------------------------------- generating
 
     async def _chat(self, served: Served) -> web.StreamResponse:
-        body = self._decoded(served, ChatRequest)
-        calls = chat.translate(body)
+        body, calls = await _read(served, ChatRequest, chat.translate)
         return await self._generate(served, calls, chat.ChatAnswer(body, self._maker()), bool(body.stream))
 
     async def _completions(self, served: Served) -> web.StreamResponse:
-        body = self._decoded(served, CompletionRequest)
-        calls = completions.translate(body, self._settings.max_inputs)
+        translate = functools.partial(completions.translate, max_inputs=self._settings.max_inputs)
+        body, calls = await _read(served, CompletionRequest, translate)
         answer = completions.CompletionAnswer(body, len(calls.calls), self._maker())
         return await self._generate(served, calls, answer, bool(body.stream))
 
     async def _responses(self, served: Served) -> web.StreamResponse:
-        body = self._decoded(served, responses.ResponsesRequest)
-        calls = responses.translate(body)
+        body, calls = await _read(served, responses.ResponsesRequest, responses.translate)
         return await self._generate(served, calls, ResponsesAnswer(body, self._maker()), bool(body.stream))
 
     async def _messages(self, served: Served) -> web.StreamResponse:
-        body = self._decoded(served, messages.MessagesRequest)
-        calls = messages.translate(body)
+        body, calls = await _read(served, messages.MessagesRequest, messages.translate)
         return await self._generate(
             served, calls, messages.MessagesAnswer(body, self._maker()), bool(body.stream)
         )
-
-    def _decoded(self, served: Served, kind: type[B]) -> B:
-        return decode(served.body, kind, _REFUSED[served.request.path])
 
     def _maker(self) -> Maker:
         return Maker("", int(self._clock.wall()), self._model_name)
@@ -119,40 +126,47 @@ class Endpoints:
         self, served: Served, translated: chat.Translated, answer: Answer, streams: bool
     ) -> web.StreamResponse:
         """Run the calls, and write what they bring: as it comes, or at the end."""
+        kept = KeptOutput(self._unread)
         stream = EventStream(served.request, self._settings.write_timeout_s)
-        write = _Writer(answer, stream if streams else None)
+        write = _Writer(answer, kept, stream if streams else None)
         calls = [
             HttpCall(served.request, functools.partial(write, number))
             for number in range(len(translated.calls))
         ]
         stream.headers = lambda: self._headers(served, calls)
         _name_calls(translated.calls, served.request)
-        try:
-            await self._run(translated.calls, calls)
-        except AbortedCall as aborted:
-            problem = HttpProblem.of_call(aborted, translated.rename)
-            if not stream.has_begun:
-                problem.headers.update(self._headers(served, calls))
-                raise problem from aborted
+        with contextlib.ExitStack() as ends:
+            ends.callback(kept.release)
+            try:
+                async with kept.bounded():
+                    await self._run(translated, calls)
+            except HttpProblem as failed:
+                problem = failed
+            else:
+                if streams:
+                    return await stream.end(answer.last())
+                whole = WholeAnswer(answer.whole(), kept, self._headers(served, calls))
+                ends.pop_all()  # whoever sends it releases it
+                return whole
+        if stream.has_begun:
             return await stream.end(answer.failed(problem))
-        except HttpProblem as problem:
-            if not stream.has_begun:
-                raise
-            return await stream.end(answer.failed(problem))
-        if streams:
-            return await stream.end(answer.last())
-        headers = self._headers(served, calls)
-        return web.Response(body=answer.whole(), content_type="application/json", headers=headers)
+        problem.headers.update(self._headers(served, calls))
+        raise problem
 
-    async def _run(self, requests: list[pb.GenerateRequest], calls: list[HttpCall]) -> None:
+    async def _run(self, translated: chat.Translated, calls: list[HttpCall]) -> None:
         """Run all calls at once; the first that fails ends the others."""
+
+        async def one(number: int) -> None:
+            with renamed(translated.renames[number]):
+                await self._servicer.Generate(translated.calls[number], calls[number])
+
         if len(calls) == 1:
-            await self._servicer.Generate(requests[0], calls[0])
+            await one(0)
             return
         try:
             async with asyncio.TaskGroup() as group:
-                for request, call in zip(requests, calls, strict=True):
-                    group.create_task(self._servicer.Generate(request, call))
+                for number in range(len(calls)):
+                    group.create_task(one(number))
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
@@ -165,8 +179,9 @@ class Endpoints:
     # ------------------------------------------------------------------------------------- one answer
 
     async def _embeddings(self, served: Served) -> web.Response:
-        body = self._decoded(served, EmbeddingRequest)
-        request = embeddings.embed_request(body, self._settings.max_inputs)
+        translate = functools.partial(embeddings.embed_request, max_inputs=self._settings.max_inputs)
+        body, request = await _read(served, EmbeddingRequest, translate)
+        request.request_id = _name_of(request.request_id, served.request)
         call = HttpCall(served.request)
         with renamed(embeddings.rename_embed):
             reply = await self._servicer.Embed(request, call)
@@ -176,21 +191,21 @@ class Endpoints:
         return response
 
     async def _tokenize(self, served: Served) -> web.Response:
-        request = embeddings.tokenize_request(self._decoded(served, TokenizeRequest))
+        _, request = await _read(served, TokenizeRequest, embeddings.tokenize_request)
         with renamed(embeddings.rename_tokenize):
             reply = await self._servicer.Tokenize(request, HttpCall(served.request))
         (model,) = await self._list(served)
         return _json(embeddings.tokenize_answer(reply, model.max_context_tokens))
 
     async def _detokenize(self, served: Served) -> web.Response:
-        request = embeddings.detokenize_request(self._decoded(served, DetokenizeRequest))
+        _, request = await _read(served, DetokenizeRequest, embeddings.detokenize_request)
         with renamed(embeddings.rename_detokenize):
             reply = await self._servicer.Detokenize(request, HttpCall(served.request))
         return _json(embeddings.detokenize_answer(reply))
 
     async def _count_tokens(self, served: Served) -> web.Response:
-        body = self._decoded(served, messages.CountTokensRequest)
-        request, rename = messages.count_request(body)
+        _, counted = await _read(served, messages.CountTokensRequest, messages.count_request)
+        request, rename = counted
         with renamed(rename):
             reply = await self._servicer.Tokenize(request, HttpCall(served.request))
         return _json(encode(messages.TokenCount(len(reply.token_ids))))
@@ -213,29 +228,35 @@ class Endpoints:
 
 
 class _Writer:
-    """Takes what the calls of one answer bring: writes it to the stream, if there is one. An answer that has
-    to keep more than `MAX_KEPT_BYTES` ends with an error: nobody reads it meanwhile, so that nothing else
-    bounds it."""
+    """Takes what the calls of one answer bring: writes it to the stream, if there is one, and counts what is
+    kept of it, which nobody reads meanwhile."""
 
-    def __init__(self, answer: Answer, stream: EventStream | None) -> None:
+    def __init__(self, answer: Answer, kept: KeptOutput, stream: EventStream | None) -> None:
         self._answer = answer
+        self._kept = kept
         self._stream = stream
-        self._keeps = stream is None or isinstance(answer, ResponsesAnswer)
-        self._num_kept_bytes = 0
 
     async def __call__(self, number: int, response: pb.GenerateResponse) -> None:
         """Take a message of the call with this number."""
-        if self._keeps:
-            self._num_kept_bytes += response.ByteSize()
-            if self._num_kept_bytes > MAX_KEPT_BYTES:
-                size = f"more than {MAX_KEPT_BYTES >> 20} MiB"
-                remedy = "ask for fewer samples, tokens or log-probabilities, or stream a chat"
-                raise HttpProblem(
-                    400, f"the answer has {size}; {remedy}", code="answer_too_large", param="stream"
-                )
         events = self._answer.take(number, response)
+        self._kept.grow(self._answer.num_kept_bytes)
         if events and self._stream is not None:
             await self._stream.send(events)
+
+
+async def _read(served: Served, kind: type[B], translate: Callable[[B], T]) -> tuple[B, T]:
+    """Return the request that a body is, and the calls that answer it. A long body is read in a thread: no
+    step of that takes long by itself, but all together do."""
+
+    def read() -> tuple[B, T]:
+        body = decode(served.body, kind, _REFUSED[served.request.path])
+        return body, translate(body)
+
+    try:
+        return read() if len(served.body) < SHORT_BODY_BYTES else await asyncio.to_thread(read)
+    except InvalidRequestError:
+        served.count_refused()
+        raise
 
 
 @contextlib.contextmanager
@@ -247,12 +268,17 @@ def renamed(rename: Rename) -> Iterator[None]:
         raise HttpProblem.of_call(aborted, rename) from aborted
 
 
-def _name_calls(requests: list[pb.GenerateRequest], request: web.Request) -> None:
-    """Give the calls the request's id, where it has one: in its body or, as vLLM has it, in a header."""
+def _name_of(given: str, request: web.Request) -> str:
+    """Return the id of a request: what its body gives or, as vLLM has it, a header; "": it has none."""
     header = request.headers.get(REQUEST_ID_HEADER, "")
-    name = requests[0].request_id or (header if _REQUEST_ID.fullmatch(header) else "")
+    return given or (header if _REQUEST_ID.fullmatch(header) else "")
+
+
+def _name_calls(requests: list[pb.GenerateRequest], request: web.Request) -> None:
+    """Give the calls the request's id, where it has one."""
+    name = _name_of(requests[0].request_id, request)
     for number, call in enumerate(requests):
-        call.request_id = name if not name or len(requests) == 1 else f"{name}-{number}"
+        call.request_id = name if not name or len(requests) == 1 else part_id(name, f"-{number}")
 
 
 def _json(body: bytes) -> web.Response:

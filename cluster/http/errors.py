@@ -14,27 +14,41 @@ from cluster.errors import (
     FieldViolation,
     InvalidRequestError,
     bad_fields,
+    error_reason,
     retry_after_s,
+    usage_of,
 )
 from cluster.http.call import AbortedCall
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 # Of methods that this version does not serve.
 _NOT_SERVED = 501
-# By gRPC status: `type` and `code` of OpenAI's errors.
-_KINDS: Mapping[grpc.StatusCode, tuple[str, str | None]] = {
-    grpc.StatusCode.INVALID_ARGUMENT: ("invalid_request_error", "invalid_value"),
-    grpc.StatusCode.UNAUTHENTICATED: ("authentication_error", "invalid_api_key"),
-    grpc.StatusCode.PERMISSION_DENIED: ("permission_error", "insufficient_permissions"),
-    grpc.StatusCode.NOT_FOUND: ("invalid_request_error", "model_not_found"),
-    grpc.StatusCode.ALREADY_EXISTS: ("invalid_request_error", "duplicate_request_id"),
-    grpc.StatusCode.FAILED_PRECONDITION: ("invalid_request_error", "failed_precondition"),
-    grpc.StatusCode.RESOURCE_EXHAUSTED: ("rate_limit_error", "rate_limit_exceeded"),
-    grpc.StatusCode.UNIMPLEMENTED: ("invalid_request_error", "unsupported"),
-    grpc.StatusCode.CANCELLED: ("server_error", "cancelled"),
-    grpc.StatusCode.UNAVAILABLE: ("server_error", "unavailable"),
-    grpc.StatusCode.DEADLINE_EXCEEDED: ("server_error", "timeout"),
+# By gRPC status: `type` of OpenAI's errors; of others it is the server's.
+_TYPES: Mapping[grpc.StatusCode, str] = {
+    grpc.StatusCode.INVALID_ARGUMENT: "invalid_request_error",
+    grpc.StatusCode.UNAUTHENTICATED: "authentication_error",
+    grpc.StatusCode.PERMISSION_DENIED: "permission_error",
+    grpc.StatusCode.NOT_FOUND: "invalid_request_error",
+    grpc.StatusCode.ALREADY_EXISTS: "invalid_request_error",
+    grpc.StatusCode.FAILED_PRECONDITION: "invalid_request_error",
+    grpc.StatusCode.RESOURCE_EXHAUSTED: "rate_limit_error",
+    grpc.StatusCode.UNIMPLEMENTED: "invalid_request_error",
 }
-_SERVER_ERROR = ("server_error", "internal_error")
+_SERVER_ERROR = "server_error"
+# `code` of OpenAI's errors where that has a name of its own; of others it is the reason of ErrorInfo in small
+# letters, and of calls without one, which are not ours, the status.
+_CODES: Mapping[str, str] = {
+    "INVALID_REQUEST": "invalid_value",
+    "GRAMMAR": "invalid_grammar",
+    "TEMPLATE": "no_chat_template",
+    "UNAUTHENTICATED": "invalid_api_key",
+    "FORBIDDEN": "insufficient_permissions",
+    "UNKNOWN_MODEL": "model_not_found",
+    "DUPLICATE_REQUEST": "duplicate_request_id",
+    "QUOTA": "rate_limit_exceeded",
+    "DEADLINE": "timeout",
+    "ABANDONED": "cancelled",
+}
 # By HTTP status: `type` of Anthropic's errors.
 _ANTHROPIC_TYPES: Mapping[int, str] = {
     400: "invalid_request_error",
@@ -64,8 +78,11 @@ class HttpProblem(Exception):
         param: str | None = None,
         retry_after_s: float | None = None,
         headers: Mapping[str, str] | None = None,
+        usage: pb.Usage | None = None,
     ) -> None:
         super().__init__(message)
+        # What the request had used by then; None: it was not accepted, or nobody knows.
+        self.usage = usage
         self.status = status
         self.message = message
         self.kind = kind
@@ -79,7 +96,8 @@ class HttpProblem(Exception):
     @classmethod
     def of_call(cls, call: AbortedCall, rename: Rename = str) -> HttpProblem:
         """Return what the failed call is over HTTP; each bad field has the name that the client knows."""
-        kind, code = _KINDS.get(call.code, _SERVER_ERROR)
+        reason = error_reason(call.trailing) or call.code.name
+        code = _CODES.get(reason, reason.lower())
         message, param = call.message, None
         fields = [FieldViolation(rename(it.field), it.problem) for it in bad_fields(call.trailing)]
         if fields:
@@ -88,10 +106,11 @@ class HttpProblem(Exception):
         return cls(
             _NOT_SERVED if call.code is grpc.StatusCode.UNIMPLEMENTED else HTTP_STATUS.get(call.code, 500),
             message,
-            kind=kind,
+            kind=_TYPES.get(call.code, _SERVER_ERROR),
             code=code,
             param="model" if code == "model_not_found" else param,
             retry_after_s=retry_after_s(call.trailing),
+            usage=usage_of(call.trailing),
         )
 
 

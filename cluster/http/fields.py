@@ -71,7 +71,11 @@ _SAMPLED: tuple[FieldEntry, ...] = (
     _TEMPERATURE,
     *_served("stream", "top_p", "presence_penalty", "frequency_penalty", "logit_bias"),
     FieldEntry("n", "served", "at most gateway.max_samples"),
-    FieldEntry("max_tokens", "served", "default: gateway.default_max_tokens, cut to the context"),
+    FieldEntry(
+        "max_tokens",
+        "served",
+        "1 or more, also with echo; default: gateway.default_max_tokens, cut to the context",
+    ),
     FieldEntry("stop", "served", "at most 16 strings of 256 characters"),
     FieldEntry("seed", "served", "the same request with the same seed has the same output; drawn if absent"),
     FieldEntry("response_format", "served", "text, json_object, json_schema, and vLLM's structural_tag"),
@@ -193,7 +197,12 @@ FIELDS: Mapping[str, tuple[FieldEntry, ...]] = {
         ),
     ),
     "/v1/messages": (
-        FieldEntry("messages", "served", _TEXT_ALONE),
+        FieldEntry(
+            "messages",
+            "served",
+            f"{_TEXT_ALONE}; the assistant's text that comes last is continued; the result of a tool that "
+            "is_error begins with 'Error: '",
+        ),
         _MODEL,
         _TEMPERATURE,
         *_served("system", "max_tokens", "stream", "stop_sequences", "top_p", "top_k"),

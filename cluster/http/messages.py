@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from cluster.http.answers import (
     CallOutput,
     Maker,
     SampleAnswer,
+    capped_max_tokens,
     encode,
     matched_stop,
     num_cached,
@@ -18,6 +20,7 @@ from cluster.http.answers import (
 )
 from cluster.http.chat import Translated
 from cluster.http.errors import HttpProblem, Rename, anthropic_error, bad_field
+from cluster.http.logprobs import NoLogprobs
 from cluster.http.prompts import (
     DEFAULT_TEMPERATURE,
     add_function,
@@ -26,7 +29,7 @@ from cluster.http.prompts import (
     service_class,
     template_args,
 )
-from cluster.http.schemas import Body, Ignored, Int32
+from cluster.http.schemas import Body, Ignored, Int32, Refused
 from cluster.http.sse import named_event
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 
@@ -75,10 +78,9 @@ class ContentBlock(Body, kw_only=True):
     cache_control: Ignored = None
     citations: Ignored = None
     caller: Ignored = None
-    # Of kinds that are refused.
-    source: Ignored = None
-    title: Ignored = None
-    context: Ignored = None
+    source: Refused = None
+    title: Refused = None
+    context: Refused = None
 
 
 class TurnMessage(Body, kw_only=True):
@@ -176,14 +178,25 @@ def translate(body: MessagesRequest) -> Translated:
             raise bad_field("output_config.format.schema", "is missing; send a JSON schema")
         request.constraint.json_schema = schema_text(wanted.schema)
     names = _fill_chat(request.chat, body)
-    return Translated([request], renamer(names))
+    # Refused where it cannot be continued.
+    request.chat.continue_final_message = _ends_with_assistant(request.chat)
+    names["chat.continue_final_message"] = f"messages[{len(body.messages) - 1}]"
+    return Translated([request], [renamer(names)])
 
 
 def count_request(body: CountTokensRequest) -> tuple[pb.TokenizeRequest, Rename]:
     """Return the call that tokenizes the prompt of the request, and the names of its fields for errors."""
     request = pb.TokenizeRequest(model=body.model or "")
     names = _fill_chat(request.chat, body)
+    if _ends_with_assistant(request.chat):
+        last = request.chat.messages[-1]
+        request.chat.continue_final_message = bool(last.content) and not last.tool_calls
     return request, renamer(names)
+
+
+def _ends_with_assistant(chat: pb.ChatPrompt) -> bool:
+    """Whether the assistant has begun with the answer."""
+    return bool(chat.messages) and chat.messages[-1].role == pb.ROLE_ASSISTANT
 
 
 def _fill_chat(chat: pb.ChatPrompt, body: CountTokensRequest) -> dict[str, str]:
@@ -271,6 +284,8 @@ def _add_result(chat: pb.ChatPrompt, block: ContentBlock, place: str) -> None:
     if not block.tool_use_id:
         raise bad_field(f"{place}.tool_use_id", "is missing")
     turn = chat.messages.add(role=pb.ROLE_TOOL, tool_call_id=block.tool_use_id)
+    if block.is_error:  # templates know no other way to say it
+        turn.content.add(text="Error: ")
     for text in _texts(block.content or "", f"{place}.content"):
         turn.content.add(text=text)
 
@@ -300,10 +315,15 @@ def _unsupported(block: ContentBlock, field: str) -> Exception:
 class _Usage(msgspec.Struct):
     """Anthropic's: cached tokens are counted apart from `input_tokens`."""
 
+    # Of the prompt, those that were computed.
     input_tokens: int
     output_tokens: int
+    # Always 0: caching costs nothing.
     cache_creation_input_tokens: int = 0
+    # Of the prompt, those that were not computed.
     cache_read_input_tokens: int = 0
+    # What max_tokens was cut to because of the cluster's load.
+    capped_max_tokens: int | UnsetType = UNSET
 
 
 class _TextBlock(msgspec.Struct):
@@ -313,6 +333,7 @@ class _TextBlock(msgspec.Struct):
 
 class _ThinkingBlock(msgspec.Struct):
     thinking: str
+    # Always empty: nobody checks it.
     signature: str = ""
     type: str = "thinking"
 
@@ -331,7 +352,9 @@ class _Answer(msgspec.Struct):
     id: str
     model: str
     content: list[_Block]
+    # One of end_turn, max_tokens, stop_sequence, tool_use and refusal.
     stop_reason: str | None
+    # The one that ended the output.
     stop_sequence: str | None
     usage: _Usage
     type: str = "message"
@@ -351,6 +374,7 @@ class _BlockStart(msgspec.Struct):
 
 class _BlockDelta(msgspec.Struct):
     index: int
+    # Has `type`, and what is further of the text, the thinking, the signature or the JSON of a call's input.
     delta: dict[str, str]
     type: str = "content_block_delta"
 
@@ -390,7 +414,7 @@ class MessagesAnswer:
     def __init__(self, body: MessagesRequest, maker: Maker) -> None:
         self._maker = maker
         self._streams = bool(body.stream)
-        self._output = CallOutput()
+        self._output = CallOutput(NoLogprobs)
         self._stop_reason: str | None = None
         self._stop_sequence: str | None = None
         # The block that is being sent: what it is, and its number.
@@ -419,6 +443,10 @@ class MessagesAnswer:
         answer = self._answer(_blocks(self._output.sample(0)))
         answer.stop_reason, answer.stop_sequence = self._stop_reason, self._stop_sequence
         return encode(answer)
+
+    @property
+    def num_kept_bytes(self) -> int:
+        return self._output.num_bytes
 
     def _note_end(self, delta: pb.Delta) -> None:
         if not delta.finish_reason:
@@ -473,10 +501,15 @@ class MessagesAnswer:
     def _usage(self) -> _Usage:
         usage = self._output.usage
         cached = num_cached(usage)
-        return _Usage(usage.prompt_tokens - cached, usage.completion_tokens, cache_read_input_tokens=cached)
+        return _Usage(
+            usage.prompt_tokens - cached,
+            usage.completion_tokens,
+            cache_read_input_tokens=cached,
+            capped_max_tokens=capped_max_tokens(usage),
+        )
 
 
-def _blocks(sample: SampleAnswer) -> list[_Block]:
+def _blocks(sample: SampleAnswer[NoLogprobs]) -> list[_Block]:
     blocks: list[_Block] = []
     if sample.reasoning:
         blocks.append(_ThinkingBlock("".join(sample.reasoning)))

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any, NamedTuple
 
 from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
 
 from cluster.api.grpc_server import Certificate, check_free
 from cluster.errors import StartError
@@ -17,6 +20,8 @@ _STOP_S = 1.0
 # How long the rest of a refused request is read and thrown away, so that the client sees the answer.
 _LINGER_S = 2.0
 _MAX_HEADERS = 100
+# What aiohttp says where there are more.
+_TOO_MANY_HEADERS = "Too many headers received"
 # When a silent client is asked whether it is still there, how often, and how many answers may be missing: a
 # client that has vanished is gone after as long as over gRPC.
 _PROBE_AFTER_S, _PROBE_EVERY_S, _NUM_PROBES = 10, 5, 2
@@ -31,10 +36,20 @@ class HttpBounds(NamedTuple):
     idle_timeout_s: float
 
 
+# Makes the answer to what is no request, by its status and what is wrong with it.
+Refuse = Callable[[int, str], web.Response]
+
+
+def refused_in_words(status: int, problem: str) -> web.Response:
+    """Return the answer for people."""
+    return web.Response(status=status, text=problem)
+
+
 class HttpPort:
     """Serves one application from `start` to `stop`. Requests are not logged: headers carry credentials.
 
     `field` is the setting of the port, for errors. `cancels_handlers`: a handler ends when its client goes.
+    `refuse` answers what no handler gets to see.
     """
 
     def __init__(
@@ -48,6 +63,7 @@ class HttpPort:
         certificate: Certificate | None,
         takes_over: bool,
         cancels_handlers: bool = False,
+        refuse: Refuse = refused_in_words,
     ) -> None:
         self._host = host
         self._port = port
@@ -55,8 +71,9 @@ class HttpPort:
         self._certificate = certificate
         self._may_share = takes_over and port != 0
         self._site: web.TCPSite | None = None
-        self._runner = web.AppRunner(
+        self._runner = _Runner(
             app,
+            refuse,
             access_log=None,
             logger=_quiet_logger(),
             handler_cancellation=cancels_handlers,
@@ -104,6 +121,55 @@ class HttpPort:
     async def stop(self) -> None:
         """End all requests and connections."""
         await self._runner.cleanup()
+
+
+class _Runner(web.AppRunner):
+    """Runs an application on connections of our own."""
+
+    def __init__(self, app: web.Application, refuse: Refuse, **options: Any) -> None:
+        super().__init__(app, **options)
+        self._refuse = refuse
+
+    async def _make_server(self) -> web.Server:
+        made = await super()._make_server()
+        return _Server(made, self._refuse, self._kwargs)
+
+
+class _Server(web.Server):
+    """Makes the connections."""
+
+    def __init__(self, made: web.Server, refuse: Refuse, options: dict[str, Any]) -> None:
+        super().__init__(made.request_handler, request_factory=made.request_factory, **options)
+        self._refuse = refuse
+
+    def __call__(self) -> web.RequestHandler:
+        return _Connection(self, self._refuse, loop=self._loop, **self._kwargs)
+
+
+class _Connection(web.RequestHandler):
+    """Answers what is no request, or one with too much in its headers."""
+
+    def __init__(self, server: web.Server, refuse: Refuse, **options: Any) -> None:
+        super().__init__(server, **options)
+        self._refuse = refuse
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if status != HTTPStatus.BAD_REQUEST or request.writer.output_size:
+            return super().handle_error(request, status, exc, message)
+        problem = "this is no request over HTTP"
+        if isinstance(exc, LineTooLong) or message == _TOO_MANY_HEADERS:
+            status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+            limits = f"{self.max_field_size} bytes of a header or the path, or {_MAX_HEADERS} headers"
+            problem = f"the request has more than {limits}"
+        response = self._refuse(status, problem)
+        response.force_close()
+        return response
 
 
 def watch_peer(transport: Any) -> None:

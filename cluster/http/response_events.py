@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -9,18 +10,21 @@ from msgspec import UNSET, UnsetType
 
 from cluster.http.answers import (
     CallOutput,
-    ContentLogprob,
     Maker,
-    content_logprobs,
+    capped_max_tokens,
     encode,
     num_cached,
+    num_text_bytes,
     split_calls,
 )
 from cluster.http.errors import HttpProblem
+from cluster.http.logprobs import ContentLogprob, NoLogprobs, content_logprobs
 from cluster.http.responses import ResponsesRequest, wants_logprobs
 from cluster.http.schemas import NamedTool
 from cluster.http.sse import named_event
 from cluster.proto.tandem.v1 import inference_pb2 as pb
+
+_TOO_MANY, _SERVER_ERRORS = 429, 500
 
 
 class _OutputText(msgspec.Struct):
@@ -78,9 +82,12 @@ class _Usage(msgspec.Struct):
     output_tokens: int
     output_tokens_details: _ReasoningDetails
     total_tokens: int
+    # What max_output_tokens was cut to because of the cluster's load.
+    capped_max_tokens: int | UnsetType = UNSET
 
 
 class _Error(msgspec.Struct):
+    # One of server_error, rate_limit_exceeded and invalid_prompt.
     code: str
     message: str
 
@@ -89,6 +96,7 @@ class _Response(msgspec.Struct):
     id: str
     created_at: int
     model: str
+    # One of in_progress, completed, incomplete and failed.
     status: str
     output: list[_Item]
     parallel_tool_calls: bool
@@ -128,10 +136,37 @@ class _EventLogprob(msgspec.Struct):
         return cls(entry.token, entry.logprob, top)
 
 
+class _ItemLogprobs:
+    """Those of an item's tokens, each as JSON already: in the item, and in events."""
+
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+        self.in_events: list[Any] = []
+
+    def add(self, entries: Iterable[pb.TokenLogprob], *, has_events: bool) -> int:
+        """Append those of further tokens, and return how much is kept of them."""
+        num_bytes = 0
+        for entry in content_logprobs(entries):
+            text = encode(entry)
+            self.items.append(msgspec.Raw(text))
+            num_bytes += len(text)
+            if has_events:
+                text = encode(_EventLogprob.of(entry))
+                self.in_events.append(msgspec.Raw(text))
+                num_bytes += len(text)
+        return num_bytes
+
+    def extend(self, others: _ItemLogprobs) -> None:
+        """Append those that are kept elsewhere."""
+        self.items += others.items
+        self.in_events += others.in_events
+
+
 class _Event(msgspec.Struct, omit_defaults=True):
     """Any of the events: each kind has some of these fields."""
 
     type: str
+    # From 0, without gaps.
     sequence_number: int
     response: _Response | UnsetType = UNSET
     output_index: int | UnsetType = UNSET
@@ -154,16 +189,20 @@ class ResponsesAnswer:
         self._maker = maker
         self._streams = bool(body.stream)
         self._has_logprobs = wants_logprobs(body)
-        self._output = CallOutput()
+        self._output = CallOutput(NoLogprobs)
+        self._has_begun = False
         self._num_events = 0
         self._items: list[_Item] = []
         # Parts of the last item, while it grows; "" where none does.
         self._open = ""
         self._texts: list[str] = []
-        self._logprobs: list[ContentLogprob] = []
+        self._logprobs = _ItemLogprobs()
         # Of tokens without text so far, which may begin a message.
-        self._waiting_logprobs: list[ContentLogprob] = []
+        self._waiting_logprobs = _ItemLogprobs()
         self._finish = 0
+        # The events at the end have all of it again, four times.
+        self._num_copies = 5 if self._streams else 1
+        self.num_kept_bytes = 0
 
     def take(self, number: int, response: pb.GenerateResponse) -> bytes:
         kind = response.WhichOneof("event")
@@ -177,13 +216,13 @@ class ResponsesAnswer:
     def last(self) -> bytes:
         events = self._close()
         name = "response.incomplete" if self._is_incomplete else "response.completed"
-        return events + self._event(name, response=self._response(self._status))
+        return events + self._response_event(name, self._status)
 
     def failed(self, problem: HttpProblem) -> bytes:
         response = self._response("failed")
-        response.error = _Error(
-            "server_error" if problem.status >= 500 else "rate_limit_exceeded", problem.message
-        )
+        response.error = _Error(_failure_code(problem.status), problem.message)
+        if problem.usage is not None:
+            response.usage = _usage(problem.usage)
         return self._event("response.failed", response=response)
 
     def whole(self) -> bytes:
@@ -202,19 +241,22 @@ class ResponsesAnswer:
 
     def _events_of(self, delta: pb.Delta) -> bytes:
         events = []
-        if not self._num_events:
-            events.append(self._event("response.created", response=self._response("in_progress")))
-            events.append(self._event("response.in_progress", response=self._response("in_progress")))
+        if not self._has_begun:
+            self._has_begun = True
+            events.append(self._response_event("response.created", "in_progress"))
+            events.append(self._response_event("response.in_progress", "in_progress"))
         if delta.reasoning:
             events.append(self._grow_reasoning(delta.reasoning))
         continued, begun = split_calls(delta)
         events += map(self._grow_call, continued)
+        num_bytes = num_text_bytes(delta)
         if self._has_logprobs:
-            self._waiting_logprobs += content_logprobs(delta.logprobs)
-        if delta.text or (self._open == "message" and self._waiting_logprobs and not begun):
+            num_bytes += self._waiting_logprobs.add(delta.logprobs, has_events=self._streams)
+        self.num_kept_bytes += self._num_copies * num_bytes
+        if delta.text or (self._open == "message" and self._waiting_logprobs.items and not begun):
             events.append(self._grow_text(delta.text))
         elif delta.reasoning or delta.tool_calls:
-            self._waiting_logprobs = []
+            self._waiting_logprobs = _ItemLogprobs()
         events += map(self._grow_call, begun)
         self._finish = delta.finish_reason or self._finish
         return b"".join(events)
@@ -235,13 +277,10 @@ class ResponsesAnswer:
             part = _OutputText("", [], [])
             events += self._event("response.content_part.added", **self._place(), part=part)
         self._texts.append(text)
-        logprobs, self._waiting_logprobs = self._waiting_logprobs, []
+        logprobs, self._waiting_logprobs = self._waiting_logprobs, _ItemLogprobs()
         self._logprobs.extend(logprobs)
         return events + self._event(
-            "response.output_text.delta",
-            **self._place(),
-            delta=text,
-            logprobs=[_EventLogprob.of(entry) for entry in logprobs],
+            "response.output_text.delta", **self._place(), delta=text, logprobs=logprobs.in_events
         )
 
     def _grow_call(self, part: pb.ToolCallDelta) -> bytes:
@@ -271,12 +310,12 @@ class ResponsesAnswer:
         item, text = self._items[-1], "".join(self._texts)
         item.status = self._status
         if isinstance(item, _MessageItem):
-            part = _OutputText(text, [], self._logprobs)
+            part = _OutputText(text, [], self._logprobs.items)
             events = self._event(
                 "response.output_text.done",
                 **self._place(),
                 text=text,
-                logprobs=[_EventLogprob.of(entry) for entry in self._logprobs],
+                logprobs=self._logprobs.in_events,
             )
             events += self._event("response.content_part.done", **self._place(), part=part)
             item.content = [part]
@@ -293,7 +332,7 @@ class ResponsesAnswer:
                 arguments=text,
             )
             item.arguments = text
-        self._open, self._texts, self._logprobs = "", [], []
+        self._open, self._texts, self._logprobs = "", [], _ItemLogprobs()
         return events + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _next_id(self) -> str:
@@ -314,6 +353,9 @@ class ResponsesAnswer:
         event = _Event(kind, self._num_events, **fields)
         self._num_events += 1
         return named_event(kind, encode(event))
+
+    def _response_event(self, kind: str, status: str) -> bytes:
+        return self._event(kind, response=self._response(status)) if self._streams else b""
 
     def _response(self, status: str) -> _Response:
         body = self._body
@@ -342,6 +384,13 @@ class ResponsesAnswer:
         return response
 
 
+def _failure_code(status: int) -> str:
+    """Return the code of an error, of those that OpenAI's API has."""
+    if status == _TOO_MANY:
+        return "rate_limit_exceeded"
+    return "server_error" if status >= _SERVER_ERRORS else "invalid_prompt"
+
+
 def _shown_choice(choice: str | NamedTool | None) -> str | dict[str, str | None]:
     if isinstance(choice, NamedTool):
         return {"type": choice.type, "name": choice.name}
@@ -355,4 +404,5 @@ def _usage(usage: pb.Usage) -> _Usage:
         output_tokens=usage.completion_tokens,
         output_tokens_details=_ReasoningDetails(usage.reasoning_tokens),
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        capped_max_tokens=capped_max_tokens(usage),
     )

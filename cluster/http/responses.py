@@ -180,7 +180,7 @@ def translate(body: ResponsesRequest) -> Translated:
     if body.parallel_tool_calls is not None:
         chat.parallel_tool_calls = body.parallel_tool_calls
     chat.template_args_json = template_args(None, body.reasoning.effort if body.reasoning else None)
-    return Translated([request], renamer(names))
+    return Translated([request], [renamer(names)])
 
 
 def wants_logprobs(body: ResponsesRequest) -> bool:

@@ -10,12 +10,15 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from cluster.errors import InvalidRequestError
+from cluster.http.body_shape import check_shape
 from cluster.http.errors import bad_field
 
 Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 # Of something that is read and has no effect.
 Ignored = Any
+# Of what is refused by its type: it is read so that the error names that.
+Refused = Any
 
 _PLACE = re.compile(r"^(.*) - at `\$(.*)`$", re.DOTALL)
 _FIELD = re.compile(
@@ -52,6 +55,7 @@ B = TypeVar("B", bound=Body)
 def decode(body: bytes, kind: type[B], refused: Mapping[str, str]) -> B:
     """Return the request; `InvalidRequestError` names the bad field by its path. `refused` says of fields
     that exist elsewhere what to do without them."""
+    check_shape(body)
     try:
         fields = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -157,6 +161,7 @@ class TagStructure(Body, kw_only=True):
 class ResponseFormat(Body, kw_only=True):
     """What the output must look like, as OpenAI's API says it."""
 
+    # One of text, json_object, json_schema and structural_tag.
     type: str
     json_schema: JsonSchema | None = None
     structures: list[TagStructure] | None = None
@@ -190,7 +195,7 @@ class ToolDefinition(Body, kw_only=True):
 
     type: str
     function: FunctionDefinition | None = None
-    custom: Ignored = None
+    custom: Refused = None
 
 
 class NamedFunction(Body, kw_only=True):
@@ -228,26 +233,28 @@ class ContentPart(Body, kw_only=True):
     text: str | None = None
     refusal: str | None = None
     cache_control: Ignored = None
-    image_url: Ignored = None
-    input_audio: Ignored = None
-    file: Ignored = None
-    video_url: Ignored = None
-    audio_url: Ignored = None
+    image_url: Refused = None
+    input_audio: Refused = None
+    file: Refused = None
+    video_url: Refused = None
+    audio_url: Refused = None
 
 
 class ChatMessage(Body, kw_only=True):
     """A turn of a chat, also as our own answers and those of other servers have it."""
 
+    # One of system, developer, user, assistant and tool.
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[PastToolCall] | None = None
     tool_call_id: str | None = None
+    # What the model thought: either name.
     reasoning: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
     annotations: Ignored = None
-    # LiteLLM's, as below.
+    # LiteLLM's.
     provider_specific_fields: Ignored = None
     audio: None = None
     function_call: None = None

@@ -8,7 +8,9 @@ request --> guard (shape of errors) --> Authenticator --> ROUTE_ACCESS --> body,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Literal, NamedTuple
 
@@ -19,12 +21,14 @@ from cluster.api.authentication import set_caller
 from cluster.api.grpc_server import Certificate
 from cluster.api.servicer import InferenceServicer
 from cluster.config import LOOPBACK, ClusterConfig
-from cluster.errors import RequestError, UnauthenticatedError, UnknownModelError, to_grpc_status
+from cluster.errors import QuotaError, RequestError, UnauthenticatedError, UnknownModelError, to_grpc_status
 from cluster.gateway.replica_connections import ReplicaConnections
+from cluster.gateway.request_task import UnreadOutput
 from cluster.http.call import AbortedCall, certificate_names, peer_of, shown_authorization
 from cluster.http.endpoints import Endpoint, Endpoints, Method, Served
 from cluster.http.errors import HttpProblem, anthropic_error, openai_error
 from cluster.http.guards import refused_host
+from cluster.http.kept_output import WholeAnswer
 from cluster.http.port import HttpBounds, HttpPort, watch_peer
 from cluster.http.rate_limits import rate_limit_headers
 from cluster.http.sse import send_whole
@@ -34,6 +38,8 @@ from cluster.identity.authenticator import Credentials, require
 from cluster.identity.identity import Identity, Role
 from kvtransfer.common.clock import Clock
 
+_log = logging.getLogger(__name__)
+
 RouteAccess = Role | Literal["open"]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -41,7 +47,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ROUTE_ACCESS: Mapping[tuple[Method, str], RouteAccess] = {
     ("GET", "/health"): "open",
     ("GET", "/v1/models"): "user",
-    ("GET", "/v1/models/{model}"): "user",
+    # Names of models have slashes, as those of folders do.
+    ("GET", "/v1/models/{model:.+}"): "user",
     ("POST", "/v1/chat/completions"): "user",
     ("POST", "/v1/completions"): "user",
     ("POST", "/v1/embeddings"): "user",
@@ -69,6 +76,7 @@ class HttpServices(NamedTuple):
     connections: ReplicaConnections
     quotas: Quotas
     access: AccessControl
+    unread: UnreadOutput
 
 
 def open_http(
@@ -103,7 +111,7 @@ class HttpFront:
         is_open = not services.access.authenticator.is_required and gateway.host in LOOPBACK
         names = (gateway.host, *gateway.console_hosts)
         self._names = frozenset(name.lower() for name in names) if is_open else None
-        endpoints = Endpoints(services.servicer, self._model_name, gateway.http, clock)
+        endpoints = Endpoints(services.servicer, self._model_name, gateway.http, services.unread, clock)
         app = web.Application(middlewares=[self._guard], client_max_size=gateway.http.max_body_bytes)
         app.router.add_get("/health", self._health, allow_head=False)
         for (method, path), endpoint in endpoints.routes().items():
@@ -121,6 +129,7 @@ class HttpFront:
             certificate=certificate,
             takes_over=gateway.takes_over,
             cancels_handlers=True,
+            refuse=_refused_unread,
         )
 
     async def start(self, *, is_shared: bool = False) -> int:
@@ -165,21 +174,33 @@ class HttpFront:
             response = await handler(request)
         except HttpProblem as problem:
             response = _error(request, problem)
+        except ConnectionError:
+            raise  # the client is gone
         except web.HTTPException as error:
             unknown = HttpProblem(error.status, f"{error.reason}: {request.method} {request.path[:100]}")
             if "Allow" in error.headers:
                 unknown.headers["Allow"] = error.headers["Allow"]
             response = _error(request, unknown)
+        except Exception:
+            # Whatever it is, it is this request's alone, and its client reads the API's errors.
+            _log.exception("%s failed", request.path)
+            if request.writer.output_size:  # in the middle of an answer, which is cut off
+                raise
+            what = "something went wrong in the gateway; its log says what"
+            response = _error(request, HttpProblem(500, what, kind="server_error", code="internal_error"))
         if not response.prepared:
             response.headers.update(_HEADERS)
             if self._is_leaving or not request.content.is_eof():
                 response.force_close()
+            if isinstance(response, WholeAnswer):
+                return await response.send(request, self._settings.write_timeout_s)
             if isinstance(response, web.Response):
                 return await send_whole(request, response, self._settings.write_timeout_s)
         return response
 
     async def _answer(self, access: Role, endpoint: Endpoint, request: web.Request) -> web.StreamResponse:
         """Answer those who have the role."""
+        arrived_at = self._clock.now()
         identity: Identity | None = None
         try:
             identity = self._identify(request)
@@ -187,23 +208,35 @@ class HttpFront:
         except RequestError as error:
             self._record_refusal(request, identity, error)
             raise HttpProblem.of_call(AbortedCall.of(error)) from error
-        set_caller(identity)
+        set_caller(identity, arrived_at)
 
         def limits() -> dict[str, str]:
             return rate_limit_headers(self._quotas, identity.tenant, self._clock.now())
+
+        def count_refused() -> None:
+            with contextlib.suppress(QuotaError):
+                self._quotas.admit(identity.tenant, self._clock.now())
 
         body = b""
         try:
             if request.method == "POST":
                 if not identity.may_use(self._model_name):
                     raise UnknownModelError(_UNKNOWN_MODEL)
+                self._check_quota(identity.tenant)
                 body = await self._body(request)
-            return await endpoint(Served(request, body, limits))
+            return await endpoint(Served(request, body, limits, count_refused))
         except (RequestError, AbortedCall) as error:
             call = error if isinstance(error, AbortedCall) else AbortedCall.of(error)
             problem = HttpProblem.of_call(call)
             problem.headers.update(limits())
             raise problem from error
+
+    def _check_quota(self, tenant: str) -> None:
+        """Raise `QuotaError` where the tenant has no request left, before its body costs anything."""
+        now = self._clock.now()
+        state = self._quotas.rates(tenant, now).get("requests_per_s")
+        if state is not None and state.level < 1:
+            self._quotas.admit(tenant, now)
 
     def _identify(self, request: web.Request) -> Identity:
         headers = request.headers
@@ -258,6 +291,12 @@ class HttpFront:
 
 async def _expect_later(request: web.Request) -> None:
     """Let the client wait with its body until it is known that it will be read."""
+
+
+def _refused_unread(status: int, problem: str) -> web.Response:
+    """Return the answer to what is no request: nobody knows of which API."""
+    body = openai_error(HttpProblem(status, problem))
+    return web.Response(status=status, body=body, content_type="application/json", headers=_HEADERS)
 
 
 def _error(request: web.Request, problem: HttpProblem) -> web.Response:

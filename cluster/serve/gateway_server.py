@@ -146,9 +146,8 @@ class Gateway:
         servicer = InferenceServicer(
             self.requests, self.connections, self._texts, prompts, status, faults, self._traffic
         )
-        self._http = open_http(
-            config, HttpServices(servicer, self.connections, quotas, access), self._certificate, clock
-        )
+        front = HttpServices(servicer, self.connections, quotas, access, self.requests.unread)
+        self._http = open_http(config, front, self._certificate, clock)
         self.http_port = 0  # where it answers over HTTP after `start`; 0: nowhere
         self._ports = PublicPorts(
             config.gateway,

@@ -8,6 +8,7 @@ loop or a huge string from the gateway (`cluster.text.bounded_process`).
 from __future__ import annotations
 
 import json
+import re
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +20,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from msgspec import structs
 
 from cluster.errors import TemplateRefusedError
 from cluster.text.bounded_process import BoundedProcess, BoundsBrokenError, serve
@@ -31,6 +33,11 @@ _MAX_CPU_S = 6
 _MAX_MEMORY_BYTES = 1 << 30
 # Follows the content of a final message that is continued; the text ends there.
 _OPEN_END = "\ue000continued\ue000"
+# OpenAI's later name for the role; few templates know it, and others drop such a turn, or refuse it.
+_SYSTEM, _DEVELOPER = "system", "developer"
+_KNOWS_DEVELOPER = re.compile(rf"""['"]{_DEVELOPER}['"]""")
+# Names of templates, where a model has several.
+_DEFAULT, _WITH_TOOLS = "default", "tool_use"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Whatever else a template makes Python raise ends the child, which the parent reports and replaces.
 _RENDER_ERRORS = (
@@ -85,10 +92,16 @@ class Chat(Part, frozen=True):
 
 
 class ChatTemplate(Part, frozen=True):
-    """The template's source, and the special tokens that it may name."""
+    """The template's source, and the special tokens that it may name. Some models have another one for chats
+    with tools, `tool_source` ("": the same)."""
 
     source: str
     special_tokens: dict[str, str]
+    tool_source: str = ""
+
+    def source_for(self, chat: Chat) -> str:
+        """Return the source by which the chat is rendered."""
+        return self.tool_source if chat.tools and self.tool_source else self.source
 
 
 class RenderOrder(Message, frozen=True):
@@ -117,20 +130,13 @@ RESULT_CODEC: Codec[Rendered | RenderRefused] = Codec(Rendered | RenderRefused)
 
 
 def load_chat_template(model_dir: Path) -> ChatTemplate | None:
-    """From `chat_template.jinja`, else `tokenizer_config.json`; None when the model has none."""
+    """From files in the model's folder, else `tokenizer_config.json`; None when the model has none."""
     path = model_dir / "tokenizer_config.json"
     config = read_json(path) if path.is_file() else {}
-    source = config.get("chat_template")
-    if isinstance(source, list):  # several templates by name
-        named = [item for item in source if isinstance(item, dict) and item.get("name") == "default"]
-        source = named[-1].get("template") if named else None
-    separate = model_dir / "chat_template.jinja"
-    if separate.is_file():
-        try:
-            source = separate.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{separate}: unreadable: {error}") from error
-    if not isinstance(source, str):
+    sources = _template_files(model_dir)
+    if _DEFAULT not in sources:
+        sources = {**_listed_templates(config.get("chat_template")), **sources}
+    if _DEFAULT not in sources:
         return None
     tokens: dict[str, str] = {}
     for name in _SPECIAL_TOKENS:
@@ -138,7 +144,29 @@ def load_chat_template(model_dir: Path) -> ChatTemplate | None:
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str):
             tokens[name] = token
-    return ChatTemplate(source, tokens)
+    return ChatTemplate(sources[_DEFAULT], tokens, sources.get(_WITH_TOOLS, ""))
+
+
+def _template_files(model_dir: Path) -> dict[str, str]:
+    """Return the templates that are files of their own, by name."""
+    files = {_DEFAULT: model_dir / "chat_template.jinja"}
+    files[_WITH_TOOLS] = model_dir / "additional_chat_templates" / f"{_WITH_TOOLS}.jinja"
+    sources: dict[str, str] = {}
+    for name, file in files.items():
+        if file.is_file():
+            try:
+                sources[name] = file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise CheckpointError(f"{file}: unreadable: {error}") from error
+    return sources
+
+
+def _listed_templates(found: object) -> dict[str, str]:
+    """Return the templates of the tokenizer's configuration, which has one, or several by name."""
+    if not isinstance(found, list):
+        found = [{"name": _DEFAULT, "template": found}]
+    named = [(it.get("name"), it.get("template")) for it in found if isinstance(it, dict)]
+    return {name: source for name, source in named if isinstance(name, str) and isinstance(source, str)}
 
 
 class ChatRenderer:
@@ -148,18 +176,24 @@ class ChatRenderer:
         self._template = template
         self._process = BoundedProcess("cluster.text.chat_template", timeout_s=render_timeout_s)
 
-    async def render(self, chat: Chat, *, wall_s: float, max_chars: int) -> str:
-        """The prompt's text; `TemplateError` says what the template did."""
-        order = RenderOrder(template=self._template, chat=chat, wall_s=wall_s, max_chars=max_chars)
+    async def render(self, chat: Chat, *, wall_s: float, max_chars: int, party: str = "") -> str:
+        """The prompt's text; `TemplateError` says what the template did. Parties take turns."""
         result: Rendered | RenderRefused
         try:
-            result = RESULT_CODEC.decode(await self._process.exchange(ORDER_CODEC.encode(order)))
+            result = await self.try_render(chat, wall_s=wall_s, max_chars=max_chars, party=party)
         except BoundsBrokenError as error:
             result = RenderRefused(str(error))
         if isinstance(result, RenderRefused):
             problem = f"the model's chat template failed: {result.reason}"
             raise TemplateRefusedError(f"{problem}; send text instead")
         return result.text
+
+    async def try_render(
+        self, chat: Chat, *, wall_s: float, max_chars: int, party: str = ""
+    ) -> Rendered | RenderRefused:
+        """Return what the template made of the chat; raise `BoundsBrokenError` where it broke a bound."""
+        order = RenderOrder(template=self._template, chat=chat, wall_s=wall_s, max_chars=max_chars)
+        return RESULT_CODEC.decode(await self._process.exchange(ORDER_CODEC.encode(order), party))
 
     async def start(self) -> None:
         """Start the child ahead of the first chat."""
@@ -192,19 +226,19 @@ class _TemplateNamespace(jinja2.utils.Namespace):
 def render(order: RenderOrder) -> Rendered | RenderRefused:
     """What the child does with an order: as transformers' `apply_chat_template`, plus the bound of output."""
     try:
-        chat = order.chat
+        chat, source = order.chat, order.template.source_for(order.chat)
         context: dict[str, Any] = {
             **order.template.special_tokens,
             "documents": None,
             **(json.loads(chat.template_args_json) if chat.template_args_json else {}),
-            "messages": _messages(chat),
+            "messages": _messages(chat, source),
             "tools": [_tool(tool) for tool in chat.tools] or None,
             "add_generation_prompt": chat.add_generation_prompt,
             "strftime_now": lambda pattern: datetime.fromtimestamp(order.wall_s).strftime(pattern),
         }
         pieces: list[str] = []
         num_chars = 0
-        for piece in _compiled(order.template.source).generate(context):
+        for piece in _compiled(source).generate(context):
             num_chars += len(piece)
             if num_chars > order.max_chars:
                 return RenderRefused(f"its text exceeds {order.max_chars} characters")
@@ -218,12 +252,29 @@ def render(order: RenderOrder) -> Rendered | RenderRefused:
     return Rendered(before) if mark else RenderRefused("it does not show the final message, to be continued")
 
 
-def _messages(chat: Chat) -> list[dict[str, Any]]:
-    """The turns as templates know them; the end of one to be continued is marked."""
-    messages = [_message(turn) for turn in chat.turns]
+def _messages(chat: Chat, source: str) -> list[dict[str, Any]]:
+    """The turns as the template knows them; the end of one to be continued is marked."""
+    turns = chat.turns if _KNOWS_DEVELOPER.search(source) else _without_developer(chat.turns)
+    messages = [_message(turn) for turn in turns]
     if chat.continue_final_message:
         messages[-1]["content"] += _OPEN_END
     return messages
+
+
+def _without_developer(turns: tuple[ChatTurn, ...]) -> list[ChatTurn]:
+    """What the developer says is said by the system, in one turn with what that says just before or behind:
+    few templates show a second one."""
+    found: list[ChatTurn] = []
+    was_developer = False
+    for turn in turns:
+        is_developer = turn.role == _DEVELOPER
+        said = structs.replace(turn, role=_SYSTEM) if is_developer else turn
+        if found and found[-1].role == said.role == _SYSTEM and (is_developer or was_developer):
+            found[-1] = structs.replace(found[-1], content=f"{found[-1].content}\n\n{said.content}")
+        else:
+            found.append(said)
+        was_developer = is_developer
+    return found
 
 
 def _message(turn: ChatTurn) -> dict[str, Any]:

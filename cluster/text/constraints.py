@@ -10,12 +10,13 @@ from cluster.errors import FieldViolation, InvalidRequestError, InvalidToolsErro
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.grammars import OutputConstraint
 from cluster.text.json_schemas import without_notes
-from cluster.text.output_parsers.tool_grammar import CallableTool, CallNotation, CallRules, ReasoningRules
+from cluster.text.output_parsers.choose import OutputParsers
+from cluster.text.output_parsers.tool_grammar import CallableTool, CallRules, ReasoningRules
 from cluster.text.tag_grammar import Tag
 
 
 def output_constraint(
-    request: pb.GenerateRequest, notation: CallNotation | None, reasoning: ReasoningRules | None
+    request: pb.GenerateRequest, parsers: OutputParsers, reasoning: ReasoningRules | None
 ) -> OutputConstraint | None:
     """Return what the output must look like; None: it is free. The constraint is one of the content: the
     model may reason before it, as `reasoning` says, and call tools in a chat instead.
@@ -23,7 +24,7 @@ def output_constraint(
     Raise `InvalidToolsError` where the request demands calls of a model that has no notation for them.
     """
     is_chat = request.WhichOneof("prompt") == "chat"
-    calls = _call_rules(request, notation) if is_chat else None
+    calls = _call_rules(request, parsers) if is_chat else None
     if calls is None and not request.HasField("constraint"):
         return None
     if request.ignore_eos:
@@ -38,16 +39,14 @@ def output_constraint(
     )
 
 
-def _call_rules(request: pb.GenerateRequest, notation: CallNotation | None) -> CallRules | None:
+def _call_rules(request: pb.GenerateRequest, parsers: OutputParsers) -> CallRules | None:
     """Return which calls a chat may have; None: any."""
-    chat, choice = request.chat, request.chat.tool_choice
+    chat, choice, notation = request.chat, request.chat.tool_choice, parsers.call_notation
     if not chat.tools or choice.mode == pb.ToolChoice.MODE_NONE:
         return None
     is_required = bool(choice.name) or choice.mode == pb.ToolChoice.MODE_REQUIRED
-    allows_several = not choice.name and (
-        chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls")
-    )
-    is_free = allows_several and not any(tool.strict for tool in chat.tools)
+    wants_several = not choice.name and (chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls"))
+    is_free = wants_several and not any(tool.strict for tool in chat.tools)
     if is_free and not is_required and not request.HasField("constraint"):
         return None
     if notation is None:
@@ -62,7 +61,7 @@ def _call_rules(request: pb.GenerateRequest, notation: CallNotation | None) -> C
         for tool in chat.tools
         if choice.name in ("", tool.name)
     )
-    return CallRules(notation, tools, is_required, allows_several)
+    return CallRules(notation, tools, is_required, wants_several and parsers.allows_several)
 
 
 def _without_notes(schema_json: str) -> str:

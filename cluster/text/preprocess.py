@@ -17,6 +17,7 @@ from cluster.errors import TemplateError
 from cluster.identity.key_roots import KeyRoots
 from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import inference_pb2 as pb
+from cluster.text.call_probe import CallProbe
 from cluster.text.chat_template import (
     CalledTool,
     Chat,
@@ -57,10 +58,11 @@ class SampleStart:
 
 
 class Prompt(NamedTuple):
-    """The prompt's token ids, uint32 little-endian, whether it ends with the beginning of reasoning, and what
-    reasoning may follow it (None: a grammar allows none)."""
+    """The prompt's token ids, uint32 little-endian, the parsers of its answer, whether it ends with the
+    beginning of reasoning, and what reasoning may follow it (None: a grammar allows none)."""
 
     tokens: bytes
+    parsers: OutputParsers
     opens_reasoning: bool = False
     reasoning: ReasoningRules | None = None
 
@@ -145,9 +147,9 @@ class Preprocessor:
         template = load_chat_template(model_dir)
         self._chat = ChatRenderer(template) if template is not None else None
         tokenizer = model_dir / "tokenizer.json"
-        self._parsers = OutputParsers.choose(
-            template.source if template is not None else None, gateway.tool_parser, gateway.reasoning_parser
-        )
+        marks = template.source + template.tool_source if template is not None else None
+        self._parsers = OutputParsers.choose(marks, gateway.tool_parser, gateway.reasoning_parser)
+        self._calls = CallProbe(self._parsers, self._chat, finds_notation=gateway.tool_parser == "auto")
         self._grammars = GrammarCompiler(
             Vocabulary(tokenizer, self._model.vocab_size, tuple(self._model.eos_token_ids))
         )
@@ -162,6 +164,11 @@ class Preprocessor:
         """Whether the model has a chat template."""
         return self._chat is not None
 
+    @property
+    def hidden_size(self) -> int:
+        """How many values an embedding has."""
+        return self._model.hidden_size
+
     def limits(self, max_context_tokens: int) -> ServingLimits:
         """Return what a request may ask for; `max_context_tokens` 0: no replica has reported its own yet."""
         return ServingLimits(
@@ -175,7 +182,7 @@ class Preprocessor:
 
     async def prompt_tokens(self, request: pb.GenerateRequest, limits: ServingLimits) -> Prompt:
         """Return the prompt of a checked request: its end where it is truncated."""
-        opens_reasoning, reasoning = False, None
+        opens_reasoning, reasoning, parsers = False, None, self._parsers
         kind = request.WhichOneof("prompt")
         if kind == "token_ids":
             prompt = np.asarray(request.token_ids.ids, dtype="<u4").tobytes()
@@ -183,18 +190,20 @@ class Preprocessor:
             opens_reasoning = self._parsers.opens_reasoning(request.text)
             prompt = await self.encode(request.text)
         else:
-            text = await self.render_chat(request.chat, limits)
+            text = await self.render_chat(request.chat, limits, request.tenant)
             continued = _continued_text(request.chat)
             opens_reasoning = self._parsers.opens_reasoning(text, continued)
             reasoning = self._parsers.reasoning_rules(text, continued)
             prompt = await self.encode(text, add_special_tokens=False)
+            if parser_needs_of(request).tools:
+                parsers = await self._calls.parsers(self._clock.wall())
         if request.HasField("truncate_prompt_tokens"):
             prompt = prompt[-request.truncate_prompt_tokens * TOKEN_BYTES :]
-        return Prompt(prompt, opens_reasoning, reasoning)
+        return Prompt(prompt, parsers, opens_reasoning, reasoning)
 
     async def grammar(self, request: pb.GenerateRequest, prompt: Prompt) -> Grammar | None:
         """Return what the output of a checked request must be; raise `GrammarError` where that cannot be."""
-        constraint = output_constraint(request, self._parsers.call_notation, prompt.reasoning)
+        constraint = output_constraint(request, prompt.parsers, prompt.reasoning)
         return None if constraint is None else await self._grammars.make(constraint, request.tenant)
 
     async def prepare(
@@ -258,14 +267,15 @@ class Preprocessor:
         """Return the text of token ids."""
         return self._text.decode(tokens, keep_special_tokens=keep_special_tokens)
 
-    async def render_chat(self, chat: pb.ChatPrompt, limits: ServingLimits) -> str:
-        """Render the prompt by the model's template; raise `TemplateError` when that cannot be done."""
+    async def render_chat(self, chat: pb.ChatPrompt, limits: ServingLimits, tenant: str) -> str:
+        """Render a tenant's prompt by the model's template; raise `TemplateError` where that cannot be."""
         if self._chat is None:
             raise TemplateError("this model has no chat template; send text instead")
         return await self._chat.render(
             chat_of(chat),
             wall_s=self._clock.wall(),
             max_chars=limits.max_prompt_bytes,
+            party=tenant,
         )
 
     async def close(self) -> None:
@@ -282,7 +292,7 @@ class Preprocessor:
         starts: list[SampleStart] = []
         texts: list[SampleText] = []
         for index in range(max(1, request.n)):
-            text = self._sample_text(request, request_id, index, opens_reasoning=prompt.opens_reasoning)
+            text = self._sample_text(request, request_id, index, prompt)
             output, finish = b"", ""
             if index in resumed:
                 output = np.asarray(resumed[index].token_ids, dtype="<u4").tobytes()
@@ -299,11 +309,11 @@ class Preprocessor:
         return starts, texts
 
     def _sample_text(
-        self, request: pb.GenerateRequest, request_id: str, sample: int, *, opens_reasoning: bool
+        self, request: pb.GenerateRequest, request_id: str, sample: int, prompt: Prompt
     ) -> SampleText:
         """Return the text of a sample without output."""
         needs = parser_needs_of(request)
-        kept = self._parsers.kept_tokens(needs)
+        kept = prompt.parsers.kept_tokens(needs)
         if request.constraint.HasField("structural_tags"):
             kept |= tag_markers(tags_of(request.constraint))
         return SampleText(
@@ -311,7 +321,7 @@ class Preprocessor:
             request.stop,
             stop_token_ids=request.stop_token_ids,
             includes_stop=request.include_stop,
-            parser=self._parsers.make(needs, request_id, sample, opens_reasoning=opens_reasoning),
+            parser=prompt.parsers.make(needs, request_id, sample, opens_reasoning=prompt.opens_reasoning),
         )
 
     def _end_token_ids(self, request: pb.GenerateRequest) -> set[int]:
@@ -334,8 +344,8 @@ def parser_needs_of(request: pb.GenerateRequest) -> ParserNeeds:
     is_chat = request.WhichOneof("prompt") == "chat"
     separates = request.separate_reasoning if request.HasField("separate_reasoning") else is_chat
     may_call = is_chat and request.chat.tool_choice.mode != pb.ToolChoice.MODE_NONE
-    tool_names = frozenset(tool.name for tool in request.chat.tools) if may_call else frozenset()
-    return ParserNeeds(tool_names, separates_reasoning=separates)
+    tools = {tool.name: tool.parameters_json for tool in request.chat.tools} if may_call else {}
+    return ParserNeeds(tools, separates_reasoning=separates)
 
 
 def _continued_text(chat: pb.ChatPrompt) -> str:

@@ -31,6 +31,8 @@ MAX_LOGIT_BIAS = 100.0
 MAX_PENALTY = 2.0
 MAX_CHOICES = 1024
 MAX_TAGS = 128
+# Of a request, or of a session.
+MAX_ID_CHARS = 128
 # A sample that is resumed has ended like this, or not.
 FINISH_REASONS = ("", "stop", "length", "tool_calls")
 
@@ -294,7 +296,7 @@ def _stop_violations(request: pb.GenerateRequest, limits: ServingLimits) -> Iter
 
 def _identity_violations(request: pb.GenerateRequest, limits: ServingLimits) -> Iterator[FieldViolation]:
     """Who asks, how urgently, and where."""
-    for field, max_chars in (("tenant", 64), ("request_id", 128), ("session_id", 128)):
+    for field, max_chars in (("tenant", 64), ("request_id", MAX_ID_CHARS), ("session_id", MAX_ID_CHARS)):
         value = getattr(request, field)
         if len(value) > max_chars or not _ID.fullmatch(value):
             problem = f"must be at most {max_chars} letters, digits, dots, colons, dashes or underscores"

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import functools
 import inspect
+import io
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import client_cases
@@ -518,6 +522,26 @@ PARTS = (
 )
 
 
+def examples() -> None:
+    """Run those of the pages, as they stand there but for the address and the name of the model."""
+    root = Path(__file__).parents[2]
+    found = [
+        example
+        for page in ("README.md", "docs/api.md")
+        for example in re.findall(r"```py(?:thon)?\n(.*?)```", (root / page).read_text(), re.DOTALL)
+        if "from openai import" in example
+    ]
+    assert len(found) == 2
+    for example in found:
+        own = example.replace("http://127.0.0.1:8784/v1", BASE).replace('"tiny"', '"m"')
+        assert own.count(BASE) == own.count('"m"') == 1
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            exec(compile(own, "example", "exec"), {})
+        assert said.getvalue()
+        assert HELLO.startswith(said.getvalue())
+
+
 def main() -> None:
     print(f"openai {openai.__version__}")
     options: dict[str, Any] = {"base_url": BASE, "api_key": "none", "max_retries": 0}
@@ -535,6 +559,7 @@ def main() -> None:
     runner.run(with_asyncio.close())
     runner.close()
     client.close()
+    examples()
     check_every_field(seen)
     together(openai.AsyncOpenAI(**options))
     print(f"{wire.num_checked} answers checked, {check_the_checks(seen)} damaged ones noticed")

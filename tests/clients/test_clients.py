@@ -56,6 +56,8 @@ def test_a_client_is_served(client: str, gateways: SpeakingGateways) -> None:
         "TANDEM_FIELDS": json.dumps(_served_fields()),
         # LiteLLM looks on the internet for the prices of models.
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        # By default it asks an unknown model for as many tokens as Anthropic's largest writes.
+        "DEFAULT_ANTHROPIC_CHAT_MAX_TOKENS": "1000",
     }
     done = subprocess.run(command, capture_output=True, text=True, timeout=10 * WAIT_S, env=environment)
     print(done.stdout)

@@ -13,7 +13,14 @@ from transformers import PreTrainedTokenizerFast
 
 from cluster.api.client import GenerateOptions, Turn
 from cluster.errors import CallError, TemplateError
-from cluster.text.chat_template import Chat, ChatRenderer, ChatTemplate, ChatTurn, load_chat_template
+from cluster.text.chat_template import (
+    Chat,
+    ChatRenderer,
+    ChatTemplate,
+    ChatTool,
+    ChatTurn,
+    load_chat_template,
+)
 from workers.errors import CheckpointError
 
 TURNS = [
@@ -105,6 +112,43 @@ async def test_a_template_may_refuse_with_its_own_words() -> None:
         await render(ChatTemplate(source, {}), TURNS)
 
 
+# As Qwen's: what it does not know is not shown.
+KNOWS_FEW = (
+    "{% for m in messages %}{% if m.role in ['system', 'user', 'assistant'] %}[{{ m.role }}: {{ m.content }}]"
+    "{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("turns", "text"),
+    [
+        ([("developer", "In French."), ("user", "hi")], "[system: In French.][user: hi]"),
+        (
+            [("system", "Be brief."), ("developer", "In French."), ("user", "hi")],
+            "[system: Be brief.\n\nIn French.][user: hi]",
+        ),
+        (
+            [("developer", "In French."), ("system", "Be brief."), ("developer", "Be kind.")],
+            "[system: In French.\n\nBe brief.\n\nBe kind.]",
+        ),
+        (
+            [("user", "hi"), ("assistant", "yes?"), ("developer", "In French."), ("user", "so")],
+            "[user: hi][assistant: yes?][system: In French.][user: so]",
+        ),
+        ([("system", "a"), ("system", "b")], "[system: a][system: b]"),
+    ],
+)
+async def test_what_a_developer_says_is_the_system_s(turns: list[tuple[str, str]], text: str) -> None:
+    said = [ChatTurn(role, content) for role, content in turns]
+    assert await render(ChatTemplate(KNOWS_FEW, {}), said) == text
+
+
+async def test_a_template_that_knows_developers_shows_them() -> None:
+    source = KNOWS_FEW.replace("['system',", "['system', \"developer\",")
+    turns = [ChatTurn("system", "a"), ChatTurn("developer", "b")]
+    assert await render(ChatTemplate(source, {}), turns) == "[system: a][developer: b]"
+
+
 async def test_the_date_is_an_argument() -> None:
     text = await render(ChatTemplate("{{ strftime_now('%Y') }}", {}), TURNS)
     assert text in ("1969", "1970")
@@ -116,11 +160,13 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config["chat_template"] = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    assert load_chat_template(folder) == ChatTemplate("d", {"eos_token": "<|end|>", "pad_token": "<|pad|>"})
+    tokens = {"eos_token": "<|end|>", "pad_token": "<|pad|>"}
+    assert load_chat_template(folder) == ChatTemplate("d", tokens, "t")
     (folder / "chat_template.jinja").write_text("file")
-    found = load_chat_template(folder)
-    assert found is not None
-    assert found.source == "file"
+    assert load_chat_template(folder) == ChatTemplate("file", tokens), "files replace what the list says"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    assert load_chat_template(folder) == ChatTemplate("file", tokens, "tools")
     (folder / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(CheckpointError, match=r"chat_template\.jinja: unreadable"):
         load_chat_template(folder)
@@ -128,6 +174,31 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
         (folder / "tokenizer_config.json").write_text(damaged)
         with pytest.raises(CheckpointError, match="tokenizer_config"):
             load_chat_template(folder)
+
+
+async def test_a_chat_with_tools_is_rendered_by_the_template_for_tools(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, None)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    with_tools = "{% for tool in tools %}{{ tool.function.name }} {% endfor %}" + TEMPLATE
+    config["chat_template"] = [
+        {"name": "default", "template": TEMPLATE},
+        {"name": "tool_use", "template": with_tools},
+    ]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    template = load_chat_template(folder)
+    assert template is not None
+    reference: Any = PreTrainedTokenizerFast.from_pretrained(folder)
+    messages = [{"role": turn.role, "content": turn.content} for turn in TURNS]
+    renderer = ChatRenderer(template)
+    for tools in ((), (ChatTool("find", "finds"),)):
+        shown = [
+            {"type": "function", "function": {"name": it.name, "description": it.description}} for it in tools
+        ]
+        wanted = reference.apply_chat_template(messages, tools=shown or None, tokenize=False)
+        chat = Chat(tuple(TURNS), tools, add_generation_prompt=False)
+        assert await renderer.render(chat, wall_s=0.0, max_chars=100_000) == wanted
+        assert wanted.startswith("find ") == bool(tools)
+    await renderer.close()
 
 
 @pytest.mark.parametrize("templates", [[], ["default"], [{"name": "default"}], [{"template": "d"}], 7])

@@ -29,14 +29,15 @@ from workers.messages.link import RequestFailed, Submission
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-# Shows all that a chat has; the comment says how the model writes calls and thoughts.
+# Shows all that a chat has, calls also as the model writes them; the comment says how it writes thoughts.
 TEMPLATE = (
-    "{# <tool_call> <think> #}{{ extra | default('') }}"
+    "{# <think> #}{{ extra | default('') }}"
     "{% for t in tools or [] %}({{ t.function.name }}; {{ t.function.description }}; "
     "{{ t.function.parameters | tojson }}){% endfor %}"
     "{% for m in messages %}[{{ m.role }}; {{ m.name }}; {{ m.tool_call_id }}; {{ m.reasoning_content }}; "
     "{% for c in m.tool_calls or [] %}{{ c.id }} {{ c.function.name }} {{ c.function.arguments | tojson }}"
-    "{% endfor %}; {{ m.content }}{% if not loop.last or not continue_final_message %}]{% endif %}"
+    "<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}; {{ m.content }}"
+    "{% if not loop.last or not continue_final_message %}]{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}ANSWER {% endif %}"
 )
 
@@ -295,7 +296,7 @@ CASES: dict[str, FieldEffect] = {
     **{f"GenerateRequest.{name}": it for name, it in GENERATE.items()},
     "TokenIds.ids": case("token_ids.ids", [6], lambda it: len(it.prepared.prompt) == 8, lambda: ids_alone()),
     "ContentPart.text": in_prompt("chat.messages.0.content.0.text", "hen", "; hen]", a_chat()),
-    "ChatMessage.role": in_prompt("chat.messages.0.role", pb.ROLE_DEVELOPER, "[developer", a_chat()),
+    "ChatMessage.role": in_prompt("chat.messages.0.role", pb.ROLE_DEVELOPER, "[system", a_chat()),
     "ChatMessage.content": in_prompt(
         "chat.messages.0.content", [pb.ContentPart(text="x")], "; foxx]", a_chat()
     ),

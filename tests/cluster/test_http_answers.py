@@ -297,6 +297,37 @@ def test_a_stream_that_breaks_off_says_so_and_has_no_end(kind: Any) -> None:
     assert name == {ChatAnswer: "", MessagesAnswer: "error", ResponsesAnswer: "response.failed"}[kind]
 
 
+@pytest.mark.parametrize(
+    ("status", "code"), [(400, "invalid_prompt"), (429, "rate_limit_exceeded"), (503, "server_error")]
+)
+def test_a_failed_response_says_whether_to_come_back_and_what_it_has_used(status: int, code: str) -> None:
+    body = msgspec.convert({"input": "x", "stream": True}, ResponsesRequest)
+    answer = ResponsesAnswer(body, maker())
+    for response in responses_of([pb.Delta(text="a")])[:2]:
+        answer.take(0, response)
+    usage = pb.Usage(prompt_tokens=10, completion_tokens=7)
+    for known, num_output in ((usage, 7), (None, 0)):
+        ((_, event),) = parse_events(answer.failed(HttpProblem(status, "gone", usage=known)))
+        assert event["response"]["error"] == {"code": code, "message": "gone"}
+        assert event["response"]["usage"]["input_tokens"] == 10
+        assert event["response"]["usage"]["output_tokens"] == num_output
+
+
+@pytest.mark.parametrize("num_top", [0, 1])
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_chosen_token_is_among_the_logprobs_of_a_completion(streams: bool, num_top: int) -> None:
+    chosen = pb.TokenLogprob(logprob=-3.0, text="c", token_id=3)
+    if num_top:
+        chosen.top.add(token_id=1, logprob=-0.5, text="a")
+    delta = pb.Delta(text="c", logprobs=[chosen], finish_reason=pb.FINISH_REASON_STOP)
+    fields = {"prompt": "x", "logprobs": num_top, "stream": streams}
+    answer = CompletionAnswer(msgspec.convert(fields, CompletionRequest), 1, maker())
+    responses = responses_of([delta])
+    whole = events_of(answer, responses)[0] if streams else whole_of(answer, responses)
+    (top,) = whole["choices"][0]["logprobs"]["top_logprobs"]
+    assert top == ({"a": -0.5, "c": -3.0} if num_top else {"c": -3.0})
+
+
 def test_a_stop_that_matched_is_told() -> None:
     end = pb.Delta(finish_reason=pb.FINISH_REASON_STOP, matched_stop=pb.MatchedStop(text="END"))
     responses = responses_of([pb.Delta(text="a"), end])

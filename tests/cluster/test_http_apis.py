@@ -12,13 +12,14 @@ import pytest
 from gateway_harness import GatewayHarness, decode, encode, raw, truth
 from http_harness import SCHEMAS, HttpFrontHarness, embedding_of
 
+from cluster.admission.admission import RequestAdmission
 from cluster.http import chat, fields, messages, responses, schemas
 from cluster.http.schemas import decode as decode_body
 from cluster.http.server import ROUTE_ACCESS
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 RENDERED = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
-MESSAGES = {"model": "m", "max_tokens": 8, "messages": [{"role": "user", "content": "hello"}]}
+MESSAGES: dict[str, Any] = {"model": "m", "max_tokens": 8, "messages": [{"role": "user", "content": "hello"}]}
 
 
 @pytest.fixture
@@ -132,6 +133,53 @@ def test_a_conversation_with_tools_becomes_turns() -> None:
     assert found.HasField("parallel_tool_calls")
     assert not found.parallel_tool_calls
     assert json.loads(found.template_args_json) == {"enable_thinking": False, "reasoning_effort": "low"}
+
+
+def prompt_of(front: HttpFrontHarness) -> str:
+    return decode(memoryview(front.harness.replicas["p0"].submissions[-1].prompt).cast("I").tolist())
+
+
+@pytest.mark.parametrize("content", ['{"city": "', [{"type": "text", "text": '{"city": "'}]])
+async def test_a_last_message_of_the_assistant_is_continued(front: HttpFrontHarness, content: Any) -> None:
+    turns = [*MESSAGES["messages"], {"role": "assistant", "content": content}]
+    reply = await front.post("/v1/messages", {**MESSAGES, "messages": turns})
+    assert reply.status == 200, reply.body
+    # Special tokens are not decoded.
+    assert prompt_of(front) == 'user\nhello\nassistant\n{"city": "'
+    counted = await front.post("/v1/messages/count_tokens", {"messages": turns})
+    usage = reply.json["usage"]
+    assert counted.json["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [{"type": "tool_use", "id": "t1", "name": "f", "input": {}}],
+        [{"type": "text", "text": "I look."}, {"type": "tool_use", "id": "t1", "name": "f", "input": {}}],
+        [{"type": "thinking", "thinking": "hm"}],
+        [],
+    ],
+)
+async def test_a_last_message_of_the_assistant_that_cannot_be_continued_is_named(
+    front: HttpFrontHarness, content: Any
+) -> None:
+    turns = [*MESSAGES["messages"], {"role": "assistant", "content": content}]
+    reply = await front.post("/v1/messages", {**MESSAGES, "messages": turns})
+    assert reply.status == 400
+    assert reply.json["error"]["message"].startswith("messages[1]: ")
+    assert "text and without tool calls" in reply.json["error"]["message"]
+
+
+def test_a_tool_that_failed_says_so() -> None:
+    for is_error, text in ((True, "Error: no such city"), (False, "no such city"), (None, "no such city")):
+        result = {"type": "tool_result", "tool_use_id": "t1", "content": "no such city", "is_error": is_error}
+        body = {"max_tokens": 8, "messages": [{"role": "user", "content": [result]}]}
+        (turn,) = calls_of(messages.MessagesRequest, messages, body).chat.messages
+        assert "".join(part.text for part in turn.content) == text
+    alone = {"type": "tool_result", "tool_use_id": "t1", "is_error": True}
+    body = {"max_tokens": 8, "messages": [{"role": "user", "content": [alone]}]}
+    (turn,) = calls_of(messages.MessagesRequest, messages, body).chat.messages
+    assert "".join(part.text for part in turn.content) == "Error: "
 
 
 # ------------------------------------------------------------------------------------------ responses
@@ -333,6 +381,23 @@ async def test_embeddings_are_numbers_or_base64(front: HttpFrontHarness) -> None
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
+async def test_dimensions_that_no_vector_has_are_refused_before_anything_is_computed(
+    front: HttpFrontHarness,
+) -> None:
+    reply = await front.post("/v1/embeddings", {"input": ["x", "y"], "dimensions": 33})
+    assert (reply.status, reply.error["param"]) == (400, "dimensions")
+    assert "have 32" in reply.error["message"]
+    assert all(not replica.submissions for replica in front.harness.replicas.values())
+
+
+async def test_embeddings_have_the_id_of_the_header(front: HttpFrontHarness) -> None:
+    for body, name in (({}, "traced"), ({"request_id": "mine"}, "mine")):
+        reply = await front.post("/v1/embeddings", {"input": "x", **body}, headers={"X-Request-Id": "traced"})
+        assert (reply.status, reply.headers["X-Request-Id"]) == (200, name)
+        listed = front.gateway.requests.latest(10, None)
+        assert f"{name}:0" in {it.request_id for it in listed}
+
+
 @pytest.mark.parametrize(
     ("changes", "param"), [({"input": []}, "input"), ({"encoding_format": "hex"}, "encoding_format")]
 )
@@ -430,3 +495,25 @@ async def test_every_refused_field_is_refused_by_name(front: HttpFrontHarness, r
         message = reply.json["error"]["message"]
         assert message.startswith(f"{name}: is not supported")
         assert remedy in message
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 8}),
+        ("/v1/completions", {"prompt": "abc", "max_tokens": 8}),
+        ("/v1/responses", {"input": "abc", "max_output_tokens": 8}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 8}),
+    ],
+)
+async def test_usage_says_what_the_maximum_was_cut_to_under_load(
+    front: HttpFrontHarness, path: str, body: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "capped_max_tokens" not in (await front.post(path, body)).json["usage"]
+    monkeypatch.setattr(RequestAdmission, "max_tokens", lambda self, service_class, asked: min(asked, 3))
+    usage = (await front.post(path, body)).json["usage"]
+    assert usage["capped_max_tokens"] == 3
+    assert 3 in (usage.get("completion_tokens"), usage.get("output_tokens"))
+    options = {} if path == "/v1/messages" else {"stream_options": {"include_usage": True}}
+    streamed = await front.post(path, {**body, "stream": True, **options})
+    assert b'"capped_max_tokens":3' in streamed.body, "at the end of a stream too"

@@ -209,6 +209,13 @@ async def test_models_are_listed(front: HttpFrontHarness) -> None:
     assert (listed["object"], [model["id"] for model in listed["data"]]) == ("list", ["m"])
     assert (await front.get("/v1/models/m")).json == listed["data"][0]
     assert (await front.get("/v1/models/other")).error["code"] == "model_not_found"
+    assert (await front.get("/v1/models/of/others")).error["code"] == "model_not_found"
+
+
+async def test_a_model_may_have_a_slash_in_its_name(harness: GatewayHarness) -> None:
+    async with HttpFrontHarness(harness, harness.config(model_name="Qwen/Qwen3-8B")) as front:
+        for path in ("Qwen/Qwen3-8B", "Qwen%2FQwen3-8B"):
+            assert (await front.get(f"/v1/models/{path}")).json["id"] == "Qwen/Qwen3-8B"
 
 
 async def test_a_request_that_fails_before_its_first_token_has_a_status_of_its_own(
@@ -219,7 +226,7 @@ async def test_a_request_that_fails_before_its_first_token_has_a_status_of_its_o
     reply = await front.chat(stream=True)
     assert reply.status in (429, 503)
     assert int(reply.headers["Retry-After"]) >= 0
-    assert reply.error["code"] in ("rate_limit_exceeded", "unavailable")
+    assert reply.error["code"] in ("overloaded", "unavailable")
 
 
 # ------------------------------------------------------------------------------------------ completions
@@ -262,11 +269,38 @@ async def test_a_bad_prompt_is_named(front: HttpFrontHarness, prompt: Any) -> No
     assert (reply.status, reply.error["param"]) == (400, "prompt")
 
 
-async def test_one_bad_prompt_ends_all(front: HttpFrontHarness) -> None:
+@pytest.mark.parametrize("bad", ["", [1 << 30], "x" * 40_000])
+async def test_one_bad_prompt_ends_all_and_is_named(front: HttpFrontHarness, bad: Any) -> None:
     front.harness.replicas["p0"].script.stop_after = 0
-    reply = await front.post("/v1/completions", {"prompt": ["fine", ""], "max_tokens": 3})
-    assert (reply.status, reply.error["param"]) == (400, "prompt")
+    fine = "fine" if isinstance(bad, str) else [5]
+    reply = await front.post("/v1/completions", {"prompt": [fine, bad, fine], "max_tokens": 3})
+    assert (reply.status, reply.error["param"]) == (400, "prompt[1]")
     front.harness.replicas["p0"].script.resume.set()
+    reply = await front.post("/v1/completions", {"prompt": [fine], "max_tokens": 0})
+    assert (reply.status, reply.error["param"]) == (400, "max_tokens")
+
+
+async def test_the_usage_in_chunks_is_that_of_all_prompts(front: HttpFrontHarness) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": ["one two", "three"], "max_tokens": 3, "stream": True, "stream_options": options}
+    reply = await front.post("/v1/completions", body)
+    *chunks, last, _ = [event["usage"] for _, event in reply.events[:-1]] + [None]
+    counts = [usage["completion_tokens"] for usage in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == last["completion_tokens"] == 6
+    assert chunks[-1]["prompt_tokens"] == last["prompt_tokens"]
+
+
+async def test_the_longest_id_serves_for_several_prompts(front: HttpFrontHarness) -> None:
+    name = "a" * 128
+    for route, field in (("/v1/completions", "prompt"), ("/v1/embeddings", "input")):
+        ids = set()
+        for request_id in (name, name[:-1] + "b"):
+            reply = await front.post(route, {field: ["one", "two"], "request_id": request_id})
+            assert reply.status == 200, reply.body
+            ids |= {it.request_id for it in front.gateway.requests.latest(10, None)}
+        assert len(ids) == (4 if route == "/v1/completions" else 8)
+        assert all(len(it) <= 128 for it in ids)
 
 
 def test_the_wire_formats_cover_every_finish_reason() -> None:

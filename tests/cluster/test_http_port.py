@@ -19,9 +19,11 @@ from gateway_harness import GatewayHarness, until
 from http_harness import CHAT, HttpFrontHarness, events_of, raw_request
 from http_process import http_process
 
+from cluster.admission.config import AdmissionConfig
 from cluster.config import GatewayConfig
 from cluster.http.guards import refused_host
 from cluster.http.server import ROUTE_ACCESS
+from cluster.metrics.ended_request import EndedRequest
 
 LIMITS = {"max_body_bytes": 4096, "max_header_bytes": 4096, "body_timeout_s": 0.3, "idle_timeout_s": 0.5}
 
@@ -97,6 +99,23 @@ async def test_a_quota_is_429_with_what_is_left(harness: GatewayHarness, tmp_pat
         assert 0 < int(replies[2].headers["Retry-After"]) <= 10
         assert replies[2].error["code"] == "rate_limit_exceeded"
         assert harness.replicas["p0"].submissions[-1].priority == 2, "within the caller's limit"
+
+
+async def test_a_request_arrives_with_its_headers(harness: GatewayHarness, tmp_path: Path) -> None:
+    """What is refused counts from there, as over gRPC."""
+    async with HttpFrontHarness(harness) as front:
+        ended: list[EndedRequest] = []
+        requests = front.gateway.requests
+        requests._observers = (*requests._observers, ended.append)
+        body = json.dumps({**CHAT, "temperature": -1}).encode()
+        async with front.connection() as (reader, writer):
+            before = front.harness.clock.now()
+            writer.write(raw_request(b"", f"Content-Length: {len(body)}", "Expect: 100-continue"))
+            await reader.readuntil(b"100 Continue\r\n\r\n")
+            after = front.harness.clock.now()
+            writer.write(body)
+            await reader.readuntil(b"HTTP/1.1 400 ")
+        assert before <= ended[-1].started_at <= after
 
 
 async def test_tls_is_spoken_as_over_grpc(harness: GatewayHarness, tmp_path: Path) -> None:
@@ -188,12 +207,31 @@ async def test_a_connection_without_a_request_is_closed(front: HttpFrontHarness,
         assert await reader.read() == b""
 
 
-@pytest.mark.parametrize("headers", [["A: " + "b" * 10_000], [f"X-{number}: y" for number in range(500)]])
-async def test_a_header_bomb_ends_its_connection(front: HttpFrontHarness, headers: list[str]) -> None:
+UNREAD = {
+    "a long header": (raw_request(b"", "A: " + "b" * 10_000, "Content-Length: 2"), 431),
+    "a long name": (raw_request(b"", "b" * 10_000 + ": A", "Content-Length: 2"), 431),
+    "many headers": (raw_request(b"", *(f"X-{number}: y" for number in range(500))), 431),
+    "a long path": (raw_request(b"", path="/" + "b" * 10_000), 431),
+    "a wrong length": (raw_request(b"", "Content-Length: b"), 400),
+    "another protocol": (b"\x16\x03\x01\x00\x00", 400),
+    "bbb": (b"bbb\r\n\r\n", 400),
+}
+
+
+@pytest.mark.parametrize("what", UNREAD)
+async def test_what_is_no_request_is_refused_as_the_api_does_and_ends_its_connection(
+    front: HttpFrontHarness, what: str
+) -> None:
+    sent, status = UNREAD[what]
     async with front.connection() as (reader, writer):
-        writer.write(raw_request(b"", *headers, "Content-Length: 2"))
-        answered = await reader.read()
-        assert b" 400 " in answered.partition(b"\r\n")[0]
+        writer.write(sent)
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    assert f" {status} ".encode() in head.partition(b"\r\n")[0]
+    assert b"Content-Type: application/json" in head
+    assert b"Server: tandem" in head
+    error = json.loads(body)["error"]
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, None)
+    assert "bbb" not in error["message"], "no secret that was cut is shown"
     assert (await front.get("/health")).status == 200
 
 
@@ -226,7 +264,7 @@ async def test_a_client_that_goes_ends_its_request(front: HttpFrontHarness, stre
 async def test_an_answer_that_is_kept_to_its_end_is_bounded(
     front: HttpFrontHarness, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    monkeypatch.setattr("cluster.http.endpoints.MAX_KEPT_BYTES", 4000)
+    monkeypatch.setattr("cluster.http.kept_output.MAX_KEPT_BYTES", 40_000)
     chat = {**CHAT, "max_tokens": 60, "logprobs": True, "top_logprobs": 20}
     response = {"input": "hello", "max_output_tokens": 60, "top_logprobs": 20}
     body = chat if path.startswith("/v1/chat") else response
@@ -234,10 +272,66 @@ async def test_an_answer_that_is_kept_to_its_end_is_bounded(
     assert (whole.status, whole.error["param"], whole.error["code"]) == (400, "stream", "answer_too_large")
     streamed = await front.post(path, {**body, "stream": True})
     assert streamed.status == 200
-    names = [name for name, _ in streamed.events]
-    assert streamed.events[-1][1] == "[DONE]" if body is chat else names[-1] == "response.failed"
+    name, last = streamed.events[-1]
+    if body is chat:
+        assert last == "[DONE]"
+    else:
+        assert (name, last["response"]["error"]["code"]) == ("response.failed", "invalid_prompt")
+        assert 0 < last["response"]["usage"]["output_tokens"] < 60, "what it took until then"
     await until(lambda: front.gateway.requests.num_running == 0, "nothing runs")
+    assert front.gateway.requests.unread.num_bytes == 0
     assert (await front.post(path, {**body, "top_logprobs": 0, **_short(path)})).status == 200
+
+
+KEPT = {**CHAT, "max_tokens": 120, "logprobs": True, "top_logprobs": 20}
+
+
+def small(harness: GatewayHarness, max_unread_mb: float) -> Any:
+    """A configuration in which so little may wait for clients."""
+    return harness.config().model_copy(update={"admission": AdmissionConfig(max_unread_mb=max_unread_mb)})
+
+
+async def test_answers_that_are_kept_to_their_ends_are_bounded_together(harness: GatewayHarness) -> None:
+    """The largest ends, in whatever it is; another one goes on with its place."""
+    async with HttpFrontHarness(harness, small(harness, 0.15)) as front:
+        unread, decode = front.gateway.requests.unread, harness.replicas["d0"]
+        # What waits in between is little then.
+        decode.script.token_s = 0.002
+        decode.script.stop_after = 60
+        first = asyncio.create_task(front.post("/v1/chat/completions", KEPT))
+        await until(lambda: unread.num_bytes > 60_000, "half of it is kept")
+        held = unread.num_bytes
+        second = asyncio.create_task(front.post("/v1/chat/completions", KEPT))
+        await until(lambda: unread.num_bytes >= 2 * held, "both have a half")
+        decode.script.stop_after = None
+        decode.script.resume.set()
+        replies = sorted([await first, await second], key=lambda it: it.status)
+        assert [reply.status for reply in replies] == [200, 429]
+        assert "more than 0.15 MB of output wait in this gateway, most of it in this answer" in str(
+            replies[1].error["message"]
+        )
+        assert len(replies[0].json["choices"][0]["logprobs"]["content"]) == 120
+        assert unread.num_bytes == 0
+        await until(lambda: front.gateway.requests.num_running == 0, "nothing runs")
+
+
+async def test_an_answer_counts_until_its_client_has_taken_it(harness: GatewayHarness) -> None:
+    async with (
+        HttpFrontHarness(harness, small(harness, 9.0)) as front,
+        front.connection() as (reader, writer),
+    ):
+        unread = front.gateway.requests.unread
+        many = {**KEPT, "max_tokens": 400, "n": 16}
+        body = json.dumps(many).encode()
+        writer.write(raw_request(body, f"Content-Length: {len(body)}"))
+        await reader.readuntil(b"HTTP/1.1 200 OK")
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await until(lambda: front.gateway.requests.num_running == 0, "the request has ended")
+        assert unread.num_bytes > 6_000_000
+        reply = await front.post("/v1/chat/completions", {**many, "n": 8})
+        assert reply.status == 200, "the slower client has lost its connection"
+        assert unread.num_bytes == 0
+        writer.transport.abort()
 
 
 def _short(path: str) -> dict[str, int]:

@@ -8,6 +8,8 @@ from gateway_harness import PROMPT, GatewayHarness, Pair, encode, until
 
 from cluster.api.client import GenerateOptions
 from cluster.errors import CallError
+from cluster.metrics.exporters import GatewayMetrics
+from cluster.metrics.scraped_registry import ScrapedRegistry
 
 NUM_PROMPT = len(encode(PROMPT))
 # Of a token of the scripted replicas: K and V, 2 layers, 2 heads of 8, 4 bytes.
@@ -80,3 +82,13 @@ async def test_a_replica_that_dies_is_lost_and_one_that_leaves_is_not(harness: G
     gone = lambda: all(it.stream is None for it in gateway.connections.views())  # noqa: E731
     await until(gone, "both Links ended")
     assert counters.num_losses == {"decode": 1}
+
+
+async def test_a_gateway_without_a_console_exports_all_that_one_with_it_shows(pair: Pair) -> None:
+    assert pair.gateway.console_port == 0
+    await pair.client.complete(PROMPT, GenerateOptions(seed=7, max_tokens=3))
+    registry = ScrapedRegistry(gateway="g0", model="m", app="tandem")
+    await pair.gateway.export(GatewayMetrics(registry, 0.0))
+    text = registry.text().decode()
+    assert "tandem_requests_total{" in text
+    assert 'state="finished"' in text

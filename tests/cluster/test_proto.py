@@ -5,8 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
+from google.protobuf.json_format import MessageToDict
+
+from cluster.proto.tandem.v1 import admin_pb2, inference_pb2
 
 FOLDER = Path(__file__).parents[2] / "cluster/proto"
 BUF = Path(sys.executable).with_name("buf")
@@ -32,6 +37,34 @@ def changed(tmp_path: Path) -> Path:
 def test_the_files_are_in_style() -> None:
     done = buf("lint")
     assert not done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("module", [inference_pb2, admin_pb2])
+def test_the_image_is_that_of_the_files(module: Any) -> None:
+    """A field that it lacks could be changed freely."""
+    image = FileDescriptorSet.FromString((FOLDER / "tandem.v1.binpb").read_bytes())
+    (held,) = (file for file in image.file if file.name == module.DESCRIPTOR.name)
+    compiled = FileDescriptorProto()
+    module.DESCRIPTOR.CopyToProto(compiled)
+    assert described(held) == described(compiled), "run make proto-image"
+
+
+def described(file: FileDescriptorProto) -> Any:
+    """What the file says, without what compilers derive from it or add to it."""
+    file.DiscardUnknownFields()
+    found = MessageToDict(file)
+    _drop_names(found)
+    return found
+
+
+def _drop_names(value: Any) -> None:
+    if isinstance(value, dict):
+        value.pop("jsonName", None)
+        for inner in value.values():
+            _drop_names(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            _drop_names(inner)
 
 
 def test_no_change_breaks_a_client(changed: Path) -> None:

@@ -44,12 +44,16 @@ FIND, FIND_ALL = (
     '{"name": "find_all", "arguments": {"q": [1]}}',
 )
 WRONG = '{"name": "find", "arguments": {"n": 1}}'
+TAGGED_FIND = "<function=find>\n<parameter=city>\nUlm\n</parameter>\n</function>"
+TAGGED_ALL = '<function=find_all>\n<parameter=q>\nany "text"\n</parameter>\n</function>'
+TAGGED_BOTH = "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in (TAGGED_FIND, TAGGED_ALL))
 LLAMA_FIND, LLAMA_ALL = (text.replace("arguments", "parameters") for text in (FIND, FIND_ALL))
 NOTATIONS: dict[CallNotation, OutputParsers] = {
     "hermes": OutputParsers("hermes", "think"),
     "llama3": OutputParsers("llama3", "think"),
     "mistral": OutputParsers("mistral", "think"),
     "mistral_args": OutputParsers("mistral", "think", marks_arguments=True),
+    "qwen3_coder": OutputParsers("qwen3_coder", "think"),
 }
 # Texts, and where they are complete: with calls "required", allowed in "text", and there with "one" at most.
 TEXTS: dict[CallNotation, list[tuple[str, str]]] = {
@@ -90,6 +94,19 @@ TEXTS: dict[CallNotation, list[tuple[str, str]]] = {
         ("a list [x]", "text one"),
         ("I call [TOOL_CALLS]find_all[ARGS]{}", "text one"),
         ("[TOOL_CALLS]find[ARGS]{}", ""),
+    ],
+    "qwen3_coder": [
+        (f"<tool_call>\n{TAGGED_FIND}\n</tool_call>", "required text one"),
+        (
+            f"<tool_call>\n{TAGGED_FIND}\n</tool_call>\n<tool_call>\n{TAGGED_ALL}\n</tool_call>",
+            "required text",
+        ),
+        ("just text", "text one"),
+        (f"I call <tool_call>\n{TAGGED_ALL}\n</tool_call>", "text one"),
+        (f"<tool_call>\n{TAGGED_FIND.replace('Ulm', 'Rome')}\n</tool_call>", ""),
+        (f"<tool_call>\n{FIND}\n</tool_call>", ""),
+        ("<tool_call>\n<function=find>\n</function>\n</tool_call>", ""),
+        ("<tool_call>\n<function=find_all>\n</function>\n</tool_call>", "required text one"),
     ],
 }
 
@@ -151,12 +168,12 @@ def test_calls_of_each_family_are_allowed_and_others_are_not(
             assert model.takes(order, before + text) == (mode in modes.split()), before + text
 
 
-@pytest.mark.parametrize("notation", ["hermes", "mistral", "mistral_args"])
+@pytest.mark.parametrize("notation", ["hermes", "mistral", "mistral_args", "qwen3_coder"])
 def test_a_marker_in_other_tokens_than_its_own_begins_a_call_too(notation: CallNotation) -> None:
     model = MODELS["tokens"]
     order = OutputConstraint("anything", calls=rules(notation, "text"))
     right, wrong = TEXTS[notation][0][0], TEXTS[notation][4][0]
-    marker = "<tool_call>" if notation == "hermes" else "[TOOL_CALLS]"
+    marker = "[TOOL_CALLS]" if notation.startswith("mistral") else "<tool_call>"
     spelled = model.spell(marker)
     assert model.special_token(marker) not in spelled
     for text, is_right in ((right, True), (wrong, False)):
@@ -261,7 +278,7 @@ def bits(mask: bytes) -> list[bool]:
 
 
 def read_calls(notation: CallNotation, text: str, *, is_open: bool) -> list[tuple[str, Any]]:
-    needs = ParserNeeds(frozenset(tool.name for tool in TOOLS), True)
+    needs = ParserNeeds({tool.name: tool.schema_json for tool in TOOLS}, True)
     parser = NOTATIONS[notation].make(needs, "r", 0, opens_reasoning=is_open)
     assert parser is not None
     found: dict[int, list[str]] = {}
@@ -314,6 +331,65 @@ def test_what_a_grammar_allows_is_read_as_calls_of_the_tools(
     assert [call for call in calls if not is_call(*call)] == [], text
     assert calls or not (begins_call or mode == "required"), text
     assert len(calls) <= 1 or mode != "one", text
+
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "count": {"$ref": "#/$defs/Count"},
+        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "list": {"type": "array", "items": {"$ref": "#/$defs/Count"}},
+        "shape": {"enum": ["round", 2]},
+        "fixed": {"const": "x"},
+    },
+    "required": ["text", "count"],
+    "$defs": {"Count": {"type": "integer", "minimum": 1}},
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "is_right"),
+    [
+        ({"text": 'any\n"thing" <b>\n', "count": "12"}, True),
+        ({"text": "", "count": "1", "maybe": "null", "list": "[1, 2]", "shape": "2", "fixed": "x"}, True),
+        ({"text": "a", "count": "0"}, False),
+        ({"text": "a</parameter>b", "count": "1"}, False),
+        ({"text": "a"}, False),
+        ({"count": "1", "text": "a"}, False),
+        ({"text": "a", "count": "1", "list": '["a"]'}, False),
+        ({"text": "a", "count": "1", "shape": '"round"'}, False),
+        ({"text": "a", "count": "1", "other": "1"}, False),
+    ],
+)
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_values_in_tags_are_those_of_the_schema(
+    is_strict: bool, values: dict[str, str], is_right: bool
+) -> None:
+    tools = (CallableTool("f", json.dumps(PARAMETERS), is_strict),)
+    order = OutputConstraint("anything", calls=rules("qwen3_coder", "required", tools))
+    tags = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
+    text = f"<tool_call>\n<function=f>\n{tags}</function>\n</tool_call>"
+    assert MODELS["text"].takes(order, text) == is_right
+
+
+UNTAGGED: dict[str, tuple[dict[str, Any], str]] = {
+    "a name with the end of its tag": ({"a>": {}}, "cannot stand in a tag"),
+    "a value with the end of its tag": ({"a": {"enum": ["x</parameter>"]}}, "the tag that ends it"),
+    "a pattern of text": (
+        {"a": {"type": "string", "pattern": "x", "maxLength": 3}},
+        "maxLength, pattern: not",
+    ),
+    "no schema": ({"a": {"type": "integer", "not": {}}}, "not"),
+}
+
+
+@pytest.mark.parametrize("what", UNTAGGED)
+async def test_what_cannot_stand_in_tags_is_refused_by_name(compiler: GrammarCompiler, what: str) -> None:
+    properties, reason = UNTAGGED[what]
+    tools = (CallableTool("broken", json.dumps({"type": "object", "properties": properties}), True),)
+    with pytest.raises(InvalidToolsError, match=f"'broken'.*{reason}"):
+        await compiler.make(OutputConstraint("anything", calls=rules("qwen3_coder", "required", tools)))
 
 
 @pytest.fixture
@@ -389,8 +465,11 @@ def request_of(**chat: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(chat=pb.ChatPrompt(messages=[message], **chat))
 
 
-def found(request: pb.GenerateRequest, notation: CallNotation | None = "hermes") -> OutputConstraint | None:
-    return output_constraint(request, notation, THINKS)
+HERMES, NO_CALLS = OutputParsers("hermes", "think"), OutputParsers("none", "think")
+
+
+def found(request: pb.GenerateRequest, parsers: OutputParsers = HERMES) -> OutputConstraint | None:
+    return output_constraint(request, parsers, THINKS)
 
 
 STRICT, LOOSE = (
@@ -432,20 +511,28 @@ def test_a_chat_says_which_calls_it_may_have() -> None:
         assert found(request) == OutputConstraint("anything", calls=calls, reasoning=THINKS), what
 
 
+def test_a_model_that_makes_one_call_at_a_time_is_held_to_one() -> None:
+    parsers = OutputParsers("llama3", "none", allows_several=False)
+    order = found(request_of(tools=[LOOSE], tool_choice=REQUIRED), parsers)
+    assert order is not None
+    assert order.calls == CallRules("llama3", (CallableTool("b", '{"y": 1}'),), True, False)
+    assert found(request_of(tools=[LOOSE], parallel_tool_calls=True), parsers) is None, "no demand"
+
+
 def test_a_constraint_goes_with_reasoning_and_calls() -> None:
     request = request_of(tools=[LOOSE])
     request.constraint.json_schema = "{}"
     calls = CallRules("hermes", (CallableTool("b"),), False, True)
     assert found(request) == OutputConstraint("json_schema", "{}", calls=calls, reasoning=THINKS)
-    assert found(request, None) == OutputConstraint("json_schema", "{}", reasoning=THINKS)
+    assert found(request, NO_CALLS) == OutputConstraint("json_schema", "{}", reasoning=THINKS)
     text = pb.GenerateRequest(text="x", constraint=pb.Constraint(regex="a"))
-    assert output_constraint(text, "hermes", None) == OutputConstraint("regex", "a")
+    assert output_constraint(text, HERMES, None) == OutputConstraint("regex", "a")
 
 
 def test_calls_are_not_required_of_a_model_that_has_no_notation() -> None:
-    assert found(request_of(tools=[STRICT]), None) is None
+    assert found(request_of(tools=[STRICT]), NO_CALLS) is None
     with pytest.raises(InvalidToolsError, match="tool_parser"):
-        found(request_of(tools=[STRICT], tool_choice=REQUIRED), None)
+        found(request_of(tools=[STRICT], tool_choice=REQUIRED), NO_CALLS)
 
 
 def test_a_prompt_says_what_reasoning_may_follow_it() -> None:

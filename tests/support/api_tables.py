@@ -9,6 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+from http_harness import SCHEMAS
+from struct_fields import Places, StructField, struct_fields
+
+from cluster.http import chat, completions, embeddings, errors, messages, model_list, response_events
 from cluster.http.fields import FIELDS
 
 ROOT = Path(__file__).parents[2]
@@ -20,6 +25,37 @@ _BLOCK = re.compile(r"^(message|enum) (\w+) \{")
 _FIELD = re.compile(r"^\s*(optional |repeated )?(\w[\w.<>, ]*?) (\w+) = \d+;\s*(?://\s*(.*))?$")
 _VALUE = re.compile(r"^\s*(\w+) = \d+;\s*(?://\s*(.*))?$")
 _INNER = re.compile(r"^\s*(oneof|enum) (\w+) \{")
+
+
+_ANTHROPIC_EVENTS: tuple[type[msgspec.Struct], ...] = (
+    messages._MessageStart,
+    messages._BlockStart,
+    messages._BlockDelta,
+    messages._BlockStop,
+    messages._MessageDelta,
+    messages._MessageStop,
+    errors._AnthropicError,
+)
+# What each route answers: as a whole, and as the events of a stream.
+ANSWERS: dict[str, dict[str, tuple[type[msgspec.Struct], ...]]] = {
+    "/v1/chat/completions": {"Answer": (chat._Completion,), "Chunks of a stream": (chat._Chunk,)},
+    "/v1/completions": {"Answer, and chunks of a stream": (completions._Completion,)},
+    "/v1/responses": {
+        "Answer": (response_events._Response,),
+        "Events of a stream, each with some of these": (response_events._Event,),
+    },
+    "/v1/messages": {"Answer": (messages._Answer,), "Events of a stream": _ANTHROPIC_EVENTS},
+    "/v1/messages/count_tokens": {"Answer": (messages.TokenCount,)},
+    "/v1/embeddings": {"Answer": (embeddings._Embeddings,)},
+    "/tokenize": {"Answer": (embeddings._Tokens,)},
+    "/detokenize": {"Answer": (embeddings._Text,)},
+    "/v1/models": {"Answer": (model_list.ModelList,)},
+    "/v1/models/{model}": {"Answer": (model_list.ModelEntry,)},
+    "Errors": {
+        "Of all routes": (errors._OpenAIError,),
+        "Of those under /v1/messages": (errors._AnthropicError,),
+    },
+}
 
 
 class Row(NamedTuple):
@@ -98,7 +134,7 @@ def tables() -> str:
             parts.append("| value | |\n|---|---|")
             parts += [f"| `{row.name}` | {_cell(row.comment)} |" for row in block.rows]
         else:
-            parts.append("| field | type | |\n|---|---|---|")
+            parts.append("| field | type | notes |\n|---|---|---|")
             parts += [f"| `{row.name}` | {row.kind} | {_cell(row.comment)} |" for row in block.rows]
         parts.append("")
     return "\n".join(parts)
@@ -114,15 +150,71 @@ def _escaped(text: str) -> str:
 
 
 def http_tables() -> str:
-    """Return a table for each route, of all fields that it knows; vLLM's are marked."""
+    """Return tables for each route: of all fields that it knows, vLLM's marked, of those within them, and of
+    its answers."""
     parts = []
-    for route, entries in FIELDS.items():
-        parts.append(f"#### {route}\n\n| field | here | |\n|---|---|---|")
-        for entry in entries:
-            name = f"`{entry.name}`" + (" (vLLM)" if entry.is_vllm else "")
-            parts.append(f"| {name} | {entry.effect} | {_escaped(entry.notes)} |")
-        parts.append("")
+    for route in ANSWERS:
+        parts.append(f"#### {route}\n")
+        if route in FIELDS:
+            parts.append("| field | here | |\n|---|---|---|")
+            for entry in FIELDS[route]:
+                name = f"`{entry.name}`" + (" (vLLM)" if entry.is_vllm else "")
+                parts.append(f"| {name} | {entry.effect} | {_escaped(entry.notes)} |")
+            parts.append("")
+            inner = [it for it in struct_fields(SCHEMAS[route]) if "." in it.path or "[" in it.path]
+            if inner:
+                parts += _struct_table("Nested fields", [_with_need(it) for it in inner])
+        places: Places = {}
+        for title, kinds in ANSWERS[route].items():
+            parts += _struct_table(title, _merged(kinds, places))
+            places = {structs: f"{where} of the answer" for structs, where in places.items()}
+            places |= dict.fromkeys([kinds], "the answer")
     return "\n".join(parts)
+
+
+def _lowered(note: str) -> str:
+    return note[:1].lower() + note[1:]
+
+
+def _with_need(field: StructField) -> StructField:
+    return (
+        field._replace(note=f"required; {_lowered(field.note)}".removesuffix("; "))
+        if field.is_required
+        else field
+    )
+
+
+def _named_fields(
+    kind: type[msgspec.Struct], places: Places, *, is_one_of_several: bool
+) -> Iterator[StructField]:
+    fields = struct_fields(kind, places)
+    name = next((it.note.strip("`") for it in fields if it.path == "type"), "")
+    for it in fields:
+        is_own = is_one_of_several and not any(char in it.path for char in ".[")
+        yield it._replace(of=(name,)) if is_own else it
+
+
+def _struct_table(title: str, fields: list[StructField]) -> list[str]:
+    rows = [f"{title}:\n", "| field | type | notes |\n|---|---|---|"]
+    for it in fields:
+        note = it.note
+        if it.of and not it.path.endswith("type"):
+            note = f"of {', '.join(it.of)}" + (f"; {_lowered(note)}" if note else "")
+        shown = _escaped(note)
+        rows.append(f"| `{it.path}` | {it.kind} | {shown[:1].upper()}{shown[1:]} |")
+    return [*rows, ""]
+
+
+def _merged(kinds: tuple[type[msgspec.Struct], ...], places: Places) -> list[StructField]:
+    """Return each path once, with all that is said of it, and which of several kinds have it."""
+    found: dict[str, StructField] = {}
+    for kind in kinds:
+        for it in _named_fields(kind, places, is_one_of_several=len(kinds) > 1):
+            before = found.setdefault(it.path, it)
+            notes = dict.fromkeys([*before.note.split(", "), *it.note.split(", ")])
+            of = tuple(dict.fromkeys((*before.of, *it.of)))
+            found[it.path] = before._replace(note=", ".join(note for note in notes if note), of=of)
+    return list(found.values())
 
 
 def written(page: str) -> str:

@@ -2,37 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cluster.config import ReasoningParserName, ToolParserName
 from cluster.text.output_parsers.pieces import CallIds, OutputParser
 from cluster.text.output_parsers.reasoning import PlainParser, ReasoningParser
+from cluster.text.output_parsers.tagged_calls import TaggedCalls
 from cluster.text.output_parsers.tool_calls import BareCalls, ListedCalls, MarkedCalls
 from cluster.text.output_parsers.tool_grammar import CallNotation, ReasoningRules
 
-# By the ids of the calls and the names of the request's tools.
-_TOOL_PARSERS: dict[str, Callable[[CallIds, frozenset[str]], OutputParser]] = {
-    "hermes": lambda ids, _: MarkedCalls(ids),
-    "llama3": BareCalls,
-    "mistral": lambda ids, _: ListedCalls(ids),
+
+class ParserNeeds(NamedTuple):
+    """What one request wants of the parsers: `tools` are those that may be called, by their names the JSON
+    schemas of their arguments ("": any)."""
+
+    tools: Mapping[str, str]
+    separates_reasoning: bool
+
+
+# By the ids of the calls, and whether an answer may have several.
+_TOOL_PARSERS: dict[str, Callable[[CallIds, ParserNeeds, bool], OutputParser]] = {
+    "hermes": lambda ids, _, several: MarkedCalls(ids, allows_several=several),
+    "llama3": lambda ids, needs, several: BareCalls(ids, frozenset(needs.tools), allows_several=several),
+    # Whose templates all know several.
+    "mistral": lambda ids, _, __: ListedCalls(ids),
+    "qwen3_coder": lambda ids, needs, several: TaggedCalls(ids, needs.tools, allows_several=several),
 }
 # What each notation writes as special tokens, which the text must keep.
 _TOOL_TOKENS = {
     "hermes": ("<tool_call>", "</tool_call>"),
     "llama3": ("<|python_tag|>",),
     "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    "qwen3_coder": ("<tool_call>", "</tool_call>"),
 }
-_CALL_NOTATIONS: dict[str, CallNotation] = {"hermes": "hermes", "llama3": "llama3", "mistral": "mistral"}
+_CALL_NOTATIONS: dict[str, CallNotation] = {
+    "hermes": "hermes",
+    "llama3": "llama3",
+    "mistral": "mistral",
+    "qwen3_coder": "qwen3_coder",
+}
 _REASONING_MARKERS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
-
-
-class ParserNeeds(NamedTuple):
-    """What one request wants of the parsers: `tool_names` are those of the tools that may be called."""
-
-    tool_names: frozenset[str]
-    separates_reasoning: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +55,26 @@ class OutputParsers:
     reasoning: str
     # Whether calls are name[ARGS]{...}, as Mistral's later models write them.
     marks_arguments: bool = False
+    # Whether an answer may have several calls.
+    allows_several: bool = True
 
     @staticmethod
     def choose(template: str | None, tools: ToolParserName, reasoning: ReasoningParserName) -> OutputParsers:
-        """Return those of the configuration; where that says "auto", those of the chat template."""
+        """Return those of the configuration; where that says "auto", those that marks in the source of the
+        chat template name."""
         source = template or ""
         return OutputParsers(
             _tools_of(source) if tools == "auto" else tools,
             _reasoning_of(source) if reasoning == "auto" else reasoning,
             marks_arguments="[ARGS]" in source,
         )
+
+    def with_notation(self, notation: CallNotation | None) -> OutputParsers:
+        """Return the same for calls in this notation; None: the model has none that is known."""
+        tools = next((name for name, found in _CALL_NOTATIONS.items() if found == notation), "none")
+        if notation == "mistral_args":
+            tools = "mistral"
+        return replace(self, tools=tools, marks_arguments=notation == "mistral_args")
 
     @property
     def call_notation(self) -> CallNotation | None:
@@ -72,7 +93,7 @@ class OutputParsers:
 
     def kept_tokens(self, needs: ParserNeeds) -> frozenset[str]:
         """Return the special tokens that the text must keep for the parsers."""
-        kept: tuple[str, ...] = _TOOL_TOKENS.get(self.tools, ()) if needs.tool_names else ()
+        kept: tuple[str, ...] = _TOOL_TOKENS.get(self.tools, ()) if needs.tools else ()
         if needs.separates_reasoning:
             kept += _REASONING_MARKERS.get(self.reasoning, ())
         return frozenset(kept)
@@ -91,9 +112,9 @@ class OutputParsers:
     ) -> OutputParser | None:
         """Return the parser of one sample; None where all of its text is content."""
         inner: OutputParser | None = None
-        if needs.tool_names and self.tools in _TOOL_PARSERS:
+        if needs.tools and self.tools in _TOOL_PARSERS:
             ids = CallIds(request_id, sample, is_short=self.tools == "mistral")
-            inner = _TOOL_PARSERS[self.tools](ids, needs.tool_names)
+            inner = _TOOL_PARSERS[self.tools](ids, needs, self.allows_several)
         if needs.separates_reasoning and self.reasoning in _REASONING_MARKERS:
             start, end = _REASONING_MARKERS[self.reasoning]
             return ReasoningParser(start, end, inner or PlainParser(), is_open=opens_reasoning)
@@ -102,7 +123,7 @@ class OutputParsers:
 
 def _tools_of(template: str) -> str:
     if "<tool_call>" in template:
-        return "hermes"
+        return "qwen3_coder" if "<function=" in template else "hermes"
     if "[TOOL_CALLS]" in template:
         return "mistral"
     if "<|python_tag|>" in template or ("<|start_header_id|>" in template and "tool_calls" in template):

@@ -20,6 +20,8 @@ from cluster.text.output_parsers.pieces import (
 # Of a call, before its arguments.
 _MAX_HEADER_CHARS = 256
 _NAME_PART = re.compile(r"[A-Za-z0-9_.-]*")
+# What stands between calls of Llama 3.
+_SEPARATORS = " \t\r\n;"
 
 
 class _Call(Protocol):
@@ -151,8 +153,11 @@ class _NamedCallText:
 class _Calls:
     """What the notations have in common: content, then calls, one after another."""
 
-    def __init__(self, ids: CallIds) -> None:
+    def __init__(self, ids: CallIds, *, allows_several: bool = True) -> None:
+        """What looks like a further call is content where the model can make one alone, because its template
+        refuses an answer with several."""
         self._ids = ids
+        self._allows_several = allows_several
         self._num_calls = 0
         self._call: _Call | None = None
         self._held = ""
@@ -161,6 +166,11 @@ class _Calls:
     def is_reasoning(self) -> bool:
         """Nothing is."""
         return False
+
+    @property
+    def _may_call(self) -> bool:
+        """Whether a call may begin now."""
+        return self._allows_several or not self._num_calls
 
     def push(self, text: str) -> list[Piece]:
         """Return the pieces that are certain after this text."""
@@ -216,10 +226,10 @@ class MarkedCalls(_Calls):
     """Each call is JSON between two markers, as Hermes and Qwen write it. White space before a call and
     beside the markers belongs to nothing."""
 
-    def __init__(self, ids: CallIds, start: str = "<tool_call>", end: str = "</tool_call>") -> None:
-        super().__init__(ids)
-        self._start = start
-        self._end = end
+    _start, _end = "<tool_call>", "</tool_call>"
+
+    def __init__(self, ids: CallIds, *, allows_several: bool = True) -> None:
+        super().__init__(ids, allows_several=allows_several)
         self._is_closing = False
         # The white space that comes now follows a call.
         self._follows = False
@@ -241,7 +251,7 @@ class MarkedCalls(_Calls):
             self._held = self._held.lstrip()
             if not self._held:
                 return None
-        before, marker, after = find_marker(self._held, (self._start,))
+        before, marker, after = find_marker(self._held, (self._start,) if self._may_call else ())
         certain = without_end(before)
         if marker:
             self._held, self._follows = after, False
@@ -265,8 +275,8 @@ class BareCalls(_Calls):
 
     _TAG = "<|python_tag|>"
 
-    def __init__(self, ids: CallIds, tool_names: frozenset[str]) -> None:
-        super().__init__(ids)
+    def __init__(self, ids: CallIds, tool_names: frozenset[str], *, allows_several: bool = True) -> None:
+        super().__init__(ids, allows_several=allows_several)
         self._tool_names = tool_names
         self._has_tag = False
         self._is_content = False
@@ -275,6 +285,11 @@ class BareCalls(_Calls):
         if self._is_content:
             text, self._held = self._held, ""
             return [Content(text)] if text else None
+        if not self._may_call:
+            if len(self._held) <= MAX_WAITING_CHARS and not self._held.strip(_SEPARATORS):
+                return None
+            self._is_content = True
+            return []
         text = self._held.lstrip()
         if self._num_calls:
             text = text.removeprefix(";").lstrip()
@@ -300,7 +315,7 @@ class BareCalls(_Calls):
         self._is_content = True
 
     def _last(self, held: str) -> list[Piece]:
-        is_separator = self._num_calls > 0 and not held.strip(" \t\r\n;")
+        is_separator = self._num_calls > 0 and not held.strip(_SEPARATORS)
         return [] if is_separator else [Content(held)]
 
 

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from cluster.text.json_schemas import SchemaError, prepared
+from cluster.text.output_parsers.parameters import STRING, kinds_of, resolved
 from kvtransfer.codec import Part
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-CallNotation = Literal["hermes", "llama3", "mistral", "mistral_args"]
+CallNotation = Literal["hermes", "llama3", "mistral", "mistral_args", "qwen3_coder"]
 # Returns the id of a marker that is one special token; None where it is text.
 SpecialToken = Callable[[str], int | None]
 
@@ -27,9 +28,14 @@ _STARTS: dict[CallNotation, str] = {
     "llama3": "<|python_tag|>",
     "mistral": "[TOOL_CALLS]",
     "mistral_args": "[TOOL_CALLS]",
+    "qwen3_coder": "<tool_call>",
 }
-_HERMES_END = "</tool_call>"
+_CALL_END = "</tool_call>"
 _ARGS, _CALL_ID = "[ARGS]", "[CALL_ID]"
+_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+_VALUE_END = f"\n{_PARAMETER_END}\n"
+# Demands on strings, which a value that is plain text is not held to.
+_OF_TEXT = frozenset(("minLength", "maxLength", "pattern", "format"))
 _TERMINALS = (
     "TEXT: /(.|\\n)*/",
     "SPACE: / ?/",
@@ -164,14 +170,14 @@ class _Rules:
         """What follows the first marker."""
         tools = [self._tool(index, tool, calls.notation) for index, tool in enumerate(calls.tools)]
         any_tool = " | ".join(tools)
-        if calls.notation == "mistral_args":
+        if calls.notation in ("mistral_args", "qwen3_coder"):
             self.lines.append(f"tool: {any_tool}")
         else:
             self.lines.append(rf'tool: "{{" "\"name\"" COLON ({any_tool}) "}}"')
         start = self._mark(_STARTS[calls.notation])
         match calls.notation:
-            case "hermes":
-                call, between = f"BREAK tool BREAK {self._mark(_HERMES_END)}", f"BREAKS {start}"
+            case "hermes" | "qwen3_coder":
+                call, between = f"BREAK tool BREAK {self._mark(_CALL_END)}", f"BREAKS {start}"
                 self.lines.append("BREAK: /\\n?/")
             case "llama3":
                 call, between = "tool", '";" SPACE'
@@ -185,6 +191,9 @@ class _Rules:
 
     def _tool(self, index: int, tool: CallableTool, notation: CallNotation) -> str:
         """A call of one tool, without markers around it."""
+        if notation == "qwen3_coder":
+            self.lines.append(f"tool_{index}: {self._tagged(index, tool)}")
+            return f"tool_{index}"
         name = json.dumps(tool.name if notation == "mistral_args" else json.dumps(tool.name))
         arguments = f"%json {json.dumps(self._schema(tool))}"
         if notation == "mistral_args":
@@ -195,18 +204,65 @@ class _Rules:
             self.lines.append(rf'tool_{index}: {name} COMMA "\"{key}\"" COLON {arguments}')
         return f"tool_{index}"
 
+    def _tagged(self, index: int, tool: CallableTool) -> str:
+        """A call in tags, whose parameters come in the order of the schema."""
+        schema = _arguments_schema(tool)
+        arguments = resolved(schema, schema)
+        properties = arguments.get("properties") if isinstance(arguments, dict) else None
+        parts = [json.dumps(f"<function={tool.name}>\n")]
+        if isinstance(properties, dict):
+            required = arguments.get("required") or ()
+            for number, (key, value) in enumerate(properties.items()):
+                rule = f"tool_{index}_{number}"
+                self.lines.append(f"{rule}: {self._parameter(tool, key, value, schema)}")
+                parts.append(rule if key in required else f"{rule}?")
+        elif isinstance(arguments, dict) and arguments.get("additionalProperties") is not False:
+            self._add_once(
+                f'any_parameter: "<parameter=" /[A-Za-z0-9_.-]{{1,64}}/ ">\\n" {self._free_text()}'
+            )
+            parts.append("any_parameter*")
+        return f'{" ".join(parts)} "</function>"'
+
+    def _parameter(self, tool: CallableTool, key: str, schema: Any, root: Any) -> str:
+        """A parameter with its tags: text as it is, other values as JSON."""
+        if any(char in key for char in "<>\n"):
+            raise ToolSchemaError(tool.name, f"the name {key[:50]!r} cannot stand in a tag; change it")
+        start = json.dumps(f"{_PARAMETER}{key}>\n")
+        found, kinds = resolved(schema, root), kinds_of(schema, root)
+        values = None
+        if isinstance(found, dict):
+            values = found.get("enum", [found["const"]] if "const" in found else None)
+        if isinstance(values, list):
+            texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+            if any(_PARAMETER_END in text for text in texts):
+                raise ToolSchemaError(tool.name, f"a value of {key[:50]!r} has the tag that ends it")
+            return f"{start} ({' | '.join(map(json.dumps, texts))}) {json.dumps(_VALUE_END)}"
+        if kinds is None or STRING in kinds:
+            if tool.is_strict and isinstance(found, dict) and (unheld := sorted(_OF_TEXT & found.keys())):
+                raise ToolSchemaError(tool.name, f"{', '.join(unheld)}: not supported in this model's calls")
+            return f"{start} {self._free_text()}"
+        definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
+        inner = self._prepared(tool, {**definitions, **found})
+        return f"{start} %json {json.dumps(inner)} {json.dumps(_VALUE_END)}"
+
+    def _free_text(self) -> str:
+        """Any text, up to the first end of its tag, where readers see it."""
+        self._add_once(f"value_text[lazy]: TEXT {json.dumps(_PARAMETER_END)}")
+        return 'value_text "\\n"'
+
+    def _add_once(self, line: str) -> None:
+        if line not in self.lines:
+            self.lines.append(line)
+
     def _schema(self, tool: CallableTool) -> dict[str, Any]:
-        schema = json.loads(tool.schema_json or "{}")
-        if schema is True:
-            schema = {}
-        kinds = schema.get("type", "object") if isinstance(schema, dict) else None
-        if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
-            raise ToolSchemaError(tool.name, "arguments are an object; give the schema this type")
+        return {**self._prepared(tool, _arguments_schema(tool)), "type": "object"}
+
+    def _prepared(self, tool: CallableTool, schema: dict[str, Any]) -> dict[str, Any]:
         try:
             found = prepared(schema, is_lenient=not tool.is_strict, is_bounded=self._is_bounded)
         except SchemaError as error:
             raise ToolSchemaError(tool.name, str(error)) from None
-        return {**found, "type": "object", "x-guidance": {**self._json_style, "lenient": not tool.is_strict}}
+        return {**found, "x-guidance": {**self._json_style, "lenient": not tool.is_strict}}
 
     def _up_to(self, name: str, text: str, marker: str) -> str:
         """Text by a terminal, and the marker when it first comes, also where it is spelled in other tokens
@@ -220,6 +276,18 @@ class _Rules:
     def _mark(self, marker: str) -> str:
         token = self._special_token(marker)
         return json.dumps(marker) if token is None else f"<[{token}]>"
+
+
+def _arguments_schema(tool: CallableTool) -> dict[str, Any]:
+    """Return the schema of a tool's arguments, which is one of objects."""
+    schema = json.loads(tool.schema_json or "{}")
+    if schema is True:
+        schema = {}
+    kinds = schema.get("type", "object") if isinstance(schema, dict) else None
+    if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+        raise ToolSchemaError(tool.name, "arguments are an object; give the schema this type")
+    assert isinstance(schema, dict)
+    return schema
 
 
 def _without(marker: str) -> str:

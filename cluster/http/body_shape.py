@@ -1,0 +1,58 @@
+"""How much structure the body of a request may have. Decoding makes an object of every value, in one call
+that nothing interrupts, and stacks end somewhere: this is counted before."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cluster.http.errors import bad_field
+
+# Levels of lists and objects within each other: far less than what ends a stack.
+MAX_DEPTH = 256
+# Lists and objects are what takes long to make; a chat of the most messages and tools has fewer.
+MAX_CONTAINERS = 1 << 16
+# Enough for the most prompts of embeddings, as token ids of 8,192 each.
+MAX_VALUES = 5 << 19
+# Counted at once.
+_PART_BYTES = 1 << 18
+
+# What each character is: a quote, a comma, or what opens or closes a level.
+_IS_QUOTE, _IS_COMMA, _IS_OPENING = (np.zeros(256, np.uint8) for _ in range(3))
+_IS_QUOTE[ord('"')] = _IS_COMMA[ord(",")] = 1
+_STEPS = np.zeros(256, np.int8)
+for _opening, _closing in ("[]", "{}"):
+    _IS_OPENING[ord(_opening)] = 1
+    _STEPS[ord(_opening)], _STEPS[ord(_closing)] = 1, -1
+
+
+def check_shape(body: bytes) -> None:
+    """Raise `InvalidRequestError` for a body with too many values, or values that nest too deeply. What it
+    counts in a body that is no JSON is of no matter."""
+    num_opening = body.count(b"[") + body.count(b"{")
+    if num_opening <= MAX_DEPTH and body.count(b",") + num_opening <= MAX_VALUES:
+        return
+    text = np.frombuffer(_without_escapes(body), dtype=np.uint8)
+    num_quotes = depth = num_containers = num_commas = 0
+    for start in range(0, len(text), _PART_BYTES):
+        part = text[start : start + _PART_BYTES]
+        quotes = np.cumsum(_IS_QUOTE[part], dtype=np.uint32)
+        structure = part[(quotes + num_quotes) % 2 == 0]
+        num_quotes += int(quotes[-1])
+        depths = np.cumsum(_STEPS[structure], dtype=np.int32)
+        if depth + int(depths.max(initial=0)) > MAX_DEPTH:
+            raise bad_field("body", f"is nested more than {MAX_DEPTH} levels deep; flatten it")
+        depth += int(depths[-1]) if len(depths) else 0
+        num_containers += int(_IS_OPENING[structure].sum(dtype=np.int64))
+        if num_containers > MAX_CONTAINERS:
+            raise bad_field(
+                "body", f"has more than {MAX_CONTAINERS} lists and objects; send several requests"
+            )
+        # Each value but the last of a list or an object has a comma behind it.
+        num_commas += int(_IS_COMMA[structure].sum(dtype=np.int64))
+        if num_commas + num_containers > MAX_VALUES:
+            raise bad_field("body", f"has more than {MAX_VALUES} values; send several requests")
+
+
+def _without_escapes(body: bytes) -> bytes:
+    """Return a body of the same length in which each quote begins or ends a string."""
+    return body.replace(rb"\\", b"..").replace(rb"\"", b"..") if b"\\" in body else body

@@ -1,0 +1,88 @@
+"""Parameters of a function that the model writes as plain text, not as JSON: what kind of value each has is
+in the schema alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+STRING = "string"
+# How Python, and so many a template, writes what JSON writes otherwise.
+_AS_JSON: Mapping[str, str] = {"True": "true", "False": "false", "None": "null"}
+_MAX_DEPTH = 16
+
+# The types that a value may have; None: any.
+Kinds = frozenset[str] | None
+
+
+def resolved(schema: Any, root: Any) -> Any:
+    """Return what a schema refers to within the root, or the schema itself."""
+    for _ in range(_MAX_DEPTH):
+        if not isinstance(schema, dict) or not isinstance(reference := schema.get("$ref"), str):
+            return schema
+        schema = root if reference.startswith("#") else None
+        for part in reference.removeprefix("#").split("/")[1:]:
+            name = part.replace("~1", "/").replace("~0", "~")
+            schema = schema.get(name) if isinstance(schema, dict) else None
+    return schema
+
+
+def kinds_of(schema: Any, root: Any, depth: int = 0) -> Kinds:
+    """Return the types of the values that a schema within the root allows."""
+    schema = resolved(schema, root)
+    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+        return None
+    named = schema.get("type")
+    if isinstance(named, str):
+        return frozenset((named,))
+    if isinstance(named, list):
+        return frozenset(name for name in named if isinstance(name, str))
+    if isinstance(values := schema.get("enum"), list):
+        return frozenset(map(kind_of, values))
+    if "const" in schema:
+        return frozenset((kind_of(schema["const"]),))
+    for key in ("anyOf", "oneOf"):
+        if isinstance(found := schema.get(key), list):
+            return _union([kinds_of(it, root, depth + 1) for it in found])
+    if isinstance(found := schema.get("allOf"), list):
+        return next((kinds for it in found if (kinds := kinds_of(it, root, depth + 1)) is not None), None)
+    return None
+
+
+def kind_of(value: Any) -> str:
+    """Return the type of a value as schemas name it."""
+    if value is None:
+        return "null"
+    for kind, name in ((bool, "boolean"), (int, "integer"), (float, "number"), (str, STRING)):
+        if isinstance(value, kind):
+            return name
+    return "array" if isinstance(value, list) else "object"
+
+
+def as_json(text: str, kinds: Kinds) -> str:
+    """Return what the text of a value of these kinds says, as JSON: a string where it is nothing else."""
+    plain = text.strip()
+    plain = _AS_JSON.get(plain, plain)
+    if kinds is None or kinds - {STRING}:
+        try:
+            kind = kind_of(json.loads(plain, parse_constant=_no_number))
+        except (ValueError, RecursionError):
+            return in_json(text)
+        if kind != STRING and (kinds is None or kind in kinds or (kind == "integer" and "number" in kinds)):
+            return plain
+    return in_json(text)
+
+
+def in_json(text: str) -> str:
+    """Return a JSON string."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _union(found: list[Kinds]) -> Kinds:
+    known = [kinds for kinds in found if kinds is not None]
+    return frozenset().union(*known) if len(known) == len(found) else None
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
