@@ -402,3 +402,27 @@ def test_a_replica_that_refused_has_no_capacity_until_it_is_heard_again() -> Non
     harness.router.remove_replica("b0")
     harness.join("b0", epoch=2)
     assert harness.router.has_capacity(harness.route(excluded=("b1",)).request_id)
+
+
+# ------------------------------------------------------------------------------------- what is held
+
+
+def test_a_request_that_is_held_for_long_still_waits_for_its_replica() -> None:
+    """However long its class allows: it is not taken for one whose end was lost."""
+    harness = RouterHarness("b0")
+    harness.load("b0", backlog=100_000)
+    harness.route(is_held=True)
+    held = f"q{harness.num_requests}"
+    assert not harness.router.has_capacity(held)
+    for _ in range(4):
+        harness.clock.advance(100.0)
+        harness.load("b0", backlog=100_000)
+        harness.route()
+        harness.router.on_finished(f"q{harness.num_requests}")
+        assert not harness.router.has_capacity(held)
+    assert harness.router.load("b0").num_held_tokens > 0
+    harness.router.on_submitted(held)
+    assert harness.router.load("b0").num_held_tokens == 0
+    harness.router.on_finished(held)
+    harness.router.check()
+    assert harness.router.num_placements == 0
