@@ -22,7 +22,6 @@ from a `Clock`.
 
 from __future__ import annotations
 
-import heapq
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -30,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, NoReturn
 
 from cluster.admission.config import AdmissionConfig
-from cluster.admission.fair_queue import Flow, Waiting
+from cluster.admission.fair_queue import Flow, IndexedHeap, Waiting
 from cluster.admission.ladder import Ladder, Pressure, Rung
 from cluster.admission.lane import ReplicaLane
 from cluster.admission.retries import RetryQueue
@@ -140,11 +139,9 @@ class RequestAdmission:
         self._on_rung = on_rung
         self._lanes: dict[str, ReplicaLane] = {}
         self._held: dict[str, HeldRequest] = {}
-        # By when they are refused.
-        self._bounds: list[tuple[float, int, HeldRequest]] = []
-        # By when they are routed again.
-        self._reroutes: list[tuple[float, int, HeldRequest]] = []
-        self._num_taken = 0
+        # By when they are refused, and by when they are routed again.
+        self._bounds: IndexedHeap[HeldRequest] = IndexedHeap()
+        self._reroutes: IndexedHeap[HeldRequest] = IndexedHeap()
         self._num_bytes = 0
         # Puts and removals, and what was predicted since the last one.
         self._num_changes = 0
@@ -278,9 +275,8 @@ class RequestAdmission:
         held = HeldRequest(candidacy, request, decision, waiting, predicted_s, refused_at, bound, now)
         self._held[request.request_id] = held
         self._num_bytes += candidacy.num_bytes
-        self._num_taken += 1
-        heapq.heappush(self._bounds, (held.refused_at, self._num_taken, held))
-        heapq.heappush(self._reroutes, (now + REROUTE_PART * wait_s, self._num_taken, held))
+        self._bounds.put(held, refused_at)
+        self._reroutes.put(held, now + REROUTE_PART * wait_s)
         self._put(held)
         return held
 
@@ -359,6 +355,9 @@ class RequestAdmission:
         """Assert that queues and held requests agree."""
         assert sum(len(lane.queue) for lane in self._lanes.values()) == len(self._held)
         assert self._num_bytes == sum(it.waiting.num_bytes for it in self._held.values())
+        for heap in (self._bounds, self._reroutes):
+            heap.check()
+            assert len(heap) == len(self._held)
         for lane in self._lanes.values():
             lane.queue.check()
 
@@ -401,11 +400,12 @@ class RequestAdmission:
         )
 
     def _refuse_overdue(self, now: float) -> None:
-        while self._bounds and (self._bounds[0][2].waiting.is_gone or self._bounds[0][0] <= now + _EARLY_S):
-            held = heapq.heappop(self._bounds)[2]
+        while (first := self._bounds.first()) is not None and first[0] <= now + _EARLY_S:
+            held = first[1]
             refuse, flow = held.refuse, held.candidacy.flow
-            if refuse is None or not self._take_out(held):
-                continue
+            if refuse is None:
+                return  # its task is about to begin
+            self._take_out(held)
             self._router.on_finished(held.request.request_id)
             self.counts.num_refused["aged", flow.service_class] += 1
             refuse(
@@ -454,17 +454,13 @@ class RequestAdmission:
 
     def _reroute(self, now: float) -> None:
         """Route again, as many as a pump may, what has waited for a part of its bound."""
-        num_routed = 0
-        while self._reroutes and num_routed < _MOST_REROUTES:
-            due_at, number, held = self._reroutes[0]
-            if held.waiting.is_gone:
-                heapq.heappop(self._reroutes)
-                continue
-            if due_at > now:
+        for _ in range(_MOST_REROUTES):
+            first = self._reroutes.first()
+            if first is None or first[0] > now:
                 return
+            held = first[1]
             again_s = REROUTE_PART * (held.refused_at - held.candidacy.arrived_at)
-            heapq.heapreplace(self._reroutes, (now + again_s, number, held))
-            num_routed += 1
+            self._reroutes.put(held, now + again_s)
             if held.release is not None:
                 self._move(held, now)
 
@@ -482,7 +478,7 @@ class RequestAdmission:
         if not len(before.queue):
             before.blocked(now, ())
         held.decision = decision
-        held.waiting = replace(held.waiting, cost_s=self._cost_s(decision), is_gone=False)
+        held.waiting = replace(held.waiting, cost_s=self._cost_s(decision))
         self._put(held)
         name = _lane_of(decision)
         self._pump_lane(name, self._lanes[name], now)
@@ -501,6 +497,8 @@ class RequestAdmission:
     def _forget(self, held: HeldRequest) -> None:
         self._num_changes += 1
         del self._held[held.waiting.request_id]
+        self._bounds.remove(held)
+        self._reroutes.remove(held)
         self._num_bytes -= held.waiting.num_bytes
         self._lanes[_lane_of(held.decision)].num_tokens -= _num_new_tokens(held)
 
