@@ -304,9 +304,16 @@ class LoadTracker:
     of this gateway alone.
     """
 
-    def __init__(self, clock: Clock, observer: PlacementObserver | None = None) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        observer: PlacementObserver | None = None,
+        on_dropped: Callable[[Placement], None] = lambda placement: None,
+    ) -> None:
+        """`on_dropped` hears of every placement that is forgotten or replaced, of any gateway."""
         self._clock = clock
         self._observer = observer
+        self._on_dropped = on_dropped
         self._replicas: dict[str, _ReplicaLoad] = {}
         # By gateway id.
         self._own = _GatewayPlacements()
@@ -345,11 +352,11 @@ class LoadTracker:
         if replica is not None and replica.report is not None and identity.epoch == replica.identity.epoch:
             self.on_load(replace(replica.report, received_at=received_at, **asdict(queue)))
 
-    def on_submitted(self, request_id: str) -> None:
-        """Note that a request that was held has been sent to its replicas."""
+    def on_submitted(self, request_id: str) -> Placement | None:
+        """Note that a request that was held has been sent to its replicas. Returns its placement."""
         placement = self._own.find(request_id)
         if placement is None or not placement.is_held:
-            return
+            return None
         self._forget(placement)
         self._own.pop(request_id)
         placement.is_held, placement.routed_at = False, self._clock.now()
@@ -358,6 +365,19 @@ class LoadTracker:
         self._count(placement)
         if self._observer is not None:
             self._observer.on_routed(placement)
+        return placement
+
+    def suspend(self, request_id: str) -> Placement | None:
+        """Leave a placement of this gateway out of all loads until `resume`, or until it is replaced; returns
+        it."""
+        placement = self._own.find(request_id)
+        if placement is not None:
+            self._forget(placement)
+        return placement
+
+    def resume(self, placement: Placement) -> None:
+        """Count a placement again that was left out."""
+        self._count(placement)
 
     def on_routed(self, placement: Placement) -> None:
         """Count the request at once at its replicas, in place of an earlier attempt of the same request. What
@@ -377,7 +397,7 @@ class LoadTracker:
     ) -> Placement | None:
         """Note the first token (None: now): nothing is left to compute. Returns the placement at the first
         call."""
-        placement = self._find(request_id, gateway_id)
+        placement = self.find(request_id, gateway_id)
         if placement is None or placement.prefilled_at is not None:
             return None
         placement.prefilled_at = self._clock.now() if prefilled_at is None else prefilled_at
@@ -400,6 +420,7 @@ class LoadTracker:
         placement = placements.pop(request_id) if placements is not None else None
         if placement is not None:
             self._forget(placement)
+            self._on_dropped(placement)
             self._measure_residence(placement)
             if self._observer is not None and not gateway_id:
                 self._observer.on_finished(placement)
@@ -409,10 +430,16 @@ class LoadTracker:
         assert gateway_id
         for placement in self._placements.pop(gateway_id, ()):
             self._forget(placement)
+            self._on_dropped(placement)
 
     def placement(self, request_id: str) -> Placement | None:
         """Return where this gateway has placed the request."""
         return self._own.find(request_id)
+
+    def find(self, request_id: str, gateway_id: str) -> Placement | None:
+        """Return where a gateway has placed the request."""
+        placements = self._placements.get(gateway_id)
+        return None if placements is None else placements.find(request_id)
 
     def own_placements(self) -> Iterator[Placement]:
         """Return the placements of this gateway: what was sent, the oldest first, and what it holds."""
@@ -436,14 +463,10 @@ class LoadTracker:
             for pending in replica.pending:
                 pending.check()
                 for item in pending.placements:
-                    assert self._find(item.request_id, item.gateway_id) is item
+                    assert self.find(item.request_id, item.gateway_id) is item
         for placements in self._placements.values():
             sent_at = [it.routed_at for it in placements if not it.is_held and not it.gateway_id]
             assert sent_at == sorted(sent_at)
-
-    def _find(self, request_id: str, gateway_id: str) -> Placement | None:
-        placements = self._placements.get(gateway_id)
-        return None if placements is None else placements.find(request_id)
 
     def _reports(self) -> Iterator[ReplicaLoad]:
         return (it.report for it in self._replicas.values() if it.report is not None)

@@ -22,16 +22,17 @@ from a `Clock`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
 from cluster.admission.config import AdmissionConfig
 from cluster.admission.fair_queue import Flow, IndexedHeap, Waiting
 from cluster.admission.ladder import Ladder, Pressure, Rung
-from cluster.admission.lane import ReplicaLane
+from cluster.admission.lane import ReplicaLane, ReplicaLanes, Waits
 from cluster.admission.retries import RetryQueue
 from cluster.errors import OverloadedError
 from cluster.metrics.admission_stats import AdmissionStats, ClassStats, RungChange
@@ -137,7 +138,7 @@ class RequestAdmission:
         self._clock = clock
         self._seeds = seeds
         self._on_rung = on_rung
-        self._lanes: dict[str, ReplicaLane] = {}
+        self._lanes = ReplicaLanes(router)
         self._held: dict[str, HeldRequest] = {}
         # By when they are refused, and by when they are routed again.
         self._bounds: IndexedHeap[HeldRequest] = IndexedHeap()
@@ -163,14 +164,11 @@ class RequestAdmission:
 
     def num_waiting(self) -> dict[ServiceClass, int]:
         """Return how many requests of each class wait."""
-        total: Counter[ServiceClass] = Counter()
-        for lane in self._lanes.values():
-            total.update(lane.queue.num_by_class())
-        return {name: total[name] for name in SERVICE_CLASSES}
+        return self._lanes.num_waiting()
 
     def waiting_s(self) -> float:
         """Return the predicted work of all that waits."""
-        return sum(lane.queue.cost_s for lane in self._lanes.values())
+        return self._lanes.waiting_s()
 
     def stats(self) -> AdmissionStats:
         """Return what people and metrics are shown."""
@@ -232,7 +230,7 @@ class RequestAdmission:
                 flow,
                 f"the requests that wait in this gateway have {self._num_bytes / 1e6:.0f} MB, "
                 f"{self._config.max_queue_mb:g} MB are the most (admission.max_queue_mb)",
-                part * self._drain_s(now),
+                part * self._lanes.drain_s(now),
             )
         if self.ladder.rung >= Rung.LOW_WEIGHT_SHED and (
             flow.service_class == "batch" or candidacy.weight < 1
@@ -242,9 +240,9 @@ class RequestAdmission:
                 flow,
                 f"under this load requests of the class {flow.service_class} with a weight of "
                 f"{candidacy.weight:g} are not taken",
-                self._drain_s(now),
+                self._lanes.drain_s(now),
             )
-        decision = self._route(request, candidacy, now)
+        decision = self._router.decide(request, **self._waits(candidacy, now)._asdict())
         prediction = decision.prediction
         elapsed_s = now - candidacy.arrived_at
         own_s = elapsed_s + prediction.prefill_s
@@ -252,33 +250,8 @@ class RequestAdmission:
         limit_s = self._limit_s(flow, now, candidacy.deadline_at)
         self._note(flow, candidacy.weight, wait_s, now)
         if _excess_s(wait_s, own_s, limit_s) > 0:
-            self._router.on_finished(request.request_id)
             self._refuse_late(flow, wait_s, own_s, limit_s)
-        settings = self._config.of(flow.service_class)
-        waiting = Waiting(
-            request_id=request.request_id,
-            flow=flow,
-            cost_s=self._cost_s(decision),
-            arrived_at=candidacy.arrived_at,
-            due_at=candidacy.arrived_at + settings.aging_s,
-            priority=candidacy.priority,
-            num_bytes=candidacy.num_bytes,
-        )
-        wait_s, bound = (
-            settings.max_wait_s,
-            f"the most for the class (admission.{flow.service_class}.max_wait_s)",
-        )
-        if settings.ttft_s is not None and settings.ttft_s - prediction.prefill_s < wait_s:
-            wait_s = settings.ttft_s - prediction.prefill_s
-            bound = f"after which it would miss its objective (admission.{flow.service_class}.ttft_s)"
-        predicted_s, refused_at = elapsed_s + prediction.ttft_s, candidacy.arrived_at + wait_s
-        held = HeldRequest(candidacy, request, decision, waiting, predicted_s, refused_at, bound, now)
-        self._held[request.request_id] = held
-        self._num_bytes += candidacy.num_bytes
-        self._bounds.put(held, refused_at)
-        self._reroutes.put(held, now + REROUTE_PART * wait_s)
-        self._put(held)
-        return held
+        return self._hold(request, candidacy, decision, now)
 
     def max_tokens(self, service_class: ServiceClass, max_tokens: int) -> int:
         """Return how many output tokens a request of the class may have on this rung."""
@@ -325,8 +298,8 @@ class RequestAdmission:
             is_for_all = not replica_id or now >= self._pumped_at + _LOOK_S
             if is_for_all:
                 self._pumped_at = now
-            for name, lane in list(self._lanes.items()):
-                if len(lane.queue) and (is_for_all or not lane.waits_for or replica_id in lane.waits_for):
+            for name, lane in self._lanes.busy():
+                if is_for_all or not lane.waits_for or replica_id in lane.waits_for:
                     self._pump_lane(name, lane, now)
             if is_for_all:
                 self._reroute(now)
@@ -348,20 +321,59 @@ class RequestAdmission:
             if self._take_out(held) and release is not None:
                 self._router.on_submitted(held.request.request_id)
                 release(held)  # its task finds that a replica is gone, and routes it again
-        if (lane := self._lanes.get(replica_id)) is not None and not len(lane.queue):
-            del self._lanes[replica_id]
+        self._lanes.forget(replica_id)
 
     def check(self) -> None:
         """Assert that queues and held requests agree."""
-        assert sum(len(lane.queue) for lane in self._lanes.values()) == len(self._held)
+        assert sum(len(lane.queue) for _, lane in self._lanes.busy()) == len(self._held)
         assert self._num_bytes == sum(it.waiting.num_bytes for it in self._held.values())
         for heap in (self._bounds, self._reroutes):
             heap.check()
             assert len(heap) == len(self._held)
-        for lane in self._lanes.values():
-            lane.queue.check()
+        self._lanes.check()
 
     # --------------------------------------------------------------------------------------- private
+
+    def _hold(
+        self, request: RouteRequest, candidacy: Candidacy, decision: Decision, now: float
+    ) -> HeldRequest:
+        """Place the request, and let it wait there."""
+        self._router.place(request, decision, is_held=True)
+        prediction, name = decision.prediction, candidacy.flow.service_class
+        settings = self._config.of(name)
+        wait_s, bound = settings.max_wait_s, f"the most for the class (admission.{name}.max_wait_s)"
+        if settings.ttft_s is not None and settings.ttft_s - prediction.prefill_s < wait_s:
+            wait_s = settings.ttft_s - prediction.prefill_s
+            bound = f"after which it would miss its objective (admission.{name}.ttft_s)"
+        held = HeldRequest(
+            candidacy,
+            request,
+            decision,
+            self._waiting(request, candidacy, decision),
+            predicted_s=now - candidacy.arrived_at + prediction.ttft_s,
+            refused_at=candidacy.arrived_at + wait_s,
+            bound=bound,
+            routed_at=now,
+        )
+        self._held[request.request_id] = held
+        self._num_bytes += candidacy.num_bytes
+        self._bounds.put(held, held.refused_at)
+        self._reroutes.put(held, now + REROUTE_PART * wait_s)
+        self._put(held)
+        return held
+
+    def _waiting(self, request: RouteRequest, candidacy: Candidacy, decision: Decision) -> Waiting:
+        """Return what waits in the lane of its replica."""
+        return Waiting(
+            request_id=request.request_id,
+            flow=candidacy.flow,
+            cost_s=self._cost_s(decision),
+            arrived_at=candidacy.arrived_at,
+            due_at=candidacy.arrived_at + self._config.of(candidacy.flow.service_class).aging_s,
+            priority=candidacy.priority,
+            num_bytes=candidacy.num_bytes,
+            num_tokens=max(request.num_tokens, 1) - decision.prefill_cached_tokens,
+        )
 
     def _pump_lane(self, name: str, lane: ReplicaLane, now: float) -> None:
         paused = self._paused
@@ -378,8 +390,7 @@ class RequestAdmission:
             if not self._router.has_capacity(waiting.request_id):
                 lane.blocked(now, (held.decision.prefill, held.decision.decode))
                 return
-            lane.queue.pop(now, without=paused)
-            lane.taken(waiting.cost_s, now)
+            lane.pop(now, paused)
             self._forget(held)
             self.counts.num_released[waiting.flow.service_class] += 1
             self._router.on_submitted(waiting.request_id)
@@ -416,36 +427,26 @@ class RequestAdmission:
             )
 
     def _put(self, held: HeldRequest) -> None:
-        lane = self._lanes.setdefault(_lane_of(held.decision), ReplicaLane())
         flow = held.candidacy.flow
         self._num_changes += 1
-        lane.num_tokens += _num_new_tokens(held)
-        lane.queue.put(held.waiting, self._weight(flow, held.candidacy.weight), held.routed_at)
+        lane = self._lanes[_lane_of(held.decision)]
+        lane.put(held.waiting, self._weight(flow, held.candidacy.weight), held.routed_at)
 
-    def _route(self, request: RouteRequest, candidacy: Candidacy, now: float) -> Decision:
-        """Place the request, which is held, by what it would wait in the order of each replica."""
-        flow, weight = candidacy.flow, self._weight(candidacy.flow, candidacy.weight)
-        waits: dict[str, float] = {}
-        before_s = held_s = 0.0
-        for name, lane in self._lanes.items():
-            if len(lane.queue) and self._router.is_known(name):
-                rate = lane.rate(now)
-                ahead_s = lane.queue.ahead_s(flow, weight, now, rate=rate, without=self._paused)
-                waits[name] = self._router.load(name).submitted_wait_s(lane.num_tokens) + ahead_s / rate
-                before_s += min(ahead_s, lane.queue.cost_s)
-                held_s += lane.queue.cost_s
-        held_part = before_s / held_s if held_s else 1.0
-        return self._router.route(request, is_held=True, waits=waits, held_part=held_part)
+    def _waits(self, candidacy: Candidacy, now: float) -> Waits:
+        """Return what a request would wait in the order of each replica."""
+        weight = self._weight(candidacy.flow, candidacy.weight)
+        return self._lanes.waits(candidacy.flow, weight, now, self._paused)
 
     def _move_some(self, replica_ids: Iterable[str], now: float) -> None:
         """Let each of these replicas that nothing waits for, and that could take something, have what is next
         in the longest queue, if the router finds that better now: predictions err."""
-        wanted = {name for lane in self._lanes.values() if len(lane.queue) for name in lane.waits_for}
+        wanted = {name for _, lane in self._lanes.busy() for name in lane.waits_for}
         for replica_id in replica_ids:
             if replica_id in wanted or not self._router.takes_more(replica_id):
                 continue
-            longest = max(self._lanes.values(), key=lambda lane: lane.queue.cost_s)
-            waiting = longest.queue.peek(now, without=self._paused)
+            lanes = (lane for _, lane in self._lanes.busy())
+            longest = max(lanes, key=lambda lane: lane.queue.cost_s, default=None)
+            waiting = longest.queue.peek(now, without=self._paused) if longest is not None else None
             if waiting is None:
                 return
             held = self._held[waiting.request_id]
@@ -465,33 +466,29 @@ class RequestAdmission:
                 self._move(held, now)
 
     def _move(self, held: HeldRequest, now: float) -> None:
-        """Route a request again that waits."""
-        request = held.request
+        """Let a request wait for other replicas, if they are better now: it is priced as if it waited
+        nowhere, so that it is not in its own way where it is."""
         held.routed_at = now
-        try:
-            decision = self._route(request, held.candidacy, now)
-        except NoReplicaError:
-            return  # it stays where it is
-        before = self._lanes[_lane_of(held.decision)]
-        before.queue.drop(request.request_id, now)
-        before.num_tokens -= _num_new_tokens(held)
-        if not len(before.queue):
-            before.blocked(now, ())
-        held.decision = decision
-        held.waiting = replace(held.waiting, cost_s=self._cost_s(decision))
+        self._lanes[_lane_of(held.decision)].drop(held.waiting.request_id, now)
+        better = None
+        with contextlib.suppress(NoReplicaError):  # otherwise it stays where it is
+            better = self._router.improve(
+                held.request, held.decision, **self._waits(held.candidacy, now)._asdict()
+            )
+        if better is not None:
+            self._router.place(held.request, better, is_held=True)
+            held.decision = better
+            held.waiting = self._waiting(held.request, held.candidacy, better)
         self._put(held)
-        name = _lane_of(decision)
+        name = _lane_of(held.decision)
         self._pump_lane(name, self._lanes[name], now)
 
     def _take_out(self, held: HeldRequest) -> bool:
         """Whether it waited."""
-        lane = self._lanes.get(_lane_of(held.decision))
-        now = self._clock.now()
-        if lane is None or lane.queue.drop(held.waiting.request_id, now) is None:
+        if self._held.get(held.waiting.request_id) is not held:
             return False
+        self._lanes[_lane_of(held.decision)].drop(held.waiting.request_id, self._clock.now())
         self._forget(held)
-        if not len(lane.queue):
-            lane.blocked(now, ())
         return True
 
     def _forget(self, held: HeldRequest) -> None:
@@ -500,7 +497,6 @@ class RequestAdmission:
         self._bounds.remove(held)
         self._reroutes.remove(held)
         self._num_bytes -= held.waiting.num_bytes
-        self._lanes[_lane_of(held.decision)].num_tokens -= _num_new_tokens(held)
 
     def _cost_s(self, decision: Decision) -> float:
         """Return for how long the request occupies the replica that its lane waits for: for computing its
@@ -515,26 +511,9 @@ class RequestAdmission:
     def _weight(self, flow: Flow, tenant_weight: float) -> float:
         return self._config.of(flow.service_class).weight * tenant_weight
 
-    def _wait_s(self, replica_id: str, flow: Flow, tenant_weight: float, now: float) -> float:
-        """Return how long a request of the flow would wait for this replica: for what is there, for what
-        other gateways hold, and for what goes before it here."""
-        state, lane = self._router.load(replica_id), self._lanes.get(replica_id)
-        if lane is None or not len(lane.queue):
-            return state.submitted_wait_s(0)
-        weight = self._weight(flow, tenant_weight)
-        rate = lane.rate(now)
-        ahead_s = lane.queue.ahead_s(flow, weight, now, rate=rate, without=self._paused)
-        return state.submitted_wait_s(lane.num_tokens) + ahead_s / rate
-
     def _least_wait_s(self, flow: Flow, tenant_weight: float, now: float) -> float:
-        """Return the least wait of all replicas that compute prompts; 0 where there is none."""
-        waits = (self._wait_s(name, flow, tenant_weight, now) for name in self._compute_ids())
-        return min(waits, default=0.0)
-
-    def _compute_ids(self) -> set[str]:
-        """Return the replicas that may compute a prompt, and decode replicas at which some wait for that."""
-        used = (name for name, lane in self._lanes.items() if len(lane.queue) and self._router.is_known(name))
-        return {*self._router.compute_ids(), *used}
+        """Return the least wait of a request of the flow, of all replicas."""
+        return self._lanes.least_wait_s(flow, self._weight(flow, tenant_weight), now, self._paused)
 
     def _limit_s(self, flow: Flow, now: float, deadline_at: float | None) -> float:
         """Return what a request of the flow may take to its first token."""
@@ -550,12 +529,6 @@ class RequestAdmission:
             f"of the class {flow.service_class}, or what is left of the deadline",
             _excess_s(wait_s, own_s, limit_s),
         )
-
-    def _drain_s(self, now: float) -> float:
-        """Return in how many seconds all that waits will have gone, at the rates of all replicas."""
-        lanes = (self._lanes.get(name) for name in self._compute_ids())
-        rates = [lane.rate(now) if lane is not None else 1.0 for lane in lanes]
-        return self.waiting_s() / sum(rates) if rates else 0.0
 
     def _note(self, flow: Flow, weight: float, wait_s: float, now: float) -> None:
         """Note how long a request of the flow would wait, for the pressure."""
@@ -589,8 +562,3 @@ def _excess_s(wait_s: float, own_s: float, limit_s: float) -> float:
     """Return by how much a wait is too long for a first token that takes `own_s` beside it; at most 0: it is
     not."""
     return max(wait_s - WAIT_MARGIN * limit_s, wait_s + own_s - MARGIN * limit_s)
-
-
-def _num_new_tokens(held: HeldRequest) -> int:
-    """Return how many tokens of the prompt must be computed, as the router counts them."""
-    return max(held.request.num_tokens, 1) - held.decision.prefill_cached_tokens

@@ -113,6 +113,8 @@ class Waiting:
     due_at: float
     priority: int = 0
     num_bytes: int = 0
+    # Of its prompt, those that must be computed.
+    num_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -142,12 +142,13 @@ class World:
         deadline_s: float | None = None,
         num_bytes: int = 100,
         priority: int = 0,
+        keys: tuple[bytes, ...] = (),
     ) -> HeldRequest | None:
         """A request comes; None where it is refused."""
         now = self.clock.now()
         flow = Flow(tenant, service_class)
         deadline_at = None if deadline_s is None else now + deadline_s
-        route_request = RouteRequest(request_id, tenant, (), num_tokens, 16)
+        route_request = RouteRequest(request_id, tenant, keys, num_tokens, 16)
         candidacy = Candidacy(flow, weight, priority, now, deadline_at, num_bytes)
         try:
             self.admission.check_early(flow, weight, now, deadline_at)
@@ -322,6 +323,38 @@ def test_who_ends_while_it_waits_makes_way(world: World) -> None:
     world.admission.drop(held[0])  # it was released, and its attempt is its own matter
     world.run()
     assert list(world.released) == ["0", "2", "3"]
+
+
+def test_what_waits_moves_only_where_it_would_wait_less() -> None:
+    """With queues of equal length it stays where it is, however often it is looked at."""
+    world = World(num_replicas=2)
+    held = [world.arrive(str(index), service_class="batch") for index in range(16)]
+    for _ in range(2):
+        for server in world.servers.values():
+            server.slowness = 1e6  # nothing ends meanwhile
+    at = {it.request.request_id: it.decision.decode for it in held if it is not None}
+    assert set(at.values()) == {"r0", "r1"}
+    for _ in range(60):
+        world.clock.advance(10.0)
+        for server in world.servers.values():
+            world.router.on_load(server.load())
+        world.admission.pump()
+    waiting = [it for it in held if it is not None and it.request.request_id not in world.released]
+    assert len(waiting) > 10
+    assert {it.request.request_id: it.decision.decode for it in waiting} == {
+        it.request.request_id: at[it.request.request_id] for it in waiting
+    }
+
+
+def test_what_is_refused_has_computed_nothing(world: World) -> None:
+    """A prompt that is refused and comes again is not taken for cached."""
+    keys = tuple(f"k{index}".encode() for index in range(500))
+    world.arrive("before")
+    for number in range(3):
+        assert world.arrive(f"long{number}", num_tokens=8000, keys=keys) is None
+    request = RouteRequest("again", "a", keys, 8000, 16)
+    assert world.router.decide(request).prefill_cached_tokens == 0
+    world.router.check()
 
 
 def test_what_waits_for_a_replica_that_goes_is_placed_anew_by_its_task() -> None:
