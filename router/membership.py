@@ -157,19 +157,23 @@ class Members:
     def has_capacity(self, placement: Placement) -> bool:
         """Whether the replicas of a placement can take it now: who computes it has less than `steps_ahead`
         steps of other work, and who decodes it a free sequence and free blocks, or nothing to do. What
-        gateways hold does not count. Whether one that is gone can, its gateway finds out."""
-        if not {placement.compute_id, placement.decode_id} <= {"", *self._members}:
+        gateways hold does not count. One that is not usable takes nothing while another is, as while one
+        request finds out whether it is well again. Whether one that is gone can, its gateway finds out."""
+        compute_id, decode_id = placement.compute_id, placement.decode_id or placement.compute_id
+        if compute_id not in self._members or decode_id not in self._members:
             return True
-        return self.can_compute(placement.compute_id) and self.can_decode(
-            placement.decode_id or placement.compute_id,
-            placement.num_sequences,
-            placement.num_prefill_tokens,
+        return (
+            self.can_compute(compute_id)
+            and self.can_decode(decode_id, placement.num_sequences, placement.num_prefill_tokens)
+            and not (placement.decode_id and self._is_avoided(compute_id, "prefill"))
+            and not self._is_avoided(decode_id, "decode")
         )
 
     def takes_more(self, replica_id: str) -> bool:
         """Whether a replica could take another request now: `has_capacity` for any request."""
         return (
-            replica_id in self._members
+            (member := self._members.get(replica_id)) is not None
+            and member.is_usable
             and self.can_compute(replica_id)
             and self.can_decode(replica_id, num_new_sequences=1, num_prompt_tokens=0)
         )
@@ -195,6 +199,13 @@ class Members:
         return not num_sequences or state.report.num_free_blocks >= prompt_blocks
 
     # ---------------------------------------------------------------------------------------- private
+
+    def _is_avoided(self, replica_id: str, side: str) -> bool:
+        """Whether the replica is not usable, while others of its side are."""
+        if self._members[replica_id].is_usable:
+            return False
+        other = {"prefill": "decode", "decode": "prefill"}[side]
+        return any(it.is_usable and not it.is_leaving and it.role != other for it in self._members.values())
 
     def _has_refused(self, replica_id: str) -> bool:
         """Whether the replica has refused a request, and not reported since."""

@@ -27,7 +27,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, Protocol
 
 from cluster.admission.config import AdmissionConfig
 from cluster.admission.fair_queue import Flow, IndexedHeap, Waiting
@@ -81,6 +81,22 @@ class Candidacy(NamedTuple):
     num_bytes: int
 
 
+class HeldEffects(Protocol):
+    """What becomes of a request that is held: any number of moves, and one of the others, once."""
+
+    def on_released(self, held: HeldRequest) -> None:
+        """Submit the request: its replicas can take it."""
+
+    def on_refused(self, error: OverloadedError) -> None:
+        """End the request: it has waited too long."""
+
+    def on_moved(self, held: HeldRequest) -> None:
+        """Note that the request waits for other replicas now."""
+
+    def on_unplaced(self, reason: str, retry_after_s: float) -> None:
+        """Ask again later (`RequestAdmission.admit`): no replica is there that could take the request."""
+
+
 @dataclass(slots=True, eq=False)
 class HeldRequest:
     """A request that was taken: where it was placed, and what it waits for."""
@@ -95,9 +111,8 @@ class HeldRequest:
     refused_at: float
     bound: str
     routed_at: float
-    # One of them is called, once: when it may be submitted, or when it has waited too long.
-    release: Callable[[HeldRequest], None] | None = None
-    refuse: Callable[[OverloadedError], None] | None = None
+    # None until `RequestAdmission.hold`.
+    effects: HeldEffects | None = None
 
 
 class _EarlyWait(NamedTuple):
@@ -267,15 +282,10 @@ class RequestAdmission:
 
     # --------------------------------------------------------------------------------------- release
 
-    def hold(
-        self,
-        held: HeldRequest,
-        release: Callable[[HeldRequest], None],
-        refuse: Callable[[OverloadedError], None],
-    ) -> None:
-        """Call `release` when the request may be submitted, which may be now, or `refuse` when it has waited
-        as long as its class allows (`HeldRequest.refused_at`, when somebody must call `pump`)."""
-        held.release, held.refuse = release, refuse
+    def hold(self, held: HeldRequest, effects: HeldEffects) -> None:
+        """Release the request when its replicas can take it, which may be now, or refuse it when it has
+        waited as long as its class allows (`HeldRequest.refused_at`, when somebody must call `pump`)."""
+        held.effects = effects
         self.pump(_lane_of(held.decision))
 
     def drop(self, held: HeldRequest) -> None:
@@ -308,20 +318,26 @@ class RequestAdmission:
         finally:
             self._is_pumping = False
 
-    def on_gone(self, replica_id: str) -> None:
-        """Place again what waits for a replica that takes nothing more."""
-        self.retries.on_gone(replica_id)
-        moved = [
-            held
-            for held in self._held.values()
-            if replica_id in (held.decision.prefill, held.decision.decode)
-        ]
-        for held in moved:
-            release = held.release
-            if self._take_out(held) and release is not None:
-                self._router.on_submitted(held.request.request_id)
-                release(held)  # its task finds that a replica is gone, and routes it again
+    def leave(self, replica_id: str) -> None:
+        """Let what waits for a replica that is gone, or should be avoided, wait for others. Where these are
+        no better it stays; where there are none, its task asks again."""
+        now = self._clock.now()
+        self.retries.leave(replica_id)
+        moved: list[HeldRequest] = []
+        for held in list(self._held.values()):
+            if replica_id not in (held.decision.prefill, held.decision.decode):
+                continue
+            try:
+                if self._move(held, now):
+                    moved.append(held)
+            except NoReplicaError as error:
+                if held.effects is not None and self._take_out(held):
+                    self._router.on_finished(held.request.request_id)
+                    held.effects.on_unplaced(str(error), error.retry_after_s)
         self._lanes.forget(replica_id)
+        self.pump()
+        for held in moved:
+            self._has_moved(held)
 
     def check(self) -> None:
         """Assert that queues and held requests agree."""
@@ -385,8 +401,8 @@ class RequestAdmission:
             if waiting is None:
                 break
             held = self._held[waiting.request_id]
-            if held.release is None:
-                return
+            if held.effects is None:
+                return  # its task is about to begin
             if not self._router.has_capacity(waiting.request_id):
                 lane.blocked(now, (held.decision.prefill, held.decision.decode))
                 return
@@ -394,7 +410,7 @@ class RequestAdmission:
             self._forget(held)
             self.counts.num_released[waiting.flow.service_class] += 1
             self._router.on_submitted(waiting.request_id)
-            held.release(held)
+            held.effects.on_released(held)
         lane.blocked(now, ())
 
     @property
@@ -413,13 +429,13 @@ class RequestAdmission:
     def _refuse_overdue(self, now: float) -> None:
         while (first := self._bounds.first()) is not None and first[0] <= now + _EARLY_S:
             held = first[1]
-            refuse, flow = held.refuse, held.candidacy.flow
-            if refuse is None:
-                return  # its task is about to begin
+            effects, flow = held.effects, held.candidacy.flow
+            if effects is None:
+                return
             self._take_out(held)
             self._router.on_finished(held.request.request_id)
             self.counts.num_refused["aged", flow.service_class] += 1
-            refuse(
+            effects.on_refused(
                 OverloadedError(
                     f"it has waited for {now - held.candidacy.arrived_at:.1f} s, {held.bound}",
                     self.retry_after_s(self._least_wait_s(flow, held.candidacy.weight, now)),
@@ -450,8 +466,8 @@ class RequestAdmission:
             if waiting is None:
                 return
             held = self._held[waiting.request_id]
-            if held.release is not None and held.routed_at + _MOVE_S <= now:
-                self._move(held, now)
+            if held.routed_at + _MOVE_S <= now:
+                self._try_move(held, now)
 
     def _reroute(self, now: float) -> None:
         """Route again, as many as a pump may, what has waited for a part of its bound."""
@@ -462,26 +478,37 @@ class RequestAdmission:
             held = first[1]
             again_s = REROUTE_PART * (held.refused_at - held.candidacy.arrived_at)
             self._reroutes.put(held, now + again_s)
-            if held.release is not None:
-                self._move(held, now)
+            self._try_move(held, now)
 
-    def _move(self, held: HeldRequest, now: float) -> None:
-        """Let a request wait for other replicas, if they are better now: it is priced as if it waited
-        nowhere, so that it is not in its own way where it is."""
+    def _try_move(self, held: HeldRequest, now: float) -> None:
+        """Move a request, where that is better, and see whether it goes at once."""
+        with contextlib.suppress(NoReplicaError):  # it stays
+            if self._move(held, now):
+                name = _lane_of(held.decision)
+                self._pump_lane(name, self._lanes[name], now)
+                self._has_moved(held)
+
+    def _has_moved(self, held: HeldRequest) -> None:
+        """Let the task know, unless the request does not wait any more."""
+        if held.effects is not None and self._held.get(held.request.request_id) is held:
+            held.effects.on_moved(held)
+
+    def _move(self, held: HeldRequest, now: float) -> bool:
+        """Whether other replicas are better now, for which the request waits from now on: it is priced as if
+        it waited nowhere, so that it is not in its own way where it is. Raises `NoReplicaError` where there
+        is no place at all; then it stays."""
         held.routed_at = now
         self._lanes[_lane_of(held.decision)].drop(held.waiting.request_id, now)
-        better = None
-        with contextlib.suppress(NoReplicaError):  # otherwise it stays where it is
-            better = self._router.improve(
-                held.request, held.decision, **self._waits(held.candidacy, now)._asdict()
-            )
-        if better is not None:
-            self._router.place(held.request, better, is_held=True)
-            held.decision = better
-            held.waiting = self._waiting(held.request, held.candidacy, better)
-        self._put(held)
-        name = _lane_of(held.decision)
-        self._pump_lane(name, self._lanes[name], now)
+        try:
+            waits = self._waits(held.candidacy, now)
+            better = self._router.improve(held.request, held.decision, **waits._asdict())
+            if better is not None:
+                self._router.place(held.request, better, is_held=True)
+                held.decision = better
+                held.waiting = self._waiting(held.request, held.candidacy, better)
+        finally:
+            self._put(held)
+        return better is not None
 
     def _take_out(self, held: HeldRequest) -> bool:
         """Whether it waited."""

@@ -18,7 +18,7 @@ from cluster.api.prompt_calls import CallContext, PromptCalls
 from cluster.api.replies import StatusService
 from cluster.errors import FieldViolation, InvalidRequestError, OverloadedError, RequestError
 from cluster.gateway.replica_connections import ReplicaConnections
-from cluster.gateway.request_manager import Accepted, RequestManager, check_may_use
+from cluster.gateway.request_manager import Accepted, RequestManager
 from cluster.gateway.traffic_splitter import TrafficSplitter
 from cluster.identity.identity import Identity
 from cluster.metrics.ended_request import Caller, Summary
@@ -88,7 +88,7 @@ class InferenceServicer:
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         try:
             limits = self._requests.limits()
-            check_may_use(caller_identity(), limits)
+            caller_identity().check_may_use(limits.model_name)
             return await self._texts.tokenize(request, limits)
         except RequestError as error:
             await abort(context, error)
@@ -96,7 +96,7 @@ class InferenceServicer:
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         try:
             limits = self._requests.limits()
-            check_may_use(caller_identity(), limits)
+            caller_identity().check_may_use(limits.model_name)
             return await self._texts.detokenize(request, limits)
         except RequestError as error:
             await abort(context, error)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import re
-import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,7 +25,6 @@ from cluster.errors import (
     DeadlineError,
     DuplicateRequestError,
     FieldViolation,
-    ForbiddenError,
     InvalidRequestError,
     QuotaError,
     RequestError,
@@ -36,12 +33,12 @@ from cluster.errors import (
     to_grpc_status,
 )
 from cluster.gateway.attempt import first_route_request
-from cluster.gateway.circuit_breaker import CircuitBreaker
+from cluster.gateway.circuit_breaker import BreakerState, CircuitBreaker
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_task import RequestTask, Router, UnreadOutput
 from cluster.identity.config import AuthConfig
 from cluster.identity.identity import Identity
-from cluster.identity.resume_tokens import ResumeTokens, resume_digest
+from cluster.identity.resume_tokens import ResumeTokens, draw_request_id, resume_digest
 from cluster.metrics.ended_request import Caller, EndedRequest, Observer, RoutedAttempt, TimelineEntry
 from cluster.metrics.gateway_counters import GatewayCounters
 from cluster.proto.enums import name_of
@@ -208,7 +205,7 @@ class RequestManager:
     ) -> Accepted:
         limits = self.limits()
         check_request(request, limits)
-        check_may_use(identity, limits)
+        identity.check_may_use(limits.model_name)
         service_class = self._service_class(request, identity)
         deadline_at = None if deadline_s is None else now + deadline_s
         flow = Flow(request.tenant, service_class)
@@ -260,11 +257,11 @@ class RequestManager:
         key = prepared.tenant, request_id
         if key in self._latest and not request.resume:
             raise DuplicateRequestError(f"request {request_id!r} is running; choose another id, or resume it")
-        held = None
+        held = candidacy = None
         if not request.resume:
             prepared = self._capped(prepared)
             candidacy = Candidacy(flow, weight, prepared.priority, now, deadline_at, _num_bytes(prepared))
-            # Where no replica is there, the request waits for one as any other attempt does.
+            # Where no replica is there, the request's task asks again.
             with contextlib.suppress(NoReplicaError):
                 held = self.admission.admit(first_route_request(prepared), candidacy)
         try:
@@ -273,7 +270,7 @@ class RequestManager:
             if held is not None:
                 self.admission.drop(held)
             raise
-        task = self._begin(key, prepared, texts, now, caller, held, quota_hold)
+        task = self._begin(key, prepared, texts, now, caller, candidacy, held, quota_hold)
         token = self._resume_tokens.issue(identity, request.tenant, request_id, prepared.seed, digest)
         return Accepted(task, request_id, prepared.seed, prepared.num_prompt_tokens, token)
 
@@ -425,22 +422,25 @@ class RequestManager:
             task.apply(task.state.on_stopped, source, reason, includes_streams)
 
     def on_breaker(self, source: ReplicaIdentity, breaker: CircuitBreaker) -> None:
-        """Count a change of a circuit breaker's state."""
+        """Count a change of a circuit breaker's state. What waits for a replica that is avoided from now on
+        waits for others."""
         self.counters.breaker_changed(self._connections.pool_of(source.replica_id), str(breaker.state))
+        if breaker.state is BreakerState.OPEN:
+            self.admission.leave(source.replica_id)
 
     def on_lost(self, source: ReplicaIdentity, reason: str) -> None:
         """Report to every request that a replica is lost."""
         view = self._connections.find(source.replica_id)
         if view is not None and not view.record.leaving:
             self.counters.lost(view.record.pool)
-        self.admission.on_gone(source.replica_id)
+        self.admission.leave(source.replica_id)
         for task in list(self._tasks.values()):
             task.apply(task.state.on_lost, source, reason)
 
     def on_streams(self, source: ReplicaIdentity, may_stay: bool) -> None:
         """Report to every request that streams must leave this replica, or may stay there after all."""
         if not may_stay:
-            self.admission.on_gone(source.replica_id)
+            self.admission.leave(source.replica_id)
         for task in list(self._tasks.values()):
             task.apply(task.state.on_streams, source, may_stay)
 
@@ -471,6 +471,7 @@ class RequestManager:
         texts: Sequence[SampleText],
         now: float,
         caller: Caller,
+        candidacy: Candidacy | None,
         held: HeldRequest | None,
         quota_hold: QuotaHold,
     ) -> RequestTask:
@@ -491,6 +492,7 @@ class RequestManager:
             on_end=on_end,
             started_at=now,
             admission=self.admission,
+            candidacy=candidacy,
             held=held,
             unread=self.unread,
         )
@@ -542,35 +544,6 @@ class RequestManager:
     def _observe(self, ended: EndedRequest) -> None:
         for observe in self._observers:
             observe(ended)
-
-
-# ----------------------------------------------------------------------------------------------
-# Ids of requests whose clients choose none: they begin with the gateway that drew them.
-
-_RANDOM_BYTES = 12
-_PREFIX = "gateway-"
-_DRAWN = re.compile(rf"(.+)-[0-9a-f]{{{2 * _RANDOM_BYTES}}}")
-
-
-def draw_request_id(gateway_id: str) -> str:
-    """Draw an id that names the gateway: `<its unique part>-<random>`."""
-    return f"{gateway_id.removeprefix(_PREFIX)}-{secrets.token_hex(_RANDOM_BYTES)}"
-
-
-def is_drawn_by(gateway_id: str, request_id: str) -> bool:
-    """Whether this gateway may have drawn the id: it is the first to ask where the request went."""
-    found = _DRAWN.fullmatch(request_id)
-    return found is not None and found[1] == gateway_id.removeprefix(_PREFIX)
-
-
-# ----------------------------------------------------------------------------------------------
-# What callers may do.
-
-
-def check_may_use(identity: Identity, limits: ServingLimits) -> None:
-    """Raise `ForbiddenError` where the identity may not use the served model."""
-    if not identity.may_use(limits.model_name):
-        raise ForbiddenError(f"{identity.name} may not use the model {limits.model_name!r}")
 
 
 def _num_bytes(prepared: PreparedRequest) -> int:

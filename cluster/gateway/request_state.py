@@ -218,6 +218,10 @@ class RequestState:
         for made in submissions:
             self._effects.submit(replica, made)
 
+    def on_placed(self) -> None:
+        """Note that there is a place again for a request that was never sent, and now waits for its turn."""
+        self._no_route_since = None
+
     def on_no_route(self, reason: str, retry_after_s: float, now: float) -> None:
         """Ask the router again after a pause, without exclusions (but of one side of a broken path instead
         of the other), while patience lasts."""
