@@ -276,6 +276,10 @@ class RequestAdmission:
         self.counts.num_capped += 1
         return cap
 
+    def aging_s(self, service_class: ServiceClass) -> float:
+        """Return after how long a request of the class goes before those that have waited less."""
+        return self._config.of(service_class).aging_s
+
     def retry_after_s(self, drain_s: float) -> float:
         """Return when a client may come back that is refused until something has drained."""
         return max(_LEAST_RETRY_S, drain_s) * (1 + JITTER * (self._seeds() % 2001 - 1000) / 1000)
@@ -385,7 +389,7 @@ class RequestAdmission:
             flow=candidacy.flow,
             cost_s=self._cost_s(decision),
             arrived_at=candidacy.arrived_at,
-            due_at=candidacy.arrived_at + self._config.of(candidacy.flow.service_class).aging_s,
+            due_at=candidacy.arrived_at + self.aging_s(candidacy.flow.service_class),
             priority=candidacy.priority,
             num_bytes=candidacy.num_bytes,
             num_tokens=max(request.num_tokens, 1) - decision.prefill_cached_tokens,

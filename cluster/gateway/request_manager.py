@@ -494,6 +494,7 @@ class RequestManager:
             admission=self.admission,
             candidacy=candidacy,
             held=held,
+            due_at=now + self.admission.aging_s(prepared.service_class),
             unread=self.unread,
         )
         self._tasks[prepared.request_id] = self._latest[key] = task

@@ -10,12 +10,7 @@ import zlib
 from collections.abc import Sequence
 from enum import Enum, auto
 
-from cluster.errors import (
-    DeadlineError,
-    OverloadedError,
-    RequestError,
-    UnavailableError,
-)
+from cluster.errors import DeadlineError, OverloadedError, RequestError, UnavailableError
 from cluster.gateway.attempt import (
     NO_TARGET_PAUSE_S,
     OVERDUE_S,
@@ -97,8 +92,14 @@ class RequestState:
     """
 
     def __init__(
-        self, prepared: PreparedRequest, texts: Sequence[SampleText], effects: RequestEffects, now: float
+        self,
+        prepared: PreparedRequest,
+        texts: Sequence[SampleText],
+        effects: RequestEffects,
+        now: float,
+        due_at: float | None = None,
     ) -> None:
+        """At `due_at` the request has waited as long as its class may (None: as replicas have it)."""
         assert len(texts) == len(prepared.samples)
         self.prepared = prepared
         self.phase = RequestPhase.NEW
@@ -106,6 +107,7 @@ class RequestState:
         self.decisions: list[RoutedAttempt] = []
         self.timeline: list[TimelineEntry] = []
         self.started_at = now
+        self._due_at = due_at
         # 0 before the first token that this call brought.
         self.first_token_at = 0.0
         self._effects = effects
@@ -212,6 +214,7 @@ class RequestState:
                 suspect=suspect,
                 is_scored=is_scored,
                 most_backlog_tokens=decision.most_backlog_tokens if may_return else None,
+                due_at=self._due_at,
             )
             for group, number in zip(groups, self._numbers, strict=True)
         ]

@@ -222,10 +222,11 @@ class RequestTask:
         admission: RequestAdmission | None = None,
         candidacy: Candidacy | None = None,
         held: HeldRequest | None = None,
+        due_at: float | None = None,
     ) -> None:
         """`unread` counts what waits for the clients of all requests; `held` is the place that `admission`
         has found for the request, where it may have to wait, with its `candidacy`; None: it is not judged."""
-        self.state = RequestState(prepared, texts, self, started_at)
+        self.state = RequestState(prepared, texts, self, started_at, due_at)
         self._request_id = prepared.request_id
         self._connections = connections
         self._router = router
