@@ -483,9 +483,9 @@ class VirtualCluster:
             self.submit(request, self.router.route(route_request))
             return request
         flow = Flow(tenant.name, tenant.service_class)
-        candidacy = Candidacy(flow, tenant.weight, 0, now, None, 4 * request.num_prompt)
+        candidacy = Candidacy(flow, tenant.weight, 0, now, None)
         try:
-            self.admission.check_early(flow, tenant.weight, now, None)
+            self.admission.check_early(flow, tenant.weight, now, None, 4 * request.num_prompt)
             capped = self.admission.max_tokens(tenant.service_class, lengths.most_output)
             request.num_output = min(request.num_output, capped)
             held = self.admission.admit(route_request, candidacy)

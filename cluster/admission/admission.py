@@ -32,7 +32,7 @@ from typing import NamedTuple, NoReturn, Protocol
 from cluster.admission.config import AdmissionConfig
 from cluster.admission.fair_queue import Flow, IndexedHeap, Waiting
 from cluster.admission.ladder import Ladder, Pressure, Rung
-from cluster.admission.lane import ReplicaLane, ReplicaLanes, Waits
+from cluster.admission.lane import QueuedBytes, ReplicaLane, ReplicaLanes, Waits
 from cluster.admission.retries import RetryQueue
 from cluster.errors import OverloadedError
 from cluster.metrics.admission_stats import AdmissionStats, ClassStats, RungChange
@@ -78,7 +78,6 @@ class Candidacy(NamedTuple):
     priority: int
     arrived_at: float
     deadline_at: float | None
-    num_bytes: int
 
 
 class HeldEffects(Protocol):
@@ -158,7 +157,7 @@ class RequestAdmission:
         # By when they are refused, and by when they are routed again.
         self._bounds: IndexedHeap[HeldRequest] = IndexedHeap()
         self._reroutes: IndexedHeap[HeldRequest] = IndexedHeap()
-        self._num_bytes = 0
+        self.queued = QueuedBytes(config.max_queue_mb * 1e6)
         # Puts and removals, and what was predicted since the last one.
         self._num_changes = 0
         self._early: dict[Flow, _EarlyWait] = {}
@@ -174,8 +173,8 @@ class RequestAdmission:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the requests that wait."""
-        return self._num_bytes
+        """Bytes of the requests that are not submitted yet, or wait once more."""
+        return self.queued.num_bytes
 
     def num_waiting(self) -> dict[ServiceClass, int]:
         """Return how many requests of each class wait."""
@@ -195,7 +194,7 @@ class RequestAdmission:
             rung=int(self.ladder.rung),
             rung_name=self.ladder.rung.name.lower(),
             pressure=self.ladder.pressure,
-            num_waiting_bytes=self._num_bytes,
+            num_waiting_bytes=self.num_bytes,
             waiting_s=self.waiting_s(),
             num_capped=self.counts.num_capped,
             classes={
@@ -213,9 +212,12 @@ class RequestAdmission:
 
     # ------------------------------------------------------------------------------------- admission
 
-    def check_early(self, flow: Flow, weight: float, now: float, deadline_at: float | None) -> None:
-        """Raise `OverloadedError` where the queues alone make any request of the flow late: nothing of it has
-        been read yet."""
+    def check_early(
+        self, flow: Flow, weight: float, now: float, deadline_at: float | None, num_bytes: int
+    ) -> None:
+        """Raise `OverloadedError` where any request of the flow is refused, or one of this size, or where the
+        queues alone make any late: nothing of it has been read yet."""
+        self._check_load(flow, weight, now, num_bytes)
         early = self._early.get(flow)
         if early is None or early.num_changes != self._num_changes or now >= early.at + _EARLY_WAIT_S:
             early = _EarlyWait(now, self._num_changes, self._least_wait_s(flow, weight, now))
@@ -233,30 +235,10 @@ class RequestAdmission:
         raise OverloadedError(because, self.retry_after_s(drain_s))
 
     def admit(self, request: RouteRequest, candidacy: Candidacy) -> HeldRequest:
-        """Place the request, which is held; raise `OverloadedError` where it would be late, or too much waits
-        here, and `NoReplicaError` as the router does."""
+        """Place the request, which is held, and whose bytes are counted in `queued`; raise `OverloadedError`
+        where it would be late, or too much waits here, and `NoReplicaError` as the router does."""
         now, flow = self._clock.now(), candidacy.flow
-        limit_bytes = self._config.max_queue_mb * 1e6
-        if self._num_bytes + candidacy.num_bytes > limit_bytes:
-            excess_bytes = self._num_bytes + candidacy.num_bytes - limit_bytes
-            part = min(1.0, excess_bytes / self._num_bytes) if self._num_bytes else 1.0
-            self.refuse(
-                "bytes",
-                flow,
-                f"the requests that wait in this gateway have {self._num_bytes / 1e6:.0f} MB, "
-                f"{self._config.max_queue_mb:g} MB are the most (admission.max_queue_mb)",
-                part * self._lanes.drain_s(now),
-            )
-        if self.ladder.rung >= Rung.LOW_WEIGHT_SHED and (
-            flow.service_class == "batch" or candidacy.weight < 1
-        ):
-            self.refuse(
-                "shed",
-                flow,
-                f"under this load requests of the class {flow.service_class} with a weight of "
-                f"{candidacy.weight:g} are not taken",
-                self._lanes.drain_s(now),
-            )
+        self._check_load(flow, candidacy.weight, now, 0)
         decision = self._router.decide(request, **self._waits(candidacy, now)._asdict())
         prediction = decision.prediction
         elapsed_s = now - candidacy.arrived_at
@@ -346,13 +328,34 @@ class RequestAdmission:
     def check(self) -> None:
         """Assert that queues and held requests agree."""
         assert sum(len(lane.queue) for _, lane in self._lanes.busy()) == len(self._held)
-        assert self._num_bytes == sum(it.waiting.num_bytes for it in self._held.values())
         for heap in (self._bounds, self._reroutes):
             heap.check()
             assert len(heap) == len(self._held)
         self._lanes.check()
 
     # --------------------------------------------------------------------------------------- private
+
+    def _check_load(self, flow: Flow, weight: float, now: float, num_more_bytes: int) -> None:
+        """Raise `OverloadedError` where requests of the flow are not taken on this rung, or where too much
+        waits with so many bytes more."""
+        if self.ladder.rung >= Rung.LOW_WEIGHT_SHED and (flow.service_class == "batch" or weight < 1):
+            self.refuse(
+                "shed",
+                flow,
+                f"under this load requests of the class {flow.service_class} with a weight of {weight:g} are "
+                "not taken",
+                self._lanes.drain_s(now),
+            )
+        if (excess_bytes := self.queued.excess_bytes(num_more_bytes)) > 0:
+            num_others = self.num_bytes
+            part = min(1.0, excess_bytes / num_others) if num_others else 1.0
+            self.refuse(
+                "bytes",
+                flow,
+                f"the requests that wait in this gateway have {num_others / 1e6:.0f} MB, "
+                f"{self._config.max_queue_mb:g} MB are the most (admission.max_queue_mb)",
+                part * self._lanes.drain_s(now),
+            )
 
     def _hold(
         self, request: RouteRequest, candidacy: Candidacy, decision: Decision, now: float
@@ -376,7 +379,6 @@ class RequestAdmission:
             routed_at=now,
         )
         self._held[request.request_id] = held
-        self._num_bytes += candidacy.num_bytes
         self._bounds.put(held, held.refused_at)
         self._reroutes.put(held, now + REROUTE_PART * wait_s)
         self._put(held)
@@ -391,7 +393,6 @@ class RequestAdmission:
             arrived_at=candidacy.arrived_at,
             due_at=candidacy.arrived_at + self.aging_s(candidacy.flow.service_class),
             priority=candidacy.priority,
-            num_bytes=candidacy.num_bytes,
             num_tokens=max(request.num_tokens, 1) - decision.prefill_cached_tokens,
         )
 
@@ -527,7 +528,6 @@ class RequestAdmission:
         del self._held[held.waiting.request_id]
         self._bounds.remove(held)
         self._reroutes.remove(held)
-        self._num_bytes -= held.waiting.num_bytes
 
     def _cost_s(self, decision: Decision) -> float:
         """Return for how long the request occupies the replica that its lane waits for: for computing its

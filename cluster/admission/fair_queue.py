@@ -112,7 +112,6 @@ class Waiting:
     # When it may go before those that have waited less.
     due_at: float
     priority: int = 0
-    num_bytes: int = 0
     # Of its prompt, those that must be computed.
     num_tokens: int = 0
 

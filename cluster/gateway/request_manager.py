@@ -18,6 +18,7 @@ from msgspec import structs
 
 from cluster.admission.admission import Candidacy, HeldRequest, RequestAdmission
 from cluster.admission.fair_queue import Flow
+from cluster.admission.lane import ByteHold
 from cluster.admission.quotas import QuotaHold, Quotas
 from cluster.admission.retries import EndRate
 from cluster.errors import (
@@ -26,6 +27,7 @@ from cluster.errors import (
     DuplicateRequestError,
     FieldViolation,
     InvalidRequestError,
+    OverloadedError,
     QuotaError,
     RequestError,
     UnavailableError,
@@ -217,8 +219,9 @@ class RequestManager:
                 self._ends.next_s(now),
             )
         weight = self._auth.limits(request.tenant).weight
+        num_bytes = request.ByteSize()
         if not request.resume:
-            self.admission.check_early(flow, weight, now, deadline_at)
+            self.admission.check_early(flow, weight, now, deadline_at, num_bytes)
         digest = resume_digest(request)
         if request.resume:
             self._resume_tokens.check(
@@ -226,63 +229,83 @@ class RequestManager:
             )
         else:
             self._quotas.admit(request.tenant, now)
+        request_id = request.request_id or draw_request_id(self._gateway_id)
         self._num_arriving += 1
         try:
-            prompt = await self._preprocessor.prompt_tokens(request, limits)
-            grammar = await self._preprocessor.grammar(request, prompt)
-            compatibility = self._connections.compatibility
-            if compatibility is None:
-                raise UnavailableError("no replica has connected to this gateway yet")
-            request_id = request.request_id or draw_request_id(self._gateway_id)
-            group = self._sharing_group(identity, request.tenant)
-            prepared, texts = await self._preprocessor.prepare(
-                request,
-                prompt,
-                self._within_share(limits, group, compatibility.block_tokens),
-                request_id=request_id,
-                sharing_group=group,
-                fingerprint=compatibility.model_fingerprint,
-                deadline_at=deadline_at,
-                service_class=service_class,
-                grammar=grammar,
-            )
+            with self.admission.queued.hold(num_bytes):
+                prepared, texts = await self._prepare(
+                    request, request_id, limits, identity, deadline_at, service_class
+                )
         finally:
             self._num_arriving -= 1
         if self._is_leaving:
             raise UnavailableError("this gateway is stopping", 0.0)
         if pooling is not None:
             prepared = replace(prepared, pooling=pooling, sampling=SamplingParams(max_tokens=1))
-        if deadline_s is not None and now + deadline_s <= self._clock.now():
+        if deadline_at is not None and deadline_at <= self._clock.now():
             raise DeadlineError("the deadline passed before the request was accepted")
-        key = prepared.tenant, request_id
+        key = request.tenant, request_id
         if key in self._latest and not request.resume:
             raise DuplicateRequestError(f"request {request_id!r} is running; choose another id, or resume it")
-        held = candidacy = None
+        candidacy = None
         if not request.resume:
             prepared = self._capped(prepared)
-            candidacy = Candidacy(flow, weight, prepared.priority, now, deadline_at, _num_bytes(prepared))
-            # Where no replica is there, the request's task asks again.
-            with contextlib.suppress(NoReplicaError):
-                held = self.admission.admit(first_route_request(prepared), candidacy)
-        try:
-            quota_hold = self._take_prompt(prepared, is_resumed=bool(request.resume))
-        except RequestError:
-            if held is not None:
-                self.admission.drop(held)
-            raise
-        task = self._begin(key, prepared, texts, now, caller, candidacy, held, quota_hold)
+            candidacy = Candidacy(flow, weight, prepared.priority, now, deadline_at)
+        queued = self.admission.queued.hold(num_bytes + _num_bytes(prepared))
+        held, quota_hold = self._admit(prepared, candidacy, queued)
+        task = self._begin(key, prepared, texts, now, caller, candidacy, held, quota_hold, queued)
         token = self._resume_tokens.issue(identity, request.tenant, request_id, prepared.seed, digest)
         return Accepted(task, request_id, prepared.seed, prepared.num_prompt_tokens, token)
 
-    def _take_prompt(self, prepared: PreparedRequest, *, is_resumed: bool) -> QuotaHold:
-        max_tokens = prepared.sampling.max_tokens * len(prepared.samples)
-        return self._quotas.take_prompt(
-            prepared.tenant,
-            prepared.num_prompt_tokens,
-            max_tokens,
-            self._clock.now(),
-            is_resumed=is_resumed,
+    async def _prepare(
+        self,
+        request: pb.GenerateRequest,
+        request_id: str,
+        limits: ServingLimits,
+        identity: Identity,
+        deadline_at: float | None,
+        service_class: ServiceClass,
+    ) -> tuple[PreparedRequest, Sequence[SampleText]]:
+        """Tokenize the prompt, and write what the output must be as a grammar."""
+        prompt = await self._preprocessor.prompt_tokens(request, limits)
+        grammar = await self._preprocessor.grammar(request, prompt)
+        compatibility = self._connections.compatibility
+        if compatibility is None:
+            raise UnavailableError("no replica has connected to this gateway yet")
+        group = self._sharing_group(identity, request.tenant)
+        return await self._preprocessor.prepare(
+            request,
+            prompt,
+            self._within_share(limits, group, compatibility.block_tokens),
+            request_id=request_id,
+            sharing_group=group,
+            fingerprint=compatibility.model_fingerprint,
+            deadline_at=deadline_at,
+            service_class=service_class,
+            grammar=grammar,
         )
+
+    def _admit(
+        self, prepared: PreparedRequest, candidacy: Candidacy | None, queued: ByteHold
+    ) -> tuple[HeldRequest | None, QuotaHold]:
+        """Find a place for a new request, and take its prompt from its tenant's quota. A request without a
+        place is held by nobody: where no replica is there, its task asks again."""
+        held, max_tokens = None, prepared.sampling.max_tokens * len(prepared.samples)
+        try:
+            if candidacy is not None:
+                with contextlib.suppress(NoReplicaError):
+                    held = self.admission.admit(first_route_request(prepared), candidacy)
+            now, is_resumed = self._clock.now(), candidacy is None
+            return held, self._quotas.take_prompt(
+                prepared.tenant, prepared.num_prompt_tokens, max_tokens, now, is_resumed=is_resumed
+            )
+        except BaseException as error:
+            queued.release()
+            if held is not None:
+                self.admission.drop(held)
+            if isinstance(error, OverloadedError):
+                self._quotas.withdraw(prepared.tenant, self._clock.now())
+            raise
 
     def _within_share(self, limits: ServingLimits, group: str, block_tokens: int) -> ServingLimits:
         """Return the limits of a request of this sharing group."""
@@ -474,6 +497,7 @@ class RequestManager:
         candidacy: Candidacy | None,
         held: HeldRequest | None,
         quota_hold: QuotaHold,
+        queued: ByteHold,
     ) -> RequestTask:
         older = self._latest.get(key)
         if older is not None:
@@ -494,6 +518,7 @@ class RequestManager:
             admission=self.admission,
             candidacy=candidacy,
             held=held,
+            queued=queued,
             due_at=now + self.admission.aging_s(prepared.service_class),
             unread=self.unread,
         )
@@ -548,8 +573,9 @@ class RequestManager:
 
 
 def _num_bytes(prepared: PreparedRequest) -> int:
-    """Return what the request takes while it waits."""
-    return len(prepared.prompt) + sum(map(len, prepared.block_keys)) + _REQUEST_BYTES
+    """Return what the request takes while it waits, beside the client's message."""
+    num_grammar_bytes = 0 if prepared.grammar is None else len(prepared.grammar.text)
+    return len(prepared.prompt) + sum(map(len, prepared.block_keys)) + num_grammar_bytes + _REQUEST_BYTES
 
 
 def _record(

@@ -16,6 +16,7 @@ from typing import Protocol, TypeVarTuple
 from msgspec.structs import replace
 
 from cluster.admission.admission import Candidacy, HeldRequest, RequestAdmission
+from cluster.admission.lane import ByteHold
 from cluster.admission.retries import CAPACITY_WAIT_S, Retry
 from cluster.errors import AbandonedError, OverloadedError, RequestError, SlowClientError
 from cluster.gateway.attempt import EmbeddingDelta, Output, OutputDelta, PromptLogprobsDelta
@@ -222,10 +223,12 @@ class RequestTask:
         admission: RequestAdmission | None = None,
         candidacy: Candidacy | None = None,
         held: HeldRequest | None = None,
+        queued: ByteHold | None = None,
         due_at: float | None = None,
     ) -> None:
         """`unread` counts what waits for the clients of all requests; `held` is the place that `admission`
-        has found for the request, where it may have to wait, with its `candidacy`; None: it is not judged."""
+        has found for the request, where it may have to wait, with its `candidacy`; None: it is not judged.
+        `queued` counts its bytes while it is not submitted."""
         self.state = RequestState(prepared, texts, self, started_at, due_at)
         self._request_id = prepared.request_id
         self._connections = connections
@@ -235,6 +238,7 @@ class RequestTask:
         self._admission = admission
         self._candidacy = candidacy
         self._held = held
+        self._queued = queued
         self._retry: Retry | None = None
         # Where a prompt that waits was announced.
         self._announced_to: ReplicaIdentity | None = None
@@ -285,6 +289,8 @@ class RequestTask:
     # ------------------------------------------------------------ effects (cluster.gateway.request_state)
 
     def route(self, request: RouteRequest, delay_s: float, *, needs_capacity: bool = False) -> None:
+        if self._queued is not None:
+            self._queued.renew()
         act = partial(self._route, request, needs_capacity=needs_capacity)
         if delay_s <= 0:
             self._later.append(act)
@@ -342,6 +348,8 @@ class RequestTask:
         self._withdraw()
         if self._retry is not None and self._admission is not None:
             self._admission.retries.drop(self._retry)
+        if self._queued is not None:
+            self._queued.release()
         self._timers.cancel()
         self._buffer.close(end)
         self._on_end(error)
@@ -484,6 +492,8 @@ class RequestTask:
         if self._announced_to != (prefill or decode).identity:
             self._withdraw()
         self._announced_to = None
+        if self._queued is not None:
+            self._queued.release()
         computes = prefill.identity if prefill is not None and prefill != decode else None
         self.apply(self.state.on_routed, decision, computes, decode)
 

@@ -100,9 +100,9 @@ def test_a_deadline_counts_where_it_is_before_the_objective(world: AdmissionWorl
 def test_the_queues_alone_refuse_before_a_prompt_is_read(world: AdmissionWorld) -> None:
     for index in range(9):
         world.arrive(str(index), service_class="batch")
-    world.admission.check_early(Flow("b", "interactive"), 1.0, 0.0, None)
+    world.admission.check_early(Flow("b", "interactive"), 1.0, 0.0, None, 100)
     with pytest.raises(OverloadedError, match="predicted in"):
-        world.admission.check_early(Flow("a", "batch"), 1.0, 0.0, 5.0)
+        world.admission.check_early(Flow("a", "batch"), 1.0, 0.0, 5.0, 100)
 
 
 def test_a_refusal_is_told_from_what_was_predicted_while_nothing_changes(world: AdmissionWorld) -> None:
@@ -120,11 +120,11 @@ def test_a_refusal_is_told_from_what_was_predicted_while_nothing_changes(world: 
     before = asked["a"]
     for _ in range(100):
         with pytest.raises(OverloadedError):
-            world.admission.check_early(flow, 1.0, world.clock.now(), 0.5)
+            world.admission.check_early(flow, 1.0, world.clock.now(), 0.5, 100)
     assert asked["a"] <= before + 1
     world.run(1.0)  # one is done
     with pytest.raises(OverloadedError):
-        world.admission.check_early(flow, 1.0, world.clock.now(), 1.5)
+        world.admission.check_early(flow, 1.0, world.clock.now(), 1.5, 100)
     assert asked["a"] > before
 
 
@@ -176,10 +176,10 @@ def test_who_ends_while_it_waits_makes_way(world: AdmissionWorld) -> None:
     held = [world.arrive(str(index)) for index in range(4)]
     assert list(world.released) == ["0"]
     assert held[1] is not None
-    world.admission.drop(held[1])
-    world.admission.drop(held[1])  # it is gone already
+    world.drop(held[1])
+    world.drop(held[1])  # it is gone already
     assert held[0] is not None
-    world.admission.drop(held[0])  # it was released, and its attempt is its own matter
+    world.drop(held[0])  # it was released, and its attempt is its own matter
     world.run()
     assert list(world.released) == ["0", "2", "3"]
 
@@ -350,7 +350,7 @@ def test_no_request_of_any_class_waits_longer_than_its_bound(
             for server in world.servers.values():
                 server.slowness = 10.0 if event == "slow" else 0.5
         if event == "drop" and held and (last := held[-1].waiting.request_id) not in world.released:
-            world.admission.drop(held[-1])
+            world.drop(held[-1])
             dropped.add(last)
         taken = world.arrive(
             str(number), num_tokens, str(tenant), service_class, weight=1.0 + tenant, priority=priority

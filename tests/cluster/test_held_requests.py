@@ -111,7 +111,7 @@ class Gateway:
             samples=(SampleStart(0, 1),),
             deadline_at=None,
         )
-        candidacy = Candidacy(Flow("t", "standard"), 1.0, priority, self.clock.now(), None, 1)
+        candidacy = Candidacy(Flow("t", "standard"), 1.0, priority, self.clock.now(), None)
         held = None
         with contextlib.suppress(NoReplicaError):
             held = self.admission.admit(first_route_request(prepared), candidacy)

@@ -11,6 +11,7 @@ from cluster.admission.admission import Candidacy, HeldRequest, RequestAdmission
 from cluster.admission.config import AdmissionConfig
 from cluster.admission.fair_queue import Flow
 from cluster.admission.ladder import Rung
+from cluster.admission.lane import ByteHold
 from cluster.errors import OverloadedError
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import KvSnapshot, ReplicaIdentity
@@ -116,6 +117,7 @@ class NotedEffects:
         world = self._world
         assert self._request_id not in {*world.released, *world.refused, *world.unplaced}
         ended[self._request_id] = world.clock.now()
+        world.queued.pop(self._request_id).release()
 
 
 class AdmissionWorld:
@@ -139,6 +141,7 @@ class AdmissionWorld:
         self.released: dict[str, float] = {}
         self.refused: dict[str, float] = {}
         self.unplaced: dict[str, float] = {}
+        self.queued: dict[str, ByteHold] = {}
         self.moved: list[tuple[str, str, str]] = []
         self.errors: list[OverloadedError] = []
         self.ended_early: dict[str, OverloadedError] = {}
@@ -180,17 +183,24 @@ class AdmissionWorld:
         flow = Flow(tenant, service_class)
         deadline_at = None if deadline_s is None else now + deadline_s
         route_request = RouteRequest(request_id, tenant, keys, num_tokens, 16)
-        candidacy = Candidacy(flow, weight, priority, now, deadline_at, num_bytes)
+        candidacy = Candidacy(flow, weight, priority, now, deadline_at)
         try:
-            self.admission.check_early(flow, weight, now, deadline_at)
+            self.admission.check_early(flow, weight, now, deadline_at, num_bytes)
             held = self.admission.admit(route_request, candidacy)
         except OverloadedError as error:
             self.ended_early[request_id] = error
             return None
+        self.queued[request_id] = self.admission.queued.hold(num_bytes)
         self.candidacies[request_id] = candidacy
         self.at(held.refused_at, self.admission.pump)
         self.admission.hold(held, NotedEffects(self, request_id))
         return held
+
+    def drop(self, held: HeldRequest) -> None:
+        """A request that waits ends."""
+        self.admission.drop(held)
+        if (queued := self.queued.pop(held.request.request_id, None)) is not None:
+            queued.release()
 
     def ttft_s(self, request_id: str) -> float:
         return self.first_token_at[request_id] - self.candidacies[request_id].arrived_at
