@@ -376,6 +376,26 @@ class VirtualReplica:
         sequence.num_blocks = 0
 
 
+class _Effects:
+    """What becomes of a request that is held."""
+
+    def __init__(self, cluster: VirtualCluster, request: VirtualRequest) -> None:
+        self._cluster = cluster
+        self._request = request
+
+    def on_released(self, held: HeldRequest) -> None:
+        self._cluster.submit(self._request, held.decision)
+
+    def on_refused(self, error: OverloadedError) -> None:
+        self._request.refusal, self._request.ended_at = str(error), self._cluster.clock.now()
+
+    def on_moved(self, held: HeldRequest) -> None:
+        pass
+
+    def on_unplaced(self, reason: str, retry_after_s: float) -> None:
+        raise AssertionError("no replica leaves")
+
+
 class VirtualCluster:
     """One gateway and its replicas. `has_admission` False: whatever comes is routed at once."""
 
@@ -460,12 +480,12 @@ class VirtualCluster:
             request.request_id, tenant.name, (), request.num_prompt, lengths.most_output
         )
         if not self._has_admission:
-            self._submit(request, self.router.route(route_request))
+            self.submit(request, self.router.route(route_request))
             return request
         flow = Flow(tenant.name, tenant.service_class)
-        candidacy = Candidacy(flow, tenant.weight, 0, now, None, 4 * request.num_prompt)
+        candidacy = Candidacy(flow, tenant.weight, 0, now, None)
         try:
-            self.admission.check_early(flow, tenant.weight, now, None)
+            self.admission.check_early(flow, tenant.weight, now, None, 4 * request.num_prompt)
             capped = self.admission.max_tokens(tenant.service_class, lengths.most_output)
             request.num_output = min(request.num_output, capped)
             held = self.admission.admit(route_request, candidacy)
@@ -473,14 +493,8 @@ class VirtualCluster:
             request.refusal, request.ended_at = str(error), now
             return request
 
-        def release(held: HeldRequest) -> None:
-            self._submit(request, held.decision)
-
-        def refuse(error: OverloadedError) -> None:
-            request.refusal, request.ended_at = str(error), self.clock.now()
-
         self.at(held.refused_at, self.admission.pump)
-        self.admission.hold(held, release, refuse)
+        self.admission.hold(held, _Effects(self, request))
         return request
 
     def on_frame(self, replica: VirtualReplica, state: QueueState, news: _News) -> None:
@@ -497,7 +511,7 @@ class VirtualCluster:
         if self._has_admission:
             self.admission.pump(replica.identity.replica_id)
 
-    def _submit(self, request: VirtualRequest, decision: Decision) -> None:
+    def submit(self, request: VirtualRequest, decision: Decision) -> None:
         request.released_at = self.clock.now()
         compute = self.replicas[decision.prefill or decision.decode]
         decode_id = decision.decode if decision.prefill else ""

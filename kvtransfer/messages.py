@@ -12,7 +12,7 @@ from typing import Literal
 
 from kvtransfer.codec import Message, Part
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 # Bytes of one element, by the dtype's name in a checkpoint and in the configuration.
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp32": 4, "bf16": 2, "fp16": 2}
 

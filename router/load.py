@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 from msgspec.structs import asdict, replace
@@ -48,7 +49,8 @@ _RESIDENCE_WEIGHT = 0.1
 DEFAULT_OUTPUT_TOKENS = 64
 # From so many running sequences on, the blocks that they hold show how many fit.
 _MIN_FITTING = 4
-# A request without news for this long is stale and no longer counts as load: the message of its end was lost.
+# A request that was sent, and without news for this long, is stale and no longer counts as load: the message
+# of its end was lost.
 STALE_REQUEST_S = 300.0
 
 
@@ -267,6 +269,33 @@ class _ReplicaLoad:
         self.state = None
 
 
+class _GatewayPlacements:
+    """The placements of one gateway by request: those that it holds, and those that were sent, the oldest
+    first."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Placement] = {}
+        self._sent: dict[str, Placement] = {}
+
+    def __len__(self) -> int:
+        return len(self._held) + len(self._sent)
+
+    def __iter__(self) -> Iterator[Placement]:
+        return chain(self._sent.values(), self._held.values())
+
+    def find(self, request_id: str) -> Placement | None:
+        return self._sent.get(request_id) or self._held.get(request_id)
+
+    def add(self, placement: Placement) -> None:
+        (self._held if placement.is_held else self._sent)[placement.request_id] = placement
+
+    def pop(self, request_id: str) -> Placement | None:
+        return self._sent.pop(request_id, None) or self._held.pop(request_id, None)
+
+    def oldest_sent(self) -> Placement | None:
+        return next(iter(self._sent.values()), None)
+
+
 class LoadTracker:
     """The reports of all replicas, and the pending placements of this gateway and of the others. Every method
     ignores what is unknown.
@@ -275,12 +304,20 @@ class LoadTracker:
     of this gateway alone.
     """
 
-    def __init__(self, clock: Clock, observer: PlacementObserver | None = None) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        observer: PlacementObserver | None = None,
+        on_dropped: Callable[[Placement], None] = lambda placement: None,
+    ) -> None:
+        """`on_dropped` hears of every placement that is forgotten or replaced, of any gateway."""
         self._clock = clock
         self._observer = observer
+        self._on_dropped = on_dropped
         self._replicas: dict[str, _ReplicaLoad] = {}
-        # By gateway id, then by request id.
-        self._placements: dict[str, dict[str, Placement]] = {"": {}}
+        # By gateway id.
+        self._own = _GatewayPlacements()
+        self._placements: dict[str, _GatewayPlacements] = {"": self._own}
 
     def add_replica(self, identity: ReplicaIdentity, role: str) -> None:
         """Add a replica, or change its role. A new epoch starts without report and placements, except those
@@ -292,7 +329,7 @@ class LoadTracker:
         self.remove_replica(identity.replica_id)
         self._replicas[identity.replica_id] = replica = _ReplicaLoad(identity, role)
         for gateway_id, placements in self._placements.items():
-            for placement in placements.values() if gateway_id else ():
+            for placement in placements if gateway_id else ():
                 replica.count(placement)
 
     def remove_replica(self, replica_id: str) -> None:
@@ -315,25 +352,40 @@ class LoadTracker:
         if replica is not None and replica.report is not None and identity.epoch == replica.identity.epoch:
             self.on_load(replace(replica.report, received_at=received_at, **asdict(queue)))
 
-    def on_submitted(self, request_id: str) -> None:
-        """Note that a request that was held has been sent to its replicas."""
-        placement = self._placements[""].get(request_id)
+    def on_submitted(self, request_id: str) -> Placement | None:
+        """Note that a request that was held has been sent to its replicas. Returns its placement."""
+        placement = self._own.find(request_id)
         if placement is None or not placement.is_held:
-            return
+            return None
         self._forget(placement)
+        self._own.pop(request_id)
         placement.is_held, placement.routed_at = False, self._clock.now()
+        self._own.add(placement)
         self._predict(placement)
         self._count(placement)
         if self._observer is not None:
             self._observer.on_routed(placement)
+        return placement
+
+    def suspend(self, request_id: str) -> Placement | None:
+        """Leave a placement of this gateway out of all loads until `resume`, or until it is replaced; returns
+        it."""
+        placement = self._own.find(request_id)
+        if placement is not None:
+            self._forget(placement)
+        return placement
+
+    def resume(self, placement: Placement) -> None:
+        """Count a placement again that was left out."""
+        self._count(placement)
 
     def on_routed(self, placement: Placement) -> None:
         """Count the request at once at its replicas, in place of an earlier attempt of the same request. What
         their reports show already is not counted again."""
         self.on_finished(placement.request_id, placement.gateway_id)
-        placements = self._placements.setdefault(placement.gateway_id, {})
+        placements = self._placements.setdefault(placement.gateway_id, _GatewayPlacements())
         self._drop_stale(placements)
-        placements[placement.request_id] = placement
+        placements.add(placement)
         if not placement.gateway_id and not placement.is_held:
             self._predict(placement)
         self._count(placement)
@@ -345,7 +397,7 @@ class LoadTracker:
     ) -> Placement | None:
         """Note the first token (None: now): nothing is left to compute. Returns the placement at the first
         call."""
-        placement = self._placements.get(gateway_id, {}).get(request_id)
+        placement = self.find(request_id, gateway_id)
         if placement is None or placement.prefilled_at is not None:
             return None
         placement.prefilled_at = self._clock.now() if prefilled_at is None else prefilled_at
@@ -364,9 +416,11 @@ class LoadTracker:
 
     def on_finished(self, request_id: str, gateway_id: str = "") -> None:
         """Stop counting the request, however it ended."""
-        placement = self._placements.get(gateway_id, {}).pop(request_id, None)
+        placements = self._placements.get(gateway_id)
+        placement = placements.pop(request_id) if placements is not None else None
         if placement is not None:
             self._forget(placement)
+            self._on_dropped(placement)
             self._measure_residence(placement)
             if self._observer is not None and not gateway_id:
                 self._observer.on_finished(placement)
@@ -374,16 +428,22 @@ class LoadTracker:
     def remove_gateway(self, gateway_id: str) -> None:
         """Forget the placements of another gateway that left or is not heard any more."""
         assert gateway_id
-        for placement in self._placements.pop(gateway_id, {}).values():
+        for placement in self._placements.pop(gateway_id, ()):
             self._forget(placement)
+            self._on_dropped(placement)
 
     def placement(self, request_id: str) -> Placement | None:
         """Return where this gateway has placed the request."""
-        return self._placements[""].get(request_id)
+        return self._own.find(request_id)
+
+    def find(self, request_id: str, gateway_id: str) -> Placement | None:
+        """Return where a gateway has placed the request."""
+        placements = self._placements.get(gateway_id)
+        return None if placements is None else placements.find(request_id)
 
     def own_placements(self) -> Iterator[Placement]:
-        """Return the placements of this gateway, the oldest first."""
-        return iter(self._placements[""].values())
+        """Return the placements of this gateway: what was sent, the oldest first, and what it holds."""
+        return iter(self._own)
 
     def state(self, replica_id: str) -> CurrentLoad:
         """Return the load as of now of a known replica."""
@@ -403,7 +463,10 @@ class LoadTracker:
             for pending in replica.pending:
                 pending.check()
                 for item in pending.placements:
-                    assert self._placements[item.gateway_id].get(item.request_id) is item
+                    assert self.find(item.request_id, item.gateway_id) is item
+        for placements in self._placements.values():
+            sent_at = [it.routed_at for it in placements if not it.is_held and not it.gateway_id]
+            assert sent_at == sorted(sent_at)
 
     def _reports(self) -> Iterator[ReplicaLoad]:
         return (it.report for it in self._replicas.values() if it.report is not None)
@@ -433,14 +496,11 @@ class LoadTracker:
             replica.residence_s = moving_average(replica.residence_s, took_s, _RESIDENCE_WEIGHT)
             replica.state = None
 
-    def _drop_stale(self, placements: dict[str, Placement]) -> None:
-        """Drop requests without news for `STALE_REQUEST_S`. A long answer loses nothing by it: its sequence
-        has been in its replica's own reports since it joined."""
+    def _drop_stale(self, placements: _GatewayPlacements) -> None:
+        """Drop requests that were sent, and without news since for `STALE_REQUEST_S`. A long answer loses
+        nothing by it: its sequence has been in its replica's own reports since it joined."""
         oldest = self._clock.now() - STALE_REQUEST_S
-        while placements:
-            placement = next(iter(placements.values()))
-            if placement.routed_at > oldest:
-                return
+        while (placement := placements.oldest_sent()) is not None and placement.routed_at <= oldest:
             self.on_finished(placement.request_id, placement.gateway_id)
 
 

@@ -103,13 +103,23 @@ class ReplicaCost(NamedTuple):
 class Choice(NamedTuple):
     """The cheapest choice. `prefill` "" means that the decode replica prefills by itself. A cost is `inf`
     where no such choice exists; `other_cost_s` is that of the cheapest one that computes elsewhere, where it
-    was looked for."""
+    was looked for, and `before_cost_s` that of an earlier choice."""
 
     prefill: str
     decode: str
     pair_cost_s: float
     local_cost_s: float
     other_cost_s: float = float("inf")
+    before_cost_s: float = float("inf")
+
+    @property
+    def cost_s(self) -> float:
+        return min(self.pair_cost_s, self.local_cost_s)
+
+    @property
+    def gain_s(self) -> float:
+        """By how much it is better than the earlier choice."""
+        return self.before_cost_s - self.cost_s
 
 
 def disturbance_s(state: CurrentLoad, prefill_s: float) -> float:
@@ -261,6 +271,16 @@ def choose(candidates: list[Candidate]) -> Choice | None:
     return None if pair_cost_s == float("inf") else Choice(prefill_id, decode_id, pair_cost_s, local_cost_s)
 
 
+def cost_of(candidates: Sequence[Candidate], prefill_id: str, decode_id: str) -> float:
+    """Return what a choice costs; inf: it is not among the candidates."""
+    found = {(item.side, item.replica_id): item for item in candidates}
+    prefill, decode = found.get(("prefill", prefill_id)), found.get(("decode", decode_id))
+    if not prefill_id:
+        local = found.get(("local", decode_id))
+        return float("inf") if local is None else local.cost_s
+    return float("inf") if prefill is None or decode is None else _pair_cost_s(prefill, decode)
+
+
 def recompute(decision: Decision) -> tuple[str, str]:
     """Recompute (prefill, decode) from the candidates alone, by trying every pair; for audits and tests."""
     prefills = [item for item in decision.candidates if item.side == "prefill"]
@@ -269,12 +289,15 @@ def recompute(decision: Decision) -> tuple[str, str]:
     for prefill in prefills:
         for decode in decodes:
             if prefill.replica_id != decode.replica_id:
-                share = decode.uncached_tokens / (decode.matched_tokens + decode.uncached_tokens)
-                cost = prefill.cost_s + decode.cost_s - OVERLAP * min(prefill.queue_s, decode.queue_s)
-                cost += prefill.transfer_s * share
-                choices.append((cost, prefill.replica_id, decode.replica_id))
+                choices.append((_pair_cost_s(prefill, decode), prefill.replica_id, decode.replica_id))
     _, prefill_id, decode_id = min(choices, key=lambda choice: choice[0])
     return prefill_id, decode_id
+
+
+def _pair_cost_s(prefill: Candidate, decode: Candidate) -> float:
+    share = decode.uncached_tokens / (decode.matched_tokens + decode.uncached_tokens)
+    cost_s = prefill.cost_s + decode.cost_s - OVERLAP * min(prefill.queue_s, decode.queue_s)
+    return cost_s + prefill.transfer_s * share
 
 
 def _computing(side: str, replica: ReplicaCost, pressure_s: float, note: str, transfer_s: float) -> Candidate:

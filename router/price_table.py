@@ -133,9 +133,10 @@ class PriceTable:
         num_steps: float,
         *,
         finds_other: bool = False,
+        before: tuple[str, str] | None = None,
     ) -> Choice | None:
         """Return the cheapest choice, as `router.policies.choose` does; with `finds_other` also what the
-        cheapest one costs that computes elsewhere."""
+        cheapest one costs that computes elsewhere, and what the prefill and decode replica of `before` do."""
         costs = self._costs(query, match, waits, held_part, oldest, num_steps)
         prefills, decodes = sides
         local_s = pairs = np.empty(0)
@@ -168,7 +169,21 @@ class PriceTable:
             if pairs.size:
                 other_pair_s = pairs.min(initial=np.inf, where=~here_pair[:, None])
                 other_cost_s = min(other_cost_s, float(other_pair_s))
-        return Choice(prefill_id, decode_id, pair_cost_s, local_cost_s, other_cost_s)
+        before_cost_s = float("inf") if before is None else self._cost_of(query, costs, *before)
+        return Choice(prefill_id, decode_id, pair_cost_s, local_cost_s, other_cost_s, before_cost_s)
+
+    def _cost_of(self, query: RouteQuery, costs: _Costs, prefill_id: str, decode_id: str) -> float:
+        """Return what a choice costs; inf: it is not possible."""
+        prefill, decode = self._row_of.get(prefill_id, -1), self._row_of.get(decode_id, -1)
+        if decode not in self._decode_rows:
+            return float("inf")
+        if not prefill_id:
+            return float(costs.local_s[decode]) if query.may_stay else float("inf")
+        if prefill not in self._prefill_rows or costs.must_stay[decode]:
+            return float("inf")
+        cost_s = costs.prefill_s[prefill] + costs.decode_s[decode]
+        cost_s -= OVERLAP * min(costs.queue_s[prefill], costs.place_wait_s[decode])
+        return float(cost_s + costs.transfer_s[prefill] * costs.lacking[decode])
 
     def _costs(
         self,

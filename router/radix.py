@@ -101,6 +101,8 @@ class _Holder:
     # In the store of its node.
     stored: dict[bytes, StoreTier] = field(default_factory=dict)
     predicted_until: dict[bytes, float] = field(default_factory=dict)
+    # How many requests that wait for the replica will compute the block there.
+    num_expecting: dict[bytes, int] = field(default_factory=dict)
 
     @property
     def device_bit(self) -> int:
@@ -114,6 +116,13 @@ class _Prediction(NamedTuple):
     """The keys of one routed prompt, in the queue of what expires next."""
 
     until: float
+    holder: _Holder
+    keys: tuple[bytes, ...]
+
+
+class Expectation(NamedTuple):
+    """The keys that a request will compute at a replica for which it waits."""
+
     holder: _Holder
     keys: tuple[bytes, ...]
 
@@ -181,9 +190,11 @@ class PrefixTree:
             return
         _clear_bit(self._key_to_mask, holder.device_bit, holder.held)
         _clear_bit(self._key_to_mask, holder.device_bit, holder.predicted_until)
+        _clear_bit(self._key_to_mask, holder.device_bit, holder.num_expecting)
         self._unstore(holder, tuple(holder.stored))
         holder.held.clear()
         holder.predicted_until.clear()
+        holder.num_expecting.clear()
         self._slot_to_id[holder.slot] = ""
         self._free_slots.append(holder.slot)
         self._id_to_slot = {name: it.slot for name, it in self._holders.items()}
@@ -259,6 +270,32 @@ class PrefixTree:
         masks.update([(key, get_mask(key, 0) | bit) for key in unconfirmed])
         self._predictions.append(_Prediction(until, holder, unconfirmed))
 
+    def expect(self, replica_id: str, keys: tuple[bytes, ...]) -> Expectation | None:
+        """Count these blocks as held by the replica until `withdraw`: a request waits that will compute them
+        there. None: there are none, or the replica is not known."""
+        holder = self._holders.get(replica_id)
+        if holder is None or not keys:
+            return None
+        numbers = holder.num_expecting
+        new = [key for key in keys if key not in numbers]
+        for key in keys:
+            numbers[key] = numbers.get(key, 0) + 1
+        _set_bit(self._key_to_mask, holder.device_bit, new)
+        return Expectation(holder, keys)
+
+    def withdraw(self, expectation: Expectation) -> None:
+        """Do not expect these blocks any more. Whatever else says that the replica holds them stays."""
+        holder, keys = expectation
+        numbers = holder.num_expecting
+        if self._holders.get(holder.identity.replica_id) is not holder:
+            return
+        over = [key for key in keys if numbers[key] == 1]
+        for key in keys:
+            numbers[key] -= 1
+        for key in over:
+            del numbers[key]
+        self._clear_device(holder, over)
+
     def match(self, keys: Sequence[bytes]) -> Match:
         """Count for each replica how many of the leading keys it has, and where."""
         self._expire()
@@ -299,7 +336,8 @@ class PrefixTree:
             assert self._slot_to_id[holder.slot] == replica_id
             assert self.slot(replica_id) == holder.slot
             assert not holder.held & holder.predicted_until.keys()
-            for key in (*holder.held, *holder.predicted_until):
+            assert all(number > 0 for number in holder.num_expecting.values())
+            for key in (*holder.held, *holder.predicted_until, *holder.num_expecting):
                 expected[key] = expected.get(key, 0) | holder.device_bit
             for key, tier in holder.stored.items():
                 expected[key] = expected.get(key, 0) | holder.store_bit(tier)
@@ -363,7 +401,7 @@ class PrefixTree:
     def _remove(self, holder: _Holder, keys: Iterable[bytes]) -> None:
         gone = [key for key in keys if key in holder.held]
         holder.held.difference_update(gone)
-        _clear_bit(self._key_to_mask, holder.device_bit, gone)
+        self._clear_device(holder, gone)
 
     def _unstore(self, holder: _Holder, keys: Iterable[bytes]) -> None:
         for key in keys:
@@ -380,7 +418,13 @@ class PrefixTree:
             over = [key for key in prediction.keys if predicted_until.get(key, now + 1.0) <= now]
             for key in over:
                 del predicted_until[key]
-            _clear_bit(self._key_to_mask, prediction.holder.device_bit, over)
+            self._clear_device(prediction.holder, over)
+
+    def _clear_device(self, holder: _Holder, keys: Sequence[bytes]) -> None:
+        """Clear the device's bit of those keys for which nothing else says that they are there."""
+        held, predicted, expected = holder.held, holder.predicted_until, holder.num_expecting
+        gone = [key for key in keys if not (key in held or key in predicted or key in expected)]
+        _clear_bit(self._key_to_mask, holder.device_bit, gone)
 
 
 def _record(depths: list[int], mask: int, depth: int) -> None:

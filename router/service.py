@@ -6,7 +6,6 @@ from __future__ import annotations
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvtransfer.common.clock import Clock
@@ -14,6 +13,7 @@ from kvtransfer.messages import KvEvents, KvSnapshot, ReplicaIdentity
 from router.config import RouterConfig
 from router.errors import NoReplicaError
 from router.load import CurrentLoad, LoadTracker, Placement, PlacementObserver
+from router.membership import Members
 from router.messages import Candidate, Candidates, Decision, Prediction, QueueState, ReplicaLoad, RouteRequest
 from router.policies import (
     NEVER_FITS_S,
@@ -22,32 +22,22 @@ from router.policies import (
     ReplicaCost,
     RouteQuery,
     choose,
+    cost_of,
     decode_candidate,
     make_policy,
     replica_cost,
 )
 from router.price_table import HASH_FACTOR, PriceTable
-from router.radix import Match, PrefixTree
-from router.rates import DEFAULT_BATCH_TOKENS
+from router.radix import Expectation, Match, PrefixTree
 
-# Assumed for a replica that has not reported them.
-DEFAULT_MAX_SEQUENCES = 64
-ROLES = ("prefill", "decode", "both")
 # What it takes to be sent back by a replica, and to another one: that is done only where more is to be won.
 _SENT_BACK_S = 0.005
+# A request that waits stays where it is unless so much is to be won.
+_LEAST_GAIN_S = 0.005
 # No bound for the backlog where it would be greater.
 _MOST_BACKLOG_TOKENS = 1 << 31
 # How many decisions `explain` remembers.
 NUM_DECISIONS_KEPT = 1024
-
-
-@dataclass(slots=True, eq=False)
-class _Member:
-    identity: ReplicaIdentity
-    role: str
-    is_leaving: bool = False
-    # False: chosen only where nothing else is left.
-    is_usable: bool = True
 
 
 class _View(NamedTuple):
@@ -64,10 +54,10 @@ class RouterService:
     """Places requests on replicas.
 
         on_events, on_snapshot --> PrefixTree --\\
-        on_load ----------------> LoadTracker -----+--> policy --> candidates --> choose --> Decision
-        add, remove, set_leaving -> members ----/                                            |
-        on_prefilled, on_finished --> LoadTracker <------ placement, prediction <---------------/
-        route_move -------------> members, PrefixTree, LoadTracker --> a decode replica for a running stream
+        on_load ----------------> LoadTracker -----+--> policy --> candidates --> choose --> decide: Decision
+        add, remove, set_leaving -> Members ----/                                            |
+        on_prefilled, on_finished --> LoadTracker <------ placement, prediction <---------- place
+        route_move -------------> Members, PrefixTree, LoadTracker --> a decode replica for a running stream
 
     A routed request counts at once as load and, on the replica that computes it, as cached. A burst of
     siblings therefore follows its first request until the queue there costs more than the prefix is worth.
@@ -95,48 +85,37 @@ class RouterService:
         self._clock = clock
         self._policy = make_policy(config, seed)
         self._tree = PrefixTree(clock, config.prediction_ttl_s)
-        self._load = LoadTracker(clock, observer)
-        self._members: OrderedDict[str, _Member] = OrderedDict()
-        # When replicas refused a request, until they are heard again.
-        self._refused_at: dict[str, float] = {}
+        self._load = LoadTracker(clock, observer, self._on_dropped)
+        self._members = Members(config, block_tokens, self._load)
         self._decisions: OrderedDict[str, Decision] = OrderedDict()
-        # Of the members as they are; None: they have changed.
+        # Of the members of that version; None: of none yet.
         self._table: PriceTable | None = None
+        self._table_version = 0
+        # What the tree expects of placements that are held, and those of which it does not yet.
+        self._expected: dict[Placement, Expectation] = {}
+        self._unexpected: dict[Placement, None] = {}
         # Whether other gateways use the replicas, too.
         self._is_shared = False
 
     def add_replica(self, identity: ReplicaIdentity, role: str) -> None:
         """Add a replica that takes requests, or change its role. A new epoch starts with nothing known."""
-        if role not in ROLES:
-            raise ValueError(f"role must be one of {', '.join(ROLES)}, not {role!r}")
-        known = self._members.get(identity.replica_id)
-        if known is not None and known.identity.epoch == identity.epoch:
-            known.role = role
-        else:
-            self._members[identity.replica_id] = _Member(identity, role)
+        self._members.add(identity, role)
         self._tree.add_replica(identity)
         self._load.add_replica(identity, role)
-        self._table = None
 
     def remove_replica(self, replica_id: str) -> None:
         """Remove a replica that is gone, and free its blocks, its load and its bit in the tree at once."""
-        self._members.pop(replica_id, None)
-        self._refused_at.pop(replica_id, None)
+        self._members.remove(replica_id)
         self._tree.remove_replica(replica_id)
         self._load.remove_replica(replica_id)
-        self._table = None
 
     def set_leaving(self, replica_id: str) -> None:
         """Send nothing new to this epoch of the replica."""
-        if (member := self._members.get(replica_id)) is not None:
-            member.is_leaving = True
-            self._table = None
+        self._members.set_leaving(replica_id)
 
     def set_usable(self, replica_id: str, is_usable: bool) -> None:
         """Choose this epoch of the replica only where nothing else is left, or like any other again."""
-        if (member := self._members.get(replica_id)) is not None:
-            member.is_usable = is_usable
-            self._table = None
+        self._members.set_usable(replica_id, is_usable)
 
     def set_shared(self, is_shared: bool) -> None:
         """Note whether other gateways place requests at the same replicas: then decisions say with which
@@ -152,11 +131,8 @@ class RouterService:
         self._load.on_queue(identity, queue, received_at)
 
     def compute_ids(self) -> Iterator[str]:
-        """Return the replicas that may compute a prompt now: of role "prefill" or "both", and where there is
-        none those of role "decode"."""
-        here = [(name, it) for name, it in self._members.items() if not it.is_leaving and it.is_usable]
-        able = [name for name, it in here if it.role != "decode"]
-        return iter(able or [name for name, _ in here])
+        """Return the replicas that may compute a prompt now (`Members.compute_ids`)."""
+        return self._members.compute_ids()
 
     def is_known(self, replica_id: str) -> bool:
         """Whether the replica was added, and not removed since."""
@@ -164,8 +140,7 @@ class RouterService:
 
     def num_by_side(self) -> tuple[int, int]:
         """Return how many replicas may compute prompts, and how many may decode."""
-        roles = [it.role for it in self._members.values() if not it.is_leaving and it.is_usable]
-        return len(roles) - roles.count("decode"), len(roles) - roles.count("prefill")
+        return self._members.num_by_side()
 
     def load(self, replica_id: str) -> CurrentLoad:
         """Return the load as of now of a replica that was added."""
@@ -194,47 +169,71 @@ class RouterService:
         held_part: float = 1.0,
         prefers_capacity: bool = False,
     ) -> Decision:
-        """Choose replicas and count the request there; one that `is_held` waits here until `on_submitted`.
+        """`decide`, and `place` the request there."""
+        decision = self.decide(request, waits=waits, held_part=held_part, prefers_capacity=prefers_capacity)
+        self.place(request, decision, is_held=is_held)
+        return decision
+
+    def decide(
+        self,
+        request: RouteRequest,
+        *,
+        waits: Mapping[str, float] | None = None,
+        held_part: float = 1.0,
+        prefers_capacity: bool = False,
+    ) -> Decision:
+        """Choose replicas, and count nothing there: `place` does. A request that is counted already is priced
+        as if it were not.
+
         `waits` are seconds by replica, where the request would be computed after that and not after all that
         is there; elsewhere, and for a place, it waits for `held_part` of what gateways hold.
         With `prefers_capacity` those that can take it now go before all others, whatever they cost.
         Raises `NoReplicaError`, naming the side that is missing."""
+        return self._decide(request, waits, held_part, prefers_capacity=prefers_capacity)[0]
+
+    def improve(
+        self,
+        request: RouteRequest,
+        decision: Decision,
+        *,
+        waits: Mapping[str, float] | None = None,
+        held_part: float = 1.0,
+    ) -> Decision | None:
+        """Choose other replicas for a request that waits for those of the decision, where they are better by
+        as much as a move is worth; None: they are not. Counts nothing and raises as `decide`."""
+        better, gain_s = self._decide(request, waits, held_part, before=decision)
+        return better if gain_s > _LEAST_GAIN_S else None
+
+    def place(self, request: RouteRequest, decision: Decision, *, is_held: bool = False) -> None:
+        """Count the request where it was decided, in place of what was counted of it before; one that
+        `is_held` waits here until `on_submitted`."""
         query = self._query(request)
-        match = self._tree.match(request.block_keys)
-        view = _View(match, waits or {}, held_part, self._clock.now() - self._config.stale_load_s)
-        candidates: Sequence[Candidate]
-        if isinstance(self._policy, CostPolicy) and not (
-            prefers_capacity
-            or request.excluded
-            or request.pinned_prefill
-            or request.pinned_decode
-            or not request.decodes
-        ):
-            choice, candidates = self._cheapest(request, query, view)
-        else:
-            prefill_ids, decode_ids = self._usable(request)
-            prefills = _replica_costs(query, self._states(prefill_ids), view)
-            decodes = _replica_costs(query, self._states(decode_ids), view)
-            candidates = priced = self._policy.candidates(query, prefills, decodes)
-            if prefers_capacity:
-                candidates = priced = self._with_capacity(query, priced)
-            choice = choose(priced)
-        if choice is None:
-            raise NoReplicaError(f"no second replica beside the pinned {request.pinned_prefill}")
-        decision = self._decision(request.request_id, query, choice, candidates, view)
-        self._place(request, query, decision, is_held=is_held)
+        compute_id = decision.prefill or decision.decode
+        needed_tokens = query.num_tokens - decision.decode_cached_tokens + query.num_growth_tokens
+        for replica_id in filter(None, (decision.prefill, decision.decode)):
+            self._members.chosen(replica_id)
+        placement = Placement(
+            request_id=request.request_id,
+            compute_id=compute_id,
+            decode_id=decision.decode if decision.prefill else "",
+            block_keys=request.left_keys,
+            num_prefill_tokens=query.num_tokens - decision.prefill_cached_tokens,
+            num_new_blocks=-(-needed_tokens // query.block_tokens),
+            num_sequences=query.num_samples,
+            routed_at=self._clock.now(),
+            is_held=is_held,
+            prefill_s=decision.prediction.prefill_s / self._load.state(compute_id).rates.correction,
+            load_s=decision.prediction.load_s,
+        )
+        self._load.on_routed(placement)
+        self._predict_computed(placement)
         self._keep(decision)
-        return decision
 
     def route_move(self, request: RouteRequest) -> str:
         """Choose the decode replica that a running stream migrates to, and count the stream there instead of
         where it was routed. `on_prefilled` reports that it has migrated, `on_finished` that it does not.
         Ignores pins and policies. Raises `NoReplicaError` if there is none."""
-        decode_ids = self._preferred(
-            replica_id
-            for replica_id, member in self._members.items()
-            if member.role != "prefill" and not member.is_leaving and replica_id not in request.excluded
-        )
+        decode_ids = self._members.move_ids(request)
         query = self._query(request)
         match = self._tree.match(request.block_keys)
         view = _View(match, {}, 1.0, self._clock.now() - self._config.stale_load_s)
@@ -242,8 +241,8 @@ class RouterService:
         priced = [decode_candidate(query, replica, self._config.decode_steps) for replica in replicas]
         chosen = min(priced, key=lambda item: (item.cost_s, item.uncached_tokens), default=None)
         if chosen is None or chosen.cost_s >= NEVER_FITS_S:
-            raise NoReplicaError(self._missing("decode", request, ""))
-        self._members.move_to_end(chosen.replica_id)
+            raise self._members.no_target(request)
+        self._members.chosen(chosen.replica_id)
         needed_tokens = chosen.uncached_tokens + query.num_growth_tokens
         self._load.on_routed(
             Placement(
@@ -261,33 +260,22 @@ class RouterService:
 
     def on_submitted(self, request_id: str) -> None:
         """Note that a request that was held has been sent to its replicas."""
-        self._load.on_submitted(request_id)
+        placement = self._load.on_submitted(request_id)
+        if placement is not None:
+            self._predict_computed(placement)
 
     def has_capacity(self, request_id: str) -> bool:
-        """Whether the replicas of a placed request can take it now: who computes it has less than
-        `steps_ahead` steps of other work, and who decodes it a free sequence and free blocks, or nothing to
-        do. What gateways hold does not count."""
+        """Whether the replicas of a placed request can take it now (`Members.has_capacity`)."""
         placement = self._load.placement(request_id)
-        if placement is None or not {placement.compute_id, placement.decode_id} <= {"", *self._members}:
-            return True  # whoever sends it will find out
-        return self._can_compute(placement.compute_id) and self._can_decode(
-            placement.decode_id or placement.compute_id,
-            placement.num_sequences,
-            placement.num_prefill_tokens,
-        )
+        return placement is None or self._members.has_capacity(placement)
 
     def on_refused(self, replica_id: str) -> None:
         """Note that the replica has refused a request: it has no capacity until its next report."""
-        if replica_id in self._members:
-            self._refused_at[replica_id] = self._clock.now()
+        self._members.on_refused(replica_id, self._clock.now())
 
     def takes_more(self, replica_id: str) -> bool:
         """Whether a replica could take another request now: `has_capacity` for any request."""
-        return (
-            replica_id in self._members
-            and self._can_compute(replica_id)
-            and self._can_decode(replica_id, num_new_sequences=1, num_prompt_tokens=0)
-        )
+        return self._members.takes_more(replica_id)
 
     def on_prefilled(self, request_id: str) -> None:
         """Note the first token: nothing is left to compute, and the decode side has the KV."""
@@ -305,13 +293,11 @@ class RouterService:
     def on_remote_routed(self, placement: Placement, *, is_predicted: bool) -> None:
         """Count a request that another gateway has placed; `is_predicted` counts its prompt as cached, too,
         as `route` does."""
-        compute_id, decode_id = placement.compute_id, placement.decode_id
         self._load.on_routed(placement)
         if is_predicted:
-            if compute_id:
-                self._tree.predict(compute_id, placement.block_keys)
-            if decode_id and placement.prefilled_at is not None:
-                self._tree.predict(decode_id, placement.block_keys)
+            self._predict_computed(placement)
+            if placement.decode_id and placement.prefilled_at is not None:
+                self._tree.predict(placement.decode_id, placement.block_keys)
 
     def on_remote_prefilled(
         self, gateway_id: str, request_id: str, prefilled_at: float, *, is_predicted: bool
@@ -352,7 +338,10 @@ class RouterService:
         return self._decisions.get(request_id)
 
     def check(self) -> None:
-        """Assert the invariants of tree and load tracker."""
+        """Assert the invariants of tree and load tracker, and that what is expected is held."""
+        for placement in (*self._expected, *self._unexpected):
+            assert placement.is_held
+            assert self._load.find(placement.request_id, placement.gateway_id) is placement
         self._tree.check()
         self._load.check()
 
@@ -368,44 +357,96 @@ class RouterService:
             kv_share=request.kv_share,
         )
 
-    def _usable(self, request: RouteRequest) -> tuple[list[str], list[str]]:
-        """Return the ids for the prefill and the decode side, least recently chosen first; no prefill ids if
-        a replica may only serve alone."""
-        usable = {
-            replica_id: member
-            for replica_id, member in self._members.items()
-            if not member.is_leaving and replica_id not in request.excluded
-        }
-        if self._salt:
-            seed = self._seed(request)
-            order = sorted(usable, key=lambda replica_id: _hashed(replica_id, seed))
-            usable = {replica_id: usable[replica_id] for replica_id in order}
-        if not request.decodes:
-            pinned = request.pinned_prefill or request.pinned_decode
-            able = self._preferred(replica_id for replica_id in usable if pinned in ("", replica_id))
-            if not able:
-                raise NoReplicaError(self._missing("prefill or decode", request, pinned))
-            return [], able
-        decode_ids = self._preferred(
-            replica_id
-            for replica_id, member in usable.items()
-            if member.role != "prefill" and request.pinned_decode in ("", replica_id)
-        )
-        if not decode_ids:
-            raise NoReplicaError(self._missing("decode", request, request.pinned_decode))
-        prefill_ids = self._preferred(
-            replica_id
-            for replica_id, member in usable.items()
-            if member.role != "decode" and request.pinned_prefill in ("", replica_id)
-        )
-        if request.pinned_prefill:
-            if request.pinned_prefill == request.pinned_decode:
-                return [], decode_ids
-            if not prefill_ids:
-                raise NoReplicaError(self._missing("prefill", request, request.pinned_prefill))
-        elif self._has_usable(decode_ids) and not self._has_usable(prefill_ids):
-            return [], decode_ids  # a decode replica is a whole engine
-        return prefill_ids, decode_ids
+    def _decide(
+        self,
+        request: RouteRequest,
+        waits: Mapping[str, float] | None,
+        held_part: float,
+        *,
+        prefers_capacity: bool = False,
+        before: Decision | None = None,
+    ) -> tuple[Decision, float]:
+        """Decide as if the request were counted nowhere; returns as well by how much that is better than what
+        was decided `before`, which may not be possible any more."""
+        placement = self._load.suspend(request.request_id)
+        if placement is not None:
+            self._withdraw(placement)
+        try:
+            self._expect_held()
+            return self._choose(request, waits, held_part, prefers_capacity, before)
+        finally:
+            if placement is not None:
+                self._load.resume(placement)
+                if placement.is_held:
+                    self._unexpected[placement] = None
+
+    def _choose(
+        self,
+        request: RouteRequest,
+        waits: Mapping[str, float] | None,
+        held_part: float,
+        prefers_capacity: bool,
+        before: Decision | None,
+    ) -> tuple[Decision, float]:
+        query = self._query(request)
+        match = self._tree.match(request.block_keys)
+        view = _View(match, waits or {}, held_part, self._clock.now() - self._config.stale_load_s)
+        candidates: Sequence[Candidate]
+        gain_s = float("inf")
+        if isinstance(self._policy, CostPolicy) and not (
+            prefers_capacity
+            or request.excluded
+            or request.pinned_prefill
+            or request.pinned_decode
+            or not request.decodes
+        ):
+            choice, gain_s, candidates = self._cheapest(request, query, view, before)
+        else:
+            prefill_ids, decode_ids = self._members.sides(request, self._order(request))
+            prefills = _replica_costs(query, self._states(prefill_ids), view)
+            decodes = _replica_costs(query, self._states(decode_ids), view)
+            candidates = priced = self._policy.candidates(query, prefills, decodes)
+            if prefers_capacity:
+                candidates = priced = self._with_capacity(query, priced)
+            choice = choose(priced)
+            if choice is not None and before is not None:
+                gain_s = cost_of(priced, before.prefill, before.decode) - choice.cost_s
+        if choice is None:
+            raise NoReplicaError(f"no second replica beside the pinned {request.pinned_prefill}")
+        return self._decision(request.request_id, query, choice, candidates, view), gain_s
+
+    def _predict_computed(self, placement: Placement) -> None:
+        """Count the prompt as cached where it is computed: for a while, or for as long as the request is
+        held, which begins with the next decision, as most are sent before that."""
+        if placement.is_held:
+            self._unexpected[placement] = None
+            return
+        self._tree.predict(placement.compute_id, placement.block_keys)
+        self._withdraw(placement)
+
+    def _expect_held(self) -> None:
+        for placement in self._unexpected:
+            expectation = self._tree.expect(placement.compute_id, placement.block_keys)
+            if expectation is not None:
+                self._expected[placement] = expectation
+        self._unexpected.clear()
+
+    def _withdraw(self, placement: Placement) -> None:
+        """Do not expect its prompt any more: it is sent now, goes somewhere else, or does not come."""
+        self._unexpected.pop(placement, None)
+        if (expectation := self._expected.pop(placement, None)) is not None:
+            self._tree.withdraw(expectation)
+
+    def _on_dropped(self, placement: Placement) -> None:
+        if placement.is_held:
+            self._withdraw(placement)
+
+    def _order(self, request: RouteRequest) -> Iterable[str]:
+        """Return all replicas in the order in which those of equal cost are chosen."""
+        if not self._salt:
+            return self._members
+        seed = self._seed(request)
+        return sorted(self._members, key=lambda replica_id: _hashed(replica_id, seed))
 
     def _with_capacity(self, query: RouteQuery, candidates: list[Candidate]) -> list[Candidate]:
         """Return the candidates that can take the request now; all, where no choice is among those."""
@@ -413,55 +454,12 @@ class RouterService:
         def has_capacity(candidate: Candidate) -> bool:
             name = candidate.replica_id
             computes, decodes = candidate.side != "decode", candidate.side != "prefill"
-            return (not computes or self._can_compute(name)) and (
-                not decodes or self._can_decode(name, query.num_samples, query.num_tokens)
+            return (not computes or self._members.can_compute(name)) and (
+                not decodes or self._members.can_decode(name, query.num_samples, query.num_tokens)
             )
 
         able = [candidate for candidate in candidates if has_capacity(candidate)]
         return candidates if choose(able) is None else able
-
-    def _can_compute(self, replica_id: str) -> bool:
-        state = self._load.state(replica_id)
-        batch_tokens = state.report.max_batch_tokens or DEFAULT_BATCH_TOKENS
-        num_tokens = state.backlog_tokens - state.num_held_tokens
-        return not self._has_refused(replica_id) and num_tokens < self._config.steps_ahead * batch_tokens
-
-    def _can_decode(self, replica_id: str, num_new_sequences: int, num_prompt_tokens: int) -> bool:
-        if self._has_refused(replica_id):
-            return False
-        state = self._load.state(replica_id)
-        num_sequences = state.num_sent_sequences
-        max_sequences = state.report.max_sequences or DEFAULT_MAX_SEQUENCES
-        if num_sequences and num_sequences + num_new_sequences > max_sequences:
-            return False
-        prompt_blocks = -(-num_prompt_tokens // self._block_tokens)
-        return not num_sequences or state.report.num_free_blocks >= prompt_blocks
-
-    def _has_refused(self, replica_id: str) -> bool:
-        """Whether the replica has refused a request, and not reported since."""
-        refused_at = self._refused_at.get(replica_id)
-        if refused_at is not None and self._load.state(replica_id).report.received_at > refused_at:
-            del self._refused_at[replica_id]
-            refused_at = None
-        return refused_at is not None
-
-    def _preferred(self, replica_ids: Iterable[str]) -> list[str]:
-        """Return those that are usable; all where none is."""
-        all_ids = list(replica_ids)
-        return [each for each in all_ids if self._members[each].is_usable] or all_ids
-
-    def _has_usable(self, replica_ids: Iterable[str]) -> bool:
-        return any(self._members[each].is_usable for each in replica_ids)
-
-    def _missing(self, side: str, request: RouteRequest, pinned: str) -> str:
-        other = {"prefill": "decode", "decode": "prefill"}.get(side)
-        of_side = [item for item in self._members.values() if item.role != other]
-        num_leaving = sum(item.is_leaving for item in of_side)
-        num_excluded = sum(item.identity.replica_id in request.excluded for item in of_side)
-        text = (
-            f"no usable {side} replica: {len(of_side)} known, {num_leaving} leaving, {num_excluded} excluded"
-        )
-        return f"{text}; {pinned} was pinned" if pinned else text
 
     def _seed(self, request: RouteRequest) -> int:
         return zlib.crc32((request.session or f"{self._salt} {request.request_id}").encode())
@@ -470,36 +468,40 @@ class RouterService:
         return [(each, self._load.state(each)) for each in ids]
 
     def _cheapest(
-        self, request: RouteRequest, query: RouteQuery, view: _View
-    ) -> tuple[Choice | None, Candidates]:
-        """Choose among all replicas that take requests, by the policy "cost"."""
-        if self._table is None:
-            roles = {replica_id: member.role for replica_id, member in self._members.items()}
-            self._table = PriceTable(self._load, self._tree, *self._usable(request), roles)
+        self, request: RouteRequest, query: RouteQuery, view: _View, before: Decision | None
+    ) -> tuple[Choice | None, float, Candidates]:
+        """Choose among all replicas that take requests, by the policy "cost"; returns as well by how much
+        that is better than what was decided `before`."""
         table = self._table
+        if table is None or self._table_version != self._members.version:
+            sides = self._members.sides(request, self._order(request))
+            self._table = table = PriceTable(self._load, self._tree, *sides, self._members.roles())
+            self._table_version = self._members.version
         table.refresh()
         ranks = table.hashed(self._seed(request)) if self._salt else None
-        sides = table.sides(ranks, self._members)
+        sides_rows = table.sides(ranks, self._members)
         num_steps = self._config.decode_steps
         choice = table.cheapest(
             query,
             view.match,
-            sides,
+            sides_rows,
             view.waits,
             view.held_part,
             view.oldest,
             num_steps,
             finds_other=self._is_shared,
+            before=None if before is None else (before.prefill, before.decode),
         )
+        gain_s = choice.gain_s if choice is not None else 0.0
         states, ids, policy = list(table.states), table.ids, self._policy
 
         def made() -> list[Candidate]:
-            prefills, decodes = ([(ids[row], states[row]) for row in rows] for rows in sides)
+            prefills, decodes = ([(ids[row], states[row]) for row in rows] for rows in sides_rows)
             return policy.candidates(
                 query, _replica_costs(query, prefills, view), _replica_costs(query, decodes, view)
             )
 
-        return choice, Candidates(made)
+        return choice, gain_s, Candidates(made)
 
     def _decision(
         self, request_id: str, query: RouteQuery, choice: Choice, candidates: Sequence[Candidate], view: _View
@@ -513,7 +515,7 @@ class RouterService:
             reason = f"the pair costs {_ms(choice.pair_cost_s)}, {_other('alone', choice.local_cost_s)}"
         else:
             reason = f"alone costs {_ms(choice.local_cost_s)}, {_other('the best pair', choice.pair_cost_s)}"
-        gain_s = choice.other_cost_s - min(choice.pair_cost_s, choice.local_cost_s) + _SENT_BACK_S
+        gain_s = choice.other_cost_s - choice.cost_s + _SENT_BACK_S
         return Decision(
             request_id=request_id,
             policy=self._config.policy,
@@ -531,30 +533,6 @@ class RouterService:
                 step_s=decode.state.rates.step_s,
             ),
             most_backlog_tokens=_most_backlog_tokens(prefill.state, gain_s),
-        )
-
-    def _place(self, request: RouteRequest, query: RouteQuery, decision: Decision, *, is_held: bool) -> None:
-        compute_id = decision.prefill or decision.decode
-        held_tokens = decision.decode_cached_tokens
-        needed_tokens = query.num_tokens - held_tokens + query.num_growth_tokens
-        computed_tokens = query.num_tokens - decision.prefill_cached_tokens
-        for replica_id in filter(None, (decision.prefill, decision.decode)):
-            self._members.move_to_end(replica_id)
-        self._tree.predict(compute_id, request.left_keys)
-        self._load.on_routed(
-            Placement(
-                request_id=request.request_id,
-                compute_id=compute_id,
-                decode_id=decision.decode if decision.prefill else "",
-                block_keys=request.left_keys,
-                num_prefill_tokens=computed_tokens,
-                num_new_blocks=-(-needed_tokens // query.block_tokens),
-                num_sequences=query.num_samples,
-                routed_at=self._clock.now(),
-                is_held=is_held,
-                prefill_s=decision.prediction.prefill_s / self._load.state(compute_id).rates.correction,
-                load_s=decision.prediction.load_s,
-            )
         )
 
     def _keep(self, decision: Decision) -> None:

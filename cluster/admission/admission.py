@@ -22,17 +22,17 @@ from a `Clock`.
 
 from __future__ import annotations
 
-import heapq
+import contextlib
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple, NoReturn
+from dataclasses import dataclass, field
+from typing import NamedTuple, NoReturn, Protocol
 
 from cluster.admission.config import AdmissionConfig
-from cluster.admission.fair_queue import Flow, Waiting
+from cluster.admission.fair_queue import Flow, IndexedHeap, Waiting
 from cluster.admission.ladder import Ladder, Pressure, Rung
-from cluster.admission.lane import ReplicaLane
+from cluster.admission.lane import QueuedBytes, ReplicaLane, ReplicaLanes, Waits
 from cluster.admission.retries import RetryQueue
 from cluster.errors import OverloadedError
 from cluster.metrics.admission_stats import AdmissionStats, ClassStats, RungChange
@@ -78,7 +78,22 @@ class Candidacy(NamedTuple):
     priority: int
     arrived_at: float
     deadline_at: float | None
-    num_bytes: int
+
+
+class HeldEffects(Protocol):
+    """What becomes of a request that is held: any number of moves, and one of the others, once."""
+
+    def on_released(self, held: HeldRequest) -> None:
+        """Submit the request: its replicas can take it."""
+
+    def on_refused(self, error: OverloadedError) -> None:
+        """End the request: it has waited too long."""
+
+    def on_moved(self, held: HeldRequest) -> None:
+        """Note that the request waits for other replicas now."""
+
+    def on_unplaced(self, reason: str, retry_after_s: float) -> None:
+        """Ask again later (`RequestAdmission.admit`): no replica is there that could take the request."""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,9 +110,8 @@ class HeldRequest:
     refused_at: float
     bound: str
     routed_at: float
-    # One of them is called, once: when it may be submitted, or when it has waited too long.
-    release: Callable[[HeldRequest], None] | None = None
-    refuse: Callable[[OverloadedError], None] | None = None
+    # None until `RequestAdmission.hold`.
+    effects: HeldEffects | None = None
 
 
 class _EarlyWait(NamedTuple):
@@ -138,14 +152,12 @@ class RequestAdmission:
         self._clock = clock
         self._seeds = seeds
         self._on_rung = on_rung
-        self._lanes: dict[str, ReplicaLane] = {}
+        self._lanes = ReplicaLanes(router)
         self._held: dict[str, HeldRequest] = {}
-        # By when they are refused.
-        self._bounds: list[tuple[float, int, HeldRequest]] = []
-        # By when they are routed again.
-        self._reroutes: list[tuple[float, int, HeldRequest]] = []
-        self._num_taken = 0
-        self._num_bytes = 0
+        # By when they are refused, and by when they are routed again.
+        self._bounds: IndexedHeap[HeldRequest] = IndexedHeap()
+        self._reroutes: IndexedHeap[HeldRequest] = IndexedHeap()
+        self.queued = QueuedBytes(config.max_queue_mb * 1e6)
         # Puts and removals, and what was predicted since the last one.
         self._num_changes = 0
         self._early: dict[Flow, _EarlyWait] = {}
@@ -161,19 +173,16 @@ class RequestAdmission:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the requests that wait."""
-        return self._num_bytes
+        """Bytes of the requests that are not submitted yet, or wait once more."""
+        return self.queued.num_bytes
 
     def num_waiting(self) -> dict[ServiceClass, int]:
         """Return how many requests of each class wait."""
-        total: Counter[ServiceClass] = Counter()
-        for lane in self._lanes.values():
-            total.update(lane.queue.num_by_class())
-        return {name: total[name] for name in SERVICE_CLASSES}
+        return self._lanes.num_waiting()
 
     def waiting_s(self) -> float:
         """Return the predicted work of all that waits."""
-        return sum(lane.queue.cost_s for lane in self._lanes.values())
+        return self._lanes.waiting_s()
 
     def stats(self) -> AdmissionStats:
         """Return what people and metrics are shown."""
@@ -185,7 +194,7 @@ class RequestAdmission:
             rung=int(self.ladder.rung),
             rung_name=self.ladder.rung.name.lower(),
             pressure=self.ladder.pressure,
-            num_waiting_bytes=self._num_bytes,
+            num_waiting_bytes=self.num_bytes,
             waiting_s=self.waiting_s(),
             num_capped=self.counts.num_capped,
             classes={
@@ -203,9 +212,12 @@ class RequestAdmission:
 
     # ------------------------------------------------------------------------------------- admission
 
-    def check_early(self, flow: Flow, weight: float, now: float, deadline_at: float | None) -> None:
-        """Raise `OverloadedError` where the queues alone make any request of the flow late: nothing of it has
-        been read yet."""
+    def check_early(
+        self, flow: Flow, weight: float, now: float, deadline_at: float | None, num_bytes: int
+    ) -> None:
+        """Raise `OverloadedError` where any request of the flow is refused, or one of this size, or where the
+        queues alone make any late: nothing of it has been read yet."""
+        self._check_load(flow, weight, now, num_bytes)
         early = self._early.get(flow)
         if early is None or early.num_changes != self._num_changes or now >= early.at + _EARLY_WAIT_S:
             early = _EarlyWait(now, self._num_changes, self._least_wait_s(flow, weight, now))
@@ -223,31 +235,11 @@ class RequestAdmission:
         raise OverloadedError(because, self.retry_after_s(drain_s))
 
     def admit(self, request: RouteRequest, candidacy: Candidacy) -> HeldRequest:
-        """Place the request, which is held; raise `OverloadedError` where it would be late, or too much waits
-        here, and `NoReplicaError` as the router does."""
+        """Place the request, which is held, and whose bytes are counted in `queued`; raise `OverloadedError`
+        where it would be late, or too much waits here, and `NoReplicaError` as the router does."""
         now, flow = self._clock.now(), candidacy.flow
-        limit_bytes = self._config.max_queue_mb * 1e6
-        if self._num_bytes + candidacy.num_bytes > limit_bytes:
-            excess_bytes = self._num_bytes + candidacy.num_bytes - limit_bytes
-            part = min(1.0, excess_bytes / self._num_bytes) if self._num_bytes else 1.0
-            self.refuse(
-                "bytes",
-                flow,
-                f"the requests that wait in this gateway have {self._num_bytes / 1e6:.0f} MB, "
-                f"{self._config.max_queue_mb:g} MB are the most (admission.max_queue_mb)",
-                part * self._drain_s(now),
-            )
-        if self.ladder.rung >= Rung.LOW_WEIGHT_SHED and (
-            flow.service_class == "batch" or candidacy.weight < 1
-        ):
-            self.refuse(
-                "shed",
-                flow,
-                f"under this load requests of the class {flow.service_class} with a weight of "
-                f"{candidacy.weight:g} are not taken",
-                self._drain_s(now),
-            )
-        decision = self._route(request, candidacy, now)
+        self._check_load(flow, candidacy.weight, now, 0)
+        decision = self._router.decide(request, **self._waits(candidacy, now)._asdict())
         prediction = decision.prediction
         elapsed_s = now - candidacy.arrived_at
         own_s = elapsed_s + prediction.prefill_s
@@ -255,34 +247,8 @@ class RequestAdmission:
         limit_s = self._limit_s(flow, now, candidacy.deadline_at)
         self._note(flow, candidacy.weight, wait_s, now)
         if _excess_s(wait_s, own_s, limit_s) > 0:
-            self._router.on_finished(request.request_id)
             self._refuse_late(flow, wait_s, own_s, limit_s)
-        settings = self._config.of(flow.service_class)
-        waiting = Waiting(
-            request_id=request.request_id,
-            flow=flow,
-            cost_s=self._cost_s(decision),
-            arrived_at=candidacy.arrived_at,
-            due_at=candidacy.arrived_at + settings.aging_s,
-            priority=candidacy.priority,
-            num_bytes=candidacy.num_bytes,
-        )
-        wait_s, bound = (
-            settings.max_wait_s,
-            f"the most for the class (admission.{flow.service_class}.max_wait_s)",
-        )
-        if settings.ttft_s is not None and settings.ttft_s - prediction.prefill_s < wait_s:
-            wait_s = settings.ttft_s - prediction.prefill_s
-            bound = f"after which it would miss its objective (admission.{flow.service_class}.ttft_s)"
-        predicted_s, refused_at = elapsed_s + prediction.ttft_s, candidacy.arrived_at + wait_s
-        held = HeldRequest(candidacy, request, decision, waiting, predicted_s, refused_at, bound, now)
-        self._held[request.request_id] = held
-        self._num_bytes += candidacy.num_bytes
-        self._num_taken += 1
-        heapq.heappush(self._bounds, (held.refused_at, self._num_taken, held))
-        heapq.heappush(self._reroutes, (now + REROUTE_PART * wait_s, self._num_taken, held))
-        self._put(held)
-        return held
+        return self._hold(request, candidacy, decision, now)
 
     def max_tokens(self, service_class: ServiceClass, max_tokens: int) -> int:
         """Return how many output tokens a request of the class may have on this rung."""
@@ -292,21 +258,20 @@ class RequestAdmission:
         self.counts.num_capped += 1
         return cap
 
+    def aging_s(self, service_class: ServiceClass) -> float:
+        """Return after how long a request of the class goes before those that have waited less."""
+        return self._config.of(service_class).aging_s
+
     def retry_after_s(self, drain_s: float) -> float:
         """Return when a client may come back that is refused until something has drained."""
         return max(_LEAST_RETRY_S, drain_s) * (1 + JITTER * (self._seeds() % 2001 - 1000) / 1000)
 
     # --------------------------------------------------------------------------------------- release
 
-    def hold(
-        self,
-        held: HeldRequest,
-        release: Callable[[HeldRequest], None],
-        refuse: Callable[[OverloadedError], None],
-    ) -> None:
-        """Call `release` when the request may be submitted, which may be now, or `refuse` when it has waited
-        as long as its class allows (`HeldRequest.refused_at`, when somebody must call `pump`)."""
-        held.release, held.refuse = release, refuse
+    def hold(self, held: HeldRequest, effects: HeldEffects) -> None:
+        """Release the request when its replicas can take it, which may be now, or refuse it when it has
+        waited as long as its class allows (`HeldRequest.refused_at`, when somebody must call `pump`)."""
+        held.effects = effects
         self.pump(_lane_of(held.decision))
 
     def drop(self, held: HeldRequest) -> None:
@@ -329,8 +294,8 @@ class RequestAdmission:
             is_for_all = not replica_id or now >= self._pumped_at + _LOOK_S
             if is_for_all:
                 self._pumped_at = now
-            for name, lane in list(self._lanes.items()):
-                if len(lane.queue) and (is_for_all or not lane.waits_for or replica_id in lane.waits_for):
+            for name, lane in self._lanes.busy():
+                if is_for_all or not lane.waits_for or replica_id in lane.waits_for:
                     self._pump_lane(name, lane, now)
             if is_for_all:
                 self._reroute(now)
@@ -339,30 +304,97 @@ class RequestAdmission:
         finally:
             self._is_pumping = False
 
-    def on_gone(self, replica_id: str) -> None:
-        """Place again what waits for a replica that takes nothing more."""
-        self.retries.on_gone(replica_id)
-        moved = [
-            held
-            for held in self._held.values()
-            if replica_id in (held.decision.prefill, held.decision.decode)
-        ]
+    def leave(self, replica_id: str) -> None:
+        """Let what waits for a replica that is gone, or should be avoided, wait for others. Where these are
+        no better it stays; where there are none, its task asks again."""
+        now = self._clock.now()
+        self.retries.leave(replica_id)
+        moved: list[HeldRequest] = []
+        for held in list(self._held.values()):
+            if replica_id not in (held.decision.prefill, held.decision.decode):
+                continue
+            try:
+                if self._move(held, now):
+                    moved.append(held)
+            except NoReplicaError as error:
+                if held.effects is not None and self._take_out(held):
+                    self._router.on_finished(held.request.request_id)
+                    held.effects.on_unplaced(str(error), error.retry_after_s)
+        self._lanes.forget(replica_id)
+        self.pump()
         for held in moved:
-            release = held.release
-            if self._take_out(held) and release is not None:
-                self._router.on_submitted(held.request.request_id)
-                release(held)  # its task finds that a replica is gone, and routes it again
-        if (lane := self._lanes.get(replica_id)) is not None and not len(lane.queue):
-            del self._lanes[replica_id]
+            self._has_moved(held)
 
     def check(self) -> None:
         """Assert that queues and held requests agree."""
-        assert sum(len(lane.queue) for lane in self._lanes.values()) == len(self._held)
-        assert self._num_bytes == sum(it.waiting.num_bytes for it in self._held.values())
-        for lane in self._lanes.values():
-            lane.queue.check()
+        assert sum(len(lane.queue) for _, lane in self._lanes.busy()) == len(self._held)
+        for heap in (self._bounds, self._reroutes):
+            heap.check()
+            assert len(heap) == len(self._held)
+        self._lanes.check()
 
     # --------------------------------------------------------------------------------------- private
+
+    def _check_load(self, flow: Flow, weight: float, now: float, num_more_bytes: int) -> None:
+        """Raise `OverloadedError` where requests of the flow are not taken on this rung, or where too much
+        waits with so many bytes more."""
+        if self.ladder.rung >= Rung.LOW_WEIGHT_SHED and (flow.service_class == "batch" or weight < 1):
+            self.refuse(
+                "shed",
+                flow,
+                f"under this load requests of the class {flow.service_class} with a weight of {weight:g} are "
+                "not taken",
+                self._lanes.drain_s(now),
+            )
+        if (excess_bytes := self.queued.excess_bytes(num_more_bytes)) > 0:
+            num_others = self.num_bytes
+            part = min(1.0, excess_bytes / num_others) if num_others else 1.0
+            self.refuse(
+                "bytes",
+                flow,
+                f"the requests that wait in this gateway have {num_others / 1e6:.0f} MB, "
+                f"{self._config.max_queue_mb:g} MB are the most (admission.max_queue_mb)",
+                part * self._lanes.drain_s(now),
+            )
+
+    def _hold(
+        self, request: RouteRequest, candidacy: Candidacy, decision: Decision, now: float
+    ) -> HeldRequest:
+        """Place the request, and let it wait there."""
+        self._router.place(request, decision, is_held=True)
+        prediction, name = decision.prediction, candidacy.flow.service_class
+        settings = self._config.of(name)
+        wait_s, bound = settings.max_wait_s, f"the most for the class (admission.{name}.max_wait_s)"
+        if settings.ttft_s is not None and settings.ttft_s - prediction.prefill_s < wait_s:
+            wait_s = settings.ttft_s - prediction.prefill_s
+            bound = f"after which it would miss its objective (admission.{name}.ttft_s)"
+        held = HeldRequest(
+            candidacy,
+            request,
+            decision,
+            self._waiting(request, candidacy, decision),
+            predicted_s=now - candidacy.arrived_at + prediction.ttft_s,
+            refused_at=candidacy.arrived_at + wait_s,
+            bound=bound,
+            routed_at=now,
+        )
+        self._held[request.request_id] = held
+        self._bounds.put(held, held.refused_at)
+        self._reroutes.put(held, now + REROUTE_PART * wait_s)
+        self._put(held)
+        return held
+
+    def _waiting(self, request: RouteRequest, candidacy: Candidacy, decision: Decision) -> Waiting:
+        """Return what waits in the lane of its replica."""
+        return Waiting(
+            request_id=request.request_id,
+            flow=candidacy.flow,
+            cost_s=self._cost_s(decision),
+            arrived_at=candidacy.arrived_at,
+            due_at=candidacy.arrived_at + self.aging_s(candidacy.flow.service_class),
+            priority=candidacy.priority,
+            num_tokens=max(request.num_tokens, 1) - decision.prefill_cached_tokens,
+        )
 
     def _pump_lane(self, name: str, lane: ReplicaLane, now: float) -> None:
         paused = self._paused
@@ -374,17 +406,16 @@ class RequestAdmission:
             if waiting is None:
                 break
             held = self._held[waiting.request_id]
-            if held.release is None:
-                return
+            if held.effects is None:
+                return  # its task is about to begin
             if not self._router.has_capacity(waiting.request_id):
                 lane.blocked(now, (held.decision.prefill, held.decision.decode))
                 return
-            lane.queue.pop(now, without=paused)
-            lane.taken(waiting.cost_s, now)
+            lane.pop(now, paused)
             self._forget(held)
             self.counts.num_released[waiting.flow.service_class] += 1
             self._router.on_submitted(waiting.request_id)
-            held.release(held)
+            held.effects.on_released(held)
         lane.blocked(now, ())
 
     @property
@@ -401,14 +432,15 @@ class RequestAdmission:
         )
 
     def _refuse_overdue(self, now: float) -> None:
-        while self._bounds and (self._bounds[0][2].waiting.is_gone or self._bounds[0][0] <= now + _EARLY_S):
-            held = heapq.heappop(self._bounds)[2]
-            refuse, flow = held.refuse, held.candidacy.flow
-            if refuse is None or not self._take_out(held):
-                continue
+        while (first := self._bounds.first()) is not None and first[0] <= now + _EARLY_S:
+            held = first[1]
+            effects, flow = held.effects, held.candidacy.flow
+            if effects is None:
+                return
+            self._take_out(held)
             self._router.on_finished(held.request.request_id)
             self.counts.num_refused["aged", flow.service_class] += 1
-            refuse(
+            effects.on_refused(
                 OverloadedError(
                     f"it has waited for {now - held.candidacy.arrived_at:.1f} s, {held.bound}",
                     self.retry_after_s(self._least_wait_s(flow, held.candidacy.weight, now)),
@@ -416,93 +448,86 @@ class RequestAdmission:
             )
 
     def _put(self, held: HeldRequest) -> None:
-        lane = self._lanes.setdefault(_lane_of(held.decision), ReplicaLane())
         flow = held.candidacy.flow
         self._num_changes += 1
-        lane.num_tokens += _num_new_tokens(held)
-        lane.queue.put(held.waiting, self._weight(flow, held.candidacy.weight), held.routed_at)
+        lane = self._lanes[_lane_of(held.decision)]
+        lane.put(held.waiting, self._weight(flow, held.candidacy.weight), held.routed_at)
 
-    def _route(self, request: RouteRequest, candidacy: Candidacy, now: float) -> Decision:
-        """Place the request, which is held, by what it would wait in the order of each replica."""
-        flow, weight = candidacy.flow, self._weight(candidacy.flow, candidacy.weight)
-        waits: dict[str, float] = {}
-        before_s = held_s = 0.0
-        for name, lane in self._lanes.items():
-            if len(lane.queue) and self._router.is_known(name):
-                rate = lane.rate(now)
-                ahead_s = lane.queue.ahead_s(flow, weight, now, rate=rate, without=self._paused)
-                waits[name] = self._router.load(name).submitted_wait_s(lane.num_tokens) + ahead_s / rate
-                before_s += min(ahead_s, lane.queue.cost_s)
-                held_s += lane.queue.cost_s
-        held_part = before_s / held_s if held_s else 1.0
-        return self._router.route(request, is_held=True, waits=waits, held_part=held_part)
+    def _waits(self, candidacy: Candidacy, now: float) -> Waits:
+        """Return what a request would wait in the order of each replica."""
+        weight = self._weight(candidacy.flow, candidacy.weight)
+        return self._lanes.waits(candidacy.flow, weight, now, self._paused)
 
     def _move_some(self, replica_ids: Iterable[str], now: float) -> None:
         """Let each of these replicas that nothing waits for, and that could take something, have what is next
         in the longest queue, if the router finds that better now: predictions err."""
-        wanted = {name for lane in self._lanes.values() if len(lane.queue) for name in lane.waits_for}
+        wanted = {name for _, lane in self._lanes.busy() for name in lane.waits_for}
         for replica_id in replica_ids:
             if replica_id in wanted or not self._router.takes_more(replica_id):
                 continue
-            longest = max(self._lanes.values(), key=lambda lane: lane.queue.cost_s)
-            waiting = longest.queue.peek(now, without=self._paused)
+            lanes = (lane for _, lane in self._lanes.busy())
+            longest = max(lanes, key=lambda lane: lane.queue.cost_s, default=None)
+            waiting = longest.queue.peek(now, without=self._paused) if longest is not None else None
             if waiting is None:
                 return
             held = self._held[waiting.request_id]
-            if held.release is not None and held.routed_at + _MOVE_S <= now:
-                self._move(held, now)
+            if held.routed_at + _MOVE_S <= now:
+                self._try_move(held, now)
 
     def _reroute(self, now: float) -> None:
         """Route again, as many as a pump may, what has waited for a part of its bound."""
-        num_routed = 0
-        while self._reroutes and num_routed < _MOST_REROUTES:
-            due_at, number, held = self._reroutes[0]
-            if held.waiting.is_gone:
-                heapq.heappop(self._reroutes)
-                continue
-            if due_at > now:
+        for _ in range(_MOST_REROUTES):
+            first = self._reroutes.first()
+            if first is None or first[0] > now:
                 return
+            held = first[1]
             again_s = REROUTE_PART * (held.refused_at - held.candidacy.arrived_at)
-            heapq.heapreplace(self._reroutes, (now + again_s, number, held))
-            num_routed += 1
-            if held.release is not None:
-                self._move(held, now)
+            self._reroutes.put(held, now + again_s)
+            self._try_move(held, now)
 
-    def _move(self, held: HeldRequest, now: float) -> None:
-        """Route a request again that waits."""
-        request = held.request
+    def _try_move(self, held: HeldRequest, now: float) -> None:
+        """Move a request, where that is better, and see whether it goes at once."""
+        with contextlib.suppress(NoReplicaError):  # it stays
+            if self._move(held, now):
+                name = _lane_of(held.decision)
+                self._pump_lane(name, self._lanes[name], now)
+                self._has_moved(held)
+
+    def _has_moved(self, held: HeldRequest) -> None:
+        """Let the task know, unless the request does not wait any more."""
+        if held.effects is not None and self._held.get(held.request.request_id) is held:
+            held.effects.on_moved(held)
+
+    def _move(self, held: HeldRequest, now: float) -> bool:
+        """Whether other replicas are better now, for which the request waits from now on: it is priced as if
+        it waited nowhere, so that it is not in its own way where it is. Raises `NoReplicaError` where there
+        is no place at all; then it stays."""
         held.routed_at = now
+        self._lanes[_lane_of(held.decision)].drop(held.waiting.request_id, now)
         try:
-            decision = self._route(request, held.candidacy, now)
-        except NoReplicaError:
-            return  # it stays where it is
-        before = self._lanes[_lane_of(held.decision)]
-        before.queue.drop(request.request_id, now)
-        before.num_tokens -= _num_new_tokens(held)
-        if not len(before.queue):
-            before.blocked(now, ())
-        held.decision = decision
-        held.waiting = replace(held.waiting, cost_s=self._cost_s(decision), is_gone=False)
-        self._put(held)
-        name = _lane_of(decision)
-        self._pump_lane(name, self._lanes[name], now)
+            waits = self._waits(held.candidacy, now)
+            better = self._router.improve(held.request, held.decision, **waits._asdict())
+            if better is not None:
+                self._router.place(held.request, better, is_held=True)
+                held.decision = better
+                held.waiting = self._waiting(held.request, held.candidacy, better)
+        finally:
+            self._put(held)
+        return better is not None
 
     def _take_out(self, held: HeldRequest) -> bool:
         """Whether it waited."""
-        lane = self._lanes.get(_lane_of(held.decision))
-        now = self._clock.now()
-        if lane is None or lane.queue.drop(held.waiting.request_id, now) is None:
+        if self._held.get(held.waiting.request_id) is not held:
             return False
+        self._lanes[_lane_of(held.decision)].drop(held.waiting.request_id, self._clock.now())
         self._forget(held)
-        if not len(lane.queue):
-            lane.blocked(now, ())
         return True
 
     def _forget(self, held: HeldRequest) -> None:
         self._num_changes += 1
         del self._held[held.waiting.request_id]
-        self._num_bytes -= held.waiting.num_bytes
-        self._lanes[_lane_of(held.decision)].num_tokens -= _num_new_tokens(held)
+        self._bounds.remove(held)
+        self._reroutes.remove(held)
 
     def _cost_s(self, decision: Decision) -> float:
         """Return for how long the request occupies the replica that its lane waits for: for computing its
@@ -517,26 +542,9 @@ class RequestAdmission:
     def _weight(self, flow: Flow, tenant_weight: float) -> float:
         return self._config.of(flow.service_class).weight * tenant_weight
 
-    def _wait_s(self, replica_id: str, flow: Flow, tenant_weight: float, now: float) -> float:
-        """Return how long a request of the flow would wait for this replica: for what is there, for what
-        other gateways hold, and for what goes before it here."""
-        state, lane = self._router.load(replica_id), self._lanes.get(replica_id)
-        if lane is None or not len(lane.queue):
-            return state.submitted_wait_s(0)
-        weight = self._weight(flow, tenant_weight)
-        rate = lane.rate(now)
-        ahead_s = lane.queue.ahead_s(flow, weight, now, rate=rate, without=self._paused)
-        return state.submitted_wait_s(lane.num_tokens) + ahead_s / rate
-
     def _least_wait_s(self, flow: Flow, tenant_weight: float, now: float) -> float:
-        """Return the least wait of all replicas that compute prompts; 0 where there is none."""
-        waits = (self._wait_s(name, flow, tenant_weight, now) for name in self._compute_ids())
-        return min(waits, default=0.0)
-
-    def _compute_ids(self) -> set[str]:
-        """Return the replicas that may compute a prompt, and decode replicas at which some wait for that."""
-        used = (name for name, lane in self._lanes.items() if len(lane.queue) and self._router.is_known(name))
-        return {*self._router.compute_ids(), *used}
+        """Return the least wait of a request of the flow, of all replicas."""
+        return self._lanes.least_wait_s(flow, self._weight(flow, tenant_weight), now, self._paused)
 
     def _limit_s(self, flow: Flow, now: float, deadline_at: float | None) -> float:
         """Return what a request of the flow may take to its first token."""
@@ -552,12 +560,6 @@ class RequestAdmission:
             f"of the class {flow.service_class}, or what is left of the deadline",
             _excess_s(wait_s, own_s, limit_s),
         )
-
-    def _drain_s(self, now: float) -> float:
-        """Return in how many seconds all that waits will have gone, at the rates of all replicas."""
-        lanes = (self._lanes.get(name) for name in self._compute_ids())
-        rates = [lane.rate(now) if lane is not None else 1.0 for lane in lanes]
-        return self.waiting_s() / sum(rates) if rates else 0.0
 
     def _note(self, flow: Flow, weight: float, wait_s: float, now: float) -> None:
         """Note how long a request of the flow would wait, for the pressure."""
@@ -591,8 +593,3 @@ def _excess_s(wait_s: float, own_s: float, limit_s: float) -> float:
     """Return by how much a wait is too long for a first token that takes `own_s` beside it; at most 0: it is
     not."""
     return max(wait_s - WAIT_MARGIN * limit_s, wait_s + own_s - MARGIN * limit_s)
-
-
-def _num_new_tokens(held: HeldRequest) -> int:
-    """Return how many tokens of the prompt must be computed, as the router counts them."""
-    return max(held.request.num_tokens, 1) - held.decision.prefill_cached_tokens

@@ -37,7 +37,8 @@ class AdmissionConfig(BaseModel):
     interactive: ClassConfig = ClassConfig(ttft_s=10.0, weight=8.0, aging_s=5.0, max_wait_s=10.0)
     standard: ClassConfig = ClassConfig(ttft_s=30.0, weight=4.0, aging_s=15.0, max_wait_s=30.0)
     batch: ClassConfig = ClassConfig(ttft_s=None, weight=1.0, aging_s=600.0, max_wait_s=3600.0)
-    # Of the requests that wait in one gateway, in all: their prompts and what belongs to them.
+    # Of the requests of one gateway that are not submitted yet, in all: as they arrived, their prompts and
+    # grammars.
     max_queue_mb: float = Field(default=256.0, gt=0)
     # Output that waits in one gateway for clients to read it, in all. The slowest reader is cut off first.
     max_unread_mb: float = Field(default=256.0, gt=0)

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from workers.messages.link import ServiceClass
 
@@ -32,6 +33,65 @@ _MOST_CREDIT_S = 1.0
 _INFLOW_S = 5.0
 # Less inflow than this, in seconds of work a second, is forgotten.
 _LEAST_INFLOW = 1e-3
+# Flows, or entries of a heap, of which nothing is needed and that are not looked for yet.
+_MOST_IDLE = 16
+
+T = TypeVar("T")
+
+
+class IndexedHeap(Generic[T]):
+    """Items by a number each: the least first, and of equal ones whichever came first. Each may be removed or
+    get another number at any time, and what is removed is forgotten."""
+
+    def __init__(self) -> None:
+        # The entry of an item is the one with its ticket; the others are of items that were removed.
+        self._entries: list[tuple[float, int, T]] = []
+        self._tickets: dict[T, int] = {}
+        self._num_put = 0
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._tickets)
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._tickets
+
+    def put(self, item: T, number: float) -> None:
+        """Add the item, or give it another number."""
+        self._num_put += 1
+        self._tickets[item] = self._num_put
+        heapq.heappush(self._entries, (number, self._num_put, item))
+        self._compact()
+
+    def remove(self, item: T) -> bool:
+        """Remove the item; False: it is not there."""
+        if self._tickets.pop(item, None) is None:
+            return False
+        self._compact()
+        return True
+
+    def first(self) -> tuple[float, T] | None:
+        """Return the least number and its item; None: there is none."""
+        entries, tickets = self._entries, self._tickets
+        while entries:
+            number, ticket, item = entries[0]
+            if tickets.get(item) == ticket:
+                return number, item
+            heapq.heappop(entries)
+        return None
+
+    def check(self) -> None:
+        """Assert that every item has an entry, and that there are few others."""
+        current = [item for _, ticket, item in self._entries if self._tickets.get(item) == ticket]
+        assert len(current) == len(self._tickets)
+        assert len(self._entries) <= 2 * len(self._tickets) + _MOST_IDLE
+
+    def _compact(self) -> None:
+        if len(self._entries) > 2 * len(self._tickets) + _MOST_IDLE:
+            self._entries = [it for it in self._entries if self._tickets.get(it[2]) == it[1]]
+            heapq.heapify(self._entries)
 
 
 class Flow(NamedTuple):
@@ -52,36 +112,36 @@ class Waiting:
     # When it may go before those that have waited less.
     due_at: float
     priority: int = 0
-    num_bytes: int = 0
-    is_gone: bool = False
+    # Of its prompt, those that must be computed.
+    num_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class _FlowState:
+    """What waits of a flow, when its next turn is, and the work that has come to it lately, less what left
+    without its turn: what is long ago counts less."""
+
+    key: Flow
     weight: float
     tag: float
-    # By (effective arrival, number).
-    heap: list[tuple[float, int, Waiting]] = field(default_factory=list)
+    # By effective arrival.
+    waiting: IndexedHeap[Waiting] = field(default_factory=IndexedHeap)
     cost_s: float = 0.0
-    num_waiting: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Inflow:
-    """The work that has come to a flow lately, less what left without its turn. What is long ago counts
-    less."""
-
-    weight: float
-    work_s: float = 0.0
+    came_s: float = 0.0
     counted_until: float = 0.0
 
-    def add(self, work_s: float, now: float) -> None:
-        self.work_s = max(0.0, self.work_s * math.exp((self.counted_until - now) / _INFLOW_S) + work_s)
+    @property
+    def head_s(self) -> float:
+        """The mean request: a flow may be ahead by so much more than its share, since none is divided."""
+        return self.cost_s / len(self.waiting) if self.waiting else 0.0
+
+    def came(self, work_s: float, now: float) -> None:
+        self.came_s = max(0.0, self.came_s * math.exp((self.counted_until - now) / _INFLOW_S) + work_s)
         self.counted_until = now
 
-    def rate(self, now: float) -> float:
+    def inflow(self, now: float) -> float:
         """Return the seconds of work that come in a second."""
-        return self.work_s * math.exp((self.counted_until - now) / _INFLOW_S) / _INFLOW_S
+        return self.came_s * math.exp((self.counted_until - now) / _INFLOW_S) / _INFLOW_S
 
 
 class OtherFlow(NamedTuple):
@@ -116,14 +176,19 @@ class FairQueue:
     """What waits for one replica. Not thread-safe."""
 
     def __init__(self) -> None:
+        # Those of which something waits, that owe turns or have brought something lately, and some more.
         self._flows: dict[Flow, _FlowState] = {}
-        # Also of flows of which nothing waits.
-        self._inflows: dict[Flow, _Inflow] = {}
-        self._due: list[tuple[float, int, Waiting]] = []
+        self._most_flows = _MOST_IDLE
+        # Of which something waits, by tag.
+        self._turns: defaultdict[ServiceClass, IndexedHeap[_FlowState]] = defaultdict(IndexedHeap)
+        # No flow of the class may begin sooner, because it was paused until then.
+        self._resumed_s: dict[ServiceClass, float] = {}
+        self._due: IndexedHeap[Waiting] = IndexedHeap()
         self._waiting: dict[str, Waiting] = {}
         self._virtual_s = 0.0
+        # Of all tags.
+        self._greatest_tag = 0.0
         self._credit_s = 0.0
-        self._num_put = 0
         self.cost_s = 0.0
 
     def __len__(self) -> int:
@@ -133,62 +198,59 @@ class FairQueue:
         return iter(list(self._waiting.values()))
 
     @property
-    def mean_cost_s(self) -> float:
-        return self.cost_s / len(self._waiting) if self._waiting else 0.0
+    def num_flows(self) -> int:
+        """How many flows are remembered."""
+        return len(self._flows)
 
     def put(self, waiting: Waiting, weight: float, now: float) -> None:
         """Append a request to its flow, whose weight is from now on `weight`."""
         assert waiting.request_id not in self._waiting
+        self._forget_idle(now)
         flow = self._flows.get(waiting.flow)
         if flow is None:
-            flow = self._flows[waiting.flow] = _FlowState(weight, self._virtual_s)
-        if not flow.num_waiting:
-            flow.tag = max(flow.tag, self._virtual_s)
+            flow = self._flows[waiting.flow] = _FlowState(waiting.flow, weight, self._virtual_s)
         flow.weight = weight
-        flow.num_waiting += 1
+        flow.waiting.put(waiting, waiting.arrived_at - PRIORITY_S * waiting.priority)
         flow.cost_s += waiting.cost_s
+        flow.came(waiting.cost_s, now)
+        if len(flow.waiting) == 1:
+            self._set_tag(flow, max(flow.tag, self._virtual_s))
         self.cost_s += waiting.cost_s
-        self._num_put += 1
-        arrival = waiting.arrived_at - PRIORITY_S * waiting.priority
-        heapq.heappush(flow.heap, (arrival, self._num_put, waiting))
-        heapq.heappush(self._due, (waiting.due_at, self._num_put, waiting))
+        self._due.put(waiting, waiting.due_at)
         self._waiting[waiting.request_id] = waiting
-        self._note_inflow(waiting.flow, weight, waiting.cost_s, now)
 
     def peek(self, now: float, *, without: ServiceClass | None = None) -> Waiting | None:
         """Return who is next; None: nobody. `without` leaves out a class that is paused, unless it is due."""
-        self._clean(self._due)
-        if self._credit_s >= 0 and self._due and self._due[0][0] <= now:
-            return self._due[0][2]
-        turn = self._turn(without)
-        return turn.heap[0][2] if turn is not None else None
+        due = self._due.first() if self._credit_s >= 0 else None
+        if due is not None and due[0] <= now:
+            return due[1]
+        return self._next_by_turn(without)
 
     def pop(self, now: float, *, without: ServiceClass | None = None) -> Waiting | None:
         """Take out who is next, which goes to the replica, and charge its flow; None: nobody."""
         waiting = self.peek(now, without=without)
         if waiting is None:
             return None
-        flow = self._flows[waiting.flow]
-        turn = self._turn(without)
-        for key, other in self._flows.items():
-            if key.service_class == without:
-                other.tag = max(other.tag, self._virtual_s)  # it does not claim the time of its pause
-        if turn is flow and turn.heap[0][2] is waiting:
-            self._virtual_s = max(self._virtual_s, flow.tag)
+        flow, has_turn = self._flows[waiting.flow], self._next_by_turn(without) is waiting
+        if without is not None:
+            self._resumed_s[without] = self._virtual_s  # it does not claim the time of its pause
+        tag = self._tag(flow)
+        if has_turn:
+            self._virtual_s = max(self._virtual_s, tag)
         else:
             self._credit_s -= waiting.cost_s
         self._credit_s = min(_MOST_CREDIT_S, self._credit_s + AGED_PART * waiting.cost_s)
-        flow.tag += waiting.cost_s / flow.weight
-        self._remove(waiting)
+        self._set_tag(flow, tag + waiting.cost_s / flow.weight)
+        self._remove(flow, waiting)
         return waiting
 
     def drop(self, request_id: str, now: float) -> Waiting | None:
         """Take out a request that does not wait any more; its flow is not charged. None: it is not here."""
         waiting = self._waiting.get(request_id)
         if waiting is not None:
-            weight = self._flows[waiting.flow].weight
-            self._remove(waiting)
-            self._note_inflow(waiting.flow, weight, -waiting.cost_s, now)
+            flow = self._flows[waiting.flow]
+            flow.came(-waiting.cost_s, now)
+            self._remove(flow, waiting)
         return waiting
 
     def ahead_s(
@@ -208,78 +270,74 @@ class FairQueue:
         own_cost_s = own.cost_s if own is not None else 0.0
         tag = max(self._virtual_s, own.tag if own is not None else 0.0) + own_cost_s / weight
         others: list[OtherFlow] = []
-        for key in {**self._flows, **self._inflows}:
+        for key, other in self._flows.items():
             if key == flow or key.service_class == without:
                 continue
-            other, inflow = self._flows.get(key), self._inflows.get(key)
-            coming = inflow.rate(now) / rate if inflow is not None else 0.0
-            if other is not None and other.num_waiting:
-                share_s = max(0.0, (tag - other.tag) * other.weight) + self._head_s(other)
-                others.append(OtherFlow(other.cost_s, coming, share_s))
-            elif inflow is not None:
-                other_tag = self._virtual_s if other is None else max(self._virtual_s, other.tag)
-                others.append(OtherFlow(0.0, coming, max(0.0, (tag - other_tag) * inflow.weight)))
+            other_tag = self._tag(other) if other.waiting else max(self._virtual_s, other.tag)
+            share_s = max(0.0, (tag - other_tag) * other.weight) + other.head_s
+            others.append(OtherFlow(other.cost_s, other.inflow(now) / rate, share_s))
         return work_ahead(own_cost_s, others)
 
     def num_by_class(self) -> dict[ServiceClass, int]:
         """Return how many wait of each class that has any."""
-        counts: dict[ServiceClass, int] = {}
-        for key, flow in self._flows.items():
-            if flow.num_waiting:
-                counts[key.service_class] = counts.get(key.service_class, 0) + flow.num_waiting
-        return counts
+        counts = {name: sum(len(it.waiting) for it in turns) for name, turns in self._turns.items()}
+        return {name: count for name, count in counts.items() if count}
 
     def check(self) -> None:
         """Assert that sums and requests agree, and that flows without requests are few."""
         for key, flow in self._flows.items():
             mine = [it for it in self._waiting.values() if it.flow == key]
-            assert flow.num_waiting == len(mine)
+            assert len(flow.waiting) == len(mine)
+            assert (flow in self._turns[key.service_class]) == bool(mine)
             assert abs(flow.cost_s - sum(it.cost_s for it in mine)) < 1e-6
+            assert flow.tag <= self._greatest_tag
+            flow.waiting.check()
+        self._due.check()
+        for turns in self._turns.values():
+            turns.check()
+        assert len(self._due) == len(self._waiting)
         assert abs(self.cost_s - sum(it.cost_s for it in self._waiting.values())) < 1e-6
+        assert len(self._flows) <= self._most_flows + 1
 
-    def _turn(self, without: ServiceClass | None) -> _FlowState | None:
-        """Return the flow whose turn it is, its next request at the head of its heap."""
-        best: _FlowState | None = None
-        for key, flow in self._flows.items():
-            if flow.num_waiting and key.service_class != without and (best is None or flow.tag < best.tag):
-                best = flow
-        if best is not None:
-            self._clean(best.heap)
-        return best
+    def _tag(self, flow: _FlowState) -> float:
+        return max(flow.tag, self._resumed_s.get(flow.key.service_class, 0.0))
 
-    def _head_s(self, flow: _FlowState) -> float:
-        """Part of a request more than its share a flow may be ahead: requests are not divided."""
-        return flow.cost_s / flow.num_waiting
+    def _set_tag(self, flow: _FlowState, tag: float) -> None:
+        flow.tag = tag
+        self._greatest_tag = max(self._greatest_tag, tag)
+        self._turns[flow.key.service_class].put(flow, tag)
 
-    def _note_inflow(self, key: Flow, weight: float, work_s: float, now: float) -> None:
-        inflow = self._inflows.setdefault(key, _Inflow(weight))
-        inflow.weight = weight
-        inflow.add(work_s, now)
-        if len(self._inflows) > len(self._flows):
-            known = self._inflows.items()
-            self._inflows = {
-                it: each for it, each in known if it in self._flows or each.rate(now) >= _LEAST_INFLOW
-            }
+    def _next_by_turn(self, without: ServiceClass | None) -> Waiting | None:
+        """Return the next request of the flow whose turn it is."""
+        least, turn = math.inf, None
+        for name, turns in self._turns.items():
+            first = turns.first() if name != without else None
+            if first is not None and (tag := self._tag(first[1])) < least:
+                least, turn = tag, first[1]
+        next_of_flow = turn.waiting.first() if turn is not None else None
+        return next_of_flow[1] if next_of_flow is not None else None
 
-    def _remove(self, waiting: Waiting) -> None:
-        waiting.is_gone = True
+    def _remove(self, flow: _FlowState, waiting: Waiting) -> None:
         del self._waiting[waiting.request_id]
-        flow = self._flows[waiting.flow]
-        flow.num_waiting -= 1
+        self._due.remove(waiting)
+        flow.waiting.remove(waiting)
         flow.cost_s -= waiting.cost_s
         self.cost_s -= waiting.cost_s
-        if not flow.num_waiting:
+        if not flow.waiting:
             flow.cost_s = 0.0
-            flow.heap.clear()
-            if flow.tag <= self._virtual_s:
-                del self._flows[waiting.flow]  # it would begin there again
+            self._turns[flow.key.service_class].remove(flow)
         if not self._waiting:
             self.cost_s = 0.0
-            self._due.clear()
-            self._flows.clear()
-            self._virtual_s = 0.0
+            self._virtual_s = self._greatest_tag  # nobody owes anything any more
 
-    @staticmethod
-    def _clean(heap: list[tuple[float, int, Waiting]]) -> None:
-        while heap and heap[0][2].is_gone:
-            heapq.heappop(heap)
+    def _forget_idle(self, now: float) -> None:
+        """Forget flows of which nothing waits, that would begin at once and that have brought nothing lately,
+        when there may be as many of them as of the others."""
+        if len(self._flows) < self._most_flows:
+            return
+        self._flows = {
+            key: flow
+            for key, flow in self._flows.items()
+            if flow.waiting or flow.tag > self._virtual_s or flow.inflow(now) >= _LEAST_INFLOW
+        }
+        self._most_flows = 2 * len(self._flows) + _MOST_IDLE

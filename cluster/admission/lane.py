@@ -1,10 +1,15 @@
-"""What waits in a gateway for one replica."""
+"""What waits in a gateway for each replica, and how long requests wait there."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
 
-from cluster.admission.fair_queue import FairQueue
+from cluster.admission.fair_queue import FairQueue, Flow, Waiting
+from router.service import RouterService
+from workers.messages.link import SERVICE_CLASSES, ServiceClass
 
 # How fast a replica takes work is remembered for about this, and before any is measured, it is assumed that
 # it took as much as was predicted for so long.
@@ -29,6 +34,29 @@ class ReplicaLane:
         self._blocked_s = 0.0
         self._counted_until = 0.0
 
+    def put(self, waiting: Waiting, weight: float, now: float) -> None:
+        """Let a request wait here."""
+        self.queue.put(waiting, weight, now)
+        self.num_tokens += waiting.num_tokens
+
+    def pop(self, now: float, without: ServiceClass | None) -> Waiting | None:
+        """Take out the next request, which the replica takes; None: there is none."""
+        waiting = self.queue.pop(now, without=without)
+        if waiting is not None:
+            self.num_tokens -= waiting.num_tokens
+            self._count(now)
+            if self.waits_for:
+                self._taken_s += waiting.cost_s
+        return waiting
+
+    def drop(self, request_id: str, now: float) -> None:
+        """Take out a request that does not wait here any more."""
+        waiting = self.queue.drop(request_id, now)
+        if waiting is not None:
+            self.num_tokens -= waiting.num_tokens
+            if not len(self.queue):
+                self.blocked(now, ())
+
     def rate(self, now: float) -> float:
         """Return how fast the replica takes work."""
         self._count(now)
@@ -40,12 +68,6 @@ class ReplicaLane:
         self._count(now)
         self.waits_for = waits_for
 
-    def taken(self, cost_s: float, now: float) -> None:
-        """Note that the replica took work."""
-        self._count(now)
-        if self.waits_for:
-            self._taken_s += cost_s
-
     def _count(self, now: float) -> None:
         """Let time pass: in which the next request waits, or in which what was measured is forgotten."""
         kept = math.exp((self._counted_until - now) / _RATE_S)
@@ -54,3 +76,133 @@ class ReplicaLane:
         if self.waits_for:
             self._blocked_s += _RATE_S * (1 - kept)
         self._counted_until = now
+
+
+class Waits(NamedTuple):
+    """What a request would wait where others wait already: seconds by replica, and of all that waits in this
+    gateway the part that goes before it."""
+
+    waits: dict[str, float]
+    held_part: float
+
+
+class ReplicaLanes:
+    """The lanes of all replicas for which something has waited."""
+
+    def __init__(self, router: RouterService) -> None:
+        self._router = router
+        self._lanes: dict[str, ReplicaLane] = {}
+
+    def __getitem__(self, replica_id: str) -> ReplicaLane:
+        """Return the lane of a replica, which may be new."""
+        lane = self._lanes.get(replica_id)
+        if lane is None:
+            lane = self._lanes[replica_id] = ReplicaLane()
+        return lane
+
+    def busy(self) -> list[tuple[str, ReplicaLane]]:
+        """Return the lanes in which something waits."""
+        return [(name, lane) for name, lane in self._lanes.items() if len(lane.queue)]
+
+    def forget(self, replica_id: str) -> None:
+        """Forget how fast a replica took work that takes nothing more, unless something waits for it."""
+        if (lane := self._lanes.get(replica_id)) is not None and not len(lane.queue):
+            del self._lanes[replica_id]
+
+    def num_waiting(self) -> dict[ServiceClass, int]:
+        """Return how many requests of each class wait."""
+        total: Counter[ServiceClass] = Counter()
+        for lane in self._lanes.values():
+            total.update(lane.queue.num_by_class())
+        return {name: total[name] for name in SERVICE_CLASSES}
+
+    def waiting_s(self) -> float:
+        """Return the predicted work of all that waits."""
+        return sum(lane.queue.cost_s for lane in self._lanes.values())
+
+    def waits(self, flow: Flow, weight: float, now: float, paused: ServiceClass | None) -> Waits:
+        """Return what a request of the flow would wait in the order of each replica."""
+        waits: dict[str, float] = {}
+        before_s = held_s = 0.0
+        for name, lane in self._lanes.items():
+            if len(lane.queue) and self._router.is_known(name):
+                rate = lane.rate(now)
+                ahead_s = lane.queue.ahead_s(flow, weight, now, rate=rate, without=paused)
+                waits[name] = self._router.load(name).submitted_wait_s(lane.num_tokens) + ahead_s / rate
+                before_s += min(ahead_s, lane.queue.cost_s)
+                held_s += lane.queue.cost_s
+        return Waits(waits, before_s / held_s if held_s else 1.0)
+
+    def least_wait_s(self, flow: Flow, weight: float, now: float, paused: ServiceClass | None) -> float:
+        """Return the least wait of all replicas that compute prompts, for what is there, for what other
+        gateways hold, and for what goes before it here; 0 where there is none."""
+        waits = self.waits(flow, weight, now, paused).waits
+        return min((self._wait_s(name, waits) for name in self._compute_ids()), default=0.0)
+
+    def drain_s(self, now: float) -> float:
+        """Return in how many seconds all that waits will have gone, at the rates of all replicas."""
+        lanes = (self._lanes.get(name) for name in self._compute_ids())
+        rates = [lane.rate(now) if lane is not None else 1.0 for lane in lanes]
+        return self.waiting_s() / sum(rates) if rates else 0.0
+
+    def check(self) -> None:
+        """Assert that sums and requests agree."""
+        for lane in self._lanes.values():
+            lane.queue.check()
+            assert lane.num_tokens == sum(it.num_tokens for it in lane.queue)
+
+    def _wait_s(self, replica_id: str, waits: dict[str, float]) -> float:
+        wait_s = waits.get(replica_id)
+        return self._router.load(replica_id).submitted_wait_s(0) if wait_s is None else wait_s
+
+    def _compute_ids(self) -> Iterator[str]:
+        """Return the replicas that may compute a prompt, and decode replicas at which some wait for that."""
+        used = (name for name, lane in self._lanes.items() if len(lane.queue) and self._router.is_known(name))
+        return iter({*self._router.compute_ids(), *used})
+
+
+class QueuedBytes:
+    """The bytes of all requests of a gateway that are not submitted yet, or are placed anew: those that are
+    prepared, and those that wait for their turn, for capacity or for any replica."""
+
+    def __init__(self, max_bytes: float) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+
+    def hold(self, num_bytes: int) -> ByteHold:
+        """Count a request that has arrived."""
+        return ByteHold(self, num_bytes)
+
+    def excess_bytes(self, num_more: int) -> float:
+        """Return by how much it is too much with so many more."""
+        return self.num_bytes + num_more - self.max_bytes
+
+
+class ByteHold:
+    """The bytes of one request. They count from the beginning; leaving a `with` block releases them."""
+
+    __slots__ = ("_is_counted", "_num_bytes", "_queued")
+
+    def __init__(self, queued: QueuedBytes, num_bytes: int) -> None:
+        self._queued = queued
+        self._num_bytes = num_bytes
+        self._is_counted = False
+        self.renew()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Stop counting the request, which waits no more; again: do nothing."""
+        if self._is_counted:
+            self._is_counted = False
+            self._queued.num_bytes -= self._num_bytes
+
+    def renew(self) -> None:
+        """Count the request again, which waits once more."""
+        if not self._is_counted:
+            self._is_counted = True
+            self._queued.num_bytes += self._num_bytes

@@ -135,6 +135,10 @@ class TokenBucket:
         """Take it, whether it is there or not."""
         self._level = self.level(now) - amount
 
+    def give_back(self, amount: float, now: float) -> None:
+        """Undo a `take`, as far as the bucket holds it."""
+        self._level = max(self.level(now), min(self._level + amount, self.capacity * self._share))
+
     def used(self, now: float) -> float:
         """Return the part that is not there; above 1: more than all of it was taken."""
         return 1 - self.level(now) / (self.capacity * self._share)
@@ -165,6 +169,7 @@ class _Tenant:
         "held",
         "limits",
         "num_refused",
+        "num_withdrawn",
         "others_held",
         "output",
         "prompt",
@@ -183,6 +188,8 @@ class _Tenant:
         self.buckets = (self.requests, self.prompt, self.output)
         # Since `count_id`: requests, prompt tokens, output tokens.
         self.used = [0, 0, 0]
+        # Requests that are in `used`, and were given back since.
+        self.num_withdrawn = 0
         self.held = self.others_held = 0
         self.num_refused: Counter[Limit] = Counter()
         self.used_at = now
@@ -253,7 +260,22 @@ class Quotas:
             raise _refused(tenant, found, "output_tokens_per_s", wait_s)
         if found.requests is not None and (wait_s := found.requests.missing_s(1, now)):
             raise _refused(tenant, found, "requests_per_s", wait_s)
-        found.take(0, 1, now, is_shared=not self._is_divided)
+        is_shared = not self._is_divided
+        if is_shared and found.num_withdrawn:
+            found.num_withdrawn -= 1
+            is_shared = False
+        found.take(0, 1, now, is_shared=is_shared)
+
+    def withdraw(self, tenant: str, now: float) -> None:
+        """Give an admitted request back that is not taken, by no fault of its tenant. Other gateways may have
+        counted it: the next one is counted in its place."""
+        found = self._find(tenant, now)
+        if found is None:
+            return
+        if found.requests is not None:
+            found.requests.give_back(1, now)
+        if not self._is_divided and found.num_withdrawn < found.used[0]:
+            found.num_withdrawn += 1
 
     def take_prompt(
         self, tenant: str, num_prompt_tokens: int, max_tokens: int, now: float, *, is_resumed: bool = False

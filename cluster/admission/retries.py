@@ -30,10 +30,12 @@ class CapacityView(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Retry:
-    """A request that was placed again, and `release`, which submits it."""
+    """A request that was placed again, `release`, which submits it, and `reroute`, which places it once
+    more."""
 
     decision: Decision
     release: Callable[[Retry], None]
+    reroute: Callable[[Retry], None]
 
 
 class RetryQueue:
@@ -67,12 +69,11 @@ class RetryQueue:
                 self._router.on_submitted(retry.decision.request_id)
                 retry.release(retry)
 
-    def on_gone(self, replica_id: str) -> None:
-        """Release what waits for a replica that takes nothing more: it will be placed again."""
+    def leave(self, replica_id: str) -> None:
+        """Place once more what waits for a replica that is gone, or should be avoided."""
         for retry in list(self._waiting.values()):
             if replica_id in (retry.decision.prefill, retry.decision.decode) and self.drop(retry):
-                self._router.on_submitted(retry.decision.request_id)
-                retry.release(retry)
+                retry.reroute(retry)
 
 
 class EndRate:

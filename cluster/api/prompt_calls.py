@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from cluster.api.output_messages import OutputMessages, usage_of
 from cluster.errors import FieldViolation, InvalidRequestError, RequestError
 from cluster.gateway.attempt import EmbeddingDelta
-from cluster.gateway.request_manager import Accepted, RequestManager, check_may_use, draw_request_id
+from cluster.gateway.request_manager import Accepted, RequestManager
 from cluster.identity.identity import Identity
+from cluster.identity.resume_tokens import draw_request_id
 from cluster.metrics.ended_request import Caller, Summary
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.preprocess import Preprocessor
@@ -166,7 +167,7 @@ class PromptCalls:
                 asked.chat.CopyFrom(request.chat)
         limits = self._requests.limits()
         check_request(asked, limits)
-        check_may_use(identity, limits)
+        identity.check_may_use(limits.model_name)
         prompt = await self._preprocessor.prompt_tokens(asked, limits)
         if not prompt.tokens:
             raise InvalidRequestError(FieldViolation("prompt", "it has no tokens; send more text"))

@@ -19,7 +19,7 @@ from cluster.api.prompt_calls import CallContext, PromptCalls
 from cluster.api.replies import StatusService
 from cluster.errors import FieldViolation, InvalidRequestError, OverloadedError, RequestError
 from cluster.gateway.replica_connections import ReplicaConnections
-from cluster.gateway.request_manager import Accepted, RequestManager, check_may_use
+from cluster.gateway.request_manager import Accepted, RequestManager
 from cluster.gateway.traffic_splitter import TrafficSplitter
 from cluster.identity.identity import Identity
 from cluster.metrics.ended_request import Caller, Summary
@@ -89,7 +89,7 @@ class InferenceServicer:
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         try:
             identity, limits = caller_identity(), self._requests.limits()
-            check_may_use(identity, limits)
+            identity.check_may_use(limits.model_name)
             return await self._texts.tokenize(request, limits, identity.tenant)
         except RequestError as error:
             await abort(context, error)
@@ -97,7 +97,7 @@ class InferenceServicer:
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         try:
             identity, limits = caller_identity(), self._requests.limits()
-            check_may_use(identity, limits)
+            identity.check_may_use(limits.model_name)
             return await self._texts.detokenize(request, limits, identity.tenant)
         except RequestError as error:
             await abort(context, error)

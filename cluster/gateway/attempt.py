@@ -556,9 +556,11 @@ def submission(
     suspect: bool = False,
     is_scored: bool = True,
     most_backlog_tokens: int | None = None,
+    due_at: float | None = None,
 ) -> Submission:
     """Begin an attempt of the samples of `group`, as they are now. The log-probabilities of a prompt that
-    `is_scored` are not asked for again. A replica with more than `most_backlog_tokens` sends it back."""
+    `is_scored` are not asked for again. A replica with more than `most_backlog_tokens` sends it back. At
+    `due_at` it has waited as long as its class may."""
     for sample in group:
         sample.begin_attempt()
     deadline_at, sampling = prepared.deadline_at, prepared.sampling
@@ -580,6 +582,7 @@ def submission(
         sampling=sampling,
         decode=target,
         deadline_s=None if deadline_at is None else max(0.0, deadline_at - now),
+        due_s=None if due_at is None else due_at - now,
         suspect=suspect,
         service_class=prepared.service_class,
         grammar=prepared.grammar,

@@ -24,7 +24,8 @@ from cluster.admission.shared_quotas import SharedQuotas
 from cluster.errors import StartError, UnknownRequestError
 from cluster.gateway.placement_exchange import FollowPlacements, PlacementExchange
 from cluster.gateway.replica_connections import ReplicaConnections
-from cluster.gateway.request_manager import RequestInfo, RequestManager, is_drawn_by
+from cluster.gateway.request_manager import RequestInfo, RequestManager
+from cluster.identity.resume_tokens import is_drawn_by
 from cluster.identity.sessions import EndedSession, Sessions
 from cluster.metrics.admission_stats import AdmissionStats
 from cluster.metrics.curves import RING_S, Curves, SecondCounts, Window, curves_of, merged, window_of

@@ -171,7 +171,8 @@ class PlacementFeed:
         now = self._clock.now()
         if not self.is_followed:
             self.is_followed = True
-            recent = [it for it in placements if now - it.routed_at < STALE_REQUEST_S][-MAX_PLACEMENTS:]
+            recent = [it for it in placements if it.is_held or now - it.routed_at < STALE_REQUEST_S]
+            recent = recent[-MAX_PLACEMENTS:]
             self._announced = {placement.request_id for placement in recent}
         else:
             recent = [it for it in placements if it.request_id in self._announced]

@@ -29,8 +29,9 @@ from kvtransfer.messages import (
 )
 from kvtransfer.rpc.stream import FrameStream, open_link
 from kvtransfer.rpc.trust import Trust
+from router.membership import ROLES
 from router.messages import QueueState, ReplicaLoad
-from router.service import ROLES, RouterService
+from router.service import RouterService
 from workers.messages.link import (
     LINK_DOWN_CODEC,
     LINK_UP_CODEC,

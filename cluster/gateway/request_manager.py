@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import re
-import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,6 +18,7 @@ from msgspec import structs
 
 from cluster.admission.admission import Candidacy, HeldRequest, RequestAdmission
 from cluster.admission.fair_queue import Flow
+from cluster.admission.lane import ByteHold
 from cluster.admission.quotas import QuotaHold, Quotas
 from cluster.admission.retries import EndRate
 from cluster.errors import (
@@ -27,8 +26,8 @@ from cluster.errors import (
     DeadlineError,
     DuplicateRequestError,
     FieldViolation,
-    ForbiddenError,
     InvalidRequestError,
+    OverloadedError,
     QuotaError,
     RequestError,
     UnavailableError,
@@ -36,12 +35,12 @@ from cluster.errors import (
     to_grpc_status,
 )
 from cluster.gateway.attempt import first_route_request
-from cluster.gateway.circuit_breaker import CircuitBreaker
+from cluster.gateway.circuit_breaker import BreakerState, CircuitBreaker
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_task import RequestTask, Router, UnreadOutput
 from cluster.identity.config import AuthConfig
 from cluster.identity.identity import Identity
-from cluster.identity.resume_tokens import ResumeTokens, resume_digest
+from cluster.identity.resume_tokens import ResumeTokens, draw_request_id, resume_digest
 from cluster.metrics.ended_request import Caller, EndedRequest, Observer, RoutedAttempt, TimelineEntry
 from cluster.metrics.gateway_counters import GatewayCounters
 from cluster.proto.enums import name_of
@@ -208,7 +207,7 @@ class RequestManager:
     ) -> Accepted:
         limits = self.limits()
         check_request(request, limits)
-        check_may_use(identity, limits)
+        identity.check_may_use(limits.model_name)
         service_class = self._service_class(request, identity)
         deadline_at = None if deadline_s is None else now + deadline_s
         flow = Flow(request.tenant, service_class)
@@ -220,8 +219,9 @@ class RequestManager:
                 self._ends.next_s(now),
             )
         weight = self._auth.limits(request.tenant).weight
+        num_bytes = request.ByteSize()
         if not request.resume:
-            self.admission.check_early(flow, weight, now, deadline_at)
+            self.admission.check_early(flow, weight, now, deadline_at, num_bytes)
         digest = resume_digest(request)
         if request.resume:
             self._resume_tokens.check(
@@ -229,63 +229,83 @@ class RequestManager:
             )
         else:
             self._quotas.admit(request.tenant, now)
+        request_id = request.request_id or draw_request_id(self._gateway_id)
         self._num_arriving += 1
         try:
-            prompt = await self._preprocessor.prompt_tokens(request, limits)
-            grammar = await self._preprocessor.grammar(request, prompt)
-            compatibility = self._connections.compatibility
-            if compatibility is None:
-                raise UnavailableError("no replica has connected to this gateway yet")
-            request_id = request.request_id or draw_request_id(self._gateway_id)
-            group = self._sharing_group(identity, request.tenant)
-            prepared, texts = await self._preprocessor.prepare(
-                request,
-                prompt,
-                self._within_share(limits, group, compatibility.block_tokens),
-                request_id=request_id,
-                sharing_group=group,
-                fingerprint=compatibility.model_fingerprint,
-                deadline_at=deadline_at,
-                service_class=service_class,
-                grammar=grammar,
-            )
+            with self.admission.queued.hold(num_bytes):
+                prepared, texts = await self._prepare(
+                    request, request_id, limits, identity, deadline_at, service_class
+                )
         finally:
             self._num_arriving -= 1
         if self._is_leaving:
             raise UnavailableError("this gateway is stopping", 0.0)
         if pooling is not None:
             prepared = replace(prepared, pooling=pooling, sampling=SamplingParams(max_tokens=1))
-        if deadline_s is not None and now + deadline_s <= self._clock.now():
+        if deadline_at is not None and deadline_at <= self._clock.now():
             raise DeadlineError("the deadline passed before the request was accepted")
-        key = prepared.tenant, request_id
+        key = request.tenant, request_id
         if key in self._latest and not request.resume:
             raise DuplicateRequestError(f"request {request_id!r} is running; choose another id, or resume it")
-        held = None
+        candidacy = None
         if not request.resume:
             prepared = self._capped(prepared)
-            candidacy = Candidacy(flow, weight, prepared.priority, now, deadline_at, _num_bytes(prepared))
-            # Where no replica is there, the request waits for one as any other attempt does.
-            with contextlib.suppress(NoReplicaError):
-                held = self.admission.admit(first_route_request(prepared), candidacy)
-        try:
-            quota_hold = self._take_prompt(prepared, is_resumed=bool(request.resume))
-        except RequestError:
-            if held is not None:
-                self.admission.drop(held)
-            raise
-        task = self._begin(key, prepared, texts, now, caller, held, quota_hold)
+            candidacy = Candidacy(flow, weight, prepared.priority, now, deadline_at)
+        queued = self.admission.queued.hold(num_bytes + _num_bytes(prepared))
+        held, quota_hold = self._admit(prepared, candidacy, queued)
+        task = self._begin(key, prepared, texts, now, caller, candidacy, held, quota_hold, queued)
         token = self._resume_tokens.issue(identity, request.tenant, request_id, prepared.seed, digest)
         return Accepted(task, request_id, prepared.seed, prepared.num_prompt_tokens, token)
 
-    def _take_prompt(self, prepared: PreparedRequest, *, is_resumed: bool) -> QuotaHold:
-        max_tokens = prepared.sampling.max_tokens * len(prepared.samples)
-        return self._quotas.take_prompt(
-            prepared.tenant,
-            prepared.num_prompt_tokens,
-            max_tokens,
-            self._clock.now(),
-            is_resumed=is_resumed,
+    async def _prepare(
+        self,
+        request: pb.GenerateRequest,
+        request_id: str,
+        limits: ServingLimits,
+        identity: Identity,
+        deadline_at: float | None,
+        service_class: ServiceClass,
+    ) -> tuple[PreparedRequest, Sequence[SampleText]]:
+        """Tokenize the prompt, and write what the output must be as a grammar."""
+        prompt = await self._preprocessor.prompt_tokens(request, limits)
+        grammar = await self._preprocessor.grammar(request, prompt)
+        compatibility = self._connections.compatibility
+        if compatibility is None:
+            raise UnavailableError("no replica has connected to this gateway yet")
+        group = self._sharing_group(identity, request.tenant)
+        return await self._preprocessor.prepare(
+            request,
+            prompt,
+            self._within_share(limits, group, compatibility.block_tokens),
+            request_id=request_id,
+            sharing_group=group,
+            fingerprint=compatibility.model_fingerprint,
+            deadline_at=deadline_at,
+            service_class=service_class,
+            grammar=grammar,
         )
+
+    def _admit(
+        self, prepared: PreparedRequest, candidacy: Candidacy | None, queued: ByteHold
+    ) -> tuple[HeldRequest | None, QuotaHold]:
+        """Find a place for a new request, and take its prompt from its tenant's quota. A request without a
+        place is held by nobody: where no replica is there, its task asks again."""
+        held, max_tokens = None, prepared.sampling.max_tokens * len(prepared.samples)
+        try:
+            if candidacy is not None:
+                with contextlib.suppress(NoReplicaError):
+                    held = self.admission.admit(first_route_request(prepared), candidacy)
+            now, is_resumed = self._clock.now(), candidacy is None
+            return held, self._quotas.take_prompt(
+                prepared.tenant, prepared.num_prompt_tokens, max_tokens, now, is_resumed=is_resumed
+            )
+        except BaseException as error:
+            queued.release()
+            if held is not None:
+                self.admission.drop(held)
+            if isinstance(error, OverloadedError):
+                self._quotas.withdraw(prepared.tenant, self._clock.now())
+            raise
 
     def _within_share(self, limits: ServingLimits, group: str, block_tokens: int) -> ServingLimits:
         """Return the limits of a request of this sharing group."""
@@ -425,22 +445,25 @@ class RequestManager:
             task.apply(task.state.on_stopped, source, reason, includes_streams)
 
     def on_breaker(self, source: ReplicaIdentity, breaker: CircuitBreaker) -> None:
-        """Count a change of a circuit breaker's state."""
+        """Count a change of a circuit breaker's state. What waits for a replica that is avoided from now on
+        waits for others."""
         self.counters.breaker_changed(self._connections.pool_of(source.replica_id), str(breaker.state))
+        if breaker.state is BreakerState.OPEN:
+            self.admission.leave(source.replica_id)
 
     def on_lost(self, source: ReplicaIdentity, reason: str) -> None:
         """Report to every request that a replica is lost."""
         view = self._connections.find(source.replica_id)
         if view is not None and not view.record.leaving:
             self.counters.lost(view.record.pool)
-        self.admission.on_gone(source.replica_id)
+        self.admission.leave(source.replica_id)
         for task in list(self._tasks.values()):
             task.apply(task.state.on_lost, source, reason)
 
     def on_streams(self, source: ReplicaIdentity, may_stay: bool) -> None:
         """Report to every request that streams must leave this replica, or may stay there after all."""
         if not may_stay:
-            self.admission.on_gone(source.replica_id)
+            self.admission.leave(source.replica_id)
         for task in list(self._tasks.values()):
             task.apply(task.state.on_streams, source, may_stay)
 
@@ -471,8 +494,10 @@ class RequestManager:
         texts: Sequence[SampleText],
         now: float,
         caller: Caller,
+        candidacy: Candidacy | None,
         held: HeldRequest | None,
         quota_hold: QuotaHold,
+        queued: ByteHold,
     ) -> RequestTask:
         older = self._latest.get(key)
         if older is not None:
@@ -491,7 +516,10 @@ class RequestManager:
             on_end=on_end,
             started_at=now,
             admission=self.admission,
+            candidacy=candidacy,
             held=held,
+            queued=queued,
+            due_at=now + self.admission.aging_s(prepared.service_class),
             unread=self.unread,
         )
         self._tasks[prepared.request_id] = self._latest[key] = task
@@ -544,38 +572,10 @@ class RequestManager:
             observe(ended)
 
 
-# ----------------------------------------------------------------------------------------------
-# Ids of requests whose clients choose none: they begin with the gateway that drew them.
-
-_RANDOM_BYTES = 12
-_PREFIX = "gateway-"
-_DRAWN = re.compile(rf"(.+)-[0-9a-f]{{{2 * _RANDOM_BYTES}}}")
-
-
-def draw_request_id(gateway_id: str) -> str:
-    """Draw an id that names the gateway: `<its unique part>-<random>`."""
-    return f"{gateway_id.removeprefix(_PREFIX)}-{secrets.token_hex(_RANDOM_BYTES)}"
-
-
-def is_drawn_by(gateway_id: str, request_id: str) -> bool:
-    """Whether this gateway may have drawn the id: it is the first to ask where the request went."""
-    found = _DRAWN.fullmatch(request_id)
-    return found is not None and found[1] == gateway_id.removeprefix(_PREFIX)
-
-
-# ----------------------------------------------------------------------------------------------
-# What callers may do.
-
-
-def check_may_use(identity: Identity, limits: ServingLimits) -> None:
-    """Raise `ForbiddenError` where the identity may not use the served model."""
-    if not identity.may_use(limits.model_name):
-        raise ForbiddenError(f"{identity.name} may not use the model {limits.model_name!r}")
-
-
 def _num_bytes(prepared: PreparedRequest) -> int:
-    """Return what the request takes while it waits."""
-    return len(prepared.prompt) + sum(map(len, prepared.block_keys)) + _REQUEST_BYTES
+    """Return what the request takes while it waits, beside the client's message."""
+    num_grammar_bytes = 0 if prepared.grammar is None else len(prepared.grammar.text)
+    return len(prepared.prompt) + sum(map(len, prepared.block_keys)) + num_grammar_bytes + _REQUEST_BYTES
 
 
 def _record(

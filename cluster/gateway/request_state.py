@@ -10,12 +10,7 @@ import zlib
 from collections.abc import Sequence
 from enum import Enum, auto
 
-from cluster.errors import (
-    DeadlineError,
-    OverloadedError,
-    RequestError,
-    UnavailableError,
-)
+from cluster.errors import DeadlineError, OverloadedError, RequestError, UnavailableError
 from cluster.gateway.attempt import (
     NO_TARGET_PAUSE_S,
     OVERDUE_S,
@@ -97,8 +92,14 @@ class RequestState:
     """
 
     def __init__(
-        self, prepared: PreparedRequest, texts: Sequence[SampleText], effects: RequestEffects, now: float
+        self,
+        prepared: PreparedRequest,
+        texts: Sequence[SampleText],
+        effects: RequestEffects,
+        now: float,
+        due_at: float | None = None,
     ) -> None:
+        """At `due_at` the request has waited as long as its class may (None: as replicas have it)."""
         assert len(texts) == len(prepared.samples)
         self.prepared = prepared
         self.phase = RequestPhase.NEW
@@ -106,6 +107,7 @@ class RequestState:
         self.decisions: list[RoutedAttempt] = []
         self.timeline: list[TimelineEntry] = []
         self.started_at = now
+        self._due_at = due_at
         # 0 before the first token that this call brought.
         self.first_token_at = 0.0
         self._effects = effects
@@ -212,11 +214,16 @@ class RequestState:
                 suspect=suspect,
                 is_scored=is_scored,
                 most_backlog_tokens=decision.most_backlog_tokens if may_return else None,
+                due_at=self._due_at,
             )
             for group, number in zip(groups, self._numbers, strict=True)
         ]
         for made in submissions:
             self._effects.submit(replica, made)
+
+    def on_placed(self) -> None:
+        """Note that there is a place again for a request that was never sent, and now waits for its turn."""
+        self._no_route_since = None
 
     def on_no_route(self, reason: str, retry_after_s: float, now: float) -> None:
         """Ask the router again after a pause, without exclusions (but of one side of a broken path instead

@@ -15,7 +15,8 @@ from typing import Protocol, TypeVarTuple
 
 from msgspec.structs import replace
 
-from cluster.admission.admission import HeldRequest, RequestAdmission
+from cluster.admission.admission import Candidacy, HeldRequest, RequestAdmission
+from cluster.admission.lane import ByteHold
 from cluster.admission.retries import CAPACITY_WAIT_S, Retry
 from cluster.errors import AbandonedError, OverloadedError, RequestError, SlowClientError
 from cluster.gateway.attempt import EmbeddingDelta, Output, OutputDelta, PromptLogprobsDelta
@@ -215,9 +216,9 @@ class OutputBuffer:
 class RequestTask:
     """Runs one `RequestState` to its end, and carries out its effects.
 
-    Transitions run to completion: what an effect leads to at once (a router that answers, a connection that
-    is gone, a client that is cut off) waits in `_due` until the transition has returned. So no effect
-    re-enters the machine.
+    Transitions run to completion: what an effect leads to at once (a connection that is gone, a client that
+    is cut off) waits in `_due` until the transition has returned. So no effect re-enters the machine. Routing
+    waits for that too, in `_later`: it may release other requests, before which this one must be sent.
     """
 
     def __init__(
@@ -232,18 +233,24 @@ class RequestTask:
         started_at: float,
         unread: UnreadOutput,
         admission: RequestAdmission | None = None,
+        candidacy: Candidacy | None = None,
         held: HeldRequest | None = None,
+        queued: ByteHold | None = None,
+        due_at: float | None = None,
     ) -> None:
         """`unread` counts what waits for the clients of all requests; `held` is the place that `admission`
-        has found for the request, where it may have to wait."""
-        self.state = RequestState(prepared, texts, self, started_at)
+        has found for the request, where it may have to wait, with its `candidacy`; None: it is not judged.
+        `queued` counts its bytes while it is not submitted."""
+        self.state = RequestState(prepared, texts, self, started_at, due_at)
         self._request_id = prepared.request_id
         self._connections = connections
         self._router = router
         self._clock = clock
         self._on_end = on_end
         self._admission = admission
+        self._candidacy = candidacy
         self._held = held
+        self._queued = queued
         self._retry: Retry | None = None
         # Where a prompt that waits was announced.
         self._announced_to: ReplicaIdentity | None = None
@@ -251,6 +258,7 @@ class RequestTask:
         self._buffer = OutputBuffer(unread, self._cut_off)
         self._timers = SupervisedTasks()
         self._due: deque[Callable[[float], None]] = deque()
+        self._later: deque[Callable[[], None]] = deque()
         self._is_applying = False
 
     def begin(self) -> None:
@@ -287,11 +295,19 @@ class RequestTask:
                 self._due.popleft()(self._clock.now())
         finally:
             self._is_applying = False
+        while self._later and not self._is_applying:
+            self._later.popleft()()
 
     # ------------------------------------------------------------ effects (cluster.gateway.request_state)
 
     def route(self, request: RouteRequest, delay_s: float, *, needs_capacity: bool = False) -> None:
-        self._after(delay_s, partial(self._route, request, needs_capacity=needs_capacity))
+        if self._queued is not None:
+            self._queued.renew()
+        act = partial(self._route, request, needs_capacity=needs_capacity)
+        if delay_s <= 0:
+            self._later.append(act)
+        else:
+            self._start_timer(delay_s, act)
 
     def submit(self, replica: ReplicaIdentity, submission: Submission) -> None:
         if not self._connections.send(replica, submission):
@@ -301,7 +317,11 @@ class RequestTask:
         self._connections.send(replica, cancel)
 
     def schedule_move(self, delay_s: float) -> None:
-        self._after(delay_s, partial(self.apply, self.state.on_move_time))
+        act = partial(self.apply, self.state.on_move_time)
+        if delay_s <= 0:
+            act()
+        else:
+            self._start_timer(delay_s, act)
 
     def route_move(self, request: RouteRequest) -> None:
         target = None
@@ -340,6 +360,8 @@ class RequestTask:
         self._withdraw()
         if self._retry is not None and self._admission is not None:
             self._admission.retries.drop(self._retry)
+        if self._queued is not None:
+            self._queued.release()
         self._timers.cancel()
         self._buffer.close(end)
         self._on_end(error)
@@ -358,11 +380,10 @@ class RequestTask:
             self.state.on_cancel(error, now)
 
     def _route(self, request: RouteRequest, *, needs_capacity: bool = False) -> None:
-        if self._held is not None and self._admission is not None:
-            self._start_timer(self._held.refused_at - self._clock.now(), self._admission.pump)
-            self._admission.hold(self._held, self._released, self._refused)
-            if self._held is not None:
-                self._announce(request, self._held.decision)
+        if self.state.phase is not RequestPhase.ROUTING:
+            return
+        if self._admission is not None and self._candidacy is not None and not self.state.attempt:
+            self._wait_for_turn(self._admission, self._candidacy, request)
             return
         waits = needs_capacity and self._admission is not None
         try:
@@ -377,6 +398,27 @@ class RequestTask:
         else:
             self._routed(decision)
 
+    def _wait_for_turn(
+        self, admission: RequestAdmission, candidacy: Candidacy, request: RouteRequest
+    ) -> None:
+        """Submit a request that was never sent when admission releases it, which finds a place first where
+        there was none."""
+        if self._held is None:
+            try:
+                self._held = admission.admit(request, candidacy)
+            except NoReplicaError as error:
+                self.apply(self.state.on_no_route, str(error), error.retry_after_s)
+                return
+            except OverloadedError as error:
+                self.apply(self.state.on_cancel, error)
+                return
+            self.state.on_placed()
+        self._start_timer(self._held.refused_at - self._clock.now(), admission.pump)
+        admission.hold(self._held, self)
+        if self._held is not None:
+            self._announce(self._held)
+            self._repeat_announcement(self._held)
+
     def _wait_for_capacity(self, request: RouteRequest, decision: Decision) -> None:
         """Submit the request, which a replica has refused, when the chosen pair can take it; after
         `CAPACITY_WAIT_S` wherever it costs least."""
@@ -387,32 +429,54 @@ class RequestTask:
             if retries.drop(retry):
                 self._route(request)
 
-        self._retry = retry = Retry(decision, lambda it: self._routed(it.decision))
+        def reroute(_: Retry) -> None:
+            self.release_placement()
+            self._route(request, needs_capacity=True)
+
+        self._retry = retry = Retry(decision, lambda it: self._routed(it.decision), reroute)
         self._start_timer(CAPACITY_WAIT_S, route_anyway)
         retries.hold(retry)
 
-    def _released(self, held: HeldRequest) -> None:
+    # ------------------------------------------------ effects of admission (cluster.admission.admission)
+
+    def on_released(self, held: HeldRequest) -> None:
         """Submit the request, which has waited for its turn. What was known of other replicas when it was
         placed holds only for one that did not wait."""
         self._held = None
         has_waited = self._clock.now() > held.routed_at + AT_ONCE_S
         self._routed(replace(held.decision, most_backlog_tokens=None) if has_waited else held.decision)
 
-    def _refused(self, error: OverloadedError) -> None:
+    def on_refused(self, error: OverloadedError) -> None:
         """End the request, which has waited too long for its turn."""
         self._held = None
         self.apply(self.state.on_cancel, error)
 
-    def _announce(self, request: RouteRequest, decision: Decision) -> None:
-        """Let the replica that will compute the prompt load meanwhile what is stored of it. While the request
-        waits, that is repeated, at the replica where it waits now: what nobody repeats is forgotten there."""
+    def on_moved(self, held: HeldRequest) -> None:
+        """Let the replica that will compute the prompt now load what is stored of it."""
+        self._announce(held)
+
+    def on_unplaced(self, reason: str, retry_after_s: float) -> None:
+        """Ask admission again later, while patience lasts."""
+        self._held = None
+        self._withdraw()
+        self.apply(self.state.on_no_route, reason, retry_after_s)
+
+    # ------------------------------------------------------------------------------------------ private
+
+    def _repeat_announcement(self, held: HeldRequest) -> None:
+        """Announce the request again while it waits: what nobody repeats is forgotten at a replica."""
 
         def again() -> None:
-            if self._held is not None:
-                self._announce(request, self._held.decision)
+            if self._held is held:
+                self._announce(held)
+                self._repeat_announcement(held)
 
-        if request.block_keys:
+        if held.request.block_keys:
             self._start_timer(ANNOUNCE_AGAIN_S, again)
+
+    def _announce(self, held: HeldRequest) -> None:
+        """Let the replica that will compute the prompt load meanwhile what is stored of it, and no other."""
+        request, decision = held.request, held.decision
         target = self._connections.target(decision.prefill or decision.decode)
         if self._announced_to is not None and (target is None or target.identity != self._announced_to):
             self._withdraw()
@@ -437,16 +501,13 @@ class RequestTask:
             self._withdraw()
             self.apply(self.state.on_no_route, "the chosen replica has just gone", 1.0)
             return
+        if self._announced_to != (prefill or decode).identity:
+            self._withdraw()
         self._announced_to = None
+        if self._queued is not None:
+            self._queued.release()
         computes = prefill.identity if prefill is not None and prefill != decode else None
         self.apply(self.state.on_routed, decision, computes, decode)
-
-    def _after(self, delay_s: float, act: Callable[[], None]) -> None:
-        """Run `act` after so many seconds; at once when there are none."""
-        if delay_s <= 0:
-            act()
-        else:
-            self._start_timer(delay_s, act)
 
     def _start_timer(self, delay_s: float, act: Callable[[], None]) -> None:
         async def wait() -> None:

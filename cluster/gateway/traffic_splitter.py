@@ -25,9 +25,8 @@ from cluster.errors import (
     to_grpc_status,
 )
 from cluster.gateway.relay_channels import OwnCertificate, RelayChannels
-from cluster.gateway.request_manager import draw_request_id
 from cluster.identity.certificates import names_of_auth_context
-from cluster.identity.resume_tokens import RelayedCaller, RelayTokens
+from cluster.identity.resume_tokens import RelayedCaller, RelayTokens, draw_request_id
 from cluster.metrics.ended_request import RelayedRequest
 from cluster.proto import APPLICATION_KEY, RELAYED_CERTIFICATE_KEY
 from cluster.proto.tandem.v1 import inference_pb2 as pb

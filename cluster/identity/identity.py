@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from cluster.errors import ForbiddenError
+
 # `user` sends requests as a tenant, `viewer` reads what concerns the whole cluster, `operator` changes it and
 # reads all that a viewer does.
 Role = Literal["user", "viewer", "operator"]
@@ -42,6 +44,11 @@ class Identity:
     def may_use(self, model: str) -> bool:
         """Whether it may use the model of this name."""
         return self.models is None or model in self.models
+
+    def check_may_use(self, model: str) -> None:
+        """Raise `ForbiddenError` where it may not use the model of this name."""
+        if not self.may_use(model):
+            raise ForbiddenError(f"{self.name} may not use the model {model!r}")
 
     @property
     def owner(self) -> str:

@@ -3,182 +3,29 @@ prompt after the other, under a virtual clock."""
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
+from admission_world import CONFIG, AdmissionWorld
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cluster.admission.admission import JITTER, WAIT_MARGIN, Candidacy, HeldRequest, RequestAdmission
+from cluster.admission.admission import JITTER, WAIT_MARGIN, HeldRequest
 from cluster.admission.config import AdmissionConfig
 from cluster.admission.fair_queue import Flow
 from cluster.admission.ladder import Rung
 from cluster.errors import OverloadedError
-from kvtransfer.common.clock import ManualClock
-from kvtransfer.messages import KvSnapshot, ReplicaIdentity
-from router.config import RouterConfig
 from router.errors import NoReplicaError
-from router.messages import QueueState, ReplicaLoad, RouteRequest
-from router.service import RouterService
+from router.messages import RouteRequest
 from workers.messages.link import SERVICE_CLASSES, ServiceClass
-
-TOK_S = 1000.0
-BATCH_TOKENS = 100
-STEPS_AHEAD = 2.5
-CONFIG = AdmissionConfig.model_validate(
-    {
-        "interactive": {"ttft_s": 10.0, "weight": 8.0, "aging_s": 5.0, "max_wait_s": 10.0},
-        "standard": {"ttft_s": 30.0, "weight": 4.0, "aging_s": 15.0, "max_wait_s": 30.0, "capped_tokens": 64},
-        "batch": {"weight": 1.0, "aging_s": 60.0, "max_wait_s": 100.0},
-        "max_queue_mb": 1.0,
-    }
-)
-
-
-class Server:
-    """A replica that computes one prompt after the other, `TOK_S` tokens a second over `slowness`."""
-
-    def __init__(self, world: World, index: int) -> None:
-        self.identity = ReplicaIdentity(f"r{index}", 1)
-        self.slowness = 1.0
-        self._world = world
-        self._queue: list[tuple[str, int]] = []
-        self._busy_until = 0.0
-
-    @property
-    def num_backlog_tokens(self) -> int:
-        return sum(num_tokens for _, num_tokens in self._queue)
-
-    def load(self) -> ReplicaLoad:
-        return ReplicaLoad(
-            identity=self.identity,
-            received_at=self._world.clock.now(),
-            num_running=0,
-            num_waiting=len(self._queue),
-            num_landings=0,
-            num_backlog_tokens=self.num_backlog_tokens,
-            num_free_blocks=1_000_000,
-            num_total_blocks=1_000_000,
-            prefill_tok_s=TOK_S,
-            decode_step_s=0.001,
-            transfer_tok_s=1e6,
-            prefill_token_s=1 / TOK_S,
-            max_batch_tokens=BATCH_TOKENS,
-            max_sequences=1000,
-        )
-
-    def take(self, request_id: str, num_tokens: int) -> None:
-        self._queue.append((request_id, num_tokens))
-        if len(self._queue) == 1:
-            self._begin()
-
-    def _begin(self) -> None:
-        took_s = self._queue[0][1] / TOK_S * self.slowness
-        self._world.at(self._world.clock.now() + took_s, self._done)
-
-    def _done(self) -> None:
-        request_id, _ = self._queue.pop(0)
-        if self._queue:
-            self._begin()
-        world = self._world
-        world.first_token_at[request_id] = world.clock.now()
-        state = QueueState(0, len(self._queue), 0, self.num_backlog_tokens, 1_000_000)
-        world.router.on_queue(self.identity, state, world.clock.now())
-        world.router.on_prefilled(request_id)
-        world.router.on_finished(request_id)
-        world.admission.pump()
-
-
-class World:
-    """One gateway and some replicas."""
-
-    def __init__(self, num_replicas: int = 1, config: AdmissionConfig = CONFIG) -> None:
-        self.clock = ManualClock()
-        draws = itertools.count(step=997)
-        self.router = RouterService(RouterConfig(steps_ahead=STEPS_AHEAD), 16, self.clock, 1, salt="g")
-        self.rungs: list[Rung] = []
-        self.admission = RequestAdmission(
-            config, self.router, self.clock, lambda: next(draws), self.rungs.append
-        )
-        self.servers = {f"r{index}": Server(self, index) for index in range(num_replicas)}
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
-        self.candidacies: dict[str, Candidacy] = {}
-        self.released: dict[str, float] = {}
-        self.refused: dict[str, float] = {}
-        self.errors: list[OverloadedError] = []
-        self.ended_early: dict[str, OverloadedError] = {}
-        self.first_token_at: dict[str, float] = {}
-        for server in self.servers.values():
-            self.router.add_replica(server.identity, "both")
-            self.router.on_snapshot(KvSnapshot(server.identity, 0, ()))
-            self.router.on_load(server.load())
-
-    def at(self, time_s: float, call: Callable[[], None]) -> None:
-        heapq.heappush(self._due, (time_s, next(self._numbers), call))
-
-    def run(self, until_s: float = float("inf")) -> None:
-        while self._due and self._due[0][0] <= until_s:
-            time_s, _, call = heapq.heappop(self._due)
-            self.clock.advance(max(0.0, time_s - self.clock.now()))
-            call()
-            self.admission.check()
-            self.router.check()
-        if until_s < float("inf"):
-            self.clock.advance(until_s - self.clock.now())
-
-    def arrive(
-        self,
-        request_id: str,
-        num_tokens: int = 1000,
-        tenant: str = "a",
-        service_class: ServiceClass = "interactive",
-        *,
-        weight: float = 1.0,
-        deadline_s: float | None = None,
-        num_bytes: int = 100,
-        priority: int = 0,
-    ) -> HeldRequest | None:
-        """A request comes; None where it is refused."""
-        now = self.clock.now()
-        flow = Flow(tenant, service_class)
-        deadline_at = None if deadline_s is None else now + deadline_s
-        route_request = RouteRequest(request_id, tenant, (), num_tokens, 16)
-        candidacy = Candidacy(flow, weight, priority, now, deadline_at, num_bytes)
-        try:
-            self.admission.check_early(flow, weight, now, deadline_at)
-            held = self.admission.admit(route_request, candidacy)
-        except OverloadedError as error:
-            self.ended_early[request_id] = error
-            return None
-        self.candidacies[request_id] = candidacy
-        self.at(held.refused_at, self.admission.pump)
-        self.admission.hold(held, self._release, lambda error: self._refuse(held, error))
-        return held
-
-    def _release(self, held: HeldRequest) -> None:
-        request_id = held.waiting.request_id
-        assert request_id not in {*self.released, *self.refused}
-        self.released[request_id] = self.clock.now()
-        self.servers[held.decision.decode].take(request_id, held.request.num_tokens)
-
-    def _refuse(self, held: HeldRequest, error: OverloadedError) -> None:
-        request_id = held.waiting.request_id
-        self.errors.append(error)
-        assert request_id not in {*self.released, *self.refused}
-        self.refused[request_id] = self.clock.now()
-
-    def ttft_s(self, request_id: str) -> float:
-        return self.first_token_at[request_id] - self.candidacies[request_id].arrived_at
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
+def world() -> Iterator[AdmissionWorld]:
+    world = AdmissionWorld()
     yield world
     world.run()
     assert len(world.admission) == 0
@@ -202,7 +49,7 @@ def test_what_a_class_is_given_leaves_the_rest_of_it_as_it_is() -> None:
 # ------------------------------------------------------------------------------------- what is taken
 
 
-def test_a_replica_is_sent_some_steps_of_work_and_the_rest_is_held(world: World) -> None:
+def test_a_replica_is_sent_some_steps_of_work_and_the_rest_is_held(world: AdmissionWorld) -> None:
     for index in range(8):
         world.arrive(str(index), num_tokens=100)
     # While less than 2.5 steps of 100 tokens are there, the next is sent.
@@ -216,7 +63,9 @@ def test_a_replica_is_sent_some_steps_of_work_and_the_rest_is_held(world: World)
     assert world.admission.counts.num_released == {"interactive": 8}
 
 
-def test_what_would_miss_its_objective_is_refused_at_once_and_told_when_to_come_back(world: World) -> None:
+def test_what_would_miss_its_objective_is_refused_at_once_and_told_when_to_come_back(
+    world: AdmissionWorld,
+) -> None:
     num_taken = 0
     while world.arrive(str(num_taken)) is not None:
         num_taken += 1
@@ -232,7 +81,7 @@ def test_what_would_miss_its_objective_is_refused_at_once_and_told_when_to_come_
     assert world.admission.counts.num_refused == {("late", "interactive"): 1}
 
 
-def test_retries_are_spread(world: World) -> None:
+def test_retries_are_spread(world: AdmissionWorld) -> None:
     for index in range(40):
         world.arrive(str(index))
     waits = {error.retry_after_s for error in world.ended_early.values()}
@@ -240,7 +89,7 @@ def test_retries_are_spread(world: World) -> None:
     assert max(waits) > 1.2 * min(waits)
 
 
-def test_a_deadline_counts_where_it_is_before_the_objective(world: World) -> None:
+def test_a_deadline_counts_where_it_is_before_the_objective(world: AdmissionWorld) -> None:
     world.arrive("a", num_tokens=2000)
     world.arrive("b", num_tokens=2000)
     assert world.arrive("hurried", deadline_s=3.0) is None
@@ -248,15 +97,15 @@ def test_a_deadline_counts_where_it_is_before_the_objective(world: World) -> Non
     assert world.arrive("patient", deadline_s=9.0) is not None
 
 
-def test_the_queues_alone_refuse_before_a_prompt_is_read(world: World) -> None:
+def test_the_queues_alone_refuse_before_a_prompt_is_read(world: AdmissionWorld) -> None:
     for index in range(9):
         world.arrive(str(index), service_class="batch")
-    world.admission.check_early(Flow("b", "interactive"), 1.0, 0.0, None)
+    world.admission.check_early(Flow("b", "interactive"), 1.0, 0.0, None, 100)
     with pytest.raises(OverloadedError, match="predicted in"):
-        world.admission.check_early(Flow("a", "batch"), 1.0, 0.0, 5.0)
+        world.admission.check_early(Flow("a", "batch"), 1.0, 0.0, 5.0, 100)
 
 
-def test_a_refusal_is_told_from_what_was_predicted_while_nothing_changes(world: World) -> None:
+def test_a_refusal_is_told_from_what_was_predicted_while_nothing_changes(world: AdmissionWorld) -> None:
     """And when something does, or a moment has passed, the waits are predicted anew."""
     flow, asked = Flow("a", "interactive"), Counter[str]()
     predict = world.admission._least_wait_s
@@ -271,15 +120,15 @@ def test_a_refusal_is_told_from_what_was_predicted_while_nothing_changes(world: 
     before = asked["a"]
     for _ in range(100):
         with pytest.raises(OverloadedError):
-            world.admission.check_early(flow, 1.0, world.clock.now(), 0.5)
+            world.admission.check_early(flow, 1.0, world.clock.now(), 0.5, 100)
     assert asked["a"] <= before + 1
     world.run(1.0)  # one is done
     with pytest.raises(OverloadedError):
-        world.admission.check_early(flow, 1.0, world.clock.now(), 1.5)
+        world.admission.check_early(flow, 1.0, world.clock.now(), 1.5, 100)
     assert asked["a"] > before
 
 
-def test_the_bytes_of_what_waits_are_bounded(world: World) -> None:
+def test_the_bytes_of_what_waits_are_bounded(world: AdmissionWorld) -> None:
     for index in range(3):
         assert world.arrive(str(index), num_bytes=400_000, service_class="batch") is not None
     assert list(world.released) == ["0"]  # it is more than some steps, and the others wait
@@ -292,7 +141,7 @@ def test_the_bytes_of_what_waits_are_bounded(world: World) -> None:
 def test_more_replicas_take_what_waits_sooner() -> None:
     retry_s = {}
     for num_replicas in (1, 4):
-        world = World(num_replicas)
+        world = AdmissionWorld(num_replicas)
         for index in range(9 * num_replicas):  # eight seconds of work wait for each
             num_bytes = 1_000_000 // (8 * num_replicas)
             assert world.arrive(str(index), num_bytes=num_bytes, service_class="batch") is not None
@@ -302,7 +151,18 @@ def test_more_replicas_take_what_waits_sooner() -> None:
         assert (1 - JITTER) * 8.0 <= each <= (1 + JITTER) * 8.0
 
 
-def test_without_a_replica_the_router_says_so(world: World) -> None:
+def test_what_is_refused_has_computed_nothing(world: AdmissionWorld) -> None:
+    """A prompt that is refused and comes again is not taken for cached."""
+    keys = tuple(f"k{index}".encode() for index in range(500))
+    world.arrive("before")
+    for number in range(3):
+        assert world.arrive(f"long{number}", num_tokens=8000, keys=keys) is None
+    request = RouteRequest("again", "a", keys, 8000, 16)
+    assert world.router.decide(request).prefill_cached_tokens == 0
+    world.router.check()
+
+
+def test_without_a_replica_the_router_says_so(world: AdmissionWorld) -> None:
     world.router.remove_replica("r0")
     with pytest.raises(NoReplicaError):
         world.arrive("a")
@@ -312,33 +172,19 @@ def test_without_a_replica_the_router_says_so(world: World) -> None:
 # ----------------------------------------------------------------------------------- what waits
 
 
-def test_who_ends_while_it_waits_makes_way(world: World) -> None:
+def test_who_ends_while_it_waits_makes_way(world: AdmissionWorld) -> None:
     held = [world.arrive(str(index)) for index in range(4)]
     assert list(world.released) == ["0"]
     assert held[1] is not None
-    world.admission.drop(held[1])
-    world.admission.drop(held[1])  # it is gone already
+    world.drop(held[1])
+    world.drop(held[1])  # it is gone already
     assert held[0] is not None
-    world.admission.drop(held[0])  # it was released, and its attempt is its own matter
+    world.drop(held[0])  # it was released, and its attempt is its own matter
     world.run()
     assert list(world.released) == ["0", "2", "3"]
 
 
-def test_what_waits_for_a_replica_that_goes_is_placed_anew_by_its_task() -> None:
-    world = World(num_replicas=2)
-    held = [world.arrive(str(index)) for index in range(6)]
-    at_r0 = [it.waiting.request_id for it in held if it and it.decision.decode == "r0"]
-    waiting = [name for name in at_r0 if name not in world.released]
-    assert waiting
-    world.router.set_leaving("r0")
-    world.admission.on_gone("r0")
-    assert set(at_r0) <= set(world.released)
-    placements = {it.request_id: it for it in world.router.own_placements()}
-    assert not any(placements[name].is_held for name in at_r0), "they are sent, and come back"
-    assert world.admission.num_waiting()["interactive"] == 6 - len(world.released)
-
-
-def test_nobody_waits_longer_than_its_class_allows_when_a_replica_becomes_slow(world: World) -> None:
+def test_nobody_waits_longer_than_its_class_allows_when_a_replica_becomes_slow(world: AdmissionWorld) -> None:
     for index in range(7):
         world.arrive(str(index), tenant=str(index % 3))
     world.run(0.5)
@@ -352,7 +198,9 @@ def test_nobody_waits_longer_than_its_class_allows_when_a_replica_becomes_slow(w
 
 
 def test_who_waits_as_long_as_its_class_allows_is_told_so() -> None:
-    world = World(config=AdmissionConfig.model_validate({"batch": {"aging_s": 1.0, "max_wait_s": 5.0}}))
+    world = AdmissionWorld(
+        config=AdmissionConfig.model_validate({"batch": {"aging_s": 1.0, "max_wait_s": 5.0}})
+    )
     for index in range(4):
         world.arrive(str(index), service_class="batch")
     world.servers["r0"].slowness = 20.0
@@ -364,7 +212,7 @@ def test_who_waits_as_long_as_its_class_allows_is_told_so() -> None:
 def test_a_replica_that_takes_less_than_predicted_is_sent_less() -> None:
     """Where something else is the bottleneck, the rate at which it takes work is measured, and waits are
     predicted by it."""
-    world = World()
+    world = AdmissionWorld()
     world.servers["r0"].slowness = 5.0
     numbers = itertools.count()
 
@@ -382,7 +230,7 @@ def test_a_replica_that_takes_less_than_predicted_is_sent_less() -> None:
     assert world.ended_early
 
 
-def test_the_pressure_climbs_the_ladder_and_calm_descends_it(world: World) -> None:
+def test_the_pressure_climbs_the_ladder_and_calm_descends_it(world: AdmissionWorld) -> None:
     numbers = itertools.count()
     while world.arrive(f"i{next(numbers)}", num_tokens=500) is not None:
         world.clock.advance(0.11)
@@ -405,7 +253,7 @@ def test_the_pressure_climbs_the_ladder_and_calm_descends_it(world: World) -> No
 
 
 def test_batch_waits_while_it_is_paused_and_goes_at_last() -> None:
-    world = World()
+    world = AdmissionWorld()
     for index in range(4):
         world.arrive(f"b{index}", tenant="b", service_class="batch")
     # Enough of the others to keep the pressure up for a while.
@@ -430,7 +278,7 @@ def test_batch_waits_while_it_is_paused_and_goes_at_last() -> None:
 def test_a_greedy_tenant_has_its_share_and_the_others_keep_their_objectives() -> None:
     """Four tenants of one weight: the capacity is 4 prompts a second, the greedy one sends 10, the others 0.8
     each."""
-    world = World(num_replicas=4)
+    world = AdmissionWorld(num_replicas=4)
     numbers = itertools.count()
     period_s = {"greedy": 0.1, "b": 1.25, "c": 1.25, "d": 1.25}
 
@@ -457,7 +305,7 @@ def test_a_greedy_tenant_has_its_share_and_the_others_keep_their_objectives() ->
 
 def test_goodput_holds_at_five_times_the_capacity() -> None:
     def goodput(load: float) -> float:
-        world = World(num_replicas=2)
+        world = AdmissionWorld(num_replicas=2)
         numbers = itertools.count()
 
         def arrive() -> None:
@@ -493,7 +341,7 @@ def test_no_request_of_any_class_waits_longer_than_its_bound(
 ) -> None:
     """Whatever comes, and however fast the replicas are: every request that was taken is released, refused or
     dropped, once, within its bound."""
-    world = World(num_replicas=2)
+    world = AdmissionWorld(num_replicas=2)
     dropped: set[str] = set()
     held: list[HeldRequest] = []
     for number, (gap_s, service_class, tenant, num_tokens, priority, event) in enumerate(given_arrivals):
@@ -502,7 +350,7 @@ def test_no_request_of_any_class_waits_longer_than_its_bound(
             for server in world.servers.values():
                 server.slowness = 10.0 if event == "slow" else 0.5
         if event == "drop" and held and (last := held[-1].waiting.request_id) not in world.released:
-            world.admission.drop(held[-1])
+            world.drop(held[-1])
             dropped.add(last)
         taken = world.arrive(
             str(number), num_tokens, str(tenant), service_class, weight=1.0 + tenant, priority=priority

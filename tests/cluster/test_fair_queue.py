@@ -13,6 +13,7 @@ from cluster.admission.fair_queue import (
     PRIORITY_S,
     FairQueue,
     Flow,
+    IndexedHeap,
     OtherFlow,
     Waiting,
     work_ahead,
@@ -76,6 +77,45 @@ def test_a_flow_that_leaves_for_a_moment_gains_nothing() -> None:
     assert popped.request_id == "a0"
     queue.put(waiting("a1", "a"), 1.0, 0.0)
     assert drain(queue) == ["b0", "b1", "b2", "b3", "b4", "b5", "a1"]
+
+
+def test_tenants_that_come_once_are_forgotten_while_others_always_wait() -> None:
+    """Ten thousand, one after the other, through a queue that is never empty."""
+    queue, now = FairQueue(), 0.0
+    for index in range(3):
+        queue.put(waiting(f"always{index}", "always", cost_s=0.1), 1.0, now)
+    num_flows = 0
+    for index in range(10_000):
+        queue.put(waiting(f"once{index}", f"once{index}", cost_s=0.1), 1.0, now)
+        for _ in range(2):
+            popped = queue.pop(now)
+            assert popped is not None
+            now += popped.cost_s
+            if popped.flow.tenant == "always":
+                queue.put(waiting(f"again{index}", "always", cost_s=0.1), 1.0, now)
+        num_flows = max(num_flows, queue.num_flows)
+        assert len(queue) > 1
+    queue.check()
+    # Who has come in the last seconds is remembered.
+    assert num_flows < 300
+
+
+def test_what_is_removed_from_a_heap_is_forgotten_behind_a_first_item_that_stays() -> None:
+    heap: IndexedHeap[str] = IndexedHeap()
+    heap.put("first", 0.0)
+    for index in range(1000):
+        heap.put(f"{index}", 1.0 + index)
+        heap.put(f"{index}", 2.0 + index)
+        assert heap.remove(f"{index}")
+        heap.check()
+    assert heap.first() == (0.0, "first")
+    assert not heap.remove("0")
+    heap.put("second", 0.0)
+    assert heap.remove("first")
+    assert heap.first() == (0.0, "second")
+    assert heap.remove("second")
+    assert heap.first() is None
+    heap.check()
 
 
 def test_a_higher_priority_goes_first_within_its_flow() -> None:

@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from patience import WAIT_S
 
+from cluster.admission.config import AdmissionConfig
 from cluster.api.client import Collector, GenerateOptions, GenerateStream, Turn
 from cluster.api.public_ports import SERVICE_NAME
 from cluster.errors import CallError
@@ -208,6 +209,15 @@ async def test_the_prefill_replica_is_not_missed_after_the_hand_over(harness: Ga
         if isinstance(event, pb.Finished):
             assert event.timing.attempts == 1
     assert seen == expected(5, 20)
+
+
+async def test_replicas_hear_how_long_a_request_may_still_wait_also_after_a_retry(pair: Pair) -> None:
+    pair.prefill.script.num_refusals = pair.decode.script.num_refusals = 1
+    await pair.client.complete(PROMPT, GenerateOptions(seed=6, max_tokens=5))
+    aging_s = AdmissionConfig().standard.aging_s
+    due_s = [it.due_s for it in (*pair.prefill.submissions, *pair.decode.submissions)]
+    assert len(due_s) >= 2
+    assert all(each is not None and aging_s - 5.0 < each < aging_s for each in due_s)
 
 
 async def test_a_refused_request_waits_and_tries_again(pair: Pair) -> None:

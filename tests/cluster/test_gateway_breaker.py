@@ -160,6 +160,30 @@ async def test_ranks_that_stand_still_are_left_while_their_engine_core_reports(
     await until(is_in(gateway, stalled, BreakerState.CLOSED), "it is used again")
 
 
+async def test_what_waits_in_the_gateway_for_a_stopped_replica_waits_for_others(
+    harness: GatewayHarness,
+) -> None:
+    """Both are full, so that nothing was sent to the one that stands still."""
+    replicas = {name: await harness.add_replica(name, "decode") for name in ("d0", "d1")}
+    for replica in replicas.values():
+        replica.script.num_backlog_tokens = 5000
+    gateway, address = await harness.add_gateway()
+    calls = [asyncio.create_task(generate(harness.client(address), seed)) for seed in range(8)]
+    await until(lambda: len(gateway.requests.admission) == 8, "they wait in the gateway")
+
+    def waits_at() -> set[str]:
+        return {it.compute_id for it in gateway.exchange._router.own_placements()}
+
+    assert waits_at() == {"d0", "d1"}
+    replicas["d0"].script.is_stopped = True
+    await until(is_in(gateway, replicas["d0"], OPEN), "it is found silent")
+    assert waits_at() == {"d1"}
+    replicas["d1"].script.num_backlog_tokens = 0
+    assert await asyncio.gather(*calls) == [expected(seed, 3) for seed in range(8)]
+    assert not replicas["d0"].submissions
+    gateway.requests.admission.check()
+
+
 async def test_alone_it_keeps_its_requests(harness: GatewayHarness) -> None:
     only = await harness.add_replica("d0", "decode")
     gateway, address = await harness.add_gateway()

@@ -52,6 +52,18 @@ def test_requests_are_taken_up_to_the_burst_and_the_refusal_says_when_there_is_o
     refusal(quotas, 10.1 + refused.retry_after_s)
 
 
+def test_a_request_that_is_given_back_was_never_taken() -> None:
+    quotas = quotas_of(requests_per_s=1.0, burst_s=2.0)
+    quotas.withdraw("a", 0.0)  # of a full bucket nothing is missing
+    quotas.withdraw("nobody", 0.0)
+    for _ in range(10):
+        quotas.admit("a", 0.0)
+        quotas.withdraw("a", 0.0)
+    assert take_all(quotas, 0.0) == 2
+    quotas.withdraw("a", 0.0)
+    assert take_all(quotas, 0.0) == 1
+
+
 def test_tenants_without_limits_use_what_they_like_and_the_others_have_buckets_of_their_own() -> None:
     auth = AuthConfig.model_validate({"tenants": {"free": {}, "*": {"requests_per_s": 1.0, "burst_s": 1.0}}})
     quotas = Quotas(auth)
@@ -283,6 +295,25 @@ def take_all(quotas: Quotas, now: float) -> int:
         except QuotaError:
             return num_taken
     raise AssertionError("nothing is refused")
+
+
+def test_what_one_gateway_gives_back_is_there_at_the_others_too() -> None:
+    """They may have counted it already, and counts never fall: the next one is counted in its place."""
+    fleet = SharedRecords(2, requests_per_s=1.0, burst_s=10.0)
+    fleet.sync_all(0.0)
+    fleet.sync_all(0.0)
+    one, other = fleet.gateways.values()
+    for _ in range(4):
+        one.admit("a", 0.0)
+    fleet.sync_all(0.0)
+    counted = one.record(0.0).tenants[0].num_requests
+    for _ in range(4):
+        one.withdraw("a", 0.0)
+    assert one.record(0.0).tenants[0].num_requests == counted
+    for _ in range(6):
+        one.admit("a", 0.0)
+    fleet.sync_all(0.0)
+    assert take_all(other, 0.0) == 4
 
 
 @settings(max_examples=60)

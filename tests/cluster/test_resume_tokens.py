@@ -11,9 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import ForbiddenError, InvalidRequestError
-from cluster.gateway.request_manager import draw_request_id, is_drawn_by
 from cluster.identity.identity import LOCAL
-from cluster.identity.resume_tokens import RELAY_S, RelayedCaller, RelayTokens, ResumeTokens, resume_digest
+from cluster.identity.resume_tokens import (
+    RELAY_S,
+    RelayedCaller,
+    RelayTokens,
+    ResumeTokens,
+    draw_request_id,
+    is_drawn_by,
+    resume_digest,
+)
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.rpc.trust import Trust

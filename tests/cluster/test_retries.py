@@ -19,6 +19,7 @@ class Capacities:
         self.free = free
         self.placed: dict[str, str] = {}
         self.submitted: list[str] = []
+        self.rerouted: list[str] = []
 
     def has_capacity(self, request_id: str) -> bool:
         return self.free[self.placed[request_id]] > 0
@@ -29,7 +30,11 @@ class Capacities:
 
     def retry(self, request_id: str, replica_id: str, release: Callable[[Retry], None]) -> Retry:
         self.placed[request_id] = replica_id
-        return Retry(Decision(request_id, "cost", "", replica_id, 0, 0, (), ""), release)
+        return Retry(
+            Decision(request_id, "cost", "", replica_id, 0, 0, (), ""),
+            release,
+            lambda it: self.rerouted.append(it.decision.request_id),
+        )
 
 
 def test_a_retry_goes_when_its_pair_has_capacity_the_first_refused_first() -> None:
@@ -47,7 +52,7 @@ def test_a_retry_goes_when_its_pair_has_capacity_the_first_refused_first() -> No
     assert len(queue) == 0
 
 
-def test_who_ended_is_forgotten_and_who_waits_for_a_replica_that_goes_is_released() -> None:
+def test_who_ended_is_forgotten_and_who_waits_for_a_replica_that_goes_is_placed_once_more() -> None:
     capacities, released = Capacities(d0=0, d1=0), []
     queue = RetryQueue(capacities)
     retries = [
@@ -58,9 +63,9 @@ def test_who_ended_is_forgotten_and_who_waits_for_a_replica_that_goes_is_release
         queue.hold(retry)
     assert queue.drop(retries[0])
     assert not queue.drop(retries[0])
-    queue.on_gone("d0")
-    assert released == ["b"]
-    assert capacities.submitted == ["b"], "its task sends it, and finds that the replica is gone"
+    queue.leave("d0")
+    assert capacities.rerouted == ["b"]
+    assert released == capacities.submitted == []
     assert len(queue) == 1
 
 
@@ -105,12 +110,16 @@ def test_every_retry_is_released_or_dropped_once_whatever_a_release_does(data: s
             capacities.free[data.draw(st.sampled_from(sorted(capacities.free)))] += 1
             queue.pump()
         elif action == 2:
-            queue.on_gone(data.draw(st.sampled_from(sorted(capacities.free))))
+            queue.leave(data.draw(st.sampled_from(sorted(capacities.free))))
+            rerouted, capacities.rerouted = capacities.rerouted, []
+            num_held -= len(rerouted)
+            for name in rerouted:
+                hold(name)
     assert len(queue) == len(waiting)
     assert num_held == num_released + num_dropped + len(waiting)
     assert all(not capacities.has_capacity(name) for name in waiting) or sum(capacities.free.values()) > 0
     for name in capacities.free:
-        queue.on_gone(name)
+        queue.leave(name)
 
 
 def test_the_next_end_is_expected_by_those_before() -> None:

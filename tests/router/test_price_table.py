@@ -7,13 +7,14 @@ from collections.abc import Iterator
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import BlocksStored, KvSnapshot, ReplicaIdentity
 from router.config import RouterConfig
 from router.messages import Decision, ReplicaLoad, RouteRequest
-from router.policies import OVERLAP, recompute
-from router.service import _SENT_BACK_S, RouterService
+from router.policies import OVERLAP, cost_of, recompute
+from router.service import _LEAST_GAIN_S, _SENT_BACK_S, RouterService
 
 BLOCK_TOKENS = 16
 KEYS = tuple(f"k{index}".encode() for index in range(40))
@@ -119,6 +120,8 @@ def test_the_choice_is_that_of_the_formulas(
             cost_s += decode.cost_s - OVERLAP * min(prefill.queue_s, decode.queue_s)
             cost_s += prefill.transfer_s * (decode.uncached_tokens / num_tokens)
         assert f"costs {1e3 * cost_s:.1f} ms" in decision.reason
+        if number < 2:
+            _check_moves(router, request, decision, cost_s, waits, held_part, names)
         compute_id = decision.prefill or decision.decode
         other_s = min((cost for at, cost in _choices(decision) if at != compute_id), default=math.inf)
         if not is_shared or other_s > 1e4:  # no other choice, or one with a penalty
@@ -130,6 +133,24 @@ def test_the_choice_is_that_of_the_formulas(
         if most < 1e9:
             assert decision.most_backlog_tokens is not None
             assert abs(decision.most_backlog_tokens - most) <= 1 + 1e-6 * most
+
+
+def _check_moves(
+    router: RouterService,
+    request: RouteRequest,
+    decision: Decision,
+    cost_s: float,
+    waits: dict[str, float],
+    held_part: float,
+    names: list[str],
+) -> None:
+    """A request that is held is priced as if it were not, and moves where that is worth it."""
+    for before in (("", names[0]), (names[-1], names[0]), (names[0], names[-1])):
+        earlier = replace(decision, prefill=before[0], decode=before[1])
+        better = router.improve(request, earlier, waits=waits, held_part=held_part)
+        gain_s = cost_of(decision.candidates, *before) - cost_s
+        if abs(gain_s - _LEAST_GAIN_S) > 1e-9:
+            assert (better is not None) == (gain_s > _LEAST_GAIN_S)
 
 
 def _choices(decision: Decision) -> Iterator[tuple[str, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal, get_args
 
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
-from router.radix import SNAPSHOT_WAIT_S, InStore, Match, PrefixTree
+from router.radix import SNAPSHOT_WAIT_S, Expectation, InStore, Match, PrefixTree
 
 Tier = Literal["device", "dram", "nvme"]
 TTL_S = 5.0
@@ -47,11 +48,14 @@ class ReplicaModel:
     held: set[bytes] = field(default_factory=set)
     stored: dict[bytes, str] = field(default_factory=dict)
     predicted_until: dict[bytes, float] = field(default_factory=dict)
+    expected: list[tuple[bytes, ...]] = field(default_factory=list)
 
 
 class TreeAgainstModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
+        # What was expected, also of replicas that are gone, with the model of that epoch.
+        self.expectations: list[tuple[Expectation, ReplicaModel]] = []
         self.clock = ManualClock()
         self.tree = PrefixTree(self.clock, TTL_S)
         self.models: dict[str, ReplicaModel] = {}
@@ -148,6 +152,21 @@ class TreeAgainstModel(RuleBasedStateMachine):
             until = self.clock.now() + TTL_S
             model.predicted_until.update({key: until for key in keys_of(path) if key not in model.held})
 
+    @rule(replica=st.sampled_from(REPLICAS), path=paths)
+    def expect(self, replica: str, path: tuple[int, ...]) -> None:
+        expectation = self.tree.expect(replica, keys_of(path))
+        assert (expectation is None) == (replica not in self.models)
+        if expectation is not None:
+            self.models[replica].expected.append(keys_of(path))
+            self.expectations.append((expectation, self.models[replica]))
+
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        if self.expectations:
+            expectation, model = self.expectations.pop(data.draw(st.integers(0, len(self.expectations) - 1)))
+            self.tree.withdraw(expectation)
+            model.expected.remove(expectation.keys)
+
     @rule(delta_s=st.sampled_from([0.5, 2.5, 5.0]))
     def wait(self, delta_s: float) -> None:
         self.clock.advance(delta_s)
@@ -176,7 +195,7 @@ class TreeAgainstModel(RuleBasedStateMachine):
         alive = {
             key
             for model in self.models.values()
-            for key in (*model.held, *model.predicted_until, *model.stored)
+            for key in (*model.held, *model.predicted_until, *model.stored, *chain(*model.expected))
             if self._counts(model, key) or key in model.stored
         }
         assert self.tree.num_keys == len(alive)
@@ -196,7 +215,8 @@ class TreeAgainstModel(RuleBasedStateMachine):
                     model.stored[key] = tier
 
     def _counts(self, model: ReplicaModel, key: bytes) -> bool:
-        return key in model.held or model.predicted_until.get(key, 0.0) > self.clock.now()
+        is_predicted = model.predicted_until.get(key, 0.0) > self.clock.now()
+        return key in model.held or is_predicted or any(key in keys for keys in model.expected)
 
 
 TreeAgainstModel.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

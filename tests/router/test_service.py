@@ -402,3 +402,83 @@ def test_a_replica_that_refused_has_no_capacity_until_it_is_heard_again() -> Non
     harness.router.remove_replica("b0")
     harness.join("b0", epoch=2)
     assert harness.router.has_capacity(harness.route(excluded=("b1",)).request_id)
+
+
+# ------------------------------------------------------------------------------------- what is held
+
+
+def test_a_request_that_is_held_for_long_still_waits_for_its_replica() -> None:
+    """However long its class allows: it is not taken for one whose end was lost."""
+    harness = RouterHarness("b0")
+    harness.load("b0", backlog=100_000)
+    harness.route(is_held=True)
+    held = f"q{harness.num_requests}"
+    assert not harness.router.has_capacity(held)
+    for _ in range(4):
+        harness.clock.advance(100.0)
+        harness.load("b0", backlog=100_000)
+        harness.route()
+        harness.router.on_finished(f"q{harness.num_requests}")
+        assert not harness.router.has_capacity(held)
+    assert harness.router.load("b0").num_held_tokens > 0
+    harness.router.on_submitted(held)
+    assert harness.router.load("b0").num_held_tokens == 0
+    harness.router.on_finished(held)
+    harness.router.check()
+    assert harness.router.num_placements == 0
+
+
+def test_what_was_decided_and_not_placed_leaves_nothing_behind() -> None:
+    harness = RouterHarness("b0")
+    request = RouteRequest("q", "t", keys_of("p", 100), 100 * BLOCK_TOKENS, 8)
+    for _ in range(2):
+        decision = harness.router.decide(request)
+        assert decision.prefill_cached_tokens == 0
+    assert harness.router.num_placements == 0
+    assert harness.router.explain("q") is None
+    harness.router.check()
+
+
+def test_siblings_of_a_request_that_is_held_follow_it_for_as_long_as_it_is() -> None:
+    """Longer than a prediction lasts; and not when it ends, or waits for another replica."""
+    harness = RouterHarness("b0", "b1")
+    keys, num_tokens = keys_of("p", 100), 100 * BLOCK_TOKENS
+    held = RouteRequest("held", "t", keys, num_tokens, 8)
+    sibling = RouteRequest("sibling", "t", keys, num_tokens, 8)
+    at = harness.router.route(held, is_held=True).decode
+    other = ({"b0", "b1"} - {at}).pop()
+    harness.clock.advance(60.0)
+    harness.load("b0")
+    harness.load("b1")
+    decision = harness.router.decide(sibling)
+    assert (decision.decode, decision.prefill_cached_tokens) == (at, num_tokens - 1)
+    # For itself it has computed nothing.
+    assert harness.router.decide(held).prefill_cached_tokens == 0
+    harness.router.check()
+    harness.load(at, backlog=1_000_000)
+    moved = harness.router.improve(held, decision)
+    assert moved is not None
+    assert moved.decode == other
+    harness.router.place(held, moved, is_held=True)
+    harness.load(at)
+    decision = harness.router.decide(sibling)
+    assert (decision.decode, decision.prefill_cached_tokens) == (other, num_tokens - 1)
+    harness.router.on_finished("held")
+    assert harness.router.decide(sibling).prefill_cached_tokens == 0
+    harness.router.check()
+
+
+def test_what_was_sent_is_predicted_and_what_waited_with_it_still_expected() -> None:
+    harness = RouterHarness("b0")
+    keys, num_tokens = keys_of("p", 100), 100 * BLOCK_TOKENS
+    requests = {name: RouteRequest(name, "t", keys, num_tokens, 8) for name in ("a", "b", "c")}
+    for name in ("a", "b"):
+        harness.router.route(requests[name], is_held=True)
+    assert harness.router.decide(requests["c"]).prefill_cached_tokens == num_tokens - 1
+    harness.router.on_submitted("a")
+    harness.router.on_finished("b")
+    harness.router.check()
+    assert harness.router.decide(requests["c"]).prefill_cached_tokens == num_tokens - 1
+    harness.clock.advance(6.0)  # nothing has confirmed it
+    assert harness.router.decide(requests["c"]).prefill_cached_tokens == 0
+    harness.router.check()

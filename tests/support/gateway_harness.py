@@ -102,6 +102,8 @@ class Script:
     is_stopped: bool = False
     # Take submissions and never begin with them; what decodes does not progress.
     stalled_s: float = 0.0
+    # Of others, by its reports.
+    num_backlog_tokens: int = 0
 
 
 class ScriptedReplica:
@@ -252,6 +254,7 @@ class ScriptedReplica:
             transfer_gb_s=1.0,
             paths=self._paths,
             stalled_s=self.script.stalled_s,
+            num_backlog_tokens=self.script.num_backlog_tokens,
         )
 
     def _run(self, submission: Submission, work: Any) -> None:

@@ -80,6 +80,7 @@ class RouterHarness:
         *,
         prefers_capacity: bool = False,
         decodes: bool = True,
+        is_held: bool = False,
     ) -> Decision:
         self.num_requests += 1
         decision = self.router.route(
@@ -94,6 +95,7 @@ class RouterHarness:
                 pinned_decode=pinned_decode,
                 decodes=decodes,
             ),
+            is_held=is_held,
             prefers_capacity=prefers_capacity,
         )
         assert recompute(decision) == (decision.prefill, decision.decode)

@@ -294,6 +294,7 @@ def ask(
     suspect: bool = False,
     group: str = "",
     service_class: ServiceClass = "standard",
+    due_s: float | None = None,
 ) -> Submission:
     """Of the names every other one has a penalty, so that its plans carry its tokens."""
     tokens = pack(prompt)
@@ -314,6 +315,7 @@ def ask(
         deadline_s=deadline_s,
         suspect=suspect,
         service_class=service_class,
+        due_s=due_s,
     )
 
 

@@ -11,9 +11,9 @@ from workers.messages.link import SERVICE_CLASSES, ServiceClass
 from workers.scheduler.sequence import CLASS_DELAY_S, PRIORITY_S
 
 
-def run(side: StagedEngine, outputs: dict[str, list[int]], num_steps: int = 1) -> None:
+def run(side: StagedEngine, outputs: dict[str, list[int]], num_steps: int = 1, now: float = 0.0) -> None:
     for _ in range(num_steps):
-        for delta in step(side).tokens:
+        for delta in step(side, now).tokens:
             outputs.setdefault(delta.request_id, []).extend(unpack(delta.tokens))
 
 
@@ -76,6 +76,96 @@ def test_a_paused_batch_stands_still_beside_others_and_goes_on_after_them() -> N
     assert outputs == {"b": right(batch), "o": right(other)}
     assert side.scheduler.num_paused == 0
     assert side.scheduler.is_idle
+
+
+def test_what_has_waited_longest_of_what_its_class_may_goes_first() -> None:
+    """Time in the gateway counts."""
+    side = engine(max_sequences=1)
+    asked: list[tuple[str, ServiceClass, float]] = [
+        ("a", "interactive", 4.0),
+        ("b", "batch", 3.0),
+        ("c", "standard", -1.0),
+    ]
+    for name, service_class, due_s in asked:
+        side.scheduler.submit(ask(name, [1], max_tokens=1, service_class=service_class, due_s=due_s), 0.0)
+    assert [delta.request_id for _ in range(3) for delta in step(side).tokens] == ["c", "b", "a"]
+
+
+def test_a_paused_batch_that_has_waited_too_long_gets_a_tenth_of_the_steps() -> None:
+    side = engine(max_sequences=4)
+    outputs: dict[str, list[int]] = {}
+    batch = ask("b", [1, 2, 3], max_tokens=8, service_class="batch", due_s=5.0)
+    side.scheduler.submit(batch, 0.0)
+    side.scheduler.submit(ask("o", [4, 5, 6], max_tokens=60), 0.0)
+    run(side, outputs)
+    side.scheduler.pause_batch(True)
+    before = len(outputs["b"])
+    run(side, outputs, 4)
+    assert len(outputs["b"]) == before
+    assert side.scheduler.num_paused == 1
+    run(side, outputs, 30, now=5.0)
+    assert len(outputs["b"]) == before + 3
+    assert side.scheduler.num_paused == 0, "it does not make way any more"
+    finish(side)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["batch", "batch", "pause", "go on", "cancel"]),
+            st.integers(1, 4),
+            st.integers(0, 9),
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+    st.integers(1, 3),
+)
+def test_no_batch_request_starves_however_often_its_class_is_paused(
+    given_events: list[tuple[str, int, int]], num_stages: int
+) -> None:
+    """Others always wait, more than there are places. From when it is due a request needs no more than ten
+    steps for each token of those before it, and of its own, beside what others need to leave their places."""
+    side = engine(max_sequences=2, num_stages=num_stages)
+    waiting: dict[str, int] = {}  # by name: the step in which it must have ended
+    ended: set[str] = set()
+    num_others = num_steps = 0
+
+    def others() -> None:
+        nonlocal num_others
+        while side.scheduler.num_waiting < 3:
+            num_others += 1
+            side.scheduler.submit(ask(f"o{num_others}", [num_others % 50 + 1], max_tokens=3), 0.0)
+
+    def steps(number: int) -> None:
+        nonlocal num_steps
+        for _ in range(number):
+            others()
+            num_steps += 1
+            for delta in step(side).tokens:
+                if delta.finish:
+                    ended.add(delta.request_id)
+            for name, latest in waiting.items():
+                assert name in ended or num_steps <= latest, f"{name} starves"
+
+    for number, (what, num_tokens, num) in enumerate(given_events):
+        if what == "batch":
+            name = f"b{number}"
+            side.scheduler.submit(
+                ask(name, [number + 1], max_tokens=num_tokens, service_class="batch", due_s=0.0), 0.0
+            )
+            pending = [each for each in waiting if each not in ended]
+            waiting[name] = num_steps + 60 * (len(pending) + 1)
+        elif what == "cancel":
+            for name in [each for each in waiting if each not in ended][:1]:
+                side.scheduler.cancel(name, 1)
+                ended.add(name)
+        else:
+            side.scheduler.pause_batch(what == "pause")
+        steps(num)
+    steps(60 * (len(waiting) + 1))
+    assert {*waiting} <= ended
 
 
 def test_a_paused_batch_continues_when_it_is_not_paused_any_more() -> None:

@@ -196,8 +196,9 @@ def _problems(submission: Submission, vocab_size: int) -> Iterator[str]:
         yield "samples: their outputs differ in length"
     if abs(submission.priority) > _MAX_INT32:
         yield f"priority: {submission.priority} is beyond {_MAX_INT32}"
-    if submission.deadline_s is not None and not math.isfinite(submission.deadline_s):
-        yield f"deadline_s: {submission.deadline_s} is no time"
+    for name, time_s in (("deadline_s", submission.deadline_s), ("due_s", submission.due_s)):
+        if time_s is not None and not math.isfinite(time_s):
+            yield f"{name}: {time_s} is no time"
     if submission.grammar is not None:
         yield from _grammar_problems(submission.grammar, submission.sampling)
     yield from _pooling_problems(submission)

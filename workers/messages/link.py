@@ -74,7 +74,8 @@ class Submission(Message, frozen=True):
     `block_keys` are the chained keys of the prompt's full blocks, computed once at the gateway; blocks of
     output continue their chain, which begins at `root_key`. The KV belongs to the `sharing_group`. `samples`
     share the prompt; more than one only when all outputs are empty (a resumed request is one submission per
-    unfinished sample). `deadline_s` is what remains of it (None: none). KV of a private one is neither found
+    unfinished sample). `deadline_s` is what remains of it (None: none), and in `due_s`, which may be over, it
+    has waited as long as its class may (None: as the replica has it). KV of a private one is neither found
     by others nor stored. A `suspect` was in flight when a replica broke: it runs alone until it has survived
     some steps (`engine.isolation`). One with `pooling` ends with the prompt, by a `PromptEmbedding` in place
     of tokens: it has one sample, without output, and is not handed over. With a `grammar` every
@@ -101,6 +102,7 @@ class Submission(Message, frozen=True):
     pooling: Pooling | None = None
     grammar: Grammar | None = None
     most_backlog_tokens: int | None = None
+    due_s: float | None = None
 
 
 class Announce(Message, frozen=True):

@@ -53,8 +53,6 @@ class Lifecycle:
         self.running: list[Sequence] = []  # by rank
         self.leaving: list[Sequence] = []
         self.num_preemptions = 0
-        # Whether the class `batch` is paused; see `pauses_batch`.
-        self.is_batch_paused = False
         # Whether blocks may be had from the store: then a sequence that begins to wait wants them.
         self.has_store = False
         # Whether a plan found out that more is wanted.
@@ -88,17 +86,6 @@ class Lifecycle:
     def slot_limit(self, group: str) -> int:
         """The most slots that a sharing group may take."""
         return self._pool.shares.most_of(group, self._max_sequences)
-
-    @property
-    def pauses_batch(self) -> bool:
-        """Whether sequences of the class `batch` are left out of plans: they keep what they have, unless
-        others need the blocks. While there are no others, they run."""
-        if not self.is_batch_paused:
-            return False
-        return any(
-            request.submission.service_class != "batch" and not request.is_held
-            for request in self.requests.values()
-        )
 
     def blocks_come_back(self, group: str | None) -> bool:
         """Whether the reports of plans that are out will free blocks of this sharing group (None: of any) for

@@ -1,16 +1,26 @@
-"""Micro-batches: which sequences a plan may take when several stages compute several plans at once.
+"""Which sequences a plan may take: when several stages compute several plans at once, and while the class
+`batch` is paused.
 
 A plan visits the stages one after another, so P stages are busy only while P plans are under way that do not
 wait for each other. Decoding sequences are therefore dealt out over P plans in turn, and a prompt's chunks,
 which wait for no token, go into one plan after another. Used by the scheduler.
+
+While the class `batch` is paused, its sequences are left out of plans and keep what they have, unless others
+need it. Those that have waited as long as their class may get a tenth of the steps, and of the places.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
+from workers.scheduler.lifecycle import Lifecycle
 from workers.scheduler.sequence import Sequence
+
+# While the class `batch` is paused, one of so many steps, and of so many places, is for what has waited too
+# long.
+AGED_PERIOD = 10
 
 
 class MicroBatches:
@@ -64,3 +74,50 @@ _PRIORITY_STEPS = 4
 
 def _turn(sequence: Sequence) -> int:
     return sequence.last_step - _PRIORITY_STEPS * sequence.request.submission.priority
+
+
+class BatchPause:
+    """Who is left out while the class `batch` is paused. While no others are here, nobody is."""
+
+    def __init__(self, life: Lifecycle, max_sequences: int) -> None:
+        self._life = life
+        self._most_aged = max(1, max_sequences // AGED_PERIOD)
+        # Whether a gateway asks for it.
+        self.is_asked = False
+        # Those that have waited too long, as of the last plan; and the steps since any of them was in one.
+        self._aged: frozenset[Sequence] = frozenset()
+        self._num_steps_without = 0
+
+    @property
+    def is_active(self) -> bool:
+        """Whether sequences are paused now."""
+        if not self.is_asked:
+            return False
+        return any(
+            request.submission.service_class != "batch" and not request.is_held
+            for request in self._life.requests.values()
+        )
+
+    def begin(self, now: float) -> bool:
+        """Find out who has waited too long, for the next plan; returns whether the pause is active."""
+        if not self.is_active:
+            self._aged = frozenset()
+            return False
+        here = (*self._life.running, *self._life.waiting)
+        aged = [it for it in here if it.is_pausable and it.request.due_at <= now]
+        aged.sort(key=lambda sequence: sequence.queue_rank)
+        self._aged = frozenset(aged[: self._most_aged])
+        return True
+
+    def is_paused(self, sequence: Sequence) -> bool:
+        """Whether, while the pause is active, nobody waits for the sequence, and it makes way for others."""
+        return sequence.is_pausable and sequence not in self._aged
+
+    def is_left_out(self, sequence: Sequence) -> bool:
+        """Whether, while the pause is active, the plan must not name the sequence."""
+        has_turn = self._num_steps_without >= AGED_PERIOD - 1
+        return sequence.is_pausable and not (has_turn and sequence in self._aged)
+
+    def planned(self, sequences: Collection[Sequence]) -> None:
+        """Note who is in the plan."""
+        self._num_steps_without = self._num_steps_without + 1 if self._aged.isdisjoint(sequences) else 0

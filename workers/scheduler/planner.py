@@ -6,30 +6,19 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.group_shares import ShareClaim
 from workers.config import EngineConfig
-from workers.errors import CapacityError
-from workers.messages.link import Submission
-from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.block_tables import BlockDemand, BlockTables
 from workers.scheduler.lifecycle import Isolation, Lifecycle
-from workers.scheduler.micro_batches import MicroBatches
+from workers.scheduler.micro_batches import BatchPause, MicroBatches
 from workers.scheduler.offload import Offloader
 from workers.scheduler.sequence import Hold, LandingState, Phase, Request, Sequence, StoreLoad
 from workers.scheduler.step import (
-    PLAN_BYTES,
     LandingNeed,
     LoadNeed,
     StepBatch,
-    entry_bytes,
-    sample_bytes,
-    start_bytes,
-    table_bytes,
-    target_bytes,
 )
 
 
@@ -39,10 +28,16 @@ class Planner:
     alone, and those of it that wait hold up nobody else."""
 
     def __init__(
-        self, config: EngineConfig, life: Lifecycle, micro: MicroBatches, isolation: Isolation
+        self,
+        config: EngineConfig,
+        life: Lifecycle,
+        micro: MicroBatches,
+        isolation: Isolation,
+        pause: BatchPause,
     ) -> None:
         self._life = life
         self._isolation = isolation
+        self._pause = pause
         self._pool = life.tables.pool
         self._micro = micro
         has_host = life.tables.host.num_total > 0
@@ -52,7 +47,8 @@ class Planner:
         """Put into the batch what can be computed now; `out` names of each plan that is out the suspect that
         is alone in it (None: it is not isolated). A suspect is never out together with others, nor with
         another suspect: who comes next waits for the reports."""
-        if self._life.pauses_batch:
+        is_pausing = self._pause.begin(now)
+        if is_pausing:
             self._free_paused_slots()
         is_first = self._isolation.is_next
         for is_isolated in (is_first, not is_first):
@@ -62,24 +58,25 @@ class Planner:
             if is_isolated:
                 self._fill_from(batch, self._isolation.sequences)
             else:
-                self._fill_with_others(batch, now)
+                self._fill_with_others(batch, now, is_pausing)
             if batch.num_planned:
                 batch.is_isolated = is_isolated
                 self._isolation.planned(is_isolated)
                 return
 
-    def _fill_with_others(self, batch: StepBatch, now: float) -> None:
+    def _fill_with_others(self, batch: StepBatch, now: float, is_pausing: bool) -> None:
         """Than suspects, of which one may be admitted, so that it is there when its turn comes."""
         running: Seq[Sequence] = self._life.running
         if self._life.suspects:
             running = [sequence for sequence in running if not sequence.request.submission.suspect]
             self._life.num_reserved_slots = self._isolation.num_slots_needed
-        pauses = self._life.pauses_batch
-        if pauses:
-            running = [sequence for sequence in running if not sequence.is_pausable]
+        if is_pausing:
+            running = [sequence for sequence in running if not self._pause.is_left_out(sequence)]
         self._fill_from(batch, running)
-        self._admit(batch, now, without_batch=pauses)
+        self._admit(batch, now, is_pausing=is_pausing)
         self._life.num_reserved_slots = 0
+        if is_pausing and batch.num_planned:
+            self._pause.planned(batch.planned)
         if self._offloader is not None and batch.num_planned:
             self._offloader.relieve(batch, self._life.running)
             if not (batch.has_copies or self._life.waiting):
@@ -204,7 +201,7 @@ class Planner:
                 return shorter
         return 0
 
-    def _admit(self, batch: StepBatch, now: float, *, without_batch: bool) -> None:
+    def _admit(self, batch: StepBatch, now: float, *, is_pausing: bool) -> None:
         """Move waiting sequences into the batch, in order, while there are budget, slots and blocks. Of the
         suspects one is admitted at a time, and waits for its turn. A sequence that waits for the share of its
         sharing group holds back those behind it of that group, and its younger landings, and nobody else;
@@ -214,7 +211,7 @@ class Planner:
         for sequence in list(self._life.waiting):
             request = sequence.request
             self._life.handled = request.key
-            if without_batch and sequence.is_pausable:
+            if is_pausing and self._pause.is_left_out(sequence):
                 continue
             if sequence.holds is Hold.EVERYBODY:
                 return
@@ -272,14 +269,15 @@ class Planner:
         """Preempt paused sequences for others that have joined without a slot."""
         running = self._life.running
         if self._pool.shares.is_limited:
-            for needy in [it for it in running if it.slot < 0 and not it.is_pausable]:
+            for needy in [it for it in running if it.slot < 0 and not self._pause.is_paused(it)]:
                 for victim in reversed(self._running_of(needy.sharing_group)):
                     if not self._life.lacks_group_slots(needy):
                         break
-                    if victim.is_pausable and victim.slot >= 0:
+                    if self._pause.is_paused(victim) and victim.slot >= 0:
                         self._life.preempt(victim)
-        num_wanted = sum(it.num_slots_needed for it in running if it.slot < 0 and not it.is_pausable)
-        for victim in [it for it in reversed(running) if it.is_pausable and it.slot >= 0]:
+        starting = [it for it in running if it.slot < 0 and not self._pause.is_paused(it)]
+        num_wanted = sum(it.num_slots_needed for it in starting)
+        for victim in [it for it in reversed(running) if self._pause.is_paused(it) and it.slot >= 0]:
             if num_wanted <= self._life.num_free_slots:
                 return
             self._life.preempt(victim)
@@ -287,10 +285,10 @@ class Planner:
     def _makes_way(self, sequence: Sequence, group: str | None = None) -> bool:
         """Whether a paused sequence (of this sharing group), which would not end, was preempted for this
         one."""
-        if not self._life.pauses_batch or sequence.is_pausable:
+        if not self._pause.is_active or self._pause.is_paused(sequence):
             return False
         for victim in reversed(self._running_of(group)):
-            if victim.is_pausable and not victim.request.decodes_remotely:
+            if self._pause.is_paused(victim) and not victim.request.decodes_remotely:
                 self._life.preempt(victim)
                 return True
         return False
@@ -372,99 +370,9 @@ def _ready(running: Seq[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
 
 
 # ----------------------------------------------------------------------------------------------
-# Admission: what can fit at all, when a prompt that is handed over asks for its landing, what is loaded
-# first.
+# Admission: when a prompt that is handed over asks for its landing, what is loaded first.
 
 _WAIT_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """What one request may use of a replica at most; counts of tokens, `max_sequences` of samples. That with
-    `max_local_kv_tokens` stays here, some of its KV in host memory; one that is handed over is on the
-    device. One of a sharing group with a limit fits the group's share of the device."""
-
-    pool: BlockPool
-    max_context_tokens: int
-    max_local_kv_tokens: int
-    max_sequences: int
-
-    def output_limit(self, submission: Submission) -> int:
-        """Tokens a sample may have in all: `max_tokens`, clipped to what context and KV leave it. The KV of
-        a request that is handed over grows at its decode replica."""
-        num_prompt_tokens = _num_tokens(submission.prompt)
-        limit = min(submission.sampling.max_tokens, self.max_context_tokens - num_prompt_tokens)
-        if submission.decode:
-            return limit
-        num_kv_tokens = min(self.max_local_kv_tokens, self._most_of_share(submission.sharing_group))
-        return min(limit, num_kv_tokens - num_prompt_tokens)
-
-    def _most_of_share(self, group: str) -> int:
-        if not self.pool.has_limit(group):
-            return self.max_local_kv_tokens
-        return self.pool.limit(group) * self.pool.block_tokens
-
-    def check(self, submission: Submission) -> None:
-        """Raise `CapacityError`, naming field and numbers, when the request can never run here."""
-        num_prompt_tokens = _num_tokens(submission.prompt)
-        max_tokens, num_samples = submission.sampling.max_tokens, len(submission.samples)
-        num_keys, group = len(submission.block_keys), submission.sharing_group
-        block_tokens = self.pool.block_tokens
-        if num_prompt_tokens == 0:
-            raise CapacityError("prompt: it has 0 tokens, at least 1 is needed")
-        if max_tokens < 1:
-            raise CapacityError(f"max_tokens: it is {max_tokens}, at least 1 is needed")
-        num_kv_tokens, num_share_tokens = self.max_local_kv_tokens, self._most_of_share(group)
-        if submission.decode:
-            num_kv_tokens = self.pool.num_total * self.pool.block_tokens + 1
-            num_share_tokens = min(num_kv_tokens, num_share_tokens + 1)
-        for limit, name in (
-            (self.max_context_tokens, "context"),
-            (num_kv_tokens, "KV blocks"),
-            (num_share_tokens, f"KV that sharing group {group!r} may use (device_kv_share); shorten it"),
-        ):
-            if num_prompt_tokens + 1 > limit:
-                raise CapacityError(
-                    f"prompt: {num_prompt_tokens} tokens and a new one exceed the {limit} tokens of {name}"
-                )
-        most_samples = self.pool.shares.most_of(group, self.max_sequences)
-        if not 1 <= num_samples <= most_samples:
-            fit = "fit this replica"
-            if most_samples < self.max_sequences:
-                fit = f"are the share of sharing group {group!r} (device_kv_share)"
-            raise CapacityError(f"n: {num_samples} samples, from 1 to {most_samples} {fit}")
-        if num_keys > num_prompt_tokens // block_tokens:
-            raise CapacityError(
-                f"block_keys: {num_keys} keys for {num_prompt_tokens} tokens, "
-                f"but a block here has {block_tokens} tokens"
-            )
-        limit = self.output_limit(submission)
-        for sample in submission.samples:
-            if _num_tokens(sample.output) >= limit:
-                raise CapacityError(
-                    f"samples[{sample.index}].output: {_num_tokens(sample.output)} tokens leave nothing to "
-                    f"compute, at most {limit} fit max_tokens, context and KV"
-                )
-        self._check_plan(submission, limit)
-
-    def _check_plan(self, submission: Submission, output_limit: int) -> None:
-        """Whatever becomes of the request, here or where it continues, what a plan says of it fits a
-        frame."""
-        num_prompt_tokens = _num_tokens(submission.prompt)
-        num_tokens = num_prompt_tokens + output_limit
-        num_bytes = (
-            start_bytes(submission)
-            + sample_bytes(submission, output_limit)
-            + len(submission.samples) * sample_bytes(submission, 0)
-            + entry_bytes(num_tokens, len(submission.samples))
-            + target_bytes(submission.sampling, num_prompt_tokens)
-            + table_bytes(num_tokens // self.pool.block_tokens + 1)
-        )
-        if num_bytes > PLAN_BYTES:
-            raise CapacityError(
-                f"prompt: its {num_prompt_tokens} tokens and up to {output_limit} of output take {num_bytes} "
-                f"bytes of a step's plan, {PLAN_BYTES} are the limit; without penalties they take less"
-            )
 
 
 def landing_needs(
@@ -474,8 +382,7 @@ def landing_needs(
     window_tokens: int,
     now: float,
     is_isolating: bool = False,
-    *,
-    pauses_batch: bool = False,
+    pause: BatchPause | None = None,
 ) -> list[LandingNeed]:
     """Outbound requests with fewer than `window_tokens` tokens to compute ahead of them; marks them asked.
 
@@ -484,14 +391,19 @@ def landing_needs(
     may need more blocks than others would (`kvtransfer.protocol.receiver`). Of the suspects only the next one
     asks, when none is being isolated (`is_isolating`): a landing that waits for its turn would time out.
 
-    What is paused (`pauses_batch`) is ahead of nobody. Requests that wait here for their sharing group's
+    What is paused is ahead of nobody. Requests that wait here for their sharing group's
     share are ahead of their own group alone, and so are those of a group with a limit that have waited for
     their landing for `_WAIT_S`: the share may be what they wait for.
     """
     needs: list[LandingNeed] = []
     if not waiting:
         return needs
-    num_ready_tokens = sum(it.num_remaining for it in running if not (pauses_batch and it.is_pausable))
+    is_pausing = pause is not None and pause.is_active
+
+    def is_paused(sequence: Sequence) -> bool:
+        return is_pausing and pause is not None and pause.is_paused(sequence)
+
+    num_ready_tokens = sum(it.num_remaining for it in running if not is_paused(it))
     shares = _WaitingShares(tables, running)
     # By target; of groups with a limit, those that are ahead of their own group alone also by target and
     # group.
@@ -510,7 +422,7 @@ def landing_needs(
         if request.landing is LandingState.READY:
             if has_limit and not shares.claim(sequence):
                 shares.group_to_held_tokens[sequence.sharing_group] += num_uncached_tokens
-            elif not (pauses_batch and sequence.is_pausable):
+            elif not is_paused(sequence):
                 num_ready_tokens += num_uncached_tokens
             continue
         assert request.submission.decode is not None
@@ -590,7 +502,3 @@ def _landing_need(sequence: Sequence) -> LandingNeed:
         num_tokens=sequence.num_tokens,
         deadline=request.deadline,
     )
-
-
-def _num_tokens(tokens: bytes) -> int:
-    return len(tokens) // TOKEN_BYTES

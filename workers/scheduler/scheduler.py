@@ -28,12 +28,13 @@ from workers.messages.rank_channel import FailedEntry, GrammarCompiled, GrammarO
 from workers.messages.sampling import TokenLogprob
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.lifecycle import Isolation, Lifecycle, SequenceMigration
-from workers.scheduler.micro_batches import MicroBatches
+from workers.scheduler.micro_batches import BatchPause, MicroBatches
 from workers.scheduler.offload import most_local_tokens
-from workers.scheduler.planner import EngineLimits, Planner, landing_needs, load_needs
+from workers.scheduler.planner import Planner, landing_needs, load_needs
 from workers.scheduler.sequence import Hold, LandingState, Phase, Sequence, StoreLoad
 from workers.scheduler.step import (
     ChunkDone,
+    EngineLimits,
     FinishedBlock,
     IssuedPlan,
     LandingNeed,
@@ -91,7 +92,8 @@ class Scheduler:
         self._life.has_store = self._life.tables.has_store = has_store
         self.migration = SequenceMigration(self._life)
         self.isolation = Isolation(self._life, num_stages)
-        self._planner = Planner(config, self._life, micro, self.isolation)
+        self._pause = BatchPause(self._life, config.max_sequences)
+        self._planner = Planner(config, self._life, micro, self.isolation, self._pause)
         self._issued: deque[IssuedPlan] = deque()
         self._failures: list[RequestFailed] = []
         self._step = 0
@@ -125,12 +127,12 @@ class Scheduler:
 
     def pause_batch(self, is_paused: bool) -> None:
         """Leave the class `batch` out of plans while others are here, or not any more."""
-        self._life.is_batch_paused = is_paused
+        self._pause.is_asked = is_paused
 
     @property
     def num_paused(self) -> int:
-        """Running sequences that are left out of plans."""
-        return sum(it.is_pausable for it in self._life.running) if self._life.pauses_batch else 0
+        """Running sequences that are paused."""
+        return sum(map(self._pause.is_paused, self._life.running)) if self._pause.is_active else 0
 
     @property
     def num_preemptions(self) -> int:
@@ -158,14 +160,14 @@ class Scheduler:
     def num_backlog_tokens(self) -> int:
         """Prompt tokens accepted and not yet planned, those expected in the prefix cache and those of paused
         sequences excluded: nobody waits for these."""
-        life, pauses = self._life, self._life.pauses_batch
+        life, pause, is_pausing = self._life, self._pause, self._pause.is_active
         waiting = sum(
             it.num_tokens - it.num_expected_cached_tokens
             for it in life.waiting
-            if not (pauses and it.is_pausable)
+            if not (is_pausing and pause.is_paused(it))
         )
         return waiting + sum(
-            max(0, it.num_remaining - 1) for it in life.running if not (pauses and it.is_pausable)
+            max(0, it.num_remaining - 1) for it in life.running if not (is_pausing and pause.is_paused(it))
         )
 
     @property
@@ -285,6 +287,7 @@ class Scheduler:
             samples=request.unfinished_samples,
             decode=None,
             deadline_s=None if request.deadline is None else max(0.0, request.deadline - now),
+            due_s=request.due_at - now,
         )
 
     def expire(self, now: float) -> list[RequestFailed]:
@@ -319,7 +322,7 @@ class Scheduler:
             window_tokens,
             now,
             self.isolation.is_busy,
-            pauses_batch=life.pauses_batch,
+            self._pause,
         )
 
     def loads_wanted(self) -> list[LoadNeed]:

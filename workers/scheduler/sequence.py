@@ -43,14 +43,15 @@ class StoreLoad(Enum):
     DONE = "done"
 
 
-# Who goes first is who arrived first, counting a step of priority as so many seconds, and a class as so many
-# seconds' delay: nobody waits for ever for others that come later.
+# Who goes first is who will first have waited as long as its class may (`Submission.due_s`), counting a step
+# of priority as so many seconds: nobody waits for ever for others that come later. Where the gateway does not
+# say when that is, it is so long after the arrival.
 PRIORITY_S = 10.0
 CLASS_DELAY_S: dict[ServiceClass, float] = {"interactive": 0.0, "standard": 5.0, "batch": 600.0}
 # A preempted sequence waits before those that have arrived less than so long before it.
 _PREEMPTED_S = 600.0
 
-# As if it had arrived then; number of arrival; index of the sample.
+# Urgency; number of arrival; index of the sample.
 Rank = tuple[float, int, int]
 
 
@@ -61,6 +62,7 @@ class Request:
         "arrival",
         "arrived_at",
         "deadline",
+        "due_at",
         "key",
         "landing",
         "landing_asked_at",
@@ -83,8 +85,10 @@ class Request:
         self.key: RequestKey = submission.request_id, submission.attempt
         self.arrival = arrival
         self.arrived_at = now
-        # When it counts as having arrived.
-        self.urgency = now - PRIORITY_S * submission.priority + CLASS_DELAY_S[submission.service_class]
+        due_s = CLASS_DELAY_S[submission.service_class] if submission.due_s is None else submission.due_s
+        # From then on it has waited too long, also where its class is paused.
+        self.due_at = now + due_s
+        self.urgency = self.due_at - PRIORITY_S * submission.priority
         self.deadline = None if submission.deadline_s is None else now + submission.deadline_s
         self.num_prompt_tokens = len(submission.prompt) // TOKEN_BYTES
         # Its leading tokens whose log-probabilities are reported, or are not asked for. The first has none.

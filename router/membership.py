@@ -1,0 +1,234 @@
+"""The replicas of a router: which may be chosen for a request, and which can take another one now."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from kvtransfer.messages import ReplicaIdentity
+from router.config import RouterConfig
+from router.errors import NoReplicaError
+from router.load import LoadTracker, Placement
+from router.messages import RouteRequest
+from router.rates import DEFAULT_BATCH_TOKENS
+
+# Assumed for a replica that has not reported them.
+DEFAULT_MAX_SEQUENCES = 64
+ROLES = ("prefill", "decode", "both")
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A replica that takes requests, or that leaves."""
+
+    identity: ReplicaIdentity
+    role: str
+    is_leaving: bool = False
+    # False: chosen only where nothing else is left.
+    is_usable: bool = True
+
+
+class Members:
+    """The replicas of a router, least recently chosen first. A change of what may be chosen moves
+    `version`."""
+
+    def __init__(self, config: RouterConfig, block_tokens: int, load: LoadTracker) -> None:
+        self._steps_ahead = config.steps_ahead
+        self._block_tokens = block_tokens
+        self._load = load
+        self._members: OrderedDict[str, Member] = OrderedDict()
+        # When replicas refused a request, until they are heard again.
+        self._refused_at: dict[str, float] = {}
+        self.version = 0
+
+    def __contains__(self, replica_id: object) -> bool:
+        return replica_id in self._members
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over all ids, least recently chosen first."""
+        return iter(self._members)
+
+    def add(self, identity: ReplicaIdentity, role: str) -> None:
+        """Add a replica, or change its role. A new epoch is usable."""
+        if role not in ROLES:
+            raise ValueError(f"role must be one of {', '.join(ROLES)}, not {role!r}")
+        known = self._members.get(identity.replica_id)
+        if known is not None and known.identity.epoch == identity.epoch:
+            known.role = role
+        else:
+            self._members[identity.replica_id] = Member(identity, role)
+        self.version += 1
+
+    def remove(self, replica_id: str) -> None:
+        """Forget a replica that is gone."""
+        self._members.pop(replica_id, None)
+        self._refused_at.pop(replica_id, None)
+        self.version += 1
+
+    def set_leaving(self, replica_id: str) -> None:
+        """Choose this epoch of the replica for nothing new."""
+        if (member := self._members.get(replica_id)) is not None:
+            member.is_leaving = True
+            self.version += 1
+
+    def set_usable(self, replica_id: str, is_usable: bool) -> None:
+        """Choose this epoch of the replica only where nothing else is left, or like any other again."""
+        if (member := self._members.get(replica_id)) is not None:
+            member.is_usable = is_usable
+            self.version += 1
+
+    def chosen(self, replica_id: str) -> None:
+        """Note that the replica was chosen."""
+        self._members.move_to_end(replica_id)
+
+    def roles(self) -> dict[str, str]:
+        """Return the roles of all."""
+        return {replica_id: member.role for replica_id, member in self._members.items()}
+
+    # ------------------------------------------------------------------------------ who may be chosen
+
+    def compute_ids(self) -> Iterator[str]:
+        """Return the replicas that may compute a prompt now: of role "prefill" or "both", and where there is
+        none those of role "decode"."""
+        here = [(name, it) for name, it in self._members.items() if not it.is_leaving and it.is_usable]
+        able = [name for name, it in here if it.role != "decode"]
+        return iter(able or [name for name, _ in here])
+
+    def num_by_side(self) -> tuple[int, int]:
+        """Return how many replicas may compute prompts, and how many may decode."""
+        roles = [it.role for it in self._members.values() if not it.is_leaving and it.is_usable]
+        return len(roles) - roles.count("decode"), len(roles) - roles.count("prefill")
+
+    def sides(self, request: RouteRequest, order: Iterable[str]) -> tuple[list[str], list[str]]:
+        """Return the ids for the prefill and the decode side, in this order; no prefill ids if a replica may
+        only serve alone. Raises `NoReplicaError`, naming the side that is missing."""
+        usable = {
+            replica_id: member
+            for replica_id in order
+            if not (member := self._members[replica_id]).is_leaving and replica_id not in request.excluded
+        }
+        if not request.decodes:
+            pinned = request.pinned_prefill or request.pinned_decode
+            able = self._preferred(replica_id for replica_id in usable if pinned in ("", replica_id))
+            if not able:
+                raise NoReplicaError(self._missing("prefill or decode", request, pinned))
+            return [], able
+        decode_ids = self._preferred(
+            replica_id
+            for replica_id, member in usable.items()
+            if member.role != "prefill" and request.pinned_decode in ("", replica_id)
+        )
+        if not decode_ids:
+            raise NoReplicaError(self._missing("decode", request, request.pinned_decode))
+        prefill_ids = self._preferred(
+            replica_id
+            for replica_id, member in usable.items()
+            if member.role != "decode" and request.pinned_prefill in ("", replica_id)
+        )
+        if request.pinned_prefill:
+            if request.pinned_prefill == request.pinned_decode:
+                return [], decode_ids
+            if not prefill_ids:
+                raise NoReplicaError(self._missing("prefill", request, request.pinned_prefill))
+        elif self._has_usable(decode_ids) and not self._has_usable(prefill_ids):
+            return [], decode_ids  # a decode replica is a whole engine
+        return prefill_ids, decode_ids
+
+    def move_ids(self, request: RouteRequest) -> list[str]:
+        """Return the ids of those to which a running stream may migrate, whatever is pinned."""
+        return self._preferred(
+            replica_id
+            for replica_id, member in self._members.items()
+            if member.role != "prefill" and not member.is_leaving and replica_id not in request.excluded
+        )
+
+    def no_target(self, request: RouteRequest) -> NoReplicaError:
+        """Return the error that says that no decode replica can take the stream."""
+        return NoReplicaError(self._missing("decode", request, ""))
+
+    # ------------------------------------------------------------------------------ who can take more
+
+    def on_refused(self, replica_id: str, now: float) -> None:
+        """Note that the replica has refused a request: it has no capacity until its next report."""
+        if replica_id in self._members:
+            self._refused_at[replica_id] = now
+
+    def has_capacity(self, placement: Placement) -> bool:
+        """Whether the replicas of a placement can take it now: who computes it has less than `steps_ahead`
+        steps of other work, and who decodes it a free sequence and free blocks, or nothing to do. What
+        gateways hold does not count. One that is not usable takes nothing while another is, as while one
+        request finds out whether it is well again. Whether one that is gone can, its gateway finds out."""
+        compute_id, decode_id = placement.compute_id, placement.decode_id or placement.compute_id
+        if compute_id not in self._members or decode_id not in self._members:
+            return True
+        return (
+            self.can_compute(compute_id)
+            and self.can_decode(decode_id, placement.num_sequences, placement.num_prefill_tokens)
+            and not (placement.decode_id and self._is_avoided(compute_id, "prefill"))
+            and not self._is_avoided(decode_id, "decode")
+        )
+
+    def takes_more(self, replica_id: str) -> bool:
+        """Whether a replica could take another request now: `has_capacity` for any request."""
+        return (
+            (member := self._members.get(replica_id)) is not None
+            and member.is_usable
+            and self.can_compute(replica_id)
+            and self.can_decode(replica_id, num_new_sequences=1, num_prompt_tokens=0)
+        )
+
+    def can_compute(self, replica_id: str) -> bool:
+        """Whether the replica has less than `steps_ahead` steps to compute."""
+        if self._has_refused(replica_id):
+            return False
+        state = self._load.state(replica_id)
+        batch_tokens = state.report.max_batch_tokens or DEFAULT_BATCH_TOKENS
+        return state.backlog_tokens - state.num_held_tokens < self._steps_ahead * batch_tokens
+
+    def can_decode(self, replica_id: str, num_new_sequences: int, num_prompt_tokens: int) -> bool:
+        """Whether the replica has places and blocks for so much more, or nothing to do."""
+        if self._has_refused(replica_id):
+            return False
+        state = self._load.state(replica_id)
+        num_sequences = state.num_sent_sequences
+        max_sequences = state.report.max_sequences or DEFAULT_MAX_SEQUENCES
+        if num_sequences and num_sequences + num_new_sequences > max_sequences:
+            return False
+        prompt_blocks = -(-num_prompt_tokens // self._block_tokens)
+        return not num_sequences or state.report.num_free_blocks >= prompt_blocks
+
+    # ---------------------------------------------------------------------------------------- private
+
+    def _is_avoided(self, replica_id: str, side: str) -> bool:
+        """Whether the replica is not usable, while others of its side are."""
+        if self._members[replica_id].is_usable:
+            return False
+        other = {"prefill": "decode", "decode": "prefill"}[side]
+        return any(it.is_usable and not it.is_leaving and it.role != other for it in self._members.values())
+
+    def _has_refused(self, replica_id: str) -> bool:
+        """Whether the replica has refused a request, and not reported since."""
+        refused_at = self._refused_at.get(replica_id)
+        if refused_at is not None and self._load.state(replica_id).report.received_at > refused_at:
+            del self._refused_at[replica_id]
+            refused_at = None
+        return refused_at is not None
+
+    def _preferred(self, replica_ids: Iterable[str]) -> list[str]:
+        """Return those that are usable; all where none is."""
+        all_ids = list(replica_ids)
+        return [each for each in all_ids if self._members[each].is_usable] or all_ids
+
+    def _has_usable(self, replica_ids: Iterable[str]) -> bool:
+        return any(self._members[each].is_usable for each in replica_ids)
+
+    def _missing(self, side: str, request: RouteRequest, pinned: str) -> str:
+        other = {"prefill": "decode", "decode": "prefill"}.get(side)
+        of_side = [item for item in self._members.values() if item.role != other]
+        num_leaving = sum(item.is_leaving for item in of_side)
+        num_excluded = sum(item.identity.replica_id in request.excluded for item in of_side)
+        text = (
+            f"no usable {side} replica: {len(of_side)} known, {num_leaving} leaving, {num_excluded} excluded"
+        )
+        return f"{text}; {pinned} was pinned" if pinned else text

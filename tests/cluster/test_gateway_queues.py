@@ -1,0 +1,171 @@
+"""What waits in a gateway counts in bytes wherever it waits, and an early refusal costs next to nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import grpc
+import pytest
+from gateway_harness import PROMPT, GatewayHarness, until
+
+from cluster.admission.config import AdmissionConfig
+from cluster.admission.ladder import Rung
+from cluster.api.client import GenerateOptions
+from cluster.errors import CallError, OverloadedError
+from cluster.proto.tandem.v1 import inference_pb2 as pb
+from cluster.serve.gateway_server import Gateway
+
+SCHEMA = json.dumps({"type": "string", "description": "x" * 250_000})
+
+
+async def opened(
+    harness: GatewayHarness, max_queue_mb: float = 256.0, auth: dict[str, Any] | None = None
+) -> tuple[Gateway, str]:
+    config = harness.config(auth=auth)
+    admission = AdmissionConfig(max_queue_mb=max_queue_mb)
+    return await harness.add_gateway(config.model_copy(update={"admission": admission}))
+
+
+async def generate(harness: GatewayHarness, address: str, **options: Any) -> None:
+    await harness.client(address).complete(PROMPT, GenerateOptions(max_tokens=3, **options), resume=False)
+
+
+async def test_on_a_rung_that_sheds_a_request_it_is_not_even_tokenized(
+    harness: GatewayHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await harness.add_replica("d0", "decode")
+    gateway, address = await opened(harness)
+    gateway.requests.admission.ladder.rung = Rung.LOW_WEIGHT_SHED
+    num_read = 0
+
+    async def read(*_: Any) -> None:
+        nonlocal num_read
+        num_read += 1
+        raise AssertionError
+
+    monkeypatch.setattr(gateway.requests._preprocessor, "prompt_tokens", read)
+    with pytest.raises(CallError) as caught:
+        await generate(harness, address, service_class="batch")
+    assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "of the class batch" in caught.value.message
+    assert num_read == 0
+    assert gateway.requests.admission.num_bytes == 0
+
+
+async def test_all_of_a_request_counts_in_bytes_until_it_is_submitted(harness: GatewayHarness) -> None:
+    """Its schema too, of which 256 KB are the most."""
+    replica = await harness.add_replica("d0", "decode")
+    replica.script.num_backlog_tokens = 5000
+    gateway, address = await opened(harness)
+    admission = gateway.requests.admission
+    work = asyncio.create_task(generate(harness, address, constraint=pb.Constraint(json_schema=SCHEMA)))
+    await until(lambda: len(admission) == 1, "it waits")
+    assert admission.num_bytes > 250_000
+    replica.script.num_backlog_tokens = 0
+    await until(lambda: bool(replica.submissions), "it is submitted")
+    assert admission.num_bytes == 0
+    await work
+    assert admission.num_bytes == 0
+
+
+async def test_a_request_counts_while_its_prompt_is_read(
+    harness: GatewayHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await harness.add_replica("d0", "decode")
+    gateway, address = await opened(harness, max_queue_mb=0.7)
+    admission, preprocessor = gateway.requests.admission, gateway.requests._preprocessor
+    read, goes_on = preprocessor.prompt_tokens, asyncio.Event()
+
+    async def slowly(*arguments: Any) -> Any:
+        await goes_on.wait()
+        return await read(*arguments)
+
+    monkeypatch.setattr(preprocessor, "prompt_tokens", slowly)
+    constraint = pb.Constraint(json_schema=SCHEMA)
+    first = asyncio.create_task(generate(harness, address, constraint=constraint))
+    await until(lambda: admission.num_bytes > 250_000, "it has arrived")
+    gone = asyncio.create_task(generate(harness, address, constraint=constraint))
+    await until(lambda: admission.num_bytes > 500_000, "another one has arrived")
+    with pytest.raises(CallError, match="max_queue_mb"):
+        await generate(harness, address, constraint=constraint)
+    gone.cancel()
+    await until(lambda: admission.num_bytes < 500_000, "it has left")
+    goes_on.set()
+    await first
+    assert admission.num_bytes == 0
+    await asyncio.gather(gone, return_exceptions=True)
+
+
+async def test_a_request_counts_again_while_it_waits_after_a_refusal(harness: GatewayHarness) -> None:
+    replica = await harness.add_replica("d0", "decode")
+    replica.script.num_refusals = 1000
+    gateway, address = await opened(harness)
+    admission = gateway.requests.admission
+    work = asyncio.create_task(generate(harness, address))
+    await until(lambda: len(admission.retries) == 1, "it was refused, and waits")
+    assert admission.num_bytes > 0
+    gateway.requests.close()
+    await asyncio.gather(work, return_exceptions=True)
+    assert admission.num_bytes == 0
+
+
+async def test_a_request_counts_while_there_is_no_replica(harness: GatewayHarness) -> None:
+    replica = await harness.add_replica("d0", "decode")
+    gateway, address = await opened(harness)
+    await replica.die()
+    await until(lambda: not gateway.connections.is_connected(), "it is gone")
+    work = asyncio.create_task(generate(harness, address))
+    await until(lambda: gateway.requests.num_running == 1, "it asks again and again")
+    assert gateway.requests.admission.num_bytes > 0
+    with pytest.raises(CallError):
+        await work
+    assert gateway.requests.admission.num_bytes == 0
+
+
+async def test_a_request_that_is_refused_for_the_load_is_not_counted_by_its_quota(
+    harness: GatewayHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused after its prompt was read, so after it was taken from the quota."""
+    replica = await harness.add_replica("d0", "decode")
+    tenants = {"*": {"requests_per_s": 0.001, "burst_s": 1000.0}}
+    gateway, address = await opened(harness, auth={"tenants": tenants})
+    requests = gateway.requests
+
+    def refuse(*_: Any) -> None:
+        raise OverloadedError("too late", 1.0)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(requests.admission, "admit", refuse)
+        for _ in range(3):
+            with pytest.raises(CallError, match="too late"):
+                await generate(harness, address)
+    assert requests.admission.num_bytes == 0
+    assert not replica.submissions
+    await generate(harness, address)
+    with pytest.raises(CallError, match="requests_per_s"):
+        await generate(harness, address)
+
+
+async def test_bytes_are_released_whatever_ends_the_acceptance(
+    harness: GatewayHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await harness.add_replica("d0", "decode")
+    gateway, address = await opened(harness)
+    requests = gateway.requests
+
+    def break_down(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a bug")
+
+    for owner, name in (
+        (requests._preprocessor, "prompt_tokens"),
+        (requests.admission, "admit"),
+        (requests._quotas, "take_prompt"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, break_down)
+            with pytest.raises(CallError):
+                await generate(harness, address)
+        assert requests.admission.num_bytes == 0, name
+        assert len(requests.admission) == 0, name
