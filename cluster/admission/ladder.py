@@ -3,6 +3,7 @@ wait. Time is an argument."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple
@@ -31,13 +32,22 @@ THRESHOLDS = {
     Rung.LOW_WEIGHT_SHED: 0.8,
     Rung.REFUSING: 1.0,
 }
-# A rung is left when the pressure has been below this part of its threshold for so long.
+# A rung is left when the pressure has been below this part of its threshold for so long, or when hardly
+# anything has waited for less long.
 RELEASE_PART = 0.8
 RELEASE_S = 5.0
+IDLE_PRESSURE = 0.1
+IDLE_RELEASE_S = 1.0
+# A rung that is needed again so soon after it was left was left too early: the times until it is left are
+# twice as long then, up to so many times, until it was left for good.
+AGAIN_S = 60.0
+MOST_PATIENCE = 8
 
 
-# How often the pressure is measured, at most.
+# How often the pressure is measured, at most, and over what time it is averaged: single requests wait for
+# very different times.
 _PERIOD_S = 0.1
+SMOOTHED_S = 1.5
 # How long a flow counts in it after its last request, and how many do.
 _ASKING_S = 5.0
 _MAX_ASKING = 1000
@@ -47,7 +57,8 @@ class Ladder:
     """The rung of a gateway. It climbs at once, as far as the pressure goes, and descends rung by rung.
 
     rung n --pressure >= threshold of a higher rung--> that rung
-    rung n --pressure < RELEASE_PART x its threshold, for RELEASE_S--> rung n - 1
+    rung n --pressure < RELEASE_PART x its threshold, for RELEASE_S x patience--> rung n - 1
+    rung n --pressure < IDLE_PRESSURE, for IDLE_RELEASE_S x patience--> rung n - 1
     """
 
     def __init__(self, on_change: Callable[[Rung, Rung, float], None]) -> None:
@@ -56,25 +67,51 @@ class Ladder:
         self.pressure = 0.0
         self._on_change = on_change
         self._calm_since: float | None = None
+        self._idle_since: float | None = None
+        self._left_at = dict.fromkeys(Rung, float("-inf"))
+        self._patience = dict.fromkeys(Rung, 1)
 
     def update(self, pressure: float, now: float) -> None:
         """Take the pressure of this moment."""
         self.pressure = pressure
-        higher = [rung for rung, threshold in THRESHOLDS.items() if pressure >= threshold]
-        if higher and higher[-1] > self.rung:
-            self._calm_since = None
-            self._move(higher[-1])
-        elif self.rung is Rung.NORMAL or pressure >= RELEASE_PART * THRESHOLDS[self.rung]:
-            self._calm_since = None
-        elif self._calm_since is None:
+        higher = max((rung for rung, least in THRESHOLDS.items() if pressure >= least), default=Rung.NORMAL)
+        if higher > self.rung:
+            self._calm_since = self._idle_since = None
+            self._climb(higher, now)
+            return
+        is_calm = self.rung is not Rung.NORMAL and pressure < RELEASE_PART * THRESHOLDS[self.rung]
+        self._calm_since = _since(self._calm_since, now, holds=is_calm)
+        self._idle_since = _since(self._idle_since, now, holds=is_calm and pressure < IDLE_PRESSURE)
+        patience = self._patience[self.rung]
+        if _is_past(self._calm_since, RELEASE_S * patience, now) or _is_past(
+            self._idle_since, IDLE_RELEASE_S * patience, now
+        ):
             self._calm_since = now
-        elif now >= self._calm_since + RELEASE_S:
-            self._calm_since = now
+            self._idle_since = _since(None, now, holds=pressure < IDLE_PRESSURE)
+            self._left_at[self.rung] = now
             self._move(Rung(self.rung - 1))
+
+    def _climb(self, rung: Rung, now: float) -> None:
+        for each in Rung:
+            if self.rung < each <= rung:
+                is_again = now < self._left_at[each] + AGAIN_S
+                self._patience[each] = min(2 * self._patience[each], MOST_PATIENCE) if is_again else 1
+        self._move(rung)
 
     def _move(self, rung: Rung) -> None:
         before, self.rung = self.rung, rung
         self._on_change(before, rung, self.pressure)
+
+
+def _since(since: float | None, now: float, *, holds: bool) -> float | None:
+    """Return since when something holds that did so, or did not, until now."""
+    if not holds:
+        return None
+    return now if since is None else since
+
+
+def _is_past(since: float | None, duration_s: float, now: float) -> bool:
+    return since is not None and now >= since + duration_s
 
 
 class _Asking(NamedTuple):
@@ -87,13 +124,15 @@ class _Asking(NamedTuple):
 
 class Pressure:
     """What moves a ladder: the waits of new requests, in parts of what they may wait, as the mean of the
-    flows that have asked lately, by their weights. One that waits for its own many requests counts as one."""
+    flows that have asked lately, by their weights, averaged over time. One that waits for its own many
+    requests counts as one."""
 
     def __init__(self, ladder: Ladder) -> None:
         self._ladder = ladder
         # The latest last.
         self._asking: dict[Flow, _Asking] = {}
         self._measured_at = float("-inf")
+        self._smoothed = 0.0
 
     def note(self, flow: Flow, weight: float, part: float, now: float) -> None:
         """Note what part of its time a request of the flow would wait."""
@@ -107,9 +146,10 @@ class Pressure:
         """Move the ladder, unless that was done a moment ago."""
         if now < self._measured_at + _PERIOD_S:
             return
-        self._measured_at = now
+        passed_s, self._measured_at = now - self._measured_at, now
         while self._asking and next(iter(self._asking.values())).at < now - _ASKING_S:
             del self._asking[next(iter(self._asking))]
         weights = sum(it.weight for it in self._asking.values())
         pressure = sum(it.weight * it.part for it in self._asking.values()) / weights if weights else 0.0
-        self._ladder.update(pressure, now)
+        self._smoothed += (1 - math.exp(-passed_s / SMOOTHED_S)) * (pressure - self._smoothed)
+        self._ladder.update(self._smoothed, now)

@@ -234,6 +234,9 @@ def test_the_pressure_climbs_the_ladder_and_calm_descends_it(world: AdmissionWor
     numbers = itertools.count()
     while world.arrive(f"i{next(numbers)}", num_tokens=500) is not None:
         world.clock.advance(0.11)
+    for _ in range(30):  # more of them than are taken, for two times what the pressure is averaged over
+        world.clock.advance(0.11)
+        world.arrive(f"i{next(numbers)}", num_tokens=500)
     assert Rung.REFUSING not in world.rungs or world.rungs.index(Rung.BATCH_PAUSED) == 0
     assert world.admission.ladder.rung >= Rung.LOW_WEIGHT_SHED
     assert world.arrive("low", tenant="b", weight=0.5, service_class="standard") is None

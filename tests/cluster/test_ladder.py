@@ -7,7 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from cluster.admission.ladder import RELEASE_PART, RELEASE_S, THRESHOLDS, Ladder, Rung
+from cluster.admission.fair_queue import Flow
+from cluster.admission.ladder import (
+    AGAIN_S,
+    IDLE_PRESSURE,
+    IDLE_RELEASE_S,
+    MOST_PATIENCE,
+    RELEASE_PART,
+    RELEASE_S,
+    SMOOTHED_S,
+    THRESHOLDS,
+    Ladder,
+    Pressure,
+    Rung,
+)
 
 Change = tuple[Rung, Rung]
 
@@ -40,13 +53,70 @@ def test_each_rung_is_climbed_at_its_threshold_and_left_after_a_while_below(rung
 def test_pressure_between_restarts_the_time_below() -> None:
     ladder, _ = make_ladder()
     ladder.update(0.5, 0.0)
-    ladder.update(0.1, 1.0)
+    ladder.update(0.2, 1.0)
     ladder.update(0.35, 5.0)  # above 0.8 x 0.4
-    ladder.update(0.1, 5.5)
-    ladder.update(0.1, 5.5 + RELEASE_S - 0.01)
+    ladder.update(0.2, 5.5)
+    ladder.update(0.2, 5.5 + RELEASE_S - 0.01)
     assert ladder.rung == 1
-    ladder.update(0.1, 5.5 + RELEASE_S)
+    ladder.update(0.2, 5.5 + RELEASE_S)
     assert ladder.rung == 0
+
+
+def test_every_rung_is_left_soon_where_nothing_waits() -> None:
+    ladder, changes = make_ladder()
+    ladder.update(5.0, 0.0)
+    now = 10.0
+    ladder.update(0.0, now)
+    for _ in THRESHOLDS:
+        ladder.update(0.0, now + IDLE_RELEASE_S - 0.01)
+        before = ladder.rung
+        now += IDLE_RELEASE_S
+        ladder.update(0.0, now)
+        assert ladder.rung == before - 1
+    assert ladder.rung is Rung.NORMAL
+    ladder.update(0.5, 100.0)
+    ladder.update(0.0, 100.1)
+    ladder.update(IDLE_PRESSURE, 101.0)  # something waits
+    ladder.update(0.0, 101.1)
+    assert changes[1 + len(THRESHOLDS) :] == [(Rung.NORMAL, Rung.BATCH_PAUSED)]
+
+
+def left_after_s(ladder: Ladder, pressure: float, now: float) -> float:
+    """From a rung of 0.5: how long it takes until that is left."""
+    ladder.update(0.5, now)
+    begun_at = now = now + 0.1
+    ladder.update(pressure, now)
+    while ladder.rung:
+        now += 0.25
+        ladder.update(pressure, now)
+    return now - begun_at
+
+
+@pytest.mark.parametrize(("pressure", "first_s"), [(0.2, RELEASE_S), (0.0, IDLE_RELEASE_S)])
+def test_a_rung_that_is_needed_again_is_kept_longer(pressure: float, first_s: float) -> None:
+    ladder, _ = make_ladder()
+    now, times = 0.0, []
+    for _ in range(6):
+        times.append(left_after_s(ladder, pressure, now))
+        now += 0.1 + times[-1] + 1.0
+    assert times == pytest.approx([first_s * min(2**index, MOST_PATIENCE) for index in range(6)])
+    now += AGAIN_S
+    assert left_after_s(ladder, pressure, now) == pytest.approx(first_s)
+
+
+def test_the_pressure_is_averaged_over_time() -> None:
+    ladder, changes = make_ladder()
+    pressure, flow = Pressure(ladder), Flow("a", "interactive")
+    pressure.note(flow, 1.0, 0.0, 0.0)
+    now = 0.0
+    for index in range(200):  # single requests that wait long, or not at all
+        now += 0.2
+        pressure.note(flow, 1.0, 0.7 if index % 3 == 0 else 0.0, now)
+    assert not changes
+    for _ in range(10):
+        now += SMOOTHED_S / 10
+        pressure.note(flow, 1.0, 5.0, now)
+    assert ladder.rung is Rung.REFUSING
 
 
 @given(st.floats(0, 10))
@@ -59,7 +129,7 @@ def test_it_climbs_as_far_as_the_pressure_goes_at_once(pressure: float) -> None:
 
 
 class AnyPressures(RuleBasedStateMachine):
-    """Against what was seen: how long the pressure has been too low for the rung."""
+    """Against what was seen: how long the pressure has been too low for the rung, or next to none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,8 +149,12 @@ class AnyPressures(RuleBasedStateMachine):
             assert after is higher
         elif after is not before:
             assert after == before - 1
-            calm = [at for at, each in self.seen if each >= RELEASE_PART * THRESHOLDS[before]]
-            assert self.now - max(calm, default=0.0) >= RELEASE_S
+            least = RELEASE_PART * THRESHOLDS[before]
+            calm_s, idle_s = (
+                self.now - max((at for at, each in self.seen if each >= bound), default=0.0)
+                for bound in (least, IDLE_PRESSURE)
+            )
+            assert calm_s >= RELEASE_S or idle_s >= IDLE_RELEASE_S
         assert (before is after) == (
             not self.changes or self.changes[-1] != (before, after) or before is after
         )
@@ -89,7 +163,7 @@ class AnyPressures(RuleBasedStateMachine):
     def calm_down(self) -> None:
         """From any rung a calm gateway is back to normal within so many seconds of every rung."""
         for _ in range(2 * len(THRESHOLDS)):
-            self.now += RELEASE_S
+            self.now += IDLE_RELEASE_S * MOST_PATIENCE
             self.ladder.update(0.0, self.now)
         self.seen.append((self.now, 0.0))
         assert self.ladder.rung is Rung.NORMAL
