@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -223,8 +222,9 @@ class RequestManager:
         if not request.resume:
             self.admission.check_early(flow, weight, now, deadline_at, num_bytes)
         digest = resume_digest(request)
+        cap = 0
         if request.resume:
-            self._resume_tokens.check(
+            cap = self._resume_tokens.check(
                 request.resume_token, identity, request.tenant, request.request_id, request.seed, digest
             )
         else:
@@ -249,12 +249,15 @@ class RequestManager:
             raise DuplicateRequestError(f"request {request_id!r} is running; choose another id, or resume it")
         candidacy = None
         if not request.resume:
-            prepared = self._capped(prepared)
+            cap = self.admission.max_tokens(service_class, prepared.sampling.max_tokens)
             candidacy = Candidacy(flow, weight, prepared.priority, now, deadline_at)
+        prepared = _capped(prepared, cap)
         queued = self.admission.queued.hold(num_bytes + _num_bytes(prepared))
         held, quota_hold = self._admit(prepared, candidacy, queued)
         task = self._begin(key, prepared, texts, now, caller, candidacy, held, quota_hold, queued)
-        token = self._resume_tokens.issue(identity, request.tenant, request_id, prepared.seed, digest)
+        token = self._resume_tokens.issue(
+            identity, request.tenant, request_id, prepared.seed, digest, prepared.capped_max_tokens
+        )
         return Accepted(task, request_id, prepared.seed, prepared.num_prompt_tokens, token)
 
     async def _prepare(
@@ -329,15 +332,6 @@ class RequestManager:
                 )
             )
         return next(name for name in SERVICE_CLASSES if name == named)
-
-    def _capped(self, prepared: PreparedRequest) -> PreparedRequest:
-        """Return the request with as many output tokens as the load allows."""
-        max_tokens = prepared.sampling.max_tokens
-        cap = self.admission.max_tokens(prepared.service_class, max_tokens)
-        if cap == max_tokens:
-            return prepared
-        sampling = structs.replace(prepared.sampling, max_tokens=cap)
-        return dataclasses.replace(prepared, sampling=sampling, capped_max_tokens=cap)
 
     def _sharing_group(self, identity: Identity, tenant: str) -> str:
         return self._auth.sharing_group(tenant) if identity.names_tenants else identity.sharing_group
@@ -570,6 +564,18 @@ class RequestManager:
     def _observe(self, ended: EndedRequest) -> None:
         for observe in self._observers:
             observe(ended)
+
+
+def _capped(prepared: PreparedRequest, cap: int) -> PreparedRequest:
+    """Return the request with at most so many output tokens; 0: as it is."""
+    if not 0 < cap < prepared.sampling.max_tokens:
+        return prepared
+    samples = tuple(
+        replace(it, finish="length") if not it.finish and len(it.output) >= cap * TOKEN_BYTES else it
+        for it in prepared.samples
+    )
+    sampling = structs.replace(prepared.sampling, max_tokens=cap)
+    return replace(prepared, samples=samples, sampling=sampling, capped_max_tokens=cap)
 
 
 def _num_bytes(prepared: PreparedRequest) -> int:

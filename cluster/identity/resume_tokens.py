@@ -21,6 +21,7 @@ from kvtransfer.rpc.trust import Trust
 
 _MAC_BYTES = 32
 _TIME_BYTES = 8
+_CAP_BYTES = 4
 # How long a relayed call may take from one gateway to the next, their clocks' difference included.
 RELAY_S = 60.0
 _FIELD = "resume_token"
@@ -30,34 +31,45 @@ class ResumeTokens:
     """Issues and checks the tokens that let a caller resume its own request, at any gateway."""
 
     def __init__(self, trust: Trust, clock: Clock, lifetime_s: float) -> None:
-        self._key = trust.key_for("tandem-resume-1")
+        self._key = trust.key_for("tandem-resume-2")
         self._clock = clock
         self._lifetime_s = lifetime_s
 
-    def issue(self, identity: Identity, tenant: str, request_id: str, seed: int, prompt: bytes) -> str:
-        """Return a token for this request; `prompt` is the digest of all that decides its tokens."""
+    def issue(
+        self,
+        identity: Identity,
+        tenant: str,
+        request_id: str,
+        seed: int,
+        prompt: bytes,
+        capped_max_tokens: int = 0,
+    ) -> str:
+        """Return a token for this request; `prompt` is the digest of all that decides its tokens. What
+        `max_tokens` was cut to under load (0: it was not) holds wherever the request is resumed."""
         expires_at = int(self._clock.wall() + self._lifetime_s).to_bytes(_TIME_BYTES, "big")
-        return _text(expires_at + self._mac(expires_at, identity, tenant, request_id, seed, prompt))
+        head = expires_at + capped_max_tokens.to_bytes(_CAP_BYTES, "big")
+        return _text(head + self._mac(head, identity, tenant, request_id, seed, prompt))
 
     def check(
         self, token: str, identity: Identity, tenant: str, request_id: str, seed: int, prompt: bytes
-    ) -> None:
-        """Raise `InvalidRequestError` without a token, and `ForbiddenError` for one of another caller or
-        request, or an expired one."""
+    ) -> int:
+        """Return what `max_tokens` was cut to (0: it was not); raise `InvalidRequestError` without a token,
+        and `ForbiddenError` for one of another caller or request, or an expired one."""
         if not token:
             problem = "is missing; a resumed request needs the one that `accepted` gave"
             raise InvalidRequestError(FieldViolation(_FIELD, problem))
         data = _data(token)
-        expires_at, mac = data[:_TIME_BYTES], data[_TIME_BYTES:]
-        if not hmac.compare_digest(mac, self._mac(expires_at, identity, tenant, request_id, seed, prompt)):
+        head, mac = data[: _TIME_BYTES + _CAP_BYTES], data[_TIME_BYTES + _CAP_BYTES :]
+        if not hmac.compare_digest(mac, self._mac(head, identity, tenant, request_id, seed, prompt)):
             raise ForbiddenError(f"{_FIELD}: it is not the one of this caller, request id, seed and prompt")
-        if int.from_bytes(expires_at, "big") <= self._clock.wall():
+        if int.from_bytes(head[:_TIME_BYTES], "big") <= self._clock.wall():
             raise ForbiddenError(f"{_FIELD}: it has expired; send the request as a new one")
+        return int.from_bytes(head[_TIME_BYTES:], "big")
 
     def _mac(
-        self, expires_at: bytes, identity: Identity, tenant: str, request_id: str, seed: int, prompt: bytes
+        self, head: bytes, identity: Identity, tenant: str, request_id: str, seed: int, prompt: bytes
     ) -> bytes:
-        parts = (expires_at, identity.owner, tenant, request_id, seed, prompt)
+        parts = (head, identity.owner, tenant, request_id, seed, prompt)
         return hmac.digest(self._key, msgspec.msgpack.encode(parts), "sha256")
 
 

@@ -15,6 +15,7 @@ import pytest_asyncio
 from gateway_harness import MAX_CONTEXT, PROMPT, VOCAB, GatewayHarness, Pair, encode, until, write_model
 from http_harness import EmbeddingReplica
 
+from cluster.admission.admission import RequestAdmission
 from cluster.api.client import Completion, GenerateOptions, generate_request
 from cluster.errors import CallError
 from cluster.proto.enums import value_of
@@ -187,6 +188,26 @@ async def test_a_resumed_stream_has_the_usage_and_the_ends_of_an_unbroken_one(
     assert finished.samples == whole.finished.samples
     assert finished.usage.completion_tokens == whole.finished.usage.completion_tokens
     assert finished.usage.reasoning_tokens == whole.finished.usage.reasoning_tokens > 0
+
+
+@pytest.mark.parametrize("stop_at", [1, 3])
+async def test_what_load_cut_is_no_longer_where_it_is_resumed(
+    thinking: Pair, monkeypatch: pytest.MonkeyPatch, stop_at: int
+) -> None:
+    """The load has gone by then; at 3 the end alone is missing."""
+    caps = iter([3])
+    monkeypatch.setattr(RequestAdmission, "max_tokens", lambda self, service_class, asked: next(caps))
+    write(thinking, "abcdefgh")
+    request = generate_request(PROMPT, GenerateOptions(max_tokens=8, seed=3, request_id="cut"))
+    whole = [reply async for reply in thinking.client.stub().Generate(request)]
+    request.resume_token = whole[0].accepted.resume_token
+    request.resume.add(token_ids=encode("abc"[:stop_at]))
+    resumed = [reply async for reply in thinking.client.stub().Generate(request)]
+    assert "".join(reply.delta.text for reply in resumed) == "abc"[stop_at:]
+    for replies in (whole, resumed):
+        finished = replies[-1].finished
+        assert finished.usage.capped_max_tokens == 3
+        assert [it.finish_reason for it in finished.samples] == [pb.FINISH_REASON_LENGTH]
 
 
 @pytest.mark.parametrize("num_tokens", [3, 300])
