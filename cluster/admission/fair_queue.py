@@ -164,6 +164,8 @@ def work_ahead(own_s: float, others: Iterable[OtherFlow]) -> float:
         if it.share_s > it.cost_s and it.coming > 0:
             growth += it.coming
             growing.append(((it.share_s - it.cost_s) / it.coming, it))
+    if not certain_s:
+        return 0.0  # it goes at once, whatever would come meanwhile
     for ends_at, it in sorted(growing):
         if growth < 1 and certain_s / (1 - growth) <= ends_at:
             return certain_s / (1 - growth)

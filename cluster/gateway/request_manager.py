@@ -13,8 +13,6 @@ from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
-from msgspec import structs
-
 from cluster.admission.admission import Candidacy, HeldRequest, RequestAdmission
 from cluster.admission.fair_queue import Flow
 from cluster.admission.lane import ByteHold
@@ -251,7 +249,7 @@ class RequestManager:
         if not request.resume:
             cap = self.admission.max_tokens(service_class, prepared.sampling.max_tokens)
             candidacy = Candidacy(flow, weight, prepared.priority, now, deadline_at)
-        prepared = _capped(prepared, cap)
+        prepared = prepared.capped(cap)
         queued = self.admission.queued.hold(num_bytes + _num_bytes(prepared))
         held, quota_hold = self._admit(prepared, candidacy, queued)
         task = self._begin(key, prepared, texts, now, caller, candidacy, held, quota_hold, queued)
@@ -293,21 +291,31 @@ class RequestManager:
     ) -> tuple[HeldRequest | None, QuotaHold]:
         """Find a place for a new request, and take its prompt from its tenant's quota. A request without a
         place is held by nobody: where no replica is there, its task asks again."""
-        held, max_tokens = None, prepared.sampling.max_tokens * len(prepared.samples)
-        try:
+        max_tokens = prepared.sampling.max_tokens * len(prepared.samples)
+        held, is_resumed = None, candidacy is None
+        with contextlib.ExitStack() as failed:
+            failed.callback(queued.release)
             if candidacy is not None:
-                with contextlib.suppress(NoReplicaError):
-                    held = self.admission.admit(first_route_request(prepared), candidacy)
-            now, is_resumed = self._clock.now(), candidacy is None
-            return held, self._quotas.take_prompt(
-                prepared.tenant, prepared.num_prompt_tokens, max_tokens, now, is_resumed=is_resumed
-            )
-        except BaseException as error:
-            queued.release()
+                held = self._place(prepared, candidacy)
             if held is not None:
-                self.admission.drop(held)
-            if isinstance(error, OverloadedError):
-                self._quotas.withdraw(prepared.tenant, self._clock.now())
+                failed.callback(self.admission.drop, held)
+            quota_hold = self._quotas.take_prompt(
+                prepared.tenant,
+                prepared.num_prompt_tokens,
+                max_tokens,
+                self._clock.now(),
+                is_resumed=is_resumed,
+            )
+            failed.pop_all()
+        return held, quota_hold
+
+    def _place(self, prepared: PreparedRequest, candidacy: Candidacy) -> HeldRequest | None:
+        try:
+            return self.admission.admit(first_route_request(prepared), candidacy)
+        except NoReplicaError:
+            return None
+        except OverloadedError:
+            self._quotas.withdraw(prepared.tenant, self._clock.now())
             raise
 
     def _within_share(self, limits: ServingLimits, group: str, block_tokens: int) -> ServingLimits:
@@ -564,18 +572,6 @@ class RequestManager:
     def _observe(self, ended: EndedRequest) -> None:
         for observe in self._observers:
             observe(ended)
-
-
-def _capped(prepared: PreparedRequest, cap: int) -> PreparedRequest:
-    """Return the request with at most so many output tokens; 0: as it is."""
-    if not 0 < cap < prepared.sampling.max_tokens:
-        return prepared
-    samples = tuple(
-        replace(it, finish="length") if not it.finish and len(it.output) >= cap * TOKEN_BYTES else it
-        for it in prepared.samples
-    )
-    sampling = structs.replace(prepared.sampling, max_tokens=cap)
-    return replace(prepared, samples=samples, sampling=sampling, capped_max_tokens=cap)
 
 
 def _num_bytes(prepared: PreparedRequest) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import structs
 
 from cluster.config import GatewayConfig
 from cluster.errors import TemplateError
@@ -115,6 +116,19 @@ class PreparedRequest:
     def seed(self) -> int:
         """The seed of the request, which is that of its first sample."""
         return self.samples[0].seed
+
+    def capped(self, max_tokens: int) -> PreparedRequest:
+        """Return the request with at most so many tokens of output a sample; 0: as it is."""
+        if not 0 < max_tokens < self.sampling.max_tokens:
+            return self
+        samples = tuple(
+            replace(it, finish="length")
+            if not it.finish and len(it.output) >= max_tokens * TOKEN_BYTES
+            else it
+            for it in self.samples
+        )
+        sampling = structs.replace(self.sampling, max_tokens=max_tokens)
+        return replace(self, samples=samples, sampling=sampling, capped_max_tokens=max_tokens)
 
 
 def draw_seed() -> int:

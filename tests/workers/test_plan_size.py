@@ -141,7 +141,7 @@ requests = st.lists(
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(requests=requests, num_blocks=st.integers(12, 60), num_bytes=st.integers(1100, 3000))
+@given(requests=requests, num_blocks=st.integers(12, 60), num_bytes=st.integers(1150, 3000))
 def test_no_plan_exceeds_its_bytes_and_everybody_is_served(
     monkeypatch: pytest.MonkeyPatch,
     requests: list[tuple[int, int, int, bool]],
