@@ -76,7 +76,7 @@ async def test_without_another_replica_streams_run_on_and_fail_over_at_the_end(s
         calls = stage.calls(front, 300, 2, 800)
         await until(decoding(calls), "both run")
         before = [len(call.sequence) for call in calls]
-        await guest.core.drain(1.0)
+        await guest.core.drain(0.3)
         assert all(len(call.sequence) > count for call, count in zip(calls, before, strict=True))
         await until(lambda: len(guest.core.table) == 0, "nothing is left there")
         await front.register(stage.d0)
