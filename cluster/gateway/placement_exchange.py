@@ -31,7 +31,7 @@ from kvtransfer.rpc.trust import Trust
 from router.load import STALE_REQUEST_S, Placement
 from router.service import RouterService
 
-PLACEMENT_PROTOCOL = 1
+PLACEMENT_PROTOCOL = 2
 # A new placement is sent at once, for others may choose the same replica meanwhile, but not sooner than
 # `FRAME_GAP_S` after the frame before. First tokens and ends wait for so long for others to go with them.
 BATCH_S = 0.005
@@ -75,8 +75,9 @@ class PlacementsRefused(Message, frozen=True):
 
 
 class Placed(Message, frozen=True):
-    """A placement, as in `router.load.Placement`. Ages are seconds at the sender when the frame was made;
-    `prefilled_age_s` None: there is no token yet."""
+    """A placement, as in `router.load.Placement`, in place of what was said of the request before. Ages are
+    seconds at the sender when the frame was made; `prefilled_age_s` None: there is no token yet. One that
+    `is_held` waits at the sender until it is placed again."""
 
     request_id: str
     compute_id: str
@@ -87,6 +88,7 @@ class Placed(Message, frozen=True):
     age_s: float
     prefilled_age_s: float | None
     block_keys: tuple[bytes, ...]
+    is_held: bool
 
 
 class Prefilled(Message, frozen=True):
@@ -258,6 +260,7 @@ class PeerPlacements:
                     routed_at=now - change.age_s,
                     prefilled_at=None if change.prefilled_age_s is None else now - change.prefilled_age_s,
                     gateway_id=self._gateway_id,
+                    is_held=change.is_held,
                 )
                 may_predict = self._may_predict(len(change.block_keys), now)
                 self._router.on_remote_routed(placement, is_predicted=may_predict)
@@ -474,6 +477,7 @@ def _placed(placement: Placement, now: float) -> Placed:
         age_s=max(0.0, now - placement.routed_at),
         prefilled_age_s=None if placement.prefilled_at is None else max(0.0, now - placement.prefilled_at),
         block_keys=placement.block_keys[:MAX_KEYS],
+        is_held=placement.is_held,
     )
 
 

@@ -124,14 +124,16 @@ class Group:
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_every_view_equals_the_model_and_nothing_is_left(data: st.DataObject) -> None:
-    """Any interleaving of placements, first tokens, ends, frames, cuts and reconnections."""
+    """Any interleaving of placements, held and sent, first tokens, ends, frames, cuts and reconnections."""
     group = Group(data.draw(st.integers(2, 4)))
     names = sorted(group.members)
-    # By (gateway, request): the replica, and whether it has a token.
-    model: dict[tuple[str, str], tuple[str, bool]] = {}
+    # By (gateway, request): the replica, and whether it waits in the gateway, is sent or has a token.
+    model: dict[tuple[str, str], tuple[str, str]] = {}
     for number in range(data.draw(st.integers(0, 40))):
         action = data.draw(
-            st.sampled_from(["place"] * 4 + ["prefill", "finish", "flush", "deliver", "cut", "connect"])
+            st.sampled_from(
+                ["place"] * 4 + ["submit", "prefill", "finish", "flush", "deliver", "cut", "connect"]
+            )
         )
         name = data.draw(st.sampled_from(names))
         pair = data.draw(st.sampled_from(sorted(group.ways)))
@@ -141,12 +143,19 @@ def test_every_view_equals_the_model_and_nothing_is_left(data: st.DataObject) ->
             # Sometimes another attempt of a request that runs.
             is_retry = bool(own) and data.draw(st.booleans())
             request_id = data.draw(st.sampled_from(own))[1] if is_retry else f"q{number}"
-            decision = member.router.route(RouteRequest(request_id, "t", (), PROMPT_TOKENS, 1))
-            model[name, request_id] = (decision.prefill or decision.decode, False)
-        elif action == "prefill" and own:
+            request, is_held = RouteRequest(request_id, "t", (), PROMPT_TOKENS, 1), data.draw(st.booleans())
+            decision = member.router.decide(request)
+            member.router.place(request, decision, is_held=is_held)
+            model[name, request_id] = (decision.prefill or decision.decode, "held" if is_held else "sent")
+        elif action == "submit" and own:
             key = data.draw(st.sampled_from(own))
+            member.router.on_submitted(key[1])
+            if model[key][1] == "held":
+                model[key] = (model[key][0], "sent")
+        elif action == "prefill" and (sent := [it for it in own if model[it][1] != "held"]):
+            key = data.draw(st.sampled_from(sent))
             member.router.on_prefilled(key[1])
-            model[key] = (model[key][0], True)
+            model[key] = (model[key][0], "prefilled")
         elif action == "finish" and own:
             key = data.draw(st.sampled_from(own))
             member.router.on_finished(key[1])
@@ -161,12 +170,15 @@ def test_every_view_equals_the_model_and_nothing_is_left(data: st.DataObject) ->
             group.connect(pair)
         group.check()
     group.settle()
-    expected = dict.fromkeys(REPLICAS, 0)
-    for replica_id, is_prefilled in model.values():
-        expected[replica_id] += 0 if is_prefilled else PROMPT_TOKENS
+    expected, expected_held = dict.fromkeys(REPLICAS, 0), dict.fromkeys(REPLICAS, 0)
+    for replica_id, state in model.values():
+        expected[replica_id] += 0 if state == "prefilled" else PROMPT_TOKENS
+        expected_held[replica_id] += PROMPT_TOKENS if state == "held" else 0
     for member in group.members.values():
         assert member.router.num_placements == len(model)
         assert member.backlogs() == expected
+        held = {it: member.router.load(it).num_held_tokens for it in REPLICAS}
+        assert held == expected_held
     for name, request_id in model:
         group.members[name].router.on_finished(request_id)
     group.settle()
@@ -175,6 +187,32 @@ def test_every_view_equals_the_model_and_nothing_is_left(data: st.DataObject) ->
         assert set(member.backlogs().values()) == {0}
         assert all(peer.num_placements == 0 for peer in member.peers.values())
     group.check()
+
+
+def test_what_another_gateway_holds_takes_no_capacity_and_is_waited_for() -> None:
+    group = Group(2)
+    holder, other = group.members["g0"].router, group.members["g1"].router
+    tokens = 100 * PROMPT_TOKENS  # more than the steps that any replica is sent ahead
+    request = RouteRequest("q", "t", (), tokens, 1)
+    decision = holder.decide(request)
+    replica_id = decision.prefill or decision.decode
+    holder.place(request, decision, is_held=True)
+    group.settle()
+    assert other.takes_more(replica_id)
+    assert other.load(replica_id).submitted_wait_s(0) == pytest.approx(10.0), "at 10,000 tokens a second"
+    group.clock.advance(1.0)
+    other.on_load(report(replica_id, group.clock.now()))  # which cannot show it
+    assert other.load(replica_id).num_held_tokens == tokens
+    holder.on_submitted("q")
+    group.settle()
+    assert not other.takes_more(replica_id)
+    assert other.load(replica_id).num_held_tokens == 0
+    group.clock.advance(1.0)
+    other.on_load(report(replica_id, group.clock.now()))
+    assert other.takes_more(replica_id), "the report shows it"
+    holder.on_finished("q")
+    group.settle()
+    assert other.num_placements == 0
 
 
 def test_a_cut_takes_its_placements_along_and_a_reconnection_brings_them_back() -> None:
@@ -241,6 +279,7 @@ def placed(**changed: object) -> Placed:
         "age_s": 0.0,
         "prefilled_age_s": None,
         "block_keys": (),
+        "is_held": False,
     }
     return Placed(**(fields | changed))  # type: ignore[arg-type]
 
