@@ -4,10 +4,11 @@ Every gateway is a real `RouterService` with the real feed and frames of placeme
 "both" compute one prompt of 2,048 tokens at a time at 10,000 tokens a second, and report to all gateways
 every 0.2 s, and what waits whenever that changes. Requests come at random (Poisson) at 70 % of what the
 replicas can do, each to a gateway drawn at random. A submission, a first token, and a frame of placements
-take 1 ms. With `cut`, no frame arrives in the middle fifth of the run; with `none`, never. Every figure is
-the median over the seeds.
+take 1 ms. With `cut`, no frame arrives in the middle fifth of the run; with `none`, never. With
+`--admission` what no replica can take waits in its gateway, as in a cluster; without, all is sent at once.
+Every figure is the median over the seeds.
 
-    python -m benchmarks.gateways [--requests 50000] [--seeds 5] [--gateways 1,4,8]
+    python -m benchmarks.gateways [--requests 50000] [--seeds 5] [--gateways 1,4,8] [--admission]
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ from typing import NamedTuple
 
 from msgspec.structs import asdict
 
+from cluster.admission.admission import Candidacy, HeldRequest, RequestAdmission
+from cluster.admission.config import AdmissionConfig
+from cluster.admission.fair_queue import Flow
+from cluster.errors import OverloadedError
 from cluster.gateway.placement_exchange import BATCH_S, FRAME_GAP_S, PeerPlacements, PlacementFeed
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
 from router.config import RouterConfig
-from router.messages import QueueState, ReplicaLoad, RouteRequest
+from router.messages import Decision, QueueState, ReplicaLoad, RouteRequest
 from router.service import RouterService
 
 NUM_REPLICAS = 16
@@ -100,10 +105,31 @@ class Replica:
         return self.free_at_s, num_cached, KvEvents(self.identity, self.sequence, stored, gone)
 
 
+class Waiting:
+    """What becomes of a request that its gateway's admission has placed."""
+
+    def __init__(self, release: Callable[[Decision], None]) -> None:
+        self._release = release
+
+    def on_released(self, held: HeldRequest) -> None:
+        self._release(held.decision)
+
+    def on_refused(self, error: OverloadedError) -> None:
+        raise error  # none should be, at this load
+
+    def on_moved(self, held: HeldRequest) -> None:
+        """Nothing was announced."""
+
+    def on_unplaced(self, reason: str, retry_after_s: float) -> None:
+        raise AssertionError(reason)
+
+
 class World:
     """Gateways, replicas and what is on its way between them."""
 
-    def __init__(self, num_gateways: int, seed: int, *, is_exchanging: bool, has_prefixes: bool) -> None:
+    def __init__(
+        self, num_gateways: int, seed: int, *, is_exchanging: bool, has_prefixes: bool, has_admission: bool
+    ) -> None:
         self.random = random.Random(seed)
         self.clock = ManualClock()
         self.has_prefixes = has_prefixes
@@ -116,6 +142,10 @@ class World:
         self.routers = [
             RouterService(RouterConfig(), BLOCK_TOKENS, self.clock, seed, salt=f"g{index}", observer=feed)
             for index, feed in enumerate(self.feeds)
+        ]
+        self.admissions = [
+            RequestAdmission(AdmissionConfig(), router, self.clock, itertools.count().__next__)
+            for router in (self.routers if has_admission else [])
         ]
         self.peers = {
             (to, source): PeerPlacements(f"g{source}", self.routers[to], self.clock)
@@ -200,28 +230,38 @@ class World:
             keys = shared + keys[PREFIX_BLOCKS:]
         request_id = str(number)
         request = RouteRequest(request_id, "t", keys if self.has_prefixes else (), PROMPT_TOKENS, 1)
-        self._submit(gateway, request, keys, arrived_at, may_return=True)
+
+        def release(decision: Decision) -> None:
+            self._submit(gateway, request, decision, keys, arrived_at, may_return=True)
+
+        if not self.admissions:
+            release(self.routers[gateway].route(request))
+            return
+        admission = self.admissions[gateway]
+        held = admission.admit(request, Candidacy(Flow("t", "standard"), 1.0, 0, arrived_at, None))
+        admission.hold(held, Waiting(release))
+        self._flush(gateway)
 
     def _submit(
         self,
         gateway: int,
         request: RouteRequest,
+        decision: Decision,
         keys: tuple[bytes, ...],
         arrived_at: float,
         *,
         may_return: bool,
     ) -> None:
-        """Route a request and send it; one that `may_return` is sent back, once, by a replica with more to do
-        than the decision allows."""
+        """Send a request; one that `may_return` is sent back, once, by a replica with more to do than the
+        decision allows."""
         router, request_id = self.routers[gateway], request.request_id
-        decision = router.route(request)
         self._flush(gateway)
         compute = self.replicas[decision.prefill or decision.decode]
         most = decision.most_backlog_tokens if may_return else None
 
         def sent_back() -> None:
             router.on_finished(request_id)
-            self._submit(gateway, request, keys, arrived_at, may_return=False)
+            self._submit(gateway, request, router.route(request), keys, arrived_at, may_return=False)
 
         def submitted() -> None:
             if most is not None and compute.queue_state(self.clock.now()).num_backlog_tokens > most:
@@ -255,13 +295,21 @@ class World:
         def heard() -> None:
             for router in self.routers:
                 router.on_queue(replica.identity, state, self.clock.now())
+            self._pump(replica)
 
         self.after(NETWORK_S, heard)
+
+    def _pump(self, replica: Replica) -> None:
+        """Let what waits for the replica go, where it may."""
+        for gateway, admission in enumerate(self.admissions):
+            admission.pump(replica.identity.replica_id)
+            self._flush(gateway)
 
     def _report(self, replica: Replica) -> None:
         load = replica.load(self.clock.now())
         for router in self.routers:
             router.on_load(load)
+        self._pump(replica)
         self.after(REPORT_S, lambda: self._report(replica))
 
     def _flush(self, gateway: int) -> None:
@@ -290,10 +338,23 @@ class World:
 
 
 def run(
-    num_gateways: int, num_requests: int, seed: int, *, is_exchanging: bool, has_prefixes: bool, has_cut: bool
+    num_gateways: int,
+    num_requests: int,
+    seed: int,
+    *,
+    is_exchanging: bool,
+    has_prefixes: bool,
+    has_cut: bool,
+    has_admission: bool = False,
 ) -> Outcome:
     """One run; nothing may be left in any router when all requests have ended."""
-    world = World(num_gateways, seed, is_exchanging=is_exchanging, has_prefixes=has_prefixes)
+    world = World(
+        num_gateways,
+        seed,
+        is_exchanging=is_exchanging,
+        has_prefixes=has_prefixes,
+        has_admission=has_admission,
+    )
     span_s = num_requests / world.rate()
     if has_cut:
         world.at(0.4 * span_s, world.cut)
@@ -321,6 +382,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--gateways", default="1,4,8")
     parser.add_argument("--kinds", default="exchange,none,cut")
+    parser.add_argument("--admission", action="store_true")
     arguments = parser.parse_args()
     for has_prefixes in (False, True):
         base: tuple[float, ...] | None = None
@@ -334,6 +396,7 @@ def main() -> None:
                         is_exchanging=kind != "none",
                         has_prefixes=has_prefixes,
                         has_cut=kind == "cut",
+                        has_admission=arguments.admission,
                     )
                     for seed in range(arguments.seeds)
                 ]
@@ -343,6 +406,7 @@ def main() -> None:
                     "what": "gateways",
                     "gateways": num_gateways,
                     "exchange": kind,
+                    "admission": arguments.admission,
                     "shared_prefixes": has_prefixes,
                     "requests": arguments.requests,
                     "mean_ms": round(1e3 * median.mean_s, 1),
