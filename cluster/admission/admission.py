@@ -36,6 +36,7 @@ from cluster.admission.lane import QueuedBytes, ReplicaLane, ReplicaLanes, Waits
 from cluster.admission.retries import RetryQueue
 from cluster.errors import OverloadedError
 from cluster.metrics.admission_stats import AdmissionStats, ClassStats, RungChange
+from cluster.metrics.gateway_counters import ServedTime
 from kvtransfer.common.clock import Clock
 from router.errors import NoReplicaError
 from router.messages import Decision, RouteRequest
@@ -124,12 +125,13 @@ class _EarlyWait(NamedTuple):
 
 @dataclass(slots=True)
 class AdmissionCounts:
-    """Totals since the start of the gateway."""
+    """Totals since the start of the gateway, and who was served lately."""
 
     # By reason ("late", "bytes", "shed", "aged", "requests") and class.
     num_refused: Counter[tuple[str, ServiceClass]] = field(default_factory=Counter)
     num_capped: int = 0
     num_released: Counter[ServiceClass] = field(default_factory=Counter)
+    served: ServedTime = field(default_factory=ServedTime)
     # By the rung that was taken, and the latest.
     num_rung_changes: Counter[str] = field(default_factory=Counter)
     rung_changes: deque[RungChange] = field(default_factory=lambda: deque(maxlen=NUM_CHANGES_KEPT))
@@ -208,6 +210,7 @@ class RequestAdmission:
             },
             num_rung_changes=dict(self.counts.num_rung_changes),
             changes=tuple(self.counts.rung_changes),
+            flows=self.counts.served.stats(now),
         )
 
     # ------------------------------------------------------------------------------------- admission
@@ -414,6 +417,7 @@ class RequestAdmission:
             lane.pop(now, paused)
             self._forget(held)
             self.counts.num_released[waiting.flow.service_class] += 1
+            self.counts.served.add(*waiting.flow, waiting.cost_s, now)
             self._router.on_submitted(waiting.request_id)
             held.effects.on_released(held)
         lane.blocked(now, ())

@@ -221,6 +221,14 @@ def _admission(stats: AdmissionStats) -> admin_pb.AdmissionStatus:
             for name, it in stats.classes.items()
         ],
         changes=[admin_pb.RungChange(**asdict(change)) for change in stats.changes],
+        flows=[
+            admin_pb.FlowStatus(
+                tenant=it.tenant,
+                service_class=value_of(pb.ServiceClass, it.service_class),
+                served_s=it.served_s,
+            )
+            for it in stats.flows
+        ],
     )
 
 

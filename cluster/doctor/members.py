@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from cluster.api.admission_shares import reasons_text, tenant_shares
 from cluster.config import LOOPBACK
 from cluster.doctor.checks import Check, CheckResult, Figures, GatewayReply, Live, error, note, ok, warning
 from cluster.gateway.circuit_breaker import NOTE as BREAKER
 from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 GROUP = "members"
 # Replicas report several times a second.
@@ -17,6 +19,8 @@ _YOUNG_S = 300.0
 # A gateway that runs for so long has seen the first start of all replicas.
 _SETTLED_S = 600.0
 _MAX_SKEW_S = 1.0
+# In one finding.
+_MAX_TENANTS = 5
 _LOCAL = tuple(f"{host}:" for host in LOOPBACK)
 
 
@@ -142,19 +146,64 @@ def gateways(live: Live) -> Iterator[CheckResult]:
                 "both may choose the same replica at the same time, which lengthens queues under load",
                 "see whether the gateways reach each other's gateway.fleet_port and share the cluster secret",
             )
-        if gateway.admission.rung:
-            does = gateway.admission.rung_name.replace("_", " ")
-            yield warning(
-                f"gateway {gateway.gateway_id} is under load: {does}",
-                f"new requests wait for {gateway.admission.pressure:.0%} of their objectives",
-                "more replicas, or longer objectives under admission; docs/overload.md says how to size them",
-            )
         if gateway.quota_note:
             yield warning(
                 f"gateway {gateway.gateway_id}: {gateway.quota_note}",
                 "a tenant whose requests all come to one gateway gets less than auth.tenants gives it",
                 "set store.redis_url to a server that all gateways reach, or see why they do not",
             )
+
+
+def admission(live: Live) -> Iterator[CheckResult]:
+    """Report what each gateway does under load, what waits there, and who is refused and served."""
+    before = {it.gateway_id: _num_refused(it.admission) for it in live.before.gateways}
+    for gateway in live.status.gateways:
+        if not gateway.HasField("admission"):
+            continue
+        stats, name = gateway.admission, gateway.gateway_id
+        num_refused = _num_refused(stats)
+        num_new = num_refused - before.get(name, num_refused)
+        details = _admission_text(stats)
+        figures: Figures = {"gateway": name, "rung": stats.rung, "num_refused": num_refused}
+        if stats.rung:
+            yield warning(
+                f"gateway {name} is under load: {stats.rung_name.replace('_', ' ')}; {details}",
+                f"new requests wait for {stats.pressure:.0%} of their objectives",
+                "more replicas, or longer objectives under admission; docs/overload.md says how to size them",
+                **figures,
+            )
+        elif num_new > 0:
+            yield note(
+                f"gateway {name} refused {num_new} requests while we looked; {details}",
+                "their clients get RESOURCE_EXHAUSTED, and when to try again",
+                "docs/overload.md says what is refused when, and how to size objectives and queues",
+                **figures,
+            )
+        else:
+            yield ok(f"gateway {name} is not under load; {details}", **figures)
+
+
+def _num_refused(stats: admin_pb.AdmissionStatus) -> int:
+    return sum(sum(it.num_refused.values()) for it in stats.classes)
+
+
+def _admission_text(stats: admin_pb.AdmissionStatus) -> str:
+    """Return what waits and was refused by class, and the tenants that were served most."""
+    waiting, refused = [], []
+    for it in stats.classes:
+        name = name_of(pb.ServiceClass, it.service_class)
+        if it.num_waiting:
+            waiting.append(f"{name} {it.num_waiting}")
+        if reasons := reasons_text(it.num_refused):
+            refused.append(f"{name} {reasons}")
+    shares = tenant_shares([stats])
+    served = [f"{it.tenant} {it.share:.0%}" for it in shares[:_MAX_TENANTS]]
+    if rest := shares[_MAX_TENANTS:]:
+        served.append(f"{len(rest)} more {sum(it.share for it in rest):.0%}")
+    return (
+        f"waiting: {', '.join(waiting) or 'none'}; refused since its start: {'; '.join(refused) or 'none'}; "
+        f"share of the replicas' time lately: {', '.join(served) or 'none'}"
+    )
 
 
 def quotas(live: Live) -> Iterator[CheckResult]:
@@ -256,6 +305,12 @@ CHECKS = (
         GROUP,
         "Gateways that do not answer, or only one, or do not know each other's use of tenants' limits",
         gateways,
+    ),
+    Check(
+        "admission",
+        GROUP,
+        "What gateways do under load, what waits in each class and is refused, and tenants' shares",
+        admission,
     ),
     Check("quotas", GROUP, "Tenants that are refused because of their limits", quotas),
     Check("clocks", GROUP, "Clocks of the gateways' hosts against this one", clocks),

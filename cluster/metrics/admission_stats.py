@@ -16,6 +16,15 @@ class ClassStats(Part, frozen=True):
     num_refused: dict[str, int] = {}
 
 
+class FlowStats(Part, frozen=True):
+    """What a tenant's requests of one class were given lately: seconds of the replicas' time."""
+
+    # "other": the tenants that have no place of their own here.
+    tenant: str
+    service_class: str
+    served_s: float
+
+
 class RungChange(Part, frozen=True):
     """A change of the ladder's rung. `at` is unix time; new requests then waited for `pressure` of their
     objectives."""
@@ -43,3 +52,5 @@ class AdmissionStats(Part, frozen=True):
     num_rung_changes: dict[str, int] = {}
     # The latest, oldest first.
     changes: tuple[RungChange, ...] = ()
+    # Of the tenants that were given most in about the last minute, and of the others together.
+    flows: tuple[FlowStats, ...] = ()

@@ -306,6 +306,28 @@ def test_a_greedy_tenant_has_its_share_and_the_others_keep_their_objectives() ->
     assert not [name for name in world.ended_early if not name.startswith("greedy")]
 
 
+def test_shares_are_those_of_the_weights_where_all_want_more() -> None:
+    world = AdmissionWorld()
+    numbers = itertools.count()
+    weights = {"light": 1.0, "heavy": 3.0}
+
+    def arrive(tenant: str) -> None:
+        world.arrive(f"{tenant}-{next(numbers)}", num_tokens=500, tenant=tenant, weight=weights[tenant])
+        world.at(world.clock.now() + 0.2, lambda: arrive(tenant))
+
+    for tenant in weights:
+        arrive(tenant)
+    world.run(300.0)
+    flows = world.admission.stats().flows
+    assert [(it.tenant, it.service_class) for it in flows] == [
+        ("heavy", "interactive"),
+        ("light", "interactive"),
+    ]
+    served_s = {it.tenant: it.served_s for it in flows}
+    assert served_s["light"] / sum(served_s.values()) == pytest.approx(0.25, abs=0.02)
+    assert sum(served_s.values()) == pytest.approx(60.0, rel=0.1), "a minute of the one replica"
+
+
 def test_goodput_holds_at_five_times_the_capacity() -> None:
     def goodput(load: float) -> float:
         world = AdmissionWorld(num_replicas=2)

@@ -20,6 +20,7 @@ from cluster.cli import calls
 from cluster.config import ClusterConfig, GatewayConfig, parse_config
 from cluster.errors import CallError, ConfigError, DashboardAwayError, StartError, UnavailableError
 from cluster.proto.tandem.v1 import inference_pb2 as pb
+from cluster.roster.messages import GatewayRecord
 from cluster.scaling.orders import Operations
 from cluster.serve.launcher import check_hosts
 from kvtransfer.common.clock import SystemClock
@@ -54,6 +55,20 @@ async def test_the_status_is_that_of_the_command_line(
     assert [replica["paths"][0]["gb_s"] for replica in reported_paths if replica["paths"]] == [5.5]
     assert shown["num_finished_requests"] == 1
     assert _without_ages(shown) == _without_ages(reported)
+
+
+async def test_the_status_has_the_classes_and_who_was_served(
+    front: ConsoleHarness, page: Page, client: Client
+) -> None:
+    await front.harness.roster.register(GatewayRecord("g0", 1, front.address, 7))
+    options = GenerateOptions(seed=1, max_tokens=3, tenant="them", service_class="batch")
+    await client.complete(PROMPT, options)
+    (gateway,) = (await page.get("/console/api/status"))["gateways"]
+    admission = gateway["admission"]
+    assert [it["service_class"] for it in admission["classes"]] == ["interactive", "standard", "batch"]
+    (flow,) = admission["flows"]
+    assert (flow["tenant"], flow["service_class"]) == ("them", "batch")
+    assert flow["served_s"] > 0
 
 
 async def test_a_request_is_shown_while_it_runs_and_when_it_has_ended(

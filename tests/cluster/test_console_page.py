@@ -64,6 +64,26 @@ async def test_the_page_shows_the_cluster_and_breaks_none_of_its_rules(
     await look(check)
 
 
+async def test_classes_and_tenants_are_shown_with_their_shares_and_refusals(
+    front: ConsoleHarness, browser: Browser
+) -> None:
+    record = GatewayRecord("g0", 1, front.address, 7, f"127.0.0.1:{front.gateway.console_port}")
+    await front.harness.roster.register(record)
+    client = front.harness.client(front.address)
+    await client.complete(PROMPT, GenerateOptions(max_tokens=3, request_id="first", tenant="them"))
+
+    def check() -> None:
+        browser.open(f"{front.page.url}/console")
+        browser.wait_text("#shares", "them")
+        assert browser.texts("#admission th") == ["interactive", "standard", "batch"]
+        assert browser.texts("#shares th") == ["them"]
+        assert "100" in browser.text("#shares")
+        assert "undefined" not in browser.text("#gateways") + browser.text("#admission")
+        assert browser.errors() == []
+
+    await look(check)
+
+
 @pytest.mark.parametrize("width", [1280, 800])
 async def test_the_page_can_be_read(front: ConsoleHarness, browser: Browser, width: int) -> None:
     client = front.harness.client(front.address)

@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from cluster.cli.calls import status_view
 from cluster.cli.demo import DemoRow, demo_table
 from cluster.cli.store import size
-from cluster.cli.terminal import stages
+from cluster.cli.terminal import NONE, stages
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 
@@ -222,3 +222,34 @@ def test_what_tenants_use_of_their_limits_is_shown_while_one_does() -> None:
     for part in ("acme", "requests_per_s 102%", "concurrent_tokens 25%", "7 by requests_per_s"):
         assert part in " ".join(text.split())
     assert "limits of tenants" not in shown(status_view(admin_pb.StatusResponse()))
+
+
+def test_classes_and_tenants_have_their_shares_of_all_gateways_in_80_columns() -> None:
+    def admission(name: str, tenants: dict[str, float]) -> admin_pb.GatewayStatus:
+        batch = pb.SERVICE_CLASS_BATCH
+        refusing = admin_pb.ClassStatus(
+            service_class=batch, num_waiting=3, num_released=12345, num_refused={"late": 7, "shed": 2}
+        )
+        idle = admin_pb.ClassStatus(service_class=pb.SERVICE_CLASS_INTERACTIVE)
+        flows = [
+            admin_pb.FlowStatus(tenant=tenant, service_class=batch, served_s=served_s)
+            for tenant, served_s in tenants.items()
+        ]
+        stats = admin_pb.AdmissionStatus(rung_name="normal", classes=[idle, refusing], flows=flows)
+        return admin_pb.GatewayStatus(gateway_id=name, admission=stats)
+
+    gateways = [admission("g0", {"acme": 30.0, "b": 10.0}), admission("g1", {"acme": 30.0, "[/c]": 10.0})]
+    lines = [
+        line.split() for line in shown(status_view(admin_pb.StatusResponse(gateways=gateways))).split("\n")
+    ]
+    assert ["interactive", NONE, "0", "0.0", "0", "0%", "0"] in lines
+    assert ["batch", "late", "14,", "shed", "4", "6", "0.0", "24690", "100%", "18"] in lines
+    assert ["acme", "batch", "75%", "75%"] in lines
+    assert ["[/c]", "batch", "12%", "12%"] in lines
+
+    many = [admission("g0", {f"t{number:02}": 30.0 - number for number in range(22)})]
+    text = shown(status_view(admin_pb.StatusResponse(gateways=many)))
+    assert "t19" in text
+    assert "t20" not in text
+    assert "2 more" in text
+    assert "served" not in shown(status_view(admin_pb.StatusResponse(gateways=[admission("g0", {})])))

@@ -9,6 +9,7 @@ from cluster.doctor import kv_cache, members
 from cluster.doctor.checks import GatewayReply, Severity
 from cluster.proto.enums import value_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
+from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 OK, NOTE, WARNING, ERROR = Severity
 
@@ -132,6 +133,51 @@ def test_a_gateway_that_has_its_part_of_the_limits_alone_is_named() -> None:
 
     seen = [text for severity, text in said(members.gateways, live(divide)) if severity is WARNING]
     assert any("gateway-x" in text and "no store.redis_url is set" in text for text in seen)
+
+
+def test_classes_shares_and_refusals_of_a_gateway_are_reported_with_its_rung() -> None:
+    def serve(status: admin_pb.StatusResponse) -> None:
+        stats = status.gateways[0].admission
+        stats.rung_name = "normal"
+        stats.classes.add(service_class=pb.SERVICE_CLASS_INTERACTIVE, num_waiting=2)
+        stats.classes.add(
+            service_class=pb.SERVICE_CLASS_BATCH, num_waiting=5, num_refused={"shed": 3, "late": 7}
+        )
+        stats.flows.add(tenant="b", service_class=pb.SERVICE_CLASS_BATCH, served_s=10.0)
+        stats.flows.add(tenant="a", service_class=pb.SERVICE_CLASS_INTERACTIVE, served_s=20.0)
+        stats.flows.add(tenant="a", service_class=pb.SERVICE_CLASS_BATCH, served_s=10.0)
+
+    def refuse(status: admin_pb.StatusResponse) -> None:
+        serve(status)
+        status.gateways[0].admission.classes[1].num_refused["late"] += 4
+
+    def climb(status: admin_pb.StatusResponse) -> None:
+        serve(status)
+        status.gateways[0].admission.rung = 2
+        status.gateways[0].admission.rung_name = "tokens_capped"
+
+    well = only(members.admission, live(serve, before=serve))
+    assert well.severity is OK
+    assert well.seen == (
+        "gateway g0 is not under load; waiting: interactive 2, batch 5; refused since its start: batch "
+        "late 7, shed 3; share of the replicas' time lately: a 75%, b 25%"
+    )
+    refused = only(members.admission, live(refuse, before=serve))
+    assert refused.severity is NOTE
+    assert refused.seen.startswith("gateway g0 refused 4 requests while we looked")
+    loaded = only(members.admission, live(climb, before=serve))
+    assert loaded.severity is WARNING
+    assert loaded.seen.startswith("gateway g0 is under load: tokens capped; waiting: interactive 2")
+
+
+def test_a_gateway_whose_load_is_not_known_and_one_that_served_nothing_share_nothing() -> None:
+    def idle(status: admin_pb.StatusResponse) -> None:
+        status.gateways[1].admission.rung_name = "normal"
+
+    assert not said(members.admission, live())
+    assert only(members.admission, live(idle)).seen.endswith(
+        "waiting: none; refused since its start: none; share of the replicas' time lately: none"
+    )
 
 
 def test_replicas_that_are_replaced_again_and_again_are_reported() -> None:

@@ -6,7 +6,7 @@ import { openExplain } from "/console/explain.js";
 import { askFewer, confirm, ordered, release, scale, startOrders } from "/console/orders.js";
 import { notesOf, showPools } from "/console/pools.js";
 import { ANSWER_MS, get, isSignedIn, mayOrder, startSession } from "/console/session.js";
-import { showGateways, showMoves, showPaths, showQuotas, showRequests, showTiers, showTraffic } from "/console/tables.js";
+import { showAdmission, showGateways, showMoves, showPaths, showQuotas, showRequests, showTiers, showTraffic } from "/console/tables.js";
 
 const PERIOD_MS = 1000;
 const AWAY_MS = 3000;
@@ -64,6 +64,7 @@ function showAll(requests, curves) {
   showPaths(paths);
   showMoves(status.scaling_changes, about.autoscale);
   showGateways(status.gateways, about.gateway_id, curves.totals);
+  showAdmission(status.gateways);
   showQuotas(status.quotas || []);
   showTraffic(status.traffic);
 }

@@ -1,10 +1,11 @@
-// Requests, tiers, transfers, scaling moves, gateways and traffic.
+// Requests, tiers, transfers, scaling moves, gateways, admission and traffic.
 
 import { NONE, badge, bar, byId, classes, column, duration, el, keyed, millis, percent, rows, show, size, text } from "/console/dom.js";
 
 const STATES = { running: "good", finished: "", cancelled: "warn", failed: "bad" };
 const INDEX_STATES = { up: "good", off: "", slow: "warn", down: "bad" };
 const NUM_MOVES = 20;
+const NUM_TENANTS = 20;
 
 // ------------------------------------------------------------------------------------------ requests
 
@@ -151,7 +152,7 @@ export function showGateways(gateways, ownId, totals) {
     column(total("num_running"), "num"),
     column(total("num_finished"), "num"),
     column(total("num_failed"), "num"),
-    column((gateway) => ((gateway.admission || {}).classes || []).map((it) => `${it.name} ${it.num_waiting || 0}`).join(", ") || NONE, "wide"),
+    column((gateway) => ((gateway.admission || {}).classes || []).map((it) => `${it.service_class} ${it.num_waiting}`).join(", ") || NONE, "wide"),
     column((gateway) => ((gateway.admission || {}).rung_name || NONE).replaceAll("_", " ")),
     {
       fill: (cell, gateway) => {
@@ -163,6 +164,52 @@ export function showGateways(gateways, ownId, totals) {
       },
     },
   ]);
+}
+
+// Classes and tenants, at all gateways together.
+export function showAdmission(gateways) {
+  const known = gateways.map((gateway) => gateway.admission).filter(Boolean);
+  const named = new Map();
+  for (const it of known.flatMap((admission) => admission.classes)) {
+    const sum = named.get(it.service_class) || { name: it.service_class, waiting: 0, sent: 0, refused: {}, served: 0 };
+    sum.waiting += it.num_waiting;
+    sum.sent += it.num_released;
+    add(sum.refused, it.num_refused);
+    named.set(it.service_class, sum);
+  }
+  const tenants = new Map();
+  let total = 0;
+  for (const flow of known.flatMap((admission) => admission.flows)) {
+    const tenant = tenants.get(flow.tenant) || { name: flow.tenant, served: 0, classes: {} };
+    tenant.served += flow.served_s;
+    add(tenant.classes, { [flow.service_class]: flow.served_s });
+    tenants.set(flow.tenant, tenant);
+    if (named.has(flow.service_class)) named.get(flow.service_class).served += flow.served_s;
+    total += flow.served_s;
+  }
+  const share = (served) => (total ? served / total : 0);
+  const listed = (numbers, shown) => Object.entries(numbers).sort().map(([name, num]) => `${name} ${shown(num)}`).join(", ");
+  const shareBar = { kind: "nowrap", fill: (cell, it) => bar(cell, share(it.served), percent(share(it.served))) };
+
+  rows(byId("admission"), [...named.values()], (it) => it.name, [
+    column((it) => it.name),
+    column((it) => it.waiting, "num"),
+    column((it) => it.sent, "num"),
+    shareBar,
+    column((it) => listed(it.refused, String) || NONE),
+  ]);
+  show(byId("admission-table"), named.size > 0);
+  const largest = [...tenants.values()].sort((a, b) => b.served - a.served).slice(0, NUM_TENANTS);
+  rows(byId("shares"), largest, (it) => it.name, [
+    column((it) => it.name),
+    shareBar,
+    column((it) => listed(it.classes, (served) => percent(share(served)))),
+  ]);
+  show(byId("shares-table"), largest.length > 0);
+}
+
+function add(sums, numbers) {
+  for (const [name, num] of Object.entries(numbers)) sums[name] = (sums[name] || 0) + num;
 }
 
 export function showQuotas(quotas) {

@@ -425,7 +425,7 @@ class GatewayStatus(_message.Message):
     def __init__(self, gateway_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., process_id: _Optional[int] = ..., console: _Optional[str] = ..., admin: _Optional[str] = ..., num_running_requests: _Optional[int] = ..., num_finished_requests: _Optional[int] = ..., num_failed_requests: _Optional[int] = ..., num_cancelled_requests: _Optional[int] = ..., note: _Optional[str] = ..., has_tls: _Optional[bool] = ..., unheard: _Optional[_Mapping[str, str]] = ..., quota_note: _Optional[str] = ..., admission: _Optional[_Union[AdmissionStatus, _Mapping[str, object]]] = ...) -> None: ...
 
 class AdmissionStatus(_message.Message):
-    __slots__ = ("rung", "rung_name", "pressure", "num_waiting_bytes", "waiting_s", "num_capped", "classes", "changes")
+    __slots__ = ("rung", "rung_name", "pressure", "num_waiting_bytes", "waiting_s", "num_capped", "classes", "changes", "flows")
     RUNG_FIELD_NUMBER: _ClassVar[int]
     RUNG_NAME_FIELD_NUMBER: _ClassVar[int]
     PRESSURE_FIELD_NUMBER: _ClassVar[int]
@@ -434,6 +434,7 @@ class AdmissionStatus(_message.Message):
     NUM_CAPPED_FIELD_NUMBER: _ClassVar[int]
     CLASSES_FIELD_NUMBER: _ClassVar[int]
     CHANGES_FIELD_NUMBER: _ClassVar[int]
+    FLOWS_FIELD_NUMBER: _ClassVar[int]
     rung: int
     rung_name: str
     pressure: float
@@ -442,7 +443,8 @@ class AdmissionStatus(_message.Message):
     num_capped: int
     classes: _containers.RepeatedCompositeFieldContainer[ClassStatus]
     changes: _containers.RepeatedCompositeFieldContainer[RungChange]
-    def __init__(self, rung: _Optional[int] = ..., rung_name: _Optional[str] = ..., pressure: _Optional[float] = ..., num_waiting_bytes: _Optional[int] = ..., waiting_s: _Optional[float] = ..., num_capped: _Optional[int] = ..., classes: _Optional[_Iterable[_Union[ClassStatus, _Mapping[str, object]]]] = ..., changes: _Optional[_Iterable[_Union[RungChange, _Mapping[str, object]]]] = ...) -> None: ...
+    flows: _containers.RepeatedCompositeFieldContainer[FlowStatus]
+    def __init__(self, rung: _Optional[int] = ..., rung_name: _Optional[str] = ..., pressure: _Optional[float] = ..., num_waiting_bytes: _Optional[int] = ..., waiting_s: _Optional[float] = ..., num_capped: _Optional[int] = ..., classes: _Optional[_Iterable[_Union[ClassStatus, _Mapping[str, object]]]] = ..., changes: _Optional[_Iterable[_Union[RungChange, _Mapping[str, object]]]] = ..., flows: _Optional[_Iterable[_Union[FlowStatus, _Mapping[str, object]]]] = ...) -> None: ...
 
 class ClassStatus(_message.Message):
     __slots__ = ("service_class", "num_waiting", "wait_s", "num_released", "num_refused")
@@ -464,6 +466,16 @@ class ClassStatus(_message.Message):
     num_released: int
     num_refused: _containers.ScalarMap[str, int]
     def __init__(self, service_class: _Optional[_Union[_inference_pb2.ServiceClass, str]] = ..., num_waiting: _Optional[int] = ..., wait_s: _Optional[float] = ..., num_released: _Optional[int] = ..., num_refused: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class FlowStatus(_message.Message):
+    __slots__ = ("tenant", "service_class", "served_s")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SERVICE_CLASS_FIELD_NUMBER: _ClassVar[int]
+    SERVED_S_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    service_class: _inference_pb2.ServiceClass
+    served_s: float
+    def __init__(self, tenant: _Optional[str] = ..., service_class: _Optional[_Union[_inference_pb2.ServiceClass, str]] = ..., served_s: _Optional[float] = ...) -> None: ...
 
 class RungChange(_message.Message):
     __slots__ = ("at", "before", "after", "pressure")
