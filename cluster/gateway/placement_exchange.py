@@ -140,8 +140,9 @@ class PlacementFeed:
         self.urgent = asyncio.Event()
 
     def on_routed(self, placement: Placement) -> None:
-        """Announce the placement unless too many are."""
-        if self.is_followed and len(self._announced) < MAX_PLACEMENTS:
+        """Announce the placement unless too many are. One that is announced already is always updated."""
+        is_known = placement.request_id in self._announced
+        if is_known or (self.is_followed and len(self._announced) < MAX_PLACEMENTS):
             self._announced.add(placement.request_id)
             self._append(_placed, placement)
             self.urgent.set()

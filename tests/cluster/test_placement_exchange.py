@@ -215,6 +215,26 @@ def test_what_another_gateway_holds_takes_no_capacity_and_is_waited_for() -> Non
     assert other.num_placements == 0
 
 
+def test_that_a_held_request_was_sent_is_announced_even_when_no_other_can_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cluster.gateway.placement_exchange.MAX_PLACEMENTS", 3)
+    group = Group(2)
+    group.settle()
+    holder, other = group.members["g0"].router, group.members["g1"].router
+    for number in range(4):
+        request = RouteRequest(f"q{number}", "t", (), PROMPT_TOKENS, 1)
+        holder.place(request, holder.decide(request), is_held=True)
+    group.settle()
+    assert other.num_placements == 3, "one is beyond the bound"
+    holder.on_submitted("q0")
+    group.settle()
+    assert sum(other.load(it).num_held_tokens for it in REPLICAS) == 2 * PROMPT_TOKENS
+    group.members["g1"].peers["g0"].close()
+    assert other.num_placements == 0
+    assert sum(other.load(it).num_held_tokens for it in REPLICAS) == 0
+
+
 def test_a_cut_takes_its_placements_along_and_a_reconnection_brings_them_back() -> None:
     group = Group(2)
     group.settle()
