@@ -31,7 +31,7 @@ CALM: dict[str, Any] = {
 STRICT: dict[str, Any] = {
     "standard": {"ttft_s": 15.0, "aging_s": 10.0, "max_wait_s": 15.0, "capped_tokens": 3}
 }
-NUM_BURST = 400
+NUM_BURST = 2000
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
