@@ -1,7 +1,8 @@
 """Speed and quality of the router, as JSON lines.
 
-Speed: decisions per second with 64 replicas and prompts of 2k and 8k tokens, without any store, and with
-stores that hold what the devices lack, the shallower half in DRAM and the rest on NVMe. Quality, with
+Speed: processor time of a decision with 64 replicas and prompts of 2k and 8k tokens, without any store, and
+with stores that hold what the devices lack, the shallower half in DRAM and the rest on NVMe; as one gateway
+of several decides, with the loads as they were and after all replicas have reported. Quality, with
 `--trace FILE` (lines with timestamp in ms, input_length, output_length, hash_ids of 512-token blocks): every
 policy on 16 prefill nodes, each with an LRU cache of 3,000 blocks and a first-come queue at a constant rate.
 
@@ -23,7 +24,8 @@ from kvtransfer.blocks.keys import TOKEN_BYTES, extend_keys
 from kvtransfer.common.clock import ManualClock, SystemClock
 from kvtransfer.messages import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
 from router.config import RouterConfig
-from router.messages import ReplicaLoad, RouteRequest
+from router.messages import QueueState, ReplicaLoad, RouteRequest
+from router.native import load_kernel
 from router.radix import PrefixTree
 from router.service import RouterService
 
@@ -60,10 +62,13 @@ def load_of(replica_id: str, now: float, backlog_tokens: int = 0, num_running: i
 # ------------------------------------------------------------------------------------------------ speed
 
 
-def quantiles_us(call: Callable[[], object], num_calls: int) -> tuple[float, float]:
-    """Median and 99th percentile of the processor time of one call."""
+def quantiles_us(
+    call: Callable[[], object], num_calls: int, before: Callable[[], object]
+) -> tuple[float, float]:
+    """Median and 99th percentile of the processor time of one call; what is done before it does not count."""
     times = []
     for _ in range(num_calls):
+        before()
         start = time.thread_time()
         call()
         times.append(time.thread_time() - start)
@@ -77,8 +82,9 @@ def measure_speed(num_tokens: int, with_store: bool, num_calls: int = 2000) -> I
     clock = SystemClock()
     num_blocks = num_tokens // BLOCK_TOKENS
     keys = tuple(key_of(number) for number in range(num_blocks))
-    service = RouterService(RouterConfig(), BLOCK_TOKENS, clock, 0)
-    tree = PrefixTree(clock, 5.0)
+    service = RouterService(RouterConfig(), BLOCK_TOKENS, clock, 0, salt="gateway")
+    service.set_shared(True)
+    tree = PrefixTree(clock, 5.0, load_kernel())
     for index in range(NUM_REPLICAS):
         identity = ReplicaIdentity(f"r{index:02}", 1)
         others = tuple(key_of((index + 1) << 64 | number) for number in range(4000))
@@ -100,15 +106,25 @@ def measure_speed(num_tokens: int, with_store: bool, num_calls: int = 2000) -> I
         service.route(RouteRequest("q", "t", copy, num_tokens, 100))
         service.on_finished("q")
 
-    measures: dict[str, Callable[[], object]] = {
-        "match": lambda: tree.match(copy),
-        "compare_as_one_run": lambda: copy == keys,
-        "decision": decide,
+    def report() -> None:
+        for index in range(NUM_REPLICAS):
+            queue = QueueState(index % 5, 0, 0, index % 7 * 100, 1_000_000)
+            service.on_queue(ReplicaIdentity(f"r{index:02}", 1), queue, clock.now())
+
+    def nothing() -> None:
+        return None
+
+    measures: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+        "match": (lambda: tree.match(copy), nothing),
+        "compare_as_one_run": (lambda: copy == keys, nothing),
+        "decision": (decide, nothing),
+        "decision_after_reports": (decide, report),
+        "reports": (report, nothing),
         # Beside it: the keys of the prompt's blocks, which are there before.
-        "block_keys": lambda: extend_keys(bytes(16), tokens, BLOCK_TOKENS),
+        "block_keys": (lambda: extend_keys(bytes(16), tokens, BLOCK_TOKENS), nothing),
     }
-    for name, call in measures.items():
-        median_us, p99_us = quantiles_us(call, num_calls)
+    for name, (call, before) in measures.items():
+        median_us, p99_us = quantiles_us(call, num_calls, before)
         yield {
             "what": name,
             "prompt_tokens": num_tokens,

@@ -19,7 +19,7 @@ between clocks is late by as long as the news travelled, never early, and so err
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple, Protocol
@@ -203,16 +203,27 @@ class _ReplicaLoad:
 
     identity: ReplicaIdentity
     role: str
+    # Of all replicas.
+    changed: set[str]
     report: ReplicaLoad | None = None
     computing: _Pending = field(default_factory=_Pending)
     staying: _Pending = field(default_factory=_Pending)
     expected: _Pending = field(default_factory=_Pending)
+    # None: it is made again when it is asked for, and the id is in `changed`.
     state: CurrentLoad | None = None
     # The logarithm of the times that prefills took there over those predicted, and when that was measured.
     log_ratio: float = 0.0
     measured_at: float = float("-inf")
     # From first tokens to ends, the mean; 0: not measured.
     residence_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.touch()
+
+    def touch(self) -> None:
+        """Note that the load has changed."""
+        self.state = None
+        self.changed.add(self.identity.replica_id)
 
     @property
     def pending(self) -> tuple[_Pending, _Pending, _Pending]:
@@ -239,7 +250,7 @@ class _ReplicaLoad:
         weight = _CORRECTION_WEIGHT * placement.prefill_s / (placement.wait_s + placement.prefill_s)
         known = self.log_ratio * math.exp((self.measured_at - now) / _CORRECTION_MEMORY_S)
         self.log_ratio, self.measured_at = known + weight * (log_ratio - known), now
-        self.state = None
+        self.touch()
 
     def cover(self) -> None:
         """Drop what the last report shows: routed by then or, if expected, handed over by then."""
@@ -261,12 +272,12 @@ class _ReplicaLoad:
                 self.staying.add(placement)
         if placement.decode_id == self.identity.replica_id and not _has_joined(placement, until):
             self.expected.add(placement)
-        self.state = None
+        self.touch()
 
     def forget(self, placement: Placement) -> None:
         for pending in self.pending:
             pending.drop(placement)
-        self.state = None
+        self.touch()
 
 
 class _GatewayPlacements:
@@ -315,6 +326,7 @@ class LoadTracker:
         self._observer = observer
         self._on_dropped = on_dropped
         self._replicas: dict[str, _ReplicaLoad] = {}
+        self._changed: set[str] = set()
         # By gateway id.
         self._own = _GatewayPlacements()
         self._placements: dict[str, _GatewayPlacements] = {"": self._own}
@@ -324,10 +336,11 @@ class LoadTracker:
         of other gateways: their news may have come before the replica's."""
         replica = self._replicas.get(identity.replica_id)
         if replica is not None and replica.identity.epoch == identity.epoch:
-            replica.role, replica.state = role, None
+            replica.role = role
+            replica.touch()
             return
         self.remove_replica(identity.replica_id)
-        self._replicas[identity.replica_id] = replica = _ReplicaLoad(identity, role)
+        self._replicas[identity.replica_id] = replica = _ReplicaLoad(identity, role, self._changed)
         for gateway_id, placements in self._placements.items():
             for placement in placements if gateway_id else ():
                 replica.count(placement)
@@ -343,7 +356,8 @@ class LoadTracker:
             return
         if replica.report is not None and load.received_at < replica.report.received_at:
             return
-        replica.report, replica.state = load, None
+        replica.report = load
+        replica.touch()
         replica.cover()
 
     def on_queue(self, identity: ReplicaIdentity, queue: QueueState, received_at: float) -> None:
@@ -403,13 +417,13 @@ class LoadTracker:
         placement.prefilled_at = self._clock.now() if prefilled_at is None else prefilled_at
         if (replica := self._replicas.get(placement.compute_id)) is not None:
             replica.computing.drop(placement)
-            replica.state = None
+            replica.touch()
             if not gateway_id:
                 replica.correct(placement, placement.prefilled_at - placement.routed_at, self._clock.now())
         if (replica := self._replicas.get(placement.decode_id)) is not None:
             if _has_joined(placement, replica.covered_until):
                 replica.expected.drop(placement)
-            replica.state = None
+            replica.touch()
         if self._observer is not None and not gateway_id:
             self._observer.on_prefilled(placement)
         return placement
@@ -451,6 +465,12 @@ class LoadTracker:
         if replica.state is None:
             replica.state = _state_of(replica, self._reports, self._clock.now())
         return replica.state
+
+    def take_changed(self) -> Sequence[str]:
+        """Return the replicas whose load has changed since the last call; some may be gone."""
+        changed = tuple(self._changed)
+        self._changed.clear()
+        return changed
 
     @property
     def num_placements(self) -> int:
@@ -494,7 +514,7 @@ class LoadTracker:
         if replica is not None and placement.prefilled_at is not None:
             took_s = self._clock.now() - placement.prefilled_at
             replica.residence_s = moving_average(replica.residence_s, took_s, _RESIDENCE_WEIGHT)
-            replica.state = None
+            replica.touch()
 
     def _drop_stale(self, placements: _GatewayPlacements) -> None:
         """Drop requests that were sent, and without news since for `STALE_REQUEST_S`. A long answer loses
@@ -532,17 +552,18 @@ def _state_of(replica: _ReplicaLoad, others: Callable[[], Iterable[ReplicaLoad]]
     num_held_sequences = staying.num_held_sequences + expected.num_held_sequences
     rates = rates_of(report, num_sequences - num_held_sequences, replica.correction(now), others)
     num_places = _num_places(report) if replica.role != "prefill" else 0.0
+    # By position, as `Rates`.
     return CurrentLoad(
-        role=replica.role,
-        report=report,
-        backlog_tokens=backlog_tokens,
-        num_sequences=num_sequences,
-        num_free_blocks=report.num_free_blocks - num_new_blocks,
-        rates=rates,
-        num_held_tokens=replica.computing.num_held_tokens,
-        num_held_sequences=num_held_sequences,
-        num_places=num_places,
-        residence_s=replica.residence_s or DEFAULT_OUTPUT_TOKENS * rates.step_s,
+        replica.role,
+        report,
+        backlog_tokens,
+        num_sequences,
+        report.num_free_blocks - num_new_blocks,
+        rates,
+        replica.computing.num_held_tokens,
+        num_held_sequences,
+        num_places,
+        replica.residence_s or DEFAULT_OUTPUT_TOKENS * rates.step_s,
     )
 
 

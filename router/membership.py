@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import count
 
 from kvtransfer.messages import ReplicaIdentity
 from router.config import RouterConfig
@@ -24,6 +24,8 @@ class Member:
 
     identity: ReplicaIdentity
     role: str
+    # Greater than those of all that were chosen before it.
+    turn: int
     is_leaving: bool = False
     # False: chosen only where nothing else is left.
     is_usable: bool = True
@@ -37,7 +39,8 @@ class Members:
         self._steps_ahead = config.steps_ahead
         self._block_tokens = block_tokens
         self._load = load
-        self._members: OrderedDict[str, Member] = OrderedDict()
+        self._members: dict[str, Member] = {}
+        self._turns = count()
         # When replicas refused a request, until they are heard again.
         self._refused_at: dict[str, float] = {}
         self.version = 0
@@ -47,7 +50,7 @@ class Members:
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over all ids, least recently chosen first."""
-        return iter(self._members)
+        return iter(sorted(self._members, key=self.turn))
 
     def add(self, identity: ReplicaIdentity, role: str) -> None:
         """Add a replica, or change its role. A new epoch is usable."""
@@ -57,7 +60,8 @@ class Members:
         if known is not None and known.identity.epoch == identity.epoch:
             known.role = role
         else:
-            self._members[identity.replica_id] = Member(identity, role)
+            turn = next(self._turns) if known is None else known.turn
+            self._members[identity.replica_id] = Member(identity, role, turn)
         self.version += 1
 
     def remove(self, replica_id: str) -> None:
@@ -80,7 +84,11 @@ class Members:
 
     def chosen(self, replica_id: str) -> None:
         """Note that the replica was chosen."""
-        self._members.move_to_end(replica_id)
+        self._members[replica_id].turn = next(self._turns)
+
+    def turn(self, replica_id: str) -> int:
+        """Return a number by which the least recently chosen of all comes first."""
+        return self._members[replica_id].turn
 
     def roles(self) -> dict[str, str]:
         """Return the roles of all."""

@@ -240,16 +240,19 @@ def local_candidate(query: RouteQuery, replica: ReplicaCost, num_steps: float) -
     return _computing("local", replica, pressure_s, note, 0.0)
 
 
-def choose(candidates: list[Candidate]) -> Choice | None:
+def choose(candidates: list[Candidate], *, finds_other: bool = False) -> Choice | None:
     """Return the cheapest choice: a pair of two different replicas, or a local candidate, which wins a tie.
+    With `finds_other` it says as well what the cheapest one costs that computes elsewhere.
 
     Other ties go to the first prefill, then the first decode candidate. None if nothing can be chosen.
     """
     prefills = [item for item in candidates if item.side == "prefill"]
     decodes = [item for item in candidates if item.side == "decode"]
-    local = min((item for item in candidates if item.side == "local"), key=_cost, default=None)
+    locals_ = [item for item in candidates if item.side == "local"]
+    local = min(locals_, key=_cost, default=None)
     local_cost_s = float("inf") if local is None else local.cost_s
     pair_cost_s, prefill_id, decode_id = float("inf"), "", ""
+    by_prefill: list[float] = []
     if prefills and decodes:
         costs = np.array([item.cost_s for item in prefills])[:, None] + np.array(
             [item.cost_s for item in decodes]
@@ -266,9 +269,19 @@ def choose(candidates: list[Candidate]) -> Choice | None:
         row, column = divmod(int(costs.argmin()), len(decodes))
         pair_cost_s = float(costs[row, column])
         prefill_id, decode_id = prefills[row].replica_id, decodes[column].replica_id
+        by_prefill = costs.min(axis=1).tolist()
     if local is not None and local_cost_s <= pair_cost_s:
-        return Choice("", local.replica_id, pair_cost_s, local_cost_s)
-    return None if pair_cost_s == float("inf") else Choice(prefill_id, decode_id, pair_cost_s, local_cost_s)
+        prefill_id, decode_id = "", local.replica_id
+    elif pair_cost_s == float("inf"):
+        return None
+    other_cost_s = float("inf")
+    if finds_other:
+        compute_id = prefill_id or decode_id
+        ids = [item.replica_id for item in (*prefills[: len(by_prefill)], *locals_)]
+        costs_s = [*by_prefill, *map(_cost, locals_)]
+        elsewhere = (cost_s for each, cost_s in zip(ids, costs_s, strict=True) if each != compute_id)
+        other_cost_s = min(elsewhere, default=float("inf"))
+    return Choice(prefill_id, decode_id, pair_cost_s, local_cost_s, other_cost_s)
 
 
 def cost_of(candidates: Sequence[Candidate], prefill_id: str, decode_id: str) -> float:

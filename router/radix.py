@@ -5,17 +5,17 @@ The router's service owns one tree and looks up, for each request, how much of t
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import filterfalse, repeat
+from operator import methodcaller, or_
 from typing import Literal, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.messages import BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
+from router.native import RouterKernel
 
 # While a snapshot is awaited, a gap is reported again only this often: one request, not one per event.
 SNAPSHOT_WAIT_S = 2.0
@@ -24,17 +24,13 @@ SNAPSHOT_WAIT_S = 2.0
 _MATCHED_AT_ONCE = 256
 
 StoreTier = Literal["dram", "nvme"]
-Counts = npt.NDArray[np.int64]
-Words = npt.NDArray[np.uint64]
+Counts = ctypes.Array[ctypes.c_int32]
 
 # Of each replica a mask has four bits: one for its device, one for each tier, and one that is never set.
 _SLOT_BITS = 4
 _TIER_TO_BIT: dict[StoreTier, int] = {"dram": 1, "nvme": 2}
-# The device bits of the replicas of a word.
-_DEVICE_BITS = np.uint64(0x1111111111111111)
 _WORD_BYTES = 8
-# Rows of bits that can be added up in bytes.
-_SUMMED_AT_ONCE = 255
+_SLOTS_PER_WORD = 8 * _WORD_BYTES // _SLOT_BITS
 
 
 class InStore(NamedTuple):
@@ -48,27 +44,19 @@ NOT_IN_STORE = InStore(0, 0)
 
 
 class Match:
-    """The leading blocks of a prompt that each replica has without computing: `num_device` counts the first
-    ones, on its device, `num_dram` and `num_nvme` those after them in its node's store, by the slots of the
-    replicas; None: no replica has a store."""
+    """The leading blocks of a prompt that each replica has without computing: the first ones on its device,
+    those after them in its node's store. `counts` has `num_slots` numbers for the device, as many for DRAM
+    and as many for NVMe, by the slots of the replicas."""
 
-    def __init__(
-        self,
-        id_to_slot: Mapping[str, int],
-        num_device: Counts,
-        num_dram: Counts | None = None,
-        num_nvme: Counts | None = None,
-    ) -> None:
+    def __init__(self, id_to_slot: Mapping[str, int], counts: Counts, num_slots: int) -> None:
         self._id_to_slot = id_to_slot
-        self.num_device = num_device
-        self.num_dram = num_dram
-        self.num_nvme = num_nvme
+        self.counts = counts
+        self.num_slots = num_slots
 
     @property
     def device(self) -> dict[str, int]:
         """By replica; those with none are absent."""
-        numbers = self.num_device.tolist()
-        return {name: numbers[slot] for name, slot in self._id_to_slot.items() if numbers[slot]}
+        return {name: self.counts[slot] for name, slot in self._id_to_slot.items() if self.counts[slot]}
 
     @property
     def stored(self) -> dict[str, InStore]:
@@ -76,14 +64,20 @@ class Match:
         each = {name: self.of(name)[1] for name in self._id_to_slot}
         return {name: counts for name, counts in each.items() if any(counts)}
 
+    @property
+    def most_blocks(self) -> int:
+        """How many the replica has that has most of them."""
+        counts, num_slots = self.counts, self.num_slots
+        tiers = (counts[start : start + num_slots] for start in range(0, 3 * num_slots, num_slots))
+        return max(map(sum, zip(*tiers, strict=True)))
+
     def of(self, replica_id: str) -> tuple[int, InStore]:
         """Return how many a replica has on its device and in the store."""
         slot = self._id_to_slot.get(replica_id)
         if slot is None:
             return 0, NOT_IN_STORE
-        if self.num_dram is None or self.num_nvme is None:
-            return int(self.num_device[slot]), NOT_IN_STORE
-        return int(self.num_device[slot]), InStore(int(self.num_dram[slot]), int(self.num_nvme[slot]))
+        counts, num_slots = self.counts, self.num_slots
+        return counts[slot], InStore(counts[num_slots + slot], counts[2 * num_slots + slot])
 
 
 @dataclass(slots=True, eq=False)
@@ -141,9 +135,8 @@ class PrefixTree:
            +- D  0b101  p0    p2          (p2's D does not count: its B is gone)
 
     What the store of a replica's node holds has bits of its own, by tier. A prefix is a chain: blocks in the
-    store count only when all before them are on the device or in the store. With stores, all blocks of a
-    prompt are matched at once: the running conjunction of their masks, over words of 16 replicas, says who
-    still has the prefix at each block, and the sum of its bits how far.
+    store count only when all before them are on the device or in the store. The running conjunction of the
+    masks says who still has the prefix at each block, for 16 replicas a word (`count_blocks`).
 
     Nodes are single keys and not compressed runs, on purpose. Events name single keys, with parents that
     may be unknown here, so every key needs its own entry anyway (190 bytes with one holder); compressed runs
@@ -154,12 +147,12 @@ class PrefixTree:
     without holders is deleted. A prediction counts as held until an event confirms it or its time is over.
     """
 
-    def __init__(self, clock: Clock, prediction_ttl_s: float) -> None:
+    def __init__(self, clock: Clock, prediction_ttl_s: float, kernel: RouterKernel | None = None) -> None:
+        """Without a `kernel` matches are counted in Python."""
         self._clock = clock
+        self._kernel = kernel
         self._prediction_ttl_s = prediction_ttl_s
         self._key_to_mask: dict[bytes, int] = {}
-        # Of all replicas together.
-        self._num_stored = 0
         self._holders: dict[str, _Holder] = {}
         # Replaced whenever it changes: matches keep the one of their time.
         self._id_to_slot: Mapping[str, int] = {}
@@ -266,8 +259,9 @@ class PrefixTree:
         until = self._clock.now() + self._prediction_ttl_s
         bit, masks = holder.device_bit, self._key_to_mask
         get_mask = masks.get
-        holder.predicted_until.update(zip(unconfirmed, repeat(until)))
-        masks.update([(key, get_mask(key, 0) | bit) for key in unconfirmed])
+        holder.predicted_until.update(dict.fromkeys(unconfirmed, until))
+        new_masks = map(or_, map(get_mask, unconfirmed, repeat(0)), repeat(bit))
+        masks.update(zip(unconfirmed, new_masks, strict=True))
         self._predictions.append(_Prediction(until, holder, unconfirmed))
 
     def expect(self, replica_id: str, keys: tuple[bytes, ...]) -> Expectation | None:
@@ -297,22 +291,19 @@ class PrefixTree:
         self._clear_device(holder, over)
 
     def match(self, keys: Sequence[bytes]) -> Match:
-        """Count for each replica how many of the leading keys it has, and where."""
+        """Count for each replica how many of the leading keys it has, and where: it continues in the store
+        where its device part ends, until a block is in neither."""
         self._expire()
-        if self._num_stored:
-            return self._match_tiers(keys)
-        depths = [0] * len(self._slot_to_id)
-        get_mask = self._key_to_mask.get
-        alive = get_mask(keys[0], 0) if keys else 0
-        for depth, key in enumerate(keys):
-            still_alive = alive & get_mask(key, 0)
-            if still_alive != alive:
-                _record(depths, alive ^ still_alive, depth)
-                alive = still_alive
-                if not alive:
-                    break
-        _record(depths, alive, len(keys))
-        return Match(self._id_to_slot, np.array(depths, dtype=np.int64))
+        masks = self._masks(keys)
+        num_words = max(1, -(-len(self._slot_to_id) // _SLOTS_PER_WORD))
+        num_slots = num_words * _SLOTS_PER_WORD
+        counts = (ctypes.c_int32 * (3 * num_slots))()
+        if self._kernel is None:
+            count_blocks(masks, num_slots, counts)
+        else:
+            packed = b"".join(map(methodcaller("to_bytes", num_words * _WORD_BYTES, "little"), masks))
+            self._kernel.count_blocks(packed, len(masks), num_words, counts)
+        return Match(self._id_to_slot, counts, num_slots)
 
     @property
     def num_keys(self) -> int:
@@ -343,40 +334,18 @@ class PrefixTree:
                 expected[key] = expected.get(key, 0) | holder.store_bit(tier)
         assert expected == self._key_to_mask
         assert self._id_to_slot.keys() == self._holders.keys()
-        assert self._num_stored == sum(len(holder.stored) for holder in self._holders.values())
         assert len(self._slot_to_id) == len(self._holders) + len(self._free_slots)
 
-    def _match_tiers(self, keys: Sequence[bytes]) -> Match:
-        """Match with the store as well: a replica continues in the store where its device part ends, until a
-        block is in neither tier."""
-        masks = self._masks(keys)
-        device = masks & _DEVICE_BITS
-        dram, nvme = (masks >> np.uint64(bit) & _DEVICE_BITS for bit in _TIER_TO_BIT.values())
-        # From here on a row says who has all blocks up to it: on the device, and with the store.
-        np.bitwise_and.accumulate(device, axis=0, out=device)
-        reached = np.bitwise_and.accumulate(device | dram | nvme, axis=0)
-        dram &= reached & ~device
-        bits = device | reached << np.uint64(1) | dram << np.uint64(2)
-        rows = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")
-        sums = np.zeros(rows.shape[1], np.int64)
-        for start in range(0, len(rows), _SUMMED_AT_ONCE):
-            sums += np.add.reduce(rows[start : start + _SUMMED_AT_ONCE], axis=0, dtype=np.uint8)
-        num_device, num_reached, num_dram, _ = sums.reshape(-1, _SLOT_BITS).T
-        return Match(self._id_to_slot, num_device, num_dram, num_reached - num_device - num_dram)
-
-    def _masks(self, keys: Sequence[bytes]) -> Words:
-        """Return the masks of the leading keys: `[num_keys, num_words]`. Keys behind one that nobody has may
-        be left out."""
+    def _masks(self, keys: Sequence[bytes]) -> list[int]:
+        """Return the masks of the leading keys, without those behind one that nobody has."""
         masks: list[int] = []
         get_mask = self._key_to_mask.get
         for start in range(0, len(keys), _MATCHED_AT_ONCE):
-            masks += [get_mask(key, 0) for key in keys[start : start + _MATCHED_AT_ONCE]]
-            if not masks[-1]:
-                break
-        num_words = -(-len(self._slot_to_id) * _SLOT_BITS // (8 * _WORD_BYTES))
-        num_bytes = num_words * _WORD_BYTES
-        packed = b"".join([mask.to_bytes(num_bytes, "little") for mask in masks])
-        return np.frombuffer(packed, "<u8").reshape(len(masks), num_words)
+            found = list(map(get_mask, keys[start : start + _MATCHED_AT_ONCE], repeat(0)))
+            if 0 in found:
+                return masks + found[: found.index(0)]
+            masks += found
+        return masks
 
     def _take(self, holder: _Holder, stored: Iterable[BlocksStored]) -> None:
         for blocks in stored:
@@ -393,9 +362,7 @@ class PrefixTree:
 
     def _store(self, holder: _Holder, keys: Sequence[bytes], tier: StoreTier) -> None:
         self._unstore(holder, [key for key in keys if holder.stored.get(key, tier) != tier])
-        num_before = len(holder.stored)
         holder.stored.update(dict.fromkeys(keys, tier))
-        self._num_stored += len(holder.stored) - num_before
         _set_bit(self._key_to_mask, holder.store_bit(tier), keys)
 
     def _remove(self, holder: _Holder, keys: Iterable[bytes]) -> None:
@@ -407,7 +374,6 @@ class PrefixTree:
         for key in keys:
             tier = holder.stored.pop(key, None)
             if tier is not None:
-                self._num_stored -= 1
                 _clear_bit(self._key_to_mask, holder.store_bit(tier), (key,))
 
     def _expire(self) -> None:
@@ -427,11 +393,30 @@ class PrefixTree:
         _clear_bit(self._key_to_mask, holder.device_bit, gone)
 
 
-def _record(depths: list[int], mask: int, depth: int) -> None:
-    while mask:
-        lowest = mask & -mask
-        depths[lowest.bit_length() // _SLOT_BITS] = depth
-        mask ^= lowest
+def count_blocks(masks: Sequence[int], num_slots: int, counts: Counts) -> None:
+    """Count the leading blocks that each replica has, as `Match` describes: what
+    `router.native.RouterKernel` does in compiled code."""
+    device = reached = int("1" * num_slots, 16)
+    last = [0, 0, 0]
+    for position, mask in enumerate([*masks, 0]):
+        dram = mask >> _TIER_TO_BIT["dram"]
+        device &= mask
+        reached &= device | dram | mask >> _TIER_TO_BIT["nvme"]
+        in_dram = dram & reached & ~device
+        for tier, bits in enumerate((device, in_dram, reached & ~device & ~in_dram)):
+            if bits != last[tier]:
+                _count_changes(last[tier], bits, position, counts, tier * num_slots)
+                last[tier] = bits
+
+
+def _count_changes(before: int, now: int, position: int, counts: Counts, start: int) -> None:
+    """Count the positions from which on a bit is set to that from which on it is not any more."""
+    changed = before ^ now
+    while changed:
+        lowest = changed & -changed
+        slot = start + lowest.bit_length() // _SLOT_BITS
+        counts[slot] += position if before & lowest else -position
+        changed ^= lowest
 
 
 def _set_bit(masks: dict[bytes, int], bit: int, keys: Iterable[bytes]) -> None:

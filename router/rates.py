@@ -77,17 +77,18 @@ def rates_of(
         mixed_s = correction * _mixed_s(report)
     else:
         product_s, attention_s, mixed_s = correction * token_s, 0.0, 0.0
+    # By position: this runs for every replica that has reported since the last decision.
     return Rates(
-        token_s=token_s,
-        product_s=product_s,
-        attention_s=attention_s,
-        mixed_s=mixed_s,
-        transfer_s=1.0 / report.transfer_tok_s if report.transfer_tok_s else DEFAULT_TRANSFER_RATIO * token_s,
-        dram_s=_load_s(report, "dram", token_s),
-        nvme_s=_load_s(report, "nvme", token_s),
-        present_step_s=decode_step_s,
-        step_s=_step_s(report, num_sequences, decode_step_s),
-        correction=correction,
+        token_s,
+        product_s,
+        attention_s,
+        mixed_s,
+        1.0 / report.transfer_tok_s if report.transfer_tok_s else DEFAULT_TRANSFER_RATIO * token_s,
+        _load_s(report, "dram", token_s),
+        _load_s(report, "nvme", token_s),
+        decode_step_s,
+        _step_s(report, num_sequences, decode_step_s),
+        correction,
     )
 
 

@@ -15,6 +15,7 @@ from router.errors import NoReplicaError
 from router.load import CurrentLoad, LoadTracker, Placement, PlacementObserver
 from router.membership import Members
 from router.messages import Candidate, Candidates, Decision, Prediction, QueueState, ReplicaLoad, RouteRequest
+from router.native import load_kernel
 from router.policies import (
     NEVER_FITS_S,
     Choice,
@@ -27,7 +28,7 @@ from router.policies import (
     make_policy,
     replica_cost,
 )
-from router.price_table import HASH_FACTOR, PriceTable
+from router.price_table import PriceTable, hashed
 from router.radix import Expectation, Match, PrefixTree
 
 # What it takes to be sent back by a replica, and to another one: that is done only where more is to be won.
@@ -84,7 +85,8 @@ class RouterService:
         self._block_tokens = block_tokens
         self._clock = clock
         self._policy = make_policy(config, seed)
-        self._tree = PrefixTree(clock, config.prediction_ttl_s)
+        self._kernel = load_kernel()
+        self._tree = PrefixTree(clock, config.prediction_ttl_s, self._kernel)
         self._load = LoadTracker(clock, observer, self._on_dropped)
         self._members = Members(config, block_tokens, self._load)
         self._decisions: OrderedDict[str, Decision] = OrderedDict()
@@ -327,11 +329,7 @@ class RouterService:
     def num_cached_blocks(self, block_keys: Sequence[bytes]) -> int:
         """Return how many of the leading blocks the replica with most of them has, on its device or in its
         node's store."""
-        match = self._tree.match(block_keys)
-        num_blocks = match.num_device
-        if match.num_dram is not None and match.num_nvme is not None:
-            num_blocks = num_blocks + match.num_dram + match.num_nvme
-        return int(num_blocks.max(initial=0))
+        return self._tree.match(block_keys).most_blocks
 
     def explain(self, request_id: str) -> Decision | None:
         """Return the request's last decision while it is among the last `NUM_DECISIONS_KEPT`."""
@@ -393,14 +391,12 @@ class RouterService:
         view = _View(match, waits or {}, held_part, self._clock.now() - self._config.stale_load_s)
         candidates: Sequence[Candidate]
         gain_s = float("inf")
-        if isinstance(self._policy, CostPolicy) and not (
-            prefers_capacity
-            or request.excluded
-            or request.pinned_prefill
-            or request.pinned_decode
-            or not request.decodes
-        ):
-            choice, gain_s, candidates = self._cheapest(request, query, view, before)
+        is_special = bool(request.excluded or request.pinned_prefill or request.pinned_decode)
+        table = None
+        if not (prefers_capacity or is_special) and request.decodes:
+            table = self._current_table(request)
+        if table is not None:
+            choice, gain_s, candidates = self._cheapest(table, request, query, view, before)
         else:
             prefill_ids, decode_ids = self._members.sides(request, self._order(request))
             prefills = _replica_costs(query, self._states(prefill_ids), view)
@@ -408,7 +404,7 @@ class RouterService:
             candidates = priced = self._policy.candidates(query, prefills, decodes)
             if prefers_capacity:
                 candidates = priced = self._with_capacity(query, priced)
-            choice = choose(priced)
+            choice = choose(priced, finds_other=self._is_shared and not is_special)
             if choice is not None and before is not None:
                 gain_s = cost_of(priced, before.prefill, before.decode) - choice.cost_s
         if choice is None:
@@ -446,7 +442,7 @@ class RouterService:
         if not self._salt:
             return self._members
         seed = self._seed(request)
-        return sorted(self._members, key=lambda replica_id: _hashed(replica_id, seed))
+        return sorted(self._members, key=lambda replica_id: hashed(replica_id, seed))
 
     def _with_capacity(self, query: RouteQuery, candidates: list[Candidate]) -> list[Candidate]:
         """Return the candidates that can take the request now; all, where no choice is among those."""
@@ -467,39 +463,52 @@ class RouterService:
     def _states(self, ids: Iterable[str]) -> list[tuple[str, CurrentLoad]]:
         return [(each, self._load.state(each)) for each in ids]
 
+    def _current_table(self, request: RouteRequest) -> PriceTable | None:
+        """Return the prices of all replicas that take requests; None: they are priced one by one."""
+        if self._kernel is None or not isinstance(self._policy, CostPolicy):
+            return None
+        members, table = self._members, self._table
+        if table is None or self._table_version != members.version:
+            sides = members.sides(request, members)
+            self._table = table = PriceTable(
+                self._kernel, self._config, self._block_tokens, self._load, self._tree, *sides, members.turn
+            )
+            self._table_version = members.version
+        table.refresh()
+        return table
+
     def _cheapest(
-        self, request: RouteRequest, query: RouteQuery, view: _View, before: Decision | None
+        self,
+        table: PriceTable,
+        request: RouteRequest,
+        query: RouteQuery,
+        view: _View,
+        before: Decision | None,
     ) -> tuple[Choice | None, float, Candidates]:
         """Choose among all replicas that take requests, by the policy "cost"; returns as well by how much
         that is better than what was decided `before`."""
-        table = self._table
-        if table is None or self._table_version != self._members.version:
-            sides = self._members.sides(request, self._order(request))
-            self._table = table = PriceTable(self._load, self._tree, *sides, self._members.roles())
-            self._table_version = self._members.version
-        table.refresh()
-        ranks = table.hashed(self._seed(request)) if self._salt else None
-        sides_rows = table.sides(ranks, self._members)
-        num_steps = self._config.decode_steps
+        seed = self._seed(request) if self._salt else None
         choice = table.cheapest(
             query,
             view.match,
-            sides_rows,
             view.waits,
             view.held_part,
             view.oldest,
-            num_steps,
+            seed,
             finds_other=self._is_shared,
             before=None if before is None else (before.prefill, before.decode),
         )
         gain_s = choice.gain_s if choice is not None else 0.0
-        states, ids, policy = list(table.states), table.ids, self._policy
+        states, turns, policy = list(table.states), list(table.turns), self._policy
 
         def made() -> list[Candidate]:
-            prefills, decodes = ([(ids[row], states[row]) for row in rows] for rows in sides_rows)
-            return policy.candidates(
-                query, _replica_costs(query, prefills, view), _replica_costs(query, decodes, view)
+            ranks = turns if seed is None else [hashed(each, seed) for each in table.ids]
+            order = sorted(range(len(ranks)), key=ranks.__getitem__)
+            sides = (
+                _replica_costs(query, [(table.ids[row], states[row]) for row in order if side[row]], view)
+                for side in table.sides
             )
+            return policy.candidates(query, *sides)
 
         return choice, gain_s, Candidates(made)
 
@@ -540,11 +549,6 @@ class RouterService:
         self._decisions[decision.request_id] = decision
         if len(self._decisions) > NUM_DECISIONS_KEPT:
             self._decisions.popitem(last=False)
-
-
-def _hashed(replica_id: str, seed: int) -> int:
-    """Hash the id; multiplied, because checksums with two seeds differ by the same bits for all ids."""
-    return zlib.crc32(replica_id.encode(), seed) * HASH_FACTOR & 0xFFFFFFFF
 
 
 def _replica_costs(

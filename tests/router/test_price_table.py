@@ -1,18 +1,22 @@
-"""Prices over arrays are those of the formulas, one by one, and so is what the next best choice costs."""
+"""What compiled code prices costs what the formulas say, one by one, and so does the next best choice."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from unittest import mock
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from optional_programs import needs_compiler
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import BlocksStored, KvSnapshot, ReplicaIdentity
+from router import service
 from router.config import RouterConfig
-from router.messages import Decision, ReplicaLoad, RouteRequest
+from router.messages import Decision, QueueState, ReplicaLoad, RouteRequest
+from router.native import load_kernel
 from router.policies import OVERLAP, cost_of, recompute
 from router.service import _LEAST_GAIN_S, _SENT_BACK_S, RouterService
 
@@ -39,6 +43,7 @@ replicas = st.fixed_dictionaries(
 )
 
 
+@needs_compiler
 @settings(deadline=None)
 @given(
     st.lists(replicas, min_size=1, max_size=12),
@@ -59,53 +64,30 @@ def test_the_choice_is_that_of_the_formulas(
     is_shared: bool,
 ) -> None:
     clock = ManualClock(100.0)
-    router = RouterService(RouterConfig(), BLOCK_TOKENS, clock, 1, salt=salt)
-    router.set_shared(is_shared)
-    waits: dict[str, float] = {}
-    for index, it in enumerate(drawn):
-        identity = ReplicaIdentity(f"{it['role']}-{index}", 1)
-        router.add_replica(identity, str(it["role"]))
-        ends = [int(str(it["device"]))]
-        for tier in ("dram", "nvme"):
-            ends.append(ends[-1] + int(str(it[tier])))
-        chains = (
-            BlocksStored(b"", KEYS[: ends[0]]),
-            BlocksStored(b"", KEYS[ends[0] : ends[1]], "dram"),
-            BlocksStored(b"", KEYS[ends[1] : ends[2]], "nvme"),
-        )
-        router.on_snapshot(KvSnapshot(identity, 1, chains))
-        if isinstance(wait_s := it["wait"], float):
-            waits[identity.replica_id] = wait_s
-        router.on_load(
-            ReplicaLoad(
-                identity=identity,
-                received_at=clock.now() - float(str(it["age_s"])),
-                num_running=int(str(it["running"])),
-                num_waiting=0,
-                num_landings=0,
-                num_backlog_tokens=int(str(it["backlog"])),
-                num_free_blocks=int(str(it["free"])),
-                num_total_blocks=1000,
-                prefill_tok_s=float(str(it["tok_s"])),
-                decode_step_s=0.02,
-                transfer_tok_s=100_000.0,
-                load_tok_s={"dram": 50_000.0, "nvme": 2000.0},
-                max_local_tokens=int(str(it["max_local"])),
-                prefill_token_s=float(str(it["token_s"])),
-                attention_token_s=1e-8,
-                decode_sequence_s=float(str(it["sequence_s"])),
-                max_sequences=int(str(it["max_sequences"])),
-            )
-        )
+    waits = {
+        f"{it['role']}-{index}": it["wait"] for index, it in enumerate(drawn) if isinstance(it["wait"], float)
+    }
+    assert load_kernel() is not None
+    router = _router(drawn, clock, salt, is_shared)
+    with mock.patch.object(service, "load_kernel", return_value=None):
+        reference = _router(drawn, clock, salt, is_shared)
     if all(it["role"] == "prefill" for it in drawn):
         return
     names = [f"{it['role']}-{index}" for index, it in enumerate(drawn)]
     for number in range(3):
+        for it in (router, reference):
+            it.on_queue(
+                ReplicaIdentity(names[0], 1), QueueState(number, 0, 1, 100 * number, 500), clock.now()
+            )
         request = RouteRequest(
             f"q{number}", "t", KEYS[: num_tokens // BLOCK_TOKENS], num_tokens, num_new, kv_share=kv_share
         )
         loads = {name: router.load(name) for name in names}
-        decision = router.route(request, is_held=number < 2, waits=waits, held_part=held_part)
+        decision, expected = (
+            it.route(request, is_held=number < 2, waits=waits, held_part=held_part)
+            for it in (router, reference)
+        )
+        assert replace(decision, candidates=list(decision.candidates)) == expected
         assert recompute(decision) == (decision.prefill, decision.decode)
         chosen = {(it.side, it.replica_id): it for it in decision.candidates}
         prefill = chosen["prefill" if decision.prefill else "local", decision.prefill or decision.decode]
@@ -133,6 +115,45 @@ def test_the_choice_is_that_of_the_formulas(
         if most < 1e9:
             assert decision.most_backlog_tokens is not None
             assert abs(decision.most_backlog_tokens - most) <= 1 + 1e-6 * most
+
+
+def _router(drawn: list[dict[str, object]], clock: ManualClock, salt: str, is_shared: bool) -> RouterService:
+    router = RouterService(RouterConfig(), BLOCK_TOKENS, clock, 1, salt=salt)
+    router.set_shared(is_shared)
+    for index, it in enumerate(drawn):
+        identity = ReplicaIdentity(f"{it['role']}-{index}", 1)
+        router.add_replica(identity, str(it["role"]))
+        ends = [int(str(it["device"]))]
+        for tier in ("dram", "nvme"):
+            ends.append(ends[-1] + int(str(it[tier])))
+        chains = (
+            BlocksStored(b"", KEYS[: ends[0]]),
+            BlocksStored(b"", KEYS[ends[0] : ends[1]], "dram"),
+            BlocksStored(b"", KEYS[ends[1] : ends[2]], "nvme"),
+        )
+        router.on_snapshot(KvSnapshot(identity, 1, chains))
+        router.on_load(
+            ReplicaLoad(
+                identity=identity,
+                received_at=clock.now() - float(str(it["age_s"])),
+                num_running=int(str(it["running"])),
+                num_waiting=0,
+                num_landings=0,
+                num_backlog_tokens=int(str(it["backlog"])),
+                num_free_blocks=int(str(it["free"])),
+                num_total_blocks=1000,
+                prefill_tok_s=float(str(it["tok_s"])),
+                decode_step_s=0.02,
+                transfer_tok_s=100_000.0,
+                load_tok_s={"dram": 50_000.0, "nvme": 2000.0},
+                max_local_tokens=int(str(it["max_local"])),
+                prefill_token_s=float(str(it["token_s"])),
+                attention_token_s=1e-8,
+                decode_sequence_s=float(str(it["sequence_s"])),
+                max_sequences=int(str(it["max_sequences"])),
+            )
+        )
+    return router
 
 
 def _check_moves(

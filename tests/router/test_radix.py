@@ -6,17 +6,23 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal, get_args
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from optional_programs import needs_compiler
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
+from router.native import RouterKernel, load_kernel
 from router.radix import SNAPSHOT_WAIT_S, Expectation, InStore, Match, PrefixTree
 
 Tier = Literal["device", "dram", "nvme"]
 TTL_S = 5.0
 REPLICAS = ("p0", "p1", "p2")
+kernels = pytest.mark.parametrize(
+    "is_compiled", [False, pytest.param(True, marks=needs_compiler)], ids=["python", "compiled"]
+)
 
 
 def both(match: Match) -> tuple[dict[str, int], dict[str, InStore]]:
@@ -51,13 +57,21 @@ class ReplicaModel:
     expected: list[tuple[bytes, ...]] = field(default_factory=list)
 
 
+def kernel_of(is_compiled: bool) -> RouterKernel | None:
+    kernel = load_kernel() if is_compiled else None
+    assert (kernel is not None) == is_compiled
+    return kernel
+
+
 class TreeAgainstModel(RuleBasedStateMachine):
+    is_compiled = False
+
     def __init__(self) -> None:
         super().__init__()
         # What was expected, also of replicas that are gone, with the model of that epoch.
         self.expectations: list[tuple[Expectation, ReplicaModel]] = []
         self.clock = ManualClock()
-        self.tree = PrefixTree(self.clock, TTL_S)
+        self.tree = PrefixTree(self.clock, TTL_S, kernel_of(self.is_compiled))
         self.models: dict[str, ReplicaModel] = {}
 
     @rule(replica=st.sampled_from(REPLICAS), epoch=st.integers(1, 3), with_snapshot=st.booleans())
@@ -223,6 +237,14 @@ TreeAgainstModel.TestCase.settings = settings(max_examples=120, stateful_step_co
 TestTreeAgainstModel = TreeAgainstModel.TestCase
 
 
+class CompiledTreeAgainstModel(TreeAgainstModel):
+    is_compiled = True
+
+
+CompiledTreeAgainstModel.TestCase.settings = TreeAgainstModel.TestCase.settings
+TestCompiledTreeAgainstModel = needs_compiler(CompiledTreeAgainstModel.TestCase)
+
+
 def synced_tree(*replicas: str) -> tuple[PrefixTree, ManualClock]:
     clock = ManualClock()
     tree = PrefixTree(clock, TTL_S)
@@ -364,17 +386,18 @@ def test_a_block_may_leave_the_device_and_stay_in_the_store() -> None:
 lengths = st.integers(0, 300)
 
 
+@kernels
 @settings(deadline=None)
 @given(
-    st.lists(st.tuples(lengths, lengths, lengths, st.booleans()), min_size=1, max_size=70),
-    st.integers(0, 600),
-    st.sampled_from([None, 5, 255, 256]),
+    drawn=st.lists(st.tuples(lengths, lengths, lengths, st.booleans()), min_size=1, max_size=70),
+    num_keys=st.integers(0, 600),
+    lost=st.sampled_from([None, 5, 255, 256]),
 )
 def test_all_replicas_at_once_are_as_one_by_one(
-    drawn: list[tuple[int, int, int, bool]], num_keys: int, lost: int | None
+    is_compiled: bool, drawn: list[tuple[int, int, int, bool]], num_keys: int, lost: int | None
 ) -> None:
     """More replicas than fit a word, longer prompts than are matched at once, a block that all have lost."""
-    tree = PrefixTree(ManualClock(), 5.0)
+    tree = PrefixTree(ManualClock(), 5.0, kernel_of(is_compiled))
     keys = tuple(index.to_bytes(4, "big") for index in range(num_keys))
     expected: dict[str, tuple[int, InStore]] = {}
     for number, (num_device, num_dram, num_nvme, is_dram_last) in enumerate(drawn):
@@ -396,4 +419,5 @@ def test_all_replicas_at_once_are_as_one_by_one(
         expected[f"r{number}"] = depth, InStore(reached.count("dram"), reached.count("nvme"))
     match = tree.match(keys)
     assert {name: match.of(name) for name in expected} == expected
+    assert match.most_blocks == max(depth + sum(in_store) for depth, in_store in expected.values())
     tree.check()
