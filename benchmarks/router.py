@@ -2,7 +2,8 @@
 
 Speed: processor time of a decision with 64 replicas and prompts of 2k and 8k tokens, without any store, and
 with stores that hold what the devices lack, the shallower half in DRAM and the rest on NVMe; as one gateway
-of several decides, with the loads as they were and after all replicas have reported. Quality, with
+of several decides, with the loads as they were and after all replicas have reported; and what it takes to
+find what a request would wait where others wait. Quality, with
 `--trace FILE` (lines with timestamp in ms, input_length, output_length, hash_ids of 512-token blocks): every
 policy on 16 prefill nodes, each with an LRU cache of 3,000 blocks and a first-come queue at a constant rate.
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import itertools
 import json
 import time
 from collections import OrderedDict
@@ -20,6 +22,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
+from cluster.admission.fair_queue import Flow, Waiting
+from cluster.admission.lane import ReplicaLanes
 from kvtransfer.blocks.keys import TOKEN_BYTES, extend_keys
 from kvtransfer.common.clock import ManualClock, SystemClock
 from kvtransfer.messages import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
@@ -63,7 +67,7 @@ def load_of(replica_id: str, now: float, backlog_tokens: int = 0, num_running: i
 
 
 def quantiles_us(
-    call: Callable[[], object], num_calls: int, before: Callable[[], object]
+    call: Callable[[], object], num_calls: int, before: Callable[[], object] = tuple
 ) -> tuple[float, float]:
     """Median and 99th percentile of the processor time of one call; what is done before it does not count."""
     times = []
@@ -111,17 +115,14 @@ def measure_speed(num_tokens: int, with_store: bool, num_calls: int = 2000) -> I
             queue = QueueState(index % 5, 0, 0, index % 7 * 100, 1_000_000)
             service.on_queue(ReplicaIdentity(f"r{index:02}", 1), queue, clock.now())
 
-    def nothing() -> None:
-        return None
-
     measures: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
-        "match": (lambda: tree.match(copy), nothing),
-        "compare_as_one_run": (lambda: copy == keys, nothing),
-        "decision": (decide, nothing),
+        "match": (lambda: tree.match(copy), tuple),
+        "compare_as_one_run": (lambda: copy == keys, tuple),
+        "decision": (decide, tuple),
         "decision_after_reports": (decide, report),
-        "reports": (report, nothing),
+        "reports": (report, tuple),
         # Beside it: the keys of the prompt's blocks, which are there before.
-        "block_keys": (lambda: extend_keys(bytes(16), tokens, BLOCK_TOKENS), nothing),
+        "block_keys": (lambda: extend_keys(bytes(16), tokens, BLOCK_TOKENS), tuple),
     }
     for name, (call, before) in measures.items():
         median_us, p99_us = quantiles_us(call, num_calls, before)
@@ -135,6 +136,38 @@ def measure_speed(num_tokens: int, with_store: bool, num_calls: int = 2000) -> I
             "p99_us": round(p99_us, 1),
             "per_s": round(1e6 / median_us),
         }
+
+
+def measure_waits(num_tenants: int, num_calls: int = 500) -> dict[str, object]:
+    """Time what an overloaded gateway adds to a decision: what a request would wait for each replica that
+    computes prompts, for each of which requests of so many tenants wait already."""
+    clock = ManualClock()
+    service = RouterService(RouterConfig(), BLOCK_TOKENS, clock, 0)
+    lanes = ReplicaLanes(service)
+    for index in range(NUM_REPLICAS // 2):
+        identity = ReplicaIdentity(f"r{index:02}", 1)
+        service.add_replica(identity, "prefill")
+        service.on_load(load_of(identity.replica_id, clock.now(), 10_000))
+        lane = lanes[identity.replica_id]
+        for number in range(3 * num_tenants):
+            flow = Flow(f"t{number % num_tenants}", "standard")
+            waiting = Waiting(str(number), flow, 0.1 + number % 7 / 10, clock.now(), 1e9, 0, 100)
+            lane.put(waiting, 1.0 + number % 3, clock.now())
+        lane.blocked(clock.now(), (identity.replica_id,))
+    turns = itertools.cycle(Flow(f"t{number}", "standard") for number in range(num_tenants))
+
+    def ask() -> None:
+        clock.advance(0.001)
+        lanes.waits(next(turns), 1.0, clock.now(), None)
+
+    median_us, p99_us = quantiles_us(ask, num_calls)
+    return {
+        "what": "waits",
+        "replicas": NUM_REPLICAS // 2,
+        "tenants": num_tenants,
+        "p50_us": round(median_us, 1),
+        "p99_us": round(p99_us, 1),
+    }
 
 
 # ---------------------------------------------------------------------------------------------- quality
@@ -257,6 +290,8 @@ def main() -> None:
         for with_store in (False, True):
             for line in measure_speed(num_tokens, with_store):
                 print(json.dumps(line), flush=True)
+    for num_tenants in (1, 4, 16):
+        print(json.dumps(measure_waits(num_tenants)), flush=True)
     if arguments.trace is not None:
         trace = read_trace(arguments.trace)
         for name in get_args(PolicyName):

@@ -236,8 +236,10 @@ class _ReplicaLoad:
 
     def correction(self, now: float) -> float:
         """Return what a prefill takes there over what its coefficients say."""
+        if self.log_ratio <= 0.0:
+            return 1.0
         kept = math.exp((self.measured_at - now) / _CORRECTION_MEMORY_S)
-        return min(max(1.0, math.exp(kept * self.log_ratio)), _MOST_CORRECTION)
+        return min(math.exp(kept * self.log_ratio), _MOST_CORRECTION)
 
     def correct(self, placement: Placement, took_s: float, now: float) -> None:
         """Note when a request's first token came: after what lay before it, which the replica's rate of

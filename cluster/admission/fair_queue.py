@@ -153,25 +153,37 @@ class OtherFlow(NamedTuple):
     share_s: float
 
 
-def work_ahead(own_s: float, others: Iterable[OtherFlow]) -> float:
-    """Return the work that goes before a request: the least x that is `own_s` + what the others do of it,
-    each of them min(cost_s + coming * x, share_s)."""
+def work_ahead(own_s: float, others: Iterable[tuple[float, float, float]]) -> float:
+    """Return the work that goes before a request: the least x that is `own_s` + what the others (each an
+    `OtherFlow`) do of it, each of them min(cost_s + coming * x, share_s)."""
     # certain_s + growth * x, as long as no more of the others come to their share.
     certain_s, growth = own_s, 0.0
-    growing: list[tuple[float, OtherFlow]] = []
-    for it in others:
-        certain_s += min(it.cost_s, it.share_s)
-        if it.share_s > it.cost_s and it.coming > 0:
-            growth += it.coming
-            growing.append(((it.share_s - it.cost_s) / it.coming, it))
+    growing: list[tuple[float, float, float]] = []
+    for cost_s, coming, share_s in others:
+        if share_s <= cost_s:
+            certain_s += share_s
+        else:
+            certain_s += cost_s
+            if coming > 0:
+                growth += coming
+                growing.append(((share_s - cost_s) / coming, coming, share_s - cost_s))
     if not certain_s:
         return 0.0  # it goes at once, whatever would come meanwhile
-    for ends_at, it in sorted(growing):
+    growing.sort()
+    for ends_at, coming, most_s in growing:
         if growth < 1 and certain_s / (1 - growth) <= ends_at:
             return certain_s / (1 - growth)
-        certain_s += it.share_s - it.cost_s
-        growth = max(0.0, growth - it.coming)
+        certain_s += most_s
+        growth = max(0.0, growth - coming)
     return certain_s
+
+
+class _Snapshot(NamedTuple):
+    """What the flows of a queue are like until something changes: the state, tag, weight and waiting work of
+    each, its mean request, and the work that came in a second when this was made."""
+
+    flows: list[tuple[_FlowState, float, float, float, float, float]]
+    made_at: float
 
 
 class FairQueue:
@@ -190,6 +202,8 @@ class FairQueue:
         self._virtual_s = 0.0
         # Of all tags.
         self._greatest_tag = 0.0
+        # By the class that is left out, until something changes.
+        self._snapshots: dict[ServiceClass | None, _Snapshot] = {}
         self._credit_s = 0.0
         self.cost_s = 0.0
 
@@ -208,6 +222,7 @@ class FairQueue:
         """Append a request to its flow, whose weight is from now on `weight`."""
         assert waiting.request_id not in self._waiting
         self._forget_idle(now)
+        self._snapshots.clear()
         flow = self._flows.get(waiting.flow)
         if flow is None:
             flow = self._flows[waiting.flow] = _FlowState(waiting.flow, weight, self._virtual_s)
@@ -269,16 +284,23 @@ class FairQueue:
         weights, `without` left out. They do what waits of them, and what will come meanwhile, as it came
         lately."""
         own = self._flows.get(flow)
-        own_cost_s = own.cost_s if own is not None else 0.0
-        tag = max(self._virtual_s, own.tag if own is not None else 0.0) + own_cost_s / weight
-        others: list[OtherFlow] = []
-        for key, other in self._flows.items():
-            if key == flow or key.service_class == without:
-                continue
-            other_tag = self._tag(other) if other.waiting else max(self._virtual_s, other.tag)
-            share_s = max(0.0, (tag - other_tag) * other.weight) + other.head_s
-            others.append(OtherFlow(other.cost_s, other.inflow(now) / rate, share_s))
-        return work_ahead(own_cost_s, others)
+        own_cost_s, tag = (
+            (own.cost_s, max(self._virtual_s, own.tag)) if own is not None else (0.0, self._virtual_s)
+        )
+        tag += own_cost_s / weight
+        snapshot = self._snapshots.get(without)
+        if snapshot is None:
+            snapshot = self._snapshots[without] = self._snapshot(now, without)
+        # All of what came fades alike.
+        faded = math.exp((snapshot.made_at - now) / _INFLOW_S) / rate
+        return work_ahead(
+            own_cost_s,
+            [
+                (cost_s, inflow * faded, (tag - its_tag) * its_weight + head_s if tag > its_tag else head_s)
+                for state, its_tag, its_weight, cost_s, head_s, inflow in snapshot.flows
+                if state is not own
+            ],
+        )
 
     def num_by_class(self) -> dict[ServiceClass, int]:
         """Return how many wait of each class that has any."""
@@ -301,6 +323,22 @@ class FairQueue:
         assert abs(self.cost_s - sum(it.cost_s for it in self._waiting.values())) < 1e-6
         assert len(self._flows) <= self._most_flows + 1
 
+    def _snapshot(self, now: float, without: ServiceClass | None) -> _Snapshot:
+        virtual_s = self._virtual_s
+        flows = [
+            (
+                it,
+                self._tag(it) if it.waiting else max(virtual_s, it.tag),
+                it.weight,
+                it.cost_s,
+                it.head_s,
+                it.inflow(now),
+            )
+            for key, it in self._flows.items()
+            if key.service_class != without
+        ]
+        return _Snapshot(flows, now)
+
     def _tag(self, flow: _FlowState) -> float:
         return max(flow.tag, self._resumed_s.get(flow.key.service_class, 0.0))
 
@@ -320,6 +358,7 @@ class FairQueue:
         return next_of_flow[1] if next_of_flow is not None else None
 
     def _remove(self, flow: _FlowState, waiting: Waiting) -> None:
+        self._snapshots.clear()
         del self._waiting[waiting.request_id]
         self._due.remove(waiting)
         flow.waiting.remove(waiting)
