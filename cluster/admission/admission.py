@@ -33,20 +33,17 @@ from cluster.admission.config import AdmissionConfig
 from cluster.admission.fair_queue import Flow, IndexedHeap, Waiting
 from cluster.admission.ladder import Ladder, Pressure, Rung
 from cluster.admission.lane import QueuedBytes, ReplicaLane, ReplicaLanes, Waits
+from cluster.admission.lateness import WAIT_MARGIN, Lateness
 from cluster.admission.retries import RetryQueue
-from cluster.errors import OverloadedError
+from cluster.errors import HopelessError, OverloadedError
 from cluster.metrics.admission_stats import AdmissionStats, ClassStats, RungChange
-from cluster.metrics.gateway_counters import ServedTime
+from cluster.metrics.gateway_counters import Predicted, ServedTime
 from kvtransfer.common.clock import Clock
 from router.errors import NoReplicaError
 from router.messages import Decision, RouteRequest
 from router.service import RouterService
 from workers.messages.link import SERVICE_CLASSES, ServiceClass
 
-# A request is refused when its wait is predicted to take more than `WAIT_MARGIN` of its objective, or of what
-# is left of its deadline, or its first token more than `MARGIN`: predictions err, those of waits the most.
-WAIT_MARGIN = 0.7
-MARGIN = 0.85
 # Of the time after which a refused client may come back: it varies by this part in either direction.
 JITTER = 0.25
 _LEAST_RETRY_S = 0.1
@@ -105,8 +102,8 @@ class HeldRequest:
     request: RouteRequest
     decision: Decision
     waiting: Waiting
-    # From its arrival to its first token, as predicted when it was taken.
-    predicted_s: float
+    # When it was taken.
+    predicted: Predicted
     # Waits no longer than until then; `bound` names what says so.
     refused_at: float
     bound: str
@@ -127,7 +124,7 @@ class _EarlyWait(NamedTuple):
 class AdmissionCounts:
     """Totals since the start of the gateway, and who was served lately."""
 
-    # By reason ("late", "bytes", "shed", "aged", "requests") and class.
+    # By reason ("late", "hopeless", "bytes", "shed", "aged", "requests") and class.
     num_refused: Counter[tuple[str, ServiceClass]] = field(default_factory=Counter)
     num_capped: int = 0
     num_released: Counter[ServiceClass] = field(default_factory=Counter)
@@ -227,10 +224,10 @@ class RequestAdmission:
             if len(self._early) >= _MAX_EARLY:
                 self._early.clear()
             self._early[flow] = early
-        limit_s = self._limit_s(flow, now, deadline_at)
-        if _excess_s(early.wait_s, 0.0, limit_s) > 0:
+        lateness = Lateness(flow, early.wait_s, 0.0, 0.0, 0.0, self._limit_s(flow, now, deadline_at))
+        if lateness.excess_s > 0:
             self._note(flow, weight, early.wait_s, now)
-            self._refuse_late(flow, early.wait_s, 0.0, limit_s)
+            self._refuse_late(lateness)
 
     def refuse(self, reason: str, flow: Flow, because: str, drain_s: float) -> NoReturn:
         """Count a refusal, and raise its `OverloadedError`; in `drain_s` there may be capacity."""
@@ -239,18 +236,19 @@ class RequestAdmission:
 
     def admit(self, request: RouteRequest, candidacy: Candidacy) -> HeldRequest:
         """Place the request, which is held, and whose bytes are counted in `queued`; raise `OverloadedError`
-        where it would be late, or too much waits here, and `NoReplicaError` as the router does."""
+        where it would be late, or too much waits here, `HopelessError` where it would always be late, and
+        `NoReplicaError` as the router does."""
         now, flow = self._clock.now(), candidacy.flow
         self._check_load(flow, candidacy.weight, now, 0)
         decision = self._router.decide(request, **self._waits(candidacy, now)._asdict())
-        prediction = decision.prediction
-        elapsed_s = now - candidacy.arrived_at
-        own_s = elapsed_s + prediction.prefill_s
-        wait_s = prediction.ttft_s - prediction.prefill_s
-        limit_s = self._limit_s(flow, now, candidacy.deadline_at)
+        prefill_s = decision.prediction.prefill_s
+        wait_s = decision.prediction.ttft_s - prefill_s
         self._note(flow, candidacy.weight, wait_s, now)
-        if _excess_s(wait_s, own_s, limit_s) > 0:
-            self._refuse_late(flow, wait_s, own_s, limit_s)
+        limit_s = self._limit_s(flow, now, candidacy.deadline_at)
+        alone_s = prefill_s / self._router.load(_lane_of(decision)).rates.correction
+        lateness = Lateness(flow, wait_s, prefill_s, alone_s, now - candidacy.arrived_at, limit_s)
+        if lateness.excess_s > 0:
+            self._refuse_late(lateness)
         return self._hold(request, candidacy, decision, now)
 
     def max_tokens(self, service_class: ServiceClass, max_tokens: int) -> int:
@@ -376,7 +374,7 @@ class RequestAdmission:
             request,
             decision,
             self._waiting(request, candidacy, decision),
-            predicted_s=now - candidacy.arrived_at + prediction.ttft_s,
+            predicted=Predicted(now - candidacy.arrived_at + prediction.ttft_s, prediction.step_s),
             refused_at=candidacy.arrived_at + wait_s,
             bound=bound,
             routed_at=now,
@@ -556,14 +554,11 @@ class RequestAdmission:
         limit_s = settings.max_wait_s if settings.ttft_s is None else settings.ttft_s
         return limit_s if deadline_at is None else min(limit_s, deadline_at - now)
 
-    def _refuse_late(self, flow: Flow, wait_s: float, own_s: float, limit_s: float) -> NoReturn:
-        self.refuse(
-            "late",
-            flow,
-            f"the first token is predicted in {wait_s + own_s:.1f} s, and {limit_s:.1f} s are the objective "
-            f"of the class {flow.service_class}, or what is left of the deadline",
-            _excess_s(wait_s, own_s, limit_s),
-        )
+    def _refuse_late(self, lateness: Lateness) -> NoReturn:
+        if lateness.is_hopeless:
+            self.counts.num_refused["hopeless", lateness.flow.service_class] += 1
+            raise HopelessError(str(lateness))
+        self.refuse("late", lateness.flow, str(lateness), lateness.excess_s)
 
     def _note(self, flow: Flow, weight: float, wait_s: float, now: float) -> None:
         """Note how long a request of the flow would wait, for the pressure."""
@@ -591,9 +586,3 @@ class RequestAdmission:
 def _lane_of(decision: Decision) -> str:
     """Return the replica that computes the prompt."""
     return decision.prefill or decision.decode
-
-
-def _excess_s(wait_s: float, own_s: float, limit_s: float) -> float:
-    """Return by how much a wait is too long for a first token that takes `own_s` beside it; at most 0: it is
-    not."""
-    return max(wait_s - WAIT_MARGIN * limit_s, wait_s + own_s - MARGIN * limit_s)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta
@@ -45,6 +45,8 @@ GRACE_S = 1.0
 _IDLE_S = 10.0
 # When concurrent tokens come back is not known.
 _HELD_RETRY_S = 1.0
+# A client comes back so much later than it could, at most.
+_JITTER = 0.25
 # Less is no wait: a client that waits just as long as it was told finds enough.
 _TOLERANCE_S = 1e-6
 _MAX_COUNT = 1 << 53
@@ -235,8 +237,10 @@ class _Peer:
 class Quotas:
     """The quotas of all tenants at one gateway. Tenants without limits cost next to nothing."""
 
-    def __init__(self, auth: AuthConfig) -> None:
+    def __init__(self, auth: AuthConfig, seeds: Callable[[], int] = lambda: 0) -> None:
+        """`seeds` draws integers, for jitter."""
         self._auth = auth
+        self._seeds = seeds
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
         self._peers: dict[str, _Peer] = {}
         self._num_counts = 0
@@ -257,9 +261,9 @@ class Quotas:
         if found is None:
             return
         if found.output is not None and (wait_s := found.output.missing_s(0, now)):
-            raise _refused(tenant, found, "output_tokens_per_s", wait_s)
+            raise self._used_up(tenant, found, "output_tokens_per_s", wait_s)
         if found.requests is not None and (wait_s := found.requests.missing_s(1, now)):
-            raise _refused(tenant, found, "requests_per_s", wait_s)
+            raise self._used_up(tenant, found, "requests_per_s", wait_s)
         is_shared = not self._is_divided
         if is_shared and found.num_withdrawn:
             found.num_withdrawn -= 1
@@ -293,7 +297,7 @@ class Quotas:
         if not is_resumed:
             self._check_held(tenant, found, num_tokens)
             if found.prompt is not None and (wait_s := found.prompt.missing_s(num_prompt_tokens, now)):
-                raise _refused(tenant, found, "prompt_tokens_per_s", wait_s)
+                raise self._used_up(tenant, found, "prompt_tokens_per_s", wait_s)
             found.take(1, num_prompt_tokens, now, is_shared=not self._is_divided)
         found.held += num_tokens
         found.used_at = now
@@ -408,13 +412,24 @@ class Quotas:
             )
         num_held = found.held + found.others_held
         if num_held and num_held + num_tokens > limit * self.share:
-            found.num_refused["concurrent_tokens"] += 1
-            raise QuotaError(
+            because = (
                 f"tenant {tenant!r} may have {limit} tokens of prompts and max_tokens at once ({setting}), "
-                f"and has {num_held}; this request needs {num_tokens} more: wait for others to end",
-                _HELD_RETRY_S,
-                "concurrent_tokens",
+                f"and has {num_held}; this request needs {num_tokens} more: wait for others to end"
             )
+            raise self._refused(found, "concurrent_tokens", because, _HELD_RETRY_S)
+
+    def _used_up(self, tenant: str, found: _Tenant, rate: Rate, wait_s: float) -> QuotaError:
+        """Count a refusal, and return its error."""
+        what = f"{getattr(found.limits, rate):g} {_RATES[rate]} a second"
+        setting = f"auth.tenants.{found.entry}.{rate}"
+        because = f"tenant {tenant!r} may use {what} ({setting}) and has used them up"
+        return self._refused(found, rate, f"{because}; try again in {wait_s:.3g} s", wait_s)
+
+    def _refused(self, found: _Tenant, limit: Limit, because: str, wait_s: float) -> QuotaError:
+        """Count a refusal, and return its error: the tenant's clients come back one after the other, and none
+        too soon."""
+        found.num_refused[limit] += 1
+        return QuotaError(because, wait_s * (1 + _JITTER * (self._seeds() % 1001) / 1000), limit)
 
     def _count(self, peer: _Peer, record: QuotaRecord, now: float) -> None:
         """Take from the buckets what this gateway has used since its last record."""
@@ -500,15 +515,3 @@ def _used(record: TenantRecord | None) -> tuple[int, int, int]:
     if record is None:
         return 0, 0, 0
     return record.num_requests, record.num_prompt_tokens, record.num_output_tokens
-
-
-def _refused(tenant: str, found: _Tenant, rate: Rate, wait_s: float) -> QuotaError:
-    """Count a refusal, and return its error."""
-    found.num_refused[rate] += 1
-    what = f"{getattr(found.limits, rate):g} {_RATES[rate]} a second"
-    setting = f"auth.tenants.{found.entry}.{rate}"
-    return QuotaError(
-        f"tenant {tenant!r} may use {what} ({setting}) and has used them up; try again in {wait_s:.3g} s",
-        wait_s,
-        rate,
-    )

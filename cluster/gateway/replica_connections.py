@@ -386,7 +386,7 @@ class ReplicaConnections:
                 if await self._serve_link(view, stream):
                     backoff.reset()
             await self._clock.sleep(backoff.failed())
-        del self._views[replica_id]
+        del self._views[replica_id], self._tasks[replica_id]
         self.breakers.forget(replica_id)
 
     async def _serve_link(self, view: ReplicaView, stream: FrameStream) -> bool:

@@ -23,6 +23,7 @@ from cluster.errors import (
     DeadlineError,
     DuplicateRequestError,
     FieldViolation,
+    HopelessError,
     InvalidRequestError,
     OverloadedError,
     QuotaError,
@@ -39,7 +40,7 @@ from cluster.identity.config import AuthConfig
 from cluster.identity.identity import Identity
 from cluster.identity.resume_tokens import ResumeTokens, draw_request_id, resume_digest
 from cluster.metrics.ended_request import Caller, EndedRequest, Observer, RoutedAttempt, TimelineEntry
-from cluster.metrics.gateway_counters import GatewayCounters
+from cluster.metrics.gateway_counters import NOT_PREDICTED, GatewayCounters
 from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.preprocess import PreparedRequest, Preprocessor
@@ -209,12 +210,8 @@ class RequestManager:
         deadline_at = None if deadline_s is None else now + deadline_s
         flow = Flow(request.tenant, service_class)
         if len(self._tasks) + self._num_arriving >= self._max_requests:
-            self.admission.refuse(
-                "requests",
-                flow,
-                f"this gateway has {self._max_requests} requests, the most it takes (gateway.max_requests)",
-                self._ends.next_s(now),
-            )
+            what = f"{self._max_requests} requests, the most it takes (gateway.max_requests)"
+            self.admission.refuse("requests", flow, f"this gateway has {what}", self._ends.next_s(now))
         weight = self._auth.limits(request.tenant).weight
         num_bytes = request.ByteSize()
         if not request.resume:
@@ -314,7 +311,7 @@ class RequestManager:
             return self.admission.admit(first_route_request(prepared), candidacy)
         except NoReplicaError:
             return None
-        except OverloadedError:
+        except (OverloadedError, HopelessError):
             self._quotas.withdraw(prepared.tenant, self._clock.now())
             raise
 
@@ -525,7 +522,7 @@ class RequestManager:
             unread=self.unread,
         )
         self._tasks[prepared.request_id] = self._latest[key] = task
-        self.counters.arrived(prepared, now, 0.0 if held is None else held.predicted_s)
+        self.counters.arrived(prepared, now, NOT_PREDICTED if held is None else held.predicted)
         task.begin()
         return task
 

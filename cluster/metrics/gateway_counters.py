@@ -9,7 +9,7 @@ import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from cluster.metrics.admission_stats import FlowStats
 from cluster.metrics.curves import CURVE_S, RING_S, Curves, SecondRing, Window, curves_of, window_of
@@ -61,6 +61,16 @@ def cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str
     return sums
 
 
+class Predicted(NamedTuple):
+    """Seconds from arrival to the first token, and of a decode step; 0: nothing was predicted."""
+
+    ttft_s: float = 0.0
+    step_s: float = 0.0
+
+
+NOT_PREDICTED = Predicted()
+
+
 @dataclass(slots=True)
 class _Open:
     """A request that runs."""
@@ -68,8 +78,7 @@ class _Open:
     tenant: str
     started_at: float
     num_prompt_tokens: int
-    # Of the first token; 0: none.
-    predicted_s: float = 0.0
+    predicted: Predicted
     num_output_tokens: int = 0
     sample_to_num_tokens: Counter[int] = field(default_factory=Counter)
     sample_to_last_at: dict[int, float] = field(default_factory=dict)
@@ -139,10 +148,10 @@ class GatewayCounters:
 
     # ------------------------------------------------------------------------- from the request manager
 
-    def arrived(self, plan: PreparedRequest, now: float, predicted_s: float = 0.0) -> None:
-        """A request was accepted, whose first token is predicted after so many seconds; 0: nothing is."""
+    def arrived(self, plan: PreparedRequest, now: float, predicted: Predicted = NOT_PREDICTED) -> None:
+        """A request was accepted."""
         num_prompt_tokens = len(plan.prompt) // TOKEN_BYTES
-        self._open[plan.request_id] = _Open(plan.tenant, now, num_prompt_tokens, predicted_s)
+        self._open[plan.request_id] = _Open(plan.tenant, now, num_prompt_tokens, predicted)
         self.num_prompt_tokens += num_prompt_tokens
         self.tenants.use(plan.tenant).num_prompt_tokens += num_prompt_tokens
         self.demand.num_arrived += 1
@@ -191,8 +200,8 @@ class GatewayCounters:
             second.ttft.add(ttft_s)
             self.demand.first_token(ttft_s > self._ttft_slo_s)
             self._observe(replica_id, "ttft_seconds", ttft_s, now)
-            if open_.predicted_s > 0:
-                self._observe(replica_id, "ttft_prediction_ratio", ttft_s / open_.predicted_s, now)
+            if open_.predicted.ttft_s > 0:
+                self._observe(replica_id, "ttft_prediction_ratio", ttft_s / open_.predicted.ttft_s, now)
         elif last_at is not None:
             gap_s = (now - last_at) / num_tokens
             second.itl.add(gap_s, num_tokens)
@@ -285,7 +294,10 @@ class GatewayCounters:
         self._observe(decode, "e2e_seconds", summary.e2e_s, now)
         num_later_tokens = max(open_.sample_to_num_tokens.values(), default=0) - 1
         if num_later_tokens > 0:
-            self._observe(decode, "tpot_seconds", summary.decode_s / num_later_tokens, now)
+            tpot_s = summary.decode_s / num_later_tokens
+            self._observe(decode, "tpot_seconds", tpot_s, now)
+            if open_.predicted.step_s > 0:
+                self._observe(decode, "tpot_prediction_ratio", tpot_s / open_.predicted.step_s, now)
         if summary.prefill is not None:
             self._observe(prefill, "queue_seconds", summary.queue_s, now)
             self._observe(prefill, "prefill_seconds", summary.prefill_s, now)

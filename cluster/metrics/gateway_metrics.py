@@ -14,6 +14,11 @@ REQUESTS = (
     ),
     times_of("itl_seconds", "Between two tokens of one continuation, as they reach the gateway."),
     times_of("tpot_seconds", "Mean time for an output token after the first, of each finished request."),
+    times_of(
+        "tpot_prediction_ratio",
+        "That mean over the decode step that was predicted when the request was taken.",
+        unit="",
+    ),
     times_of("e2e_seconds", "From acceptance to the end, of each finished request."),
     times_of("queue_seconds", "From arrival at a replica until the prompt was scheduled."),
     times_of("prefill_seconds", "From the scheduling of the prompt until it was computed."),
@@ -186,8 +191,9 @@ CLASSES = (
         "class_refused_requests_total",
         "num_refused",
         "requests",
-        "Refused requests by reason: late (it would miss its objective), aged (it has waited as long as it "
-        "may), shed (low weight under load), bytes (too much waits), requests (`gateway.max_requests`).",
+        "Refused requests by reason: late (it would miss its objective), hopeless (its prompt alone takes "
+        "longer than that), aged (it has waited as long as it may), shed (low weight under load), bytes (too "
+        "much waits), requests (`gateway.max_requests`).",
         by="class reason",
         why_empty="needs load",
     ),

@@ -116,7 +116,7 @@ class Gateway:
         )
         history = RequestHistory(block_tokens, clock)
         self._tracer = _open_tracer(config, gateway_id, clock)
-        quotas = Quotas(config.auth)
+        quotas = Quotas(config.auth, seeds)
         self.requests = self._open_requests(router, quotas, history, trust, seeds)
         self._access = access = AccessControl(config.auth, gateway_id, trust, clock)
         self.exchange = PlacementExchange(gateway_id, router, feed, trust, clock)

@@ -8,15 +8,16 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from admission_world import CONFIG, AdmissionWorld
+from admission_world import CONFIG, TOK_S, AdmissionWorld
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cluster.admission.admission import JITTER, WAIT_MARGIN, HeldRequest
+from cluster.admission.admission import JITTER, HeldRequest
 from cluster.admission.config import AdmissionConfig
 from cluster.admission.fair_queue import Flow
 from cluster.admission.ladder import Rung
+from cluster.admission.lateness import MARGIN, WAIT_MARGIN
 from cluster.errors import OverloadedError
 from router.errors import NoReplicaError
 from router.messages import RouteRequest
@@ -79,6 +80,23 @@ def test_what_would_miss_its_objective_is_refused_at_once_and_told_when_to_come_
     world.run()
     assert all(world.ttft_s(str(index)) <= 10.0 for index in range(num_taken))
     assert world.admission.counts.num_refused == {("late", "interactive"): 1}
+
+
+def test_a_prompt_that_no_wait_would_help_is_not_told_to_come_back(world: AdmissionWorld) -> None:
+    alone_s = MARGIN * 10.0
+    assert world.arrive("long", num_tokens=int(TOK_S * alone_s) - 1) is not None
+    world.run()
+    assert world.arrive("too long", num_tokens=int(TOK_S * alone_s) + 1) is None
+    assert "the prompt alone takes 8.5 s to compute" in str(world.hopeless["too long"])
+    assert "coming back does not help" in str(world.hopeless["too long"])
+    assert world.admission.counts.num_refused == {("hopeless", "interactive"): 1}
+    # A deadline of its own counts as well, and another class has more time.
+    assert world.arrive("hurried", num_tokens=1000, deadline_s=1.0) is None
+    assert "hurried" in world.hopeless
+    assert world.arrive("standard", num_tokens=9000, service_class="standard") is not None
+    # Behind others it may come back, although it takes most of its objective.
+    assert world.arrive("behind", num_tokens=8000) is None
+    assert "behind" in world.ended_early
 
 
 def test_retries_are_spread(world: AdmissionWorld) -> None:

@@ -4,6 +4,7 @@ several that read each other's records."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +88,17 @@ def test_a_prompt_is_refused_until_its_tokens_are_there_and_one_beyond_the_burst
     with pytest.raises(QuotaError) as refused:  # what it took beyond the burst is missing afterwards
         quotas.take_prompt("a", 10, 1, 0.8)
     assert refused.value.retry_after_s == pytest.approx(2.1)
+
+
+def test_clients_of_a_tenant_come_back_one_after_the_other_and_none_too_soon() -> None:
+    draws = itertools.count(step=97)
+    auth = AuthConfig.model_validate({"tenants": {"a": {"requests_per_s": 0.5, "burst_s": 2.0}}})
+    quotas = Quotas(auth, lambda: next(draws))
+    quotas.admit("a", 0.0)
+    waits = [refusal(quotas, 0.0).retry_after_s for _ in range(40)]
+    assert min(waits) >= 2.0
+    assert max(waits) <= 2.5
+    assert len({round(wait_s, 2) for wait_s in waits}) > 20
 
 
 def test_output_beyond_its_limit_refuses_new_requests_until_the_bucket_has_recovered() -> None:
