@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -240,3 +241,8 @@ class Members:
             f"no usable {side} replica: {len(of_side)} known, {num_leaving} leaving, {num_excluded} excluded"
         )
         return f"{text}; {pinned} was pinned" if pinned else text
+
+
+def hashed(replica_id: str, seed: int) -> int:
+    """Hash the id; multiplied, because checksums with two seeds differ by the same bits for all ids."""
+    return zlib.crc32(replica_id.encode(), seed) * 0x9E3779B1 & 0xFFFFFFFF

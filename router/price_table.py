@@ -197,11 +197,6 @@ class PriceTable:
         return (ctypes.c_uint32 * len(moved))(*moved)
 
 
-def hashed(replica_id: str, seed: int) -> int:
-    """Hash the id; multiplied, because checksums with two seeds differ by the same bits for all ids."""
-    return zlib.crc32(replica_id.encode(), seed) * 0x9E3779B1 & 0xFFFFFFFF
-
-
 def _address(memory: bytearray) -> int:
     """Return where the memory lies, which stays there while it keeps its size."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))

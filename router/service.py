@@ -13,7 +13,7 @@ from kvtransfer.messages import KvEvents, KvSnapshot, ReplicaIdentity
 from router.config import RouterConfig
 from router.errors import NoReplicaError
 from router.load import CurrentLoad, LoadTracker, Placement, PlacementObserver
-from router.membership import Members
+from router.membership import Members, hashed
 from router.messages import Candidate, Candidates, Decision, Prediction, QueueState, ReplicaLoad, RouteRequest
 from router.native import load_kernel
 from router.policies import (
@@ -28,7 +28,7 @@ from router.policies import (
     make_policy,
     replica_cost,
 )
-from router.price_table import PriceTable, hashed
+from router.price_table import PriceTable
 from router.radix import Expectation, Match, PrefixTree
 
 # What it takes to be sent back by a replica, and to another one: that is done only where more is to be won.

@@ -32,8 +32,7 @@ from typing import NamedTuple, NoReturn, Protocol
 from cluster.admission.config import AdmissionConfig
 from cluster.admission.fair_queue import Flow, IndexedHeap, Waiting
 from cluster.admission.ladder import Ladder, Pressure, Rung
-from cluster.admission.lane import QueuedBytes, ReplicaLane, ReplicaLanes, Waits
-from cluster.admission.lateness import WAIT_MARGIN, Lateness
+from cluster.admission.lane import WAIT_MARGIN, Lateness, QueuedBytes, ReplicaLane, ReplicaLanes, Waits
 from cluster.admission.retries import RetryQueue
 from cluster.errors import HopelessError, OverloadedError
 from cluster.metrics.admission_stats import AdmissionStats, ClassStats, RungChange

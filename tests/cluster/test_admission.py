@@ -17,7 +17,7 @@ from cluster.admission.admission import JITTER, HeldRequest
 from cluster.admission.config import AdmissionConfig
 from cluster.admission.fair_queue import Flow
 from cluster.admission.ladder import Rung
-from cluster.admission.lateness import MARGIN, WAIT_MARGIN
+from cluster.admission.lane import MARGIN, WAIT_MARGIN
 from cluster.errors import OverloadedError
 from router.errors import NoReplicaError
 from router.messages import RouteRequest
