@@ -354,48 +354,36 @@ class Attention {
     }
   }
 
-#if defined(__AVX512BF16__)
   // One token whose rows are few.
   template <int M, int DIM>
   void attend_token(const AttentionTask& task, int64_t head, int64_t piece, Scratch& own, State state) const {
-    using Few = FewRows<M, DIM>;
+    using Few = FewRows<T, A, M, DIM>;
     int64_t begin = piece * PIECE, next = task.position + 1;
     int64_t first = std::max(begin, first_key(task.position)), end = std::min<int64_t>(begin + PIECE, next);
-    const Bf16* none = (const Bf16*)zeros();
     int64_t from = first / KEY_GROUP * KEY_GROUP;
+    const T* none = (const T*)zeros();
+    typename Few::Queries queries(own.queries);
     for (int64_t key = from; key < end; key += KEY_GROUP) {
       // After the last keys of a piece come its first values.
-      const Bf16* ahead = key + AHEAD < end ? keys_of(task, head, key + AHEAD)
-                                            : keys_of(task, head, from) + to_values();
-      Few::score(own.queries, keys_of(task, head, key), end - key, none, ahead, own.scores + key - begin, PIECE);
+      const T* ahead = key + AHEAD < end ? keys_of(task, head, key + AHEAD) : keys_of(task, head, from) + to_values();
+      Few::score(queries, keys_of(task, head, key), end - key, none, ahead, own.scores + key - begin, PIECE);
     }
     for (int64_t row = 0; row < M; row++)
       normalize(own.scores + row * PIECE, own.probabilities + row * PIECE, (first - begin) / PANEL * PANEL,
                 (end - begin + PANEL - 1) / PANEL * PANEL, first - begin, end - begin, state.largest + row,
                 state.sums + row);
-    for (int column = 0; column < DIM; column += Few::COLUMNS) {
-      Vec sums[M][Few::COLUMNS / LANES];
-      for (auto& row : sums)
-        for (Vec& sum : row) sum = broadcast(0);
-      for (int64_t key = from; key < end; key += KEY_GROUP) {
-        // After the last values of a piece come the keys of the next.
-        const Bf16* ahead = key + AHEAD < end    ? keys_of(task, head, key + AHEAD) + to_values()
-                            : key + AHEAD < next ? keys_of(task, head, key + AHEAD)
-                                                 : nullptr;
-        Few::mix(sums, own.probabilities + key - begin, PIECE, keys_of(task, head, key) + to_values(),
-                 std::min(KEY_GROUP, end - key), none, column, ahead);
-      }
-      for (int64_t row = 0; row < M; row++)
-        for (int64_t i = 0; i < Few::COLUMNS; i += LANES)
-          store(sums[row][i / LANES], state.mixed + row * padded_dim + column + i);
-    }
+    auto values_of = [&](int64_t key) { return keys_of(task, head, key) + to_values(); };
+    auto ahead_of = [&](int64_t key) -> const T* {
+      // After the last values of a piece come the keys of the next.
+      if (key + AHEAD < end) return values_of(key + AHEAD);
+      return key + AHEAD < next ? keys_of(task, head, key + AHEAD) : nullptr;
+    };
+    Few::mix(own.probabilities + from - begin, PIECE, from, end, none, values_of, ahead_of, state.mixed, padded_dim);
   }
-#endif
 
   // How one token is computed without panels, or null.
   Way choose_token_way() const {
-#if defined(__AVX512BF16__)
-    if constexpr (sizeof(A) == 2) {
+    if constexpr (sizeof(A) == 4 || HAS_NARROW_ROWS) {
       static constexpr Way ways[2][MOST_FEW_ROWS] = {
           {&Attention::attend_token<1, 64>, &Attention::attend_token<2, 64>, &Attention::attend_token<3, 64>,
            &Attention::attend_token<4, 64>},
@@ -403,7 +391,6 @@ class Attention {
            &Attention::attend_token<4, 128>}};
       if (!step.is_invariant && group <= MOST_FEW_ROWS && (dim == 64 || dim == 128)) return ways[dim == 128][group - 1];
     }
-#endif
     return nullptr;
   }
 
