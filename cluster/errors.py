@@ -13,7 +13,7 @@ ClusterError
 │   ├── UnauthenticatedError      who calls is not known: send a valid key, token or certificate
 │   ├── ForbiddenError            the caller may not do this: ask whoever gives out the roles
 │   ├── OverloadedError           no capacity now: try again after `retry_after_s`
-│   ├── HopelessError             the prompt alone takes too long: another class, or more time
+│   ├── HopelessError             the prompt alone takes longer than its class allows: name another
 │   ├── QuotaError                the tenant has used up its limit: try again after `retry_after_s`
 │   ├── SlowClientError           the client did not read its stream: read faster, or ask for less
 │   ├── DeadlineError             the deadline passed: allow more time
@@ -141,7 +141,7 @@ class OverloadedError(RetryableError):
 
 
 class HopelessError(RequestError):
-    """The prompt alone takes longer to compute than the objective of its class, or its deadline, allows."""
+    """The prompt alone takes longer to compute than the objective of its class allows."""
 
 
 class QuotaError(RetryableError):
@@ -161,7 +161,7 @@ class UnavailableError(RetryableError):
 
 
 class DeadlineError(RequestError):
-    """The request's deadline passed before it finished."""
+    """The request's deadline passed before it finished, or its prompt alone takes longer."""
 
 
 class PoisonRequestError(RequestError):

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ from cluster.admission.fair_queue import Flow, IndexedHeap, Waiting
 from cluster.admission.ladder import Ladder, Pressure, Rung
 from cluster.admission.lane import WAIT_MARGIN, Lateness, QueuedBytes, ReplicaLane, ReplicaLanes, Waits
 from cluster.admission.retries import RetryQueue
-from cluster.errors import HopelessError, OverloadedError
+from cluster.errors import OverloadedError
 from cluster.metrics.admission_stats import AdmissionStats, ClassStats, RungChange
 from cluster.metrics.gateway_counters import Predicted, ServedTime
 from kvtransfer.common.clock import Clock
@@ -223,7 +224,7 @@ class RequestAdmission:
             if len(self._early) >= _MAX_EARLY:
                 self._early.clear()
             self._early[flow] = early
-        lateness = Lateness(flow, early.wait_s, 0.0, 0.0, 0.0, self._limit_s(flow, now, deadline_at))
+        lateness = Lateness(flow, *self._limits_s(flow, now, deadline_at), early.wait_s)
         if lateness.excess_s > 0:
             self._note(flow, weight, early.wait_s, now)
             self._refuse_late(lateness)
@@ -235,17 +236,17 @@ class RequestAdmission:
 
     def admit(self, request: RouteRequest, candidacy: Candidacy) -> HeldRequest:
         """Place the request, which is held, and whose bytes are counted in `queued`; raise `OverloadedError`
-        where it would be late, or too much waits here, `HopelessError` where it would always be late, and
-        `NoReplicaError` as the router does."""
+        where it would be late, or too much waits here, `HopelessError` or `DeadlineError` where its prompt
+        alone takes too long, and `NoReplicaError` as the router does."""
         now, flow = self._clock.now(), candidacy.flow
         self._check_load(flow, candidacy.weight, now, 0)
         decision = self._router.decide(request, **self._waits(candidacy, now)._asdict())
         prefill_s = decision.prediction.prefill_s
         wait_s = decision.prediction.ttft_s - prefill_s
         self._note(flow, candidacy.weight, wait_s, now)
-        limit_s = self._limit_s(flow, now, candidacy.deadline_at)
+        limits_s = self._limits_s(flow, now, candidacy.deadline_at)
         alone_s = prefill_s / self._router.load(_lane_of(decision)).rates.correction
-        lateness = Lateness(flow, wait_s, prefill_s, alone_s, now - candidacy.arrived_at, limit_s)
+        lateness = Lateness(flow, *limits_s, wait_s, prefill_s, alone_s, now - candidacy.arrived_at)
         if lateness.excess_s > 0:
             self._refuse_late(lateness)
         return self._hold(request, candidacy, decision, now)
@@ -547,17 +548,17 @@ class RequestAdmission:
         """Return the least wait of a request of the flow, of all replicas."""
         return self._lanes.least_wait_s(flow, self._weight(flow, tenant_weight), now, self._paused)
 
-    def _limit_s(self, flow: Flow, now: float, deadline_at: float | None) -> float:
-        """Return what a request of the flow may take to its first token."""
+    def _limits_s(self, flow: Flow, now: float, deadline_at: float | None) -> tuple[float, float]:
+        """Return what a request of the flow may take to its first token, and what is left of its deadline."""
         settings = self._config.of(flow.service_class)
-        limit_s = settings.max_wait_s if settings.ttft_s is None else settings.ttft_s
-        return limit_s if deadline_at is None else min(limit_s, deadline_at - now)
+        objective_s = settings.max_wait_s if settings.ttft_s is None else settings.ttft_s
+        return objective_s, math.inf if deadline_at is None else deadline_at - now
 
     def _refuse_late(self, lateness: Lateness) -> NoReturn:
-        if lateness.is_hopeless:
+        if (error := lateness.hopeless) is not None:
             self.counts.num_refused["hopeless", lateness.flow.service_class] += 1
-            raise HopelessError(str(lateness))
-        self.refuse("late", lateness.flow, str(lateness), lateness.excess_s)
+            raise error
+        self.refuse("late", lateness.flow, lateness.reason, lateness.excess_s)
 
     def _note(self, flow: Flow, weight: float, wait_s: float, now: float) -> None:
         """Note how long a request of the flow would wait, for the pressure."""

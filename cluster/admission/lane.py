@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from cluster.admission.fair_queue import FairQueue, Flow, Waiting
+from cluster.errors import DeadlineError, HopelessError, RequestError
 from router.service import RouterService
 from workers.messages.link import SERVICE_CLASSES, ServiceClass
 
@@ -167,41 +168,49 @@ class ReplicaLanes:
 
 class Lateness(NamedTuple):
     """A request that would wait for `wait_s` until its prompt is computed, which takes `prefill_s`, and that
-    came here `elapsed_s` ago, beside the objective of its class or what is left of its deadline. On a replica
-    that nothing slows down, its prompt would take `alone_s`."""
+    came here `elapsed_s` ago, beside the objective of its class and what is left of its deadline. On a
+    replica that nothing slows down, its prompt would take `alone_s`."""
 
     flow: Flow
+    objective_s: float
+    left_s: float
     wait_s: float
-    prefill_s: float
-    alone_s: float
-    elapsed_s: float
-    limit_s: float
+    prefill_s: float = 0.0
+    alone_s: float = 0.0
+    elapsed_s: float = 0.0
 
     @property
-    def ttft_s(self) -> float:
-        return self.elapsed_s + self.wait_s + self.prefill_s
+    def limit_s(self) -> float:
+        return min(self.objective_s, self.left_s)
 
     @property
     def excess_s(self) -> float:
         """By how much the wait is too long; at most 0: it is not."""
-        return max(self.wait_s - WAIT_MARGIN * self.limit_s, self.ttft_s - MARGIN * self.limit_s)
+        ttft_s = self.elapsed_s + self.wait_s + self.prefill_s
+        return max(self.wait_s - WAIT_MARGIN * self.limit_s, ttft_s - MARGIN * self.limit_s)
 
     @property
-    def is_hopeless(self) -> bool:
-        """Whether it would be late even if nothing waited."""
-        return self.alone_s > MARGIN * self.limit_s
+    def reason(self) -> str:
+        """Which limit the first token is late for."""
+        ttft_s = self.elapsed_s + self.wait_s + self.prefill_s
+        return f"the first token is predicted in {ttft_s:.1f} s, and {self._limit}"
 
-    def __str__(self) -> str:
-        limit = (
-            f"{self.limit_s:.1f} s are the objective of the class {self.flow.service_class}, "
-            "or what is left of the deadline"
-        )
-        if self.is_hopeless:
-            return (
-                f"the prompt alone takes {self.alone_s:.1f} s to compute, and {limit}: coming back does not "
-                "help; send it in a class whose objective is longer, or allow more time"
-            )
-        return f"the first token is predicted in {self.ttft_s:.1f} s, and {limit}"
+    @property
+    def hopeless(self) -> RequestError | None:
+        """The error of a request that would be late even if nothing waited; None: it is not one."""
+        if self.alone_s <= MARGIN * self.limit_s:
+            return None
+        because = f"the prompt alone takes {self.alone_s:.1f} s to compute, and {self._limit}"
+        if self.alone_s <= MARGIN * self.objective_s:
+            return DeadlineError(f"{because}: allow more time")
+        remedy = "coming back does not help; send it in a class with a longer objective"
+        return HopelessError(f"{because}: {remedy}")
+
+    @property
+    def _limit(self) -> str:
+        if self.left_s < self.objective_s:
+            return f"{self.left_s:.1f} s are left of the deadline"
+        return f"{self.objective_s:.1f} s are the objective of the class {self.flow.service_class}"
 
 
 class QueuedBytes:

@@ -23,9 +23,7 @@ from cluster.errors import (
     DeadlineError,
     DuplicateRequestError,
     FieldViolation,
-    HopelessError,
     InvalidRequestError,
-    OverloadedError,
     QuotaError,
     RequestError,
     UnavailableError,
@@ -311,7 +309,7 @@ class RequestManager:
             return self.admission.admit(first_route_request(prepared), candidacy)
         except NoReplicaError:
             return None
-        except (OverloadedError, HopelessError):
+        except RequestError:
             self._quotas.withdraw(prepared.tenant, self._clock.now())
             raise
 

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from cluster.admission.admission import Candidacy, HeldRequest, RequestAdmission
 from cluster.admission.lane import ByteHold
 from cluster.admission.retries import CAPACITY_WAIT_S, Retry
-from cluster.errors import AbandonedError, HopelessError, OverloadedError, RequestError, SlowClientError
+from cluster.errors import AbandonedError, OverloadedError, RequestError, SlowClientError
 from cluster.gateway.attempt import EmbeddingDelta, Output, OutputDelta, PromptLogprobsDelta
 from cluster.gateway.request_state import RequestPhase, RequestState
 from cluster.metrics.ended_request import Summary
@@ -409,7 +409,7 @@ class RequestTask:
             except NoReplicaError as error:
                 self.apply(self.state.on_no_route, str(error), error.retry_after_s)
                 return
-            except (OverloadedError, HopelessError) as error:
+            except RequestError as error:
                 self.apply(self.state.on_cancel, error)
                 return
             self.state.on_placed()

@@ -96,7 +96,7 @@ async def test_a_quota_is_429_with_what_is_left(harness: GatewayHarness, tmp_pat
         assert replies[0].headers["x-ratelimit-limit-requests"] == "2"
         assert [reply.headers["x-ratelimit-remaining-requests"] for reply in replies] == ["1", "0", "0"]
         assert replies[0].headers["x-ratelimit-reset-requests"].endswith("ms")
-        assert 0 < int(replies[2].headers["Retry-After"]) <= 10
+        assert 0 < int(replies[2].headers["Retry-After"]) <= 13  # a quarter later, at most
         assert replies[2].error["code"] == "rate_limit_exceeded"
         assert harness.replicas["p0"].submissions[-1].priority == 2, "within the caller's limit"
 

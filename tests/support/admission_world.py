@@ -12,7 +12,7 @@ from cluster.admission.config import AdmissionConfig
 from cluster.admission.fair_queue import Flow
 from cluster.admission.ladder import Rung
 from cluster.admission.lane import ByteHold
-from cluster.errors import HopelessError, OverloadedError
+from cluster.errors import OverloadedError, RequestError
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import KvSnapshot, ReplicaIdentity
 from router.config import RouterConfig
@@ -145,7 +145,7 @@ class AdmissionWorld:
         self.moved: list[tuple[str, str, str]] = []
         self.errors: list[OverloadedError] = []
         self.ended_early: dict[str, OverloadedError] = {}
-        self.hopeless: dict[str, HopelessError] = {}
+        self.hopeless: dict[str, RequestError] = {}
         self.first_token_at: dict[str, float] = {}
         for server in self.servers.values():
             role = {"p": "prefill", "d": "decode", "r": "both"}[server.identity.replica_id[0]]
@@ -191,7 +191,7 @@ class AdmissionWorld:
         except OverloadedError as error:
             self.ended_early[request_id] = error
             return None
-        except HopelessError as error:
+        except RequestError as error:
             self.hopeless[request_id] = error
             return None
         self.queued[request_id] = self.admission.queued.hold(num_bytes)
