@@ -296,6 +296,7 @@ def summarize(records: Sequence[BenchRequest], objectives: Objectives) -> dict[s
         "num_timed_out": sum(record.outcome == "timed out" for record in records),
         "num_failed": sum(record.outcome == "failed" for record in records),
         "first_reason": next((record.reason for record in records if record.reason), None),
+        "first_failure": next((record.reason for record in records if record.outcome == "failed"), None),
         "seconds": seconds,
         "requests_per_s": len(done) / seconds,
         "input_tok_s": sum(record.num_input for record in done) / seconds,

@@ -178,14 +178,17 @@ async def test_what_was_accepted_before_it_was_refused_has_expired() -> None:
 
 async def test_the_first_reason_of_a_failure_is_kept() -> None:
     async def refuse(prompt: BenchPrompt, num_tokens: int, service_class: str) -> AsyncIterator[int]:
+        if prompt == LOAD.prompts()[-1]:
+            raise CallError(grpc.StatusCode.UNAVAILABLE, "away")
         if prompt != LOAD.prompts()[0]:
             raise CallError(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
         yield num_tokens
 
     records = await run_workload(LOAD, refuse, ManualClock(), lambda _: None)
     figures = summarize(records, Objectives(1000, 1000))
-    assert (figures["num_ok"], figures["num_refused"]) == (1, 7)
+    assert (figures["num_ok"], figures["num_refused"], figures["num_failed"]) == (1, 6, 1)
     assert figures["first_reason"] == "RESOURCE_EXHAUSTED: full"
+    assert figures["first_failure"] == "UNAVAILABLE: away"
     names = list(bench_table([("1 at once", figures)]).columns[0].cells)
     assert "refused" in names
     assert "timed out" not in names
