@@ -350,6 +350,7 @@ class LoadTracker:
     def remove_replica(self, replica_id: str) -> None:
         """Forget a replica and its load."""
         self._replicas.pop(replica_id, None)
+        self._changed.discard(replica_id)
 
     def on_load(self, load: ReplicaLoad) -> None:
         """Take a report, and drop the placements that it covers. Ignores older reports and other epochs."""
@@ -469,7 +470,7 @@ class LoadTracker:
         return replica.state
 
     def take_changed(self) -> Sequence[str]:
-        """Return the replicas whose load has changed since the last call; some may be gone."""
+        """Return the replicas whose load has changed since the last call."""
         changed = tuple(self._changed)
         self._changed.clear()
         return changed
@@ -489,6 +490,7 @@ class LoadTracker:
         for placements in self._placements.values():
             sent_at = [it.routed_at for it in placements if not it.is_held and not it.gateway_id]
             assert sent_at == sorted(sent_at)
+        assert self._changed <= self._replicas.keys()
 
     def _reports(self) -> Iterator[ReplicaLoad]:
         return (it.report for it in self._replicas.values() if it.report is not None)

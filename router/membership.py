@@ -91,10 +91,6 @@ class Members:
         """Return a number by which the least recently chosen of all comes first."""
         return self._members[replica_id].turn
 
-    def roles(self) -> dict[str, str]:
-        """Return the roles of all."""
-        return {replica_id: member.role for replica_id, member in self._members.items()}
-
     # ------------------------------------------------------------------------------ who may be chosen
 
     def compute_ids(self) -> Iterator[str]:

@@ -248,8 +248,8 @@ def choose(candidates: list[Candidate], *, finds_other: bool = False) -> Choice 
     """
     prefills = [item for item in candidates if item.side == "prefill"]
     decodes = [item for item in candidates if item.side == "decode"]
-    locals_ = [item for item in candidates if item.side == "local"]
-    local = min(locals_, key=_cost, default=None)
+    alone = [item for item in candidates if item.side == "local"]
+    local = min(alone, key=_cost, default=None)
     local_cost_s = float("inf") if local is None else local.cost_s
     pair_cost_s, prefill_id, decode_id = float("inf"), "", ""
     by_prefill: list[float] = []
@@ -277,8 +277,8 @@ def choose(candidates: list[Candidate], *, finds_other: bool = False) -> Choice 
     other_cost_s = float("inf")
     if finds_other:
         compute_id = prefill_id or decode_id
-        ids = [item.replica_id for item in (*prefills[: len(by_prefill)], *locals_)]
-        costs_s = [*by_prefill, *map(_cost, locals_)]
+        ids = [item.replica_id for item in (*prefills[: len(by_prefill)], *alone)]
+        costs_s = [*by_prefill, *map(_cost, alone)]
         elsewhere = (cost_s for each, cost_s in zip(ids, costs_s, strict=True) if each != compute_id)
         other_cost_s = min(elsewhere, default=float("inf"))
     return Choice(prefill_id, decode_id, pair_cost_s, local_cost_s, other_cost_s)

@@ -88,9 +88,9 @@ class PriceTable:
                 config.skip_prefill_tokens,
             )
         )
-        costs = [bytearray(_COSTS_BYTES * len(self.ids)) for _ in range(2)]
-        addresses = [_address(each) for each in (self._settings, self._rows, *costs)]
-        self._kept = costs
+        # What the compiled code writes while it looks for the cheapest choice.
+        self._costs = [bytearray(_COSTS_BYTES * len(self.ids)) for _ in range(2)]
+        addresses = [_address(each) for each in (self._settings, self._rows, *self._costs)]
         self._table = bytearray(_TABLE.pack(*addresses[:2], len(self.ids), *addresses[2:]))
         self._addresses = [_address(each) for each in (self._table, self._query, self._result)]
 
@@ -117,7 +117,8 @@ class PriceTable:
     ) -> Choice | None:
         """Return the cheapest choice, as `router.policies.choose` does; with `finds_other` also what the
         cheapest one costs that computes elsewhere, and what the prefill and decode replica of `before` do. Of
-        equal costs the first one wins by `hashed` with this seed; None: the least recently chosen."""
+        equal costs the first one wins by `router.membership.hashed` with this seed; None: the one that was
+        chosen least recently."""
         before_rows = _NONE, _NONE
         if before is not None:
             # A prefill replica that is not in the table is not "none", with which the other serves alone.

@@ -391,10 +391,15 @@ class RouterService:
         view = _View(match, waits or {}, held_part, self._clock.now() - self._config.stale_load_s)
         candidates: Sequence[Candidate]
         gain_s = float("inf")
-        is_special = bool(request.excluded or request.pinned_prefill or request.pinned_decode)
-        table = None
-        if not (prefers_capacity or is_special) and request.decodes:
-            table = self._current_table(request)
+        # Others are priced one by one, and told no backlog with which another replica would have been better.
+        is_free_choice = isinstance(self._policy, CostPolicy) and not (
+            prefers_capacity
+            or request.excluded
+            or request.pinned_prefill
+            or request.pinned_decode
+            or not request.decodes
+        )
+        table = self._current_table(request) if is_free_choice else None
         if table is not None:
             choice, gain_s, candidates = self._cheapest(table, request, query, view, before)
         else:
@@ -404,7 +409,7 @@ class RouterService:
             candidates = priced = self._policy.candidates(query, prefills, decodes)
             if prefers_capacity:
                 candidates = priced = self._with_capacity(query, priced)
-            choice = choose(priced, finds_other=self._is_shared and not is_special)
+            choice = choose(priced, finds_other=self._is_shared and is_free_choice)
             if choice is not None and before is not None:
                 gain_s = cost_of(priced, before.prefill, before.decode) - choice.cost_s
         if choice is None:
@@ -464,8 +469,8 @@ class RouterService:
         return [(each, self._load.state(each)) for each in ids]
 
     def _current_table(self, request: RouteRequest) -> PriceTable | None:
-        """Return the prices of all replicas that take requests; None: they are priced one by one."""
-        if self._kernel is None or not isinstance(self._policy, CostPolicy):
+        """Return the prices of all replicas that take requests; None: there is no compiled code for it."""
+        if self._kernel is None:
             return None
         members, table = self._members, self._table
         if table is None or self._table_version != members.version:

@@ -347,6 +347,21 @@ def test_the_same_seed_makes_the_same_random_decisions() -> None:
     assert len(set(runs[0])) == 6
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("prefers_capacity", [False, True])
+def test_only_a_choice_by_cost_says_with_which_backlog_another_is_better(
+    policy: str, prefers_capacity: bool
+) -> None:
+    """The ranks of plain policies are no seconds, and who was refused once is not to be sent back again."""
+    harness = RouterHarness("p0", "p1", "d0", config=RouterConfig.model_validate({"policy": policy}))
+    harness.router.set_shared(True)
+    for name in ("p0", "p1", "d0"):
+        harness.load(name)
+    request = RouteRequest("q", "t", (), 5000, 10)
+    decision = harness.router.route(request, prefers_capacity=prefers_capacity)
+    assert (decision.most_backlog_tokens is not None) == (policy == "cost" and not prefers_capacity)
+
+
 def test_round_robin_takes_turns_on_each_side() -> None:
     harness = RouterHarness("p0", "p1", "p2", "d0", "d1", config=RouterConfig(policy="round_robin"))
     decisions = [harness.route() for _ in range(6)]
