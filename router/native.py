@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
-import subprocess
 from pathlib import Path
 from typing import Any
 
-from kvtransfer.common.compiler import compile_library
-
-_log = logging.getLogger("tandem.native")
+from kvtransfer.common.compiler import bound_library
 
 _SOURCE = Path(__file__).with_name("native.cpp")
 # Costs are those of Python to the last bit, so no product is fused with a sum.
@@ -39,9 +35,4 @@ class RouterKernel:
 @functools.cache
 def load_kernel() -> RouterKernel | None:
     """Return the kernel, or None where Python has to do its work."""
-    try:
-        path = compile_library(_SOURCE, _FLAGS)
-        return RouterKernel(path) if path is not None else None
-    except (OSError, subprocess.SubprocessError) as error:
-        _log.warning("the router's kernel could not be built, Python prices each replica: %s", error)
-        return None
+    return bound_library(_SOURCE, _FLAGS, RouterKernel, "Python prices each replica")

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,9 +16,7 @@ import numpy.typing as npt
 
 from kvtransfer.blocks.checksum import Checksummer
 from kvtransfer.blocks.layout import Run
-from kvtransfer.common.compiler import compile_library
-
-_log = logging.getLogger("tandem.native")
+from kvtransfer.common.compiler import bound_library
 
 _SOURCE = Path(__file__).with_name("runs.cpp")
 _FLAGS = ("-O3", "-std=c++17", "-fno-exceptions", "-Wno-psabi")
@@ -142,12 +138,9 @@ class RunKernel:
 @functools.cache
 def load_kernel(cpu: str = _THIS_CPU) -> RunKernel | None:
     """Return the kernel compiled for `cpu` (a compiler flag), or None where numpy has to do its work."""
-    try:
-        path = compile_library(_SOURCE, (*_FLAGS, cpu))
-        return RunKernel(ctypes.CDLL(str(path))) if path is not None else None
-    except (OSError, subprocess.SubprocessError) as error:
-        _log.warning("the copy kernels could not be built, numpy is used: %s", error)
-        return None
+    return bound_library(
+        _SOURCE, (*_FLAGS, cpu), lambda path: RunKernel(ctypes.CDLL(str(path))), "numpy is used"
+    )
 
 
 def _sums(src: ByteRegion, src_offsets: Sequence[int], table: RunTable) -> list[int]:

@@ -1,23 +1,43 @@
 """Compile C++ with the machine's compiler, once per sources, flags and CPU, into a private folder.
 
-Used by `kvtransfer.blocks.runs` and `workers.model.native`, which bind the libraries.
+Used by `kvtransfer.blocks.runs`, `router.native` and `workers.model.native`, which bind the libraries.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import platform
 import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from kvtransfer.common.host import cpu_flags, private_folder
 
+_log = logging.getLogger("tandem.native")
+
 _COMPILE_TIMEOUT_S = 120
 _INCLUDE = re.compile(r'^#include "([^"]+)"', re.M)
+
+
+Bound = TypeVar("Bound")
+
+
+def bound_library(
+    source: Path, flags: Sequence[str], bind: Callable[[Path], Bound], instead: str
+) -> Bound | None:
+    """Return what `bind` makes of the compiled library; None, with a warning that says what runs `instead`
+    where there is a compiler, if there is no library to bind."""
+    try:
+        path = compile_library(source, flags)
+        return None if path is None else bind(path)
+    except (OSError, subprocess.SubprocessError) as error:
+        _log.warning("%s could not be built, %s: %s", source.name, instead, error)
+        return None
 
 
 def compile_library(source: Path, flags: Sequence[str]) -> Path | None:
