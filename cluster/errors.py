@@ -13,7 +13,7 @@ ClusterError
 │   ├── UnauthenticatedError      who calls is not known: send a valid key, token or certificate
 │   ├── ForbiddenError            the caller may not do this: ask whoever gives out the roles
 │   ├── OverloadedError           no capacity now: try again after `retry_after_s`
-│   ├── HopelessError             the prompt alone takes longer than its class allows: name another
+│   ├── UnattainableError         the prompt alone takes longer than its class allows: name another
 │   ├── QuotaError                the tenant has used up its limit: try again after `retry_after_s`
 │   ├── SlowClientError           the client did not read its stream: read faster, or ask for less
 │   ├── DeadlineError             the deadline passed: allow more time
@@ -140,7 +140,7 @@ class OverloadedError(RetryableError):
     """All replicas refused the request for lack of capacity."""
 
 
-class HopelessError(RequestError):
+class UnattainableError(RequestError):
     """The prompt alone takes longer to compute than the objective of its class allows."""
 
 
@@ -271,7 +271,7 @@ STATUS_TABLE: dict[type[RequestError], grpc.StatusCode] = {
     UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
     ForbiddenError: grpc.StatusCode.PERMISSION_DENIED,
     OverloadedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    HopelessError: grpc.StatusCode.FAILED_PRECONDITION,
+    UnattainableError: grpc.StatusCode.FAILED_PRECONDITION,
     QuotaError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     SlowClientError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,

@@ -124,7 +124,7 @@ class _EarlyWait(NamedTuple):
 class AdmissionCounts:
     """Totals since the start of the gateway, and who was served lately."""
 
-    # By reason ("late", "hopeless", "bytes", "shed", "aged", "requests") and class.
+    # By reason ("late", "unattainable", "bytes", "shed", "aged", "requests") and class.
     num_refused: Counter[tuple[str, ServiceClass]] = field(default_factory=Counter)
     num_capped: int = 0
     num_released: Counter[ServiceClass] = field(default_factory=Counter)
@@ -236,8 +236,8 @@ class RequestAdmission:
 
     def admit(self, request: RouteRequest, candidacy: Candidacy) -> HeldRequest:
         """Place the request, which is held, and whose bytes are counted in `queued`; raise `OverloadedError`
-        where it would be late, or too much waits here, `HopelessError` or `DeadlineError` where its prompt
-        alone takes too long, and `NoReplicaError` as the router does."""
+        where it would be late, or too much waits here, `UnattainableError` or `DeadlineError` where its
+        prompt alone takes too long, and `NoReplicaError` as the router does."""
         now, flow = self._clock.now(), candidacy.flow
         self._check_load(flow, candidacy.weight, now, 0)
         decision = self._router.decide(request, **self._waits(candidacy, now)._asdict())
@@ -555,8 +555,8 @@ class RequestAdmission:
         return objective_s, math.inf if deadline_at is None else deadline_at - now
 
     def _refuse_late(self, lateness: Lateness) -> NoReturn:
-        if (error := lateness.hopeless) is not None:
-            self.counts.num_refused["hopeless", lateness.flow.service_class] += 1
+        if (error := lateness.unattainable) is not None:
+            self.counts.num_refused["unattainable", lateness.flow.service_class] += 1
             raise error
         self.refuse("late", lateness.flow, lateness.reason, lateness.excess_s)
 

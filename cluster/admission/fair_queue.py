@@ -144,18 +144,10 @@ class _FlowState:
         return self.came_s * math.exp((self.counted_until - now) / _INFLOW_S) / _INFLOW_S
 
 
-class OtherFlow(NamedTuple):
-    """What may go before a request of another flow: the work that waits, what comes while a second of work is
-    done, and the most that its weight allows."""
-
-    cost_s: float
-    coming: float
-    share_s: float
-
-
 def work_ahead(own_s: float, others: Iterable[tuple[float, float, float]]) -> float:
-    """Return the work that goes before a request: the least x that is `own_s` + what the others (each an
-    `OtherFlow`) do of it, each of them min(cost_s + coming * x, share_s)."""
+    """Return the work that goes before a request: the least x that is `own_s` + what other flows do of it,
+    each of them min(cost_s + coming * x, share_s): the work that waits, what comes while a second of work is
+    done, and the most that the flow's weight allows."""
     # certain_s + growth * x, as long as no more of the others come to their share.
     certain_s, growth = own_s, 0.0
     growing: list[tuple[float, float, float]] = []

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from cluster.admission.fair_queue import FairQueue, Flow, Waiting
-from cluster.errors import DeadlineError, HopelessError, RequestError
+from cluster.errors import DeadlineError, RequestError, UnattainableError
 from router.service import RouterService
 from workers.messages.link import SERVICE_CLASSES, ServiceClass
 
@@ -196,15 +196,17 @@ class Lateness(NamedTuple):
         return f"the first token is predicted in {ttft_s:.1f} s, and {self._limit}"
 
     @property
-    def hopeless(self) -> RequestError | None:
+    def unattainable(self) -> RequestError | None:
         """The error of a request that would be late even if nothing waited; None: it is not one."""
+        if self.left_s <= 0:
+            return DeadlineError("the deadline passed before the request was accepted")
         if self.alone_s <= MARGIN * self.limit_s:
             return None
         because = f"the prompt alone takes {self.alone_s:.1f} s to compute, and {self._limit}"
         if self.alone_s <= MARGIN * self.objective_s:
             return DeadlineError(f"{because}: allow more time")
         remedy = "coming back does not help; send it in a class with a longer objective"
-        return HopelessError(f"{because}: {remedy}")
+        return UnattainableError(f"{because}: {remedy}")
 
     @property
     def _limit(self) -> str:

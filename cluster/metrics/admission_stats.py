@@ -12,7 +12,7 @@ class ClassStats(Part, frozen=True):
     # How long a new request would wait there now, of a tenant that has none waiting.
     wait_s: float = 0.0
     num_released: int = 0
-    # By reason: "late", "hopeless", "bytes", "shed", "aged", "requests".
+    # By reason: "late", "unattainable", "bytes", "shed", "aged", "requests".
     num_refused: dict[str, int] = {}
 
 

@@ -18,7 +18,7 @@ from cluster.admission.config import AdmissionConfig
 from cluster.admission.fair_queue import Flow
 from cluster.admission.ladder import Rung
 from cluster.admission.lane import MARGIN, WAIT_MARGIN
-from cluster.errors import DeadlineError, HopelessError, OverloadedError
+from cluster.errors import DeadlineError, OverloadedError, RetryableError, UnattainableError
 from router.errors import NoReplicaError
 from router.messages import RouteRequest
 from workers.messages.link import SERVICE_CLASSES, ServiceClass
@@ -87,14 +87,17 @@ def test_a_prompt_that_no_wait_would_help_is_not_told_to_come_back(world: Admiss
     assert world.arrive("long", num_tokens=int(TOK_S * alone_s) - 1) is not None
     world.run()
     assert world.arrive("too long", num_tokens=int(TOK_S * alone_s) + 1) is None
-    assert isinstance(world.hopeless["too long"], HopelessError)
-    assert "the prompt alone takes 8.5 s to compute" in str(world.hopeless["too long"])
-    assert "coming back does not help" in str(world.hopeless["too long"])
-    assert world.admission.counts.num_refused == {("hopeless", "interactive"): 1}
+    assert isinstance(world.unattainable["too long"], UnattainableError)
+    assert "the prompt alone takes 8.5 s to compute" in str(world.unattainable["too long"])
+    assert "coming back does not help" in str(world.unattainable["too long"])
+    assert not isinstance(world.unattainable["too long"], RetryableError)
+    assert world.admission.counts.num_refused == {("unattainable", "interactive"): 1}
     # A deadline of its own counts as well, and another class has more time.
+    with pytest.raises(DeadlineError, match="the deadline passed"):
+        world.admission.check_early(Flow("a", "interactive"), 1.0, 0.0, -0.1, 100)
     assert world.arrive("hurried", num_tokens=1000, deadline_s=1.0) is None
-    assert isinstance(world.hopeless["hurried"], DeadlineError)
-    assert "1.0 s are left of the deadline: allow more time" in str(world.hopeless["hurried"])
+    assert isinstance(world.unattainable["hurried"], DeadlineError)
+    assert "1.0 s are left of the deadline: allow more time" in str(world.unattainable["hurried"])
     assert world.arrive("standard", num_tokens=9000, service_class="standard") is not None
     # Behind others it may come back, although it takes most of its objective.
     assert world.arrive("behind", num_tokens=8000) is None

@@ -20,7 +20,13 @@ from cluster.metrics.curves import (
     window_of,
 )
 from cluster.metrics.ended_request import Caller, EndedRequest, RoutedAttempt, SampleResult, Summary
-from cluster.metrics.gateway_counters import GatewayCounters, Histogram, cached_by_tier
+from cluster.metrics.gateway_counters import (
+    NOT_PREDICTED,
+    GatewayCounters,
+    Histogram,
+    Predicted,
+    cached_by_tier,
+)
 from cluster.text.preprocess import PreparedRequest, SampleStart
 from router.messages import Decision
 from workers.messages.link import HandOverReport, PrefillReport, StageTimes, TokenDelta
@@ -41,12 +47,21 @@ class Front:
             itl_slo_s=0.1,
         )
 
-    def arrive(self, name: str, now: float, *, tenant: str = "t", prompt: int = 10, samples: int = 1) -> None:
+    def arrive(
+        self,
+        name: str,
+        now: float,
+        *,
+        tenant: str = "t",
+        prompt: int = 10,
+        samples: int = 1,
+        predicted: Predicted = NOT_PREDICTED,
+    ) -> None:
         starts = tuple(SampleStart(index, 0) for index in range(samples))
         plan = PreparedRequest(
             name, tenant, tenant, 0, bytes(4 * prompt), b"", (), SamplingParams(), starts, None
         )
-        self.counters.arrived(plan, now)
+        self.counters.arrived(plan, now, predicted)
 
     def prefill(
         self, name: str, now: float, *, cached: int = 0, spent_s: float = 0.0, loaded: int = 0
@@ -161,6 +176,19 @@ def test_a_finished_request_is_in_every_figure() -> None:
     assert counters.num_hand_overs == {"shm": 1}
     assert counters.num_hand_over_bytes == {"shm": 125_000_000}
     assert (prefill.num_routed, decode.num_routed) == ({"prefill": 1}, {"decode": 1})
+
+
+def test_what_was_predicted_is_compared_with_what_came() -> None:
+    front = Front()
+    for name, predicted in (("r", Predicted(1.5, 0.25)), ("not predicted", NOT_PREDICTED)):
+        front.arrive(name, 100.0, predicted=predicted)
+        front.stream(name, 100.75, source="prefill-a")
+        front.stream(name, 101.5, 4)
+        front.end(name, 102.0, came_to=came_to(100.0, 100.75, 102.0))
+    prefill, decode = (front.counters.replicas[name].histograms for name in ("prefill-a", "decode-a"))
+    ttft, tpot = prefill["ttft_prediction_ratio"], decode["tpot_prediction_ratio"]
+    assert (ttft.num_values, ttft.total) == (1, 0.5)
+    assert (tpot.num_values, tpot.total) == (1, 1.25 / 4 / 0.25)
 
 
 def test_what_fails_is_counted_by_state_and_code_and_not_timed() -> None:

@@ -95,6 +95,7 @@ async def test_a_replica_that_left_the_roster_serves_on_until_its_link_ends(harn
     assert list(done.token_ids[0]) == expected(1, 3)
     await replica.die()
     await until(lambda: gateway.connections.views() == [], "it is forgotten")
+    assert not gateway.connections._tasks
 
 
 async def test_a_replica_is_told_to_stop_what_nobody_wants(harness: GatewayHarness) -> None:

@@ -145,7 +145,7 @@ class AdmissionWorld:
         self.moved: list[tuple[str, str, str]] = []
         self.errors: list[OverloadedError] = []
         self.ended_early: dict[str, OverloadedError] = {}
-        self.hopeless: dict[str, RequestError] = {}
+        self.unattainable: dict[str, RequestError] = {}
         self.first_token_at: dict[str, float] = {}
         for server in self.servers.values():
             role = {"p": "prefill", "d": "decode", "r": "both"}[server.identity.replica_id[0]]
@@ -192,7 +192,7 @@ class AdmissionWorld:
             self.ended_early[request_id] = error
             return None
         except RequestError as error:
-            self.hopeless[request_id] = error
+            self.unattainable[request_id] = error
             return None
         self.queued[request_id] = self.admission.queued.hold(num_bytes)
         self.candidacies[request_id] = candidacy
