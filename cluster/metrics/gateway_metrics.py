@@ -192,8 +192,8 @@ CLASSES = (
         "num_refused",
         "requests",
         "Refused requests by reason: late (it would miss its objective), unattainable (its prompt alone "
-        "takes longer than that), aged (it has waited as long as it may), shed (low weight under load), bytes "
-        "(too much waits), requests (`gateway.max_requests`).",
+        "takes longer than that), aged (it has waited as long as it may), shed (low weight under load), "
+        "bytes (too much waits), requests (`gateway.max_requests`).",
         by="class reason",
         why_empty="needs load",
     ),
