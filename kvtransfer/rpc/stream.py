@@ -184,7 +184,11 @@ class FrameStream(asyncio.BufferedProtocol):
         self._wake()
         if self._transport is None or self._transport.is_closing():
             return
-        self._transport.write_eof()
+        try:
+            self._transport.write_eof()
+        except OSError:  # reset by the other side, of which the event loop has not heard yet
+            self._transport.abort()
+            return
         if self._has_ended:
             self._transport.close()
             return

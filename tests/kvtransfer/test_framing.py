@@ -6,6 +6,7 @@ import asyncio
 import io
 import os
 import socket
+import struct
 import threading
 from collections.abc import Callable
 
@@ -39,6 +40,28 @@ def test_nothing_is_written_to_a_connection_that_has_closed(
 ) -> None:
     with asyncio.Runner(loop_factory=new_loop) as runner:
         assert runner.run(_send_on_a_closed_connection()) == [b"before"]
+
+
+async def _close_a_connection_that_was_reset() -> None:
+    """The reset has arrived, but the event loop has not had a turn to see it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    ours.setblocking(False)
+    stream = await frame_stream(ours, "stream")
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    theirs.close()
+    stream.close()
+    assert await stream.receive() is None
+    await stream.wait_closed()
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_connection_that_was_reset_is_closed_as_any_other(
+    new_loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(_close_a_connection_that_was_reset())
 
 
 @pytest.mark.parametrize("buffering", [0, -1])
