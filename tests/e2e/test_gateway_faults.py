@@ -169,12 +169,12 @@ async def test_a_gateway_ends_mid_stream_and_the_client_goes_on_at_another(stage
     async with stage.front(stage.p0, stage.d0) as second, stage.front(stage.p0, stage.d0) as first:
         client = first.connect(first.address, second.address)
         calls = [
-            first.call(prompt(600 + i), client=client, seed=600 + i, max_tokens=200, **sampling)
+            first.call(prompt(600 + i), client=client, seed=600 + i, max_tokens=1000, **sampling)
             for i, sampling in enumerate(SAMPLINGS)
         ]
         await until(decoding(calls), "both streams run")
         await first.gateway.stop()
-        await all_right(stage, calls, 600, 200)
+        await all_right(stage, calls, 600, 1000)
         assert [call.stream.num_resumes for call in calls] == [1, 1]
         await stage.harness.quiet()
 
