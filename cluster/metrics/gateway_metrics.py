@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from cluster.metrics.metric import NEEDS_FAULT, NEEDS_HAND_OVER, of_gateway, of_served, times_of
+from cluster.metrics.metric import (
+    NEEDS_FAULT,
+    NEEDS_HAND_OVER,
+    NEEDS_OVERLOAD,
+    NEEDS_USED_UP_LIMIT,
+    of_gateway,
+    of_served,
+    times_of,
+)
 
 REQUESTS = (
     times_of("ttft_seconds", "From acceptance to the first token; by the replica that sent it."),
@@ -147,7 +155,7 @@ ADMISSION = (
         "changes",
         "Changes of what the gateway does under load, by what it does since.",
         by="rung",
-        why_empty="needs load",
+        why_empty=NEEDS_OVERLOAD,
     ),
     of_gateway("admission_waiting_bytes", "num_waiting_bytes", "bytes", "Size of the requests that wait."),
     of_gateway(
@@ -195,7 +203,7 @@ CLASSES = (
         "takes longer than that), aged (it has waited as long as it may), shed (low weight under load), "
         "bytes (too much waits), requests (`gateway.max_requests`).",
         by="class reason",
-        why_empty="needs load",
+        why_empty=NEEDS_OVERLOAD,
     ),
 )
 
@@ -213,7 +221,7 @@ TENANTS = (
         "requests",
         "Requests that were refused because the tenant had used up this limit of `auth.tenants`.",
         by="tenant limit",
-        why_empty="a tenant must have used up a limit",
+        why_empty=NEEDS_USED_UP_LIMIT,
     ),
     of_gateway(
         "tenant_prompt_tokens_total",

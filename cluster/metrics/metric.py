@@ -69,7 +69,9 @@ _TIER = ("app", "node", "tier")
 NEEDS_PAIR = "needs two replicas of separate pools"
 NEEDS_STORE = "needs a store (`store.dram_gb`)"
 NEEDS_NVME = "needs a tier on NVMe (`store.nvme_path`)"
-NEEDS_LOAD = "a prompt must be in the store and no longer on the device"
+NEEDS_STORED_PROMPT = "a prompt must be in the store and no longer on the device"
+NEEDS_OVERLOAD = "more requests must come than the replicas can take"
+NEEDS_USED_UP_LIMIT = "a tenant must have used up a limit"
 NEEDS_FULL_STORE = "the store must be full or unavailable"
 
 

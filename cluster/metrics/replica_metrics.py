@@ -8,9 +8,9 @@ from cluster.metrics.metric import (
     NEEDS_FAULT,
     NEEDS_FULL_STORE,
     NEEDS_HAND_OVER,
-    NEEDS_LOAD,
     NEEDS_NVME,
     NEEDS_PAIR,
+    NEEDS_STORED_PROMPT,
     of_node,
     of_path,
     of_replica,
@@ -206,7 +206,7 @@ KV = (
         "tokens",
         "Tokens whose KV was loaded from the store instead of computed.",
         by="tier",
-        why_empty=NEEDS_LOAD,
+        why_empty=NEEDS_STORED_PROMPT,
     ),
     of_replica(
         "load_tokens_per_second",
@@ -214,7 +214,7 @@ KV = (
         "tokens/s",
         "Rate at which KV is loaded from a tier of the store.",
         by="tier",
-        why_empty=NEEDS_LOAD,
+        why_empty=NEEDS_STORED_PROMPT,
     ),
     of_replica(
         "announced_prompts_total",
