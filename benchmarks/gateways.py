@@ -25,9 +25,10 @@ from typing import NamedTuple
 
 from msgspec.structs import asdict
 
-from cluster.admission.admission import Candidacy, HeldRequest, RequestAdmission
+from cluster.admission.admission import RequestAdmission
 from cluster.admission.config import AdmissionConfig
 from cluster.admission.fair_queue import Flow
+from cluster.admission.held import Candidacy, HeldRequest
 from cluster.errors import OverloadedError
 from cluster.gateway.placement_exchange import BATCH_S, FRAME_GAP_S, PeerPlacements, PlacementFeed
 from kvtransfer.common.clock import ManualClock
@@ -256,7 +257,7 @@ class World:
         decision allows."""
         router, request_id = self.routers[gateway], request.request_id
         self._flush(gateway)
-        compute = self.replicas[decision.prefill or decision.decode]
+        compute = self.replicas[decision.compute_id]
         most = decision.most_backlog_tokens if may_return else None
 
         def sent_back() -> None:

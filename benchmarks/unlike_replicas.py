@@ -123,7 +123,7 @@ class World:
             self._ttfts_s.append(replica.serve(arrived_at) - arrived_at)
             return
         decision = self._router.route(RouteRequest(request_id, "t", (), PROMPT_TOKENS, 1))
-        replica = self._replicas[decision.prefill or decision.decode]
+        replica = self._replicas[decision.compute_id]
 
         def submitted() -> None:
             self._at(replica.serve(self._clock.now()), lambda: ended(self._clock.now()))

@@ -20,9 +20,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cluster.admission.admission import Candidacy, HeldRequest, RequestAdmission
+from cluster.admission.admission import RequestAdmission
 from cluster.admission.config import AdmissionConfig
 from cluster.admission.fair_queue import Flow
+from cluster.admission.held import Candidacy, HeldRequest
 from cluster.admission.ladder import Rung
 from cluster.errors import OverloadedError
 from kvtransfer.common.clock import ManualClock
@@ -513,7 +514,7 @@ class VirtualCluster:
 
     def submit(self, request: VirtualRequest, decision: Decision) -> None:
         request.released_at = self.clock.now()
-        compute = self.replicas[decision.prefill or decision.decode]
+        compute = self.replicas[decision.compute_id]
         decode_id = decision.decode if decision.prefill else ""
         self.after(NETWORK_S, lambda: compute.submit(request, decode_id))
 

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
+from typing import Literal
 
 from kvtransfer.messages import ReplicaIdentity
 from router.config import RouterConfig
@@ -159,23 +160,23 @@ class Members:
         if replica_id in self._members:
             self._refused_at[replica_id] = now
 
-    def has_capacity(self, placement: Placement) -> bool:
-        """Whether the replicas of a placement can take it now: who computes it has less than `steps_ahead`
-        steps of other work, and who decodes it a free sequence and free blocks, or nothing to do. What
-        gateways hold does not count. One that is not usable takes nothing while another is, as while one
-        request finds out whether it is well again. Whether one that is gone can, its gateway finds out."""
+    def blocked_side(self, placement: Placement) -> Literal["", "prefill", "decode"]:
+        """Return which side of a placement cannot take it now; "": both can. Who computes it must have less
+        than `steps_ahead` steps of other work, and who decodes it, looked at first, a free sequence and free
+        blocks, or nothing to do. What gateways hold does not count. One that is not usable takes nothing
+        while another is, as while one request finds out whether it is well again. Whether one that is gone
+        can, its gateway finds out."""
         compute_id, decode_id = placement.compute_id, placement.decode_id or placement.compute_id
         if compute_id not in self._members or decode_id not in self._members:
-            return True
-        return (
-            self.can_compute(compute_id)
-            and self.can_decode(decode_id, placement.num_sequences, placement.num_prefill_tokens)
-            and not (placement.decode_id and self._is_avoided(compute_id, "prefill"))
-            and not self._is_avoided(decode_id, "decode")
-        )
+            return ""
+        can_decode = self.can_decode(decode_id, placement.num_sequences, placement.num_prefill_tokens)
+        if not can_decode or self._is_avoided(decode_id, "decode"):
+            return "decode"
+        is_avoided = bool(placement.decode_id) and self._is_avoided(compute_id, "prefill")
+        return "prefill" if is_avoided or not self.can_compute(compute_id) else ""
 
     def takes_more(self, replica_id: str) -> bool:
-        """Whether a replica could take another request now: `has_capacity` for any request."""
+        """Whether a replica could take another request now, whatever it is."""
         return (
             (member := self._members.get(replica_id)) is not None
             and member.is_usable

@@ -177,3 +177,8 @@ class Decision(Part, frozen=True):
     # With more before it where it is computed another replica would have been better, as far as is known;
     # None: with no backlog, or other gateways send nothing there.
     most_backlog_tokens: int | None = None
+
+    @property
+    def compute_id(self) -> str:
+        """The replica that computes the prompt."""
+        return self.prefill or self.decode

@@ -6,7 +6,7 @@ from __future__ import annotations
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.messages import KvEvents, KvSnapshot, ReplicaIdentity
@@ -210,7 +210,7 @@ class RouterService:
         """Count the request where it was decided, in place of what was counted of it before; one that
         `is_held` waits here until `on_submitted`."""
         query = self._query(request)
-        compute_id = decision.prefill or decision.decode
+        compute_id = decision.compute_id
         needed_tokens = query.num_tokens - decision.decode_cached_tokens + query.num_growth_tokens
         for replica_id in filter(None, (decision.prefill, decision.decode)):
             self._members.chosen(replica_id)
@@ -267,16 +267,20 @@ class RouterService:
             self._predict_computed(placement)
 
     def has_capacity(self, request_id: str) -> bool:
-        """Whether the replicas of a placed request can take it now (`Members.has_capacity`)."""
+        """Whether the replicas of a placed request can take it now."""
+        return not self.blocked_side(request_id)
+
+    def blocked_side(self, request_id: str) -> Literal["", "prefill", "decode"]:
+        """Return which side of a placed request cannot take it now; "": both can (`Members.blocked_side`)."""
         placement = self._load.placement(request_id)
-        return placement is None or self._members.has_capacity(placement)
+        return "" if placement is None else self._members.blocked_side(placement)
 
     def on_refused(self, replica_id: str) -> None:
         """Note that the replica has refused a request: it has no capacity until its next report."""
         self._members.on_refused(replica_id, self._clock.now())
 
     def takes_more(self, replica_id: str) -> bool:
-        """Whether a replica could take another request now: `has_capacity` for any request."""
+        """Whether a replica could take another request now, whatever it is."""
         return self._members.takes_more(replica_id)
 
     def on_prefilled(self, request_id: str) -> None:

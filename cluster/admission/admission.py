@@ -25,13 +25,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, NoReturn, Protocol
+from typing import NamedTuple, NoReturn
 
 from cluster.admission.config import AdmissionConfig
 from cluster.admission.fair_queue import Flow, IndexedHeap, Waiting
+from cluster.admission.held import Candidacy, HeldEffects, HeldLoad, HeldRequest
 from cluster.admission.ladder import Ladder, Pressure, Rung
 from cluster.admission.lane import WAIT_MARGIN, Lateness, QueuedBytes, ReplicaLane, ReplicaLanes, Waits
 from cluster.admission.retries import RetryQueue
@@ -65,51 +66,6 @@ _EARLY_WAIT_S = 0.02
 NUM_CHANGES_KEPT = 8
 
 _log = logging.getLogger(__name__)
-
-
-class Candidacy(NamedTuple):
-    """What admission must know of a request beside what the router must."""
-
-    flow: Flow
-    # Of its tenant.
-    weight: float
-    priority: int
-    arrived_at: float
-    deadline_at: float | None
-
-
-class HeldEffects(Protocol):
-    """What becomes of a request that is held: any number of moves, and one of the others, once."""
-
-    def on_released(self, held: HeldRequest) -> None:
-        """Submit the request: its replicas can take it."""
-
-    def on_refused(self, error: OverloadedError) -> None:
-        """End the request: it has waited too long."""
-
-    def on_moved(self, held: HeldRequest) -> None:
-        """Note that the request waits for other replicas now."""
-
-    def on_unplaced(self, reason: str, retry_after_s: float) -> None:
-        """Ask again later (`RequestAdmission.admit`): no replica is there that could take the request."""
-
-
-@dataclass(slots=True, eq=False)
-class HeldRequest:
-    """A request that was taken: where it was placed, and what it waits for."""
-
-    candidacy: Candidacy
-    request: RouteRequest
-    decision: Decision
-    waiting: Waiting
-    # When it was taken.
-    predicted: Predicted
-    # Waits no longer than until then; `bound` names what says so.
-    refused_at: float
-    bound: str
-    routed_at: float
-    # None until `RequestAdmission.hold`.
-    effects: HeldEffects | None = None
 
 
 class _EarlyWait(NamedTuple):
@@ -183,6 +139,26 @@ class RequestAdmission:
         """Return the predicted work of all that waits."""
         return self._lanes.waiting_s()
 
+    def held_loads(self) -> dict[str, HeldLoad]:
+        """Return by replica what waits here until it can take that. What is behind a request that waits for
+        a decode replica waits for one, too: more prefill replicas would not help it."""
+        sides = self._lanes.blocked_sides(self._clock.now(), self._paused)
+        loads: defaultdict[str, HeldLoad] = defaultdict(HeldLoad)
+        for held in self._held.values():
+            computing = held.decision.compute_id
+            if sides[computing] == "decode":
+                loads[held.decision.decode].num_sequences += held.request.num_samples
+            else:
+                loads[computing].num_prompts += 1
+                loads[computing].num_tokens += held.waiting.num_tokens
+        return dict(loads)
+
+    @property
+    def num_refused(self) -> int:
+        """How many requests were refused since the start that fewer others would have let in."""
+        counts = self.counts.num_refused.items()
+        return sum(count for (reason, _), count in counts if reason != "unattainable")
+
     def stats(self) -> AdmissionStats:
         """Return what people and metrics are shown."""
         now, num_waiting = self._clock.now(), self.num_waiting()
@@ -245,7 +221,7 @@ class RequestAdmission:
         wait_s = decision.prediction.ttft_s - prefill_s
         self._note(flow, candidacy.weight, wait_s, now)
         limits_s = self._limits_s(flow, now, candidacy.deadline_at)
-        alone_s = prefill_s / self._router.load(_lane_of(decision)).rates.correction
+        alone_s = prefill_s / self._router.load(decision.compute_id).rates.correction
         lateness = Lateness(flow, *limits_s, wait_s, prefill_s, alone_s, now - candidacy.arrived_at)
         if lateness.excess_s > 0:
             self._refuse_late(lateness)
@@ -273,7 +249,7 @@ class RequestAdmission:
         """Release the request when its replicas can take it, which may be now, or refuse it when it has
         waited as long as its class allows (`HeldRequest.refused_at`, when somebody must call `pump`)."""
         held.effects = effects
-        self.pump(_lane_of(held.decision))
+        self.pump(held.decision.compute_id)
 
     def drop(self, held: HeldRequest) -> None:
         """Forget a request that ended while it waited."""
@@ -452,7 +428,7 @@ class RequestAdmission:
     def _put(self, held: HeldRequest) -> None:
         flow = held.candidacy.flow
         self._num_changes += 1
-        lane = self._lanes[_lane_of(held.decision)]
+        lane = self._lanes[held.decision.compute_id]
         lane.put(held.waiting, self._weight(flow, held.candidacy.weight), held.routed_at)
 
     def _waits(self, candidacy: Candidacy, now: float) -> Waits:
@@ -491,7 +467,7 @@ class RequestAdmission:
         """Move a request, where that is better, and see whether it goes at once."""
         with contextlib.suppress(NoReplicaError):  # it stays
             if self._move(held, now):
-                name = _lane_of(held.decision)
+                name = held.decision.compute_id
                 self._pump_lane(name, self._lanes[name], now)
                 self._has_moved(held)
 
@@ -505,7 +481,7 @@ class RequestAdmission:
         it waited nowhere, so that it is not in its own way where it is. Raises `NoReplicaError` where there
         is no place at all; then it stays."""
         held.routed_at = now
-        self._lanes[_lane_of(held.decision)].drop(held.waiting.request_id, now)
+        self._lanes[held.decision.compute_id].drop(held.waiting.request_id, now)
         try:
             waits = self._waits(held.candidacy, now)
             better = self._router.improve(held.request, held.decision, **waits._asdict())
@@ -521,7 +497,7 @@ class RequestAdmission:
         """Whether it waited."""
         if self._held.get(held.waiting.request_id) is not held:
             return False
-        self._lanes[_lane_of(held.decision)].drop(held.waiting.request_id, self._clock.now())
+        self._lanes[held.decision.compute_id].drop(held.waiting.request_id, self._clock.now())
         self._forget(held)
         return True
 
@@ -581,8 +557,3 @@ class RequestAdmission:
         change = RungChange(self._clock.wall(), before.name.lower(), rung.name.lower(), pressure)
         self.counts.rung_changes.append(change)
         self._on_rung(rung)
-
-
-def _lane_of(decision: Decision) -> str:
-    """Return the replica that computes the prompt."""
-    return decision.prefill or decision.decode

@@ -109,6 +109,15 @@ class ReplicaLanes:
         """Return the lanes in which something waits."""
         return [(name, lane) for name, lane in self._lanes.items() if len(lane.queue)]
 
+    def blocked_sides(self, now: float, paused: ServiceClass | None) -> dict[str, str]:
+        """Return by replica, of the lanes in which something waits, which side cannot take the next request;
+        "": both can (`RouterService.blocked_side`)."""
+        sides: dict[str, str] = {}
+        for name, lane in self.busy():
+            waiting = lane.queue.peek(now, without=paused)
+            sides[name] = self._router.blocked_side(waiting.request_id) if waiting is not None else ""
+        return sides
+
     def forget(self, replica_id: str) -> None:
         """Forget how fast a replica took work that takes nothing more, unless something waits for it."""
         if (lane := self._lanes.get(replica_id)) is not None and not len(lane.queue):

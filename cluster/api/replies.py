@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import importlib.metadata
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Generic, NamedTuple, TypeVar
 
 from msgspec.structs import asdict
 
+from cluster.admission.held import HeldLoad
 from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.errors import FieldViolation, InvalidRequestError
@@ -107,7 +109,10 @@ class StatusService:
     async def _make_status(self) -> admin_pb.StatusResponse:
         stats, now = await self.stats.get(), self._clock.now()
         return await self._thread.add_replicas(
-            self._status_without_replicas(now, stats), self._connections.views(), now
+            self._status_without_replicas(now, stats),
+            self._connections.views(),
+            now,
+            self._requests.admission.held_loads(),
         )
 
     def _status_without_replicas(self, now: float, stats: FleetStats) -> admin_pb.StatusResponse:
@@ -129,7 +134,7 @@ class StatusService:
             pools=pools_of(self._config, self._connections),
             scaling_changes=moves_of(self._connections.roster_view),
             traffic=self._connections.roster_view.traffic,
-            demand=demand_message(counters.demand),
+            demand=demand_message(replace(counters.demand, num_refused=self._requests.admission.num_refused)),
             authentication=self._config.auth.mode,
             app=self._config.app,
             quotas=[
@@ -416,11 +421,15 @@ class StatusThread:
         self.num_built = 0
 
     async def add_replicas(
-        self, status: admin_pb.StatusResponse, views: Sequence[ReplicaView], now: float
+        self,
+        status: admin_pb.StatusResponse,
+        views: Sequence[ReplicaView],
+        now: float,
+        held: Mapping[str, HeldLoad],
     ) -> admin_pb.StatusResponse:
         """Add the replicas as they are now to the message. Nobody else may use it meanwhile."""
         looks = [(ReplicaLook.of(view), now - view.load_at) for view in views]
-        return await self._run(lambda: self._add(status, looks))
+        return await self._run(lambda: self._add(status, looks, held))
 
     async def paths(
         self, views: Sequence[ReplicaView], known: Collection[ReplicaIdentity]
@@ -438,7 +447,10 @@ class StatusThread:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def _add(
-        self, status: admin_pb.StatusResponse, looks: Sequence[tuple[ReplicaLook, float]]
+        self,
+        status: admin_pb.StatusResponse,
+        looks: Sequence[tuple[ReplicaLook, float]],
+        held: Mapping[str, HeldLoad],
     ) -> admin_pb.StatusResponse:
         before, self._built = self._built, {}
         for look, age_s in looks:
@@ -452,7 +464,15 @@ class StatusThread:
             if look.load is not None:
                 known[1].load.age_s = age_s
             status.replicas.append(known[1])
+            if (waiting := held.get(replica_id)) is not None:
+                status.replicas[-1].held.CopyFrom(_held(waiting))
         return status
+
+
+def _held(load: HeldLoad) -> admin_pb.Held:
+    return admin_pb.Held(
+        num_prompts=load.num_prompts, num_tokens=load.num_tokens, num_sequences=load.num_sequences
+    )
 
 
 def _replica(look: ReplicaLook) -> admin_pb.Replica:

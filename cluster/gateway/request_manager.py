@@ -13,8 +13,9 @@ from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
-from cluster.admission.admission import Candidacy, HeldRequest, RequestAdmission
+from cluster.admission.admission import RequestAdmission
 from cluster.admission.fair_queue import Flow
+from cluster.admission.held import Candidacy, HeldRequest
 from cluster.admission.lane import ByteHold
 from cluster.admission.quotas import QuotaHold, Quotas
 from cluster.admission.retries import EndRate

@@ -15,7 +15,8 @@ from typing import Protocol, TypeVarTuple
 
 from msgspec.structs import replace
 
-from cluster.admission.admission import Candidacy, HeldRequest, RequestAdmission
+from cluster.admission.admission import RequestAdmission
+from cluster.admission.held import Candidacy, HeldRequest
 from cluster.admission.lane import ByteHold
 from cluster.admission.retries import CAPACITY_WAIT_S, Retry
 from cluster.errors import AbandonedError, OverloadedError, RequestError, SlowClientError
@@ -477,7 +478,7 @@ class RequestTask:
     def _announce(self, held: HeldRequest) -> None:
         """Let the replica that will compute the prompt load meanwhile what is stored of it, and no other."""
         request, decision = held.request, held.decision
-        target = self._connections.target(decision.prefill or decision.decode)
+        target = self._connections.target(decision.compute_id)
         if self._announced_to is not None and (target is None or target.identity != self._announced_to):
             self._withdraw()
         if target is None or not request.block_keys:

@@ -448,6 +448,7 @@ class Demand:
     num_late_first_tokens: int = 0
     num_gaps: int = 0
     num_late_gaps: int = 0
+    num_refused: int = 0
 
     def prompt(self, num_computed_tokens: int) -> None:
         """Count a prompt whose prefill was reported."""

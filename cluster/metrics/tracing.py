@@ -229,7 +229,7 @@ def _attempts(ended: EndedRequest) -> list[_Attempt]:
         attempts.pop()  # the last attempt that there might be had failed: nothing was looked for
     for number, decision in enumerate(ended.decisions):
         if number < len(attempts) and (ran := attempts[number].ran) is not None:
-            ran.attributes["tandem.prefill_replica"] = decision.decision.prefill or decision.decision.decode
+            ran.attributes["tandem.prefill_replica"] = decision.decision.compute_id
             ran.attributes["tandem.decode_replica"] = decision.decision.decode
             ran.attributes["tandem.policy"] = decision.decision.policy
     return attempts

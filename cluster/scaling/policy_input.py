@@ -23,6 +23,7 @@ from cluster.scaling.reactive import (
     Shortage,
     Side,
     late_share,
+    refusals,
     side_of,
 )
 from cluster.scaling.samples import (
@@ -152,8 +153,8 @@ class PolicyView:
         return sum(fitting) >= _SPARE_SHARE * len(samples)
 
     def _were_late(self, kind: str, samples: Sequence[ScalingSample]) -> bool:
-        """Whether half as many first tokens, or gaps, as may be late were."""
-        is_late = False
+        """Whether half as many first tokens or gaps were late, or requests refused, as may be."""
+        is_late = late_share(samples, refusals) > TAIL / 2
         if kind != DECODE:
             is_late |= (
                 late_share(samples, lambda each: (each.num_first_tokens, each.num_late_first_tokens))

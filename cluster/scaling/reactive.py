@@ -42,6 +42,7 @@ class Side(NamedTuple):
     num_waiting: int
     num_landings: int
     num_waiting_landings: int
+    num_held_sequences: int
     num_backlog_tokens: int
     num_free_blocks: int
     num_total_blocks: int
@@ -135,10 +136,12 @@ class ReactiveSignals:
         slo_s, prompt, tok_s = self._config.ttft_slo_s, self._sizes.prompt, self._rates.prefill_tok_s
         own_s = prompt.mean / tok_s if prompt and tok_s > 0 else 0.0
         late = late_share(self._samples, lambda each: (each.num_first_tokens, each.num_late_first_tokens))
+        refused = late_share(self._samples, refusals)
         allowed_s = slo_s - own_s if own_s < slo_s else slo_s
         # How long the backlog keeps the replicas busy.
         queue_s = min(side.num_backlog_tokens / side.prefill_tok_s for side in sides)
-        if queue_s <= (allowed_s / 2 if late > TAIL else allowed_s):
+        # Refusals keep the queue as short as the objectives of the classes ask for.
+        if refused <= TAIL and queue_s <= (allowed_s / 2 if late > TAIL else allowed_s):
             return None
         latest = sides[-1]
         wanted = self._to_clear(latest)
@@ -149,6 +152,8 @@ class ReactiveSignals:
         )
         if late > TAIL:
             reason += f", and {late:.0%} of them were late"
+        if refused > TAIL:
+            reason += f", and {refused:.0%} of the requests were refused"
         return Shortage(wanted, reason)
 
     def _to_clear(self, side: Side) -> int:
@@ -156,7 +161,7 @@ class ReactiveSignals:
         they take to start. No more than there are requests, at least one more than there are."""
         window = self._samples[-NUM_SAMPLES - 1 :]
         span_s = window[-1].at - window[0].at
-        arrived = sum(sample.demand.num_arrived for sample in window[1:])
+        arrived = sum(sample.demand.num_arrived + sample.demand.num_refused for sample in window[1:])
         prompt = self._sizes.prompt
         each_s = prompt.mean / span_s if prompt and span_s > 0 else 0.0
         arriving_tok_s = arrived * each_s
@@ -184,6 +189,8 @@ class ReactiveSignals:
         elif all(map(self._is_slotless, sides)):
             sequences = latest.num_running + latest.num_waiting
             why = f"{sequences} sequences share {self._num_slots(latest)} slots"
+        elif held := min(side.num_held_sequences for side in sides):
+            why = f"{held} sequences wait in gateways for a place to decode"
         elif free < KV_NEAR_FULL:
             why = f"{free:.0%} of the KV blocks are free"
         elif preempted > 0:
@@ -248,15 +255,21 @@ class ReactiveSignals:
 
     def _is_full(self, side: Side) -> bool:
         has_blocks = side.num_free_blocks >= KV_NEAR_FULL * side.num_total_blocks
-        return bool(side.num_waiting_landings) or not has_blocks or self._is_slotless(side)
+        is_waited_for = side.num_waiting_landings or side.num_held_sequences
+        return bool(is_waited_for) or not has_blocks or self._is_slotless(side)
 
     def _is_slotless(self, side: Side) -> bool:
         """Handed-over sequences count as running from the start, also those that no step has a slot for."""
         return side.num_running + side.num_waiting > self._num_slots(side)
 
 
+def refusals(demand: Demand) -> tuple[int, int]:
+    """Return how many requests came, and how many of them were refused because of the load."""
+    return demand.num_arrived + demand.num_refused, demand.num_refused
+
+
 def late_share(samples: Sequence[ScalingSample], counts: Callable[[Demand], tuple[int, int]]) -> float:
-    """Of all in these samples; `counts` says (all, late) of one. 0 while there are few."""
+    """Of all in these samples; `counts` says (all, late or refused) of one. 0 while there are few."""
     pairs = [counts(sample.demand) for sample in samples]
     total = sum(count for count, _ in pairs)
     return sum(late for _, late in pairs) / total if total >= _MIN_OUTCOMES else 0.0

@@ -1,14 +1,17 @@
 """Samples of all replicas and of the demand, one a tick, for a bounded time: what the policy looks at.
 
 Gateways report a `tandem.v1.StatusResponse` each. A `ReplicaSample` is a `Replica` with its `Load`, as the
-gateway that heard of it last reported it; the demand of a sample is the sum over all gateways since the last.
+gateway that heard of it last reported it, and with what all gateways hold for it; the demand of a sample is
+the sum over all gateways since the last.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from cluster.config import ClusterConfig
 from cluster.metrics.gateway_counters import Demand, demand_of
@@ -36,6 +39,8 @@ class ReplicaSample(ReplicaStats, frozen=True, kw_only=True):
     role: str
     # How old the statistics are.
     age_s: float = 0.0
+    # Of `num_waiting`: sequences that gateways hold until it can decode them.
+    num_held_sequences: int = 0
 
     @property
     def is_known(self) -> bool:
@@ -216,8 +221,10 @@ class GatewayReports:
         }
         self._demand.keep(tuple(self._latest))
         replicas: dict[str, ReplicaSample] = {}
+        held: defaultdict[str, admin_pb.Held] = defaultdict(admin_pb.Held)
         for report in self._latest.values():
             for replica in report.status.replicas:
+                _add_held(held[replica.replica_id], replica.held)
                 seen = ReplicaSample(
                     replica_id=replica.replica_id,
                     pool=replica.pool,
@@ -233,9 +240,25 @@ class GatewayReports:
         return ScalingSample(
             at=wall,
             desired=dict(desired),
-            replicas=tuple(replicas[replica_id] for replica_id in sorted(replicas)),
+            replicas=tuple(_with_held(replicas[name], held[name]) for name in sorted(replicas)),
             demand=self._demand.take(),
         )
+
+
+def _add_held(total: admin_pb.Held, held: admin_pb.Held) -> None:
+    total.num_prompts += held.num_prompts
+    total.num_tokens += held.num_tokens
+    total.num_sequences += held.num_sequences
+
+
+def _with_held(sample: ReplicaSample, held: admin_pb.Held) -> ReplicaSample:
+    """The replica as if it had been sent what gateways hold for it: that needs replicas as well."""
+    return msgspec.structs.replace(
+        sample,
+        num_waiting=sample.num_waiting + held.num_prompts + held.num_sequences,
+        num_backlog_tokens=sample.num_backlog_tokens + held.num_tokens,
+        num_held_sequences=held.num_sequences,
+    )
 
 
 def pool_views(

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cluster.admission.admission import JITTER, HeldRequest
+from cluster.admission.admission import JITTER
 from cluster.admission.config import AdmissionConfig
 from cluster.admission.fair_queue import Flow
+from cluster.admission.held import HeldLoad, HeldRequest
 from cluster.admission.ladder import Rung
 from cluster.admission.lane import MARGIN, WAIT_MARGIN
 from cluster.errors import DeadlineError, OverloadedError, RetryableError, UnattainableError
@@ -64,6 +65,27 @@ def test_a_replica_is_sent_some_steps_of_work_and_the_rest_is_held(world: Admiss
     assert world.admission.counts.num_released == {"interactive": 8}
 
 
+def test_what_waits_is_told_by_the_replica_that_it_waits_for() -> None:
+    world = AdmissionWorld(names=("p0", "d0"))
+    for index in range(8):
+        world.arrive(str(index), num_tokens=100)
+    # d0 computes two by itself.
+    assert world.admission.held_loads() == {"p0": HeldLoad(num_prompts=3, num_tokens=300)}
+    # As soon as no sequence has a place at d0, they wait for that, and p0 would not help them.
+    decode = world.servers["d0"]
+    decode.num_running = 1000
+    world.router.on_load(decode.load())
+    assert world.admission.held_loads() == {"d0": HeldLoad(num_sequences=3)}
+    world.run(1.0)
+    assert len(world.released) == 5
+    decode.num_running = 0
+    world.router.on_load(decode.load())
+    world.admission.pump()
+    world.run()
+    assert world.admission.held_loads() == {}
+    assert len(world.released) == 8
+
+
 def test_what_would_miss_its_objective_is_refused_at_once_and_told_when_to_come_back(
     world: AdmissionWorld,
 ) -> None:
@@ -75,6 +97,7 @@ def test_what_would_miss_its_objective_is_refused_at_once_and_told_when_to_come_
     assert "objective of the class interactive" in str(error)
     late_s = num_taken - WAIT_MARGIN * 10.0
     assert (1 - JITTER) * late_s <= error.retry_after_s <= (1 + JITTER) * late_s
+    assert world.admission.num_refused == 1
     # Another class has more time.
     assert world.arrive("standard", service_class="standard") is not None
     world.run()

@@ -175,6 +175,8 @@ async def test_what_waits_in_the_gateway_for_a_stopped_replica_waits_for_others(
         return {it.compute_id for it in gateway.exchange._router.own_placements()}
 
     assert waits_at() == {"d0", "d1"}
+    status = await harness.admin(gateway).status()
+    assert sum(replica.held.num_prompts for replica in status.replicas) == 8
     replicas["d0"].script.is_stopped = True
     await until(is_in(gateway, replicas["d0"], OPEN), "it is found silent")
     assert waits_at() == {"d1"}

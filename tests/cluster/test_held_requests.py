@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster.admission.admission import REROUTE_PART, Candidacy, RequestAdmission
+from cluster.admission.admission import REROUTE_PART, RequestAdmission
 from cluster.admission.config import AdmissionConfig
 from cluster.admission.fair_queue import Flow
+from cluster.admission.held import Candidacy
 from cluster.errors import OverloadedError, RequestError
 from cluster.gateway.attempt import first_route_request
 from cluster.gateway.circuit_breaker import FIRST_PAUSE_S, NUM_FAILURES, BreakerState, CircuitBreakers

@@ -146,7 +146,7 @@ def test_every_view_equals_the_model_and_nothing_is_left(data: st.DataObject) ->
             request, is_held = RouteRequest(request_id, "t", (), PROMPT_TOKENS, 1), data.draw(st.booleans())
             decision = member.router.decide(request)
             member.router.place(request, decision, is_held=is_held)
-            model[name, request_id] = (decision.prefill or decision.decode, "held" if is_held else "sent")
+            model[name, request_id] = (decision.compute_id, "held" if is_held else "sent")
         elif action == "submit" and own:
             key = data.draw(st.sampled_from(own))
             member.router.on_submitted(key[1])
@@ -195,7 +195,7 @@ def test_what_another_gateway_holds_takes_no_capacity_and_is_waited_for() -> Non
     tokens = 100 * PROMPT_TOKENS  # more than the steps that any replica is sent ahead
     request = RouteRequest("q", "t", (), tokens, 1)
     decision = holder.decide(request)
-    replica_id = decision.prefill or decision.decode
+    replica_id = decision.compute_id
     holder.place(request, decision, is_held=True)
     group.settle()
     assert other.takes_more(replica_id)

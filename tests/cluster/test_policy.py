@@ -165,6 +165,26 @@ def test_prefill_does_not_grow_beyond_the_requests_that_wait() -> None:
     assert decided((alone, decoding()), PAIR, demand(1)).moves == ()
 
 
+def test_refusals_are_a_shortage_however_short_they_keep_the_queue() -> None:
+    settings = config(forecast_s=5000.0)  # too long for a forecast yet
+    replicas = (prefilling(num_running=1, num_waiting=9, num_backlog_tokens=4000), decoding())
+    few, many = (dataclasses.replace(demand(2), num_refused=number) for number in (0, 6))
+    assert decided(replicas, PAIR, few, settings).moves == ()
+    plan = decided(replicas, PAIR, many, settings)
+    # 8 requests of 2000 tokens every 2 s, of which chance may be 5 in 6 s: 4,800 tok/s above what one does.
+    assert set(counts(plan)) == {"prefill"}
+    assert plan.moves[0].after == 2
+    assert "75% of the requests were refused" in plan.moves[0].reason
+
+
+def test_no_pool_shrinks_while_requests_are_refused() -> None:
+    pools = (pool("prefill", 4), pool("decode", 1))
+    replicas = (*(prefilling(number) for number in range(4)), decoding())
+    assert counts(decided(replicas, pools, demand(2))) == {"prefill": (4, 3)}
+    refusing = dataclasses.replace(demand(2), num_refused=1)
+    assert decided(replicas, pools, refusing).moves == ()
+
+
 def test_late_first_tokens_make_half_a_queue_enough() -> None:
     replicas = (queueing(8000), decoding())
     late = dataclasses.replace(demand(2), num_late_first_tokens=1)
@@ -220,6 +240,10 @@ def test_replicas_that_start_already_are_waited_for() -> None:
             "68 sequences share 64 slots",
         ),
         ({"num_running": 65, "num_free_blocks": 600}, "65 sequences share 64 slots"),
+        (
+            {"num_running": 30, "num_waiting": 2, "num_held_sequences": 2, "num_free_blocks": 600},
+            "2 sequences wait in gateways",
+        ),
         ({"num_running": 30, "decode_step_s": 0.06, "num_free_blocks": 500}, "steps take 60 ms at 30.0"),
     ],
 )

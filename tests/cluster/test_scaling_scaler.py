@@ -394,6 +394,33 @@ async def test_samples_are_of_the_gateway_that_heard_last_and_silent_gateways_ar
         assert sample.replicas == ()
 
 
+async def test_what_all_gateways_hold_for_a_replica_waits_there() -> None:
+    async with FakeDashboard(_app()) as dashboard:
+        harness = ScalerHarness(dashboard, **AUTOSCALE)
+        await harness.register("d0", "decode")
+        for gateway, held in (("g0/1", (3, 300, 0)), ("g1/1", (0, 0, 4))):
+            num_prompts, num_tokens, num_sequences = held
+            replica = admin_pb.Replica(
+                replica_id="d0",
+                pool="decode",
+                role=admin_pb.REPLICA_ROLE_DECODE,
+                state=admin_pb.REPLICA_STATE_READY,
+                load=admin_pb.Load(num_waiting=1, num_backlog_tokens=50, num_total_blocks=9),
+                held=admin_pb.Held(
+                    num_prompts=num_prompts, num_tokens=num_tokens, num_sequences=num_sequences
+                ),
+            )
+            harness.scaler.report(gateway, admin_pb.StatusResponse(replicas=[replica]))
+        for _ in range(2):  # reports stay as they were
+            await harness.tick()
+            assert harness.policy.history is not None
+            assert harness.policy.history.latest is not None
+            (sample,) = harness.policy.history.latest.replicas
+            waits = sample.num_waiting, sample.num_held_sequences, sample.num_backlog_tokens
+            assert waits == (1 + 3 + 4, 4, 350)
+            assert not sample.is_idle
+
+
 async def test_a_replica_that_leaves_is_no_sample() -> None:
     async with FakeDashboard(_app()) as dashboard:
         harness = ScalerHarness(dashboard, **AUTOSCALE)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from gateway_harness import FINGERPRINT, Pair
 
+from cluster.admission.held import HeldLoad
 from cluster.api.replies import STATUS_S, Fresh, StatusThread
 from cluster.gateway.replica_connections import ReplicaState, ReplicaView
 from cluster.proto.enums import name_of
@@ -60,15 +61,20 @@ def thread() -> Iterator[StatusThread]:
 
 async def test_only_replicas_that_changed_are_built_anew(thread: StatusThread) -> None:
     views = [view(f"d{number}") for number in range(4)]
+    held = {"d1": HeldLoad(3, 300, 1)}
 
     async def looked(now: float) -> admin_pb.StatusResponse:
-        return await thread.add_replicas(admin_pb.StatusResponse(), views, now)
+        return await thread.add_replicas(admin_pb.StatusResponse(), views, now, held)
 
     first = await looked(11.0)
     assert [it.load.age_s for it in first.replicas] == [1.0] * 4
+    assert [it.HasField("held") for it in first.replicas] == [False, True, False, False]
+    assert first.replicas[1].held == admin_pb.Held(num_prompts=3, num_tokens=300, num_sequences=1)
+    held.clear()
     again = await looked(12.5)
     assert thread.num_built == 4
     assert [it.load.age_s for it in again.replicas] == [2.5] * 4
+    assert not any(it.HasField("held") for it in again.replicas)
     assert [it.load.age_s for it in first.replicas] == [1.0] * 4, "what was told stays as it was"
     views[1].load = load_of(views[1].record.identity, 2, num_running=7)
     views[2].state = ReplicaState.LEAVING
@@ -90,7 +96,7 @@ async def test_only_replicas_that_changed_are_built_anew(thread: StatusThread) -
 async def test_messages_are_built_beside_the_event_loop(thread: StatusThread) -> None:
     stages = Stages(((0, 1), (1, 3)))
     stages.seen = set()
-    status = await thread.add_replicas(admin_pb.StatusResponse(), [view("d0", stages)], 11.0)
+    status = await thread.add_replicas(admin_pb.StatusResponse(), [view("d0", stages)], 11.0, {})
     assert list(status.replicas[0].stage_layers) == [1, 2]
     assert stages.seen == {"status_0"}
 

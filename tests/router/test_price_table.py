@@ -90,7 +90,7 @@ def test_the_choice_is_that_of_the_formulas(
         assert replace(decision, candidates=list(decision.candidates)) == expected
         assert recompute(decision) == (decision.prefill, decision.decode)
         chosen = {(it.side, it.replica_id): it for it in decision.candidates}
-        prefill = chosen["prefill" if decision.prefill else "local", decision.prefill or decision.decode]
+        prefill = chosen["prefill" if decision.prefill else "local", decision.compute_id]
         assert decision.prediction.prefill_s == prefill.prefill_s
         assert decision.prediction.load_s == prefill.load_s
         assert decision.prefill_cached_tokens == (
@@ -104,7 +104,7 @@ def test_the_choice_is_that_of_the_formulas(
         assert f"costs {1e3 * cost_s:.1f} ms" in decision.reason
         if number < 2:
             _check_moves(router, request, decision, cost_s, waits, held_part, names)
-        compute_id = decision.prefill or decision.decode
+        compute_id = decision.compute_id
         other_s = min((cost for at, cost in _choices(decision) if at != compute_id), default=math.inf)
         if not is_shared or other_s > 1e4:  # no other choice, or one with a penalty
             assert decision.most_backlog_tokens is None or other_s < math.inf

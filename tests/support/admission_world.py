@@ -7,9 +7,10 @@ import heapq
 import itertools
 from collections.abc import Callable
 
-from cluster.admission.admission import Candidacy, HeldRequest, RequestAdmission
+from cluster.admission.admission import RequestAdmission
 from cluster.admission.config import AdmissionConfig
 from cluster.admission.fair_queue import Flow
+from cluster.admission.held import Candidacy, HeldRequest
 from cluster.admission.ladder import Rung
 from cluster.admission.lane import ByteHold
 from cluster.errors import OverloadedError, RequestError
@@ -100,7 +101,7 @@ class NotedEffects:
 
     def on_released(self, held: HeldRequest) -> None:
         self._end(self._world.released)
-        compute_id = held.decision.prefill or held.decision.decode
+        compute_id = held.decision.compute_id
         self._world.servers[compute_id].take(self._request_id, held.request.num_tokens)
 
     def on_refused(self, error: OverloadedError) -> None:

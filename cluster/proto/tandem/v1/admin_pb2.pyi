@@ -177,7 +177,7 @@ class PrefixReuse(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., num_prompts: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_known_tokens: _Optional[int] = ..., num_finished_tokens: _Optional[int] = ..., num_finished_known_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., diverge_at: _Optional[int] = ..., num_diverging: _Optional[int] = ..., num_tokens_behind: _Optional[int] = ..., num_repeated_behind: _Optional[int] = ...) -> None: ...
 
 class Demand(_message.Message):
-    __slots__ = ("num_arrived", "num_sequences", "num_prompts", "num_computed_tokens", "computed_tokens_squared", "num_ended", "num_output_tokens", "output_tokens_squared", "num_first_tokens", "num_late_first_tokens", "num_gaps", "num_late_gaps")
+    __slots__ = ("num_arrived", "num_sequences", "num_prompts", "num_computed_tokens", "computed_tokens_squared", "num_ended", "num_output_tokens", "output_tokens_squared", "num_first_tokens", "num_late_first_tokens", "num_gaps", "num_late_gaps", "num_refused")
     NUM_ARRIVED_FIELD_NUMBER: _ClassVar[int]
     NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPTS_FIELD_NUMBER: _ClassVar[int]
@@ -190,6 +190,7 @@ class Demand(_message.Message):
     NUM_LATE_FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_GAPS_FIELD_NUMBER: _ClassVar[int]
     NUM_LATE_GAPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REFUSED_FIELD_NUMBER: _ClassVar[int]
     num_arrived: int
     num_sequences: int
     num_prompts: int
@@ -202,7 +203,8 @@ class Demand(_message.Message):
     num_late_first_tokens: int
     num_gaps: int
     num_late_gaps: int
-    def __init__(self, num_arrived: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_prompts: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., computed_tokens_squared: _Optional[float] = ..., num_ended: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., output_tokens_squared: _Optional[float] = ..., num_first_tokens: _Optional[int] = ..., num_late_first_tokens: _Optional[int] = ..., num_gaps: _Optional[int] = ..., num_late_gaps: _Optional[int] = ...) -> None: ...
+    num_refused: int
+    def __init__(self, num_arrived: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_prompts: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., computed_tokens_squared: _Optional[float] = ..., num_ended: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., output_tokens_squared: _Optional[float] = ..., num_first_tokens: _Optional[int] = ..., num_late_first_tokens: _Optional[int] = ..., num_gaps: _Optional[int] = ..., num_late_gaps: _Optional[int] = ..., num_refused: _Optional[int] = ...) -> None: ...
 
 class Pool(_message.Message):
     __slots__ = ("name", "role", "configured", "desired", "pinned", "min", "max", "num_ready", "num_reassigned")
@@ -243,7 +245,7 @@ class ScalingChange(_message.Message):
     def __init__(self, at: _Optional[float] = ..., pool: _Optional[str] = ..., before: _Optional[int] = ..., after: _Optional[int] = ..., by: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Replica(_message.Message):
-    __slots__ = ("replica_id", "epoch", "pool", "role", "address", "state", "note", "process_id", "rank_process_ids", "load", "tp", "stage_layers", "home_role", "role_epoch")
+    __slots__ = ("replica_id", "epoch", "pool", "role", "address", "state", "note", "process_id", "rank_process_ids", "load", "tp", "stage_layers", "home_role", "role_epoch", "held")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
@@ -258,6 +260,7 @@ class Replica(_message.Message):
     STAGE_LAYERS_FIELD_NUMBER: _ClassVar[int]
     HOME_ROLE_FIELD_NUMBER: _ClassVar[int]
     ROLE_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     epoch: int
     pool: str
@@ -272,7 +275,18 @@ class Replica(_message.Message):
     stage_layers: _containers.RepeatedScalarFieldContainer[int]
     home_role: ReplicaRole
     role_epoch: int
-    def __init__(self, replica_id: _Optional[str] = ..., epoch: _Optional[int] = ..., pool: _Optional[str] = ..., role: _Optional[_Union[ReplicaRole, str]] = ..., address: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., note: _Optional[str] = ..., process_id: _Optional[int] = ..., rank_process_ids: _Optional[_Iterable[int]] = ..., load: _Optional[_Union[Load, _Mapping[str, object]]] = ..., tp: _Optional[int] = ..., stage_layers: _Optional[_Iterable[int]] = ..., home_role: _Optional[_Union[ReplicaRole, str]] = ..., role_epoch: _Optional[int] = ...) -> None: ...
+    held: Held
+    def __init__(self, replica_id: _Optional[str] = ..., epoch: _Optional[int] = ..., pool: _Optional[str] = ..., role: _Optional[_Union[ReplicaRole, str]] = ..., address: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., note: _Optional[str] = ..., process_id: _Optional[int] = ..., rank_process_ids: _Optional[_Iterable[int]] = ..., load: _Optional[_Union[Load, _Mapping[str, object]]] = ..., tp: _Optional[int] = ..., stage_layers: _Optional[_Iterable[int]] = ..., home_role: _Optional[_Union[ReplicaRole, str]] = ..., role_epoch: _Optional[int] = ..., held: _Optional[_Union[Held, _Mapping[str, object]]] = ...) -> None: ...
+
+class Held(_message.Message):
+    __slots__ = ("num_prompts", "num_tokens", "num_sequences")
+    NUM_PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    num_prompts: int
+    num_tokens: int
+    num_sequences: int
+    def __init__(self, num_prompts: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_sequences: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("num_running", "num_waiting", "num_landings", "num_backlog_tokens", "num_free_blocks", "num_cached_blocks", "num_quarantined_blocks", "num_total_blocks", "num_leaked_blocks", "prefill_tok_s", "decode_step_ms", "num_steps", "num_checksum_failures", "num_preemptions", "transfer_gb_s", "age_s", "num_stored_blocks", "num_unstored_blocks", "num_loaded_tokens", "load_tok_s", "num_store_checksum_failures", "num_offloaded_blocks", "num_waiting_landings", "backend")
