@@ -161,8 +161,8 @@ class VirtualReplica:
         self._prefill_tok_s = 0.0
         self._decode_step_s = 0.0
         # Coefficients of steps, fitted as `workers.scheduler.step_costs.StepCosts` does.
-        self._decode_fit = NonNegativeFit(3)
-        self._prefill_fit = NonNegativeFit(1)
+        self._decode_fit = NonNegativeFit((1.0, 0.02, 0.0))
+        self._prefill_fit = NonNegativeFit((1.0,))
         self.num_preemptions = 0
 
     def load(self) -> ReplicaLoad:

@@ -216,6 +216,8 @@ class _ReplicaLoad:
     measured_at: float = float("-inf")
     # From first tokens to ends, the mean; 0: not measured.
     residence_s: float = 0.0
+    # The mean of the sequences that it decodes, or decoded last.
+    context_tokens: float = 0.0
 
     def __post_init__(self) -> None:
         self.touch()
@@ -360,6 +362,8 @@ class LoadTracker:
         if replica.report is not None and load.received_at < replica.report.received_at:
             return
         replica.report = load
+        if load.num_running:
+            replica.context_tokens = load.num_context_tokens / load.num_running
         replica.touch()
         replica.cover()
 
@@ -554,7 +558,8 @@ def _state_of(replica: _ReplicaLoad, others: Callable[[], Iterable[ReplicaLoad]]
     num_sequences = report.num_running + report.num_waiting + num_coming
     backlog_tokens = report.num_backlog_tokens + replica.computing.num_prefill_tokens
     num_held_sequences = staying.num_held_sequences + expected.num_held_sequences
-    rates = rates_of(report, num_sequences - num_held_sequences, replica.correction(now), others)
+    num_sent = num_sequences - num_held_sequences
+    rates = rates_of(report, num_sent, replica.correction(now), others, replica.context_tokens)
     num_places = _num_places(report) if replica.role != "prefill" else 0.0
     # By position, as `Rates`.
     return CurrentLoad(

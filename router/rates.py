@@ -61,9 +61,11 @@ def rates_of(
     num_sequences: int,
     correction: float = 1.0,
     others: Callable[[], Iterable[ReplicaLoad]] = tuple,
+    context_tokens: float = 0.0,
 ) -> Rates:
     """Return the rates of a replica with so many sequences. Computing a prompt takes `correction` times what
-    the coefficients say. The reports of the `others` are asked for where it has not measured something."""
+    the coefficients say. The reports of the `others` are asked for where it has not measured something.
+    `context_tokens` is what a sequence has on average where the report shows none that runs."""
     prefill_tok_s = report.prefill_tok_s or max(
         (it.prefill_tok_s for it in others() if it.prefill_tok_s), default=DEFAULT_PREFILL_TOK_S
     )
@@ -87,7 +89,7 @@ def rates_of(
         _load_s(report, "dram", token_s),
         _load_s(report, "nvme", token_s),
         decode_step_s,
-        _step_s(report, num_sequences, decode_step_s),
+        _step_s(report, num_sequences, decode_step_s, others, context_tokens),
         correction,
     )
 
@@ -109,9 +111,18 @@ def _load_s(report: ReplicaLoad, tier: str, token_s: float) -> float:
     return 1.0 / load_tok_s
 
 
-def _step_s(report: ReplicaLoad, num_sequences: int, decode_step_s: float) -> float:
+def _step_s(
+    report: ReplicaLoad,
+    num_sequences: int,
+    decode_step_s: float,
+    others: Callable[[], Iterable[ReplicaLoad]],
+    context_tokens: float,
+) -> float:
+    if not report.decode_base_s and not report.decode_step_s:
+        measured = (it for it in others() if it.decode_base_s)
+        report = min(measured, key=lambda it: it.decode_base_s + it.decode_sequence_s, default=report)
     if report.decode_base_s:
-        context = report.num_context_tokens / report.num_running if report.num_running else 0.0
+        context = report.num_context_tokens / report.num_running if report.num_running else context_tokens
         each_s = report.decode_sequence_s + context * report.decode_context_s
         return report.decode_base_s + (num_sequences + 1) * each_s
     return decode_step_s * (1 + DEFAULT_SEQUENCE_PART * num_sequences)

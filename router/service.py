@@ -240,8 +240,13 @@ class RouterService:
         match = self._tree.match(request.block_keys)
         view = _View(match, {}, 1.0, self._clock.now() - self._config.stale_load_s)
         replicas = _replica_costs(query, self._states(decode_ids), view)
-        priced = [decode_candidate(query, replica, self._config.decode_steps) for replica in replicas]
-        chosen = min(priced, key=lambda item: (item.cost_s, item.uncached_tokens), default=None)
+        priced = [
+            (decode_candidate(query, replica, self._config.decode_steps), replica.state.num_sequences)
+            for replica in replicas
+        ]
+        chosen, _ = min(
+            priced, key=lambda item: (item[0].cost_s, item[1], item[0].uncached_tokens), default=(None, 0)
+        )
         if chosen is None or chosen.cost_s >= NEVER_FITS_S:
             raise self._members.no_target(request)
         self._members.chosen(chosen.replica_id)

@@ -105,7 +105,8 @@ async def test_a_leaving_prefill_replica_finishes_what_it_has_begun_and_returns_
 async def test_several_samples_stay_until_the_end_of_the_drain(stage: Stage) -> None:
     guest = await stage.guest("decode")
     async with stage.front(stage.p0, guest) as front:
-        call = front.call(prompt(500), seed=500, max_tokens=400, n=3, temperature=1.0)
+        # It must outlast the drain, however fast the engine is.
+        call = front.call(prompt(500), seed=500, max_tokens=1500, n=3, temperature=1.0)
         await until(lambda: call.num_tokens > 30, "it runs")
         await front.register(stage.d0)
         await guest.core.drain(0.5)
@@ -114,7 +115,7 @@ async def test_several_samples_stay_until_the_end_of_the_drain(stage: Stage) -> 
         for sample in range(3):
             alone = stage.harness.replicas["b0"]
             wanted = await tokens_alone(
-                alone, stage.harness, prompt(500), 500, 400, sample=sample, temperature=1.0
+                alone, stage.harness, prompt(500), 500, 1500, sample=sample, temperature=1.0
             )
             assert call.tokens[sample] == wanted
         await stage.harness.quiet()

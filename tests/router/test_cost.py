@@ -257,7 +257,12 @@ def test_a_step_grows_with_its_sequences_and_their_context() -> None:
         decode_context_s=1e-6,
         num_context_tokens=4000,
     )
-    assert rates_of(measured, 4).step_s == pytest.approx(0.01 + 5 * (0.001 + 1000 * 1e-6))
+    step_s = 0.01 + 5 * (0.001 + 1000 * 1e-6)
+    assert rates_of(measured, 4).step_s == pytest.approx(step_s)
+    # One that has just come is taken to be as fast as the fastest of the others.
+    new = replace(measured, decode_step_s=0.0, decode_base_s=0.0, decode_sequence_s=0.0, num_context_tokens=0)
+    slower = replace(measured, decode_base_s=0.02)
+    assert rates_of(new, 4, others=lambda: (new, slower, measured)).step_s == pytest.approx(step_s)
 
 
 # ---------------------------------------------------------------------------------- what the store holds

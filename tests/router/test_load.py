@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
+from msgspec.structs import replace
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import ReplicaIdentity
@@ -140,6 +141,23 @@ def test_the_end_of_a_request_takes_everything_back(bench: Bench) -> None:
         bench.tracker.on_finished(str(number))
     assert (bench.tracker.state("p"), bench.tracker.state("d")) == before
     bench.tracker.check()
+
+
+def test_sequences_have_the_context_of_those_before_them_where_none_runs(bench: Bench) -> None:
+    def step_s(num_running: int, num_context_tokens: int) -> float:
+        bench.report("d")
+        report = bench.tracker.state("d").report
+        changed = {"decode_base_s": 0.01, "decode_sequence_s": 0.0, "decode_context_s": 1e-6}
+        bench.tracker.on_load(
+            replace(report, num_running=num_running, num_context_tokens=num_context_tokens, **changed)
+        )
+        return bench.tracker.state("d").rates.step_s
+
+    assert step_s(0, 0) == pytest.approx(0.01), "none has run"
+    assert step_s(4, 4000) == pytest.approx(0.01 + 5 * 1000 * 1e-6)
+    assert step_s(0, 0) == pytest.approx(0.01 + 1000 * 1e-6)
+    bench.route("r", "p", "d")
+    assert bench.tracker.state("d").rates.step_s == pytest.approx(0.01 + 2 * 1000 * 1e-6)
 
 
 def test_reports_of_another_epoch_or_time_are_ignored(bench: Bench) -> None:

@@ -154,6 +154,15 @@ def test_pins_are_obeyed_at_any_cost() -> None:
         RouterHarness("b0").route(pinned_prefill="b0")
 
 
+def test_streams_that_move_are_spread_where_one_more_costs_nothing() -> None:
+    harness = RouterHarness("p0", "d0", "d1", "d2")
+    for name in ("d0", "d1", "d2"):
+        report = harness.router.load(name).report
+        harness.router.on_load(replace(report, decode_base_s=0.01))
+    moves = [RouteRequest(f"m{number}", "t", (), num_tokens=100, max_new_tokens=10) for number in range(9)]
+    assert Counter(map(harness.router.route_move, moves)) == {"d0": 3, "d1": 3, "d2": 3}
+
+
 def test_a_new_epoch_is_not_leaving_and_holds_nothing() -> None:
     harness = RouterHarness("p0", "d0")
     harness.store("p0", keys_of("x", 10))

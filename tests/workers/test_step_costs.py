@@ -170,6 +170,19 @@ def test_a_first_token_of_a_slot_is_a_decode() -> None:
     assert known["decode_base_s"] > 0
 
 
+def test_sequences_are_not_free_while_all_steps_have_as_many() -> None:
+    costs = StepCosts()
+    for _ in range(100):
+        costs.add(plan(num_decodes=3), [50] * 3, [0.010])
+    known = costs.coefficients()
+    assert known["decode_base_s"] + 3 * known["decode_sequence_s"] == pytest.approx(0.010, rel=0.001)
+    assert known["decode_sequence_s"] == pytest.approx(0.02 * known["decode_base_s"], rel=0.01)
+    # As soon as there are others, it is measured; here they are free.
+    for size in list(range(1, 65)) * 10:
+        costs.add(plan(num_decodes=size), [50] * size, [0.010])
+    assert costs.coefficients()["decode_sequence_s"] < 1e-5
+
+
 def test_steps_without_a_time_are_left_out() -> None:
     costs = StepCosts()
     for _ in range(100):
@@ -183,7 +196,7 @@ def test_steps_without_a_time_are_left_out() -> None:
 def test_coefficients_are_never_negative_and_always_numbers(
     steps: list[tuple[float, float, float]],
 ) -> None:
-    fit = NonNegativeFit(3)
+    fit = NonNegativeFit((1.0, 0.02, 0.0))
     for sequences, context, seconds in steps:
         fit.add((1.0, sequences, context), seconds)
     assert len(fit.coefficients) == 3

@@ -30,6 +30,9 @@ _FIT_PERIOD = 8
 _INERTIA = 1e-3
 # What is told where a fit finds nothing, as 0 means that it is not known.
 _LEAST_S = 1e-9
+# What a sequence adds to a step of decodes, in parts of its base, until steps with fewer and more tell:
+# if it added nothing, all streams would be sent to the first replica that has measured its base.
+_SEQUENCE_PART = 0.02
 # A step that takes so many times what was predicted was disturbed, and counts as one that took so much.
 _MOST_RATIO = 3.0
 
@@ -40,11 +43,13 @@ class NonNegativeFit:
 
     The squares are kept as their normal equations, whose terms decay. Where the newer observations do not
     tell coefficients apart (all of one size), those stay as they were, by a small weight of the last fit; in
-    the beginning all is due to the first. So nothing that was learned is lost by an hour of equal steps.
+    the beginning they are to each other as `first`. So nothing that was learned is lost by an hour of equal
+    steps.
     """
 
-    def __init__(self, num_coefficients: int) -> None:
-        self._num = num_coefficients
+    def __init__(self, first: Sequence[float]) -> None:
+        self._first = tuple(first)
+        self._num = num_coefficients = len(first)
         self._products = [[0.0] * num_coefficients for _ in range(num_coefficients)]
         self._moments = [0.0] * num_coefficients
         self._num_steps = 0
@@ -69,7 +74,7 @@ class NonNegativeFit:
             self._fit()
 
     def _fit(self) -> None:
-        last = self.coefficients or (self._moments[0] / self._products[0][0], *(0.0,) * (self._num - 1))
+        last = self.coefficients or self._scaled_first()
         matrix = [row.copy() for row in self._products]
         moments = self._moments.copy()
         for index in range(self._num):
@@ -77,6 +82,17 @@ class NonNegativeFit:
             matrix[index][index] += inertia
             moments[index] += inertia * last[index]
         self.coefficients = _least(matrix, moments)
+
+    def _scaled_first(self) -> tuple[float, ...]:
+        """The multiple of `first` that comes closest to what was observed."""
+        first, products = self._first, self._products
+        moment = sum(each * moment for each, moment in zip(first, self._moments, strict=True))
+        square = sum(
+            each * other * product
+            for each, row in zip(first, products, strict=True)
+            for other, product in zip(first, row, strict=True)
+        )
+        return tuple(each * moment / square for each in first)
 
 
 def _least(matrix: list[list[float]], moments: list[float]) -> tuple[float, ...]:
@@ -129,8 +145,8 @@ class StepCosts:
     text."""
 
     def __init__(self) -> None:
-        self._decode = NonNegativeFit(3)
-        self._prefill = NonNegativeFit(2)
+        self._decode = NonNegativeFit((1.0, _SEQUENCE_PART, 0.0))
+        self._prefill = NonNegativeFit((1.0, 0.0))
 
     def add(self, plan: StepPlan, decode_starts: Collection[int], stage_to_busy_s: Sequence[float]) -> None:
         """A step is done: its decodes computed the tokens at `decode_starts`, and each stage's slowest rank
