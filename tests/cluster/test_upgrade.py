@@ -77,7 +77,8 @@ class Load:
         self.disturbed: list[bool] = []
         self._address = address
         self._stop = threading.Event()
-        works = (self._steadily, self._long_streams, self._long_streams)
+        # So many that some run at a replica whenever it leaves.
+        works = (self._steadily, *[self._long_streams] * 4)
         self._threads = [threading.Thread(target=work) for work in works]
 
     def __enter__(self) -> Self:
