@@ -31,6 +31,9 @@ _METRICS_AGE_S = 1.0
 # In one answer: a longer table would not be read.
 MAX_PATHS = 10_000
 
+# Of `GatewayTotals`: those that the page shows.
+_TOTALS = ("num_running", "num_finished", "num_failed", "num_cancelled")
+
 # Sets and counts everything that the gateway exports.
 Export = Callable[[GatewayMetrics], Awaitable[None]]
 
@@ -104,7 +107,10 @@ class ConsoleApi:
             "ttft": stats.curves.ttft,
             "itl": stats.curves.itl,
             "minute": msgspec.structs.asdict(stats.minute),
-            "totals": msgspec.to_builtins(stats.totals),
+            "totals": {
+                name: {total: getattr(totals, total) for total in _TOTALS}
+                for name, totals in stats.totals.items()
+            },
             "missing": stats.missing,
         }
 

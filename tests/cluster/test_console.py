@@ -148,6 +148,9 @@ async def test_the_curves_are_of_what_clients_see(front: ConsoleHarness, page: P
     assert all(0.99 * token_s <= median <= high for _, median, high in curves["itl"])
     assert curves["minute"]["num_arrived"] == 1
     assert curves["minute"]["num_output_tokens"] == 20
+    assert curves["totals"] == {
+        "g0": {"num_running": 0, "num_finished": 1, "num_failed": 0, "num_cancelled": 0}
+    }
 
 
 async def test_the_page_is_found_from_the_root(front: ConsoleHarness, page: Page) -> None:
