@@ -152,7 +152,7 @@ export function showGateways(gateways, ownId, totals) {
     column(total("num_running"), "num"),
     column(total("num_finished"), "num"),
     column(total("num_failed"), "num"),
-    column((gateway) => ((gateway.admission || {}).classes || []).map((it) => `${it.service_class} ${it.num_waiting}`).join(", ") || NONE, "wide"),
+    column((gateway) => (gateway.admission ? gateway.admission.classes.reduce((sum, it) => sum + it.num_waiting, 0) : NONE), "num"),
     column((gateway) => ((gateway.admission || {}).rung_name || NONE).replaceAll("_", " ")),
     {
       fill: (cell, gateway) => {
