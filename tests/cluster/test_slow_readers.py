@@ -17,7 +17,8 @@ from cluster.proto.tandem.v1 import inference_pb2 as pb
 from kvtransfer.rpc.stream import FrameStream
 from workers.messages.link import Announce
 
-MAX_MB = 0.5
+# Much less than the four streams send; gRPC may let a client have some of it that is not read.
+MAX_MB = 0.1
 
 
 async def begun(stream: GenerateStream) -> GenerateStream:

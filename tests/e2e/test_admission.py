@@ -184,6 +184,9 @@ async def test_a_burst_is_refused_in_milliseconds_with_a_time_to_retry(harness: 
                 assert call.error.retry_after_s is not None
                 assert 0 < call.error.retry_after_s < 60
                 assert "objective of the class standard" in call.error.message
+        status = await front.admin.status()
+        assert status.demand.num_refused == sum(call.error is not None for call in calls)
+        assert sum(it.held.num_prompts + it.held.num_sequences for it in status.replicas) > 0
         # The engine's ranks want the processor as well.
         assert statistics.median(waits_s) < 0.1
         assert admission_of(front).counts.num_refused["late", "standard"] >= len(waits_s)
