@@ -33,7 +33,7 @@ from router.config import RouterConfig
 from router.messages import Decision, QueueState, ReplicaLoad, RouteRequest
 from router.service import RouterService
 from workers.messages.link import ServiceClass
-from workers.scheduler.step_costs import NonNegativeFit
+from workers.scheduler.step_costs import FIRST_DECODE_RATIO, NonNegativeFit
 
 BLOCK_TOKENS = 16
 REPORT_S = 0.2
@@ -161,7 +161,7 @@ class VirtualReplica:
         self._prefill_tok_s = 0.0
         self._decode_step_s = 0.0
         # Coefficients of steps, fitted as `workers.scheduler.step_costs.StepCosts` does.
-        self._decode_fit = NonNegativeFit((1.0, 0.02, 0.0))
+        self._decode_fit = NonNegativeFit(FIRST_DECODE_RATIO)
         self._prefill_fit = NonNegativeFit((1.0,))
         self.num_preemptions = 0
 

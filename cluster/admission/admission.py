@@ -155,7 +155,7 @@ class RequestAdmission:
 
     @property
     def num_refused(self) -> int:
-        """How many requests were refused since the start that fewer others would have let in."""
+        """How many requests were refused since the start because of the load."""
         counts = self.counts.num_refused.items()
         return sum(count for (reason, _), count in counts if reason != "unattainable")
 

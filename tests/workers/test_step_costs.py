@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from workers.messages.rank_channel import BatchEntry, StepPlan
 from workers.scheduler.step import pack_ids
-from workers.scheduler.step_costs import NonNegativeFit, StepCosts, _least
+from workers.scheduler.step_costs import FIRST_DECODE_RATIO, NonNegativeFit, StepCosts, _least
 
 UNKNOWN = {
     "prefill_token_s": 0.0,
@@ -176,7 +176,9 @@ def test_sequences_are_not_free_while_all_steps_have_as_many() -> None:
         costs.add(plan(num_decodes=3), [50] * 3, [0.010])
     known = costs.coefficients()
     assert known["decode_base_s"] + 3 * known["decode_sequence_s"] == pytest.approx(0.010, rel=0.001)
-    assert known["decode_sequence_s"] == pytest.approx(0.02 * known["decode_base_s"], rel=0.01)
+    assert known["decode_sequence_s"] == pytest.approx(
+        FIRST_DECODE_RATIO[1] * known["decode_base_s"], rel=0.01
+    )
     # As soon as there are others, it is measured; here they are free.
     for size in list(range(1, 65)) * 10:
         costs.add(plan(num_decodes=size), [50] * size, [0.010])
@@ -196,7 +198,7 @@ def test_steps_without_a_time_are_left_out() -> None:
 def test_coefficients_are_never_negative_and_always_numbers(
     steps: list[tuple[float, float, float]],
 ) -> None:
-    fit = NonNegativeFit((1.0, 0.02, 0.0))
+    fit = NonNegativeFit(FIRST_DECODE_RATIO)
     for sequences, context, seconds in steps:
         fit.add((1.0, sequences, context), seconds)
     assert len(fit.coefficients) == 3

@@ -30,9 +30,9 @@ _FIT_PERIOD = 8
 _INERTIA = 1e-3
 # What is told where a fit finds nothing, as 0 means that it is not known.
 _LEAST_S = 1e-9
-# What a sequence adds to a step of decodes, in parts of its base, until steps with fewer and more tell:
-# if it added nothing, all streams would be sent to the first replica that has measured its base.
-_SEQUENCE_PART = 0.02
+# The ratio of a decode's coefficients until steps with fewer and more sequences tell them apart. If a
+# sequence added nothing, all streams would be sent to the first replica that has measured its base.
+FIRST_DECODE_RATIO = (1.0, 0.02, 0.0)
 # A step that takes so many times what was predicted was disturbed, and counts as one that took so much.
 _MOST_RATIO = 3.0
 
@@ -43,8 +43,7 @@ class NonNegativeFit:
 
     The squares are kept as their normal equations, whose terms decay. Where the newer observations do not
     tell coefficients apart (all of one size), those stay as they were, by a small weight of the last fit; in
-    the beginning they are to each other as `first`. So nothing that was learned is lost by an hour of equal
-    steps.
+    the beginning they have the ratio `first`. So nothing that was learned is lost by an hour of equal steps.
     """
 
     def __init__(self, first: Sequence[float]) -> None:
@@ -145,7 +144,7 @@ class StepCosts:
     text."""
 
     def __init__(self) -> None:
-        self._decode = NonNegativeFit((1.0, _SEQUENCE_PART, 0.0))
+        self._decode = NonNegativeFit(FIRST_DECODE_RATIO)
         self._prefill = NonNegativeFit((1.0, 0.0))
 
     def add(self, plan: StepPlan, decode_starts: Collection[int], stage_to_busy_s: Sequence[float]) -> None:
