@@ -5,8 +5,9 @@ KV events arrive as `kvtransfer.messages.KvEvents` and `KvSnapshot`. All sizes a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import overload
+from typing import NamedTuple, overload
 
 from kvtransfer.codec import Part
 from kvtransfer.messages import ReplicaIdentity
@@ -79,6 +80,18 @@ class RouteRequest(Part, frozen=True):
     def left_keys(self) -> tuple[bytes, ...]:
         """The block keys that will be found where it was placed."""
         return () if self.is_private else self.block_keys
+
+
+class TimeLimit(NamedTuple):
+    """The longest that a request may wait until its prompt is computed, and that its first token may take, in
+    seconds from now."""
+
+    wait_s: float = math.inf
+    ttft_s: float = math.inf
+
+    def includes(self, wait_s: float, prefill_s: float) -> bool:
+        """Whether a choice is in time, with which the request waits for so long and is computed in that."""
+        return wait_s <= self.wait_s and wait_s + prefill_s <= self.ttft_s
 
 
 class Candidate(Part, frozen=True):
@@ -162,8 +175,9 @@ class Decision(Part, frozen=True):
 
     `prefill_cached_tokens` need not be computed where the prompt is prefilled (they are on the device or in
     the node's store), `decode_cached_tokens` are on the decode replica's device. The choice can be recomputed
-    from `candidates` alone (`router.policies.recompute`): the least cost of all pairs of two replicas and all
-    "local" candidates wins. Ties go to "local", then to the first in `candidates`."""
+    from `candidates` and `limit` alone (`router.policies.recompute`): the least cost of all pairs of two
+    replicas and all "local" candidates that are in time wins. Ties go to "local", then to the first in
+    `candidates`."""
 
     request_id: str
     policy: str
@@ -177,6 +191,8 @@ class Decision(Part, frozen=True):
     # With more before it where it is computed another replica would have been better, as far as is known;
     # None: with no backlog, or other gateways send nothing there.
     most_backlog_tokens: int | None = None
+    # Choices were left out that are later; None: none were.
+    limit: TimeLimit | None = None
 
     @property
     def compute_id(self) -> str:

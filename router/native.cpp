@@ -37,11 +37,11 @@ struct Row {
 struct Query {
   // `num_slots` of each tier are in the counts.
   int64_t num_slots, num_tokens, num_growth_tokens, may_stay, finds_other, before_prefill, before_decode;
-  double kv_share, held_part, oldest;
+  double kv_share, held_part, oldest, max_wait_s, max_ttft_s;
 };
 
 struct Costs {
-  double prefill_s, decode_s, local_s, transfer_s, lacking, queue_s, place_wait_s, best_pair_s;
+  double prefill_s, decode_s, local_s, transfer_s, lacking, queue_s, place_wait_s, own_s, load_s, best_pair_s;
   int64_t row, rank, must_stay;
 };
 
@@ -122,10 +122,18 @@ inline Costs price(const Settings& settings, const Row& now, const Query& query,
   costs.lacking = static_cast<double>(rest) / static_cast<double>(num_tokens);
   costs.queue_s = queue_s;
   costs.place_wait_s = place_wait_s;
+  costs.own_s = own_s;
+  costs.load_s = load_s;
   costs.best_pair_s = NEVER;
   costs.must_stay = query.may_stay && computed + (load_s ? load_s / now.token_s : 0.0) <=
                                           static_cast<double>(settings.skip_prefill_tokens);
   return costs;
+}
+
+// Whether a prompt that is computed at the one, with a place at the other, is in time.
+inline bool is_in_time(const Query& query, const Costs& computes, const Costs& decodes) {
+  const double wait_s = std::max({computes.queue_s, decodes.place_wait_s, computes.load_s});
+  return wait_s <= query.max_wait_s && wait_s + computes.own_s <= query.max_ttft_s;
 }
 
 inline double pair_cost(const Settings& settings, const Costs& prefill, const Costs& decode) {
@@ -165,7 +173,7 @@ void count_blocks(const uint64_t* masks, int64_t num_keys, int64_t num_words, in
   }
 }
 
-// Finds the cheapest pair and the cheapest replica that serves alone. Of equal costs the first wins by the ids' hashes,
+// Finds the cheapest pair and the cheapest replica that serves alone, of those that are in time. Of equal costs the first wins by the ids' hashes,
 // where their checksums `moved` by the seed are given (by the length of an id), else the least recently chosen. Where
 // `waits` are given, those that are not NaN replace the queues of their rows.
 void find_cheapest(const Table* table, const Query* asked, const int32_t* counts, const double* waits,
@@ -190,6 +198,7 @@ void find_cheapest(const Table* table, const Query* asked, const int32_t* counts
       costs.rank = (static_cast<uint32_t>(row.checksum) ^ moved[row.length_class]) * HASH_FACTOR;
     if (row.sides & COMPUTES) prefills[num_prefills++] = costs;
     if (row.sides & DECODES) {
+      if (!is_in_time(query, costs, costs)) costs.local_s = NEVER;
       decodes[num_decodes++] = costs;
       if (query.may_stay && (costs.local_s < best.local_s ||
                              (costs.local_s == best.local_s && best.local != NONE && costs.rank < local_rank))) {
@@ -204,7 +213,7 @@ void find_cheapest(const Table* table, const Query* asked, const int32_t* counts
     Costs& prefill = prefills[i];
     for (int64_t j = 0; j < num_decodes; j++) {
       const Costs& decode = decodes[j];
-      if (decode.must_stay || decode.row == prefill.row) continue;
+      if (decode.must_stay || decode.row == prefill.row || !is_in_time(query, prefill, decode)) continue;
       const double cost_s = pair_cost(settings, prefill, decode);
       if (cost_s < prefill.best_pair_s) prefill.best_pair_s = cost_s;
       if (cost_s > best.pair_s) continue;
@@ -231,7 +240,7 @@ void find_cheapest(const Table* table, const Query* asked, const int32_t* counts
   for (int64_t j = 0; j < num_decodes; j++)
     if (decodes[j].row == query.before_decode) decode = &decodes[j];
   if (decode != nullptr && query.before_prefill == NONE && query.may_stay) best.before_s = decode->local_s;
-  if (decode != nullptr && prefill != nullptr && !decode->must_stay)
+  if (decode != nullptr && prefill != nullptr && !decode->must_stay && is_in_time(query, *prefill, *decode))
     best.before_s = pair_cost(settings, *prefill, *decode);
 }
 }

@@ -43,14 +43,15 @@ Plain policies use the same candidates with costs of their own, so every decisio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from router.config import RouterConfig
 from router.load import CurrentLoad
-from router.messages import Candidate, Decision
+from router.messages import Candidate, Decision, TimeLimit
+from router.radix import Match
 
 # The part of the prefill that counts as delay of later requests. Chosen on a public conversation trace (16
 # nodes): 0.2 has the least mean TTFT at 100 % load and costs under 1 % of it at 50 %; 1.0 has more hits.
@@ -65,6 +66,18 @@ STALE_S = 1e6
 # Added when the prompt would not fit the device even if it were empty, for a prefill replica and for the
 # decode side of a pair. A replica that serves alone may keep the rest in host memory, as much as it reported.
 NEVER_FITS_S = 1e9
+
+
+class View(NamedTuple):
+    """What a decision sees beside the loads: cached blocks, waits by replica that replace those of the loads,
+    the part of what gateways hold that goes before it, the time before which a report is stale, and the limit
+    beyond which choices do not exist."""
+
+    match: Match
+    waits: Mapping[str, float]
+    held_part: float
+    oldest: float
+    limit: TimeLimit | None = None
 
 
 class RouteQuery(NamedTuple):
@@ -168,6 +181,20 @@ def replica_cost(
     )
 
 
+def replica_costs(
+    query: RouteQuery, states: Iterable[tuple[str, CurrentLoad]], view: View
+) -> list[ReplicaCost]:
+    """Price replicas as a decision sees them."""
+    match, replicas = view.match, []
+    for replica_id, state in states:
+        device, (dram, nvme) = match.of(replica_id)
+        is_stale = state.report.received_at < view.oldest
+        cost = replica_cost(query, state, is_stale, device, dram, nvme, held_part=view.held_part)
+        wait_s = view.waits.get(replica_id)
+        replicas.append(cost if wait_s is None else cost._replace(queue_s=wait_s))
+    return replicas
+
+
 def space_penalty_s(query: RouteQuery, replica: ReplicaCost) -> float:
     """Return 0 if prompt and growth fit the decode replica's free blocks; else a large penalty that grows
     with the number of missing blocks. Before any report the free blocks are unknown and taken to be
@@ -240,15 +267,18 @@ def local_candidate(query: RouteQuery, replica: ReplicaCost, num_steps: float) -
     return _computing("local", replica, pressure_s, note, 0.0)
 
 
-def choose(candidates: list[Candidate], *, finds_other: bool = False) -> Choice | None:
+def choose(
+    candidates: list[Candidate], *, finds_other: bool = False, limit: TimeLimit | None = None
+) -> Choice | None:
     """Return the cheapest choice: a pair of two different replicas, or a local candidate, which wins a tie.
-    With `finds_other` it says as well what the cheapest one costs that computes elsewhere.
+    With `finds_other` it says as well what the cheapest one costs that computes elsewhere. With `limit` those
+    that are later do not exist.
 
     Other ties go to the first prefill, then the first decode candidate. None if nothing can be chosen.
     """
     prefills = [item for item in candidates if item.side == "prefill"]
     decodes = [item for item in candidates if item.side == "decode"]
-    alone = [item for item in candidates if item.side == "local"]
+    alone = [item for item in candidates if item.side == "local" and _is_in_time(item, limit)]
     local = min(alone, key=_cost, default=None)
     local_cost_s = float("inf") if local is None else local.cost_s
     pair_cost_s, prefill_id, decode_id = float("inf"), "", ""
@@ -260,12 +290,18 @@ def choose(candidates: list[Candidate], *, finds_other: bool = False) -> Choice 
         num_tokens = decodes[0].matched_tokens + decodes[0].uncached_tokens
         lacking = np.array([item.uncached_tokens / num_tokens for item in decodes])
         place_waits_s = np.array([item.queue_s for item in decodes])
-        costs -= OVERLAP * np.minimum(np.array([item.queue_s for item in prefills])[:, None], place_waits_s)
+        queues_s = np.array([item.queue_s for item in prefills])[:, None]
+        costs -= OVERLAP * np.minimum(queues_s, place_waits_s)
         costs += np.array([item.transfer_s for item in prefills])[:, None] * lacking
         decode_rows = {item.replica_id: row for row, item in enumerate(decodes)}
         for row, item in enumerate(prefills):
             if (same := decode_rows.get(item.replica_id)) is not None:
                 costs[row, same] = np.inf
+        if limit is not None:
+            loads_s = np.array([item.load_s for item in prefills])[:, None]
+            waits_s = np.maximum(np.maximum(queues_s, place_waits_s), loads_s)
+            ttfts_s = waits_s + np.array([item.prefill_s for item in prefills])[:, None]
+            costs[(waits_s > limit.wait_s) | (ttfts_s > limit.ttft_s)] = np.inf
         row, column = divmod(int(costs.argmin()), len(decodes))
         pair_cost_s = float(costs[row, column])
         prefill_id, decode_id = prefills[row].replica_id, decodes[column].replica_id
@@ -284,24 +320,32 @@ def choose(candidates: list[Candidate], *, finds_other: bool = False) -> Choice 
     return Choice(prefill_id, decode_id, pair_cost_s, local_cost_s, other_cost_s)
 
 
-def cost_of(candidates: Sequence[Candidate], prefill_id: str, decode_id: str) -> float:
-    """Return what a choice costs; inf: it is not among the candidates."""
+def cost_of(
+    candidates: Sequence[Candidate], prefill_id: str, decode_id: str, limit: TimeLimit | None = None
+) -> float:
+    """Return what a choice costs; inf: it is not among the candidates, or later than the limit."""
     found = {(item.side, item.replica_id): item for item in candidates}
     prefill, decode = found.get(("prefill", prefill_id)), found.get(("decode", decode_id))
     if not prefill_id:
         local = found.get(("local", decode_id))
-        return float("inf") if local is None else local.cost_s
-    return float("inf") if prefill is None or decode is None else _pair_cost_s(prefill, decode)
+        return float("inf") if local is None or not _is_in_time(local, limit) else local.cost_s
+    if prefill is None or decode is None or not _is_in_time(prefill, limit, decode.queue_s):
+        return float("inf")
+    return _pair_cost_s(prefill, decode)
 
 
 def recompute(decision: Decision) -> tuple[str, str]:
-    """Recompute (prefill, decode) from the candidates alone, by trying every pair; for audits and tests."""
+    """Recompute (prefill, decode) from the candidates and the limit alone, by trying every pair; for audits
+    and tests."""
+    limit = decision.limit
     prefills = [item for item in decision.candidates if item.side == "prefill"]
     decodes = [item for item in decision.candidates if item.side == "decode"]
-    choices = [(item.cost_s, "", item.replica_id) for item in decision.candidates if item.side == "local"]
+    alone = [item for item in decision.candidates if item.side == "local" and _is_in_time(item, limit)]
+    choices = [(item.cost_s, "", item.replica_id) for item in alone]
     for prefill in prefills:
         for decode in decodes:
-            if prefill.replica_id != decode.replica_id:
+            is_pair = prefill.replica_id != decode.replica_id
+            if is_pair and _is_in_time(prefill, limit, decode.queue_s):
                 choices.append((_pair_cost_s(prefill, decode), prefill.replica_id, decode.replica_id))
     _, prefill_id, decode_id = min(choices, key=lambda choice: choice[0])
     return prefill_id, decode_id
@@ -337,6 +381,12 @@ def _computing(side: str, replica: ReplicaCost, pressure_s: float, note: str, tr
 
 def _cost(candidate: Candidate) -> float:
     return candidate.cost_s
+
+
+def _is_in_time(candidate: Candidate, limit: TimeLimit | None, place_wait_s: float = 0.0) -> bool:
+    """Whether a prompt that is computed there is in time, with that wait for a place elsewhere."""
+    wait_s = max(candidate.queue_s, place_wait_s, candidate.load_s)
+    return limit is None or limit.includes(wait_s, candidate.prefill_s)
 
 
 def _decode_pressure(query: RouteQuery, replica: ReplicaCost, num_steps: float) -> tuple[float, str]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from router.config import RouterConfig
 from router.load import CurrentLoad, LoadTracker
+from router.messages import TimeLimit
 from router.native import RouterKernel
 from router.policies import NEVER_FITS_S, NO_SPACE_S, OVERLAP, STALE_S, WORK_PART, Choice, RouteQuery
 from router.radix import Match, PrefixTree
@@ -23,10 +24,10 @@ from router.radix import Match, PrefixTree
 _SETTINGS = struct.Struct("6d2q")
 _ROW_IDENTITY = struct.Struct("5q")
 _ROW_LOAD = struct.Struct("8q12d")
-_QUERY = struct.Struct("7q3d")
+_QUERY = struct.Struct("7q5d")
 _RESULT = struct.Struct("4d3q")
 _TABLE = struct.Struct("2Pq2P")
-_COSTS_BYTES = 11 * 8
+_COSTS_BYTES = 13 * 8
 _ROW_BYTES = _ROW_IDENTITY.size + _ROW_LOAD.size
 
 _COMPUTES, _DECODES = 1, 2
@@ -114,11 +115,12 @@ class PriceTable:
         *,
         finds_other: bool = False,
         before: tuple[str, str] | None = None,
+        limit: TimeLimit | None = None,
     ) -> Choice | None:
-        """Return the cheapest choice, as `router.policies.choose` does; with `finds_other` also what the
-        cheapest one costs that computes elsewhere, and what the prefill and decode replica of `before` do. Of
-        equal costs the first one wins by `router.membership.hashed` with this seed; None: the one that was
-        chosen least recently."""
+        """Return the cheapest choice within the limit, as `router.policies.choose` does; with `finds_other`
+        also what the cheapest one costs that computes elsewhere, and what the prefill and decode replica of
+        `before` do. Of equal costs the first one wins by `router.membership.hashed` with this seed; None: the
+        one that was chosen least recently."""
         before_rows = _NONE, _NONE
         if before is not None:
             # A prefill replica that is not in the table is not "none", with which the other serves alone.
@@ -137,6 +139,7 @@ class PriceTable:
             query.kv_share,
             held_part,
             oldest,
+            *(limit or TimeLimit()),
         )
         table, asked, result = self._addresses
         self._find_cheapest(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.messages import KvEvents, KvSnapshot, ReplicaIdentity
@@ -14,22 +14,31 @@ from router.config import RouterConfig
 from router.errors import NoReplicaError
 from router.load import CurrentLoad, LoadTracker, Placement, PlacementObserver
 from router.membership import Members, hashed
-from router.messages import Candidate, Candidates, Decision, Prediction, QueueState, ReplicaLoad, RouteRequest
+from router.messages import (
+    Candidate,
+    Candidates,
+    Decision,
+    Prediction,
+    QueueState,
+    ReplicaLoad,
+    RouteRequest,
+    TimeLimit,
+)
 from router.native import load_kernel
 from router.policies import (
     NEVER_FITS_S,
     Choice,
     CostPolicy,
-    ReplicaCost,
     RouteQuery,
+    View,
     choose,
     cost_of,
     decode_candidate,
     make_policy,
-    replica_cost,
+    replica_costs,
 )
 from router.price_table import PriceTable
-from router.radix import Expectation, Match, PrefixTree
+from router.radix import Expectation, PrefixTree
 
 # What it takes to be sent back by a replica, and to another one: that is done only where more is to be won.
 _SENT_BACK_S = 0.005
@@ -39,16 +48,6 @@ _LEAST_GAIN_S = 0.005
 _MOST_BACKLOG_TOKENS = 1 << 31
 # How many decisions `explain` remembers.
 NUM_DECISIONS_KEPT = 1024
-
-
-class _View(NamedTuple):
-    """What a decision sees beside the loads: cached blocks, waits by replica that replace those of the loads,
-    the part of what gateways hold that goes before it, and the time before which a report is stale."""
-
-    match: Match
-    waits: Mapping[str, float]
-    held_part: float
-    oldest: float
 
 
 class RouterService:
@@ -183,15 +182,17 @@ class RouterService:
         waits: Mapping[str, float] | None = None,
         held_part: float = 1.0,
         prefers_capacity: bool = False,
+        limit: TimeLimit | None = None,
     ) -> Decision:
         """Choose replicas, and count nothing there: `place` does. A request that is counted already is priced
         as if it were not.
 
         `waits` are seconds by replica, where the request would be computed after that and not after all that
         is there; elsewhere, and for a place, it waits for `held_part` of what gateways hold.
-        With `prefers_capacity` those that can take it now go before all others, whatever they cost.
-        Raises `NoReplicaError`, naming the side that is missing."""
-        return self._decide(request, waits, held_part, prefers_capacity=prefers_capacity)[0]
+        With `prefers_capacity` those that can take it now go before all others, whatever they cost, and those
+        within the `limit` before those that are later. Raises `NoReplicaError`, naming the side that is
+        missing."""
+        return self._decide(request, waits, held_part, limit, prefers_capacity=prefers_capacity)[0]
 
     def improve(
         self,
@@ -200,10 +201,12 @@ class RouterService:
         *,
         waits: Mapping[str, float] | None = None,
         held_part: float = 1.0,
+        limit: TimeLimit | None = None,
     ) -> Decision | None:
         """Choose other replicas for a request that waits for those of the decision, where they are better by
-        as much as a move is worth; None: they are not. Counts nothing and raises as `decide`."""
-        better, gain_s = self._decide(request, waits, held_part, before=decision)
+        as much as a move is worth, or alone in time; None: they are not. Counts nothing and raises as
+        `decide`."""
+        better, gain_s = self._decide(request, waits, held_part, limit, before=decision)
         return better if gain_s > _LEAST_GAIN_S else None
 
     def place(self, request: RouteRequest, decision: Decision, *, is_held: bool = False) -> None:
@@ -238,8 +241,8 @@ class RouterService:
         decode_ids = self._members.move_ids(request)
         query = self._query(request)
         match = self._tree.match(request.block_keys)
-        view = _View(match, {}, 1.0, self._clock.now() - self._config.stale_load_s)
-        replicas = _replica_costs(query, self._states(decode_ids), view)
+        view = View(match, {}, 1.0, self._clock.now() - self._config.stale_load_s)
+        replicas = replica_costs(query, self._states(decode_ids), view)
         priced = [
             (decode_candidate(query, replica, self._config.decode_steps), replica.state.num_sequences)
             for replica in replicas
@@ -369,6 +372,7 @@ class RouterService:
         request: RouteRequest,
         waits: Mapping[str, float] | None,
         held_part: float,
+        limit: TimeLimit | None,
         *,
         prefers_capacity: bool = False,
         before: Decision | None = None,
@@ -380,7 +384,15 @@ class RouterService:
             self._withdraw(placement)
         try:
             self._expect_held()
-            return self._choose(request, waits, held_part, prefers_capacity, before)
+            match = self._tree.match(request.block_keys)
+            oldest = self._clock.now() - self._config.stale_load_s
+            view = View(match, waits or {}, held_part, oldest, limit)
+            found = self._choose(request, view, prefers_capacity, before)
+            if found is None and limit is not None:
+                found = self._choose(request, view._replace(limit=None), prefers_capacity, before)
+            if found is None:
+                raise NoReplicaError(f"no second replica beside the pinned {request.pinned_prefill}")
+            return found
         finally:
             if placement is not None:
                 self._load.resume(placement)
@@ -390,14 +402,13 @@ class RouterService:
     def _choose(
         self,
         request: RouteRequest,
-        waits: Mapping[str, float] | None,
-        held_part: float,
+        view: View,
         prefers_capacity: bool,
         before: Decision | None,
-    ) -> tuple[Decision, float]:
+    ) -> tuple[Decision, float] | None:
+        """Return the cheapest choice within the limit, and by how much it is better than `before`; None:
+        there is none."""
         query = self._query(request)
-        match = self._tree.match(request.block_keys)
-        view = _View(match, waits or {}, held_part, self._clock.now() - self._config.stale_load_s)
         candidates: Sequence[Candidate]
         gain_s = float("inf")
         # Others are priced one by one, and told no backlog with which another replica would have been better.
@@ -413,16 +424,16 @@ class RouterService:
             choice, gain_s, candidates = self._cheapest(table, request, query, view, before)
         else:
             prefill_ids, decode_ids = self._members.sides(request, self._order(request))
-            prefills = _replica_costs(query, self._states(prefill_ids), view)
-            decodes = _replica_costs(query, self._states(decode_ids), view)
+            prefills = replica_costs(query, self._states(prefill_ids), view)
+            decodes = replica_costs(query, self._states(decode_ids), view)
             candidates = priced = self._policy.candidates(query, prefills, decodes)
             if prefers_capacity:
                 candidates = priced = self._with_capacity(query, priced)
-            choice = choose(priced, finds_other=self._is_shared and is_free_choice)
+            choice = choose(priced, finds_other=self._is_shared and is_free_choice, limit=view.limit)
             if choice is not None and before is not None:
-                gain_s = cost_of(priced, before.prefill, before.decode) - choice.cost_s
+                gain_s = cost_of(priced, before.prefill, before.decode, view.limit) - choice.cost_s
         if choice is None:
-            raise NoReplicaError(f"no second replica beside the pinned {request.pinned_prefill}")
+            return None
         return self._decision(request.request_id, query, choice, candidates, view), gain_s
 
     def _predict_computed(self, placement: Placement) -> None:
@@ -496,7 +507,7 @@ class RouterService:
         table: PriceTable,
         request: RouteRequest,
         query: RouteQuery,
-        view: _View,
+        view: View,
         before: Decision | None,
     ) -> tuple[Choice | None, float, Candidates]:
         """Choose among all replicas that take requests, by the policy "cost"; returns as well by how much
@@ -511,6 +522,7 @@ class RouterService:
             seed,
             finds_other=self._is_shared,
             before=None if before is None else (before.prefill, before.decode),
+            limit=view.limit,
         )
         gain_s = choice.gain_s if choice is not None else 0.0
         states, turns, policy = list(table.states), list(table.turns), self._policy
@@ -519,7 +531,7 @@ class RouterService:
             ranks = turns if seed is None else [hashed(each, seed) for each in table.ids]
             order = sorted(range(len(ranks)), key=ranks.__getitem__)
             sides = (
-                _replica_costs(query, [(table.ids[row], states[row]) for row in order if side[row]], view)
+                replica_costs(query, [(table.ids[row], states[row]) for row in order if side[row]], view)
                 for side in table.sides
             )
             return policy.candidates(query, *sides)
@@ -527,12 +539,12 @@ class RouterService:
         return choice, gain_s, Candidates(made)
 
     def _decision(
-        self, request_id: str, query: RouteQuery, choice: Choice, candidates: Sequence[Candidate], view: _View
+        self, request_id: str, query: RouteQuery, choice: Choice, candidates: Sequence[Candidate], view: View
     ) -> Decision:
-        (decode,) = _replica_costs(query, self._states([choice.decode]), view)
+        (decode,) = replica_costs(query, self._states([choice.decode]), view)
         prefill, transfer_s = decode, 0.0
         if choice.prefill:
-            (prefill,) = _replica_costs(query, self._states([choice.prefill]), view)
+            (prefill,) = replica_costs(query, self._states([choice.prefill]), view)
             lacking = (query.num_tokens - decode.matched_tokens) / query.num_tokens
             transfer_s = query.num_tokens * prefill.state.rates.transfer_s * lacking
             reason = f"the pair costs {_ms(choice.pair_cost_s)}, {_other('alone', choice.local_cost_s)}"
@@ -556,6 +568,7 @@ class RouterService:
                 step_s=decode.state.rates.step_s,
             ),
             most_backlog_tokens=_most_backlog_tokens(prefill.state, gain_s),
+            limit=view.limit,
         )
 
     def _keep(self, decision: Decision) -> None:
@@ -563,19 +576,6 @@ class RouterService:
         self._decisions[decision.request_id] = decision
         if len(self._decisions) > NUM_DECISIONS_KEPT:
             self._decisions.popitem(last=False)
-
-
-def _replica_costs(
-    query: RouteQuery, states: Iterable[tuple[str, CurrentLoad]], view: _View
-) -> list[ReplicaCost]:
-    match, replicas = view.match, []
-    for replica_id, state in states:
-        device, (dram, nvme) = match.of(replica_id)
-        is_stale = state.report.received_at < view.oldest
-        cost = replica_cost(query, state, is_stale, device, dram, nvme, held_part=view.held_part)
-        wait_s = view.waits.get(replica_id)
-        replicas.append(cost if wait_s is None else cost._replace(queue_s=wait_s))
-    return replicas
 
 
 def _most_backlog_tokens(state: CurrentLoad, gain_s: float) -> int | None:
@@ -586,7 +586,7 @@ def _most_backlog_tokens(state: CurrentLoad, gain_s: float) -> int | None:
 
 
 def _other(name: str, cost_s: float) -> str:
-    return f"{name} not possible" if cost_s == float("inf") else f"{name} {_ms(cost_s)}"
+    return f"{name} not possible, or late" if cost_s == float("inf") else f"{name} {_ms(cost_s)}"
 
 
 def _ms(seconds: float) -> str:

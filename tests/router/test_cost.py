@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from kvtransfer.messages import ReplicaIdentity
 from router.load import CurrentLoad
-from router.messages import Candidate, Decision, ReplicaLoad
+from router.messages import Candidate, Decision, ReplicaLoad, TimeLimit
 from router.policies import (
     NEVER_FITS_S,
     NO_SPACE_S,
@@ -343,12 +343,22 @@ def test_choice_is_the_least_of_all_pairs(data: st.DataObject) -> None:
     for side in ("prefill", "decode", "local"):
         for replica_id in data.draw(ids):
             uncached = data.draw(st.integers(1, 7))
-            transfer, cost, queue = (data.draw(amounts) for _ in range(3))
-            candidates.append(Candidate(replica_id, side, 7 - uncached, uncached, queue, transfer, 0.0, cost))
-    choice = choose(candidates)
-    has_local = any(item.side == "local" for item in candidates)
+            transfer, cost, queue, load, prefill = (data.draw(amounts) for _ in range(5))
+            made = Candidate(replica_id, side, 7 - uncached, uncached, queue, transfer, 0.0, cost)
+            candidates.append(replace(made, load_s=load, prefill_s=prefill))
+    limit = data.draw(st.none() | st.builds(TimeLimit, amounts, amounts))
+    choice = choose(candidates, limit=limit)
+
+    def is_late(one: Candidate, queue_s: float) -> bool:
+        wait_s = max(one.queue_s, one.load_s, queue_s)
+        return limit is not None and (wait_s > limit.wait_s or wait_s + one.prefill_s > limit.ttft_s)
+
+    has_local = any(item.side == "local" and not is_late(item, 0.0) for item in candidates)
     has_pair = any(
-        one.side == "prefill" and two.side == "decode" and one.replica_id != two.replica_id
+        one.side == "prefill"
+        and two.side == "decode"
+        and one.replica_id != two.replica_id
+        and not is_late(one, two.queue_s)
         for one in candidates
         for two in candidates
     )
@@ -356,7 +366,7 @@ def test_choice_is_the_least_of_all_pairs(data: st.DataObject) -> None:
         assert not has_local
         assert not has_pair
         return
-    decision = Decision("q", "cost", choice.prefill, choice.decode, 0, 0, tuple(candidates), "")
+    decision = Decision("q", "cost", choice.prefill, choice.decode, 0, 0, tuple(candidates), "", limit=limit)
     assert recompute(decision) == (choice.prefill, choice.decode)
     assert choice.prefill != choice.decode
 

@@ -15,7 +15,7 @@ from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import BlocksStored, KvSnapshot, ReplicaIdentity
 from router import service
 from router.config import RouterConfig
-from router.messages import Decision, QueueState, ReplicaLoad, RouteRequest
+from router.messages import Decision, QueueState, ReplicaLoad, RouteRequest, TimeLimit
 from router.native import load_kernel
 from router.policies import OVERLAP, cost_of, recompute
 from router.service import _LEAST_GAIN_S, _SENT_BACK_S, RouterService
@@ -53,6 +53,7 @@ replicas = st.fixed_dictionaries(
     st.sampled_from(["", "g0"]),
     st.sampled_from([0.0, 0.3, 1.0]),
     st.booleans(),
+    st.none() | st.builds(TimeLimit, st.sampled_from([0.0, 0.5, 5]), st.sampled_from([0.05, 1, math.inf])),
 )
 def test_the_choice_is_that_of_the_formulas(
     drawn: list[dict[str, object]],
@@ -62,6 +63,7 @@ def test_the_choice_is_that_of_the_formulas(
     salt: str,
     held_part: float,
     is_shared: bool,
+    limit: TimeLimit | None,
 ) -> None:
     clock = ManualClock(100.0)
     waits = {
@@ -84,9 +86,17 @@ def test_the_choice_is_that_of_the_formulas(
         )
         loads = {name: router.load(name) for name in names}
         decision, expected = (
-            it.route(request, is_held=number < 2, waits=waits, held_part=held_part)
-            for it in (router, reference)
+            it.decide(request, waits=waits, held_part=held_part, limit=limit) for it in (router, reference)
         )
+        for it in (router, reference):
+            it.place(request, decision, is_held=number < 2)
+        ttft_s = decision.prediction.ttft_s
+        if decision.limit is not None:
+            prefill_s = decision.prediction.prefill_s
+            assert decision.limit == limit
+            assert decision.limit.includes(ttft_s - prefill_s - 1e-9, prefill_s)
+        elif limit is not None:  # all are late
+            assert min((cost for _, cost in _choices(decision, limit)), default=math.inf) == math.inf
         assert replace(decision, candidates=list(decision.candidates)) == expected
         assert recompute(decision) == (decision.prefill, decision.decode)
         chosen = {(it.side, it.replica_id): it for it in decision.candidates}
@@ -103,9 +113,11 @@ def test_the_choice_is_that_of_the_formulas(
             cost_s += prefill.transfer_s * (decode.uncached_tokens / num_tokens)
         assert f"costs {1e3 * cost_s:.1f} ms" in decision.reason
         if number < 2:
-            _check_moves(router, request, decision, cost_s, waits, held_part, names)
+            _check_moves(router, request, decision, cost_s, waits, held_part, names, limit)
         compute_id = decision.compute_id
-        other_s = min((cost for at, cost in _choices(decision) if at != compute_id), default=math.inf)
+        other_s = min(
+            (cost for at, cost in _choices(decision, decision.limit) if at != compute_id), default=math.inf
+        )
         if not is_shared or other_s > 1e4:  # no other choice, or one with a penalty
             assert decision.most_backlog_tokens is None or other_s < math.inf
             continue
@@ -164,23 +176,28 @@ def _check_moves(
     waits: dict[str, float],
     held_part: float,
     names: list[str],
+    limit: TimeLimit | None,
 ) -> None:
-    """A request that is held is priced as if it were not, and moves where that is worth it."""
+    """A request that is held is priced as if it were not, and moves where that is worth it, or alone in
+    time."""
     for before in (("", names[0]), (names[-1], names[0]), (names[0], names[-1])):
         earlier = replace(decision, prefill=before[0], decode=before[1])
-        better = router.improve(request, earlier, waits=waits, held_part=held_part)
-        gain_s = cost_of(decision.candidates, *before) - cost_s
+        better = router.improve(request, earlier, waits=waits, held_part=held_part, limit=limit)
+        gain_s = cost_of(decision.candidates, *before, decision.limit) - cost_s
         if abs(gain_s - _LEAST_GAIN_S) > 1e-9:
             assert (better is not None) == (gain_s > _LEAST_GAIN_S)
 
 
-def _choices(decision: Decision) -> Iterator[tuple[str, float]]:
-    """Who would compute the prompt, and what that costs, of every choice."""
+def _choices(decision: Decision, limit: TimeLimit | None) -> Iterator[tuple[str, float]]:
+    """Who would compute the prompt, and what that costs, of every choice within the limit."""
+    limit = limit or TimeLimit()
     for candidate in decision.candidates:
-        if candidate.side == "local":
+        wait_s = max(candidate.queue_s, candidate.load_s)
+        if candidate.side == "local" and limit.includes(wait_s, candidate.prefill_s):
             yield candidate.replica_id, candidate.cost_s
         for decode in decision.candidates if candidate.side == "prefill" else ():
-            if decode.side == "decode" and decode.replica_id != candidate.replica_id:
+            is_pair = decode.side == "decode" and decode.replica_id != candidate.replica_id
+            if is_pair and limit.includes(max(wait_s, decode.queue_s), candidate.prefill_s):
                 share = decode.uncached_tokens / (decode.matched_tokens + decode.uncached_tokens)
                 cost_s = candidate.cost_s + decode.cost_s + candidate.transfer_s * share
                 yield candidate.replica_id, cost_s - OVERLAP * min(candidate.queue_s, decode.queue_s)
