@@ -101,6 +101,11 @@ class Members:
         able = [name for name, it in here if it.role != "decode"]
         return iter(able or [name for name, _ in here])
 
+    def usable_ids(self) -> Iterator[str]:
+        """Return the replicas that may be chosen for a request: one that decodes may compute its prompt,
+        too."""
+        return (name for name, it in self._members.items() if not it.is_leaving and it.is_usable)
+
     def num_by_side(self) -> tuple[int, int]:
         """Return how many replicas may compute prompts, and how many may decode."""
         roles = [it.role for it in self._members.values() if not it.is_leaving and it.is_usable]

@@ -89,9 +89,13 @@ class TimeLimit(NamedTuple):
     wait_s: float = math.inf
     ttft_s: float = math.inf
 
-    def includes(self, wait_s: float, prefill_s: float) -> bool:
+    def allows(self, wait_s: float, prefill_s: float) -> bool:
         """Whether a choice is in time, with which the request waits for so long and is computed in that."""
         return wait_s <= self.wait_s and wait_s + prefill_s <= self.ttft_s
+
+    def includes(self, prediction: Prediction) -> bool:
+        """Whether what is predicted is in time."""
+        return self.allows(prediction.wait_s, prediction.prefill_s)
 
 
 class Candidate(Part, frozen=True):
@@ -164,10 +168,14 @@ class Prediction(Part, frozen=True):
     step_s: float = 0.0
 
     @property
+    def wait_s(self) -> float:
+        """The time until its prompt is computed. Blocks are loaded while the request is in the queue."""
+        return max(self.queue_s, self.load_s)
+
+    @property
     def ttft_s(self) -> float:
-        """The time to the first token, which the replica that prefills samples. Blocks are loaded while the
-        request is in the queue."""
-        return max(self.queue_s, self.load_s) + self.prefill_s
+        """The time to the first token, which the replica that prefills samples."""
+        return self.wait_s + self.prefill_s
 
 
 class Decision(Part, frozen=True):

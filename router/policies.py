@@ -386,7 +386,7 @@ def _cost(candidate: Candidate) -> float:
 def _is_in_time(candidate: Candidate, limit: TimeLimit | None, place_wait_s: float = 0.0) -> bool:
     """Whether a prompt that is computed there is in time, with that wait for a place elsewhere."""
     wait_s = max(candidate.queue_s, place_wait_s, candidate.load_s)
-    return limit is None or limit.includes(wait_s, candidate.prefill_s)
+    return limit is None or limit.allows(wait_s, candidate.prefill_s)
 
 
 def _decode_pressure(query: RouteQuery, replica: ReplicaCost, num_steps: float) -> tuple[float, str]:

@@ -135,6 +135,10 @@ class RouterService:
         """Return the replicas that may compute a prompt now (`Members.compute_ids`)."""
         return self._members.compute_ids()
 
+    def usable_ids(self) -> Iterator[str]:
+        """Return the replicas that may be chosen for a request now (`Members.usable_ids`)."""
+        return self._members.usable_ids()
+
     def is_known(self, replica_id: str) -> bool:
         """Whether the replica was added, and not removed since."""
         return replica_id in self._members

@@ -32,9 +32,17 @@ from typing import NamedTuple, NoReturn
 
 from cluster.admission.config import AdmissionConfig
 from cluster.admission.fair_queue import Flow, IndexedHeap, Waiting
-from cluster.admission.held import Candidacy, HeldEffects, HeldLoad, HeldRequest
+from cluster.admission.held import Candidacy, HeldEffects, HeldLoad, HeldRequest, bound_of
 from cluster.admission.ladder import Ladder, Pressure, Rung
-from cluster.admission.lane import WAIT_MARGIN, Lateness, QueuedBytes, ReplicaLane, ReplicaLanes, Waits
+from cluster.admission.lane import (
+    WAIT_MARGIN,
+    Lateness,
+    Limits,
+    QueuedBytes,
+    ReplicaLane,
+    ReplicaLanes,
+    Waits,
+)
 from cluster.admission.retries import RetryQueue
 from cluster.errors import OverloadedError
 from cluster.metrics.admission_stats import AdmissionStats, ClassStats, RungChange
@@ -200,7 +208,7 @@ class RequestAdmission:
             if len(self._early) >= _MAX_EARLY:
                 self._early.clear()
             self._early[flow] = early
-        lateness = Lateness(flow, *self._limits_s(flow, now, deadline_at), early.wait_s)
+        lateness = Lateness(self._limits(flow, now, now, deadline_at), early.wait_s)
         if lateness.excess_s > 0:
             self._note(flow, weight, early.wait_s, now)
             self._refuse_late(lateness)
@@ -211,20 +219,25 @@ class RequestAdmission:
         raise OverloadedError(because, self.retry_after_s(drain_s))
 
     def admit(self, request: RouteRequest, candidacy: Candidacy) -> HeldRequest:
-        """Place the request, which is held, and whose bytes are counted in `queued`; raise `OverloadedError`
-        where it would be late, or too much waits here, `UnattainableError` or `DeadlineError` where its
-        prompt alone takes too long, and `NoReplicaError` as the router does."""
+        """Place the request, which is held, and whose bytes are counted in `queued`, where it costs least, or
+        least of where it is in time (`_is_rescuing`); raise `OverloadedError` where it would be late, or too
+        much waits here, `UnattainableError` or `DeadlineError` where its prompt alone takes too long, and
+        `NoReplicaError` as the router does. One that was accepted before is not judged."""
         now, flow = self._clock.now(), candidacy.flow
-        self._check_load(flow, candidacy.weight, now, 0)
-        decision = self._router.decide(request, **self._waits(candidacy, now)._asdict())
+        if not candidacy.is_accepted:
+            self._check_load(flow, candidacy.weight, now, 0)
+        limits = self._limits(flow, now, candidacy.arrived_at, candidacy.deadline_at)
+        waits = self._waits(candidacy, now)
+        limit = limits.time_limit if self._is_rescuing else None
+        decision = self._router.decide(request, limit=limit, **waits._asdict())
         prefill_s = decision.prediction.prefill_s
-        wait_s = decision.prediction.ttft_s - prefill_s
+        wait_s = decision.prediction.wait_s
         self._note(flow, candidacy.weight, wait_s, now)
-        limits_s = self._limits_s(flow, now, candidacy.deadline_at)
-        alone_s = prefill_s / self._router.load(decision.compute_id).rates.correction
-        lateness = Lateness(flow, *limits_s, wait_s, prefill_s, alone_s, now - candidacy.arrived_at)
-        if lateness.excess_s > 0:
-            self._refuse_late(lateness)
+        if not candidacy.is_accepted:
+            alone_s = prefill_s / self._router.load(decision.compute_id).rates.correction
+            lateness = Lateness(limits, wait_s, prefill_s, alone_s)
+            if lateness.excess_s > 0:
+                self._refuse_late(lateness)
         return self._hold(request, candidacy, decision, now)
 
     def max_tokens(self, service_class: ServiceClass, max_tokens: int) -> int:
@@ -232,7 +245,6 @@ class RequestAdmission:
         cap = self._config.of(service_class).capped_tokens
         if cap is None or cap >= max_tokens or self.ladder.rung < Rung.TOKENS_CAPPED:
             return max_tokens
-        self.counts.num_capped += 1
         return cap
 
     def aging_s(self, service_class: ServiceClass) -> float:
@@ -321,7 +333,7 @@ class RequestAdmission:
                 flow,
                 f"under this load requests of the class {flow.service_class} with a weight of {weight:g} are "
                 "not taken",
-                self._lanes.drain_s(now),
+                max(self._lanes.drain_s(now), self.ladder.least_until_s(Rung.LOW_WEIGHT_SHED, now)),
             )
         if (excess_bytes := self.queued.excess_bytes(num_more_bytes)) > 0:
             num_others = self.num_bytes
@@ -339,25 +351,22 @@ class RequestAdmission:
     ) -> HeldRequest:
         """Place the request, and let it wait there."""
         self._router.place(request, decision, is_held=True)
-        prediction, name = decision.prediction, candidacy.flow.service_class
-        settings = self._config.of(name)
-        wait_s, bound = settings.max_wait_s, f"the most for the class (admission.{name}.max_wait_s)"
-        if settings.ttft_s is not None and settings.ttft_s - prediction.prefill_s < wait_s:
-            wait_s = settings.ttft_s - prediction.prefill_s
-            bound = f"after which it would miss its objective (admission.{name}.ttft_s)"
+        prediction = decision.prediction
+        settings = self._config.of(candidacy.flow.service_class)
+        refused_at, bound = bound_of(settings, candidacy, prediction.prefill_s)
         held = HeldRequest(
             candidacy,
             request,
             decision,
             self._waiting(request, candidacy, decision),
             predicted=Predicted(now - candidacy.arrived_at + prediction.ttft_s, prediction.step_s),
-            refused_at=candidacy.arrived_at + wait_s,
+            refused_at=refused_at,
             bound=bound,
             routed_at=now,
         )
         self._held[request.request_id] = held
         self._bounds.put(held, held.refused_at)
-        self._reroutes.put(held, now + REROUTE_PART * wait_s)
+        self._reroutes.put(held, now + REROUTE_PART * (refused_at - candidacy.arrived_at))
         self._put(held)
         return held
 
@@ -399,6 +408,13 @@ class RequestAdmission:
     @property
     def _paused(self) -> ServiceClass | None:
         return "batch" if self.ladder.rung >= Rung.BATCH_PAUSED else None
+
+    @property
+    def _is_rescuing(self) -> bool:
+        """Whether a request that would be late where it costs least goes where it is in time: while there is
+        no pressure. Under pressure a prompt that a decode replica computes among its streams costs the others
+        more than it gains, and more are refused for it later."""
+        return self.ladder.rung is Rung.NORMAL
 
     def _is_idle(self, replica_id: str) -> bool:
         """Whether nothing was sent to the replica that has not ended: then it may have what is paused."""
@@ -483,15 +499,33 @@ class RequestAdmission:
         held.routed_at = now
         self._lanes[held.decision.compute_id].drop(held.waiting.request_id, now)
         try:
-            waits = self._waits(held.candidacy, now)
-            better = self._router.improve(held.request, held.decision, **waits._asdict())
+            better = self._better(held, now)
             if better is not None:
                 self._router.place(held.request, better, is_held=True)
                 held.decision = better
+                settings = self._config.of(held.candidacy.flow.service_class)
+                held.refused_at, held.bound = bound_of(settings, held.candidacy, better.prediction.prefill_s)
+                self._bounds.put(held, held.refused_at)
                 held.waiting = self._waiting(held.request, held.candidacy, better)
         finally:
             self._put(held)
         return better is not None
+
+    def _better(self, held: HeldRequest, now: float) -> Decision | None:
+        """Return where a request that waits nowhere now would wait better; None: where it was. It does not
+        leave a place where it is in time for one where it would be late."""
+        candidacy, request = held.candidacy, held.request
+        limits = self._limits(candidacy.flow, now, candidacy.arrived_at, candidacy.deadline_at)
+        limit, waits = limits.time_limit, self._waits(candidacy, now)._asdict()
+        if self._is_rescuing:
+            return self._router.improve(request, held.decision, limit=limit, **waits)
+        better = self._router.improve(request, held.decision, **waits)
+        if better is None or limit.includes(better.prediction):
+            return better
+        in_time = self._router.decide(request, limit=limit, **waits)
+        pair = held.decision.prefill, held.decision.decode
+        stays = in_time.limit is not None and (in_time.prefill, in_time.decode) == pair
+        return None if stays else better
 
     def _take_out(self, held: HeldRequest) -> bool:
         """Whether it waited."""
@@ -521,20 +555,22 @@ class RequestAdmission:
         return self._config.of(flow.service_class).weight * tenant_weight
 
     def _least_wait_s(self, flow: Flow, tenant_weight: float, now: float) -> float:
-        """Return the least wait of a request of the flow, of all replicas."""
-        return self._lanes.least_wait_s(flow, self._weight(flow, tenant_weight), now, self._paused)
+        """Return the least wait of a request of the flow, of all replicas that it may wait for."""
+        weight, paused = self._weight(flow, tenant_weight), self._paused
+        return self._lanes.least_wait_s(flow, weight, now, paused, includes_all=self._is_rescuing)
 
-    def _limits_s(self, flow: Flow, now: float, deadline_at: float | None) -> tuple[float, float]:
-        """Return what a request of the flow may take to its first token, and what is left of its deadline."""
+    def _limits(self, flow: Flow, now: float, arrived_at: float, deadline_at: float | None) -> Limits:
+        """Return what a request of the flow may take to its first token."""
         settings = self._config.of(flow.service_class)
         objective_s = settings.max_wait_s if settings.ttft_s is None else settings.ttft_s
-        return objective_s, math.inf if deadline_at is None else deadline_at - now
+        left_s = math.inf if deadline_at is None else deadline_at - now
+        return Limits(flow, objective_s, left_s, now - arrived_at)
 
     def _refuse_late(self, lateness: Lateness) -> NoReturn:
         if (error := lateness.unattainable) is not None:
-            self.counts.num_refused["unattainable", lateness.flow.service_class] += 1
+            self.counts.num_refused["unattainable", lateness.limits.flow.service_class] += 1
             raise error
-        self.refuse("late", lateness.flow, lateness.reason, lateness.excess_s)
+        self.refuse("late", lateness.limits.flow, lateness.reason, lateness.excess_s)
 
     def _note(self, flow: Flow, weight: float, wait_s: float, now: float) -> None:
         """Note how long a request of the flow would wait, for the pressure."""

@@ -192,6 +192,8 @@ class FairQueue:
         self._due: IndexedHeap[Waiting] = IndexedHeap()
         self._waiting: dict[str, Waiting] = {}
         self._virtual_s = 0.0
+        # When the last of what waited left without its turn: it may come back at once, as if it never had.
+        self._emptied_at = -math.inf
         # Of all tags.
         self._greatest_tag = 0.0
         # By the class that is left out, until something changes.
@@ -213,6 +215,8 @@ class FairQueue:
     def put(self, waiting: Waiting, weight: float, now: float) -> None:
         """Append a request to its flow, whose weight is from now on `weight`."""
         assert waiting.request_id not in self._waiting
+        if not self._waiting and now > self._emptied_at:
+            self._virtual_s = self._greatest_tag  # nobody owes anything any more
         self._forget_idle(now)
         self._snapshots.clear()
         flow = self._flows.get(waiting.flow)
@@ -260,6 +264,7 @@ class FairQueue:
             flow = self._flows[waiting.flow]
             flow.came(-waiting.cost_s, now)
             self._remove(flow, waiting)
+            self._emptied_at = now
         return waiting
 
     def ahead_s(
@@ -361,7 +366,6 @@ class FairQueue:
             self._turns[flow.key.service_class].remove(flow)
         if not self._waiting:
             self.cost_s = 0.0
-            self._virtual_s = self._greatest_tag  # nobody owes anything any more
 
     def _forget_idle(self, now: float) -> None:
         """Forget flows of which nothing waits, that would begin at once and that have brought nothing lately,

@@ -91,6 +91,14 @@ class Ladder:
             self._left_at[self.rung] = now
             self._move(Rung(self.rung - 1))
 
+    def least_until_s(self, rung: Rung, now: float) -> float:
+        """Return in how many seconds the rung will have been left at the soonest; 0: it was."""
+        is_idle = self.pressure < IDLE_PRESSURE
+        since, release_s = (self._idle_since, IDLE_RELEASE_S) if is_idle else (self._calm_since, RELEASE_S)
+        passed_s = 0.0 if since is None else now - since
+        each_s = [release_s * self._patience[it] for it in Rung if rung <= it <= self.rung]
+        return max(0.0, sum(each_s) - passed_s)
+
     def _climb(self, rung: Rung, now: float) -> None:
         for each in Rung:
             if self.rung < each <= rung:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from cluster.admission.fair_queue import FairQueue, Flow, Waiting
 from cluster.errors import DeadlineError, RequestError, UnattainableError
+from router.messages import TimeLimit
 from router.service import RouterService
 from workers.messages.link import SERVICE_CLASSES, ServiceClass
 
@@ -147,11 +148,15 @@ class ReplicaLanes:
                 held_s += lane.queue.cost_s
         return Waits(waits, before_s / held_s if held_s else 1.0)
 
-    def least_wait_s(self, flow: Flow, weight: float, now: float, paused: ServiceClass | None) -> float:
+    def least_wait_s(
+        self, flow: Flow, weight: float, now: float, paused: ServiceClass | None, *, includes_all: bool
+    ) -> float:
         """Return the least wait of all replicas that compute prompts, for what is there, for what other
-        gateways hold, and for what goes before it here; 0 where there is none."""
+        gateways hold, and for what goes before it here; 0 where there is none. `includes_all`: also of those
+        that decode, each of which may compute one, too."""
         waits = self.waits(flow, weight, now, paused).waits
-        return min((self._wait_s(name, waits) for name in self._compute_ids()), default=0.0)
+        ids = self._router.usable_ids() if includes_all else self._compute_ids()
+        return min((self._wait_s(name, waits) for name in ids), default=0.0)
 
     def drain_s(self, now: float) -> float:
         """Return in how many seconds all that waits will have gone, at the rates of all replicas."""
@@ -175,53 +180,65 @@ class ReplicaLanes:
         return iter({*self._router.compute_ids(), *used})
 
 
-class Lateness(NamedTuple):
-    """A request that would wait for `wait_s` until its prompt is computed, which takes `prefill_s`, and that
-    came here `elapsed_s` ago, beside the objective of its class and what is left of its deadline. On a
-    replica that nothing slows down, its prompt would take `alone_s`."""
+class Limits(NamedTuple):
+    """What a request that came here `elapsed_s` ago may take to its first token: the objective of its class
+    from its arrival on, and what is left of its deadline."""
 
     flow: Flow
     objective_s: float
     left_s: float
-    wait_s: float
-    prefill_s: float = 0.0
-    alone_s: float = 0.0
     elapsed_s: float = 0.0
 
     @property
-    def limit_s(self) -> float:
-        return min(self.objective_s, self.left_s)
+    def time_limit(self) -> TimeLimit:
+        """The longest predictions with which it is not late, since predictions err."""
+        ttft_s = min(MARGIN * self.objective_s - self.elapsed_s, MARGIN * self.left_s)
+        return TimeLimit(WAIT_MARGIN * min(self.objective_s, self.left_s), ttft_s)
+
+    @property
+    def text(self) -> str:
+        """The one that is the shorter now."""
+        if self.left_s < self.objective_s - self.elapsed_s:
+            return f"{self.left_s:.1f} s are left of the deadline"
+        return f"{self.objective_s:.1f} s are the objective of the class {self.flow.service_class}"
+
+
+class Lateness(NamedTuple):
+    """A request that would wait for `wait_s` until its prompt is computed, which takes `prefill_s`, beside
+    its limits. On a replica that nothing slows down, its prompt would take `alone_s`."""
+
+    limits: Limits
+    wait_s: float
+    prefill_s: float = 0.0
+    alone_s: float = 0.0
 
     @property
     def excess_s(self) -> float:
-        """By how much the wait is too long; at most 0: it is not."""
-        ttft_s = self.elapsed_s + self.wait_s + self.prefill_s
-        return max(self.wait_s - WAIT_MARGIN * self.limit_s, ttft_s - MARGIN * self.limit_s)
+        """By how much it is too late; at most 0: it is not."""
+        limit = self.limits.time_limit
+        return max(self.wait_s - limit.wait_s, self.wait_s + self.prefill_s - limit.ttft_s)
 
     @property
     def reason(self) -> str:
         """Which limit the first token is late for."""
-        ttft_s = self.elapsed_s + self.wait_s + self.prefill_s
-        return f"the first token is predicted in {ttft_s:.1f} s, and {self._limit}"
+        limits, ttft_s = self.limits, self.wait_s + self.prefill_s
+        if limits.left_s >= limits.objective_s - limits.elapsed_s:
+            ttft_s += limits.elapsed_s
+        return f"the first token is predicted in {ttft_s:.1f} s, and {limits.text}"
 
     @property
     def unattainable(self) -> RequestError | None:
         """The error of a request that would be late even if nothing waited; None: it is not one."""
-        if self.left_s <= 0:
+        limits = self.limits
+        if limits.left_s <= 0:
             return DeadlineError("the deadline passed before the request was accepted")
-        if self.alone_s <= MARGIN * self.limit_s:
+        if self.alone_s <= MARGIN * min(limits.objective_s, limits.left_s):
             return None
-        because = f"the prompt alone takes {self.alone_s:.1f} s to compute, and {self._limit}"
-        if self.alone_s <= MARGIN * self.objective_s:
+        because = f"the prompt alone takes {self.alone_s:.1f} s to compute, and {limits.text}"
+        if self.alone_s <= MARGIN * limits.objective_s:
             return DeadlineError(f"{because}: allow more time")
         remedy = "coming back does not help; send it in a class with a longer objective"
         return UnattainableError(f"{because}: {remedy}")
-
-    @property
-    def _limit(self) -> str:
-        if self.left_s < self.objective_s:
-            return f"{self.left_s:.1f} s are left of the deadline"
-        return f"{self.objective_s:.1f} s are the objective of the class {self.flow.service_class}"
 
 
 class QueuedBytes:

@@ -171,13 +171,13 @@ class _Tenant:
         "held",
         "limits",
         "num_refused",
-        "num_withdrawn",
         "others_held",
         "output",
         "prompt",
         "requests",
         "used",
         "used_at",
+        "withdrawn",
     )
 
     def __init__(self, limits: TenantLimits, entry: str, count_id: int, share: float, now: float) -> None:
@@ -190,20 +190,31 @@ class _Tenant:
         self.buckets = (self.requests, self.prompt, self.output)
         # Since `count_id`: requests, prompt tokens, output tokens.
         self.used = [0, 0, 0]
-        # Requests that are in `used`, and were given back since.
-        self.num_withdrawn = 0
+        # Of that, what was given back since, and others may have counted.
+        self.withdrawn = [0, 0, 0]
         self.held = self.others_held = 0
         self.num_refused: Counter[Limit] = Counter()
         self.used_at = now
 
     def take(self, kind: int, amount: int, now: float, *, is_shared: bool) -> None:
-        """Take it from the bucket of this kind (its place in `used`), and count it where others share it."""
+        """Take it from the bucket of this kind (its place in `used`), and count it where others share it: in
+        place of what was given back before."""
         bucket = self.buckets[kind]
         if bucket is not None:
             bucket.take(amount, now)
         if is_shared:
-            self.used[kind] += amount
+            num_counted = min(amount, self.withdrawn[kind])
+            self.withdrawn[kind] -= num_counted
+            self.used[kind] += amount - num_counted
         self.used_at = now
+
+    def give_back(self, kind: int, amount: int, now: float, *, is_shared: bool) -> None:
+        """Undo a `take`."""
+        bucket = self.buckets[kind]
+        if bucket is not None:
+            bucket.give_back(amount, now)
+        if is_shared:
+            self.withdrawn[kind] = min(self.withdrawn[kind] + amount, self.used[kind])
 
     def use(self, tenant: str, share: float, now: float) -> QuotaUse:
         used: dict[str, float] = {}
@@ -264,22 +275,16 @@ class Quotas:
             raise self._used_up(tenant, found, "output_tokens_per_s", wait_s)
         if found.requests is not None and (wait_s := found.requests.missing_s(1, now)):
             raise self._used_up(tenant, found, "requests_per_s", wait_s)
-        is_shared = not self._is_divided
-        if is_shared and found.num_withdrawn:
-            found.num_withdrawn -= 1
-            is_shared = False
-        found.take(0, 1, now, is_shared=is_shared)
+        found.take(0, 1, now, is_shared=not self._is_divided)
 
-    def withdraw(self, tenant: str, now: float) -> None:
-        """Give an admitted request back that is not taken, by no fault of its tenant. Other gateways may have
-        counted it: the next one is counted in its place."""
+    def withdraw(self, tenant: str, num_prompt_tokens: int, now: float) -> None:
+        """Give an admitted request back that is not taken, or not submitted, by no fault of its tenant, with
+        so many tokens of its prompt. Other gateways may have counted it: the next one is counted in its
+        place."""
         found = self._find(tenant, now)
-        if found is None:
-            return
-        if found.requests is not None:
-            found.requests.give_back(1, now)
-        if not self._is_divided and found.num_withdrawn < found.used[0]:
-            found.num_withdrawn += 1
+        if found is not None:
+            for kind, amount in enumerate((1, num_prompt_tokens)):
+                found.give_back(kind, amount, now, is_shared=not self._is_divided)
 
     def take_prompt(
         self, tenant: str, num_prompt_tokens: int, max_tokens: int, now: float, *, is_resumed: bool = False

@@ -24,11 +24,12 @@ from cluster.admission.shared_quotas import SharedQuotas
 from cluster.errors import StartError, UnknownRequestError
 from cluster.gateway.placement_exchange import FollowPlacements, PlacementExchange
 from cluster.gateway.replica_connections import ReplicaConnections
-from cluster.gateway.request_manager import RequestInfo, RequestManager
+from cluster.gateway.request_manager import RequestManager
 from cluster.identity.resume_tokens import is_drawn_by
 from cluster.identity.sessions import EndedSession, Sessions
 from cluster.metrics.admission_stats import AdmissionStats
 from cluster.metrics.curves import RING_S, Curves, SecondCounts, Window, curves_of, merged, window_of
+from cluster.metrics.ended_request import RequestInfo
 from cluster.roster.messages import GatewayRecord
 from kvtransfer.codec import Codec, Message, Part
 from kvtransfer.common.clock import Clock

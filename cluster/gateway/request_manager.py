@@ -25,6 +25,7 @@ from cluster.errors import (
     DuplicateRequestError,
     FieldViolation,
     InvalidRequestError,
+    OverloadedError,
     QuotaError,
     RequestError,
     UnavailableError,
@@ -38,7 +39,12 @@ from cluster.gateway.request_task import RequestTask, Router, UnreadOutput
 from cluster.identity.config import AuthConfig
 from cluster.identity.identity import Identity
 from cluster.identity.resume_tokens import ResumeTokens, draw_request_id, resume_digest
-from cluster.metrics.ended_request import Caller, EndedRequest, Observer, RoutedAttempt, TimelineEntry
+from cluster.metrics.ended_request import (
+    Caller,
+    EndedRequest,
+    Observer,
+    RequestInfo,
+)
 from cluster.metrics.gateway_counters import NOT_PREDICTED, GatewayCounters
 from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import inference_pb2 as pb
@@ -46,7 +52,6 @@ from cluster.text.preprocess import PreparedRequest, Preprocessor
 from cluster.text.sample_text import SampleText
 from cluster.text.validation import ServingLimits, check_request
 from kvtransfer.blocks.keys import TOKEN_BYTES
-from kvtransfer.codec import Part
 from kvtransfer.common.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
 from router.errors import NoReplicaError
@@ -63,27 +68,6 @@ _REQUEST_BYTES = 4096
 _MAX_LOGGED_CHARS = 128
 
 _log = logging.getLogger(__name__)
-
-
-class RequestInfo(Part, frozen=True):
-    """What is known of a request. `state` is "running", "finished", "cancelled" or "failed"; times are those
-    of the gateway's clock."""
-
-    request_id: str
-    state: str
-    reason: str
-    started_at: float
-    decisions: tuple[RoutedAttempt, ...]
-    timeline: tuple[TimelineEntry, ...]
-    tenant: str = ""
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    # Of the prompt, in the last attempt.
-    num_cached_tokens: int = 0
-    # 0: there is none yet.
-    first_token_at: float = 0.0
-    # 0: it is running.
-    ended_at: float = 0.0
 
 
 class Accepted(NamedTuple):
@@ -208,7 +192,8 @@ class RequestManager:
         service_class = self._service_class(request, identity)
         deadline_at = None if deadline_s is None else now + deadline_s
         flow = Flow(request.tenant, service_class)
-        if len(self._tasks) + self._num_arriving >= self._max_requests:
+        # As many that are resumed, as they are when another gateway ends.
+        if len(self._tasks) + self._num_arriving >= self._max_requests * (2 if request.resume else 1):
             what = f"{self._max_requests} requests, the most it takes (gateway.max_requests)"
             self.admission.refuse("requests", flow, f"this gateway has {what}", self._ends.next_s(now))
         weight = self._auth.limits(request.tenant).weight
@@ -241,13 +226,15 @@ class RequestManager:
         key = request.tenant, request_id
         if key in self._latest and not request.resume:
             raise DuplicateRequestError(f"request {request_id!r} is running; choose another id, or resume it")
-        candidacy = None
+        candidate = Candidacy(flow, weight, prepared.priority, now, deadline_at)
+        candidacy = self._take_over(key, request, candidate) if request.resume else candidate
         if not request.resume:
             cap = self.admission.max_tokens(service_class, prepared.sampling.max_tokens)
-            candidacy = Candidacy(flow, weight, prepared.priority, now, deadline_at)
         prepared = prepared.capped(cap)
         queued = self.admission.queued.hold(num_bytes + _num_bytes(prepared))
         held, quota_hold = self._admit(prepared, candidacy, queued)
+        if prepared.capped_max_tokens and not request.resume:
+            self.admission.counts.num_capped += 1
         task = self._begin(key, prepared, texts, now, caller, candidacy, held, quota_hold, queued)
         token = self._resume_tokens.issue(
             identity, request.tenant, request_id, prepared.seed, digest, prepared.capped_max_tokens
@@ -282,13 +269,27 @@ class RequestManager:
             grammar=grammar,
         )
 
+    def _take_over(
+        self, key: RequestKey, request: pb.GenerateRequest, candidacy: Candidacy
+    ) -> Candidacy | None:
+        """End the call that this one resumes, if it runs here. Returns what admission must know: None where
+        there is output, which goes on before all that wait. Without any the request waits as it did before,
+        or it would pass the others by being resumed; it is not judged again."""
+        older = self._latest.get(key)
+        if older is None:
+            since = None if any(it.token_ids for it in request.resume) else candidacy.arrived_at
+        else:
+            since = older.waiting_since
+            older.abandon(AbandonedError("taken over by a call that resumes it"))
+        return None if since is None else candidacy._replace(arrived_at=since, is_accepted=True)
+
     def _admit(
         self, prepared: PreparedRequest, candidacy: Candidacy | None, queued: ByteHold
     ) -> tuple[HeldRequest | None, QuotaHold]:
         """Find a place for a new request, and take its prompt from its tenant's quota. A request without a
         place is held by nobody: where no replica is there, its task asks again."""
         max_tokens = prepared.sampling.max_tokens * len(prepared.samples)
-        held, is_resumed = None, candidacy is None
+        held, is_resumed = None, candidacy is None or candidacy.is_accepted
         with contextlib.ExitStack() as failed:
             failed.callback(queued.release)
             if candidacy is not None:
@@ -311,7 +312,7 @@ class RequestManager:
         except NoReplicaError:
             return None
         except RequestError:
-            self._quotas.withdraw(prepared.tenant, self._clock.now())
+            self._quotas.withdraw(prepared.tenant, 0, self._clock.now())
             raise
 
     def _within_share(self, limits: ServingLimits, group: str, block_tokens: int) -> ServingLimits:
@@ -497,12 +498,12 @@ class RequestManager:
         quota_hold: QuotaHold,
         queued: ByteHold,
     ) -> RequestTask:
-        older = self._latest.get(key)
-        if older is not None:
-            older.abandon(AbandonedError("taken over by a call that resumes it"))
+        is_new = candidacy is not None and not candidacy.is_accepted
 
         def on_end(error: RequestError | None) -> None:
             self._quotas.ended(quota_hold)
+            if is_new and isinstance(error, OverloadedError) and not task.state.attempt:
+                self._quotas.withdraw(prepared.tenant, prepared.num_prompt_tokens, self._clock.now())
             self._end(key, task, error, caller)
 
         task = RequestTask(

@@ -262,6 +262,14 @@ class RequestTask:
         self._later: deque[Callable[[], None]] = deque()
         self._is_applying = False
 
+    @property
+    def waiting_since(self) -> float | None:
+        """Since when it has waited for output; None: it has some, or was not to wait because it claims to."""
+        if self._candidacy is None:
+            return None
+        num_claimed = sum(len(sample.output) for sample in self.state.prepared.samples) // TOKEN_BYTES
+        return None if self.state.num_output_tokens > num_claimed else self._candidacy.arrived_at
+
     def begin(self) -> None:
         """Start the state machine and the deadline's timer."""
         deadline_at = self.state.prepared.deadline_at
@@ -414,7 +422,8 @@ class RequestTask:
                 self.apply(self.state.on_cancel, error)
                 return
             self.state.on_placed()
-        self._start_timer(self._held.refused_at - self._clock.now(), admission.pump)
+        self._candidacy = candidacy._replace(is_accepted=True)
+        self._await_bound(self._held)
         admission.hold(self._held, self)
         if self._held is not None:
             self._announce(self._held)
@@ -454,6 +463,7 @@ class RequestTask:
 
     def on_moved(self, held: HeldRequest) -> None:
         """Let the replica that will compute the prompt now load what is stored of it."""
+        self._await_bound(held)
         self._announce(held)
 
     def on_unplaced(self, reason: str, retry_after_s: float) -> None:
@@ -463,6 +473,11 @@ class RequestTask:
         self.apply(self.state.on_no_route, reason, retry_after_s)
 
     # ------------------------------------------------------------------------------------------ private
+
+    def _await_bound(self, held: HeldRequest) -> None:
+        """Let admission refuse the request when it has waited for as long as it may."""
+        if self._admission is not None:
+            self._start_timer(held.refused_at - self._clock.now(), self._admission.pump)
 
     def _repeat_announcement(self, held: HeldRequest) -> None:
         """Announce the request again while it waits: what nobody repeats is forgotten at a replica."""

@@ -103,6 +103,27 @@ class RoutedAttempt(Part, frozen=True):
     decision: Decision
 
 
+class RequestInfo(Part, frozen=True):
+    """What is known of a request. `state` is "running", "finished", "cancelled" or "failed"; times are those
+    of the gateway's clock."""
+
+    request_id: str
+    state: str
+    reason: str
+    started_at: float
+    decisions: tuple[RoutedAttempt, ...]
+    timeline: tuple[TimelineEntry, ...]
+    tenant: str = ""
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    # Of the prompt, in the last attempt.
+    num_cached_tokens: int = 0
+    # 0: there is none yet.
+    first_token_at: float = 0.0
+    # 0: it is running.
+    ended_at: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
     """One request, ended. Times are seconds of the gateway's monotonic clock."""

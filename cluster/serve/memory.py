@@ -397,7 +397,7 @@ def engine_config(
 def _open_files(config: ClusterConfig) -> int:
     num_replicas = sum(pool.replicas for pool in config.pools)
     num_ranks = sum(pool.replicas * pool.num_ranks for pool in config.pools)
-    of_gateway = config.gateway.max_requests + 2 * num_replicas
+    of_gateway = 2 * config.gateway.max_requests + 2 * num_replicas
     of_rank = 2 * config.transfer.tcp_streams * num_ranks + 2 * num_replicas
     of_store = MAX_IDLE_FILES + 2 * num_ranks if config.store.dram_gb else 0
     return FILES_OF_A_PROCESS + max(of_gateway, of_rank, of_store)

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from cluster.admission.admission import JITTER
 from cluster.admission.config import AdmissionConfig
 from cluster.admission.fair_queue import Flow
-from cluster.admission.held import HeldLoad, HeldRequest
-from cluster.admission.ladder import Rung
+from cluster.admission.held import Candidacy, HeldLoad, HeldRequest
+from cluster.admission.ladder import IDLE_RELEASE_S, Rung
 from cluster.admission.lane import MARGIN, WAIT_MARGIN
 from cluster.errors import DeadlineError, OverloadedError, RetryableError, UnattainableError
 from router.errors import NoReplicaError
@@ -141,6 +141,74 @@ def test_a_deadline_counts_where_it_is_before_the_objective(world: AdmissionWorl
     assert world.arrive("hurried", deadline_s=3.0) is None
     assert "deadline" in str(world.ended_early["hurried"])
     assert world.arrive("patient", deadline_s=9.0) is not None
+
+
+def test_the_time_that_passed_counts_against_the_objective_and_not_against_the_deadline(
+    world: AdmissionWorld,
+) -> None:
+    """What is left of a deadline is less by it already."""
+    world.clock.advance(4.0)
+    flow = Flow("a", "interactive")
+    for deadline_s, is_taken in ((2.4, True), (2.3, False)):
+        candidacy = Candidacy(flow, 1.0, 0, 0.0, 4.0 + deadline_s)
+        request = RouteRequest(f"left {deadline_s}", "a", (), 2000, 16)
+        if is_taken:
+            world.drop(world.admission.admit(request, candidacy))
+            continue
+        with pytest.raises(DeadlineError, match=r"2.3 s are left of the deadline"):
+            world.admission.admit(request, candidacy)
+    for num_tokens, is_taken in ((4499, True), (4501, False)):  # of 10 s, 0.85 are 8.5
+        candidacy = Candidacy(flow, 1.0, 0, 0.0, None)
+        request = RouteRequest(f"long {num_tokens}", "a", (), num_tokens, 16)
+        if is_taken:
+            world.drop(world.admission.admit(request, candidacy))
+            continue
+        with pytest.raises(OverloadedError, match=r"predicted in 8.5 s, and 10.0 s are the objective"):
+            world.admission.admit(request, candidacy)
+
+
+def test_nobody_waits_until_its_deadline_is_out_of_reach(world: AdmissionWorld) -> None:
+    world.servers["r0"].slowness = 4.0
+    world.arrive("first", num_tokens=3000)
+    held = world.arrive("held", num_tokens=2000, deadline_s=8.0)
+    assert held is not None
+    assert held.refused_at == pytest.approx(6.0)
+    world.run()
+    assert world.refused["held"] == pytest.approx(6.0)
+    assert "after which it would miss its deadline" in str(world.errors[0])
+
+
+def test_a_request_that_would_be_late_where_it_costs_least_goes_where_it_is_in_time() -> None:
+    world = AdmissionWorld(names=("p0", "d0"))
+    decode = world.servers["d0"]
+    decode.num_running = 100  # streams that a prompt there would delay by 10 s, all together
+    world.router.on_load(decode.load())
+    for index in range(30):
+        world.arrive(str(index), num_tokens=100, service_class="batch")
+    assert {it.compute_id for it in map(world.router.explain, world.candidacies) if it} == {"p0"}
+    held = world.arrive("hurried", num_tokens=100, deadline_s=0.2)
+    assert held is not None
+    assert held.decision.compute_id == "d0"
+    # It stays there, though the other costs less.
+    world.clock.advance(0.01)
+    world.admission.pump()
+    assert held.decision.compute_id == "d0"
+    # Under pressure it would take more from others than it is worth.
+    world.admission.ladder.rung = Rung.BATCH_PAUSED
+    assert world.arrive("late", num_tokens=100, deadline_s=0.2) is None
+    assert "0.2 s are left of the deadline" in str(world.ended_early["late"])
+    world.run()
+
+
+def test_what_was_accepted_before_waits_and_is_not_judged(world: AdmissionWorld) -> None:
+    while world.arrive(str(len(world.candidacies))) is not None:
+        pass
+    world.admission.ladder.rung = Rung.REFUSING
+    candidacy = Candidacy(Flow("a", "batch"), 0.5, 0, -1.0, None, is_accepted=True)
+    held = world.admission.admit(RouteRequest("resumed", "a", (), 1000, 16), candidacy)
+    assert world.admission.num_waiting()["batch"] == 1
+    assert held.waiting.arrived_at == -1.0
+    world.drop(held)
 
 
 def test_the_queues_alone_refuse_before_a_prompt_is_read(world: AdmissionWorld) -> None:
@@ -291,7 +359,7 @@ def test_the_pressure_climbs_the_ladder_and_calm_descends_it(world: AdmissionWor
     assert world.admission.max_tokens("standard", 1000) == 64
     assert world.admission.max_tokens("standard", 10) == 10
     assert world.admission.max_tokens("interactive", 1000) == 1000
-    assert world.admission.counts.num_capped == 1
+    assert world.ended_early["low"].retry_after_s >= (1 - JITTER) * IDLE_RELEASE_S, "no sooner than the rung"
     world.run()
     for _ in range(60):
         world.clock.advance(1.0)

@@ -65,6 +65,22 @@ def test_a_flow_does_not_save_up_the_time_of_its_absence() -> None:
     assert "".join(it[0] for it in drain(queue)) in ("babababababa"[:10], "ababababab")
 
 
+def test_what_is_looked_at_and_put_back_at_once_is_as_if_it_never_left() -> None:
+    """Also where nothing else waits: debts end with the last that waits, not with a look at it."""
+    for back_at, order in ((0.0, ["b0", "b1", "a1"]), (1.0, ["b0", "a1", "b1"])):
+        queue = FairQueue()
+        queue.put(waiting("a0", "a", cost_s=10.0), 1.0, 0.0)
+        queue.put(waiting("b0", "b"), 1.0, 0.0)
+        popped, looked_at = queue.pop(0.0), queue.drop("b0", 0.0)
+        assert popped is not None
+        assert popped.request_id == "a0"
+        assert looked_at is not None
+        queue.put(looked_at, 1.0, back_at)
+        queue.put(waiting("a1", "a"), 1.0, back_at)
+        queue.put(waiting("b1", "b"), 1.0, back_at)
+        assert drain(queue, back_at) == order
+
+
 def test_a_flow_that_leaves_for_a_moment_gains_nothing() -> None:
     """Its debt is kept until the others have caught up."""
     queue = FairQueue()

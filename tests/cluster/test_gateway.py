@@ -463,6 +463,22 @@ async def test_more_requests_than_allowed_are_refused_with_a_time_to_retry(harne
     assert caught.value.is_refusal
     assert "gateway.max_requests" in caught.value.message
     assert gateway.requests.admission.counts.num_refused == {("requests", "standard"): 1}
+    # Streams of another gateway that has ended are taken all the same.
+    _, other = await harness.add_gateway()
+    stream = harness.client(other, address).generate(PROMPT, GenerateOptions(max_tokens=9, seed=3))
+    events = stream.events()
+    for _ in range(2):
+        await anext(events)
+    await harness.gateways.pop().stop()
+
+    async def read() -> None:
+        async for _ in events:
+            pass
+
+    reading = asyncio.create_task(read())
+    await until(lambda: gateway.requests.num_running == 3, "it is resumed here")
+    replica.script.resume.set()
+    await reading
     for events in running:
         await events.aclose()
 

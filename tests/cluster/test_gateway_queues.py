@@ -7,24 +7,30 @@ import json
 from typing import Any
 
 import grpc
+import grpc.aio
 import pytest
-from gateway_harness import PROMPT, GatewayHarness, until
+from gateway_harness import PROMPT, GatewayHarness, expected, until
 
 from cluster.admission.config import AdmissionConfig
 from cluster.admission.ladder import Rung
-from cluster.api.client import GenerateOptions
+from cluster.api.client import GenerateOptions, generate_request
 from cluster.errors import CallError, OverloadedError
 from cluster.proto.tandem.v1 import inference_pb2 as pb
+from cluster.proto.tandem.v1.inference_pb2_grpc import InferenceStub
 from cluster.serve.gateway_server import Gateway
 
+SEED = 11
 SCHEMA = json.dumps({"type": "string", "description": "x" * 250_000})
 
 
 async def opened(
-    harness: GatewayHarness, max_queue_mb: float = 256.0, auth: dict[str, Any] | None = None
+    harness: GatewayHarness,
+    max_queue_mb: float = 256.0,
+    auth: dict[str, Any] | None = None,
+    **classes: dict[str, Any],
 ) -> tuple[Gateway, str]:
     config = harness.config(auth=auth)
-    admission = AdmissionConfig(max_queue_mb=max_queue_mb)
+    admission = AdmissionConfig.model_validate({"max_queue_mb": max_queue_mb, **classes})
     return await harness.add_gateway(config.model_copy(update={"admission": admission}))
 
 
@@ -68,6 +74,47 @@ async def test_all_of_a_request_counts_in_bytes_until_it_is_submitted(harness: G
     assert admission.num_bytes == 0
     await work
     assert admission.num_bytes == 0
+
+
+async def test_a_request_that_waits_does_not_pass_the_others_by_being_resumed(
+    harness: GatewayHarness,
+) -> None:
+    """Whatever output it claims; at another gateway one without output waits, too, and none is judged."""
+    replica = await harness.add_replica("d0", "decode")
+    replica.script.num_backlog_tokens = 5000
+    gateway, address = await opened(harness)
+    other, other_address = await opened(harness)
+    options = GenerateOptions(max_tokens=3, seed=SEED, request_id="mine")
+    first = harness.client(address).generate(PROMPT, options, resume=False).events()
+    accepted = await anext(first)
+    assert isinstance(accepted, pb.Accepted)
+    await until(lambda: len(gateway.requests.admission) == 1, "it waits")
+    (held,) = gateway.requests.admission._held.values()
+    for each in (gateway, other):
+        each.requests.admission.ladder.rung = Rung.REFUSING
+    calls = []
+    for at, claimed in ((address, [1, 2]), (address, [1, 2]), (address, []), (other_address, [])):
+        request = generate_request(PROMPT, options)
+        request.resume_token = accepted.resume_token
+        request.resume.add(sample=0, token_ids=claimed)
+        channel = grpc.aio.insecure_channel(at)
+        call = InferenceStub(channel).Generate(request)
+        calls.append((channel, call, aiter(call)))
+        assert (await anext(calls[-1][2])).WhichOneof("event") == "accepted"
+    assert (len(gateway.requests.admission), len(other.requests.admission)) == (1, 1)
+    (last,) = gateway.requests.admission._held.values()
+    assert last is not held
+    assert last.waiting.arrived_at == held.waiting.arrived_at
+    assert not replica.submissions
+    replica.script.num_backlog_tokens = 0
+    for _, _, responses in calls[2:]:
+        tokens = [token async for response in responses for token in response.delta.token_ids]
+        assert tokens == expected(SEED, 3)
+    assert [await call.code() for _, call, _ in calls[:2]] == [grpc.StatusCode.CANCELLED] * 2
+    with pytest.raises(CallError):
+        await anext(first)
+    for channel, _, _ in calls:
+        await channel.close()
 
 
 async def test_a_request_counts_while_its_prompt_is_read(
@@ -146,6 +193,35 @@ async def test_a_request_that_is_refused_for_the_load_is_not_counted_by_its_quot
     await generate(harness, address)
     with pytest.raises(CallError, match="requests_per_s"):
         await generate(harness, address)
+
+
+async def test_one_that_waits_in_vain_is_not_counted_by_its_quota(harness: GatewayHarness) -> None:
+    replica = await harness.add_replica("d0", "decode")
+    replica.script.num_backlog_tokens = 5000
+    tenants = {"*": {"requests_per_s": 0.001, "prompt_tokens_per_s": 0.01, "burst_s": 1000.0}}
+    standard = {"ttft_s": 60.0, "aging_s": 0.1, "max_wait_s": 0.3}
+    gateway, address = await opened(harness, auth={"tenants": tenants}, standard=standard)
+    with pytest.raises(CallError, match="the most for the class"):
+        await generate(harness, address)
+    states = gateway.requests._quotas.rates("default", gateway.requests._clock.now())
+    assert {name: state.level for name, state in states.items()} == {
+        "requests_per_s": pytest.approx(1.0),
+        "prompt_tokens_per_s": pytest.approx(10.0),
+    }
+    assert not replica.submissions
+
+
+async def test_what_is_refused_after_all_was_not_capped(harness: GatewayHarness) -> None:
+    await harness.add_replica("d0", "decode")
+    standard = {"capped_tokens": 2, "ttft_s": 0.0001, "aging_s": 0.1, "max_wait_s": 0.3}
+    gateway, address = await opened(harness, standard=standard)
+    admission = gateway.requests.admission
+    admission.ladder.rung = Rung.TOKENS_CAPPED
+    with pytest.raises(CallError, match="objective"):
+        await generate(harness, address)
+    assert admission.counts.num_capped == 0
+    await generate(harness, address, service_class="interactive")
+    assert admission.counts.num_capped == 0
 
 
 async def test_bytes_are_released_whatever_ends_the_acceptance(

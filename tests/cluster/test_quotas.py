@@ -55,14 +55,28 @@ def test_requests_are_taken_up_to_the_burst_and_the_refusal_says_when_there_is_o
 
 def test_a_request_that_is_given_back_was_never_taken() -> None:
     quotas = quotas_of(requests_per_s=1.0, burst_s=2.0)
-    quotas.withdraw("a", 0.0)  # of a full bucket nothing is missing
-    quotas.withdraw("nobody", 0.0)
+    quotas.withdraw("a", 0, 0.0)  # of a full bucket nothing is missing
+    quotas.withdraw("nobody", 0, 0.0)
     for _ in range(10):
         quotas.admit("a", 0.0)
-        quotas.withdraw("a", 0.0)
+        quotas.withdraw("a", 0, 0.0)
     assert take_all(quotas, 0.0) == 2
-    quotas.withdraw("a", 0.0)
+    quotas.withdraw("a", 0, 0.0)
     assert take_all(quotas, 0.0) == 1
+
+
+def test_the_prompt_of_a_request_that_is_given_back_was_never_taken() -> None:
+    fleet = SharedRecords(2, prompt_tokens_per_s=10.0, burst_s=10.0)
+    for _ in range(2):
+        fleet.sync_all(0.0)
+    one, other = fleet.gateways.values()
+    one.ended(one.take_prompt("a", 80, 1, 0.0))
+    one.withdraw("a", 80, 0.0)
+    one.ended(one.take_prompt("a", 90, 1, 0.0))
+    fleet.sync_all(0.0)
+    assert other.rates("a", 0.0)["prompt_tokens_per_s"].level == 10.0
+    with pytest.raises(QuotaError):
+        other.take_prompt("a", 11, 1, 0.0)
 
 
 def test_tenants_without_limits_use_what_they_like_and_the_others_have_buckets_of_their_own() -> None:
@@ -320,7 +334,7 @@ def test_what_one_gateway_gives_back_is_there_at_the_others_too() -> None:
     fleet.sync_all(0.0)
     counted = one.record(0.0).tenants[0].num_requests
     for _ in range(4):
-        one.withdraw("a", 0.0)
+        one.withdraw("a", 0, 0.0)
     assert one.record(0.0).tenants[0].num_requests == counted
     for _ in range(6):
         one.admit("a", 0.0)

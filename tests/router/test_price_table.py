@@ -90,11 +90,9 @@ def test_the_choice_is_that_of_the_formulas(
         )
         for it in (router, reference):
             it.place(request, decision, is_held=number < 2)
-        ttft_s = decision.prediction.ttft_s
         if decision.limit is not None:
-            prefill_s = decision.prediction.prefill_s
             assert decision.limit == limit
-            assert decision.limit.includes(ttft_s - prefill_s - 1e-9, prefill_s)
+            assert decision.limit.includes(decision.prediction)
         elif limit is not None:  # all are late
             assert min((cost for _, cost in _choices(decision, limit)), default=math.inf) == math.inf
         assert replace(decision, candidates=list(decision.candidates)) == expected
@@ -193,11 +191,11 @@ def _choices(decision: Decision, limit: TimeLimit | None) -> Iterator[tuple[str,
     limit = limit or TimeLimit()
     for candidate in decision.candidates:
         wait_s = max(candidate.queue_s, candidate.load_s)
-        if candidate.side == "local" and limit.includes(wait_s, candidate.prefill_s):
+        if candidate.side == "local" and limit.allows(wait_s, candidate.prefill_s):
             yield candidate.replica_id, candidate.cost_s
         for decode in decision.candidates if candidate.side == "prefill" else ():
             is_pair = decode.side == "decode" and decode.replica_id != candidate.replica_id
-            if is_pair and limit.includes(max(wait_s, decode.queue_s), candidate.prefill_s):
+            if is_pair and limit.allows(max(wait_s, decode.queue_s), candidate.prefill_s):
                 share = decode.uncached_tokens / (decode.matched_tokens + decode.uncached_tokens)
                 cost_s = candidate.cost_s + decode.cost_s + candidate.transfer_s * share
                 yield candidate.replica_id, cost_s - OVERLAP * min(candidate.queue_s, decode.queue_s)
