@@ -9,7 +9,8 @@ those of its access log: from the headers of the call to its status.
 
     python -m benchmarks.overload_cluster [--minutes 3] [--multiples 0.5,0.9,1.2,2,5]
 
-The last line is the verdict: every limit, and whether it was kept.
+The last line is the verdict: every limit, and whether it was kept. Where one was not, or nothing was measured
+that it limits, the exit status is 1.
 """
 
 from __future__ import annotations
@@ -218,9 +219,7 @@ def verdict(loads: Sequence[dict[str, Any]], recovery: dict[str, Any], limits: L
     }
     lines = {"goodput_share": (goodput_share, goodput_share and goodput_share >= limits.goodput_share)}
     for name, value in measured.items():
-        # Without a refusal there is none that is late; without a recovery there is no time.
-        is_kept = name != "recovered_s" if value is None else value <= getattr(limits, name)
-        lines[name] = (value, is_kept)
+        lines[name] = (value, value is not None and value <= getattr(limits, name))
     return {
         "what": "overload verdict",
         "is_kept": all(is_kept for _, is_kept in lines.values()),
@@ -232,8 +231,8 @@ def verdict(loads: Sequence[dict[str, Any]], recovery: dict[str, Any], limits: L
     }
 
 
-async def measure(service: Service, duration_s: float, multiples: tuple[float, ...]) -> None:
-    """Offer all loads, and print what came of them."""
+async def measure(service: Service, duration_s: float, multiples: tuple[float, ...]) -> bool:
+    """Offer all loads, and print what came of them; returns whether all limits were kept."""
     gateway = await gateway_process(service)
     console = Console(stderr=True, width=120)
     async with grpc_target(service.address, 60.0, None) as target:
@@ -249,9 +248,11 @@ async def measure(service: Service, duration_s: float, multiples: tuple[float, .
         plan = OverloadPlan(LOAD, capacity["requests_per_s"], CONCURRENCY, duration_s, multiples)
         *loads, recovery = await run_overload(plan, OBJECTIVES, run)
     loads = with_gateway(loads, measurement.spans, refusals_s(service.logs))
-    for record in (*loads, recovery, verdict(loads, recovery, Limits())):
+    judged = verdict(loads, recovery, Limits())
+    for record in (*loads, recovery, judged):
         print(json.dumps(record), flush=True)
     console.print(overload_table(loads))
+    return bool(judged["is_kept"])
 
 
 def main() -> None:
@@ -263,7 +264,8 @@ def main() -> None:
     arguments = parser.parse_args()
     multiples = tuple(map(float, arguments.multiples.split(",")))
     with tempfile.TemporaryDirectory() as folder, running_service(Path(folder)) as service:
-        asyncio.run(measure(service, 60.0 * arguments.minutes, multiples))
+        is_kept = asyncio.run(measure(service, 60.0 * arguments.minutes, multiples))
+    sys.exit(0 if is_kept else 1)
 
 
 if __name__ == "__main__":
