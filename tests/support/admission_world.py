@@ -110,6 +110,7 @@ class NotedEffects:
 
     def on_moved(self, held: HeldRequest) -> None:
         self._world.moved.append((self._request_id, held.decision.prefill, held.decision.decode))
+        self._world.at(held.refused_at, self._world.admission.pump)
 
     def on_unplaced(self, reason: str, retry_after_s: float) -> None:
         self._end(self._world.unplaced)
