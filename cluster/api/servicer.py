@@ -11,13 +11,21 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+import grpc.aio
 import numpy as np
 
 from cluster.api.authentication import Context, abort, caller_identity, claim, headers_arrived_at
 from cluster.api.output_messages import OutputMessages, usage_of
 from cluster.api.prompt_calls import CallContext, PromptCalls
 from cluster.api.replies import StatusService
-from cluster.errors import FieldViolation, InvalidRequestError, OverloadedError, RequestError
+from cluster.errors import (
+    FieldViolation,
+    GrpcStatus,
+    InvalidRequestError,
+    OverloadedError,
+    RequestError,
+    to_grpc_status,
+)
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_manager import Accepted, RequestManager
 from cluster.gateway.traffic_splitter import TrafficSplitter
@@ -29,6 +37,9 @@ from cluster.text.tokenizer import ModelText
 from cluster.text.validation import ServingLimits, check_detokenize, check_tokenize
 from kvtransfer.common.clock import let_others_run
 from kvtransfer.common.faults import Faults
+
+# How long a handler waits until the status of a failed stream is sent.
+STATUS_WAIT_S = 1.0
 
 
 class InferenceServicer:
@@ -63,12 +74,16 @@ class InferenceServicer:
             accepted = await self._requests.accept(request, context.time_remaining(), identity, caller)
         except RequestError as error:
             await abort(context, error)
+        failure: GrpcStatus | None = None
         try:
-            await self._stream(OutputMessages(request, accepted, self._texts.text), accepted, context)
+            async with accepted.task.reading():
+                await self._stream(OutputMessages(request, accepted, self._texts.text), accepted, context)
         except RequestError as error:
-            await abort(context, error, usage_of(accepted.task.summary()))
+            failure = to_grpc_status(error, usage_of(accepted.task.summary()))
         finally:
             accepted.task.abandon()
+        if failure is not None:  # nothing of what was taken is held any more
+            await _end_behind_output(context, failure)
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         claim(request, caller_identity())
@@ -117,6 +132,10 @@ class InferenceServicer:
 
     async def _stream(self, messages: OutputMessages, accepted: Accepted, context: Context) -> None:
         """Write one `accepted`, the output and one `finished`; raise the error of a failed request."""
+        # By themselves: no status could follow a write with the headers in it that does not end. They are sent
+        # already where `TrafficSplitter` has sent them.
+        with contextlib.suppress(grpc.aio.UsageError):
+            await context.send_initial_metadata(())
         for message in messages.first():
             await context.write(message)
         while not isinstance(output := await accepted.task.next(), Summary):
@@ -124,6 +143,14 @@ class InferenceServicer:
             for message in messages.of(output):
                 await context.write(message)
         await context.write(messages.last(output))
+
+
+async def _end_behind_output(context: Context, status: GrpcStatus) -> None:
+    """End a call of `Generate` with the status of its error. The client reads what was written before first;
+    after `STATUS_WAIT_S`, gRPC alone waits for that, and the handler ends."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(STATUS_WAIT_S):
+            await context.abort(status.code, status.message, status.trailing_metadata)
 
 
 def _call_context(context: Context) -> CallContext:

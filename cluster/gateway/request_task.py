@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Protocol, TypeVarTuple
 
@@ -93,17 +93,17 @@ class WaitingOutput(Protocol):
     """What waits for one client: an `OutputBuffer`, or an answer that is kept until it is whole."""
 
     @property
-    def num_waiting_bytes(self) -> int:
-        """How much waits now."""
+    def num_unread_bytes(self) -> int:
+        """How much is counted now: what waits, and what was taken and may not be read yet."""
 
     @property
     def cut_off(self) -> Callable[[], None]:
-        """Drops what waits, and ends the request."""
+        """Drops what is counted, and ends the request."""
 
 
 class UnreadOutput:
     """All output of a gateway that waits for clients to read it, bounded in bytes together: beyond
-    `max_bytes` the slowest reader is cut off, for whom most bytes wait."""
+    `max_bytes` the slowest reader is cut off, who has most bytes to read."""
 
     def __init__(self, max_bytes: float) -> None:
         self.max_bytes = max_bytes
@@ -115,19 +115,19 @@ class UnreadOutput:
         self.num_bytes += num_bytes
         self._waiting.add(output)
         if self.num_bytes > self.max_bytes:
-            max(self._waiting, key=lambda it: it.num_waiting_bytes).cut_off()
+            max(self._waiting, key=lambda it: it.num_unread_bytes).cut_off()
 
     def removed(self, output: WaitingOutput, num_bytes: int) -> None:
         """Count bytes that were read, or dropped."""
         self.num_bytes -= num_bytes
-        if not output.num_waiting_bytes:
+        if not output.num_unread_bytes:
             self._waiting.discard(output)
 
 
 class OutputBuffer:
     """Output on its way to the client. What was read of the prompt comes first. Tokens that wait are merged
     per sample, so a slow reader gets fewer, longer deltas; the end comes last. What was taken last counts as
-    unread until the next is asked for."""
+    unread until the next is asked for, or the reader is cut off, which ends what it does in `reading`."""
 
     def __init__(self, unread: UnreadOutput, cut_off: Callable[[], None]) -> None:
         """`cut_off` is called when this is the slowest reader, and too much waits."""
@@ -137,9 +137,15 @@ class OutputBuffer:
         self._waiting: dict[int, deque[OutputDelta]] = {}
         self._end: Summary | RequestError | None = None
         self._ready = asyncio.Event()
+        self._scope: asyncio.Timeout | None = None
         self._num_taken_bytes = 0
         self.num_unread = 0
         self.num_waiting_bytes = 0
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """How much waits, with what was taken last."""
+        return self.num_waiting_bytes + self._num_taken_bytes
 
     def put(self, delta: Output) -> None:
         """Append output of one sample, or what was read of the prompt."""
@@ -154,11 +160,30 @@ class OutputBuffer:
         self._unread.added(self, num_bytes)
 
     def close(self, end: Summary | RequestError) -> None:
-        """Append the end; `SlowClientError` drops what waits before it."""
-        if isinstance(end, SlowClientError):
+        """Append the end; `SlowClientError` drops what waits before it, and ends what is done in `reading`,
+        so that what was taken is dropped too."""
+        if isinstance(end, SlowClientError) and not isinstance(self._end, SlowClientError):
             self.discard()
+            self.release()
+            if self._scope is not None:
+                self._scope.reschedule(asyncio.get_running_loop().time())
         self._end = end
         self._ready.set()
+
+    @contextlib.asynccontextmanager
+    async def reading(self) -> AsyncIterator[None]:
+        """Read within: when the reader is cut off, what is done here ends with `SlowClientError`, also a
+        write that waits for the client."""
+        try:
+            async with asyncio.timeout(None) as self._scope:
+                yield
+        except TimeoutError:
+            if not isinstance(self._end, SlowClientError):
+                raise
+            # Not `_end` itself, which would keep what was taken: its traceback leads there.
+            raise SlowClientError(str(self._end), self._end.retry_after_s) from None
+        finally:
+            self._scope = None
 
     def discard(self) -> None:
         """Drop what waits: nobody will read it."""
@@ -280,6 +305,10 @@ class RequestTask:
     async def next(self) -> Output | Summary:
         """Return the next output, or the summary after all of it; raise the error of a failed request."""
         return await self._buffer.get()
+
+    def reading(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """Read within, and write to the client: `SlowClientError` ends that when the client is cut off."""
+        return self._buffer.reading()
 
     def summary(self) -> Summary:
         """Summarize the request, or as much of it as has happened."""

@@ -27,7 +27,7 @@ class KeptOutput:
         self._scope: asyncio.Timeout | None = None
         self._is_cut_off = False
         # Counted now.
-        self.num_waiting_bytes = 0
+        self.num_unread_bytes = 0
 
     def grow(self, num_bytes: int) -> None:
         """Hold so much from now on; raise `AnswerTooLargeError` where that is too much for one answer."""
@@ -36,9 +36,9 @@ class KeptOutput:
             raise AnswerTooLargeError(
                 FieldViolation("stream", f"the answer has more than {MAX_KEPT_BYTES >> 20} MiB; {remedy}")
             )
-        if num_bytes > self.num_waiting_bytes and not self._is_cut_off:
-            num_new = num_bytes - self.num_waiting_bytes
-            self.num_waiting_bytes = num_bytes
+        if num_bytes > self.num_unread_bytes and not self._is_cut_off:
+            num_new = num_bytes - self.num_unread_bytes
+            self.num_unread_bytes = num_bytes
             self._unread.added(self, num_new)
 
     def cut_off(self) -> None:
@@ -50,7 +50,7 @@ class KeptOutput:
 
     def release(self) -> None:
         """Hold nothing any more."""
-        num_bytes, self.num_waiting_bytes = self.num_waiting_bytes, 0
+        num_bytes, self.num_unread_bytes = self.num_unread_bytes, 0
         self._unread.removed(self, num_bytes)
 
     @contextlib.asynccontextmanager
