@@ -32,7 +32,7 @@ from typing import NamedTuple, NoReturn
 
 from cluster.admission.config import AdmissionConfig
 from cluster.admission.fair_queue import Flow, IndexedHeap, Waiting
-from cluster.admission.held import Candidacy, HeldEffects, HeldLoad, HeldRequest, bound_of
+from cluster.admission.held import Candidacy, HeldEffects, HeldLoad, HeldRequest
 from cluster.admission.ladder import Ladder, Pressure, Rung
 from cluster.admission.lane import (
     WAIT_MARGIN,
@@ -42,6 +42,7 @@ from cluster.admission.lane import (
     ReplicaLane,
     ReplicaLanes,
     Waits,
+    bound_of,
 )
 from cluster.admission.retries import RetryQueue
 from cluster.errors import OverloadedError

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from cluster.admission.config import ClassConfig
 from cluster.admission.fair_queue import Flow, Waiting
 from cluster.errors import OverloadedError
 from cluster.metrics.gateway_counters import Predicted
@@ -23,20 +22,6 @@ class Candidacy(NamedTuple):
     deadline_at: float | None
     # It waits for its turn like all others, but is not judged: it was taken before.
     is_accepted: bool = False
-
-
-def bound_of(settings: ClassConfig, candidacy: Candidacy, prefill_s: float) -> tuple[float, str]:
-    """Return until when a request waits at most whose prompt takes `prefill_s` to compute, and what says
-    so."""
-    name, arrived_at = candidacy.flow.service_class, candidacy.arrived_at
-    at = arrived_at + settings.max_wait_s
-    bound = f"the most for the class (admission.{name}.max_wait_s)"
-    if settings.ttft_s is not None and arrived_at + settings.ttft_s - prefill_s < at:
-        at = arrived_at + settings.ttft_s - prefill_s
-        bound = f"after which it would miss its objective (admission.{name}.ttft_s)"
-    if candidacy.deadline_at is not None and candidacy.deadline_at - prefill_s < at:
-        at, bound = candidacy.deadline_at - prefill_s, "after which it would miss its deadline"
-    return at, bound
 
 
 class HeldEffects(Protocol):

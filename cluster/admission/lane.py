@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from cluster.admission.config import ClassConfig
 from cluster.admission.fair_queue import FairQueue, Flow, Waiting
+from cluster.admission.held import Candidacy
 from cluster.errors import DeadlineError, RequestError, UnattainableError
 from router.messages import TimeLimit
 from router.service import RouterService
@@ -239,6 +241,20 @@ class Lateness(NamedTuple):
             return DeadlineError(f"{because}: allow more time")
         remedy = "coming back does not help; send it in a class with a longer objective"
         return UnattainableError(f"{because}: {remedy}")
+
+
+def bound_of(settings: ClassConfig, candidacy: Candidacy, prefill_s: float) -> tuple[float, str]:
+    """Return until when a request waits at most whose prompt takes `prefill_s` to compute, and what says
+    so."""
+    name, arrived_at = candidacy.flow.service_class, candidacy.arrived_at
+    at = arrived_at + settings.max_wait_s
+    bound = f"the most for the class (admission.{name}.max_wait_s)"
+    if settings.ttft_s is not None and arrived_at + settings.ttft_s - prefill_s < at:
+        at = arrived_at + settings.ttft_s - prefill_s
+        bound = f"after which it would miss its objective (admission.{name}.ttft_s)"
+    if candidacy.deadline_at is not None and candidacy.deadline_at - prefill_s < at:
+        at, bound = candidacy.deadline_at - prefill_s, "after which it would miss its deadline"
+    return at, bound
 
 
 class QueuedBytes:

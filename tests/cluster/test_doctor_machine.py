@@ -24,7 +24,7 @@ def limits_text(name: str, soft: str, hard: str) -> str:
 
 @pytest.mark.parametrize(
     ("soft", "hard", "severity"),
-    [("1024", "1048576", OK), ("1024", "1024", ERROR), ("unlimited", "unlimited", OK), ("900", "2000", OK)],
+    [("1024", "1048576", OK), ("1024", "1024", ERROR), ("unlimited", "unlimited", OK), ("900", "2400", OK), ("900", "2000", ERROR)],
 )
 def test_open_files_count_the_hard_limit_that_ray_raises_to(
     tmp_path: Path, soft: str, hard: str, severity: Severity
@@ -32,8 +32,9 @@ def test_open_files_count_the_hard_limit_that_ray_raises_to(
     machine = FakeMachine(tmp_path, {"proc/self/limits": limits_text("Max open files", soft, hard)})
     result = only(limits.open_files, context_of(machine.view()))
     assert result.severity is severity
-    # 256 of any process, a connection for each of the 1024 requests, and two for each replica.
-    assert result.figures["needed"] == 256 + 1024 + 2 * 2
+    # 256 of any process, a connection for each of the 1024 requests and of as many that are resumed, and two
+    # for each replica.
+    assert result.figures["needed"] == 256 + 2 * 1024 + 2 * 2
 
 
 def test_more_requests_need_more_files(tmp_path: Path) -> None:
