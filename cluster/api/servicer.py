@@ -76,6 +76,7 @@ class InferenceServicer:
             await abort(context, error)
         failure: GrpcStatus | None = None
         try:
+            await _send_headers(context)
             async with accepted.task.reading():
                 await self._stream(OutputMessages(request, accepted, self._texts.text), accepted, context)
         except RequestError as error:
@@ -132,10 +133,6 @@ class InferenceServicer:
 
     async def _stream(self, messages: OutputMessages, accepted: Accepted, context: Context) -> None:
         """Write one `accepted`, the output and one `finished`; raise the error of a failed request."""
-        # By themselves: no status could follow a write with the headers in it that does not end. They are sent
-        # already where `TrafficSplitter` has sent them.
-        with contextlib.suppress(grpc.aio.UsageError):
-            await context.send_initial_metadata(())
         for message in messages.first():
             await context.write(message)
         while not isinstance(output := await accepted.task.next(), Summary):
@@ -143,6 +140,13 @@ class InferenceServicer:
             for message in messages.of(output):
                 await context.write(message)
         await context.write(messages.last(output))
+
+
+async def _send_headers(context: Context) -> None:
+    """Send the headers by themselves: if a write with the headers in it were cut off, gRPC would not take a
+    status after it."""
+    with contextlib.suppress(grpc.aio.UsageError):  # `TrafficSplitter` has sent them
+        await context.send_initial_metadata(())
 
 
 async def _end_behind_output(context: Context, status: GrpcStatus) -> None:

@@ -55,7 +55,8 @@ class CircuitBreaker:
           +-- after failures: the probe succeeded; after a stop alone: a report shows progress -----------+
 
     Failures are those that are the replica's own fault. A probe is an ordinary request, one at a time: it
-    succeeds when the replica has computed or taken over its prompt. Attempts that began before the breaker
+    succeeds when the replica has computed or taken over its prompt. When its attempt ends before, wherever
+    that was, another request may be the probe. Attempts that began before the breaker
     opened change nothing when they end.
     """
 
@@ -121,7 +122,7 @@ class CircuitBreaker:
             self.probe = request_id
 
     def released(self, request_id: str) -> None:
-        """Record that this request, or its attempt there, ended in a way that says nothing of the replica."""
+        """Record that the attempt of this request is over, whatever ended it."""
         if self.probe == request_id:
             self.probe = ""
 
@@ -269,7 +270,7 @@ class CircuitBreakers:
             self._change(watched, lambda breaker: breaker.succeeded(request_id, now))
 
     def released(self, request_id: str) -> None:
-        """Record that a request, or its attempt, has ended without a word on the replicas where it was."""
+        """Record that the attempt of a request is over; what it says of a replica was recorded before."""
         for watched in self._watched.values():
             if watched.breaker.probe == request_id:
                 self._change(watched, lambda breaker: breaker.released(request_id))

@@ -263,6 +263,10 @@ class ReplicaConnections:
             self.breakers.submitted(message.decode.identity, message.request_id)
         return True
 
+    def release(self, request_id: str) -> None:
+        """Note that the attempt of this request is over: it is the probe of no circuit breaker any more."""
+        self.breakers.released(request_id)
+
     async def purge_caches(
         self, group: str | None, model: str | None, remaining_s: float | None
     ) -> list[admin_pb.ReplicaPurged]:

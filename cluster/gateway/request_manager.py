@@ -434,8 +434,6 @@ class RequestManager:
         for failure in frame.failures:
             if failure.code == "internal" and not failure.suspect:
                 breakers.failed(source, failure.request_id, failure.reason, now)
-            else:
-                breakers.released(failure.request_id)
 
     def on_stopped(self, source: ReplicaIdentity, reason: str, includes_streams: bool) -> None:
         """Let requests without a token leave a replica that stands still, and streams too where that is
@@ -530,7 +528,6 @@ class RequestManager:
         request, prepared = task.state, task.state.prepared
         request_id = key[1]
         del self._tasks[prepared.request_id]
-        self._connections.breakers.released(prepared.request_id)
         if self._latest.get(key) is task:
             del self._latest[key]
         reason = error.logged if error else ""

@@ -58,6 +58,9 @@ class Connections(Protocol):
     def send(self, replica: ReplicaIdentity, message: Announce | Submission | Cancel | Move) -> bool:
         """Queue the message for this life of the replica; False when it is not connected."""
 
+    def release(self, request_id: str) -> None:
+        """Note that the request's attempt is over, or that its stream does not move: it probes no replica."""
+
 
 # Replicas forget what was announced to them 30 s ago.
 ANNOUNCE_AGAIN_S = 20.0
@@ -174,8 +177,9 @@ class OutputBuffer:
     async def reading(self) -> AsyncIterator[None]:
         """Read within: when the reader is cut off, what is done here ends with `SlowClientError`, also a
         write that waits for the client."""
+        is_cut_off = isinstance(self._end, SlowClientError)
         try:
-            async with asyncio.timeout(None) as self._scope:
+            async with asyncio.timeout(0.0 if is_cut_off else None) as self._scope:
                 yield
         except TimeoutError:
             if not isinstance(self._end, SlowClientError):
@@ -376,6 +380,7 @@ class RequestTask:
         self._router.on_prefilled(self._request_id)
 
     def release_placement(self) -> None:
+        self._connections.release(self._request_id)
         self._router.on_finished(self._request_id)
 
     def emit(self, delta: Output) -> None:

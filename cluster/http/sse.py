@@ -60,12 +60,13 @@ class EventStream:
         if self._response is None:
             await self._begin()
         assert self._response is not None
-        if len(events) + transport.get_write_buffer_size() <= _MAX_WAITING_BYTES:
+        is_behind = self._request.protocol.writing_paused
+        if not is_behind and len(events) + transport.get_write_buffer_size() <= _MAX_WAITING_BYTES:
             await self._response.write(events)
             return
         async with _taken_in_time(self._request, self._write_timeout_s):
-            await self._response.write(events)
-            await self._request.writer.drain()
+            # If aiohttp's own wait were cancelled, so would be every later one of this connection.
+            await asyncio.shield(self._write(self._response, events))
 
     async def end(self, last: bytes) -> web.StreamResponse:
         """Send the last events, and end the answer."""
@@ -74,6 +75,10 @@ class EventStream:
         async with _taken_in_time(self._request, self._write_timeout_s):
             await self._response.write_eof()
         return self._response
+
+    async def _write(self, response: web.StreamResponse, events: bytes) -> None:
+        await response.write(events)
+        await self._request.writer.drain()
 
     async def _begin(self) -> None:
         """Send status and headers, once for the several calls that one answer may have."""

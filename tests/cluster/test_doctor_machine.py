@@ -24,7 +24,13 @@ def limits_text(name: str, soft: str, hard: str) -> str:
 
 @pytest.mark.parametrize(
     ("soft", "hard", "severity"),
-    [("1024", "1048576", OK), ("1024", "1024", ERROR), ("unlimited", "unlimited", OK), ("900", "2400", OK), ("900", "2000", ERROR)],
+    [
+        ("1024", "1048576", OK),
+        ("1024", "1024", ERROR),
+        ("unlimited", "unlimited", OK),
+        ("900", "2400", OK),
+        ("900", "2000", ERROR),
+    ],
 )
 def test_open_files_count_the_hard_limit_that_ray_raises_to(
     tmp_path: Path, soft: str, hard: str, severity: Severity

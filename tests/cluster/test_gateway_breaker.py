@@ -29,6 +29,17 @@ def is_in(gateway: Gateway, replica: ScriptedReplica, wanted: BreakerState) -> C
     return lambda: state(gateway, replica) is wanted
 
 
+async def load(gateway: Gateway, replica: ScriptedReplica, num_tokens: int) -> None:
+    """Return when the replica has reported that so much waits there."""
+    replica.script.num_backlog_tokens = num_tokens
+
+    def is_known() -> bool:
+        view = gateway.connections.find(replica.identity.replica_id)
+        return view is not None and view.load is not None and view.load.num_backlog_tokens == num_tokens
+
+    await until(is_known, "its report has come")
+
+
 async def generate(client: Client, seed: int, num_tokens: int = 3) -> list[int]:
     done = await client.complete(PROMPT, GenerateOptions(seed=seed, max_tokens=num_tokens))
     return list(done.token_ids[0])
@@ -205,3 +216,43 @@ async def test_a_gateway_that_stood_still_itself_blames_nobody(harness: GatewayH
     await harness.clock.sleep(0.5)
     assert not gateway.requests.counters.num_breaker_changes
     assert state(gateway, replica) is BreakerState.CLOSED
+
+
+@pytest.mark.parametrize("way", ["lost", "stopped"])
+async def test_a_probe_whose_attempt_moves_on_frees_its_place(
+    harness: GatewayHarness, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """The replica that computes a probe's prompt is lost, or stands still, before the half-open one has
+    anything of it."""
+    monkeypatch.setattr(circuit_breaker, "FIRST_PAUSE_S", 0.3)
+    prefill = await harness.add_replica("p0", "prefill")
+    bad = await harness.add_replica("d0", "decode")
+    gateway, address = await harness.add_gateway()
+    client, breaker = harness.client(address), gateway.connections.breakers.of(bad.identity)
+    assert breaker is not None
+    for _ in range(NUM_FAILURES):
+        gateway.connections.breakers.failed(bad.identity, "", "broke", harness.clock.now())
+    await until(is_in(gateway, bad, BreakerState.HALF_OPEN), "its pause ends")
+    prefill.script.stalled_s = 0.5  # slow, and not stopped
+    stream = asyncio.create_task(generate(client, 3, 9))
+    await until(lambda: bool(prefill.submissions), "the prompt waits there")
+    assert breaker.probe == prefill.submissions[0].request_id
+    other = await harness.add_replica("d1", "decode")
+    other.script.stop_after = 3
+    await load(gateway, other, 0)
+    await load(gateway, bad, 5000)
+    if way == "lost":
+        await prefill.die()
+    else:
+        prefill.script.stalled_s = 1.2
+    await until(lambda: bool(other.decoding), "it streams from there")
+    assert not bad.submissions
+    assert not breaker.probe
+    await load(gateway, bad, 0)
+    await load(gateway, other, 5000)
+    assert await generate(client, 4) == expected(4, 3)
+    assert bad.submissions, "another request is its probe"
+    assert state(gateway, bad) is BreakerState.CLOSED
+    assert not stream.done()
+    other.script.resume.set()
+    assert await stream == expected(3, 9)

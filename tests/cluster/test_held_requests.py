@@ -99,6 +99,9 @@ class Gateway:
             self.breakers.submitted(replica, message.request_id)
         return True
 
+    def release(self, request_id: str) -> None:
+        self.breakers.released(request_id)
+
     def begin(self, keys: tuple[bytes, ...] = KEYS, request_id: str = "r", priority: int = 0) -> RequestTask:
         prepared = PreparedRequest(
             request_id=request_id,

@@ -286,9 +286,11 @@ async def test_an_answer_that_is_kept_to_its_end_is_bounded(
 KEPT = {**CHAT, "max_tokens": 120, "logprobs": True, "top_logprobs": 20}
 
 
-def small(harness: GatewayHarness, max_unread_mb: float) -> Any:
+def small(harness: GatewayHarness, max_unread_mb: float, **gateway: Any) -> Any:
     """A configuration in which so little may wait for clients."""
-    return harness.config().model_copy(update={"admission": AdmissionConfig(max_unread_mb=max_unread_mb)})
+    return harness.config(**gateway).model_copy(
+        update={"admission": AdmissionConfig(max_unread_mb=max_unread_mb)}
+    )
 
 
 async def test_answers_that_are_kept_to_their_ends_are_bounded_together(harness: GatewayHarness) -> None:
@@ -353,6 +355,27 @@ async def test_a_client_that_takes_nothing_is_cut_off(harness: GatewayHarness, s
         await until(lambda: front.gateway.requests.num_running == 0, "and its request")
         assert front.gateway.requests.unread.num_bytes == 0
         writer.transport.abort()
+
+
+async def test_a_stream_that_is_cut_off_frees_what_its_client_does_not_take(harness: GatewayHarness) -> None:
+    """At once, not when the write has lasted too long."""
+    config = small(harness, 0.15, http={"write_timeout_s": 120.0})
+    async with HttpFrontHarness(harness, config) as front, front.connection() as (reader, writer):
+        many = {"stream": True, "max_tokens": 400, "n": 16, "logprobs": True, "top_logprobs": 20}
+        body = json.dumps({**CHAT, **many}).encode()
+        writer.write(raw_request(body, f"Content-Length: {len(body)}"))
+        await reader.readuntil(b"data: ")
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await until(lambda: front.gateway.requests.num_running == 0, "it is cut off")
+        await until(lambda: front.gateway.requests.unread.num_bytes == 0, "nothing of it is held", 10.0)
+        reply = await front.post("/v1/chat/completions", {**CHAT, "max_tokens": 3})
+        assert reply.status == 200
+        writer.transport.resume_reading()  # type: ignore[attr-defined]
+        events = b""
+        while not events.endswith(b"\r\n0\r\n\r\n") and (read := await reader.read(1 << 16)):
+            events = events[-1000:] + read
+        assert b'"code":"slow_client"' in events, "a client that reads again learns why"
+        assert read, "and its answer is whole"
 
 
 # ----------------------------------------------------------------------------------------- gateways that go

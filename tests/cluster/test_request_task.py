@@ -68,6 +68,9 @@ class Field:
         self.sent.append((replica, message))
         return True
 
+    def release(self, request_id: str) -> None:
+        pass
+
     def route(
         self,
         request: RouteRequest,
@@ -221,6 +224,65 @@ async def test_a_reader_that_is_slowest_itself_is_cut_off_within_its_own_transit
     assert unread.num_bytes == 0
 
 
+@pytest.mark.parametrize("bound", ["of all", "its own"])
+async def test_a_reader_that_is_cut_off_ends_though_it_waits_to_write(bound: str) -> None:
+    unread = UnreadOutput(10_000 if bound == "of all" else 1e9)
+    task, ended = make_task(Field(), ManualClock(), unread=unread)
+    task.begin()
+    task.apply(task.state.on_delta, D0, delta(0, 1000))
+
+    async def read() -> None:
+        async with task.reading():
+            await task.next()
+            await asyncio.Event().wait()  # as a write that the client does not take
+
+    reader = asyncio.create_task(read())
+    await settle()
+    assert unread.num_bytes > 4000
+    task.apply(task.state.on_delta, D0, delta(1000, 2000 if bound == "of all" else MAX_UNREAD + 1))
+    assert unread.num_bytes == 0, "what it took counts no more"
+    with pytest.raises(SlowClientError):
+        await reader
+    assert [type(error) for error in ended.errors] == [SlowClientError]
+    with pytest.raises(SlowClientError):
+        async with task.reading():
+            await asyncio.Event().wait()
+
+
+async def test_what_a_reader_took_counts_when_the_slowest_is_sought() -> None:
+    unread = UnreadOutput(10_000)
+    (slow, slow_end), (fast, fast_end) = (make_task(Field(), ManualClock(), unread=unread) for _ in range(2))
+    slow.begin()
+    fast.begin()
+    slow.apply(slow.state.on_delta, D0, delta(0, 1500))
+    await slow.next()
+    fast.apply(fast.state.on_delta, D0, delta(0, 900))
+    assert unread.num_bytes == slow._buffer.num_unread_bytes + fast._buffer.num_unread_bytes
+    fast.apply(fast.state.on_delta, D0, delta(900, 200))
+    assert [type(error) for error in slow_end.errors] == [SlowClientError]
+    assert fast_end.errors == []
+    assert unread.num_bytes == fast._buffer.num_unread_bytes
+
+
+async def test_a_reader_that_ends_for_another_reason_ends_with_that() -> None:
+    task, _ = make_task(Field(), ManualClock())
+    task.begin()
+    with pytest.raises(TimeoutError):
+        async with task.reading(), asyncio.timeout(0.0):
+            await task.next()
+
+    async def read() -> None:
+        async with task.reading():
+            await task.next()
+
+    reader = asyncio.create_task(read())
+    await settle()
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    task.abandon()
+
+
 async def test_what_a_client_left_unread_when_it_went_counts_no_more() -> None:
     unread = UnreadOutput(10_000)
     task, _ = make_task(Field(), ManualClock(), unread=unread)
@@ -263,16 +325,16 @@ def test_all_that_waits_is_bounded_and_who_reads_is_never_cut_off_before_who_doe
         unread = UnreadOutput(8000)
         cut: list[int] = []
         buffers: list[OutputBuffer] = []
+        taken = [0] * 4
         for number in range(4):
 
             def cut_off(number: int = number) -> None:
-                waiting = [buffer.num_waiting_bytes for buffer in buffers]
-                assert waiting[number] == max(waiting)
+                assert buffers[number].num_unread_bytes == max(it.num_unread_bytes for it in buffers)
                 cut.append(number)
+                taken[number] = 0
                 buffers[number].close(SlowClientError("slow", 0.0))
 
             buffers.append(OutputBuffer(unread, cut_off))
-        taken = [0] * 4
         for number, action, size in steps:
             buffer = buffers[number]
             if action == "put" and number not in cut:
@@ -289,9 +351,8 @@ def test_all_that_waits_is_bounded_and_who_reads_is_never_cut_off_before_who_doe
                 buffer.discard()
                 buffer.release()
                 taken[number] = 0
-            waiting = sum(it.num_waiting_bytes for it in buffers)
-            assert unread.num_bytes == waiting + sum(taken)
-            assert unread.num_bytes <= unread.max_bytes or waiting == 0
+            assert unread.num_bytes == sum(it.num_waiting_bytes for it in buffers) + sum(taken)
+            assert unread.num_bytes <= unread.max_bytes
         for buffer in buffers:
             buffer.discard()
             buffer.release()
