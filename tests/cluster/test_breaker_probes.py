@@ -301,5 +301,5 @@ class Machine(RuleBasedStateMachine):
             self.run(lambda: task.apply(task.state.on_delta, source, delta))
 
 
-Machine.TestCase.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
+Machine.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 TestMachine = Machine.TestCase
