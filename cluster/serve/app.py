@@ -255,9 +255,9 @@ class ReplicaActor:
 
 
 def _keep_responsive() -> None:
-    """Keep pauses of a gateway's event loop short. What has been made until now stays out of garbage collection,
-    which takes some 50 ms to look through it; and the other threads of this process, which are Ray's and
-    Serve's, give the interpreter back sooner than after 5 ms."""
+    """Keep pauses of a gateway's event loop short. What has been made until now stays out of garbage
+    collection, which takes some 50 ms to look through it; and the other threads of this process, which are
+    Ray's and Serve's, give the interpreter back sooner than after 5 ms."""
     gc.collect()
     gc.freeze()
     sys.setswitchinterval(_SWITCH_S)
