@@ -214,14 +214,14 @@ async def test_one_that_waits_in_vain_is_not_counted_by_its_quota(harness: Gatew
 async def test_what_is_refused_after_all_was_not_capped(harness: GatewayHarness) -> None:
     await harness.add_replica("d0", "decode")
     standard = {"capped_tokens": 2, "ttft_s": 0.0001, "aging_s": 0.1, "max_wait_s": 0.3}
-    gateway, address = await opened(harness, standard=standard)
+    gateway, address = await opened(harness, standard=standard, interactive={"capped_tokens": 2})
     admission = gateway.requests.admission
     admission.ladder.rung = Rung.TOKENS_CAPPED
     with pytest.raises(CallError, match="objective"):
         await generate(harness, address)
     assert admission.counts.num_capped == 0
     await generate(harness, address, service_class="interactive")
-    assert admission.counts.num_capped == 0
+    assert admission.counts.num_capped == 1
 
 
 async def test_bytes_are_released_whatever_ends_the_acceptance(

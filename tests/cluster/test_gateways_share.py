@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from benchmarks.gateways import Outcome, run
+from benchmarks.gateways import PROMPT_TOKENS, TOK_S, Outcome, run
 
 
 @functools.cache
@@ -17,6 +17,6 @@ def outcome(num_gateways: int) -> Outcome:
 @pytest.mark.parametrize("num_gateways", [4, 8])
 def test_gateways_do_not_meet_at_one_replica(num_gateways: int) -> None:
     together, alone = outcome(num_gateways), outcome(1)
-    assert together.mean_s < 1.05 * alone.mean_s
+    assert together.mean_s < 1.05 * min(alone.mean_s, PROMPT_TOKENS / TOK_S)
     # Whoever meets another request at an idle replica, and stays there, waits for all of it.
     assert together.p99_s < 1.15 * alone.p99_s
