@@ -251,8 +251,8 @@ class GatewayConfig(_Settings):
     model_name: str = ""
     # Replica pairs tried for one request before it is UNAVAILABLE; those that left or broke do not count.
     max_attempts: int = Field(default=5, ge=1)
-    # Requests in flight; more are refused with RESOURCE_EXHAUSTED and a time to retry. Resumed streams may be
-    # twice as many, with those.
+    # Requests in flight; more are refused with RESOURCE_EXHAUSTED and a time to retry. Resumed streams are
+    # taken until there are twice as many.
     max_requests: int = Field(default=1024, ge=1)
     # The largest gRPC message accepted from a client.
     max_message_bytes: int = Field(default=16 << 20, ge=1 << 16)

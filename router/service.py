@@ -194,8 +194,7 @@ class RouterService:
         `waits` are seconds by replica, where the request would be computed after that and not after all that
         is there; elsewhere, and for a place, it waits for `held_part` of what gateways hold.
         With `prefers_capacity` those that can take it now go before all others, whatever they cost, and those
-        within the `limit` before those that are later. Raises `NoReplicaError`, naming the side that is
-        missing."""
+        within the `limit` before later ones. Raises `NoReplicaError`, which names the missing side."""
         return self._decide(request, waits, held_part, limit, prefers_capacity=prefers_capacity)[0]
 
     def improve(
@@ -551,9 +550,11 @@ class RouterService:
             (prefill,) = replica_costs(query, self._states([choice.prefill]), view)
             lacking = (query.num_tokens - decode.matched_tokens) / query.num_tokens
             transfer_s = query.num_tokens * prefill.state.rates.transfer_s * lacking
-            reason = f"the pair costs {_ms(choice.pair_cost_s)}, {_other('alone', choice.local_cost_s)}"
+            other = _other("alone", choice.local_cost_s, view.limit)
+            reason = f"the pair costs {_ms(choice.pair_cost_s)}, {other}"
         else:
-            reason = f"alone costs {_ms(choice.local_cost_s)}, {_other('the best pair', choice.pair_cost_s)}"
+            other = _other("the best pair", choice.pair_cost_s, view.limit)
+            reason = f"alone costs {_ms(choice.local_cost_s)}, {other}"
         gain_s = choice.other_cost_s - choice.cost_s + _SENT_BACK_S
         return Decision(
             request_id=request_id,
@@ -589,8 +590,10 @@ def _most_backlog_tokens(state: CurrentLoad, gain_s: float) -> int | None:
     return int(num_tokens) if num_tokens < _MOST_BACKLOG_TOKENS else None
 
 
-def _other(name: str, cost_s: float) -> str:
-    return f"{name} not possible, or late" if cost_s == float("inf") else f"{name} {_ms(cost_s)}"
+def _other(name: str, cost_s: float, limit: TimeLimit | None) -> str:
+    if cost_s < float("inf"):
+        return f"{name} {_ms(cost_s)}"
+    return f"{name} not possible" if limit is None else f"{name} not possible in time"
 
 
 def _ms(seconds: float) -> str:

@@ -37,12 +37,12 @@ from cluster.admission.ladder import Ladder, Pressure, Rung
 from cluster.admission.lane import (
     WAIT_MARGIN,
     Lateness,
-    Limits,
     QueuedBytes,
     ReplicaLane,
     ReplicaLanes,
+    TtftLimits,
     Waits,
-    bound_of,
+    wait_bound,
 )
 from cluster.admission.retries import RetryQueue
 from cluster.errors import OverloadedError
@@ -221,15 +221,15 @@ class RequestAdmission:
 
     def admit(self, request: RouteRequest, candidacy: Candidacy) -> HeldRequest:
         """Place the request, which is held, and whose bytes are counted in `queued`, where it costs least, or
-        least of where it is in time (`_is_rescuing`); raise `OverloadedError` where it would be late, or too
-        much waits here, `UnattainableError` or `DeadlineError` where its prompt alone takes too long, and
+        least of where it is in time (`_prefers_in_time`); raise `OverloadedError` where it would be late, or
+        too much waits here, `UnattainableError` or `DeadlineError` where its prompt alone takes too long, and
         `NoReplicaError` as the router does. One that was accepted before is not judged."""
         now, flow = self._clock.now(), candidacy.flow
         if not candidacy.is_accepted:
             self._check_load(flow, candidacy.weight, now, 0)
         limits = self._limits(flow, now, candidacy.arrived_at, candidacy.deadline_at)
         waits = self._waits(candidacy, now)
-        limit = limits.time_limit if self._is_rescuing else None
+        limit = limits.time_limit if self._prefers_in_time else None
         decision = self._router.decide(request, limit=limit, **waits._asdict())
         prefill_s = decision.prediction.prefill_s
         wait_s = decision.prediction.wait_s
@@ -334,7 +334,7 @@ class RequestAdmission:
                 flow,
                 f"under this load requests of the class {flow.service_class} with a weight of {weight:g} are "
                 "not taken",
-                max(self._lanes.drain_s(now), self.ladder.least_until_s(Rung.LOW_WEIGHT_SHED, now)),
+                max(self._lanes.drain_s(now), self.ladder.earliest_exit_s(Rung.LOW_WEIGHT_SHED, now)),
             )
         if (excess_bytes := self.queued.excess_bytes(num_more_bytes)) > 0:
             num_others = self.num_bytes
@@ -353,8 +353,7 @@ class RequestAdmission:
         """Place the request, and let it wait there."""
         self._router.place(request, decision, is_held=True)
         prediction = decision.prediction
-        settings = self._config.of(candidacy.flow.service_class)
-        refused_at, bound = bound_of(settings, candidacy, prediction.prefill_s)
+        refused_at, bound = self._bound(candidacy, decision)
         held = HeldRequest(
             candidacy,
             request,
@@ -370,6 +369,10 @@ class RequestAdmission:
         self._reroutes.put(held, now + REROUTE_PART * (refused_at - candidacy.arrived_at))
         self._put(held)
         return held
+
+    def _bound(self, candidacy: Candidacy, decision: Decision) -> tuple[float, str]:
+        settings = self._config.of(candidacy.flow.service_class)
+        return wait_bound(settings, candidacy, decision.prediction.prefill_s)
 
     def _waiting(self, request: RouteRequest, candidacy: Candidacy, decision: Decision) -> Waiting:
         """Return what waits in the lane of its replica."""
@@ -411,7 +414,7 @@ class RequestAdmission:
         return "batch" if self.ladder.rung >= Rung.BATCH_PAUSED else None
 
     @property
-    def _is_rescuing(self) -> bool:
+    def _prefers_in_time(self) -> bool:
         """Whether a request that would be late where it costs least goes where it is in time: while there is
         no pressure. Under pressure a prompt that a decode replica computes among its streams costs the others
         more than it gains, and more are refused for it later."""
@@ -504,8 +507,7 @@ class RequestAdmission:
             if better is not None:
                 self._router.place(held.request, better, is_held=True)
                 held.decision = better
-                settings = self._config.of(held.candidacy.flow.service_class)
-                held.refused_at, held.bound = bound_of(settings, held.candidacy, better.prediction.prefill_s)
+                held.refused_at, held.bound = self._bound(held.candidacy, better)
                 self._bounds.put(held, held.refused_at)
                 held.waiting = self._waiting(held.request, held.candidacy, better)
         finally:
@@ -518,7 +520,7 @@ class RequestAdmission:
         candidacy, request = held.candidacy, held.request
         limits = self._limits(candidacy.flow, now, candidacy.arrived_at, candidacy.deadline_at)
         limit, waits = limits.time_limit, self._waits(candidacy, now)._asdict()
-        if self._is_rescuing:
+        if self._prefers_in_time:
             return self._router.improve(request, held.decision, limit=limit, **waits)
         better = self._router.improve(request, held.decision, **waits)
         if better is None or limit.includes(better.prediction):
@@ -558,14 +560,14 @@ class RequestAdmission:
     def _least_wait_s(self, flow: Flow, tenant_weight: float, now: float) -> float:
         """Return the least wait of a request of the flow, of all replicas that it may wait for."""
         weight, paused = self._weight(flow, tenant_weight), self._paused
-        return self._lanes.least_wait_s(flow, weight, now, paused, includes_all=self._is_rescuing)
+        return self._lanes.least_wait_s(flow, weight, now, paused, includes_all=self._prefers_in_time)
 
-    def _limits(self, flow: Flow, now: float, arrived_at: float, deadline_at: float | None) -> Limits:
+    def _limits(self, flow: Flow, now: float, arrived_at: float, deadline_at: float | None) -> TtftLimits:
         """Return what a request of the flow may take to its first token."""
         settings = self._config.of(flow.service_class)
         objective_s = settings.max_wait_s if settings.ttft_s is None else settings.ttft_s
         left_s = math.inf if deadline_at is None else deadline_at - now
-        return Limits(flow, objective_s, left_s, now - arrived_at)
+        return TtftLimits(flow, objective_s, left_s, now - arrived_at)
 
     def _refuse_late(self, lateness: Lateness) -> NoReturn:
         if (error := lateness.unattainable) is not None:

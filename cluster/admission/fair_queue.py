@@ -192,8 +192,8 @@ class FairQueue:
         self._due: IndexedHeap[Waiting] = IndexedHeap()
         self._waiting: dict[str, Waiting] = {}
         self._virtual_s = 0.0
-        # When the last of what waited left without its turn: it may come back at once, as if it never had.
-        self._emptied_at = -math.inf
+        # When a request was last taken out without its turn: put back at once, it is as if it had never left.
+        self._dropped_at = -math.inf
         # Of all tags.
         self._greatest_tag = 0.0
         # By the class that is left out, until something changes.
@@ -215,7 +215,7 @@ class FairQueue:
     def put(self, waiting: Waiting, weight: float, now: float) -> None:
         """Append a request to its flow, whose weight is from now on `weight`."""
         assert waiting.request_id not in self._waiting
-        if not self._waiting and now > self._emptied_at:
+        if not self._waiting and now > self._dropped_at:
             self._virtual_s = self._greatest_tag  # nobody owes anything any more
         self._forget_idle(now)
         self._snapshots.clear()
@@ -264,7 +264,7 @@ class FairQueue:
             flow = self._flows[waiting.flow]
             flow.came(-waiting.cost_s, now)
             self._remove(flow, waiting)
-            self._emptied_at = now
+            self._dropped_at = now
         return waiting
 
     def ahead_s(

@@ -91,8 +91,8 @@ class Ladder:
             self._left_at[self.rung] = now
             self._move(Rung(self.rung - 1))
 
-    def least_until_s(self, rung: Rung, now: float) -> float:
-        """Return in how many seconds the rung will have been left at the soonest; 0: it was."""
+    def earliest_exit_s(self, rung: Rung, now: float) -> float:
+        """Return in how many seconds the rung can have been left at the earliest; 0: it was."""
         is_idle = self.pressure < IDLE_PRESSURE
         since, release_s = (self._idle_since, IDLE_RELEASE_S) if is_idle else (self._calm_since, RELEASE_S)
         passed_s = 0.0 if since is None else now - since

@@ -182,7 +182,7 @@ class ReplicaLanes:
         return iter({*self._router.compute_ids(), *used})
 
 
-class Limits(NamedTuple):
+class TtftLimits(NamedTuple):
     """What a request that came here `elapsed_s` ago may take to its first token: the objective of its class
     from its arrival on, and what is left of its deadline."""
 
@@ -198,9 +198,14 @@ class Limits(NamedTuple):
         return TimeLimit(WAIT_MARGIN * min(self.objective_s, self.left_s), ttft_s)
 
     @property
-    def text(self) -> str:
-        """The one that is the shorter now."""
-        if self.left_s < self.objective_s - self.elapsed_s:
+    def is_deadline_shorter(self) -> bool:
+        """Whether less is left of the deadline than of the objective."""
+        return self.left_s < self.objective_s - self.elapsed_s
+
+    @property
+    def shorter_text(self) -> str:
+        """The one of which less is left, for people."""
+        if self.is_deadline_shorter:
             return f"{self.left_s:.1f} s are left of the deadline"
         return f"{self.objective_s:.1f} s are the objective of the class {self.flow.service_class}"
 
@@ -209,7 +214,7 @@ class Lateness(NamedTuple):
     """A request that would wait for `wait_s` until its prompt is computed, which takes `prefill_s`, beside
     its limits. On a replica that nothing slows down, its prompt would take `alone_s`."""
 
-    limits: Limits
+    limits: TtftLimits
     wait_s: float
     prefill_s: float = 0.0
     alone_s: float = 0.0
@@ -224,9 +229,9 @@ class Lateness(NamedTuple):
     def reason(self) -> str:
         """Which limit the first token is late for."""
         limits, ttft_s = self.limits, self.wait_s + self.prefill_s
-        if limits.left_s >= limits.objective_s - limits.elapsed_s:
+        if not limits.is_deadline_shorter:  # the objective is from its arrival on
             ttft_s += limits.elapsed_s
-        return f"the first token is predicted in {ttft_s:.1f} s, and {limits.text}"
+        return f"the first token is predicted in {ttft_s:.1f} s, and {limits.shorter_text}"
 
     @property
     def unattainable(self) -> RequestError | None:
@@ -236,16 +241,16 @@ class Lateness(NamedTuple):
             return DeadlineError("the deadline passed before the request was accepted")
         if self.alone_s <= MARGIN * min(limits.objective_s, limits.left_s):
             return None
-        because = f"the prompt alone takes {self.alone_s:.1f} s to compute, and {limits.text}"
+        because = f"the prompt alone takes {self.alone_s:.1f} s to compute, and {limits.shorter_text}"
         if self.alone_s <= MARGIN * limits.objective_s:
             return DeadlineError(f"{because}: allow more time")
         remedy = "coming back does not help; send it in a class with a longer objective"
         return UnattainableError(f"{because}: {remedy}")
 
 
-def bound_of(settings: ClassConfig, candidacy: Candidacy, prefill_s: float) -> tuple[float, str]:
-    """Return until when a request waits at most whose prompt takes `prefill_s` to compute, and what says
-    so."""
+def wait_bound(settings: ClassConfig, candidacy: Candidacy, prefill_s: float) -> tuple[float, str]:
+    """Return until when a request whose prompt takes `prefill_s` to compute may wait, and the reason, for
+    people."""
     name, arrived_at = candidacy.flow.service_class, candidacy.arrived_at
     at = arrived_at + settings.max_wait_s
     bound = f"the most for the class (admission.{name}.max_wait_s)"

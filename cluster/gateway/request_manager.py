@@ -39,12 +39,7 @@ from cluster.gateway.request_task import RequestTask, Router, UnreadOutput
 from cluster.identity.config import AuthConfig
 from cluster.identity.identity import Identity
 from cluster.identity.resume_tokens import ResumeTokens, draw_request_id, resume_digest
-from cluster.metrics.ended_request import (
-    Caller,
-    EndedRequest,
-    Observer,
-    RequestInfo,
-)
+from cluster.metrics.ended_request import Caller, EndedRequest, Observer, RequestInfo
 from cluster.metrics.gateway_counters import NOT_PREDICTED, GatewayCounters
 from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import inference_pb2 as pb
@@ -192,9 +187,10 @@ class RequestManager:
         service_class = self._service_class(request, identity)
         deadline_at = None if deadline_s is None else now + deadline_s
         flow = Flow(request.tenant, service_class)
-        # As many that are resumed, as they are when another gateway ends.
-        if len(self._tasks) + self._num_arriving >= self._max_requests * (2 if request.resume else 1):
-            what = f"{self._max_requests} requests, the most it takes (gateway.max_requests)"
+        # Resumed streams may be as many again: they all come at once when another gateway ends.
+        most = 2 * self._max_requests if request.resume else self._max_requests
+        if len(self._tasks) + self._num_arriving >= most:
+            what = f"{most} requests, the most it takes (gateway.max_requests)"
             self.admission.refuse("requests", flow, f"this gateway has {what}", self._ends.next_s(now))
         weight = self._auth.limits(request.tenant).weight
         num_bytes = request.ByteSize()

@@ -293,7 +293,7 @@ class RequestTask:
 
     @property
     def waiting_since(self) -> float | None:
-        """Since when it has waited for output; None: it has some, or was not to wait because it claims to."""
+        """Since when it has waited for output; None: it has some, or came with some, and went at once."""
         if self._candidacy is None:
             return None
         num_claimed = sum(len(sample.output) for sample in self.state.prepared.samples) // TOKEN_BYTES

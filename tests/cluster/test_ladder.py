@@ -50,6 +50,22 @@ def test_each_rung_is_climbed_at_its_threshold_and_left_after_a_while_below(rung
     assert changes[-2:] == [(Rung(rung - 1), rung), (rung, Rung(rung - 1))]
 
 
+@pytest.mark.parametrize("rung", list(THRESHOLDS))
+@pytest.mark.parametrize("pressure", [0.0, IDLE_PRESSURE + 0.01])
+def test_a_rung_is_left_when_it_can_be_at_the_earliest(rung: Rung, pressure: float) -> None:
+    ladder, _ = make_ladder()
+    ladder.update(1.2, 0.0)
+    assert ladder.earliest_exit_s(rung, 0.0) == RELEASE_S * (Rung.REFUSING - rung + 1)
+    ladder.update(pressure, 1.0)
+    told_s, now = ladder.earliest_exit_s(rung, 1.0), 1.0
+    assert ladder.earliest_exit_s(rung, 1.5) == told_s - 0.5
+    while ladder.rung >= rung:
+        now += 0.125
+        ladder.update(pressure, now)
+    assert now - 1.0 == told_s
+    assert ladder.earliest_exit_s(rung, now) == 0
+
+
 def test_pressure_between_restarts_the_time_below() -> None:
     ladder, _ = make_ladder()
     ladder.update(0.5, 0.0)
