@@ -242,15 +242,10 @@ def make_mutable(folder: Path) -> None:
     subprocess.run(["chattr", "-R", "-i", str(folder)], check=False)
 
 
-def fill(folder: Path) -> None:
-    """Take all the free space."""
-    with suppress(OSError), (folder.parent / "ballast").open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
-
-
-def unfill(folder: Path) -> None:
-    (folder.parent / "ballast").unlink(missing_ok=True)
+def grow(folder: Path) -> None:
+    """Make room on the small disk for all segments."""
+    size = f"remount,size={(NUM_SEGMENTS + 4) * SEGMENT_BYTES}"
+    subprocess.run(["mount", "-o", size, str(folder.parent)], check=True)
 
 
 def flip(folder: Path) -> None:
@@ -279,13 +274,13 @@ def has_bad_records(stat: StoreStat) -> bool:
 
 
 def nothing(folder: Path) -> None:
-    """It heals by itself."""
+    """It breaks, or heals, by itself."""
 
 
 DAMAGES = {
     "read-only": Damage(make_immutable, has_io_errors, make_mutable),
     "removed": Damage(shutil.rmtree, has_io_errors, lambda folder: folder.mkdir(exist_ok=True)),
-    "full": Damage(fill, has_io_errors, unfill),
+    "full": Damage(nothing, has_io_errors, grow),
     "flipped": Damage(flip, has_bad_records, nothing, is_lasting=False),
     "truncated": Damage(truncate, lambda stat: stat.tiers[1].num_io_errors > 0, nothing, is_lasting=False),
 }
@@ -313,7 +308,8 @@ async def test_nvme_breaks_while_replicas_serve(node: Node, tmp_path: Path, kind
     with ExitStack() as undoing:
         disk = tmp_path
         if kind == "full":
-            disk = undoing.enter_context(small_disk(tmp_path / "disk", (NUM_SEGMENTS + 4) * SEGMENT_BYTES))
+            # A store that has all its segments would need no more, however full its disk became.
+            disk = undoing.enter_context(small_disk(tmp_path / "disk", (NUM_SEGMENTS - 2) * SEGMENT_BYTES))
         folder = disk / "nvme"
         await node.start(nvme_path=str(folder))
         num_bytes = 8 * SEGMENT_BYTES  # more than DRAM holds

@@ -113,6 +113,18 @@ class EngineCore:
                 self.phases.append(message.phase)
         return message
 
+    def report(self) -> StepReport:
+        """The next report of a step."""
+        message = self.after_progress()
+        assert isinstance(message, StepReport), message
+        return message
+
+    def after_progress(self) -> RankUp:
+        """The next message that does not say how far a step has come."""
+        while isinstance(message := self.receive(), StepProgress):
+            pass
+        return message
+
     def ready(self, spec: RankSpec) -> RankReady:
         self.start_process(spec)
         self.accept()
@@ -235,9 +247,8 @@ def test_a_rank_serves_and_shuts_down(core: EngineCore, model_dir: Path, is_fork
     plans = [prefill(1), *map(decode, range(2, 6)), StepPlan(6, free_slots=(0,))]
     for plan in plans:
         core.send(plan)
-    reports = [core.receive() for _ in plans]
+    reports = [core.report() for _ in plans]
     for plan, report in zip(plans, reports, strict=True):
-        assert isinstance(report, StepReport)
         assert report.step == plan.step
         assert len(report.tokens) == 4 * plan.num_sequences
         assert report.started_at <= report.finished_at
@@ -260,9 +271,9 @@ def test_the_steps_of_a_paced_rank_take_their_time_and_compute_the_same(
         core.ready(spec)
         for plan in plans:
             core.send(plan)
-        reports = [core.receive() for _ in plans]
-        tokens.append([it.tokens for it in reports if isinstance(it, StepReport)])
-        times_s = [it.finished_at - it.started_at for it in reports if isinstance(it, StepReport)]
+        reports = [core.report() for _ in plans]
+        tokens.append([it.tokens for it in reports])
+        times_s = [it.finished_at - it.started_at for it in reports]
         core.send(Shutdown("the test is over"))
         assert core.process is not None
         assert core.process.wait(START_TIMEOUT_S) == 0
@@ -318,7 +329,7 @@ def test_the_rank_ends_with_its_engine_core_while_loading(core: EngineCore, mode
 def test_a_failed_step_is_reported(core: EngineCore, model_dir: Path) -> None:
     core.ready(make_spec(core, model_dir))
     core.send(StepPlan(1, free_slots=(77,)))
-    message = core.receive()
+    message = core.after_progress()
     assert message == RankFailed(0, "AssertionError: slot 77 is freed but was never started")
     assert core.process is not None
     assert core.process.wait(START_TIMEOUT_S) == 1
@@ -332,16 +343,11 @@ def test_a_step_without_memory_is_reported_and_the_rank_serves_on(
     plans = [prefill(1), decode(2), decode(3), StepPlan(4, free_slots=(0,)), prefill(5)]
     for plan in plans:
         core.send(plan)
-    reports = [core.receive() for _ in plans]
-    assert all(isinstance(report, StepReport) for report in reports)
-    failed = [report.failed for report in reports if isinstance(report, StepReport)]
+    reports = [core.report() for _ in plans]
+    failed = [report.failed for report in reports]
     reason = "MemoryError: a fault was injected at rank.layers.decode.0.0"
     assert failed == [(), (FailedEntry(0, reason),), (FailedEntry(0, ""),), (), ()]
-    assert [report.tokens for report in reports if isinstance(report, StepReport)][1:4] == [
-        bytes(4),
-        bytes(4),
-        b"",
-    ]
+    assert [report.tokens for report in reports][1:4] == [bytes(4), bytes(4), b""]
 
 
 def test_a_bad_frame_is_reported(core: EngineCore, model_dir: Path) -> None:
@@ -385,8 +391,8 @@ def test_fault_points(
     core.ready(make_spec(core, model_dir, faults=(FaultRule(point, "kill", str(marker)),)))
     for plan in (StepPlan(0), prefill(1), decode(2)):
         core.send(plan)
-    reports = [core.receive() for _ in range(num_reports)]
-    assert [report.step for report in reports if isinstance(report, StepReport)] == list(range(num_reports))
+    reports = [core.report() for _ in range(num_reports)]
+    assert [report.step for report in reports] == list(range(num_reports))
     assert core.process is not None
     assert core.process.wait(START_TIMEOUT_S) == -signal.SIGKILL
     assert marker.read_text() == str(core.process.pid)
@@ -409,10 +415,7 @@ def test_a_long_step_progresses_and_a_stopped_rank_does_not(core: EngineCore, tm
     while select.select([core.sock], [], [], 1.0)[0]:
         assert core.receive() == StepProgress(1), "it was on its way"
     os.kill(core.process.pid, signal.SIGCONT)
-    while isinstance(message := core.receive(), StepProgress):
-        assert message == StepProgress(1)
-    assert isinstance(message, StepReport)
-    assert message.step == 1
+    assert core.report().step == 1
 
 
 def test_the_largest_step_takes_no_more_memory_than_was_counted(core: EngineCore, tmp_path: Path) -> None:
@@ -428,7 +431,7 @@ def test_the_largest_step_takes_no_more_memory_than_was_counted(core: EngineCore
     core.send(prefill(1))
     core.send(StepPlan(2, free_slots=(0,)))
     for _ in range(2):
-        assert isinstance(core.receive(), StepReport)
+        core.report()
     status = Path(f"/proc/{core.process.pid}/status")
     before = status_bytes(status, "VmRSS")
     Path(f"/proc/{core.process.pid}/clear_refs").write_text("5")  # the peak begins anew
@@ -445,8 +448,7 @@ def test_the_largest_step_takes_no_more_memory_than_was_counted(core: EngineCore
         for slot in range(num_sequences)
     )
     core.send(StepPlan(3, starts=starts, entries=entries, tables=tables))
-    report = core.receive()
-    assert isinstance(report, StepReport)
+    report = core.report()
     assert len(report.tokens) == 4 * num_sequences
     config = read_model_config(tmp_path)
     shape = RankShape(config, 0, config.num_layers)
