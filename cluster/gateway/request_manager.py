@@ -409,6 +409,9 @@ class RequestManager:
         for isolated in frame.isolations:
             if (task := self._tasks.get(isolated.request_id)) is not None:
                 task.apply(task.state.on_isolated, source, isolated)
+        for stalled in frame.stalls:
+            if (task := self._tasks.get(stalled.request_id)) is not None:
+                task.apply(task.state.on_stalled, source, stalled)
         for failure in frame.failures:
             if (task := self._tasks.get(failure.request_id)) is not None:
                 self.counters.attempt_failed(source.replica_id, failure.code, now)

@@ -1,7 +1,7 @@
 """The state machine of one request, without I/O: attempts, retries, migration and the output of its samples.
 
-`cluster.gateway.request_task` reports events, with their time, and carries out the effects. The file is over
-400 lines because all transitions of one machine stand in one place.
+`cluster.gateway.request_task` reports events, with their time, and carries out the effects. The file is
+over 600 lines because all transitions of one machine stand in one place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from cluster.gateway.attempt import (
     RetryPolicy,
     SampleOutput,
     StreamMigration,
-    Suspicion,
     backoff,
     by_submission,
     refusal_of,
@@ -29,6 +28,7 @@ from cluster.gateway.attempt import (
     submission,
 )
 from cluster.gateway.request_effects import RequestEffects
+from cluster.gateway.suspicion import Suspicion
 from cluster.metrics.ended_request import RoutedAttempt, Summary, TimelineEntry
 from cluster.text.preprocess import PreparedRequest
 from cluster.text.sample_text import SampleText
@@ -45,6 +45,7 @@ from workers.messages.link import (
     PromptEmbedding,
     PromptLogprobs,
     RequestFailed,
+    StallReport,
     TokenDelta,
 )
 
@@ -127,8 +128,6 @@ class RequestState:
         self._suspicion = Suspicion(prepared.max_attempts)
         # Attempts that ended because a replica leaves or breaks.
         self._num_uncounted = 0
-        # Replicas that were left because they stood still.
-        self._stopped: set[ReplicaIdentity] = set()
         self._no_route_since: float | None = None
         self._last_failure = ""
         self._was_refused = False
@@ -329,6 +328,12 @@ class RequestState:
             self._suspicion.isolated(source, report)
             self._note(now, "cleared" if report.is_cleared else "runs alone", source.replica_id)
 
+    def on_stalled(self, source: ReplicaIdentity, report: StallReport, now: float) -> None:
+        """Record that the request is in a step of this replica that stands still."""
+        if self.is_current(report.attempt):
+            self._suspicion.stalled(source)
+            self._note(now, "in a step that stands still", source.replica_id)
+
     # ------------------------------------------------------------------------------------- failures
 
     def on_failed(self, source: ReplicaIdentity, failure: RequestFailed, now: float) -> None:
@@ -391,19 +396,16 @@ class RequestState:
 
     def on_stopped(self, replica: ReplicaIdentity, reason: str, includes_streams: bool, now: float) -> None:
         """Leave a replica that stands still, while others do not: at once where this attempt has brought no
-        token, else where it `includes_streams`.
-
-        At the first one the request is taken for innocent. From the second one on it may be the cause, as
-        with a replica that is lost. Where the router knows no other place than one that was left already,
-        the request waits there.
+        token, else where it `includes_streams`. Where the router knows no other place than one that was left
+        already, the request waits there.
         """
-        if self.phase is not RequestPhase.RUNNING or not self._is_missed(replica) or replica in self._stopped:
+        has_left = self._suspicion.has_left(replica)
+        if self.phase is not RequestPhase.RUNNING or not self._is_missed(replica) or has_left:
             return
         if not includes_streams and any(sample.has_progressed for sample in self._unfinished()):
             return
-        self._stopped.add(replica)
         reason = f"{replica.replica_id} stands still: {reason}"
-        if len(self._stopped) > 1 and self._suspicion.may_have_broken(replica):
+        if self._suspicion.stopped(replica):
             self._broke(replica, reason, now, is_suspect=True)
             return
         self._num_uncounted += self._suspicion.forgives(replica)

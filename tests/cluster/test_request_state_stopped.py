@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from request_state_harness import (
     D0,
     D1,
@@ -9,6 +10,8 @@ from request_state_harness import (
     P1,
     CancelAt,
     Effect,
+    Fail,
+    Finish,
     RecordedRequest,
     Route,
     Submit,
@@ -20,9 +23,10 @@ from request_state_harness import (
     route,
 )
 
+from cluster.errors import PoisonRequestError
 from cluster.gateway.request_state import RequestPhase
 from kvtransfer.messages import ReplicaIdentity
-from workers.messages.link import IsolationReport, Submission
+from workers.messages.link import IsolationReport, RequestFailed, StallReport, Submission
 
 WHY = "nothing was heard"
 
@@ -119,6 +123,46 @@ def test_a_request_under_which_one_replica_after_another_stops_runs_alone_and_is
     assert kinds(effects)[-1] == "Fail"
 
 
+def test_a_request_of_the_step_that_stands_still_runs_alone_at_once_and_the_second_replica_ends_it() -> None:
+    request = running()
+    stalled(request, P0, 1)
+    request.on_stopped(P0, WHY, False, 1.0)
+    assert submitted(route(request, P1, D0)).suspect
+    request.on_isolated(P1, IsolationReport("r", 2, False), 1.0)
+    stalled(request, P1, 2)
+    last = request.on_stopped(P1, "again", False, 2.0)[-1]
+    assert isinstance(last, Fail)
+    assert isinstance(last.error, PoisonRequestError)
+    assert "p0 stands still: nothing was heard; then p1 stands still: again" in str(last.error)
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_a_neighbor_of_what_makes_replicas_stand_still_needs_three_attempts(in_step: bool) -> None:
+    """It shares the step that hangs, or waits, and then waits behind the culprit, which runs alone."""
+    request = make_request(max_attempts=1)
+    request.start(0.0)
+    route(request, P0, D0)
+    if in_step:
+        stalled(request, P0, 1)
+    request.on_stopped(P0, WHY, False, 1.0)
+    assert submitted(route(request, P1, D0)).suspect == in_step
+    assert kinds(request.on_stopped(P1, WHY, False, 2.0))[-1] == "Route"
+    route(request, None, D0)
+    last = request.on_delta(D0, delta(0, 0, 6, 6, attempt=3), 3.0)[-1]
+    assert isinstance(last, Finish)
+    assert last.summary.num_attempts == 3
+
+
+def test_what_is_said_of_another_attempt_raises_no_suspicion() -> None:
+    request = running(None)
+    stalled(request, D0, 1)
+    request.on_failed(D0, RequestFailed("r", 1, "peer", "away"), 1.0)
+    route(request, None, D1)
+    stalled(request, D1, 1)
+    request.on_stopped(D1, WHY, False, 2.0)
+    assert not submitted(route(request, None, D0)).suspect
+
+
 def test_a_suspect_that_had_not_begun_is_forgiven() -> None:
     request = running(None)
     request.on_stopped(D0, WHY, False, 1.0)
@@ -127,6 +171,10 @@ def test_a_suspect_that_had_not_begun_is_forgiven() -> None:
     route(request, None, P0)
     assert kinds(request.on_stopped(P0, WHY, False, 3.0))[-1] == "Route"
     assert submitted(route(request, None, P1)).suspect
+
+
+def stalled(request: RecordedRequest, replica: ReplicaIdentity, number: int) -> None:
+    assert request.on_stalled(replica, StallReport("r", number), 1.0) == []
 
 
 def submitted(effects: list[Effect]) -> Submission:

@@ -4,12 +4,15 @@ there."""
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from typing import Any
 
 import pytest
 from e2e_harness import E2eHarness, Heard, Replica, until
 from msgspec.structs import replace
 
+from cluster.gateway.circuit_breaker import STALLED_S
 from workers.errors import RankDiedError
 from workers.messages.link import Submission
 from workers.scheduler.sequence import Sequence
@@ -91,6 +94,23 @@ async def test_what_a_killed_rank_was_at_is_suspect_and_what_waits_is_not(harnes
     assert waits.failure is not None
     assert (runs.failure.code, waits.failure.code) == ("internal", "internal")
     assert (runs.failure.suspect, waits.failure.suspect) == (True, False)
+
+
+async def test_what_is_in_a_step_that_stands_still_is_named_before_gateways_leave_and_what_waits_is_not(
+    harness: E2eHarness,
+) -> None:
+    replica = await harness.add("r", engine={"max_sequences": 1, "stall_s": 60.0})
+    replica.send(harness.submission("runs", [5, 6, 7], max_tokens=1500))
+    replica.send(harness.submission("waits", [5, 6, 8]))
+    runs = harness.heard.setdefault(("runs", 0), Heard())
+    await until(lambda: len(runs.tokens.get(0, {})) > 3, "one decodes")
+    for process_id in replica.core.rank_process_ids:
+        os.kill(process_id, signal.SIGSTOP)
+    await until(lambda: replica.load is not None and replica.load.stalled_s >= STALLED_S, "it is noticed")
+    assert runs.num_stalls == 1
+    assert ("waits", 0) not in harness.heard
+    harness.wake_all()
+    await until(lambda: 0 in runs.finish, "it was only slow")
 
 
 async def test_a_suspect_is_isolated_at_both_replicas_and_cleared_by_the_second(harness: E2eHarness) -> None:

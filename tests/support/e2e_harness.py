@@ -93,6 +93,7 @@ class Heard:
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     moves: list[MoveEnded] = field(default_factory=list)
     isolations: list[IsolationReport] = field(default_factory=list)
+    num_stalls: int = 0
 
     def sequence(self, sample: int = 0) -> list[int]:
         indices = sorted(self.tokens.get(sample, {}))
@@ -158,6 +159,8 @@ class Replica:
         for isolation in frame.isolations:
             heard = self._heard.setdefault((isolation.request_id, isolation.attempt), Heard())
             heard.isolations.append(isolation)
+        for stall in frame.stalls:
+            self._heard.setdefault((stall.request_id, stall.attempt), Heard()).num_stalls += 1
         for failure in frame.failures:
             self._heard.setdefault((failure.request_id, failure.attempt), Heard()).failure = failure
         for ended in frame.moves:

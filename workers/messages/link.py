@@ -258,6 +258,14 @@ class IsolationReport(Part, frozen=True):
     is_cleared: bool
 
 
+class StallReport(Part, frozen=True):
+    """The request is in a step with which no rank has progressed for a while, and may be the cause. Comes
+    before a `LoadReport` whose `stalled_s` makes gateways leave the replica. Waiting ones are not named."""
+
+    request_id: str
+    attempt: int
+
+
 class LoadReport(ReplicaStats, frozen=True, kw_only=True):
     """The statistics of a replica after a step, or once a second when it is idle."""
 
@@ -274,6 +282,7 @@ News = (
     | RequestFailed
     | MoveEnded
     | IsolationReport
+    | StallReport
 )
 
 
@@ -302,6 +311,7 @@ class StepFrame(Message, frozen=True):
     queue: QueueReport | None = None
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     embeddings: tuple[PromptEmbedding, ...] = ()
+    stalls: tuple[StallReport, ...] = ()
 
 
 class ReplicaHello(Message, frozen=True):

@@ -76,6 +76,9 @@ from workers.store_connector.connector import StoreConnector, reaches_store
 _log = logging.getLogger("tandem.engine_core")
 
 TICK_S = 0.25
+# When the requests of a step without progress are named. Gateways leave the replica later
+# (`cluster.gateway.circuit_breaker.STALLED_S`).
+STALL_REPORT_S = 0.5
 _LEAVES = "the replica leaves"
 
 
@@ -425,8 +428,15 @@ class EngineCore:
             self.requests.dropped(failure)
         for report in self.scheduler.isolation.take_reports():
             self.requests.isolated(report)
+        self._report_stall()
         self._publish_kv()
         self._gateways.flush(self.reports.load, self.reports.queue)
+
+    def _report_stall(self) -> None:
+        """Name the requests in a step that stands still, before its age makes gateways leave this replica."""
+        is_stalled = self.steps.stalled_s >= STALL_REPORT_S
+        in_flight = self.scheduler.in_flight(self.steps.steps_under_way()) if is_stalled else set()
+        self.requests.stalled(in_flight)
 
     def _publish_kv(self) -> None:
         events = self.reports.kv_events()

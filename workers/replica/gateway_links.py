@@ -42,6 +42,7 @@ from workers.messages.link import (
     ReplicaHello,
     RequestFailed,
     RoleChanged,
+    StallReport,
     StepFrame,
     TokenDelta,
 )
@@ -233,6 +234,7 @@ def _frame(news: list[News], load: LoadReport | None, queue: QueueReport | None)
         queue=queue,
         prompt_logprobs=tuple(item for item in others if isinstance(item, PromptLogprobs)),
         embeddings=tuple(item for item in others if isinstance(item, PromptEmbedding)),
+        stalls=tuple(item for item in others if isinstance(item, StallReport)),
     )
 
 

@@ -6,7 +6,7 @@ Called by the engine core. The record of a request is kept in `workers.disagg.re
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 from msgspec.structs import replace
 
@@ -25,6 +25,7 @@ from workers.messages.link import (
     PromptLogprobs,
     RequestFailed,
     RequestKey,
+    StallReport,
     Submission,
     TokenDelta,
 )
@@ -66,6 +67,8 @@ class Requests:
         self._vocab_size = vocab_size
         # The last submission, from when it begins to change anything here.
         self._queueing: RequestKey | None = None
+        # Those in the step that stands still, which have been reported.
+        self._stalled: Set[RequestKey] = frozenset()
         # Why new work is refused; "" while it is taken.
         self.refusal = ""
         # Why it is handed back, to be done by another replica.
@@ -154,6 +157,12 @@ class Requests:
     def isolated(self, report: IsolationReport) -> None:
         """Report that a suspect begins to run alone, or is cleared."""
         self._table.post((report.request_id, report.attempt), report)
+
+    def stalled(self, in_flight: Set[RequestKey]) -> None:
+        """Report, once for each stall, the requests in a step with which no rank progresses."""
+        for key in in_flight - self._stalled:
+            self._table.post(key, StallReport(*key))
+        self._stalled = in_flight
 
     def leave(self, reason: str) -> None:
         """Take nothing new, and hand back requests of which nothing is computed."""
