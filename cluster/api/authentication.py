@@ -243,6 +243,7 @@ class Authentication(grpc.aio.ServerInterceptor):
                 peer=context.peer() or "",
                 result=to_grpc_status(error).code.name,
                 detail=str(error),
+                kind="refusal",
             )
         )
 
@@ -269,6 +270,7 @@ class Authentication(grpc.aio.ServerInterceptor):
                     peer=context.peer() or "",
                     result=(context.code() or unset).name,
                     detail=context.details() or "",
+                    kind="read" if METHOD_ACCESS[method] == "viewer" else "order",
                 )
             )
 

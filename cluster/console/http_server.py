@@ -32,7 +32,7 @@ from cluster.http.guards import refused_host
 from cluster.http.port import HttpBounds, HttpPort
 from cluster.identity.access_control import AccessControl
 from cluster.identity.api_keys import split_key
-from cluster.identity.audit import NOBODY, OK, AuditEntry
+from cluster.identity.audit import NOBODY, OK, AuditEntry, AuditKind
 from cluster.identity.authenticator import Credentials, require
 from cluster.identity.identity import Identity, Role
 from cluster.identity.sessions import MAX_COOKIE_CHARS
@@ -230,7 +230,7 @@ class Console:
                 identity = self._identify(request)
                 require(identity, access)
             except RequestError as error:
-                self._record(request, identity, error=error)
+                self._record(request, identity, "refusal", error=error)
                 raise
             return await handler(request, identity)
 
@@ -261,9 +261,9 @@ class Console:
         try:
             session = self._access.sessions.begin(body.key)
         except RequestError as error:
-            self._record(request, None, {"key_id": key_id}, error=error)
+            self._record(request, None, "refusal", {"key_id": key_id}, error=error)
             raise
-        self._record(request, session.identity, {"lifetime_s": round(session.lifetime_s)})
+        self._record(request, session.identity, "session", {"lifetime_s": round(session.lifetime_s)})
         response = _json(self._session_fields(session.identity))
         response.set_cookie(
             self._cookie,
@@ -284,7 +284,8 @@ class Console:
                 who = self._access.sessions.identify(cookie)
                 ended = self._access.sessions.end(cookie)
                 missing = await self._fleet.end_session(ended)
-                self._record(request, who, {"not_reached": ", ".join(sorted(missing))} if missing else {})
+                what = {"not_reached": ", ".join(sorted(missing))} if missing else {}
+                self._record(request, who, "session", what)
             except UnauthenticatedError:
                 pass  # it was over already
         response = _json(self._session_fields(None))
@@ -336,14 +337,15 @@ class Console:
         try:
             yield
         except RequestError as error:
-            self._record(request, identity, what, error=error)
+            self._record(request, identity, "order", what, error=error)
             raise
-        self._record(request, identity, what)
+        self._record(request, identity, "order", what)
 
     def _record(
         self,
         request: web.Request,
         identity: Identity | None,
+        kind: AuditKind,
         what: Mapping[str, object] | None = None,
         *,
         error: RequestError | None = None,
@@ -356,6 +358,7 @@ class Console:
             peer=request.remote or "",
             result=to_grpc_status(error).code.name if error else OK,
             detail=str(error) if error else "",
+            kind=kind,
         )
         self._access.audit.record(entry)
 

@@ -25,8 +25,9 @@ from cluster.errors import StartError, UnknownRequestError
 from cluster.gateway.placement_exchange import FollowPlacements, PlacementExchange
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_manager import RequestManager
+from cluster.identity.ended_sessions import EndedSession
 from cluster.identity.resume_tokens import is_drawn_by
-from cluster.identity.sessions import EndedSession, Sessions
+from cluster.identity.sessions import Sessions
 from cluster.metrics.admission_stats import AdmissionStats
 from cluster.metrics.curves import RING_S, Curves, SecondCounts, Window, curves_of, merged, window_of
 from cluster.metrics.ended_request import RequestInfo
@@ -51,6 +52,8 @@ MAX_ANSWER_BYTES = 16 << 20
 # A gateway that did not answer is not asked again for so long, except where a request went.
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 8.0
+# The time between two messages about the end of a session to gateways that were not reached, or not known.
+_REPEAT_S = 4.0
 _BACKLOG = 128
 _STOP_S = 0.5
 _MAX_REASON_CHARS = 300
@@ -129,6 +132,8 @@ class SessionEnded(Message, frozen=True):
 
     session_id: bytes
     ends_at: float
+    key_id: str = ""
+    began_at: float = 0.0
 
 
 class Noted(Message, frozen=True):
@@ -227,6 +232,7 @@ class Fleet:
         self._listener: ProvenListener | None = None
         self._streams: set[FrameStream] = set()
         self._tasks = SupervisedTasks()
+        self._repeats = SupervisedTasks()
 
     async def start(self, host: str, port: int = 0) -> int:
         """Listen, and return the port (a free one when `port` is 0); `StartError` when it is taken."""
@@ -252,6 +258,7 @@ class Fleet:
             peer.close()
         for stream in self._streams:
             stream.abort()
+        await self._repeats.close()
         await self._tasks.wait(_STOP_S)
         await self._tasks.close()
 
@@ -321,11 +328,24 @@ class Fleet:
         )
 
     async def end_session(self, ended: EndedSession) -> dict[str, str]:
-        """Have no gateway accept the session any more; returns why one may, by the id of each that does not
-        answer."""
-        message = SessionEnded(ended.session_id, ended.ends_at)
-        _, missing = await self._ask(dict.fromkeys(self._known_peers(), message), Noted, is_patient=True)
+        """Have no gateway accept the session any more; returns why one may for now, by the id of each that
+        does not answer. Those are told again until they do."""
+        message = SessionEnded(*ended)
+        reached, missing = await self._ask(
+            dict.fromkeys(self._known_peers(), message), Noted, is_patient=True
+        )
+        self._repeats.spawn(self._end_everywhere(message, set(reached)), "end of a session")
         return missing
+
+    async def _end_everywhere(self, message: SessionEnded, reached: set[str]) -> None:
+        """Repeat the message until it has reached all gateways, those included of which this one learns only
+        now."""
+        missing: Mapping[str, str] = {"": ""}
+        while missing and self._clock.wall() < message.ends_at:
+            await self._clock.sleep(_REPEAT_S)
+            peers = [name for name in self._known_peers() if name not in reached]
+            given, missing = await self._ask(dict.fromkeys(peers, message), Noted)
+            reached |= given.keys()
 
     async def _ask(
         self, queries: Mapping[str, Query], expected: type[A], *, is_patient: bool = False
@@ -422,8 +442,10 @@ class Fleet:
                 )
                 seconds = counters.seconds.counts_since(max(since, int(now) - RING_S))
                 return StatsAnswer(now, self._clock.wall(), totals, seconds, self._quotas.uses(now))
-            case SessionEnded(session_id, ends_at):
-                self._sessions.forget(EndedSession(session_id, ends_at))
+            case SessionEnded():
+                self._sessions.forget(
+                    EndedSession(query.session_id, query.ends_at, query.key_id, query.began_at)
+                )
                 return Noted(now)
 
 

@@ -250,10 +250,11 @@ class HttpFront:
             AuditEntry(
                 who=identity.name if identity else NOBODY,
                 tenant=identity.tenant if identity else "",
-                method=request.path[:200],
+                method=_route_of(request),
                 peer=peer_of(request),
                 result=to_grpc_status(error).code.name,
                 detail=str(error),
+                kind="refusal",
             )
         )
 
@@ -291,6 +292,12 @@ class HttpFront:
 
 async def _expect_later(request: web.Request) -> None:
     """Let the client wait with its body until it is known that it will be read."""
+
+
+def _route_of(request: web.Request) -> str:
+    """Return the path of the route, without what the caller chose in it."""
+    resource = request.match_info.route.resource
+    return resource.canonical if resource is not None else ""
 
 
 def _refused_unread(status: int, problem: str) -> web.Response:

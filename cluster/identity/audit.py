@@ -2,6 +2,10 @@
 
 Recorded are calls of `tandem.v1.Admin`, refused credentials, changes of the API keys, and what is done in the
 console. Never recorded are credentials, and what requests contain.
+
+    acts (orders, changes of keys, sessions) --> audit-NAME.jsonl            files of each kind have
+    reads (calls of Admin that change nothing) --> audit_reads-NAME.jsonl    a budget of their own
+    refusals --> audit_refusals-NAME.jsonl
 """
 
 from __future__ import annotations
@@ -18,24 +22,37 @@ from datetime import UTC, datetime
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
+from typing import Literal
 
 from cluster.errors import StartError
+from cluster.identity.audit_limit import NOBODY as NOBODY
+from cluster.identity.audit_limit import AuditLimit
 from cluster.identity.config import AuditConfig
 from kvtransfer.common.clock import Clock
 
 AUDIT_LOGGER = "tandem.audit"
-# Who has shown no credential that was accepted.
-NOBODY = "-"
 OK = "OK"
 MAX_CHARS = 500
 MAX_ITEMS = 50
-MAX_REFUSED_S = 20
 
-_PREFIX, _SUFFIX = "audit-", ".jsonl"
+# An `order` changes the cluster or its keys; every one is written. Callers with less than the role `operator`
+# can cause the other kinds in any number, so these are limited: a `session` begins or ends, a `read` changes
+# nothing, a `refusal` is a call that was not let in.
+AuditKind = Literal["order", "session", "read", "refusal"]
+# How the names of the files begin in which lines of each kind are.
+_PREFIXES: Mapping[AuditKind, str] = {
+    "order": "audit-",
+    "session": "audit-",
+    "read": "audit_reads-",
+    "refusal": "audit_refusals-",
+}
+_SUFFIX = ".jsonl"
 _MODE, _FOLDER_MODE = 0o600, 0o700
 # API keys, JSON web tokens, and what else follows the word in a header. Nobody writes them into an entry on
-# purpose; a caller may into a field of a request.
-_CREDENTIAL = re.compile(r"tandem_[a-z2-7]{8}_[\w-]+|eyJ[\w-]+\.[\w-]+\.[\w-]*|(?<=[Bb]earer )\S+")
+# purpose; a caller may into a field of a request. `Bearer KEY` is the advice in texts of refusals.
+_CREDENTIAL = re.compile(
+    r"tandem_[a-z2-7]{8}_[\w-]+|eyJ[\w-]+\.[\w-]+\.[\w-]*|(?<=[Bb]earer )(?!KEY`?[.,;:]?(?:\s|$))\S+"
+)
 _REDACTED = "[redacted]"
 
 _log = logging.getLogger(AUDIT_LOGGER)
@@ -58,53 +75,54 @@ class AuditEntry:
     what: Mapping[str, object] = field(default_factory=dict)
     # Why it was refused, or what came of it.
     detail: str = ""
+    kind: AuditKind = "order"
 
 
 class AuditLog:
-    """Writes the entries of one process, to a file of its own and to the logger `tandem.audit`.
+    """Writes the entries of one process, to files of its own and to the logger `tandem.audit`.
 
-    A file that reaches its size is closed and numbered. All files in the folder, also of processes that have
-    ended, take at most the bytes of `keep` closed ones and an open one: the oldest are removed.
+    A file that reaches its size is closed and numbered. All files in the folder of one prefix, also of
+    processes that have ended, take at most the bytes of `keep` closed ones and an open one: the oldest are
+    removed. Refusals and reads thus never displace an act.
     """
 
     def __init__(self, config: AuditConfig, name: str, clock: Clock) -> None:
         """`name` is the process's; `StartError` when the folder cannot be written to."""
         self._clock = clock
-        self._refused_second = 0
-        self._num_refused = self._num_left_out = 0
-        self._file: _AuditFile | None = None
+        self._limits: Mapping[AuditKind, AuditLimit] = {
+            kind: AuditLimit(clock) for kind in _PREFIXES if kind != "order"
+        }
+        self._num_left_out = 0
+        self._files: dict[str, _AuditFile] = {}
         if config.folder is not None:
+            max_bytes = round(config.max_mb * 1e6)
             try:
-                self._file = _AuditFile(config.folder, name, round(config.max_mb * 1e6), config.keep)
+                for prefix in dict.fromkeys(_PREFIXES.values()):
+                    self._files[prefix] = _AuditFile(config.folder, prefix, name, max_bytes, config.keep)
             except OSError as error:
+                self.close()
                 raise StartError(f"auth.audit.folder: {error}") from error
 
     def record(self, entry: AuditEntry) -> None:
         """Write the entry. What cannot be written to the file is in the log all the same.
 
-        Of refused strangers at most `MAX_REFUSED_S` a second are written, so that they do not fill the files;
-        the next entry counts those that were left out.
+        Orders are always written, other lines within the bounds of `AuditLimit`, which hold for the log as
+        well; the next line of any kind counts those that were left out.
         """
-        if entry.who == NOBODY and entry.result != OK and self._is_flooded():
+        limit = self._limits.get(entry.kind)
+        if limit is not None and not limit.takes(entry.who, entry.tenant, entry.method):
             self._num_left_out += 1
             return
         line = json.dumps(self._fields(entry), ensure_ascii=False)
         record = _log.makeRecord(AUDIT_LOGGER, logging.INFO, __file__, 0, line, (), None)
-        if self._file is not None:
-            self._file.emit(record)
+        if self._files:
+            self._files[_PREFIXES[entry.kind]].emit(record)
         _log.handle(record)
 
-    def _is_flooded(self) -> bool:
-        second = int(self._clock.now())
-        if second != self._refused_second:
-            self._refused_second, self._num_refused = second, 0
-        self._num_refused += 1
-        return self._num_refused > MAX_REFUSED_S
-
     def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
 
     def _fields(self, entry: AuditEntry) -> dict[str, object]:
         at = datetime.fromtimestamp(self._clock.wall(), UTC).isoformat(timespec="milliseconds")
@@ -156,11 +174,12 @@ class _AuditFile(RotatingFileHandler):
     """The file of one process, which only its user can read. Another process may remove the file when it is
     the oldest of the folder: the next entry begins it anew."""
 
-    def __init__(self, folder: Path, name: str, max_bytes: int, keep: int) -> None:
+    def __init__(self, folder: Path, prefix: str, name: str, max_bytes: int, keep: int) -> None:
         folder.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
         self._folder = folder
+        self._prefix = prefix
         self._most_bytes = max_bytes * (keep + 1)
-        path = folder / f"{_PREFIX}{name}{_SUFFIX}"
+        path = folder / f"{prefix}{name}{_SUFFIX}"
         super().__init__(path, maxBytes=max_bytes, backupCount=keep, encoding="utf-8", errors="replace")
         self._remove_oldest()
 
@@ -180,7 +199,7 @@ class _AuditFile(RotatingFileHandler):
 
     def _remove_oldest(self) -> None:
         found: list[tuple[float, int, Path]] = []
-        for path in self._folder.glob(f"{_PREFIX}*{_SUFFIX}*"):
+        for path in self._folder.glob(f"{self._prefix}*{_SUFFIX}*"):
             with contextlib.suppress(FileNotFoundError):  # another process removed it
                 stat = path.stat()
                 found.append((stat.st_mtime, stat.st_size, path))

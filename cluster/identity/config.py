@@ -113,7 +113,8 @@ class AuditConfig(_Settings):
     # Where each gateway writes its JSON lines; None: to its log alone (the logger `tandem.audit`). Relative
     # to the file that names it.
     folder: Path | None = None
-    # The size at which a file is closed and the next one begins, and how many closed ones are kept.
+    # The size at which a file is closed and the next one begins, and how many closed ones are kept: of acts,
+    # of reads, and of refusals.
     max_mb: float = Field(default=64.0, gt=0)
     keep: int = Field(default=8, ge=1)
 

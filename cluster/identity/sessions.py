@@ -3,8 +3,9 @@
     key --sign in--> cookie: key id, mark of the key, end, session id, and their HMAC under the cluster secret
     cookie --each request--> the key is looked up again: revoked or expired, it ends the session
 
-Any gateway of the cluster accepts the cookie, also after a restart. What ends with a sign-out is kept by the
-gateways themselves until the session would have ended.
+Any gateway that ran when the session began accepts the cookie. One that started later does not: it cannot
+know which sessions were ended before. What ends with a sign-out is kept by the gateways themselves, within
+bounds that never make an ended session valid (`cluster.identity.ended_sessions`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import NamedTuple
 
 from cluster.errors import UnauthenticatedError
 from cluster.identity.authenticator import Authenticator, require
+from cluster.identity.ended_sessions import EndedSession, EndedSessions
 from cluster.identity.identity import Identity
 from kvtransfer.codec import Codec, Part
 from kvtransfer.common.clock import Clock
@@ -25,8 +27,6 @@ from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.rpc.trust import Trust
 
 MAX_COOKIE_CHARS = 512
-# Ended sessions that are remembered; the oldest are forgotten first.
-MAX_ENDED = 10_000
 _MAC_BYTES = 32
 
 
@@ -39,16 +39,10 @@ class _Claims(Part, frozen=True):
     # Unix time.
     ends_at: float
     session_id: bytes
+    began_at: float
 
 
 _CODEC: Codec[_Claims] = Codec(_Claims)
-
-
-class EndedSession(NamedTuple):
-    """A session that was ended by its user, and when it would have ended by itself (Unix time)."""
-
-    session_id: bytes
-    ends_at: float
 
 
 class NewSession(NamedTuple):
@@ -66,7 +60,9 @@ class Sessions:
         self._key = trust.key_for("tandem-console-session-1")
         self._authenticator = authenticator
         self._clock = clock
-        self._ended: dict[bytes, float] = {}
+        self._ended = EndedSessions()
+        # Sessions that began before were perhaps ended before, which this process was not there to learn.
+        self._started_at = clock.wall()
 
     def begin(self, api_key: str) -> NewSession:
         """Sign in with a key of the role `viewer`; raise the `RequestError` that says why that cannot be."""
@@ -75,7 +71,9 @@ class Sessions:
         require(identity, "viewer")
         now = self._clock.wall()
         ends_at = min(now + self._authenticator.config.session_s, identity.expires_at or math.inf)
-        body = _CODEC.encode(_Claims(entry.id, entry.mark, ends_at, draw_id()))
+        # A clock that was set back does not keep anybody out.
+        began_at = max(now, self._started_at, math.nextafter(self._ended.floor(entry.id), math.inf))
+        body = _CODEC.encode(_Claims(entry.id, entry.mark, ends_at, draw_id(), began_at))
         return NewSession(identity, _text(self._mac(body) + body), ends_at - now)
 
     def identify(self, cookie: str) -> Identity:
@@ -88,17 +86,13 @@ class Sessions:
     def end(self, cookie: str) -> EndedSession:
         """Sign out; `UnauthenticatedError` when the session is over already."""
         claims = self._claims(cookie)
-        ended = EndedSession(claims.session_id, claims.ends_at)
+        ended = EndedSession(claims.session_id, claims.ends_at, claims.key_id, claims.began_at)
         self.forget(ended)
         return ended
 
     def forget(self, ended: EndedSession) -> None:
         """Accept the session no more, which ended here or at another gateway."""
-        now = self._clock.wall()
-        self._ended = {key: ends_at for key, ends_at in self._ended.items() if ends_at > now}
-        self._ended[ended.session_id] = ended.ends_at
-        if len(self._ended) > MAX_ENDED:
-            del self._ended[next(iter(self._ended))]
+        self._ended.add(ended, self._clock.wall())
 
     def _claims(self, cookie: str) -> _Claims:
         data = _data(cookie)
@@ -109,7 +103,12 @@ class Sessions:
             claims = _CODEC.decode(body)
         except WireError as error:
             raise UnauthenticatedError("the session is one of another version: sign in again") from error
-        if claims.session_id in self._ended or claims.ends_at <= self._clock.wall():
+        began_at = claims.began_at
+        if (
+            claims.ends_at <= self._clock.wall()
+            or began_at < self._started_at
+            or self._ended.includes(claims.key_id, claims.session_id, began_at)
+        ):
             raise UnauthenticatedError("the session has ended: sign in again")
         return claims
 

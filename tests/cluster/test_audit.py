@@ -22,12 +22,12 @@ from cluster.identity.api_keys import revoke_key, split_key
 from cluster.identity.audit import (
     MAX_CHARS,
     MAX_ITEMS,
-    MAX_REFUSED_S,
     NOBODY,
     OK,
     AuditEntry,
     AuditLog,
 )
+from cluster.identity.audit_limit import MAX_LINES_MIN, MAX_TENANT_LINES_S, AuditLimit
 from cluster.identity.config import AuditConfig
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from kvtransfer.common.clock import ManualClock
@@ -38,6 +38,12 @@ ADMIN_METHODS = {method for method in METHOD_ACCESS if method.startswith("/tande
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
     paths = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+def named_lines(folder: Path, prefix: str) -> list[dict[str, Any]]:
+    """Lines of the files of one kind, the oldest first."""
+    paths = sorted(folder.glob(f"{prefix}*"), key=lambda path: path.stat().st_mtime_ns)
     return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 
@@ -249,15 +255,121 @@ def test_texts_are_cut_and_stay_one_line(tmp_path: Path) -> None:
     assert (line["what"]["none"], line["what"]["n"], line["what"]["lone"]) == (None, {"x": 1.5}, "?")
 
 
-def test_a_flood_of_refusals_does_not_fill_the_files(tmp_path: Path) -> None:
+REFUSED: dict[str, Any] = {"kind": "refusal", "result": "UNAUTHENTICATED"}
+
+
+def test_a_flood_of_strangers_does_not_fill_the_files(tmp_path: Path) -> None:
     clock = ManualClock(start_s=100.0)
     log = AuditLog(AuditConfig(folder=tmp_path), "g", clock)
-    for _ in range(1000):
-        log.record(entry(who=NOBODY, result="UNAUTHENTICATED"))
+    for number in range(1000):
+        log.record(entry(number, who=NOBODY, **REFUSED))
     log.record(entry(1))
     clock.advance(1.0)
-    log.record(entry(who=NOBODY, result="UNAUTHENTICATED"))
+    log.record(entry(who=NOBODY, **REFUSED))
+    log.close()
+    strangers, acts = named_lines(tmp_path, "audit_refusals"), named_lines(tmp_path, "audit-")
+    assert len(strangers) == MAX_TENANT_LINES_S + 1
+    assert [line.get("num_left_out") for line in acts] == [1000 - MAX_TENANT_LINES_S]
+    assert "num_left_out" not in strangers[-1]
+
+
+@pytest.mark.parametrize("kind", ["refusal", "read", "session"])
+def test_what_an_identity_can_repeat_is_limited_by_method_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    caplog.set_level(logging.INFO, "tandem.audit")
+    clock = ManualClock(start_s=600.0)
+    log = AuditLog(AuditConfig(folder=tmp_path), "g", clock)
+    for _ in range(58):
+        for _ in range(200):
+            log.record(entry(1, tenant="evil", kind=kind))
+        clock.advance(1.0)
+    # The same identity calls another method, and another identity of its tenant the same one.
+    log.record(entry(2, tenant="evil", kind=kind))
+    log.record(entry(1, tenant="evil", kind=kind, who="key:bbbbbbbb"))
+    clock.advance(2.0)
+    log.record(entry(1, tenant="evil", kind=kind))
     log.close()
     lines = lines_of(tmp_path)
-    assert len(lines) == MAX_REFUSED_S + 2
-    assert [line.get("num_left_out") for line in lines[-2:]] == [1000 - MAX_REFUSED_S, None]
+    assert len(lines) == MAX_LINES_MIN + 3
+    assert [it.get("num_left_out") for it in lines[-3:]] == [58 * 200 - MAX_LINES_MIN, None, None]
+    assert len([it for it in caplog.records if it.name == "tandem.audit"]) == len(lines)
+
+
+def test_a_tenant_that_floods_hides_neither_another_tenant_nor_an_order(tmp_path: Path) -> None:
+    log = AuditLog(AuditConfig(folder=tmp_path), "g", ManualClock(start_s=600.0))
+    for number in range(3000):  # with many users of its token issuer, and all methods
+        log.record(entry(number % 40, who=f"jwt:{number}", tenant="evil", **REFUSED))
+    log.record(entry(who="key:bbbbbbbb", tenant="acme", **REFUSED))
+    log.record(entry(who=NOBODY, **REFUSED))
+    for number in range(100):
+        log.record(entry(number, who="key:cccccccc", tenant="staff"))
+    log.close()
+    refused = named_lines(tmp_path, "audit_refusals-")
+    assert [it["tenant"] for it in refused] == ["evil"] * MAX_TENANT_LINES_S + ["acme", ""]
+    assert len(named_lines(tmp_path, "audit-")) == 100
+
+
+def test_refusals_and_reads_never_displace_an_order(tmp_path: Path) -> None:
+    clock = ManualClock()
+    config = AuditConfig(folder=tmp_path, max_mb=0.002, keep=3)
+    log = AuditLog(config, "g", clock)
+    log.record(entry(7, what={"purged": "all"}))
+    for _ in range(500):
+        clock.advance(3.0)
+        log.record(entry(tenant="evil", **REFUSED))
+        log.record(entry(tenant="evil", kind="read"))
+    log.close()
+    assert [it["method"] for it in named_lines(tmp_path, "audit-")] == ["m7"]
+    for prefix in ("audit-", "audit_reads-", "audit_refusals-"):
+        assert sum(it.stat().st_size for it in tmp_path.glob(f"{prefix}*")) <= 4 * 2000
+    # Neither does another process, which removes the oldest files of the folder.
+    AuditLog(config, "h", clock).close()
+    assert [it["method"] for it in named_lines(tmp_path, "audit-g")] == ["m7"]
+
+
+def test_the_limit_remembers_a_bounded_number_of_callers() -> None:
+    clock = ManualClock(start_s=600.0)
+    limit = AuditLimit(clock)
+    num_taken = sum(limit.takes(f"jwt:{number}", f"tenant-{number}", "m") for number in range(10_000))
+    assert num_taken == 4096
+    clock.advance(60.0)
+    assert limit.takes("jwt:9999", "tenant-9999", "m")
+
+
+@pytest.mark.parametrize("end", ["`", "", ".", "; or another"])
+def test_the_advice_of_a_refusal_is_no_credential(tmp_path: Path, end: str) -> None:
+    log = AuditLog(AuditConfig(folder=tmp_path), "g", ManualClock())
+    advice = f"send the metadata `authorization: Bearer KEY{end}"
+    log.record(entry(1, detail=advice))
+    log.record(entry(2, detail="Bearer KEYring-of-secrets and Bearer KEY`secret"))
+    log.close()
+    assert [it["detail"] for it in lines_of(tmp_path)] == [
+        advice,
+        "Bearer [redacted] and Bearer [redacted]",
+    ]
+
+
+async def test_a_tenant_cannot_push_the_evidence_out(harness: GatewayHarness, tmp_path: Path) -> None:
+    audited = Audited(harness, tmp_path)
+    await audited.front.start(auth=audited.auth)
+    page = audited.front.page
+    operator = {"Authorization": f"Bearer {audited.operator}", "Content-Type": "application/json"}
+    body = json.dumps({"pool": "decode", "replicas": 3}).encode()
+    assert (await page.ask("POST", f"{API}/scale", operator, body))[0] == 200
+    user = {"Authorization": f"Bearer {audited.user}"}
+    for _ in range(3 * MAX_LINES_MIN):
+        assert (await page.ask("GET", f"{API}/status", user))[0] == 403
+    sign_in = json.dumps({"key": audited.viewer}).encode()
+    for _ in range(2 * MAX_LINES_MIN):
+        assert (await page.ask("POST", f"{API}/sign-in", operator, sign_in))[0] == 200
+    await audited.front.stop()
+    acts = named_lines(audited.folder, "audit-")
+    signed_in = [it for it in acts if it["method"] == "console/sign-in"]
+    # The minute of the limit may turn meanwhile.
+    assert len([it for it in acts if it["method"] == "console/scale"]) == 1
+    assert MAX_LINES_MIN <= len(signed_in) < 2 * MAX_LINES_MIN + 1
+    refused_lines = named_lines(audited.folder, "audit_refusals-")
+    assert MAX_LINES_MIN <= len(refused_lines) <= 2 * MAX_LINES_MIN
+    num_left_out = sum(it.get("num_left_out", 0) for it in lines_of(audited.folder))
+    assert len(signed_in) + len(refused_lines) + num_left_out >= 3 * MAX_LINES_MIN

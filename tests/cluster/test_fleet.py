@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
@@ -28,9 +29,11 @@ from cluster.gateway.fleet import (
     FleetRefusal,
     ListAnswer,
     ListQuery,
+    Noted,
     StatsAnswer,
     StatsQuery,
 )
+from cluster.identity.ended_sessions import EndedSession
 from cluster.roster.messages import GatewayRecord
 from cluster.serve.gateway_server import Gateway
 from kvtransfer.codec import LENGTH
@@ -324,6 +327,32 @@ async def test_a_gateway_that_has_gone_is_not_asked(pair: Pair) -> None:
     assert (list(stats.totals), stats.missing) == (["g0"], {})
     code, message = await code_of(pair.harness.admin(pair.gateways[0]).explain(drawn))
     assert (code, "g1" in message.replace(drawn, "")) == (grpc.StatusCode.NOT_FOUND, False)
+
+
+async def test_a_gateway_that_was_not_reached_is_told_again_that_a_session_has_ended(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "_REPEAT_S", 0.02)
+    monkeypatch.setattr(fleet, "_FIRST_PAUSE_S", 0.01)
+    num_queries = 0
+    told = asyncio.Event()
+
+    async def wake_up(stream: FrameStream) -> None:
+        nonlocal num_queries
+        num_queries += 1
+        if num_queries < 3:
+            await refuses(stream)
+        else:
+            stream.send(ANSWER_CODEC.encode(Noted(0.0)))
+            told.set()
+
+    ended = EndedSession(b"session", time.time() + 1000.0, "key", time.time())
+    # One that registers only after the session has ended hears of it as well.
+    assert await pair.gateways[0].fleet.end_session(ended) == {}
+    async with lying(pair.harness, wake_up):
+        await pair.gateways[0].fleet.end_session(ended)
+        await asyncio.wait_for(told.wait(), 10.0)
+        assert num_queries == 3
 
 
 async def test_an_abandoned_query_does_not_answer_the_next(pair: Pair) -> None:
