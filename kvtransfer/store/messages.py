@@ -56,6 +56,19 @@ class RecordInfo(Part, frozen=True):
     checksum: int
 
 
+class PurgeOrder(Part, frozen=True):
+    """Names the records to delete: of this group (None: of all), and of a model whose fingerprint in hex has
+    this prefix (None: of any)."""
+
+    sharing_group: str | None
+    model: str | None
+
+    def includes(self, info: RecordInfo) -> bool:
+        """Whether the record is to be deleted."""
+        is_of_group = self.sharing_group in (None, info.sharing_group)
+        return is_of_group and (self.model is None or info.model.hex().startswith(self.model))
+
+
 # ------------------------------------------------------------------------------- engine core and owner
 
 

@@ -23,7 +23,7 @@ from catalog_harness import (
 
 from kvtransfer.blocks.checksum import checksum
 from kvtransfer.common.group_shares import GroupShares
-from kvtransfer.store.messages import HEADER_BYTES, HELD, REFUSED, RecordInfo
+from kvtransfer.store.messages import HEADER_BYTES, HELD, REFUSED, PurgeOrder, RecordInfo
 from kvtransfer.store.nvme.segments import NvmeRef
 from kvtransfer.store.record import MAX_GROUP_BYTES, image_bytes
 
@@ -272,7 +272,7 @@ def test_a_bad_or_purged_record_is_dropped_though_pinned(harness: CatalogHarness
     assert offset is not None
     assert harness.catalog.bad(offset) is not None
     harness.catalog.release(offset)
-    harness.catalog.purge(None, None)
+    harness.catalog.purge(PurgeOrder(None, None))
     assert harness.catalog.stat().num_bytes == 0
     harness.put("c")  # perhaps where one of them was
     harness.clock.advance(10)

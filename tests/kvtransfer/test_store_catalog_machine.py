@@ -26,7 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvtransfer.blocks.checksum import checksum
 from kvtransfer.common.group_shares import GroupShares
 from kvtransfer.messages import Shard
-from kvtransfer.store.messages import HELD, REFUSED, RecordInfo
+from kvtransfer.store.messages import HELD, REFUSED, PurgeOrder, RecordInfo
 from kvtransfer.store.nvme.segments import NvmeRef
 from kvtransfer.store.record import Writer
 
@@ -320,7 +320,7 @@ class CatalogMachine(RuleBasedStateMachine):
     @rule(group=st.sampled_from(GROUPS))
     def purge(self, group: str) -> None:
         meant = {name for name in NAMES if name[0][0] == group}
-        purged = self.harness.catalog.purge(group, None)
+        purged = self.harness.catalog.purge(PurgeOrder(group, None))
         assert sorted(purged.erase) == sorted(
             ref for name, (_, ref, _) in self.on_nvme.items() if name in meant
         )
@@ -382,7 +382,7 @@ class CatalogMachine(RuleBasedStateMachine):
         for read in self.reads:
             self.harness.catalog.abandon_read(read.offset)
         self.look_for_dead_writers()
-        self.harness.catalog.purge(None, None)
+        self.harness.catalog.purge(PurgeOrder(None, None))
         self.harness.catalog.check()
         assert self.harness.catalog.stat().num_bytes == 0
         self.harness.close()

@@ -26,9 +26,8 @@ from catalog_harness import (
 from msgspec.structs import replace
 
 from kvtransfer.blocks.checksum import checksum
-from kvtransfer.store.dram.arena import Arena
-from kvtransfer.store.dram.catalog import is_meant
-from kvtransfer.store.messages import HEADER_BYTES, HELD, RecordInfo
+from kvtransfer.store.dram.arena import Arena, fill_with_zeros
+from kvtransfer.store.messages import HEADER_BYTES, HELD, PurgeOrder, RecordInfo
 from kvtransfer.store.nvme.segments import NvmeRef
 from kvtransfer.store.record import Writer, image_bytes
 
@@ -146,7 +145,7 @@ def test_what_was_dropped_under_a_lease_is_not_adopted(harness: CatalogHarness) 
         harness.put(name)
         assert harness.catalog.lease(record_id(name)) is not None
     harness.catalog.bad(harness.catalog.lookup(SPACE, b"a")[WHOLE].offset or 0)
-    harness.catalog.purge(None, None)
+    harness.catalog.purge(PurgeOrder(None, None))
     harness.restart()
     assert harness.names() == set()
 
@@ -241,7 +240,7 @@ def test_a_record_written_again_or_moved_is_where_it_was_last(harness: CatalogHa
     assert not harness.catalog.moved_nvme(record_id("a"), REF, NvmeRef(3, 0, 1))
     assert harness.catalog.moved_nvme(record_id("a"), NEWER, REF)
     assert harness.catalog.lookup(SPACE, b"a")[WHOLE].nvme == REF
-    harness.catalog.purge(None, None)
+    harness.catalog.purge(PurgeOrder(None, None))
     assert not harness.catalog.moved_nvme(record_id("a"), REF, NEWER), "what was purged does not come back"
     assert harness.catalog.bytes_by_group() == {}
 
@@ -298,13 +297,13 @@ def test_a_purge_takes_what_is_meant(
     harness.put("a", group="one", model=b"model-x")
     harness.put("b", group="one", model=b"model-y")
     harness.put("c", group="two", model=b"model-x")
-    purged = harness.catalog.purge(group, model)
+    purged = harness.catalog.purge(PurgeOrder(group, model))
     harness.catalog.check()
     assert harness.names() == left
     assert purged.num_records == {"dram": 3 - len(left), "nvme": 0}
     assert purged.num_bytes == {"dram": (3 - len(left)) * GRANULE_BYTES, "nvme": 0}
     assert purged.num_pending == 0
-    assert all(not is_meant(held.info, group, model) for held in harness.catalog.records())
+    assert all(not PurgeOrder(group, model).includes(held.info) for held in harness.catalog.records())
     harness.restart()
     assert harness.names() == left
 
@@ -320,7 +319,7 @@ def test_a_purge_reaches_every_tier_and_every_state(harness: CatalogHarness) -> 
     harness.catalog.session_lost(OTHER)
     read = harness.catalog.begin_read(info_of("read"))
     other = harness.catalog.begin_read(info_of("other", group="u"))
-    purged = harness.catalog.purge("t", None)
+    purged = harness.catalog.purge(PurgeOrder("t", None))
     harness.catalog.check()
     assert purged.num_records == {"dram": 2, "nvme": 2}
     assert purged.num_bytes["nvme"] == 2 * image_bytes(ONE_GRANULE)
@@ -338,6 +337,45 @@ def test_a_purge_reaches_every_tier_and_every_state(harness: CatalogHarness) -> 
     assert harness.catalog.commit(SESSION, again, harness.write(again, payload_of("written"))) is not None
     assert harness.catalog.stat().num_bytes == 2 * GRANULE_BYTES, "the record and that of the other group"
     assert harness.read("written") == payload_of("written")
+
+
+def test_a_purge_clears_the_memory_before_anybody_else_gets_it(harness: CatalogHarness) -> None:
+    for name in ("kept", "leased"):
+        harness.put(name)
+    other = harness.put("other", group="u")
+    leased = harness.catalog.lease(record_id("leased"))
+    assert leased is not None
+    written = harness.allocate("written")
+    harness.write(written, payload_of("written"))
+    harness.catalog.purge(PurgeOrder("t", None))
+    assert b"kept|" not in bytes(harness.arena.view)
+    assert b"leased|" in bytes(harness.arena.view)  # it is being read
+    harness.catalog.release(leased)
+    harness.catalog.commit(SESSION, written, 1)
+    held = bytes(harness.arena.view)
+    assert [name for name in (b"kept|", b"leased|", b"written|", b"\x01t") if name in held] == []
+    assert bytes(harness.arena.payload(other, ONE_GRANULE)) == payload_of("other")
+    harness.catalog.check()
+
+
+def test_a_purge_may_leave_the_clearing_to_its_caller(harness: CatalogHarness) -> None:
+    for name in ("a", "b"):
+        harness.put(name)
+    harness.catalog.lease(record_id("b"))
+    purged = harness.catalog.purge(PurgeOrder("t", None), keeps_slots=True)
+    harness.catalog.check()
+    (kept,) = purged.slots
+    assert purged.num_pending == 1  # the one that is read
+    assert harness.names() == set()
+    assert harness.put("c") not in (kept, None)
+    memory = harness.catalog.unread_memory(kept)
+    assert memory is not None
+    fill_with_zeros(memory)
+    harness.catalog.cleared(kept)
+    harness.catalog.release(kept)
+    harness.catalog.check()
+    assert b"a|" not in bytes(harness.arena.view).replace(b"b|", b"")
+    assert harness.catalog.stat().num_bytes == 2 * GRANULE_BYTES
 
 
 # ---------------------------------------------------------------------------------------- counts and faults

@@ -69,6 +69,10 @@ class Histories(RuleBasedStateMachine):
         self.harness.tier.erase([self.harness.held.pop(identity(each))[1] for each in keys])
         self.present -= keys
         self.doubtful.clear()  # what was dropped is erased with them
+        raw = b"".join(path.read_bytes() for path in self.harness.segments())
+        for each in set(range(12)) - self.present:
+            assert payload_of(each, size(each))[:64] not in raw or size(each) < 64
+            assert identity(each).key not in raw or each == 0  # whose key is all zeros
 
     @precondition(lambda self: self.harness.tier.needs_compaction)
     @rule(wanted=st.sets(KEYS))

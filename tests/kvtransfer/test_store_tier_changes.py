@@ -7,7 +7,7 @@ from hypothesis import given
 
 from kvtransfer.common.health import RateMeter
 from kvtransfer.messages import Shard
-from kvtransfer.store.dram.catalog import Held
+from kvtransfer.store.dram.record_table import Held
 from kvtransfer.store.messages import RecordId, RecordInfo, TierEvents
 from kvtransfer.store.nvme.segments import NvmeRef
 from kvtransfer.store.server.catalog_view import TierChanges, tier_of

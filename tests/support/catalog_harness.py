@@ -17,7 +17,7 @@ from kvtransfer.common.group_shares import GroupShares, GroupUsage
 from kvtransfer.messages import Shard
 from kvtransfer.store.dram.arena import Arena
 from kvtransfer.store.dram.catalog import Catalog
-from kvtransfer.store.messages import NewRecord, RecordId, RecordInfo
+from kvtransfer.store.messages import NewRecord, PurgeOrder, RecordId, RecordInfo
 from kvtransfer.store.record import HEADER_BYTES, Writer
 
 GRANULE_BYTES = 64 << 10
@@ -190,7 +190,7 @@ def main(fd: int, point: str, marker: str) -> None:
     harness.put("x")
     harness.read("x")
     harness.put("y", "x")
-    harness.catalog.purge("purged", None)
+    harness.catalog.purge(PurgeOrder("purged", None))
 
 
 if __name__ == "__main__":

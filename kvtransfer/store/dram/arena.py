@@ -8,6 +8,7 @@ are never mistaken for records.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
 import fcntl
 import logging
@@ -135,7 +136,7 @@ class Arena:
         return offset
 
     def free(self, offset: int) -> None:
-        """Free a record's space. Its header is erased at once, so that no scan finds it again."""
+        """Free a record's space. Its header's mark is erased at once, so that no scan finds it again."""
         self._erase(offset)
         self._extents.give(offset // self.granule_bytes, self._counts.pop(offset))
 
@@ -171,6 +172,10 @@ class Arena:
         """Erase a record's header, so that no scan finds it; its space stays allocated."""
         assert offset in self._counts
         self._erase(offset)
+
+    def space(self, offset: int) -> memoryview:
+        """Return all memory of the record at `offset`."""
+        return self.view[offset : offset + self._counts[offset] * self.granule_bytes]
 
     def payload(self, offset: int, num_bytes: int) -> memoryview:
         """Return the payload of the record at `offset`."""
@@ -247,6 +252,12 @@ class Arena:
         num_payload = header.info.num_bytes
         fits = num_payload >= 0 and offset + self.record_bytes(num_payload) <= self.num_bytes
         return header if is_here and fits else None
+
+
+def fill_with_zeros(memory: memoryview) -> None:
+    """Fill it, without holding up other threads."""
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    ctypes.memset(address, 0, len(memory))
 
 
 def _check_granule(granule_bytes: int) -> None:

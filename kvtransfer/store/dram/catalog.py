@@ -7,7 +7,7 @@ others. It alone divides the arena. One thread (the owner's event loop) calls it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
@@ -17,8 +17,17 @@ from kvtransfer.common.faults import Faults
 from kvtransfer.common.group_shares import GroupShares, GroupUsage
 from kvtransfer.messages import Shard
 from kvtransfer.store.dram.arena import Arena
-from kvtransfer.store.dram.slot_allocator import ArenaSlot, ChainKey, ChainLru, SlotAllocator
-from kvtransfer.store.messages import HELD, REFUSED, NewRecord, RecordId, RecordInfo, Tier, TierStat
+from kvtransfer.store.dram.record_table import Held, RecordTable
+from kvtransfer.store.dram.slot_allocator import ArenaSlot, ChainKey, SlotAllocator
+from kvtransfer.store.messages import (
+    HELD,
+    REFUSED,
+    NewRecord,
+    PurgeOrder,
+    RecordId,
+    RecordInfo,
+    TierStat,
+)
 from kvtransfer.store.nvme.segments import NvmeRef
 from kvtransfer.store.record import Writer, image_bytes
 
@@ -294,16 +303,19 @@ class Catalog:
     # ------------------------------------------------------------------------------------------- admin
 
     def records(self, group: str | None = None, model: str | None = None) -> list[Held]:
-        """Return the findable records of this group and model (`is_meant`), the most recently used first."""
-        matching = (held for held in self._table if is_meant(held.info, group, model))
+        """Return the findable records of this group and model, the most recently used first."""
+        order = PurgeOrder(group, model)
+        matching = (held for held in self._table if order.includes(held.info))
         return sorted(matching, key=lambda held: -held.used_at)
 
-    def purge(self, group: str | None, model: str | None) -> Purged:
-        """Remove these records (`is_meant`) from the catalog; a slot with a reader or a writer is free after
-        the last one."""
+    def purge(self, order: PurgeOrder, *, keeps_slots: bool = False) -> Purged:
+        """Remove these records from the catalog; a slot with a reader or a writer is free after the last one.
+        Memory is cleared before it is free: here, or, with `keeps_slots`, by the caller, who has a lease of
+        each slot of `Purged.slots`."""
         self._faults.at("store.purge")
         num_records, num_bytes, erase = {"dram": 0, "nvme": 0}, {"dram": 0, "nvme": 0}, []
-        for held in [held for held in self._table if is_meant(held.info, group, model)]:
+        kept: list[int] = []
+        for held in [held for held in self._table if order.includes(held.info)]:
             if held.nvme is not None and held.nvme_info is not None:
                 num_records["nvme"] += 1
                 num_bytes["nvme"] += image_bytes(held.nvme_info.num_bytes)
@@ -311,18 +323,35 @@ class Catalog:
                 self._table.clear_nvme(held)
             if held.offset is None:
                 self._remove(held)
-            else:
-                num_records["dram"] += 1
-                num_bytes["dram"] += self._allocator.slots[held.offset].num_bytes
-                self._forget(held)
-        num_pending = 0
+                continue
+            slot = self._allocator.slots[held.offset]
+            num_records["dram"] += 1
+            num_bytes["dram"] += slot.num_bytes
+            slot.is_purged = True
+            if keeps_slots and not slot.num_leases:
+                self._allocator.lease(slot)
+                kept.append(slot.offset)
+            self._forget(held)
+        num_pending, own = 0, frozenset(kept)
         for slot in self._allocator.slots.values():
-            if slot.state != "kept" and is_meant(slot.info, group, model):
+            if slot.state != "kept" and slot.offset not in own and order.includes(slot.info):
                 num_pending += 1
-                slot.is_wanted = False
+                slot.is_wanted, slot.is_purged = False, True
                 self._end_put(slot)
                 self._end_read(slot)
-        return Purged(num_records, num_bytes, num_pending, tuple(erase))
+        return Purged(num_records, num_bytes, num_pending, tuple(erase), tuple(kept))
+
+    def unread_memory(self, offset: int) -> memoryview | None:
+        """Return the memory of a purged slot; None while others than the caller read it: then it is cleared
+        when it becomes free."""
+        slot, arena = self._allocator.slots[offset], self._allocator.arena
+        assert slot.is_purged
+        assert arena is not None
+        return arena.space(offset) if slot.num_leases == 1 else None
+
+    def cleared(self, offset: int) -> None:
+        """Note that the memory of a purged slot is cleared."""
+        self._allocator.slots[offset].is_purged = False
 
     def stat(self) -> TierStat:
         """Return the statistics of the host tier, in whole granules."""
@@ -434,37 +463,6 @@ class Catalog:
         self._listener.gone(held.info.id)
 
 
-# ----------------------------------------------------------------------------------------------
-# The records of a node by name: in which tiers each one is, and the events of the catalog.
-
-
-class Held:
-    """A record that this node holds: a live entry, to be read at once and never written.
-
-    `info` describes the copy in the cheapest tier: its checksum is that of the bytes at `offset` if there are
-    any, otherwise of those at `nvme`. (Two copies of a block need not be equal to the bit.)
-    """
-
-    __slots__ = ("info", "num_hits", "nvme", "nvme_info", "offset", "used_at")
-
-    def __init__(self, info: RecordInfo) -> None:
-        self.info = info
-        # Its offset in the arena; None: not in the host tier.
-        self.offset: int | None = None
-        self.nvme: NvmeRef | None = None
-        # The copy on NVMe; given exactly when `nvme` is.
-        self.nvme_info: RecordInfo | None = None
-        self.num_hits = 0
-        # Grows with every use of any record: a larger number is a later use.
-        self.used_at = 0
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        """The tiers that hold the record, the cheapest first."""
-        dram: tuple[Tier, ...] = ("dram",) if self.offset is not None else ()
-        return (*dram, "nvme") if self.nvme is not None else dram
-
-
 class Dropped(NamedTuple):
     """A record that was dropped, except its place on NVMe, which the caller drops."""
 
@@ -474,12 +472,14 @@ class Dropped(NamedTuple):
 
 class Purged(NamedTuple):
     """What a purge removed from the catalog. The caller must erase `erase` from NVMe, durably. Counts and
-    bytes are by tier; `num_pending` slots of the arena still have a user, and are free after the last one."""
+    bytes are by tier; `num_pending` slots of the arena still have a user, and are free after the last one.
+    `slots` are the offsets of those that the caller must clear and release."""
 
     num_records: dict[str, int]
     num_bytes: dict[str, int]
     num_pending: int
     erase: tuple[NvmeRef, ...]
+    slots: tuple[int, ...] = ()
 
 
 class CatalogEvents(Protocol):
@@ -496,93 +496,3 @@ class CatalogEvents(Protocol):
 
     def gone(self, record_id: RecordId) -> None:
         """A record is in no tier of this node any more."""
-
-
-def is_meant(info: RecordInfo, group: str | None, model: str | None) -> bool:
-    """Whether a record is of this group and of a model whose fingerprint in hex has this prefix (None:
-    any)."""
-    return group in (None, info.sharing_group) and (model is None or info.model.hex().startswith(model))
-
-
-class RecordTable:
-    """The records of a node by block and shard. A record that is entered must be put in a tier at once."""
-
-    def __init__(self, nvme_usage: GroupUsage) -> None:
-        # Whole records.
-        self.nvme_usage = nvme_usage
-        # Blocks on NVMe of groups that have a limit.
-        self._nvme_chain = ChainLru()
-        self._blocks: dict[ChainKey, dict[Shard, Held]] = {}
-        self._nothing: Mapping[Shard, Held] = {}
-
-    def __iter__(self) -> Iterator[Held]:
-        return (held for block in self._blocks.values() for held in block.values())
-
-    def block(self, key: ChainKey) -> Mapping[Shard, Held]:
-        return self._blocks.get(key, self._nothing)
-
-    def enter(self, info: RecordInfo) -> Held:
-        """Return the entry of a record; a new one is in no tier yet."""
-        block = self._blocks.setdefault(_chain_key(info), {})
-        held = block.get(info.id.shard)
-        if held is None:
-            held = block[info.id.shard] = Held(info)
-        return held
-
-    def remove(self, held: Held) -> None:
-        """Remove a record that is in no tier any more."""
-        key = _chain_key(held.info)
-        del self._blocks[key][held.info.id.shard]
-        if not self._blocks[key]:
-            del self._blocks[key]
-
-    def put_on_nvme(self, held: Held, info: RecordInfo, nvme: NvmeRef) -> None:
-        self.clear_nvme(held)
-        held.nvme, held.nvme_info = nvme, info
-        if held.offset is None:
-            held.info = info
-        self.nvme_usage.take(info.sharing_group, image_bytes(info.num_bytes))
-        if self.nvme_usage.has_limit(info.sharing_group):
-            self._nvme_chain.add(_chain_key(info), info.parent, info.sharing_group)
-
-    def clear_nvme(self, held: Held) -> None:
-        info = held.nvme_info
-        if info is not None:
-            self.nvme_usage.take(info.sharing_group, -image_bytes(info.num_bytes))
-            if self.nvme_usage.has_limit(info.sharing_group):
-                self._nvme_chain.remove(_chain_key(info))
-        held.nvme = held.nvme_info = None
-
-    def touch_nvme(self, held: Held) -> None:
-        """Note that the record, if it is on NVMe, is used just now."""
-        info = held.nvme_info
-        if info is not None and self.nvme_usage.has_limit(info.sharing_group):
-            self._nvme_chain.touch(_chain_key(info))
-
-    def nvme_victim(self, group: str, num_bytes: int) -> ChainKey | None:
-        """Return the block to drop from NVMe for so many bytes of this group: its own when it has its share,
-        else one of the group that exceeds its share most. None: no group does."""
-        if self.nvme_usage.has_limit(group) and self.nvme_usage.would_exceed(group, num_bytes):
-            return self._nvme_chain.oldest(group)
-        found = (self._nvme_chain.oldest(other) for other in self.nvme_usage.greediest())
-        return next((key for key in found if key is not None), None)
-
-    def check(self) -> None:
-        """Assert every invariant."""
-        nvme_bytes: dict[str, int] = {}
-        for key, block in self._blocks.items():
-            assert block, "a block without records is still known"
-            for shard, held in block.items():
-                assert held.info.id == RecordId(key.space, key.key, shard)
-                assert held.tiers, "a record is in no tier"
-                assert (held.nvme is None) == (held.nvme_info is None)
-                assert held.offset is not None or held.info is held.nvme_info
-                if held.nvme_info is not None:
-                    group, num_bytes = held.nvme_info.sharing_group, image_bytes(held.nvme_info.num_bytes)
-                    nvme_bytes[group] = nvme_bytes.get(group, 0) + num_bytes
-        assert nvme_bytes == self.nvme_usage.taken
-        self._nvme_chain.check()
-
-
-def _chain_key(info: RecordInfo) -> ChainKey:
-    return ChainKey(info.id.space, info.id.key)

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.group_shares import GroupShares, GroupUsage
 from kvtransfer.errors import StoreError
-from kvtransfer.store.dram.arena import Arena
+from kvtransfer.store.dram.arena import Arena, fill_with_zeros
 from kvtransfer.store.messages import RecordInfo
 from kvtransfer.store.record import State, Writer
 
@@ -36,6 +36,7 @@ class ArenaSlot:
     __slots__ = (
         "info",
         "is_adopted",
+        "is_purged",
         "is_wanted",
         "key",
         "num_bytes",
@@ -58,6 +59,8 @@ class ArenaSlot:
         self.writer: Writer | None = None
         # False: purged while it was being filled.
         self.is_wanted = True
+        # Its memory must be cleared before anybody else gets it.
+        self.is_purged = False
         # An earlier owner allocated it, and only that one knew which connections to watch.
         self.is_adopted = False
         self.num_leases = 0
@@ -147,6 +150,8 @@ class SlotAllocator:
         assert slot.pinned_until is None
         self.usage.take(slot.info.sharing_group, -slot.num_bytes)
         del self.slots[slot.offset]
+        if slot.is_purged:
+            fill_with_zeros(self.arena.space(slot.offset))
         self.arena.free(slot.offset)
 
     # --------------------------------------------------------------------------------------------- kept

@@ -10,16 +10,17 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
-from kvtransfer.common.health import CoolDown, RateMeter
 from kvtransfer.config import StoreSettings
 from kvtransfer.errors import StoreError, StoreIoError
-from kvtransfer.store.messages import RecordInfo, TierStat
+from kvtransfer.store.messages import PurgeOrder, RecordInfo, TierStat
+from kvtransfer.store.nvme.counters import NvmeCounters
+from kvtransfer.store.nvme.erasure import PurgeJournal, clear_range, gaps_between
 from kvtransfer.store.nvme.recovery import LOCK_NAME, Recovery, direct_flag, lock_folder
 from kvtransfer.store.nvme.segment_table import MAX_RUN_RECORDS, SURVIVING_SHARE, Reservation, SegmentTable
 from kvtransfer.store.nvme.segment_table import Compacted as Compacted
@@ -30,7 +31,6 @@ from kvtransfer.store.nvme.segments import (
     Segment,
     SegmentFiles,
     clear_directory,
-    erase_page,
     header_page,
     io_error,
     is_header_of,
@@ -38,6 +38,7 @@ from kvtransfer.store.nvme.segments import (
     write_at,
     write_directory,
 )
+from kvtransfer.store.nvme.write_gate import WriteGate
 from kvtransfer.store.record import HEADER_BYTES, PAGE_BYTES, decode_header, image_bytes
 
 _log = logging.getLogger(__name__)
@@ -70,14 +71,16 @@ class NvmeTier:
         self._files = SegmentFiles(self._folder, 0)
         self._writer = SegmentWriter(self._files, self._table, self._segment_bytes, self._counters, faults)
         self._scratch = _Scratch()
+        self._journal = PurgeJournal(self._folder)
         self._maintenance = threading.Lock()  # compact, erase, close: one at a time
         self._lock_fd = -1
 
     # --------------------------------------------------------------------------------- open and close
 
     def open(self) -> list[tuple[RecordInfo, NvmeRef]]:
-        """Lock the folder and find its records, of all spaces and groups. `StoreError` when another owner
-        has it or the capacity is below two segments, `StoreIoError` when it cannot be used at all."""
+        """Lock the folder, complete the purges that were interrupted, and find the records, of all spaces and
+        groups. `StoreError` when another owner has the folder or the capacity is below two segments,
+        `StoreIoError` when it cannot be used at all."""
         if self._capacity_bytes < 2 * self._segment_bytes:
             raise StoreError(
                 f"{self._capacity_bytes} bytes are less than two segments of {self._segment_bytes}"
@@ -96,6 +99,7 @@ class NvmeTier:
         self._counters.count(num_checksum_failures=recovery.num_damaged, num_io_errors=recovery.num_io_errors)
         self._table.adopt(recovery.segments, recovery.next_number)
         self._shrink()
+        self._complete_purges()
         self._resume()
         for segment in self._table.unsealed():
             self._writer.seal(segment)
@@ -129,6 +133,20 @@ class NvmeTier:
                 self._counters.failed(error)
                 return
             self._table.removed(segment)
+
+    def _complete_purges(self) -> None:
+        """Complete what was interrupted; where the disk refuses that, the records are not found all the
+        same."""
+        orders = self._journal.read()
+        if not orders:
+            return
+        for order in orders:
+            self._forget_all(order)
+        try:
+            self._erase_dead()
+            self._journal.write(())
+        except StoreIoError as error:
+            _log.error("what was purged is still on the disk: %s", error)
 
     def _resume(self) -> None:
         """Continue in the newest segment, if it has free space."""
@@ -244,34 +262,32 @@ class NvmeTier:
                 self._counters.failed(error)
             return compacted
 
-    def erase(self, refs: Iterable[NvmeRef]) -> None:
-        """Drop these, and let no restart bring back anything that was dropped: when this returns, the headers
-        of all such records are overwritten durably. The payloads stay until their segment is used again.
-        `StoreIoError` when that fails anywhere; the next call tries again."""
+    def erase(self, refs: Iterable[NvmeRef], order: PurgeOrder | None = None) -> None:
+        """Drop these and all that the order means, and leave no byte of anything that was dropped in any
+        file: when this returns, all that lies between the records that are held reads as zeros, durably.
+        Writes wait meanwhile. An order is completed by the next `open` when the process dies before
+        `end_purge`. `StoreIoError` when anything fails; the next call tries again."""
         with self._maintenance:
-            for ref in refs:
-                self._table.forget(ref)
-            errors: list[StoreIoError] = []
-            for segment, offsets in self._table.stale():
+            if order is not None:
                 try:
-                    self._erase(segment, offsets)
-                    self._table.erased(segment, offsets)
-                except StoreIoError as error:
-                    errors.append(error)
-            for segment in self._table.unread():
-                try:
-                    self._files.remove(segment)
-                    self._table.removed(segment)
-                except StoreIoError as error:
-                    errors.append(error)
-            try:
-                self._files.sync_folder()  # files that were given up held records too
-            except StoreIoError as error:
-                errors.append(error)
-            for each in errors:
-                self._counters.failed(each)
-            if errors:
-                raise errors[0]
+                    self._journal.write((*self._journal.read(), order))
+                except StoreIoError as error:  # perhaps the disk is full
+                    _log.warning("a purge that is interrupted now would not be completed: %s", error)
+            with self._writer.stopped():
+                for ref in refs:
+                    self._table.forget(ref)
+                if order is not None:
+                    self._forget_all(order)
+                self._erase_dead()
+
+    def end_purge(self, order: PurgeOrder) -> None:
+        """Erase what was still being written when the order came, and complete it. Errors as of `erase`."""
+        with self._maintenance:
+            with self._writer.stopped():
+                self._erase_dead()
+            orders = self._journal.read()
+            if order in orders:
+                self._journal.write([each for each in orders if each != order])
 
     def stat(self) -> TierStat:
         """Return statistics: hits are reads, `num_written_bytes` is all that went to the disk, and refused
@@ -320,21 +336,67 @@ class NvmeTier:
             self._table.add_ready(ready)
         self._files.sync_folder()
 
-    def _erase(self, segment: Segment, offsets: Sequence[int]) -> None:
+    def _forget_all(self, order: PurgeOrder) -> None:
+        for info, ref in self._table.records():
+            if order.includes(info):
+                self._table.forget(ref)
+
+    def _erase_dead(self) -> None:
+        """Erase what is not held from all files, while nobody writes; raise the first error, at the end."""
+        errors: list[StoreIoError] = []
+        for segment in self._table.with_remains():
+            try:
+                self._erase(segment)
+            except StoreIoError as error:
+                errors.append(error)
+        for segment in self._table.unread():
+            try:
+                self._files.remove(segment)
+                self._table.removed(segment)
+            except StoreIoError as error:
+                errors.append(error)
         try:
-            with self._files.using(segment, "erasing in") as fd:
-                for offset in offsets:
-                    erase_page(fd, offset)
-                with segment.directory_lock:
-                    if segment.is_sealed:
-                        write_directory(fd, segment, self._table.directory(segment, offsets))
-                os.fdatasync(fd)
+            self._files.sync_folder()  # files that were given up held records too
         except StoreIoError as error:
-            is_removed = (
-                isinstance(error.__cause__, FileNotFoundError) and (self._folder / LOCK_NAME).exists()
-            )
-            if not is_removed:  # else somebody removed the file, and no restart brings it back
+            errors.append(error)
+        for each in errors:
+            self._counters.failed(each)
+        if errors:
+            raise errors[0]
+
+    def _erase(self, segment: Segment) -> None:
+        """Erase all that lies between the live records of a segment, and before a directory that names these
+        alone."""
+        live, stale = self._table.begin_erasing(segment)
+        is_erased = False
+        try:
+            with self._files.using(segment, "erasing in") as fd, segment.directory_lock:
+                self._faults.at("store.erase")
+                _cut_to_pages(fd, segment)
+                end = segment.num_bytes
+                if segment.is_sealed:
+                    end -= write_directory(fd, segment, self._table.directory(segment, stale))
+                for start, stop in gaps_between(live, end):
+                    self._faults.at("store.erase")
+                    clear_range(fd, start, stop)
+                if not segment.is_sealed:  # it may get more records
+                    with suppress(OSError):  # else a full disk shows when they are written
+                        os.posix_fallocate(fd, segment.end, segment.num_bytes - segment.end)
+                os.fsync(fd)
+            is_erased = True
+        except StoreIoError as error:
+            is_erased = isinstance(error.__cause__, FileNotFoundError) and (self._folder / LOCK_NAME).exists()
+            if not is_erased:  # else somebody removed the file, and no restart brings it back
                 raise
+        finally:
+            self._table.end_erasing(segment, stale if is_erased else None)
+
+
+def _cut_to_pages(fd: int, segment: Segment) -> None:
+    """Remove what is behind the last whole page of a file that was cut: no record ends there."""
+    if segment.num_bytes % PAGE_BYTES:
+        segment.num_bytes -= segment.num_bytes % PAGE_BYTES
+        os.ftruncate(fd, segment.num_bytes)
 
 
 def _described(page: memoryview) -> str:
@@ -378,11 +440,22 @@ class SegmentWriter:
         self._counters = counters
         self._faults = faults
         self._growing = threading.Lock()
+        self._gate = WriteGate()
         self._headers = _Headers()
 
     def append(self, records: Images, *, is_copy: bool) -> tuple[NvmeRef, ...]:
         """Write the leading records, as many as the segment takes and at least one. `StoreIoError` when the
         disk fails, `StoreError` when there is no space; then none of them is held."""
+        with self._gate.writing():
+            return self._append(records, is_copy=is_copy)
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Let nobody append meanwhile, and wait for those who do."""
+        with self._gate.closed():
+            yield
+
+    def _append(self, records: Images, *, is_copy: bool) -> tuple[NvmeRef, ...]:
         infos = [info for _, info in records]
         reservation = self._reserve(infos, is_copy=is_copy)
         is_written = False
@@ -493,84 +566,3 @@ def _flip_bit(fd: int, offset: int) -> None:
     read_at(fd, [page], offset)
     page[0] ^= 1
     write_at(fd, [page], offset)
-
-
-# ----------------------------------------------------------------------------------------------
-# The counters of the NVMe tier, and the suspension of writes after failures.
-
-
-class NvmeCounters:
-    """Counts, rates and the cool-down of one tier. Thread-safe."""
-
-    def __init__(self, clock: Clock) -> None:
-        # A permanent limitation.
-        self.note = ""
-        self._clock = clock
-        self._lock = threading.Lock()
-        self.reads = RateMeter()
-        self.writes = RateMeter()
-        self._cool_down = CoolDown()
-        self._counts: dict[str, int] = defaultdict(int)
-
-    def count(self, **counts: int) -> None:
-        """Add to counters of `TierStat`."""
-        with self._lock:
-            for name, count in counts.items():
-                self._counts[name] += count
-
-    def failed(self, error: StoreIoError) -> None:
-        """Count a failed write, and suspend writes for a while."""
-        _log.warning("%s", error)
-        with self._lock:
-            self._counts["num_io_errors"] += 1
-            self._cool_down.failed(str(error), self._clock.now())
-
-    def pause(self) -> tuple[float, str]:
-        """Return for how long writes are still suspended (0.0: they are not), and why."""
-        if not self._cool_down.reason:
-            return 0.0, ""
-        with self._lock:
-            return self._cool_down.remaining_s(self._clock.now()), self._cool_down.reason
-
-    def begin(self, meter: RateMeter) -> float:
-        """Begin a client's read (`reads`) or a write of records (`writes`); return the time, for its end."""
-        with self._lock:
-            now = self._clock.now()
-            meter.begin(now)
-            return now
-
-    def end_read(self, began_at: float, num_bytes: int, *, is_hit: bool) -> None:
-        """End a read of so many bytes; 0: it failed."""
-        with self._lock:
-            self.reads.end(self._clock.now(), began_at, num_bytes)
-            if num_bytes and is_hit:
-                self._counts["num_hits"] += 1
-                self._counts["num_hit_bytes"] += num_bytes
-
-    def end_write(self, began_at: float, num_bytes: int, *, is_put: bool) -> None:
-        """End a write of so many bytes, for a client or by a compaction; 0: it failed."""
-        with self._lock:
-            now = self._clock.now()
-            self.writes.end(now, began_at, num_bytes)
-            if num_bytes:
-                self._counts["num_written_bytes"] += num_bytes
-                self._counts["num_put_bytes"] += num_bytes if is_put else 0
-                self._cool_down.succeeded(now)
-
-    def stat(self, num_bytes: int, capacity_bytes: int, num_records: int) -> TierStat:
-        with self._lock:
-            notes = [self.note]
-            if self._cool_down.reason:
-                pause_s = self._cool_down.remaining_s(self._clock.now())
-                notes.append(f"writes are suspended for another {pause_s:.1f} s: {self._cool_down.reason}")
-            return TierStat(
-                "nvme",
-                num_bytes,
-                capacity_bytes,
-                num_records,
-                **self._counts,
-                read_gb_s=self.reads.gb_s,
-                write_gb_s=self.writes.gb_s,
-                latency_s=self.reads.latency_s,
-                note="; ".join(filter(None, notes)),
-            )

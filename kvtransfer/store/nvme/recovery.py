@@ -17,6 +17,7 @@ from kvtransfer.blocks.checksum import Checksummer
 from kvtransfer.common.faults import Faults
 from kvtransfer.errors import OtherVersionError, StoreError, StoreIoError
 from kvtransfer.store.messages import RecordInfo
+from kvtransfer.store.nvme.erasure import JOURNAL_NAMES
 from kvtransfer.store.nvme.segments import (
     Directory,
     PageBuffer,
@@ -100,7 +101,7 @@ class Recovery:
             if number is not None and path.is_file() and not path.is_symlink():
                 self.next_number = max(self.next_number, number + 1)
                 self._recover(number, path)
-            elif path.name != LOCK_NAME:
+            elif path.name != LOCK_NAME and path.name not in JOURNAL_NAMES:
                 _log.warning("%s is none of the store's files: it is left alone", path)
 
     def _recover(self, number: int, path: Path) -> None:

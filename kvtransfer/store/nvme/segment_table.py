@@ -124,6 +124,7 @@ class SegmentTable:
         with self._lock:
             if written is None:
                 reservation.segment.stale.update(ref.offset for ref in reservation.refs)
+                reservation.segment.has_remains = True
                 return self._leave(reservation.segment)
             for ref, info in zip(reservation.refs, written, strict=True):
                 reservation.segment.add(ref.offset, info)
@@ -279,19 +280,32 @@ class SegmentTable:
 
     # -------------------------------------------------------------------------------------- erasure
 
-    def stale(self) -> list[tuple[Segment, tuple[int, ...]]]:
-        """Return the records that are not held any more and that a restart would bring back."""
+    def with_remains(self) -> list[Segment]:
+        """Return the segments, also empty ones, that may hold bytes of records that are not held."""
         with self._lock:
-            return [(each, tuple(each.stale)) for each in self._segments.values() if each.stale]
+            known = [*self._segments.values(), *self._ready]
+            return [each for each in known if each.has_remains and not each.is_unread]
+
+    def begin_erasing(self, segment: Segment) -> tuple[list[tuple[int, int]], frozenset[int]]:
+        """Return offset and size of each image that must stay, and the offsets of all others. What is
+        forgotten from now on is for the next time."""
+        with self._lock:
+            segment.has_remains = False
+            live = [(offset, image_bytes(info.num_bytes)) for offset, info in segment.live.items()]
+            return live, frozenset(segment.stale)
+
+    def end_erasing(self, segment: Segment, erased: Iterable[int] | None) -> None:
+        """Forget the offsets that were erased; None: that failed."""
+        with self._lock:
+            if erased is None:
+                segment.has_remains = True
+            else:
+                segment.stale.difference_update(erased)
 
     def unread(self) -> list[Segment]:
         """Return the segments whose contents are unknown, so that a restart may bring them back."""
         with self._lock:
             return [each for each in self._segments.values() if each.is_unread]
-
-    def erased(self, segment: Segment, offsets: Iterable[int]) -> None:
-        with self._lock:
-            segment.stale.difference_update(offsets)
 
     # ------------------------------------------------------------------------------- under the lock
 

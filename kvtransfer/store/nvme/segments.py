@@ -43,6 +43,8 @@ _CRC = struct.Struct("<I")
 _SUMMED_FROM = 12
 # Read at once when a segment is opened: with the usual sizes that is all of its directory.
 _TAIL_BYTES = 256 << 10
+# The unit of `st_blocks`.
+_BLOCK_BYTES = 512
 # What an entry of the directory takes at most beside its `RecordInfo`.
 _ENTRY_BYTES = 16
 
@@ -95,6 +97,8 @@ class Segment:
     is_sealed: bool = False
     # Something was written to it that is not yet durable.
     is_dirty: bool = False
+    # Bytes of records that are not held may stand between those that are, or behind them.
+    has_remains: bool = False
     # It could not be read when the tier was opened: its contents are unknown.
     is_unread: bool = False
     directory_lock: threading.Lock = field(default_factory=threading.Lock)
@@ -117,6 +121,7 @@ class Segment:
         self.live = dict(found.live)
         self.num_live_bytes = sum(image_bytes(info.num_bytes) for info in self.live.values())
         self.stale = set(found.stale)
+        self.has_remains = True  # nobody knows
         self.directory_bytes = len(_encoder.encode(found)) + _ENTRY_BYTES * (len(found.live) + 1)
 
     @property
@@ -135,6 +140,7 @@ class Segment:
         info = self.live.pop(offset, None)
         if info is not None:
             self.num_live_bytes -= image_bytes(info.num_bytes)
+            self.has_remains = True
         return info
 
     @property
@@ -274,17 +280,18 @@ class SegmentFiles:
 
     def rename(self, segment: Segment, number: int) -> Segment | None:
         """Reuse the file of an unused segment as an empty segment of another number; None when the file is
-        gone or its size has changed."""
+        gone, its size has changed, or not all of its blocks are allocated."""
         path = self.folder / segment_name(number)
         with naming("renaming", segment.path):
             try:
-                if segment.path.stat().st_size != segment.num_bytes:
+                found = segment.path.stat()
+                if found.st_size != segment.num_bytes or found.st_blocks * _BLOCK_BYTES < found.st_size:
                     return None
                 segment.path.rename(path)
             except FileNotFoundError:
                 return None
         self.retire(segment)
-        return Segment(number, path, segment.num_bytes)
+        return Segment(number, path, segment.num_bytes, has_remains=True)
 
     def retire(self, segment: Segment) -> None:
         """Close the file as soon as it is unused."""

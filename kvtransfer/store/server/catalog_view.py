@@ -9,7 +9,8 @@ from typing import Literal, NamedTuple
 
 from kvtransfer.blocks.layout import BlockLayout, intersect, shard_size, without
 from kvtransfer.messages import ITEM_BYTES, BlocksStored, CompatibilityRecord, Shard
-from kvtransfer.store.dram.catalog import Catalog, Held
+from kvtransfer.store.dram.catalog import Catalog
+from kvtransfer.store.dram.record_table import Held
 from kvtransfer.store.index.index import Holder, Index
 from kvtransfer.store.messages import FromOwner, RecordId, Tier, TierEvents
 from kvtransfer.store.record import space_id

@@ -19,7 +19,7 @@ from kvtransfer.common.tasks import Spawn
 from kvtransfer.config import StoreSettings
 from kvtransfer.errors import StoreError
 from kvtransfer.store.dram.catalog import Catalog
-from kvtransfer.store.messages import RecordId, RecordInfo, TierStat
+from kvtransfer.store.messages import PurgeOrder, RecordId, RecordInfo, TierStat
 from kvtransfer.store.nvme.log import Compacted, NvmeTier
 from kvtransfer.store.nvme.segments import NvmeRef, PageBuffer
 from kvtransfer.store.policy.nvme_admission import Admission
@@ -200,15 +200,22 @@ class Disk:
         self._admission.forgotten(record)
         self._hit.discard(record)
 
-    async def erase(self, refs: Iterable[NvmeRef]) -> str:
-        """Drop these durably; return why that failed, or "". This owner does not find them again either
-        way."""
+    async def erase(self, refs: Iterable[NvmeRef], order: PurgeOrder | None = None) -> str:
+        """Drop these and all that the order means, durably and to the last byte; return why that failed, or
+        "". This owner does not find them again either way."""
+        return await self._erase(lambda nvme: nvme.erase(list(refs), order))
+
+    async def end_purge(self, order: PurgeOrder) -> str:
+        """Complete the order, once no write that it met still runs; return why that failed, or ""."""
+        return await self._erase(lambda nvme: nvme.end_purge(order))
+
+    async def _erase(self, work: Callable[[NvmeTier], None]) -> str:
         if self._nvme is None:
             return ""
         if not self.is_open:
             return f"the records on NVMe are not known: {self._note or 'they are being read'}"
         try:
-            await self._call(self._upkeep, self._nvme.erase, list(refs))
+            await self._call(self._upkeep, work, self._nvme)
         except StoreError as error:
             _log.error("what was purged may come back after a restart: %s", error)
             return str(error)

@@ -14,10 +14,10 @@ from kvtransfer.common.tasks import Spawn
 from kvtransfer.config import StoreSettings
 from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity, Shard
 from kvtransfer.rpc.trust import Trust
-from kvtransfer.store.dram.arena import Arena, Prefault
+from kvtransfer.store.dram.arena import Arena, Prefault, fill_with_zeros
 from kvtransfer.store.dram.catalog import Catalog, Purged
 from kvtransfer.store.index.index import Holder, Index
-from kvtransfer.store.messages import RecordId, RecordInfo, Tier
+from kvtransfer.store.messages import PurgeOrder, RecordId, RecordInfo, Tier
 from kvtransfer.store.record import space_id
 from kvtransfer.store.remote.exchange import Exchange, arena_pool
 from kvtransfer.store.remote.serve import LeasedRecord
@@ -187,13 +187,25 @@ class StoreNode:
             if dropped.nvme is not None:
                 self.disk.drop(dropped.info.id, dropped.nvme)
 
-    async def purge(self, group: str | None, model: str | None) -> tuple[str, Purged]:
-        """Delete these records from all tiers. Also return why a restart may bring some back from NVMe, or
-        ""."""
-        purged = self.catalog.purge(group, model)
-        failure = await self.disk.erase(purged.erase)
+    async def purge(self, order: PurgeOrder) -> tuple[str, Purged]:
+        """Delete these records from all tiers, and clear their memory and their places on NVMe. Also return
+        why a restart may bring some back from NVMe, or ""."""
+        purged = self.catalog.purge(order, keeps_slots=True)
+        # Who no longer waits for the answer must not keep slots from being free.
+        clearing = self._spawn(self._clear(purged.slots), "store-clear")
+        failure = await self.disk.erase(purged.erase, order)
         await self.writes.passed()
+        failure = failure or await self.disk.end_purge(order)
+        await asyncio.wait([clearing])
         return failure, purged
+
+    async def _clear(self, offsets: Sequence[int]) -> None:
+        """Clear these slots on a thread, and free them."""
+        for offset in offsets:
+            if (memory := self.catalog.unread_memory(offset)) is not None:
+                await asyncio.to_thread(fill_with_zeros, memory)
+                self.catalog.cleared(offset)
+            self.catalog.release(offset)
 
     def _choose(self, holders: Sequence[Holder]) -> RemoteHolder | None:
         exchange = self.exchange

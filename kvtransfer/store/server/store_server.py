@@ -45,6 +45,7 @@ from kvtransfer.store.messages import (
     ListedRecord,
     ListRequest,
     OwnerHello,
+    PurgeOrder,
     PurgeRequest,
     PurgeResult,
     RankHello,
@@ -383,7 +384,7 @@ class AdminService:
     async def _purge(self, request: PurgeRequest) -> PurgeResult | AdminFailed:
         """Delete matching records. They cannot be found from here on; those being read or written are deleted
         when their last user is done."""
-        failure, purged = await self._node.purge(request.sharing_group, request.model)
+        failure, purged = await self._node.purge(PurgeOrder(request.sharing_group, request.model))
         if failure:
             return AdminFailed(failure)
         _log.info("purged: group %s, model %s: %s", request.sharing_group, request.model, purged.num_records)
