@@ -179,7 +179,6 @@ class PoolConfig(_Settings):
             )
 
 
-# "auto": as the chat template has it.
 ToolParserName = Literal["auto", "none", "hermes", "llama3", "mistral", "qwen3_coder"]
 ReasoningParserName = Literal["auto", "none", "think", "mistral"]
 
@@ -264,6 +263,8 @@ class GatewayConfig(_Settings):
     tool_parser: ToolParserName = "auto"
     # Between which marks reasoning stands in them; `auto`: those of the chat template.
     reasoning_parser: ReasoningParserName = "auto"
+    # What the text of a special token is in messages, tools and results: `plain` text, or the token.
+    special_tokens_in_content: Literal["plain", "special"] = "plain"
 
     @model_validator(mode="after")
     def _certificate_with_key(self) -> Self:

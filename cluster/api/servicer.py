@@ -32,6 +32,7 @@ from cluster.gateway.traffic_splitter import TrafficSplitter
 from cluster.identity.identity import Identity
 from cluster.metrics.ended_request import Caller, Summary
 from cluster.proto.tandem.v1 import inference_pb2 as pb
+from cluster.text.chat_template import Rendered
 from cluster.text.preprocess import Preprocessor
 from cluster.text.tokenizer import ModelText
 from cluster.text.validation import ServingLimits, check_detokenize, check_tokenize
@@ -242,13 +243,14 @@ class TextCalls:
         """Tokenize text or a chat; raise `RequestError` when the request cannot be served."""
         with self._admitted(tenant):
             await self._run(lambda: check_tokenize(request, limits))
-            if request.WhichOneof("input") == "chat":
-                text, adds_tokens = await self._preprocessor.render_chat(request.chat, limits, tenant), False
-            else:
-                text, adds_tokens = request.text, True
-            if request.HasField("add_special_tokens"):
-                adds_tokens = request.add_special_tokens
-            return await self._run(lambda: self._tokenized(text, adds_tokens))
+            prompt: str | Rendered = request.text
+            is_chat = request.WhichOneof("input") == "chat"
+            if is_chat:
+                prompt = await self._preprocessor.render_chat(request.chat, limits, tenant)
+            adds_tokens = (
+                request.add_special_tokens if request.HasField("add_special_tokens") else not is_chat
+            )
+            return await self._run(lambda: self._tokenized(prompt, adds_tokens))
 
     async def detokenize(
         self, request: pb.DetokenizeRequest, limits: ServingLimits, tenant: str
@@ -279,9 +281,9 @@ class TextCalls:
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
-    def _tokenized(self, text: str, adds_tokens: bool) -> pb.TokenizeResponse:
+    def _tokenized(self, prompt: str | Rendered, adds_tokens: bool) -> pb.TokenizeResponse:
         tokens = np.frombuffer(
-            self._preprocessor.encode_now(text, add_special_tokens=adds_tokens), dtype="<u4"
+            self._preprocessor.encode_now(prompt, add_special_tokens=adds_tokens), dtype="<u4"
         )
         response = pb.TokenizeResponse()
         for start in range(0, len(tokens), _NUM_TOKENS):

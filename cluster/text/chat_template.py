@@ -18,12 +18,14 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+import jinja2.runtime
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec import structs
 
 from cluster.errors import TemplateRefusedError
 from cluster.text.bounded_process import BoundedProcess, BoundsBrokenError, serve
+from cluster.text.special_text import SpecialText, StandIns, texts_of, with_plain
 from kvtransfer.codec import Codec, Message, Part
 from workers.errors import CheckpointError
 from workers.model.model_config import read_json
@@ -34,8 +36,14 @@ _MAX_MEMORY_BYTES = 1 << 30
 # Follows the content of a final message that is continued; the text ends there.
 _OPEN_END = "\ue000continued\ue000"
 # OpenAI's later name for the role; few templates know it, and others drop such a turn, or refuse it.
-_SYSTEM, _DEVELOPER = "system", "developer"
+_SYSTEM, _DEVELOPER, _ASSISTANT = "system", "developer", "assistant"
 _KNOWS_DEVELOPER = re.compile(rf"""['"]{_DEVELOPER}['"]""")
+# What a tool without parameters takes, and under which name arguments that are no object are shown.
+_NO_PARAMETERS = {"type": "object", "properties": {}}
+_CUT_ARGUMENTS = "arguments"
+# A variable for our own filters, which no template can name.
+_STAND_INS = "<stand-ins>"
+_NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 # Names of templates, where a model has several.
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -105,18 +113,26 @@ class ChatTemplate(Part, frozen=True):
 
 
 class RenderOrder(Message, frozen=True):
-    """Parent to child. `wall_s` is what `strftime_now` shows."""
+    """Parent to child. `wall_s` is what `strftime_now` shows; `special` are the special tokens that are text
+    in what users write (None: they are what they are)."""
 
     template: ChatTemplate
     chat: Chat
     wall_s: float
     max_chars: int
+    special: SpecialText | None = None
 
 
 class Rendered(Message, frozen=True):
-    """The text."""
+    """The text, and where in it the texts of special tokens begin that are not the template's own."""
 
     text: str
+    plain_at: tuple[int, ...] = ()
+
+    @property
+    def markup(self) -> str:
+        """The text for whoever looks for the template's own marks."""
+        return with_plain(self.text, self.plain_at)
 
 
 class RenderRefused(Message, frozen=True):
@@ -172,12 +188,20 @@ def _listed_templates(found: object) -> dict[str, str]:
 class ChatRenderer:
     """The parent's side."""
 
-    def __init__(self, template: ChatTemplate, *, render_timeout_s: float = _RENDER_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate,
+        special: SpecialText | None = None,
+        *,
+        render_timeout_s: float = _RENDER_TIMEOUT_S,
+    ) -> None:
+        """The tokens of `special` are text where users write them."""
         self._template = template
+        self._special = special
         self._process = BoundedProcess("cluster.text.chat_template", timeout_s=render_timeout_s)
 
-    async def render(self, chat: Chat, *, wall_s: float, max_chars: int, party: str = "") -> str:
-        """The prompt's text; `TemplateError` says what the template did. Parties take turns."""
+    async def render(self, chat: Chat, *, wall_s: float, max_chars: int, party: str = "") -> Rendered:
+        """Return the prompt; `TemplateError` says what the template did. Parties take turns."""
         result: Rendered | RenderRefused
         try:
             result = await self.try_render(chat, wall_s=wall_s, max_chars=max_chars, party=party)
@@ -186,13 +210,15 @@ class ChatRenderer:
         if isinstance(result, RenderRefused):
             problem = f"the model's chat template failed: {result.reason}"
             raise TemplateRefusedError(f"{problem}; send text instead")
-        return result.text
+        return result
 
     async def try_render(
         self, chat: Chat, *, wall_s: float, max_chars: int, party: str = ""
     ) -> Rendered | RenderRefused:
         """Return what the template made of the chat; raise `BoundsBrokenError` where it broke a bound."""
-        order = RenderOrder(template=self._template, chat=chat, wall_s=wall_s, max_chars=max_chars)
+        order = RenderOrder(
+            template=self._template, chat=chat, wall_s=wall_s, max_chars=max_chars, special=self._special
+        )
         return RESULT_CODEC.decode(await self._process.exchange(ORDER_CODEC.encode(order), party))
 
     async def start(self) -> None:
@@ -224,17 +250,45 @@ class _TemplateNamespace(jinja2.utils.Namespace):
 
 
 def render(order: RenderOrder) -> Rendered | RenderRefused:
-    """What the child does with an order: as transformers' `apply_chat_template`, plus the bound of output."""
+    """What the child does with an order: as transformers' `apply_chat_template`, plus the bound of output.
+
+    The arguments of a call that are no JSON object, because a limit cut them, go to the template as text. One
+    that can write an object alone gets them as its only value.
+    """
+    result = _rendered(order, cut_arguments_key="")
+    if isinstance(result, RenderRefused) and any(
+        _is_cut(call) for turn in order.chat.turns for call in turn.tool_calls
+    ):
+        other = _rendered(order, cut_arguments_key=_CUT_ARGUMENTS)
+        return other if isinstance(other, Rendered) else result
+    return result
+
+
+def _rendered(order: RenderOrder, *, cut_arguments_key: str) -> Rendered | RenderRefused:
+    stand_ins = None
     try:
         chat, source = order.chat, order.template.source_for(order.chat)
+        args = json.loads(chat.template_args_json) if chat.template_args_json else {}
+        messages = _messages(chat, source, cut_arguments_key)
+        tools = [_tool(tool) for tool in chat.tools] or None
+        if order.special is not None:
+            said = texts_of([args, messages, tools])
+            stand_ins = StandIns(order.special, said, source)
+            if stand_ins:
+                args = {name: stand_ins.put(value) for name, value in args.items()}
+                messages = [_with_stand_ins(message, stand_ins) for message in messages]
+                tools = stand_ins.put(tools)
+        if chat.continue_final_message:
+            messages[-1]["content"] += _OPEN_END
         context: dict[str, Any] = {
             **order.template.special_tokens,
             "documents": None,
-            **(json.loads(chat.template_args_json) if chat.template_args_json else {}),
-            "messages": _messages(chat, source),
-            "tools": [_tool(tool) for tool in chat.tools] or None,
+            **args,
+            "messages": messages,
+            "tools": tools,
             "add_generation_prompt": chat.add_generation_prompt,
             "strftime_now": lambda pattern: datetime.fromtimestamp(order.wall_s).strftime(pattern),
+            _STAND_INS: stand_ins,
         }
         pieces: list[str] = []
         num_chars = 0
@@ -244,21 +298,28 @@ def render(order: RenderOrder) -> Rendered | RenderRefused:
                 return RenderRefused(f"its text exceeds {order.max_chars} characters")
             pieces.append(piece)
     except _RENDER_ERRORS as error:
-        return RenderRefused(f"{type(error).__name__}: {str(error)[:500]}")
+        reason = f"{type(error).__name__}: {str(error)[:500]}"
+        return RenderRefused(stand_ins.taken_out(reason)[0] if stand_ins else reason)
     text = "".join(pieces)
-    if not order.chat.continue_final_message:
-        return Rendered(text)
-    before, mark, _ = text.rpartition(_OPEN_END)
-    return Rendered(before) if mark else RenderRefused("it does not show the final message, to be continued")
+    if order.chat.continue_final_message:
+        text, mark, _ = text.rpartition(_OPEN_END)
+        if not mark:
+            return RenderRefused("it does not show the final message, to be continued")
+    return Rendered(*stand_ins.taken_out(text)) if stand_ins else Rendered(text)
 
 
-def _messages(chat: Chat, source: str) -> list[dict[str, Any]]:
-    """The turns as the template knows them; the end of one to be continued is marked."""
+def _with_stand_ins(message: dict[str, Any], stand_ins: StandIns) -> dict[str, Any]:
+    """Return the message with stand-ins; what an answer may consist of stays in those of the assistant."""
+    is_answer = message["role"] == _ASSISTANT
+    return {
+        key: stand_ins.put(value, is_answer=is_answer and key == "content") for key, value in message.items()
+    }
+
+
+def _messages(chat: Chat, source: str, cut_arguments_key: str) -> list[dict[str, Any]]:
+    """The turns as the template knows them."""
     turns = chat.turns if _KNOWS_DEVELOPER.search(source) else _without_developer(chat.turns)
-    messages = [_message(turn) for turn in turns]
-    if chat.continue_final_message:
-        messages[-1]["content"] += _OPEN_END
-    return messages
+    return [_message(turn, cut_arguments_key) for turn in turns]
 
 
 def _without_developer(turns: tuple[ChatTurn, ...]) -> list[ChatTurn]:
@@ -277,7 +338,7 @@ def _without_developer(turns: tuple[ChatTurn, ...]) -> list[ChatTurn]:
     return found
 
 
-def _message(turn: ChatTurn) -> dict[str, Any]:
+def _message(turn: ChatTurn, cut_arguments_key: str) -> dict[str, Any]:
     message: dict[str, Any] = {"role": turn.role, "content": turn.content}
     if turn.reasoning:
         message["reasoning_content"] = turn.reasoning
@@ -286,7 +347,7 @@ def _message(turn: ChatTurn) -> dict[str, Any]:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.name, "arguments": json.loads(call.arguments or "{}")},
+                "function": {"name": call.name, "arguments": _arguments(call, cut_arguments_key)},
             }
             for call in turn.tool_calls
         ]
@@ -297,8 +358,24 @@ def _message(turn: ChatTurn) -> dict[str, Any]:
     return message
 
 
+def _arguments(call: CalledTool, cut_arguments_key: str) -> dict[str, Any] | str:
+    """Return the arguments of a call: an object, or where they are cut their text, under this key if any."""
+    if not _is_cut(call):
+        found: dict[str, Any] = json.loads(call.arguments or "{}")
+        return found
+    return {cut_arguments_key: call.arguments} if cut_arguments_key else call.arguments
+
+
+def _is_cut(call: CalledTool) -> bool:
+    """Return whether the arguments of a call are no JSON object."""
+    try:
+        return not isinstance(json.loads(call.arguments or "{}"), dict)
+    except (ValueError, RecursionError):
+        return True
+
+
 def _tool(tool: ChatTool) -> dict[str, Any]:
-    parameters = json.loads(tool.parameters_json) if tool.parameters_json else {"type": "object"}
+    parameters = json.loads(tool.parameters_json) if tool.parameters_json else _NO_PARAMETERS
     function = {"name": tool.name, "description": tool.description, "parameters": parameters}
     return {"type": "function", "function": function}
 
@@ -318,7 +395,9 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
+@jinja2.pass_context
 def _to_json(
+    context: jinja2.runtime.Context,
     value: Any,
     ensure_ascii: bool = False,
     indent: int | None = None,
@@ -326,9 +405,17 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Without the HTML escapes of jinja2's own filter."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    stand_ins: StandIns | None = context.get(_STAND_INS)
+    text = json.dumps(
+        value,
+        ensure_ascii=ensure_ascii and not stand_ins,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
     )
+    if ensure_ascii and stand_ins:  # which are characters to keep
+        return _NOT_ASCII.sub(lambda it: it[0] if it[0] in stand_ins else json.dumps(it[0])[1:-1], text)
+    return text
 
 
 def answer(order: bytes) -> bytes:

@@ -25,13 +25,16 @@ from cluster.text.chat_template import (
     ChatRenderer,
     ChatTool,
     ChatTurn,
+    Rendered,
     load_chat_template,
 )
 from cluster.text.constraints import output_constraint, tags_of
 from cluster.text.grammars import GrammarCompiler, Vocabulary
+from cluster.text.marked_prompt import MarkedPromptEncoder, marks_in_answers
 from cluster.text.output_parsers.choose import OutputParsers, ParserNeeds
 from cluster.text.output_parsers.tool_grammar import ReasoningRules
 from cluster.text.sample_text import SampleText
+from cluster.text.special_text import SpecialText
 from cluster.text.tag_grammar import tag_markers
 from cluster.text.tokenizer import SHORT_CHARS, ModelText
 from cluster.text.validation import ServingLimits, max_tokens_of, sampling_of
@@ -159,10 +162,21 @@ class Preprocessor:
         self._model = read_model_config(model_dir)
         self._text = ModelText.load(model_dir)
         template = load_chat_template(model_dir)
-        self._chat = ChatRenderer(template) if template is not None else None
         tokenizer = model_dir / "tokenizer.json"
         marks = template.source + template.tool_source if template is not None else None
         self._parsers = OutputParsers.choose(marks, gateway.tool_parser, gateway.reasoning_parser)
+        self._chat: ChatRenderer | None = None
+        self._marked_prompts: MarkedPromptEncoder | None = None
+        if template is not None:
+            special = None
+            if gateway.special_tokens_in_content == "plain":
+                named = {*template.special_tokens.values()}
+                named.update(map(self._text.token_text, self._model.eos_token_ids))
+                tokens = self._text.special_tokens(marks or "", named)
+                in_answers = {*self._parsers.markers, *marks_in_answers(marks or "")} - named
+                special = SpecialText.of(tokens, in_answers)
+                self._marked_prompts = self._text.marked_prompt_encoder(tokens)
+            self._chat = ChatRenderer(template, special)
         self._calls = CallProbe(self._parsers, self._chat, finds_notation=gateway.tool_parser == "auto")
         self._grammars = GrammarCompiler(
             Vocabulary(tokenizer, self._model.vocab_size, tuple(self._model.eos_token_ids))
@@ -204,11 +218,11 @@ class Preprocessor:
             opens_reasoning = self._parsers.opens_reasoning(request.text)
             prompt = await self.encode(request.text)
         else:
-            text = await self.render_chat(request.chat, limits, request.tenant)
+            rendered = await self.render_chat(request.chat, limits, request.tenant)
             continued = _continued_text(request.chat)
-            opens_reasoning = self._parsers.opens_reasoning(text, continued)
-            reasoning = self._parsers.reasoning_rules(text, continued)
-            prompt = await self.encode(text, add_special_tokens=False)
+            opens_reasoning = self._parsers.opens_reasoning(rendered.markup, continued)
+            reasoning = self._parsers.reasoning_rules(rendered.markup, continued)
+            prompt = await self.encode(rendered, add_special_tokens=False)
             if parser_needs_of(request).tools:
                 parsers = await self._calls.parsers(self._clock.wall())
         if request.HasField("truncate_prompt_tokens"):
@@ -267,21 +281,28 @@ class Preprocessor:
         )
         return prepared, texts
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> bytes:
-        """Return the token ids of the text as uint32 little-endian bytes."""
-        if len(text) <= SHORT_CHARS:
-            return self.encode_now(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self.encode_now, text, add_special_tokens=add_special_tokens)
+    async def encode(self, prompt: str | Rendered, *, add_special_tokens: bool = True) -> bytes:
+        """Return the token ids of a prompt as uint32 little-endian bytes. In a text, special tokens are what
+        they are."""
+        if len(prompt if isinstance(prompt, str) else prompt.text) <= SHORT_CHARS:
+            return self.encode_now(prompt, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self.encode_now, prompt, add_special_tokens=add_special_tokens)
 
-    def encode_now(self, text: str, *, add_special_tokens: bool) -> bytes:
+    def encode_now(self, prompt: str | Rendered, *, add_special_tokens: bool) -> bytes:
         """Encode in the calling thread."""
-        return self._text.encode(text, add_special_tokens=add_special_tokens)
+        if isinstance(prompt, str):
+            return self._text.encode(prompt, add_special_tokens=add_special_tokens)
+        marked = self._marked_prompts
+        if marked is None or not (prompt.plain_at or marked.has_variants):
+            return self._text.encode(prompt.text, add_special_tokens=add_special_tokens)
+        ids = marked.encode(prompt.text, prompt.plain_at, add_special_tokens=add_special_tokens)
+        return np.asarray(ids, dtype="<u4").tobytes()
 
     def decode(self, tokens: bytes, *, keep_special_tokens: bool) -> str:
         """Return the text of token ids."""
         return self._text.decode(tokens, keep_special_tokens=keep_special_tokens)
 
-    async def render_chat(self, chat: pb.ChatPrompt, limits: ServingLimits, tenant: str) -> str:
+    async def render_chat(self, chat: pb.ChatPrompt, limits: ServingLimits, tenant: str) -> Rendered:
         """Render a tenant's prompt by the model's template; raise `TemplateError` where that cannot be."""
         if self._chat is None:
             raise TemplateError("this model has no chat template; send text instead")

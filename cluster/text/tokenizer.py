@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from tokenizers import Tokenizer
 
+from cluster.text.marked_prompt import MarkedPromptEncoder, special_tokens
 from workers.errors import CheckpointError
 
 REPLACEMENT = "\ufffd"
@@ -67,6 +68,18 @@ class ModelText:
     def vocab_size(self) -> int:
         """With added tokens; the model's own may be larger."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def special_tokens(self, template: str, named: Collection[str]) -> frozenset[str]:
+        """The texts that are commands in a prompt of this chat template; some are `named` so elsewhere."""
+        return special_tokens(self._tokenizer, template, named)
+
+    def marked_prompt_encoder(self, special: Collection[str]) -> MarkedPromptEncoder:
+        """What encodes prompts in which some of these special tokens are plain text."""
+        return MarkedPromptEncoder(self._tokenizer, special)
+
+    def token_text(self, token: int) -> str:
+        """The name of a token in the vocabulary; "" where it has none."""
+        return self._tokenizer.id_to_token(token) or ""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> bytes:
         """The token ids of `text`; with the tokens that the model expects around it, unless told not to."""

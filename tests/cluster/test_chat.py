@@ -76,7 +76,7 @@ async def render(
     renderer = ChatRenderer(template, render_timeout_s=timeout_s)
     try:
         chat = Chat(tuple(turns), add_generation_prompt=opens)
-        return await renderer.render(chat, wall_s=0.0, max_chars=100_000)
+        return (await renderer.render(chat, wall_s=0.0, max_chars=100_000)).text
     finally:
         await renderer.close()
 
@@ -196,7 +196,7 @@ async def test_a_chat_with_tools_is_rendered_by_the_template_for_tools(tmp_path:
         ]
         wanted = reference.apply_chat_template(messages, tools=shown or None, tokenize=False)
         chat = Chat(tuple(TURNS), tools, add_generation_prompt=False)
-        assert await renderer.render(chat, wall_s=0.0, max_chars=100_000) == wanted
+        assert (await renderer.render(chat, wall_s=0.0, max_chars=100_000)).text == wanted
         assert wanted.startswith("find ") == bool(tools)
     await renderer.close()
 

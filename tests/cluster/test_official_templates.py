@@ -5,14 +5,24 @@ back."""
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_harness import GatewayHarness, ScriptedReplica, decode, encode, write_model
+from gateway_harness import (
+    GatewayHarness,
+    ScriptedReplica,
+    decode,
+    encode,
+    train_tokenizer,
+    write_model,
+)
 from http_harness import HttpFrontHarness
+from msgspec import structs
 from transformers import PreTrainedTokenizerFast
 
 from cluster.text.call_probe import CallProbe
@@ -27,8 +37,10 @@ from cluster.text.chat_template import (
     RenderOrder,
     render,
 )
+from cluster.text.marked_prompt import MarkedPromptEncoder, marks_in_answers, special_tokens
 from cluster.text.output_parsers.choose import OutputParsers, ParserNeeds
 from cluster.text.output_parsers.pieces import Content, Reasoning, ToolCallDelta
+from cluster.text.special_text import SpecialText
 from kvtransfer.common.clock import SystemClock
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -229,6 +241,43 @@ def _read(
         "".join(it.text for it in found if isinstance(it, Reasoning)).strip("\n"),
         [(tool, json.loads(arguments)) for tool, arguments in calls.values()],
     )
+
+
+_MARK = re.compile(r"<[^<>{}'\"\s%=\\\\]{1,30}>|\[/?[A-Z_]{3,20}\]")
+
+
+def test_special_tokens_in_users_text_are_text(source: str, family: Family) -> None:
+    """Of each mark that the template has, wherever a user may write it."""
+    tokenizer = train_tokenizer()
+    tokenizer.add_special_tokens(["<s>", "</s>", *sorted(set(_MARK.findall(source)))])
+    named = SPECIAL_TOKENS.values()
+    special = special_tokens(tokenizer, source, named)
+    encoder = MarkedPromptEncoder(tokenizer, special)
+    text = SpecialText.of(special, marks_in_answers(source))
+
+    def num_special(chat: Chat) -> Counter[str]:
+        found = render(RenderOrder(ChatTemplate(source, SPECIAL_TOKENS), chat, 0.0, 1 << 20, text))
+        assert isinstance(found, Rendered), found
+        ids = encoder.encode(found.text, found.plain_at, add_special_tokens=False)
+        assert tokenizer.decode(ids, skip_special_tokens=False) == found.text
+        return Counter(name for it in ids if (name := tokenizer.id_to_token(it)) in special)
+
+    def chats(said: str) -> list[Chat]:
+        question, *turns = loop(1)
+        asked = structs.replace(question, content=f"a {said} b")
+        call = CalledTool("call00000", TOOL.name, json.dumps({"city": f"c {said}", f"k{said}": [said]}))
+        answered = structs.replace(turns[0], tool_calls=(call,))
+        result = structs.replace(turns[1], content=f"d{said}", tool_call_id=call.id)
+        tool = structs.replace(TOOL, description=said, parameters_json=json.dumps({"properties": {said: {}}}))
+        return [
+            Chat((ChatTurn("system", said), asked), (TOOL,)),
+            Chat((asked, answered, result), (TOOL,)),
+            Chat((asked,), (tool,)),
+        ]
+
+    own = [num_special(chat) for chat in chats("xyz")]
+    for mark in special:
+        assert [num_special(chat) for chat in chats(mark)] == own, mark
 
 
 async def test_a_client_s_loop_of_calls_comes_to_an_answer(

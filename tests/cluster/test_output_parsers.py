@@ -12,6 +12,7 @@ from typing import Any, Literal
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from text_harness import FAMILIES, HERMES, LLAMA3, MISTRAL, QWEN3_CODER
 
 from cluster.text.chat_template import (
     CalledTool,
@@ -26,49 +27,6 @@ from cluster.text.output_parsers.choose import OutputParsers, ParserNeeds
 from cluster.text.output_parsers.parameters import kind_of
 from cluster.text.output_parsers.pieces import Content, OutputParser, Piece, Reasoning, ToolCallDelta, joined
 
-# Templates in the style of each family, of which the assistant's turn matters.
-HERMES = """{% for message in messages %}<|im_start|>{{ message.role }}
-{% if message.reasoning_content %}<think>
-{{ message.reasoning_content }}
-</think>
-
-{% endif %}{{ message.content }}{% for call in message.tool_calls or [] %}
-<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}<|im_end|>
-{% endfor %}"""
-LLAMA3 = """{% for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>
-
-{% if message.tool_calls %}{% for call in message.tool_calls %}{% if not loop.first %}; {% endif %}\
-{"name": "{{ call.function.name }}", "parameters": {{ call.function.arguments | tojson }}}{% endfor %}\
-{% else %}{{ message.content }}{% endif %}<|eot_id|>{% endfor %}"""
-MISTRAL = """{% for message in messages %}{% if message.reasoning_content %}[THINK]\
-{{ message.reasoning_content }}[/THINK]{% endif %}{{ message.content }}{% if message.tool_calls %}\
-[TOOL_CALLS][{% for call in message.tool_calls %}{"name": "{{ call.function.name }}", "arguments": \
-{{ call.function.arguments | tojson }}, "id": "{{ call.id }}"}{% if not loop.last %}, {% endif %}\
-{% endfor %}]{% endif %}{% endfor %}"""
-MISTRAL_NAMED = """{% for message in messages %}{{ message.content }}\
-{% for call in message.tool_calls or [] %}[TOOL_CALLS]{{ call.function.name }}\
-[ARGS]{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"""
-QWEN3_CODER = """{% for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}{% for call in message.tool_calls or [] %}
-<tool_call>
-<function={{ call.function.name }}>
-{% for name, value in call.function.arguments | items %}<parameter={{ name }}>
-{% if value is mapping or (value is sequence and value is not string) %}{{ value | tojson }}\
-{% else %}{{ value | string }}{% endif %}
-
-</parameter>
-{% endfor %}</function>
-</tool_call>{% endfor %}<|im_end|>
-{% endfor %}"""
-FAMILIES = {
-    "hermes": HERMES,
-    "llama3": LLAMA3,
-    "mistral": MISTRAL,
-    "mistral, named": MISTRAL_NAMED,
-    "qwen3 coder": QWEN3_CODER,
-}
 NEEDS = ParserNeeds(tools={"f": "", "find": ""}, separates_reasoning=True)
 
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_-]{0,10}", fullmatch=True)

@@ -11,7 +11,8 @@ import pytest
 from gateway_harness import train_tokenizer, write_model
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from text_harness import train_byte_fallback
+from tokenizers import Tokenizer
 
 from cluster.text.sample_text import SampleText, StopStrings
 from cluster.text.tokenizer import REPLACEMENT, ModelText
@@ -19,30 +20,6 @@ from workers.errors import CheckpointError
 
 BYTE_LEVEL = train_tokenizer()
 TEXTS = st.text(st.sampled_from("ab é€ 😀\n\ufffdñ漢"), max_size=30)
-
-
-def train_byte_fallback() -> Tokenizer:
-    """As Llama 2's and Mistral's: words with a leading mark, and one token for each byte."""
-    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(content=" ", left=1),
-        ]
-    )
-    bytes_as_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<unk>", "</s>"], show_progress=False, limit_alphabet=40
-    )
-    tokenizer.train_from_iterator(["the quick brown fox abab", "a bab ab\n"], trainer)
-    state = json.loads(tokenizer.to_str())
-    vocab = state["model"]["vocab"]
-    for token in bytes_as_tokens:
-        vocab.setdefault(token, len(vocab))
-    return Tokenizer.from_str(json.dumps(state))
 
 
 BYTE_FALLBACK = train_byte_fallback()

@@ -18,6 +18,7 @@ from cluster.errors import CallError, OverloadedError
 from cluster.identity.key_roots import KeyRoots
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.bounded_process import BoundedProcess
+from cluster.text.chat_template import Rendered
 from cluster.text.preprocess import Preprocessor
 from cluster.text.tokenizer import ModelText
 
@@ -30,10 +31,10 @@ class HeldPreprocessor(Preprocessor):
     held = threading.Event()
     threads: set[str]
 
-    def encode_now(self, text: str, *, add_special_tokens: bool) -> bytes:
+    def encode_now(self, prompt: str | Rendered, *, add_special_tokens: bool) -> bytes:
         self.threads.add(threading.current_thread().name)
         assert self.held.wait(WAIT_S)
-        return super().encode_now(text, add_special_tokens=add_special_tokens)
+        return super().encode_now(prompt, add_special_tokens=add_special_tokens)
 
 
 @pytest.fixture

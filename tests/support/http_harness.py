@@ -103,6 +103,7 @@ class HttpFrontHarness:
     def __init__(self, harness: GatewayHarness, config: ClusterConfig | None = None) -> None:
         self.harness = harness
         self.gateway: Gateway
+        self.grpc_address = ""
         self.session: aiohttp.ClientSession
         self._config = config
 
@@ -112,7 +113,7 @@ class HttpFrontHarness:
                 replica = EmbeddingReplica(self.harness, replica_id, role)
                 self.harness.replicas[replica_id] = replica
                 await replica.start()
-        self.gateway, _ = await self.harness.add_gateway(self._config)
+        self.gateway, self.grpc_address = await self.harness.add_gateway(self._config)
         timeout = aiohttp.ClientTimeout(total=WAIT_S)
         self.session = aiohttp.ClientSession(f"http://127.0.0.1:{self.gateway.http_port}", timeout=timeout)
         return self

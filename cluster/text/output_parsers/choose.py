@@ -82,6 +82,11 @@ class OutputParsers:
         notation = _CALL_NOTATIONS.get(self.tools)
         return "mistral_args" if notation == "mistral" and self.marks_arguments else notation
 
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """What the model's answers mark their parts with."""
+        return (*_TOOL_TOKENS.get(self.tools, ()), *_REASONING_MARKERS.get(self.reasoning, ()))
+
     def reasoning_rules(self, prompt: str, continued: str = "") -> ReasoningRules | None:
         """Return between which markers the model may reason after a rendered prompt; None where it does not,
         or the prompt ends with the end of its reasoning. The answer goes on from the text that is
