@@ -56,8 +56,6 @@ def _turn_violations(field: str, turn: pb.ChatMessage) -> Iterator[FieldViolatio
     for number, call in enumerate(turn.tool_calls):
         if not _TOOL_NAME.fullmatch(call.name):
             yield FieldViolation(f"{field}.tool_calls[{number}].name", _NAME_RULE)
-        if call.arguments and not isinstance(parsed_json(call.arguments), dict):
-            yield FieldViolation(f"{field}.tool_calls[{number}].arguments", "is not a JSON object")
 
 
 _NAME_RULE = "must be 1 to 64 letters, digits, underscores, dots or dashes"

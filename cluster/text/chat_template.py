@@ -39,7 +39,7 @@ _OPEN_END = "\ue000continued\ue000"
 _SYSTEM, _DEVELOPER, _ASSISTANT = "system", "developer", "assistant"
 _KNOWS_DEVELOPER = re.compile(rf"""['"]{_DEVELOPER}['"]""")
 # What a tool without parameters takes, and under which name arguments that are no object are shown.
-_NO_PARAMETERS = {"type": "object", "properties": {}}
+NO_PARAMETERS = {"type": "object", "properties": {}}
 _CUT_ARGUMENTS = "arguments"
 # A variable for our own filters, which no template can name.
 _STAND_INS = "<stand-ins>"
@@ -81,7 +81,8 @@ class ChatTurn(Part, frozen=True):
 
 
 class ChatTool(Part, frozen=True):
-    """A function that the model may call; `parameters_json` is the JSON schema of its arguments ("": any)."""
+    """A function that the model may call. `parameters_json` is the JSON schema of its arguments; "": it takes
+    none."""
 
     name: str
     description: str = ""
@@ -375,7 +376,7 @@ def _is_cut(call: CalledTool) -> bool:
 
 
 def _tool(tool: ChatTool) -> dict[str, Any]:
-    parameters = json.loads(tool.parameters_json) if tool.parameters_json else _NO_PARAMETERS
+    parameters = json.loads(tool.parameters_json) if tool.parameters_json else NO_PARAMETERS
     function = {"name": tool.name, "description": tool.description, "parameters": parameters}
     return {"type": "function", "function": function}
 

@@ -6,7 +6,7 @@ import json
 
 from msgspec import structs
 
-from cluster.errors import FieldViolation, InvalidRequestError, InvalidToolsError
+from cluster.errors import FieldViolation, InvalidRequestError
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.grammars import OutputConstraint
 from cluster.text.json_schemas import without_notes
@@ -14,15 +14,14 @@ from cluster.text.output_parsers.choose import OutputParsers
 from cluster.text.output_parsers.tool_grammar import CallableTool, CallRules, ReasoningRules
 from cluster.text.tag_grammar import Tag
 
+_NO_ARGUMENTS = '{"type": "object", "properties": {}, "additionalProperties": false}'
+
 
 def output_constraint(
     request: pb.GenerateRequest, parsers: OutputParsers, reasoning: ReasoningRules | None
 ) -> OutputConstraint | None:
     """Return what the output must look like; None: it is free. The constraint is one of the content: the
-    model may reason before it, as `reasoning` says, and call tools in a chat instead.
-
-    Raise `InvalidToolsError` where the request demands calls of a model that has no notation for them.
-    """
+    model may reason before it, as `reasoning` says, and call tools in a chat instead."""
     is_chat = request.WhichOneof("prompt") == "chat"
     calls = _call_rules(request, parsers) if is_chat else None
     if calls is None and not request.HasField("constraint"):
@@ -41,35 +40,42 @@ def output_constraint(
 
 def _call_rules(request: pb.GenerateRequest, parsers: OutputParsers) -> CallRules | None:
     """Return which calls a chat may have; None: any."""
-    chat, choice, notation = request.chat, request.chat.tool_choice, parsers.call_notation
+    chat, choice = request.chat, request.chat.tool_choice
     if not chat.tools or choice.mode == pb.ToolChoice.MODE_NONE:
         return None
-    is_required = bool(choice.name) or choice.mode == pb.ToolChoice.MODE_REQUIRED
+    is_required = demands_calls(chat)
+    notation = parsers.demanded().call_notation if is_required else parsers.call_notation
     wants_several = not choice.name and (chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls"))
     is_free = wants_several and not any(tool.strict for tool in chat.tools)
     if is_free and not is_required and not request.HasField("constraint"):
         return None
     if notation is None:
-        if is_required:
-            problem = "no way is known in which this model calls tools, so that none can be required"
-            raise InvalidToolsError(f"{problem}; let tool_choice be auto, or configure gateway.tool_parser")
         return None
     tools = tuple(
-        CallableTool(
-            tool.name, _without_notes(tool.parameters_json) if is_required or tool.strict else "", tool.strict
-        )
+        CallableTool(tool.name, _arguments_schema(tool, is_held=is_required or tool.strict), tool.strict)
         for tool in chat.tools
         if choice.name in ("", tool.name)
     )
     return CallRules(notation, tools, is_required, wants_several and parsers.allows_several)
 
 
-def _without_notes(schema_json: str) -> str:
-    """Return a schema without what changes no output, which may be the most of it."""
+def demands_calls(chat: pb.ChatPrompt) -> bool:
+    """Return whether the answer must call tools."""
+    choice = chat.tool_choice
+    return bool(chat.tools) and (bool(choice.name) or choice.mode == pb.ToolChoice.MODE_REQUIRED)
+
+
+def _arguments_schema(tool: pb.Tool, *, is_held: bool) -> str:
+    """Return the schema of a tool's arguments, without what changes no output, which may be the most of it;
+    "": any object. A tool without parameters takes none."""
+    if not tool.parameters_json:
+        return _NO_ARGUMENTS
+    if not is_held:
+        return ""
     try:
-        return json.dumps(without_notes(json.loads(schema_json))) if schema_json else ""
+        return json.dumps(without_notes(json.loads(tool.parameters_json)))
     except RecursionError:  # whoever compiles it says so
-        return schema_json
+        return tool.parameters_json
 
 
 def tags_of(constraint: pb.Constraint) -> tuple[Tag, ...]:

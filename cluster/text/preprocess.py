@@ -28,12 +28,13 @@ from cluster.text.chat_template import (
     Rendered,
     load_chat_template,
 )
-from cluster.text.constraints import output_constraint, tags_of
+from cluster.text.constraints import demands_calls, output_constraint, tags_of
 from cluster.text.grammars import GrammarCompiler, Vocabulary
 from cluster.text.marked_prompt import MarkedPromptEncoder, marks_in_answers
 from cluster.text.output_parsers.choose import OutputParsers, ParserNeeds
 from cluster.text.output_parsers.tool_grammar import ReasoningRules
 from cluster.text.sample_text import SampleText
+from cluster.text.shown_tools import with_tools_shown
 from cluster.text.special_text import SpecialText
 from cluster.text.tag_grammar import tag_markers
 from cluster.text.tokenizer import SHORT_CHARS, ModelText
@@ -225,6 +226,8 @@ class Preprocessor:
             prompt = await self.encode(rendered, add_special_tokens=False)
             if parser_needs_of(request).tools:
                 parsers = await self._calls.parsers(self._clock.wall())
+            if demands_calls(request.chat):
+                parsers = parsers.demanded()
         if request.HasField("truncate_prompt_tokens"):
             prompt = prompt[-request.truncate_prompt_tokens * TOKEN_BYTES :]
         return Prompt(prompt, parsers, opens_reasoning, reasoning)
@@ -306,8 +309,12 @@ class Preprocessor:
         """Render a tenant's prompt by the model's template; raise `TemplateError` where that cannot be."""
         if self._chat is None:
             raise TemplateError("this model has no chat template; send text instead")
+        said = chat_of(chat)
+        if demands_calls(chat) and (await self._calls.parsers(self._clock.wall())).call_notation is None:
+            names = [chat.tool_choice.name] if chat.tool_choice.name else [tool.name for tool in chat.tools]
+            said = with_tools_shown(said, names)
         return await self._chat.render(
-            chat_of(chat),
+            said,
             wall_s=self._clock.wall(),
             max_chars=limits.max_prompt_bytes,
             party=tenant,

@@ -117,7 +117,7 @@ class SampleText:
                 return self._step(count, pieces, "stop", stop)
         if finish:
             rest = self._parser.push(self._detokenizer.flush())
-            if stop := self._take([*rest, *self._parser.flush()], pieces):
+            if stop := self._take([*rest, *self._parser.flush(is_cut=finish != "stop")], pieces):
                 return self._step(len(ids), pieces, "stop", stop)
             pieces.append(Content(self._stops.flush()))
         return self._step(len(ids), pieces, finish, matched)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -203,7 +204,6 @@ MALFORMED: dict[str, Callable[[], tuple[str, str]]] = {
     "no name": lambda: (HERMES, '<tool_call>{"arguments": {}}</tool_call>'),
     "another key": lambda: (HERMES, '<tool_call>{"x": 1}</tool_call> b'),
     "no arguments": lambda: (HERMES, '<tool_call>{"name": 3}</tool_call>'),
-    "an end in the middle": lambda: (HERMES, '<tool_call>{"na'),
     "JSON that is no call": lambda: (LLAMA3, '{"answer": 42}'),
     "JSON with the name of no tool": lambda: (LLAMA3, '{"name": "Ada", "parameters": {"born": 1815}} so'),
     "JSON whose name comes last": lambda: (LLAMA3, '{"parameters": {"born": 1815}, "name": "Ada"}'),
@@ -211,12 +211,9 @@ MALFORMED: dict[str, Callable[[], tuple[str, str]]] = {
     "no list": lambda: (MISTRAL, "[TOOL_CALLS] ()"),
     "an empty list": lambda: (MISTRAL, "[TOOL_CALLS][]"),
     "a list of numbers": lambda: (MISTRAL, "[TOOL_CALLS][1]"),
-    "a list that only begins": lambda: (MISTRAL, "[TOOL_CALLS]["),
-    "an id without a name": lambda: (MISTRAL, "[TOOL_CALLS]<;[CALL_ID]x[TOOL_CALLS]["),
-    "the token alone": lambda: (MISTRAL, "[TOOL_CALLS]"),
+    "an id without a name": lambda: (MISTRAL, "[TOOL_CALLS]<;[CALL_ID]x"),
     "JSON in place of a function": lambda: (QWEN3_CODER, '<tool_call>{"name": "f"}</tool_call>'),
     "a function without a name": lambda: (QWEN3_CODER, "<tool_call><function=></function></tool_call>"),
-    "a tag that only begins": lambda: (QWEN3_CODER, "<tool_call><function=f"),
 }
 
 
@@ -226,6 +223,79 @@ def test_what_is_no_call_is_content(what: str) -> None:
     content, _, found = parts(read(parser_of(template), list(text)))
     assert not found
     assert content.replace(" ", "") == text.replace(" ", "")
+
+
+UNFINISHED = {
+    "an end in the middle": (HERMES, '<tool_call>{"na'),
+    "a list that only begins": (MISTRAL, "[TOOL_CALLS]["),
+    "the token alone": (MISTRAL, "[TOOL_CALLS]"),
+    "a name that only begins": (MISTRAL, "[TOOL_CALLS]fin"),
+    "a tag that only begins": (QWEN3_CODER, "<tool_call><function=f"),
+    "the tag of Llama 3": (LLAMA3, "<|python_tag|>"),
+    "a tagged object": (LLAMA3, '<|python_tag|>{"na'),
+}
+
+
+@pytest.mark.parametrize("what", UNFINISHED)
+def test_a_marker_and_what_follows_is_no_content(what: str) -> None:
+    """Also where the model itself ends there."""
+    template, text = UNFINISHED[what]
+    assert read(parser_of(template), list(text)) == []
+
+
+THOUGHT, SAID = "Let me\nsee.", "Well,  then: "
+CUT_CALLS = (
+    CalledTool("call00000", "find", '{"a": "x < y", "b": [1, {}]}'),
+    CalledTool("call00001", "f", "{}"),
+)
+CUT_ANSWERS = [
+    (family, content, num_calls, reasons)
+    for family in FAMILIES
+    for content in ("", SAID + "so ", "a <b> [T <")
+    for num_calls in (0, 1, 2)
+    for reasons in (False, True)
+    if (content or num_calls) and not (family == "llama3" and content and num_calls)
+    if not reasons or "reasoning_content" in FAMILIES[family]
+]
+
+
+@pytest.mark.parametrize(("family", "content", "num_calls", "reasons"), CUT_ANSWERS)
+def test_a_cut_answer_is_the_beginning_of_the_whole(
+    family: str, content: str, num_calls: int, reasons: bool
+) -> None:
+    """Wherever it is cut: what a marker begins is never content, nor thought."""
+    turn = ChatTurn("assistant", content, THOUGHT if reasons else "", CUT_CALLS[:num_calls])
+    text = answer(FAMILIES[family], turn)
+    tools = {"find": schema_of({"a": "", "b": []})}
+    for opening in ("", "<think>\n"):
+        is_open = bool(opening) and text.startswith(opening)
+        said = text.removeprefix(opening)
+        make = partial(parser_of, FAMILIES[family], opens_reasoning=is_open, tools=tools)
+        whole = raw_parts(read(make(), [said]))
+        for length in range(len(said) + 1):
+            parser = make()
+            pieces = [it for char in said[:length] for it in parser.push(char)]
+            found = raw_parts([*pieces, *parser.flush(is_cut=True)])
+            assert whole[0].startswith(found[0]), said[:length]
+            assert whole[1].startswith(found[1]), said[:length]
+            for (name, arguments), (whole_name, whole_arguments) in zip(found[2], whole[2], strict=False):
+                assert (name, whole_arguments[: len(arguments)]) == (whole_name, arguments)
+            at_once = make()
+            assert raw_parts([*at_once.push(said[:length]), *at_once.flush(is_cut=True)]) == found
+
+
+def raw_parts(pieces: list[Piece]) -> tuple[str, str, list[tuple[str, str]]]:
+    """Content, reasoning, and calls with the text of their arguments."""
+    found: dict[int, tuple[str, str]] = {}
+    for piece in pieces:
+        if isinstance(piece, ToolCallDelta):
+            name, arguments = found.get(piece.index, ("", ""))
+            found[piece.index] = name + piece.name, arguments + piece.arguments
+    return (
+        "".join(it.text for it in pieces if isinstance(it, Content)),
+        "".join(it.text for it in pieces if isinstance(it, Reasoning)),
+        [call for _, call in sorted(found.items())],
+    )
 
 
 def test_a_marked_call_is_one_whatever_its_name() -> None:
@@ -328,7 +398,14 @@ def test_a_model_that_makes_one_call_makes_one(family: Literal["hermes", "llama3
     """Its template would refuse an answer with two."""
     parsers = replace(OutputParsers.choose(FAMILIES[family], "auto", "auto"), allows_several=False)
     call = ONE_CALL[family]
-    for text, content in ((call, ""), (f"{call}\n", ""), (f"{call}; {call}", f"; {call}")):
+    between = ";" if family == "hermes" else ""
+    for text, content in (
+        (call, ""),
+        (f"{call}\n", ""),
+        (f"{call}; {call}", between),
+        (f"{call}; {call} and so on {call}", between),
+        (f"{call}; so", "; so"),
+    ):
         for pieces in ([text], list(text)):
             parser = parsers.make(NEEDS, "r", 0, opens_reasoning=False)
             assert parser is not None

@@ -23,7 +23,7 @@ from cluster.text.chat_checks import MAX_JSON_BYTES, MAX_TOOLS, chat_violations
 from cluster.text.constraints import output_constraint
 from cluster.text.grammars import GrammarCompiler, OutputConstraint, Vocabulary, grammar_text
 from cluster.text.output_parsers.choose import OutputParsers, ParserNeeds
-from cluster.text.output_parsers.pieces import ToolCallDelta
+from cluster.text.output_parsers.pieces import Content, ToolCallDelta
 from cluster.text.output_parsers.tool_grammar import CallableTool, CallNotation, CallRules, ReasoningRules
 from cluster.text.tag_grammar import Tag
 from workers.grammar_limits import parser_limits
@@ -529,10 +529,50 @@ def test_a_constraint_goes_with_reasoning_and_calls() -> None:
     assert output_constraint(text, HERMES, None) == OutputConstraint("regex", "a")
 
 
-def test_calls_are_not_required_of_a_model_that_has_no_notation() -> None:
+def test_calls_are_demanded_in_json_of_a_model_that_has_no_notation() -> None:
     assert found(request_of(tools=[STRICT]), NO_CALLS) is None
-    with pytest.raises(InvalidToolsError, match="tool_parser"):
-        found(request_of(tools=[STRICT], tool_choice=REQUIRED), NO_CALLS)
+    wanted = found(request_of(tools=[STRICT], tool_choice=REQUIRED), NO_CALLS)
+    assert wanted is not None
+    assert wanted.calls == CallRules("json", (CallableTool("a", '{"x": 1}', True),), True, True)
+    order = OutputConstraint("anything", calls=rules("json", "required"), reasoning=THINKS)
+    parser = NO_CALLS.demanded().make(
+        ParserNeeds({"find": "", "find_all": ""}, True), "r", 0, opens_reasoning=False
+    )
+    assert parser is not None
+    for model in MODELS.values():
+        for text in (FIND, f"{FIND}\n{FIND_ALL}", f"<think>so</think>{FIND}"):
+            assert model.takes(order, text)
+        for text in ("text", f"so {FIND}", WRONG, f"{FIND}\n", f"[{FIND}]"):
+            assert not model.takes(order, text)
+    pieces = [*parser.push(f"<think>so</think>{FIND}\n{FIND_ALL}"), *parser.flush()]
+    assert [it.name for it in pieces if isinstance(it, ToolCallDelta) and it.name] == ["find", "find_all"]
+    assert not [it for it in pieces if isinstance(it, Content)]
+
+
+def test_a_tool_without_parameters_takes_none() -> None:
+    for chat in (
+        request_of(tools=[pb.Tool(name="now")], tool_choice=REQUIRED),
+        request_of(tools=[pb.Tool(name="now")], parallel_tool_calls=False),
+        request_of(tools=[pb.Tool(name="now", strict=True)]),
+    ):
+        for parsers in (*NOTATIONS.values(), NO_CALLS):
+            order = found(chat, parsers)
+            if order is None or order.calls is None:
+                assert parsers is NO_CALLS
+                continue
+            says = {
+                "hermes": '<tool_call>{"name": "now", "arguments": %s}</tool_call>',
+                "llama3": '{"name": "now", "parameters": %s}',
+                "mistral": '[TOOL_CALLS][{"name": "now", "arguments": %s}]',
+                "mistral_args": "[TOOL_CALLS]now[ARGS]%s",
+                "qwen3_coder": "<tool_call>\n<function=now>\n%s</function>\n</tool_call>",
+                "json": '{"name": "now", "arguments": %s}',
+            }[order.calls.notation]
+            nothing, something = "{}", '{"time": 1}'
+            if order.calls.notation == "qwen3_coder":
+                nothing, something = "", "<parameter=a>\n1\n</parameter>\n"
+            assert MODELS["text"].takes(order, says % nothing)
+            assert not MODELS["text"].takes(order, says % something)
 
 
 def test_a_prompt_says_what_reasoning_may_follow_it() -> None:

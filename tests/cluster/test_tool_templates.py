@@ -13,13 +13,19 @@ import pytest
 from gateway_harness import TEMPLATE, GatewayHarness, decode, encode, write_model
 from http_harness import HttpFrontHarness
 
+from cluster.api.client import GenerateOptions
+from cluster.proto.tandem.v1 import inference_pb2 as pb
+
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
     "required": ["city", "days"],
     "additionalProperties": False,
 }
-TOOL = {"type": "function", "function": {"name": "find", "description": "finds", "parameters": SCHEMA}}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "find", "description": "finds", "parameters": SCHEMA},
+}
 ASKED: dict[str, Any] = {
     "messages": [{"role": "user", "content": "find it"}],
     "tools": [TOOL],
@@ -103,7 +109,7 @@ async def test_what_a_model_with_one_call_an_answer_says_can_be_sent_back(
     async with front_of(write_model(tmp_path / "m", ONE_CALL)) as front:
         message, finish = await answer(front, f"{call}; {call}", parallel_tool_calls=wants_several)
         assert (arguments(message), finish) == ([{"city": "Ulm", "days": 2}], "tool_calls")
-        assert message["content"] == f"; {call}"
+        assert message["content"] is None  # a second call is none
         (made,) = message["tool_calls"]
         result = {"role": "tool", "tool_call_id": made["id"], "content": "sunny"}
         message, _ = await answer(front, "Sunny.", messages=[*ASKED["messages"], message, result])
@@ -125,3 +131,137 @@ async def test_calls_in_tags_are_read_by_their_schema_and_written_back(tmp_path:
         ]
         await answer(front, "Sunny.", messages=[*ASKED["messages"], message, *results])
         assert prompt(front).count(call) == 2
+
+
+CALL = '{"name": "find", "arguments": {"city": "Ulm", "days": 2}}'
+FOUND = {"city": "Ulm", "days": 2}
+
+
+def write(front: HttpFrontHarness, said: str, *, ends: bool = True) -> None:
+    """Let the model say these words."""
+    ids = encode(said)
+    for replica in front.harness.replicas.values():
+        replica.script.tokens, replica.script.eos_at = [*ids, 0], len(ids) if ends else None
+
+
+@pytest.mark.parametrize("choice", ["required", "find"])
+async def test_a_call_can_be_demanded_of_a_model_whose_template_knows_no_tools(
+    tmp_path: Path, choice: str
+) -> None:
+    """Over every API, as a whole and as a stream."""
+    flat = {"type": "function", **TOOL["function"]}
+    said = [{"role": "user", "content": "find it"}]
+    is_named = choice == "find"
+    chats: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {
+            **ASKED,
+            "max_tokens": 70,
+            "tool_choice": {"type": "function", "function": {"name": "find"}} if is_named else choice,
+        },
+        "/v1/responses": {
+            "input": said,
+            "max_output_tokens": 70,
+            "tools": [flat],
+            "tool_choice": {"type": "function", "name": "find"} if is_named else choice,
+        },
+        "/v1/messages": {
+            "messages": said,
+            "max_tokens": 70,
+            "tools": [{"name": "find", "input_schema": SCHEMA}],
+            "tool_choice": {"type": "tool", "name": "find"} if is_named else {"type": "any"},
+        },
+    }
+    async with front_of(write_model(tmp_path / "m", TEMPLATE)) as front:
+        write(front, CALL)
+        for path, body in chats.items():
+            reply = await front.post(path, body)
+            assert reply.status == 200, reply.body
+            assert front.harness.replicas["p0"].submissions[-1].grammar is not None
+            shown = prompt(front)
+            assert "find" in shown.partition("find it")[0]
+            assert "city" in shown
+            streamed = await front.post(path, {**body, "stream": True})
+            assert streamed.status == 200, streamed.body
+            text = json.dumps([event for _, event in streamed.events])
+            match path:
+                case "/v1/chat/completions":
+                    (made,) = reply.json["choices"]
+                    assert (made["finish_reason"], made["message"]["content"]) == ("tool_calls", None)
+                    assert arguments(made["message"]) == [FOUND]
+                    assert '"content": "{' not in text
+                case "/v1/responses":
+                    (item,) = reply.json["output"]
+                    assert (item["type"], json.loads(item["arguments"])) == ("function_call", FOUND)
+                case _:
+                    (block,) = reply.json["content"]
+                    assert (block["type"], block["input"]) == ("tool_use", FOUND)
+                    assert reply.json["stop_reason"] == "tool_use"
+            assert '"find"' in text
+        chat = pb.ChatPrompt(
+            messages=[pb.ChatMessage(role=pb.ROLE_USER, content=[pb.ContentPart(text="find it")])],
+            tools=[pb.Tool(name="find", parameters_json=json.dumps(SCHEMA))],
+            tool_choice=pb.ToolChoice(name="find")
+            if is_named
+            else pb.ToolChoice(mode=pb.ToolChoice.MODE_REQUIRED),
+        )
+        done = await front.harness.client(front.grpc_address).complete(chat, GenerateOptions(max_tokens=70))
+        ((call,),) = done.tool_calls
+        assert (call.name, json.loads(call.arguments), done.texts) == ("find", FOUND, ("",))
+        counted = {**chats["/v1/messages"]}
+        del counted["max_tokens"]
+        reply = await front.post("/v1/messages/count_tokens", counted)
+        await front.post("/v1/messages", chats["/v1/messages"])
+        assert reply.json["input_tokens"] == len(front.harness.replicas["p0"].submissions[-1].prompt) // 4
+        message, finish = await answer(front, CALL)  # auto: the tools are not shown, and this is text
+        assert (message["content"], finish) == (CALL, "stop")
+        assert prompt(front).count("find") == 1
+
+
+async def test_a_cut_call_is_no_text(tmp_path: Path) -> None:
+    """As a whole and as a stream, wherever the limit is."""
+    call = f"<tool_call>\n{CALL}\n</tool_call>"
+    said = f"Well. {call}\n{call}"
+    num_tokens = len(encode(said))
+    async with front_of(write_model(tmp_path / "m", HERMES)) as front:
+        write(front, said, ends=False)
+        for limit in range(1, num_tokens, 7):
+            body = {**ASKED, "max_tokens": limit}
+            reply = await front.post("/v1/chat/completions", body)
+            (choice,) = reply.json["choices"]
+            message = choice["message"]
+            assert choice["finish_reason"] == "length"
+            assert "Well.".startswith(message["content"] or "")
+            calls = message.get("tool_calls", [])
+            assert all(it["function"]["name"] == "find" for it in calls)
+            streamed = await front.post("/v1/chat/completions", {**body, "stream": True})
+            deltas = [it["choices"][0]["delta"] for _, it in streamed.events if it != "[DONE]"]
+            assert "".join(it.get("content", "") for it in deltas) == (message["content"] or "")
+            grown: dict[int, str] = {}
+            for part in [part for it in deltas for part in it.get("tool_calls", [])]:
+                grown[part["index"]] = grown.get(part["index"], "") + part["function"]["arguments"]
+            assert list(grown.values()) == [it["function"]["arguments"] for it in calls]
+
+
+@pytest.mark.parametrize("template", [HERMES, TAGGED, "{{ messages }}"])
+async def test_a_history_with_cut_arguments_goes_on(tmp_path: Path, template: str) -> None:
+    cut = '{"city": "Ul'
+    call = {"id": "call00000", "type": "function", "function": {"name": "find", "arguments": cut}}
+    turns = [
+        *ASKED["messages"],
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call00000", "content": "cut"},
+    ]
+    async with front_of(write_model(tmp_path / "m", template)) as front:
+        for arguments_text in (cut, "[1]", "no JSON"):
+            call["function"]["arguments"] = arguments_text  # type: ignore[index]
+            message, _ = await answer(front, "Sunny.", messages=turns)
+            assert message["content"] == "Sunny."
+            shown = prompt(front)
+            assert arguments_text in shown or json.dumps(arguments_text)[1:-1] in shown
+        items = [
+            {"role": "user", "content": "find it"},
+            {"type": "function_call", "call_id": "call00000", "name": "find", "arguments": cut},
+            {"type": "function_call_output", "call_id": "call00000", "output": "cut"},
+        ]
+        reply = await front.post("/v1/responses", {"input": items})
+        assert reply.status == 200, reply.body

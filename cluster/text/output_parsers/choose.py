@@ -29,6 +29,8 @@ _TOOL_PARSERS: dict[str, Callable[[CallIds, ParserNeeds, bool], OutputParser]] =
     # Whose templates all know several.
     "mistral": lambda ids, _, __: ListedCalls(ids),
     "qwen3_coder": lambda ids, needs, several: TaggedCalls(ids, needs.tools, allows_several=several),
+    # Calls that are demanded of a model without a notation of its own.
+    "json": lambda ids, needs, several: BareCalls(ids, frozenset(needs.tools), allows_several=several),
 }
 # What each notation writes as special tokens, which the text must keep.
 _TOOL_TOKENS = {
@@ -42,6 +44,7 @@ _CALL_NOTATIONS: dict[str, CallNotation] = {
     "llama3": "llama3",
     "mistral": "mistral",
     "qwen3_coder": "qwen3_coder",
+    "json": "json",
 }
 _REASONING_MARKERS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
 
@@ -75,6 +78,10 @@ class OutputParsers:
         if notation == "mistral_args":
             tools = "mistral"
         return replace(self, tools=tools, marks_arguments=notation == "mistral_args")
+
+    def demanded(self) -> OutputParsers:
+        """Return those of an answer that must have calls: in plain JSON where the model has no notation."""
+        return self if self.call_notation is not None else self.with_notation("json")
 
     @property
     def call_notation(self) -> CallNotation | None:

@@ -40,8 +40,9 @@ class OutputParser(Protocol):
     def push(self, text: str) -> list[Piece]:
         """Return the pieces that are certain after this text."""
 
-    def flush(self) -> list[Piece]:
-        """Return the rest, at the end: nothing is lost."""
+    def flush(self, *, is_cut: bool = False) -> list[Piece]:
+        """Return the rest, at the end. A call that has no name yet is dropped with its marker. Where a limit
+        `is_cut` the answer, so is what a marker may have begun with; else nothing else is lost."""
 
     @property
     def is_reasoning(self) -> bool:

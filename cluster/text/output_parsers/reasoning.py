@@ -37,12 +37,15 @@ class ReasoningParser:
         """Return the pieces that are certain after this text."""
         return joined(self._push(text))
 
-    def flush(self) -> list[Piece]:
+    def flush(self, *, is_cut: bool = False) -> list[Piece]:
         """Return the rest. Reasoning that never ended stays reasoning."""
         held, self._held = self._held, ""
         if self._place == "within":
-            return joined([Reasoning(without_end(held, "\n"))])
-        return joined([*self._inner.push(held), *self._inner.flush()])
+            thought = find_marker(held, (self._end,)).before if is_cut else held
+            return joined([Reasoning(without_end(thought, "\n"))])
+        if is_cut and self._place == "before":
+            held = ""
+        return joined([*self._inner.push(held), *self._inner.flush(is_cut=is_cut)])
 
     def _push(self, text: str) -> list[Piece]:
         self._held += text
@@ -92,6 +95,6 @@ class PlainParser:
         """Return the text."""
         return [Content(text)] if text else []
 
-    def flush(self) -> list[Piece]:
+    def flush(self, *, is_cut: bool = False) -> list[Piece]:
         """Nothing was held."""
         return []

@@ -66,8 +66,8 @@ class _TaggedCallText:
         rest, self._held = self._held, ""
         return pieces, rest
 
-    def flush(self) -> list[Piece]:
-        return [Content(self._opening + self._held)] if self._place == "function" else []
+    def flush(self, *, is_cut: bool) -> list[Piece]:
+        return []
 
     def _next(self) -> list[Piece] | None:
         """Return what can be said of the held text, and drop that; None where more is needed."""

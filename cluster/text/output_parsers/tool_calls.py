@@ -39,13 +39,14 @@ class _Call(Protocol):
         """Return the pieces of the call, and the text behind it. Where it breaks, its text so far is content,
         unless it was given as a call already."""
 
-    def flush(self) -> list[Piece]:
-        """Return what was held, at the end of an answer in the middle of the call."""
+    def flush(self, *, is_cut: bool) -> list[Piece]:
+        """Return what was held, at the end of an answer in the middle of the call; a limit may have cut it.
+        What a marker began is never content."""
 
 
 class _JsonCallText:
     """A call as a JSON object, behind `opening` (given back as content where there is no call). A call of
-    another name than `names` is none (None: all names are fine)."""
+    another name than `names` is none (None: all names are fine, for a marker begins the call)."""
 
     def __init__(self, index: int, call_id: str, opening: str, names: frozenset[str] | None = None) -> None:
         self._index = index
@@ -74,7 +75,7 @@ class _JsonCallText:
             self._raw.append(read)
         pieces: list[Piece] = []
         if self._is_unknown or (self._call.is_broken and not self._call.name):
-            return self.flush(), rest
+            return self._given_back(), rest
         if self._call.name and not self._is_named:
             self._is_named = True
             pieces.append(ToolCallDelta(self._index, self._call_id, self._call.name))
@@ -86,7 +87,10 @@ class _JsonCallText:
             pieces.append(ToolCallDelta(self._index, arguments="{}"))
         return pieces, rest
 
-    def flush(self) -> list[Piece]:
+    def flush(self, *, is_cut: bool) -> list[Piece]:
+        return [] if is_cut or self._names is None else self._given_back()
+
+    def _given_back(self) -> list[Piece]:
         return [] if self._is_named else [Content("".join(self._raw))]
 
 
@@ -137,8 +141,8 @@ class _NamedCallText:
                 ]
         return [*pieces, ToolCallDelta(self._index, arguments=text)] if text else pieces, ""
 
-    def flush(self) -> list[Piece]:
-        return [Content(self._opening + self._header)] if self._end is None else []
+    def flush(self, *, is_cut: bool) -> list[Piece]:
+        return []
 
     def _may_be_header(self, text: str) -> bool:
         rest = text.lstrip()
@@ -154,13 +158,15 @@ class _Calls:
     """What the notations have in common: content, then calls, one after another."""
 
     def __init__(self, ids: CallIds, *, allows_several: bool = True) -> None:
-        """What looks like a further call is content where the model can make one alone, because its template
-        refuses an answer with several."""
+        """A further call is dropped, with all behind it, where the model can make one alone, because its
+        template refuses an answer with several."""
         self._ids = ids
         self._allows_several = allows_several
         self._num_calls = 0
         self._call: _Call | None = None
         self._held = ""
+        # Nothing that comes now belongs to the answer.
+        self._is_over = False
 
     @property
     def is_reasoning(self) -> bool:
@@ -180,15 +186,19 @@ class _Calls:
             pieces += found
         return joined(pieces)
 
-    def flush(self) -> list[Piece]:
+    def flush(self, *, is_cut: bool = False) -> list[Piece]:
         """Return the rest."""
         held, self._held = self._held, ""
         if self._call is not None:
-            return joined([*self._call.flush(), Content(held)])
-        return joined(self._last(held))
+            return joined([*self._call.flush(is_cut=is_cut), Content(held)])
+        # What is held may be the beginning of a marker, or white space before one.
+        return [] if is_cut else joined(self._last(held))
 
     def _next(self) -> list[Piece] | None:
         """Return what can be said of the held text, and drop that; None where more is needed."""
+        if self._is_over:
+            self._held = ""
+            return None
         if self._call is None:
             return self._between()
         if not self._held:
@@ -251,10 +261,13 @@ class MarkedCalls(_Calls):
             self._held = self._held.lstrip()
             if not self._held:
                 return None
-        before, marker, after = find_marker(self._held, (self._start,) if self._may_call else ())
+        before, marker, after = find_marker(self._held, (self._start,))
         certain = without_end(before)
         if marker:
             self._held, self._follows = after, False
+            if not self._may_call:
+                self._is_over = True
+                return [Content(certain)]
             self._open(before[len(certain) :] + marker)
             return [Content(certain)]
         self._held = before[len(certain) :] + after
@@ -286,7 +299,11 @@ class BareCalls(_Calls):
             text, self._held = self._held, ""
             return [Content(text)] if text else None
         if not self._may_call:
-            if len(self._held) <= MAX_WAITING_CHARS and not self._held.strip(_SEPARATORS):
+            text = self._held.lstrip(_SEPARATORS)
+            if text.startswith(("{", self._TAG)):
+                self._is_over = True
+                return []
+            if len(self._held) <= MAX_WAITING_CHARS and self._TAG.startswith(text):
                 return None
             self._is_content = True
             return []
@@ -316,7 +333,8 @@ class BareCalls(_Calls):
 
     def _last(self, held: str) -> list[Piece]:
         is_separator = self._num_calls > 0 and not held.strip(_SEPARATORS)
-        return [] if is_separator else [Content(held)]
+        is_marker = held.lstrip(_SEPARATORS).startswith(self._TAG)
+        return [] if is_separator or is_marker else [Content(held)]
 
 
 class ListedCalls(_Calls):
@@ -390,9 +408,7 @@ class ListedCalls(_Calls):
         self._place = "content"
 
     def _last(self, held: str) -> list[Piece]:
-        if self._place == "start":
-            return [Content(self._START + held)]
-        if self._place == "list" and self._opening:
-            return [Content(self._opening + held)]
+        if self._place == "start" or (self._place == "list" and self._opening):
+            return []
         is_between = self._follows or self._place == "list"
         return [] if is_between and not held.strip(" \t\r\n,") else [Content(held)]

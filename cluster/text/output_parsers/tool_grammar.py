@@ -18,17 +18,18 @@ from kvtransfer.codec import Part
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-CallNotation = Literal["hermes", "llama3", "mistral", "mistral_args", "qwen3_coder"]
+CallNotation = Literal["hermes", "llama3", "mistral", "mistral_args", "qwen3_coder", "json"]
 # Returns the id of a marker that is one special token; None where it is text.
 SpecialToken = Callable[[str], int | None]
 
-# The marker before calls.
+# The marker before calls; "": none.
 _STARTS: dict[CallNotation, str] = {
     "hermes": "<tool_call>",
     "llama3": "<|python_tag|>",
     "mistral": "[TOOL_CALLS]",
     "mistral_args": "[TOOL_CALLS]",
     "qwen3_coder": "<tool_call>",
+    "json": "",
 }
 _CALL_END = "</tool_call>"
 _ARGS, _CALL_ID = "[ARGS]", "[CALL_ID]"
@@ -146,6 +147,8 @@ class _Rules:
 
     def calls(self, calls: CallRules) -> str:
         """Calls alone."""
+        if calls.notation == "json":
+            return self._behind_start(calls)
         start = self._mark(_STARTS[calls.notation])
         if calls.notation == "llama3":
             start = f"({start})?"
@@ -181,6 +184,8 @@ class _Rules:
                 self.lines.append("BREAK: /\\n?/")
             case "llama3":
                 call, between = "tool", '";" SPACE'
+            case "json":
+                call, between = "tool", r'"\n"'
             case "mistral":
                 call, between = "tool", '"," SPACE'
             case "mistral_args":
