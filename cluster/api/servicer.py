@@ -33,8 +33,10 @@ from cluster.identity.identity import Identity
 from cluster.metrics.ended_request import Caller, Summary
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.chat_template import Rendered
+from cluster.text.constraints import tags_of
 from cluster.text.preprocess import Preprocessor
-from cluster.text.tokenizer import ModelText
+from cluster.text.tag_grammar import tag_markers
+from cluster.text.tokenizer import Detokenizer, ModelText
 from cluster.text.validation import ServingLimits, check_detokenize, check_tokenize
 from kvtransfer.common.clock import let_others_run
 from kvtransfer.common.faults import Faults
@@ -86,6 +88,12 @@ class InferenceServicer:
             accepted.task.abandon()
         if failure is not None:  # nothing of what was taken is held any more
             await _end_behind_output(context, failure)
+
+    def detokenizer(self, request: pb.GenerateRequest) -> Detokenizer:
+        """Return what makes the text of an answer that is nothing but text."""
+        has_tags = request.constraint.HasField("structural_tags")
+        kept = tag_markers(tags_of(request.constraint)) if has_tags else ()
+        return self._texts.text.detokenizer(kept, keeps_all=request.keep_special_tokens)
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         claim(request, caller_identity())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -20,11 +20,19 @@ from cluster.http.answers import (
 )
 from cluster.http.chat import Translated
 from cluster.http.errors import HttpProblem, bad_field, openai_error
-from cluster.http.logprobs import CompletionLogprobs, LogprobLists, NoLogprobs, RankedLogprob, RankedLogprobs
+from cluster.http.logprobs import (
+    CompletionLogprobs,
+    LogprobLists,
+    NoLogprobs,
+    RankedLogprob,
+    RankedLogprobs,
+    TextOffsets,
+)
 from cluster.http.prompts import renamer, sampled_request
 from cluster.http.schemas import CompletionRequest, TokenId
 from cluster.http.sse import DONE, event
 from cluster.proto.tandem.v1 import inference_pb2 as pb
+from cluster.text.tokenizer import Detokenizer
 
 
 def translate(body: CompletionRequest, max_inputs: int) -> Translated:
@@ -99,38 +107,53 @@ class _Completion(msgspec.Struct):
 class _PromptOutput:
     """What the call of one prompt has brought."""
 
-    def __init__(self, body: CompletionRequest) -> None:
+    def __init__(self, body: CompletionRequest, offsets: Callable[[], TextOffsets]) -> None:
+        self._echoes = bool(body.echo)
         self.ranked = None if body.prompt_logprobs is None else RankedLogprobs()
-        self.lists = LogprobLists() if body.echo and body.logprobs is not None else None
+        self.lists = LogprobLists(offsets()) if body.echo and body.logprobs is not None else None
         kept = [it for it in (self.ranked, self.lists) if it is not None]
-        self.output: CallOutput[LogprobLists | NoLogprobs] = CallOutput(
-            NoLogprobs if body.logprobs is None else LogprobLists, *kept
-        )
 
-    def lists_with(self, logprobs: LogprobLists) -> LogprobLists:
-        """Return those of the prompt, where they are wanted, and those of its output."""
+        def make() -> LogprobLists | NoLogprobs:
+            return NoLogprobs() if body.logprobs is None else LogprobLists(offsets())
+
+        self.output = CallOutput(make, *kept)
+
+    def lists_with(self, logprobs: LogprobLists, *, has_prompt: bool = True) -> LogprobLists:
+        """Return those of the prompt, where they are wanted, and those of its output, which follows."""
         found = LogprobLists()
-        if self.lists is not None:
+        if self.lists is not None and has_prompt:
             found.extend(self.lists)
-        found.extend(logprobs)
+        found.extend(logprobs, len(self.output.prompt_text) if self._echoes else 0)
         return found
 
 
 class CompletionAnswer:
     """The answer to one or several prompts, as a stream of chunks or as a whole."""
 
-    def __init__(self, body: CompletionRequest, num_calls: int, maker: Maker) -> None:
+    def __init__(
+        self,
+        body: CompletionRequest,
+        num_calls: int,
+        maker: Maker,
+        detokenizer: Callable[[], Detokenizer] | None = None,
+    ) -> None:
+        """`detokenizer` makes one of the text that is answered."""
         self._maker = maker
-        self._prompts = [_PromptOutput(body) for _ in range(num_calls)]
+        self._detokenizer = detokenizer
+        self._prompts = [_PromptOutput(body, self._offsets) for _ in range(num_calls)]
         self._num_samples = body.n or 1
         self._echoes = bool(body.echo)
         self._has_logprobs = body.logprobs is not None
         self._streams = bool(body.stream)
         options = body.stream_options
         self._include_usage = options is not None and bool(options.include_usage)
-        # By index of the choice: how much text its tokens had.
+        # By index of the choice: how much text was sent, and where its tokens begin.
         self._num_chars: dict[int, int] = {}
+        self._index_to_offsets: dict[int, TextOffsets] = {}
         self.num_kept_bytes = 0
+
+    def _offsets(self) -> TextOffsets:
+        return TextOffsets(None if self._detokenizer is None else self._detokenizer())
 
     def take(self, number: int, response: pb.GenerateResponse) -> bytes:
         kind = response.WhichOneof("event")
@@ -172,18 +195,20 @@ class CompletionAnswer:
         finish = FINISH_NAMES.get(delta.finish_reason)
         index = self._index(number, delta.sample)
         choice = _Choice(index, delta.text, finish_reason=finish)
-        logprobs = LogprobLists()
+        is_first = index not in self._num_chars
+        if is_first:
+            self._num_chars[index] = 0
+            self._index_to_offsets[index] = self._offsets()
+            self._begin(choice, self._prompts[number])
+        self._num_chars[index] += len(choice.text)
+        logprobs = LogprobLists(self._index_to_offsets[index])
         if self._has_logprobs:
             logprobs.add(delta.logprobs)
-        if index not in self._num_chars:
-            self._num_chars[index] = 0
-            self._begin(choice, self._prompts[number])
-            logprobs = self._prompts[number].lists_with(logprobs)
+        logprobs = self._prompts[number].lists_with(logprobs, has_prompt=is_first)
         if not (choice.text or finish or logprobs or choice.prompt_logprobs):
             return b""
         if logprobs:
-            choice.logprobs = logprobs.lists(self._num_chars[index])
-            self._num_chars[index] += logprobs.num_chars
+            choice.logprobs = logprobs.lists(self._num_chars[index] if finish else None)
         if (stop := matched_stop(delta)) is not None:
             choice.stop_reason = stop
         chunk = self._chunk([choice])
@@ -206,7 +231,7 @@ class CompletionAnswer:
         choice = _Choice(self._index(number, sample_index), sample.text, finish_reason=sample.finish)
         self._begin(choice, prompt)
         if isinstance(sample.logprobs, LogprobLists):
-            choice.logprobs = prompt.lists_with(sample.logprobs).lists(0)
+            choice.logprobs = prompt.lists_with(sample.logprobs).lists(len(choice.text))
         if sample.matched_stop is not None:
             choice.stop_reason = sample.matched_stop
         return choice

@@ -106,7 +106,8 @@ class Endpoints:
     async def _completions(self, served: Served) -> web.StreamResponse:
         translate = functools.partial(completions.translate, max_inputs=self._settings.max_inputs)
         body, calls = await _read(served, CompletionRequest, translate)
-        answer = completions.CompletionAnswer(body, len(calls.calls), self._maker())
+        detokenizer = functools.partial(self._servicer.detokenizer, calls.calls[0])
+        answer = completions.CompletionAnswer(body, len(calls.calls), self._maker(), detokenizer)
         return await self._generate(served, calls, answer, bool(body.stream))
 
     async def _responses(self, served: Served) -> web.StreamResponse:

@@ -3,12 +3,14 @@ is here: there may be very many, and the end is then no more work than any other
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable
 from typing import Any, Protocol
 
 import msgspec
 
 from cluster.proto.tandem.v1 import inference_pb2 as pb
+from cluster.text.tokenizer import Detokenizer
 
 _encode = msgspec.json.Encoder().encode
 _NULL = msgspec.Raw(b"null")
@@ -107,11 +109,36 @@ class RankedLogprobs:
             self.items.append(_kept(self, _ranked(item)) if item.HasField("logprob") else _NULL)
 
 
+class TextOffsets:
+    """Counts where in a growing text its tokens begin, in characters. Tokens that are parts of one character
+    begin where that does; one that the text leaves out begins where the next one does."""
+
+    def __init__(self, detokenizer: Detokenizer | None = None) -> None:
+        """Without the detokenizer of the text, tokens are what their bytes say."""
+        self._detokenizer = detokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_chars = 0
+
+    def of(self, item: pb.TokenLogprob) -> int:
+        """Return where the next token begins."""
+        begin = self._num_chars
+        if self._detokenizer is not None:
+            text = self._detokenizer.push(item.token_id)
+        else:
+            text = self._decoder.decode(item.token_bytes or item.text.encode())
+        self._num_chars += len(text)
+        if item.text and len(text) > len(item.text) and text.endswith(item.text):
+            return self._num_chars - len(item.text)  # before it, there is the rest of a broken character
+        return begin
+
+
 class LogprobLists:
     """Those of a completion, in lists: what stands in `top_logprobs` as JSON."""
 
-    def __init__(self) -> None:
+    def __init__(self, offsets: TextOffsets | None = None) -> None:
         self.num_bytes = 0
+        self._text_offsets = offsets or TextOffsets()
+        self._offsets: list[int] = []
         self._logprobs: list[float | None] = []
         self._tokens: list[str] = []
         # Each as JSON.
@@ -126,27 +153,22 @@ class LogprobLists:
             is_there = item.HasField("logprob")
             self._logprobs.append(item.logprob if is_there else None)
             self._tokens.append(item.text)
+            self._offsets.append(self._text_offsets.of(item))
             self._top.append(_kept(self, _likeliest(item)) if is_there else _NULL)
             self.num_bytes += 2 * _NUMBER_BYTES + len(item.text)
 
-    def extend(self, others: LogprobLists) -> None:
-        """Append those that are kept elsewhere."""
+    def extend(self, others: LogprobLists, offset: int = 0) -> None:
+        """Append those that are kept elsewhere, of a text that begins at this offset."""
+        self._offsets += [offset + it for it in others._offsets]
         self._logprobs += others._logprobs
         self._tokens += others._tokens
         self._top += others._top
 
-    def lists(self, offset: int) -> CompletionLogprobs:
-        """Return the lists; the text of the first token begins at `offset`."""
-        offsets = []
-        for token in self._tokens:
-            offsets.append(offset)
-            offset += len(token)
+    def lists(self, num_chars: int | None) -> CompletionLogprobs:
+        """Return the lists; what a stop string cut off begins at the end of the text, which has so many
+        characters (None: that is not known yet)."""
+        offsets = self._offsets if num_chars is None else [min(it, num_chars) for it in self._offsets]
         return CompletionLogprobs(offsets, self._logprobs, self._tokens, self._top)
-
-    @property
-    def num_chars(self) -> int:
-        """The length of all tokens together."""
-        return sum(map(len, self._tokens))
 
 
 def _kept(kept: KeptLogprobs, value: object) -> msgspec.Raw:
@@ -166,6 +188,8 @@ def _ranked(item: pb.TokenLogprob) -> dict[str, RankedLogprob]:
 
 def _likeliest(item: pb.TokenLogprob) -> dict[str, float]:
     """The likeliest tokens; the one that was chosen is there, also where it is none of them."""
-    found = {top.text: top.logprob for top in item.top}
-    found.setdefault(item.text, item.logprob)
+    chosen = next((top.logprob for top in item.top if top.token_id == item.token_id), item.logprob)
+    found = {item.text: chosen}
+    for top in item.top:  # of those that look the same, the likelier comes first
+        found.setdefault(top.text, top.logprob)
     return found

@@ -48,6 +48,9 @@ class ModelText:
         decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
         self._token_bytes = _byte_table(tokenizer) if decoder.get("type") == "ByteLevel" else None
         self._token_to_byte = _byte_tokens(tokenizer)
+        # An ordinary token, before which others are seen as within a text.
+        self._anchor: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
+        self._num_anchor_chars = len(tokenizer.decode(self._anchor, skip_special_tokens=False))
 
     @classmethod
     def load(cls, model_dir: Path) -> ModelText:
@@ -112,7 +115,9 @@ class ModelText:
             return self._token_bytes[token] if token < len(self._token_bytes) else b""
         if token in self._token_to_byte:
             return self._token_to_byte[token]
-        return str(self._tokenizer.decode([token], skip_special_tokens=False)).encode()
+        # Behind another one: at the beginning of a text, some vocabularies leave out a space.
+        text = str(self._tokenizer.decode([*self._anchor, token], skip_special_tokens=False))
+        return text[self._num_anchor_chars :].encode()
 
 
 class ByteDetokenizer:
