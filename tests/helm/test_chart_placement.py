@@ -273,3 +273,20 @@ def test_only_pods_with_gpus_have_the_image_for_them() -> None:
         "small",
         "gpu",
     ]
+
+
+def test_an_image_by_digest_is_that_digest() -> None:
+    """The tag stays for readers. One digest is that of all pods, unless those without GPUs have their own."""
+    big, small, other = (f"sha256:{64 * digit}" for digit in "abc")
+
+    def images(values: Object) -> dict[str, set[str]]:
+        return {
+            name: {container["image"] for container in pod["spec"]["containers"]}
+            for name, pod in pods(objects(values))
+        }
+
+    found = images({"image": {"tag": "t", "digest": big}, "redis": {"bundled": {"image": {"digest": other}}}})
+    assert found["gateway"] == found["pool-decode"] == {f"tandem:t@{big}"}
+    assert found["tandem-redis"] == {f"docker.io/library/redis:7.4@{other}"}
+    both = images({"image": {"tag": "t", "digest": big, "cpuDigest": small}})
+    assert (both["gateway"], both["pool-decode"]) == ({f"tandem:t@{small}"}, {f"tandem:t@{big}"})

@@ -27,6 +27,8 @@ BY_THE_SCHEMA = {
     "config.gateway.port": (1, "'port' not allowed"),
     "config.auth.keys_file": ("/keys", "'keys_file' not allowed"),
     "config.auth.tenants": ({"acme": {"max_priority": 1000}}, "maximum: got 1,000, want 100"),
+    "image.digest": ("latest", "does not match pattern"),
+    "redis.bundled.image.digest": ("sha256:1", "does not match pattern"),
     "auth.mode": ("optional", "must be one of 'required', 'none'"),
     "certManager.duration": ("90 days", "does not match pattern"),
     "auth.apiKeys.firstTenant": ("a b", "does not match pattern"),

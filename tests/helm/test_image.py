@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -59,7 +60,44 @@ def test_everything_that_is_copied_is_there_and_let_through() -> None:
 
 
 def test_kuberay_finds_the_tools_that_its_probes_and_scripts_call() -> None:
-    installed = next(rest for word, rest in stages()["base"].steps if word == "RUN")
+    installed = next(rest for word, rest in stages()["base"].steps if "apt-get install" in rest)
     assert {"bash", "wget", "g++"} <= set(installed.split())
     login = [rest for _, rest in stages()["base"].steps if "/etc/profile.d" in rest]
     assert login, "KubeRay starts login shells, which forget PATH"
+
+
+@pytest.mark.parametrize(
+    ("release", "base", "is_built"),
+    [
+        ("no", "python:3.11-slim-bookworm", True),
+        ("yes", "python:3.11-slim-bookworm", False),
+        ("yes", "python@sha256:" + 64 * "0", True),
+        ("maybe", "python:3.11-slim-bookworm", False),
+    ],
+)
+def test_a_release_has_a_base_by_digest(release: str, base: str, is_built: bool) -> None:
+    assert stages()["base"].base == "${BASE_IMAGE}"
+    check = next(rest for word, rest in stages()["base"].steps if word == "RUN" and "RELEASE" in rest)
+    done = subprocess.run(
+        ["sh", "-c", check],
+        env={"RELEASE": release, "BASE_IMAGE": base},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode == 0) == is_built, done.stderr
+    assert is_built or "by digest" in done.stderr
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_packages_are_installed_by_hash_and_torch_alone_without(target: str) -> None:
+    steps = [*stages()["wheel"].steps, *stages()[target].steps]
+    extras = next(rest for word, rest in steps if word == "ARG" and rest.startswith("EXTRAS="))
+    for name in ["build", "runtime", *extras.removeprefix("EXTRAS=").strip('"').split()]:
+        assert (ROOT / ".ci/locks" / f"{name}.txt").exists()
+    installs = [rest for word, rest in steps if word == "RUN" and "pip install" in rest]
+    without = [rest for rest in installs if "--require-hashes" not in rest]
+    torch, ours = without
+    assert torch.endswith(" torch")
+    assert "--constraint /locks/constraints.txt" in torch
+    assert ours.startswith("pip install --no-cache-dir --no-deps /tmp/wheels/*.whl")

@@ -58,6 +58,7 @@ _COUNT = {"type": "integer", "minimum": 1}
 _COUNT_OR_NULL = {"type": ["integer", "null"], "minimum": 1}
 _FROM_ZERO_OR_NULL = {"type": ["integer", "null"], "minimum": 0}
 _PORT = {"type": "integer", "minimum": 1024, "maximum": 65535}
+_DIGEST = {"type": "string", "pattern": "^$|^sha256:[0-9a-f]{64}$"}
 _DURATION = {"type": "string", "pattern": "^([0-9]+(h|m|s))+$"}
 _NAME = {"type": "string", "pattern": "^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$"}
 # By the last names of a path; the longest that matches holds. Whatever else is typed by its default.
@@ -65,6 +66,8 @@ _RULES: dict[str, dict[str, Any]] = {
     "app": _NAME,
     "fullnameOverride": {"type": "string", "maxLength": 40},
     "rayVersion": {"type": "string", "pattern": r"^[0-9]+\.[0-9]+\.[0-9]+$"},
+    "digest": _DIGEST,
+    "cpuDigest": _DIGEST,
     "pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
     "model.source": {"enum": ["image", "pvc", "download"]},
     "model.path": {"type": "string", "pattern": "^/"},

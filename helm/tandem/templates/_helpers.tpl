@@ -159,8 +159,17 @@ starts. The sizes of processes are those of cluster/serve/memory.py and workers/
 {{- $root := index . 0 -}}{{- $kind := index . 1 -}}
 {{- $image := $root.Values.image -}}
 {{- $tag := default (printf "%s-%s" $root.Chart.AppVersion $kind) $image.tag -}}
-{{- if eq $kind "cpu" -}}{{- $tag = default $tag $image.cpuTag -}}{{- end -}}
-{{- printf "%s:%s" $image.repository $tag -}}
+{{- $digest := $image.digest -}}
+{{- if eq $kind "cpu" -}}
+{{- $tag = default $tag $image.cpuTag -}}
+{{- $digest = default $digest $image.cpuDigest -}}
+{{- end -}}
+{{- include "tandem.reference" (dict "repository" $image.repository "tag" $tag "digest" $digest) -}}
+{{- end -}}
+
+{{/* What names an image: the tag is for readers where there is a digest. Call with its repository, tag and digest. */}}
+{{- define "tandem.reference" -}}
+{{- printf "%s:%s" .repository .tag -}}{{- with .digest -}}{{- printf "@%s" . -}}{{- end -}}
 {{- end -}}
 
 {{/* The Ray resource that ties a pool's replicas to its pods. */}}
