@@ -5,9 +5,18 @@ TEST_WORKERS ?= 3
 BIN := $(VENV)/bin
 # Modules are compiled when first imported, and kept: all of torch at once takes longer than its download.
 unexport PYTHONDONTWRITEBYTECODE
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile -c constraints.txt
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile
+# Every package of these files has the hashes that its download must have (`make lock`). Nothing else is installed but
+# torch, whose builds differ by machine: README.md says where pip would take another than the one that you want.
+LOCKED := $(PIP) --no-deps --require-hashes
+# Where torch comes from, if not from pip's own index; the CPU builds are at https://download.pytorch.org/whl/cpu.
+TORCH_INDEX ?=
+# Which of the extras `make demo` and `make serve` bring; `embedded` is for those who have no Redis.
+EXTRAS ?= embedded
+# The list of all parts that `make sbom` writes (CycloneDX).
+SBOM ?= tandem-serve.cdx.json
 
-.PHONY: help setup demo serve test test-all test-clients fuzz lint bench proto proto-image chart
+.PHONY: help setup demo serve test test-all test-clients fuzz lint audit bench proto proto-image chart lock sbom
 
 help:
 	@echo "make demo      one model, one prefill and one decode replica, a few requests; then everything stops"
@@ -17,26 +26,30 @@ help:
 	@echo "make test-clients  clients of other people at their newest releases, each in an environment of its own"
 	@echo "make fuzz      what strangers, peers and files may send, for MINUTES=1 or CASES=n; CASE=... repeats one"
 	@echo "make bench     the benchmarks of this machine, as JSON lines, for hours; BENCHMARKS='engine router' runs some"
-	@echo "make lint      ruff, mypy, import-linter"
+	@echo "make lint      ruff, mypy, import-linter, and the audit"
+	@echo "make audit     the lock against the published vulnerabilities, where these can be had"
 	@echo "make setup     .venv with everything for development"
 	@echo "make proto     cluster/proto/tandem/v1/*_pb2* from the .proto files"
 	@echo "make chart     the chart's schema and table of values from values.yaml and the configuration"
+	@echo "make lock      .ci/locks, the hashes of all packages, from pyproject.toml and constraints.txt"
+	@echo "make sbom      $(SBOM): all packages that are installed with tandem-serve, as CycloneDX"
 
 setup: $(VENV)/.dev
 
-$(VENV)/.runtime: pyproject.toml constraints.txt
+$(VENV)/.runtime: pyproject.toml constraints.txt $(wildcard .ci/locks/*.txt)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Tandem needs Python 3.11 or newer; try: make PYTHON=python3.11"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing what tandem-serve needs"
+	@$(LOCKED) $(foreach lock,build runtime $(EXTRAS),-r .ci/locks/$(lock).txt)
 	@echo "installing torch"
-	@$(PIP) torch
-	@echo "installing tandem-serve and what it needs"
-	@$(PIP) -e .
+	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX) )-c constraints.txt torch
+	@$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime
 	@echo "installing the development tools"
-	@$(PIP) -e '.[dev]'
+	@$(LOCKED) $(foreach lock,embedded tracing rdma development,-r .ci/locks/$(lock).txt)
 	@touch $@
 
 demo: $(VENV)/.runtime
@@ -80,6 +93,18 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@$(BIN)/python .ci/audit
+
+audit: $(VENV)/.dev
+	@$(BIN)/python .ci/audit
+
+lock: $(VENV)/.dev
+	@bash .ci/lock
+
+sbom: $(VENV)/.runtime $(VENV)/.dev
+	@{ cat $(foreach lock,runtime embedded tracing rdma,.ci/locks/$(lock).txt); grep '^torch==' constraints.txt; } | \
+		$(BIN)/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible --output-file $(SBOM) -
+	@echo $(SBOM)
 
 # All but `gpu`, which needs a device, and `isolation`, which needs a running cluster. The whole takes hours.
 BENCHMARKS ?= engine products attention near_ties start_up rank_memory sampling grammar_masks host_time offload \

