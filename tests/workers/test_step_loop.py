@@ -10,12 +10,12 @@ from kvtransfer.messages import ReplicaIdentity
 from workers.config import EngineConfig
 from workers.errors import WorkerError
 from workers.messages.link import HandOverTarget, RequestFailed, SampleState, Submission
-from workers.messages.rank_channel import FailedEntry, StepPlan, StepReport
+from workers.messages.rank_channel import BatchEntry, FailedEntry, StepPlan, StepReport
 from workers.messages.sampling import SamplingParams
 from workers.replica.step_loop import StepLoop
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
-from workers.scheduler.step import pack_ids
+from workers.scheduler.step import StepRates, pack_ids
 
 NUM_TOKENS = 100
 
@@ -245,6 +245,30 @@ def test_rates_are_of_the_slowest_stage_and_of_the_whole_way(
     assert [plan.num_tokens for plan in sent] == [NUM_TOKENS, 1]
     assert steps.rates.prefill_tok_s == pytest.approx(NUM_TOKENS / 0.4)
     assert steps.rates.decode_step_s == pytest.approx(0.2 + 0.4)
+
+
+def chunk(num_tokens: int, slot: int = 0) -> BatchEntry:
+    return BatchEntry(slot, 0, num_tokens, bytes(4 * num_tokens), ())
+
+
+def test_the_rate_of_prefill_is_that_of_chunks_of_prompts() -> None:
+    """Neither the first tokens behind prompts whose KV arrived nor decodes beside a short rest count."""
+    rates = StepRates()
+    rates.add(StepPlan(1, entries=tuple(chunk(1, slot) for slot in range(200))), [0.01])
+    assert (rates.prefill_tok_s, rates.decode_step_s) == (0.0, 0.01)
+    rates.add(StepPlan(2, entries=(chunk(12),), decodes=bytes(4 * 100)), [0.01])
+    assert (rates.prefill_tok_s, rates.decode_step_s) == (0.0, 0.01)
+    rates.add(StepPlan(3, entries=(chunk(300),), decodes=bytes(4 * 100)), [0.1])
+    assert rates.prefill_tok_s == pytest.approx(3000)
+
+
+def test_steps_that_are_found_done_together_do_not_raise_the_rate() -> None:
+    """Seen on a card: a late host gives all the time of two steps to the first."""
+    rates = StepRates()
+    for step in range(100):
+        rates.add(StepPlan(step, entries=(chunk(500),)), [0.2 if step % 2 == 0 else 1e-6])
+        assert rates.prefill_tok_s < 2 * 5000
+    assert rates.prefill_tok_s == pytest.approx(5000, rel=0.15)
 
 
 def test_the_times_of_a_chunk_are_of_the_sampling_ranks_clock(

@@ -206,8 +206,10 @@ class StepStats:
     not counted."""
 
     capability: Capability | None = None
-    _average_flop_s: float = 0.0
-    _average_byte_s: float = 0.0
+    # Of a step, for the quotients of their averages (see `StepRates`).
+    _average_flops: float = 0.0
+    _average_bytes: float = 0.0
+    _average_busy_s: float = 0.0
     num_steps_by_batch: list[int] = field(default_factory=lambda: [0] * (len(BATCH_BOUNDS) + 1))
     num_batched_sequences: int = 0
     num_computed_tokens: int = 0
@@ -236,8 +238,9 @@ class StepStats:
         work = self.capability.work.of(spans, num_sampled, decode_starts)
         self.num_flops += work.flops
         self.num_read_bytes += work.read_bytes
-        self._average_flop_s = moving_average(self._average_flop_s, work.flops / busy_s, _WEIGHT)
-        self._average_byte_s = moving_average(self._average_byte_s, work.read_bytes / busy_s, _WEIGHT)
+        self._average_flops = moving_average(self._average_flops, work.flops, _WEIGHT)
+        self._average_bytes = moving_average(self._average_bytes, work.read_bytes, _WEIGHT)
+        self._average_busy_s = moving_average(self._average_busy_s, busy_s, _WEIGHT)
 
     def settled(self, outcome: StepOutcome) -> None:
         """Count what the scheduler made of a step."""
@@ -273,12 +276,15 @@ class StepStats:
     @property
     def mfu(self) -> float:
         """Share of the measured arithmetic that recent steps achieved while they ran; 0: not known."""
-        return self._average_flop_s / self.peak_flop_s if self.peak_flop_s else 0.0
+        return self._share(self._average_flops, self.peak_flop_s)
 
     @property
     def mbu(self) -> float:
         """The same of the measured memory bandwidth."""
-        return self._average_byte_s / self.peak_byte_s if self.peak_byte_s else 0.0
+        return self._share(self._average_bytes, self.peak_byte_s)
+
+    def _share(self, average: float, peak_per_s: float) -> float:
+        return average / self._average_busy_s / peak_per_s if self._average_busy_s and peak_per_s else 0.0
 
 
 _NAMES = tuple(name for name in ReplicaStats.__struct_fields__ if hasattr(StepStats, name))

@@ -152,17 +152,24 @@ class StepRates:
 
     prefill_tok_s: float = 0.0
     decode_step_s: float = 0.0
+    # Tokens of prompts, and seconds, of a step. Their quotient is the rate: steps that a late host finds done
+    # together seem to take no time, which the one before them had, so a mean of each step's own rate would
+    # have no bound.
+    _chunk_tokens: float = 0.0
+    _chunk_s: float = 0.0
 
     def add(self, plan: StepPlan, stage_to_busy_s: list[float]) -> None:
-        """A step is done; `stage_to_busy_s` is what each stage's slowest rank took."""
+        """A step is done; `stage_to_busy_s` is what each stage's slowest rank took. One that computes chunks
+        of prompts beside more decodes is no measure of either."""
         if min(stage_to_busy_s) <= 0:
             return
-        if _has_prefill(plan):
-            self.prefill_tok_s = moving_average(
-                self.prefill_tok_s, plan.num_tokens / max(stage_to_busy_s), 0.2
-            )
-        else:
+        num_chunk_tokens = sum(entry.num_tokens for entry in plan.entries if entry.num_tokens > 1)
+        if not num_chunk_tokens:
             self.decode_step_s = moving_average(self.decode_step_s, sum(stage_to_busy_s), 0.1)
+        elif 2 * num_chunk_tokens >= plan.num_tokens:
+            self._chunk_tokens = moving_average(self._chunk_tokens, num_chunk_tokens, 0.2)
+            self._chunk_s = moving_average(self._chunk_s, max(stage_to_busy_s), 0.2)
+            self.prefill_tok_s = self._chunk_tokens / self._chunk_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -480,10 +487,6 @@ def _table_bytes(sequence: Sequence, num_blocks: int) -> int:
     """At most what the ranks' table of the sequence takes until it has `num_blocks`."""
     num_replaced = len(sequence.replaced)
     return table_bytes(num_blocks - sequence.num_sent_blocks + num_replaced, num_replaced + 1)
-
-
-def _has_prefill(plan: StepPlan) -> bool:
-    return any(entry.num_tokens > 1 for entry in plan.entries)
 
 
 # ----------------------------------------------------------------------------------------------
