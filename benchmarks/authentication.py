@@ -31,6 +31,8 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
 from benchmarks.drawn_trust import draw_trust
 from cluster.api.authentication import Authentication
+from cluster.api.call_reading import CallReading
+from cluster.config import default_config
 from cluster.identity.access_control import AccessControl
 from cluster.identity.api_keys import add_key
 from cluster.identity.authenticator import Authenticator, Credentials
@@ -175,6 +177,10 @@ def _config(keys_file: Path) -> AuthConfig:
     return AuthConfig.model_validate({"mode": "required", "keys_file": keys_file})
 
 
+def _reading() -> CallReading:
+    return CallReading(default_config(Path("models/tiny")), 2048)
+
+
 # ------------------------------------------------------------------------------------------- over gRPC
 
 
@@ -191,7 +197,7 @@ class Served:
     """The same server, with the interceptor or without, and a client."""
 
     def __init__(self, metadata: tuple[tuple[str, str], ...], access: AccessControl | None) -> None:
-        interceptors = [] if access is None else [Authentication(access)]
+        interceptors = [] if access is None else [Authentication(access, _reading())]
         self._server = grpc.aio.server(interceptors=interceptors)
         inference_pb2_grpc.add_InferenceServicer_to_server(Streams(), self._server)
         self._metadata = metadata

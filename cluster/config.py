@@ -20,6 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from cluster.admission.config import AdmissionConfig
 from cluster.errors import ConfigError
+from cluster.http.config import HttpConfig
 from cluster.identity.config import AuthConfig
 from cluster.metrics.config import LogConfig, TracingConfig
 from cluster.scaling.config import ScalingConfig
@@ -183,26 +184,6 @@ ToolParserName = Literal["auto", "none", "hermes", "llama3", "mistral", "qwen3_c
 ReasoningParserName = Literal["auto", "none", "think", "mistral"]
 
 
-class HttpConfig(_Settings):
-    """Configures the HTTP port of each gateway, which speaks the APIs of OpenAI and Anthropic."""
-
-    # Where clients are answered over HTTP, on `gateway.host`; 0: a free one; None: nowhere. As for the
-    # console, a free one where another `gateway.port` is set and this is not.
-    port: int | None = Field(default=8784, ge=0, le=65535)
-    # The largest body of a request; a longer one is refused before it is read.
-    max_body_bytes: int = Field(default=16 << 20, ge=1 << 10)
-    # The longest header of a request. Larger ones end the connection.
-    max_header_bytes: int = Field(default=16 << 10, ge=1 << 10)
-    # How long the body of a request may take to arrive.
-    body_timeout_s: float = Field(default=30.0, gt=0)
-    # How long a connection may be without a complete request: when it is new, and between two requests.
-    idle_timeout_s: float = Field(default=60.0, gt=0)
-    # How long a client may take none of the output that waits for it.
-    write_timeout_s: float = Field(default=60.0, gt=0)
-    # Prompts and inputs in one request.
-    max_inputs: int = Field(default=256, ge=1)
-
-
 class GatewayConfig(_Settings):
     """Configures the gateways. What exceeds a size limit is refused with RESOURCE_EXHAUSTED or
     INVALID_ARGUMENT, never truncated."""
@@ -253,8 +234,11 @@ class GatewayConfig(_Settings):
     # Requests in flight; more are refused with RESOURCE_EXHAUSTED and a time to retry. Resumed streams are
     # taken until there are twice as many.
     max_requests: int = Field(default=1024, ge=1)
-    # The largest gRPC message accepted from a client.
-    max_message_bytes: int = Field(default=16 << 20, ge=1 << 16)
+    # The largest gRPC message accepted from a client; `auto`: what the model's context has use for, at most
+    # half of `admission.max_caller_reading_mb`.
+    max_message_bytes: Annotated[int, Field(ge=1 << 16)] | Literal["auto"] = "auto"
+    # How long the message of a call may take to arrive.
+    message_timeout_s: float = Field(default=30.0, gt=0)
     # The largest `n` of one request.
     max_samples: int = Field(default=16, ge=1)
     # `max_tokens` of a request that names none.
@@ -421,6 +405,20 @@ class ClusterConfig(_Settings):
                 "auth.certificates: clients show certificates in TLS only; set gateway.tls_cert_file and "
                 "gateway.tls_key_file"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _requests_can_be_read(self) -> Self:
+        most = min(self.admission.max_caller_reading_mb, self.admission.max_reading_mb) * 1e6
+        for field, size in (
+            ("gateway.max_message_bytes", self.gateway.max_message_bytes),
+            ("gateway.http.max_body_bytes", self.gateway.http.max_body_bytes),
+        ):
+            if size != "auto" and size > most:
+                raise ValueError(
+                    f"{field}: {size} bytes could never be read, as a caller may have {most:.0f} read at "
+                    "once; lower it, or raise admission.max_caller_reading_mb and admission.max_reading_mb"
+                )
         return self
 
     def check_exposure(self) -> None:

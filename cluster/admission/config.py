@@ -42,6 +42,15 @@ class AdmissionConfig(BaseModel):
     max_queue_mb: float = Field(default=256.0, gt=0)
     # Output that waits in one gateway for clients to read it, in all. The slowest reader is cut off first.
     max_unread_mb: float = Field(default=256.0, gt=0)
+    # Bodies and messages that one gateway reads at once, or has read and not yet judged: of all callers, and
+    # of one, a tenant with all its keys. Taken before the first byte is read: the length that a body
+    # announces, or the largest allowed where nobody knows it yet.
+    max_reading_mb: float = Field(default=256.0, gt=0)
+    max_caller_reading_mb: float = Field(default=48.0, gt=0)
+    # Calls of one caller at one gateway, over gRPC and HTTP, and its connections; None: twice
+    # `gateway.max_requests`.
+    max_caller_calls: int | None = Field(default=None, ge=1)
+    max_caller_connections: int | None = Field(default=None, ge=1)
 
     def of(self, name: ServiceClass) -> ClassConfig:
         """Return the settings of a class."""

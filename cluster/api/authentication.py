@@ -1,25 +1,35 @@
 """Who may call which gRPC method: checked before a call's message is read.
 
-call --> Authentication --> Authenticator.identify --> METHOD_ACCESS --> the method, which finds the caller
-         (interceptor)      (key, token, certificate)                    by `caller_identity`
+call --> Authentication --> Authenticator.identify --> METHOD_ACCESS --> CallReading --> the method, which
+         (interceptor)      (key, token, certificate)                    (message)       finds the caller by
+                                                                                         `caller_identity`
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
+import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, Literal, NoReturn
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
+from cluster.api.call_reading import CallReading
 from cluster.api.json_text import as_dict
-from cluster.errors import ForbiddenError, RequestError, UnauthenticatedError, to_grpc_status
+from cluster.errors import (
+    FieldViolation,
+    ForbiddenError,
+    InvalidRequestError,
+    RequestError,
+    UnauthenticatedError,
+    to_grpc_status,
+)
 from cluster.identity.access_control import AccessControl
 from cluster.identity.audit import NOBODY, AuditEntry
 from cluster.identity.authenticator import Credentials, require
@@ -101,7 +111,8 @@ class Authentication(grpc.aio.ServerInterceptor):
     """Refuses calls whose caller is not known, or lacks the role; gives the others an identity. Refusals, and
     what is called of `Admin`, are in the audit log."""
 
-    def __init__(self, access: AccessControl) -> None:
+    def __init__(self, access: AccessControl, reading: CallReading) -> None:
+        self._reading = reading
         self._authenticator = access.authenticator
         self._relays = access.relays
         self._audit = access.audit
@@ -157,7 +168,6 @@ class Authentication(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler:
         """Return a handler that looks at the certificate of the connection before it reads a message: the
         interceptor itself does not see the connection."""
-        behaviour = _behaviour(handler)
 
         async def call(requests: Any, context: Context) -> None:
             identity: Identity | None = None
@@ -169,21 +179,14 @@ class Authentication(grpc.aio.ServerInterceptor):
                 self._record_refusal(method, identity, error, context)
                 await abort(context, error)
             _caller.set(identity)
-            request = requests if handler.request_streaming else await anext(aiter(requests), None)
-            if request is None:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")
-            if inspect.isasyncgenfunction(behaviour):
-                async for response in behaviour(request, context):
-                    await context.write(response)
+            if not handler.request_streaming:
+                await self._serve(handler, method, identity, context)
                 return
-            with self._recorded(method, identity, request, context):
-                response = await behaviour(request, context)
-            if not handler.response_streaming:
+            async for response in _behaviour(handler)(requests, context):
                 await context.write(response)
 
-        return grpc.stream_stream_rpc_method_handler(
-            call, handler.request_deserializer, handler.response_serializer
-        )
+        deserializer = handler.request_deserializer if handler.request_streaming else None
+        return grpc.stream_stream_rpc_method_handler(call, deserializer, handler.response_serializer)
 
     def _of_request(
         self, handler: grpc.RpcMethodHandler, method: str, identity: Identity, request_id: str
@@ -206,17 +209,35 @@ class Authentication(grpc.aio.ServerInterceptor):
         self, handler: grpc.RpcMethodHandler, method: str, identity: Identity
     ) -> grpc.RpcMethodHandler:
         """Return the handler, with this caller."""
-        if not method.startswith(_ADMIN_PREFIX):  # gRPC awaits the handler in this task, in this context
-            _caller.set(identity)
+        _caller.set(identity)  # gRPC awaits the handler in this task, in this context
+        if handler.request_streaming:
             return handler
-        behaviour = _behaviour(handler)
 
-        async def call(request: Any, context: Context) -> Any:
-            _caller.set(identity)
-            with self._recorded(method, identity, request, context):
-                return await behaviour(request, context)
+        async def call(_: Any, context: Context) -> None:
+            await self._serve(handler, method, identity, context)
 
-        return _remade(handler, call)
+        return grpc.stream_stream_rpc_method_handler(call, None, handler.response_serializer)
+
+    async def _serve(
+        self, handler: grpc.RpcMethodHandler, method: str, identity: Identity, context: Context
+    ) -> None:
+        """Read the message of a call within its caller's bounds, and answer it."""
+        with contextlib.ExitStack() as ends:
+            try:
+                hold = ends.enter_context(self._reading.call(identity, context.peer()))
+                request = _parsed(handler, await self._reading.read_message(context, hold))
+            except RequestError as error:
+                await abort(context, error)
+            try:
+                with self._recorded(method, identity, request, context):
+                    response = await _behaviour(handler)(request, context)
+            except grpc.aio.AbortError as aborted:
+                # gRPC keeps it in what its own frames refer to: a cycle, in which the request would stay.
+                _forget_frames(aborted)
+                del request
+                raise
+            if not handler.response_streaming:
+                await context.write(response)
 
     def _refusal(self, method: str, identity: Identity | None, error: RequestError) -> grpc.RpcMethodHandler:
         """Return a handler that ends every call with this error, without reading a message.
@@ -273,6 +294,21 @@ class Authentication(grpc.aio.ServerInterceptor):
                     kind="read" if METHOD_ACCESS[method] == "viewer" else "order",
                 )
             )
+
+
+def _parsed(handler: grpc.RpcMethodHandler, message: bytes) -> Any:
+    try:
+        return handler.request_deserializer(message)
+    except DecodeError as error:
+        raise InvalidRequestError(FieldViolation("request", f"cannot be decoded: {error}")) from error
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Clear the frames through which an error and those before it came."""
+    found: BaseException | None = error
+    while found is not None:
+        traceback.clear_frames(found.__traceback__)
+        found = found.__context__
 
 
 def _remade(handler: grpc.RpcMethodHandler, call: Callable[[Any, Context], Any]) -> grpc.RpcMethodHandler:

@@ -23,21 +23,26 @@ from cluster.config import GatewayConfig
 from cluster.errors import StartError
 from cluster.identity.config import AuthConfig
 
+_LOOKAHEAD_BYTES = 64 << 10
 _log = logging.getLogger("tandem.gateway")
 
 
 def open_server(
-    gateway: GatewayConfig, interceptors: Sequence[grpc.aio.ServerInterceptor]
+    gateway: GatewayConfig, interceptors: Sequence[grpc.aio.ServerInterceptor], max_message_bytes: int
 ) -> grpc.aio.Server:
     """A gRPC server that listens nowhere yet."""
     options = [
-        ("grpc.max_receive_message_length", gateway.max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.so_reuseport", int(gateway.takes_over)),
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.ping_timeout_ms", 10_000),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        # What a call may send before its message is asked for. By default gRPC raises it, by what it measures
+        # of the network, to megabytes for each call; once the message is asked for, all of it may come.
+        ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
+        ("grpc.http2.bdp_probe", 0),
     ]
     if gateway.max_connection_age_s is not None:
         options.append(("grpc.max_connection_age_ms", max(round(gateway.max_connection_age_s * 1e3), 1)))

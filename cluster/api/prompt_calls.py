@@ -12,6 +12,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.admission import read_budget
 from cluster.api.output_messages import OutputMessages, usage_of
 from cluster.errors import FieldViolation, InvalidRequestError, RequestError
 from cluster.gateway.attempt import EmbeddingDelta
@@ -65,6 +66,7 @@ class PromptCalls:
     async def embed(self, request: pb.EmbedRequest, context: CallContext) -> pb.EmbedResponse:
         """Return the embedding of each input; raise the `RequestError` of the first that fails."""
         _check_inputs("inputs", request.inputs)
+        read_budget.divide(len(request.inputs))
         if request.HasField("dimensions") and request.dimensions < 1:
             raise InvalidRequestError(
                 FieldViolation("dimensions", f"is {request.dimensions}; must be 1 or more")
@@ -89,6 +91,7 @@ class PromptCalls:
     async def score(self, request: pb.ScoreRequest, context: CallContext) -> pb.ScoreResponse:
         """Return how likely each continuation is; raise the `RequestError` of the first that fails."""
         _check_inputs("continuations", request.continuations)
+        read_budget.divide(len(request.continuations))
         request_id = request.request_id or draw_request_id(self._gateway_id)
         prompt = await self._prompt_tokens(request, context.identity)
 
@@ -129,6 +132,7 @@ class PromptCalls:
         accepted = await self._requests.accept(
             request, context.time_left_s(), context.identity, context.caller, pooling=pooling
         )
+        read_budget.pass_on()
         context.accepted.append(accepted)
         try:
             result = await read(accepted)

@@ -31,6 +31,7 @@ class PublicPorts:
         certificate: Certificate | None,
         admin_certificate: Certificate | None,
         authentication: Authentication,
+        max_message_bytes: int,
         servicer: InferenceServicer,
         admin_servicer: AdminServicer,
     ) -> None:
@@ -38,6 +39,7 @@ class PublicPorts:
         self._admin_certificate = admin_certificate
         self._settings = settings
         self._authentication = authentication
+        self._max_message_bytes = max_message_bytes
         self._servicer = servicer
         self._admin_servicer = admin_servicer
         self._health: Any = None
@@ -97,7 +99,7 @@ class PublicPorts:
 
     def _open(self, service: str) -> grpc.aio.Server:
         """Return a server that authenticates its callers, with health and reflection of one service."""
-        server = open_server(self._settings, [self._authentication])
+        server = open_server(self._settings, [self._authentication], self._max_message_bytes)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (service, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)

@@ -14,6 +14,7 @@ from typing import TypeVar
 import grpc.aio
 import numpy as np
 
+from cluster.admission import read_budget
 from cluster.api.authentication import Context, abort, caller_identity, claim, headers_arrived_at
 from cluster.api.output_messages import OutputMessages, usage_of
 from cluster.api.prompt_calls import CallContext, PromptCalls
@@ -75,6 +76,7 @@ class InferenceServicer:
         try:
             caller = caller_of(context, identity)
             accepted = await self._requests.accept(request, context.time_remaining(), identity, caller)
+            read_budget.pass_on()
         except RequestError as error:
             await abort(context, error)
         failure: GrpcStatus | None = None

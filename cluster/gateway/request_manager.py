@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
+from cluster.admission import read_budget
 from cluster.admission.admission import RequestAdmission
 from cluster.admission.fair_queue import Flow
 from cluster.admission.held import Candidacy, HeldRequest
@@ -187,22 +188,28 @@ class RequestManager:
         service_class = self._service_class(request, identity)
         deadline_at = None if deadline_s is None else now + deadline_s
         flow = Flow(request.tenant, service_class)
+        is_paid = read_budget.use_paid()
         # Resumed streams may be as many again: they all come at once when another gateway ends.
         most = 2 * self._max_requests if request.resume else self._max_requests
-        if len(self._tasks) + self._num_arriving >= most:
-            what = f"{most} requests, the most it takes (gateway.max_requests)"
-            self.admission.refuse("requests", flow, f"this gateway has {what}", self._ends.next_s(now))
         weight = self._auth.limits(request.tenant).weight
         num_bytes = request.ByteSize()
-        if not request.resume:
-            self.admission.check_early(flow, weight, now, deadline_at, num_bytes)
+        try:
+            if len(self._tasks) + self._num_arriving >= most:
+                what = f"{most} requests, the most it takes (gateway.max_requests)"
+                self.admission.refuse("requests", flow, f"this gateway has {what}", self._ends.next_s(now))
+            if not request.resume:
+                self.admission.check_early(flow, weight, now, deadline_at, num_bytes)
+        except RequestError:
+            if is_paid:
+                self._quotas.withdraw(request.tenant, 0, now)
+            raise
         digest = resume_digest(request)
         cap = 0
         if request.resume:
             cap = self._resume_tokens.check(
                 request.resume_token, identity, request.tenant, request.request_id, request.seed, digest
             )
-        else:
+        elif not is_paid:
             self._quotas.admit(request.tenant, now)
         request_id = request.request_id or draw_request_id(self._gateway_id)
         self._num_arriving += 1

@@ -11,14 +11,15 @@ from typing import Literal, NamedTuple, TypeVar
 
 from aiohttp import web
 
+from cluster.admission import read_budget
 from cluster.api.prompt_calls import part_id
 from cluster.api.servicer import InferenceServicer
-from cluster.config import HttpConfig
-from cluster.errors import InvalidRequestError, UnknownModelError
+from cluster.errors import UnknownModelError
 from cluster.gateway.request_task import UnreadOutput
 from cluster.http import chat, completions, embeddings, messages, responses
 from cluster.http.answers import Answer, Maker, encode
 from cluster.http.call import AbortedCall, HttpCall
+from cluster.http.config import HttpConfig
 from cluster.http.errors import HttpProblem, Rename
 from cluster.http.fields import FIELDS, refused
 from cluster.http.kept_output import KeptOutput, WholeAnswer
@@ -54,8 +55,6 @@ class Served(NamedTuple):
     body: bytes
     # Returns the headers that say what is left of the caller's quotas.
     limits: Callable[[], Mapping[str, str]]
-    # Counts a request whose body cannot be read, as one that was accepted would be.
-    count_refused: Callable[[], None]
 
 
 T = TypeVar("T")
@@ -135,6 +134,7 @@ class Endpoints:
             for number in range(len(translated.calls))
         ]
         stream.headers = lambda: self._headers(served, calls)
+        read_budget.divide(len(calls))
         _name_calls(translated.calls, served.request)
         with contextlib.ExitStack() as ends:
             ends.callback(kept.release)
@@ -253,11 +253,7 @@ async def _read(served: Served, kind: type[B], translate: Callable[[B], T]) -> t
         body = decode(served.body, kind, _REFUSED[served.request.path])
         return body, translate(body)
 
-    try:
-        return read() if len(served.body) < SHORT_BODY_BYTES else await asyncio.to_thread(read)
-    except InvalidRequestError:
-        served.count_refused()
-        raise
+    return read() if len(served.body) < SHORT_BODY_BYTES else await asyncio.to_thread(read)
 
 
 @contextlib.contextmanager

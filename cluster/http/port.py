@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
+from cluster.admission.caller_limits import CallerLimits
 from cluster.api.grpc_server import Certificate, check_free
-from cluster.errors import StartError
+from cluster.errors import OverloadedError, StartError
 
 # How long a connection's handlers may take to end when the port is closed.
 _STOP_S = 1.0
@@ -152,6 +153,28 @@ class _Connection(web.RequestHandler):
     def __init__(self, server: web.Server, refuse: Refuse, **options: Any) -> None:
         super().__init__(server, **options)
         self._refuse = refuse
+        # Callers whose requests have come over it.
+        self._parties: dict[str, CallerLimits] = {}
+        # It is one too many of a caller.
+        self.is_surplus = False
+
+    def own(self, party: str, limits: CallerLimits) -> None:
+        """Count it as a connection of this caller until it ends; `OverloadedError` where there are too
+        many."""
+        if party in self._parties:
+            return
+        try:
+            limits.connect(party, id(self))
+        except OverloadedError:
+            self.is_surplus = True
+            raise
+        self._parties[party] = limits
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        while self._parties:
+            party, limits = self._parties.popitem()
+            limits.disconnect(party, id(self))
 
     def handle_error(
         self,
@@ -170,6 +193,22 @@ class _Connection(web.RequestHandler):
         response = self._refuse(status, problem)
         response.force_close()
         return response
+
+
+def own_connection(request: web.Request, party: str, limits: CallerLimits) -> None:
+    """Count the connection of a request as one of this caller until it ends; raise `OverloadedError` where
+    the caller has too many."""
+    connection = request.protocol
+    assert isinstance(connection, _Connection)
+    connection.own(party, limits)
+
+
+def ends_connection(request: web.Request) -> bool:
+    """Whether the connection must end with the answer: what is left of the body is not read, or the caller
+    has too many."""
+    connection = request.protocol
+    is_surplus = isinstance(connection, _Connection) and connection.is_surplus
+    return is_surplus or not request.content.is_eof()
 
 
 def watch_peer(transport: Any) -> None:

@@ -8,7 +8,6 @@ request --> guard (shape of errors) --> Authenticator --> ROUTE_ACCESS --> body,
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Mapping
@@ -17,11 +16,13 @@ from typing import Literal, NamedTuple
 from aiohttp import web
 
 from cluster.admission.quotas import Quotas
+from cluster.admission.read_budget import ReadHold
 from cluster.api.authentication import set_caller
+from cluster.api.call_reading import CallReading
 from cluster.api.grpc_server import Certificate
 from cluster.api.servicer import InferenceServicer
 from cluster.config import LOOPBACK, ClusterConfig
-from cluster.errors import QuotaError, RequestError, UnauthenticatedError, UnknownModelError, to_grpc_status
+from cluster.errors import RequestError, UnauthenticatedError, UnknownModelError, to_grpc_status
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_task import UnreadOutput
 from cluster.http.call import AbortedCall, certificate_names, peer_of, shown_authorization
@@ -29,7 +30,7 @@ from cluster.http.endpoints import Endpoint, Endpoints, Method, Served
 from cluster.http.errors import HttpProblem, anthropic_error, openai_error
 from cluster.http.guards import refused_host
 from cluster.http.kept_output import WholeAnswer
-from cluster.http.port import HttpBounds, HttpPort, watch_peer
+from cluster.http.port import HttpBounds, HttpPort, ends_connection, own_connection, watch_peer
 from cluster.http.rate_limits import rate_limit_headers
 from cluster.http.sse import send_whole
 from cluster.identity.access_control import AccessControl
@@ -58,6 +59,8 @@ ROUTE_ACCESS: Mapping[tuple[Method, str], RouteAccess] = {
     ("POST", "/tokenize"): "user",
     ("POST", "/detokenize"): "user",
 }
+# By which what a body may hold grows where it does not say how long it is.
+_PIECE_BYTES = 1 << 18
 _ANTHROPIC = "/v1/messages"
 # Of a model that the caller may not use: as if it were not there.
 _UNKNOWN_MODEL = "the model does not exist, or you may not use it; GET /v1/models lists yours"
@@ -76,6 +79,7 @@ class HttpServices(NamedTuple):
     connections: ReplicaConnections
     quotas: Quotas
     access: AccessControl
+    reading: CallReading
     unread: UnreadOutput
 
 
@@ -104,6 +108,7 @@ class HttpFront:
         self._connections = services.connections
         self._quotas = services.quotas
         self._access = services.access
+        self._reading = services.reading
         self._clock = clock
         self._is_leaving = False
         # A page of another site, by a name of its own for this host, would reach a gateway that asks nobody
@@ -112,7 +117,7 @@ class HttpFront:
         names = (gateway.host, *gateway.console_hosts)
         self._names = frozenset(name.lower() for name in names) if is_open else None
         endpoints = Endpoints(services.servicer, self._model_name, gateway.http, services.unread, clock)
-        app = web.Application(middlewares=[self._guard], client_max_size=gateway.http.max_body_bytes)
+        app = web.Application(middlewares=[self._guard])
         app.router.add_get("/health", self._health, allow_head=False)
         for (method, path), endpoint in endpoints.routes().items():
             access = ROUTE_ACCESS[method, path]
@@ -190,7 +195,7 @@ class HttpFront:
             response = _error(request, HttpProblem(500, what, kind="server_error", code="internal_error"))
         if not response.prepared:
             response.headers.update(_HEADERS)
-            if self._is_leaving or not request.content.is_eof():
+            if self._is_leaving or ends_connection(request):
                 response.force_close()
             if isinstance(response, WholeAnswer):
                 return await response.send(request, self._settings.write_timeout_s)
@@ -213,30 +218,23 @@ class HttpFront:
         def limits() -> dict[str, str]:
             return rate_limit_headers(self._quotas, identity.tenant, self._clock.now())
 
-        def count_refused() -> None:
-            with contextlib.suppress(QuotaError):
-                self._quotas.admit(identity.tenant, self._clock.now())
-
-        body = b""
         try:
-            if request.method == "POST":
-                if not identity.may_use(self._model_name):
-                    raise UnknownModelError(_UNKNOWN_MODEL)
-                self._check_quota(identity.tenant)
-                body = await self._body(request)
-            return await endpoint(Served(request, body, limits, count_refused))
+            own_connection(request, identity.party, self._reading.limits)
+            with self._reading.call(identity) as hold:
+                body = b""
+                if request.method == "POST":
+                    if not identity.may_use(self._model_name):
+                        raise UnknownModelError(_UNKNOWN_MODEL)
+                    # A body that never arrives has its price, too.
+                    self._quotas.admit(identity.tenant, self._clock.now())
+                    hold.is_paid = True
+                    body = await self._body(request, hold)
+                return await endpoint(Served(request, body, limits))
         except (RequestError, AbortedCall) as error:
             call = error if isinstance(error, AbortedCall) else AbortedCall.of(error)
             problem = HttpProblem.of_call(call)
             problem.headers.update(limits())
             raise problem from error
-
-    def _check_quota(self, tenant: str) -> None:
-        """Raise `QuotaError` where the tenant has no request left, before its body costs anything."""
-        now = self._clock.now()
-        state = self._quotas.rates(tenant, now).get("requests_per_s")
-        if state is not None and state.level < 1:
-            self._quotas.admit(tenant, now)
 
     def _identify(self, request: web.Request) -> Identity:
         headers = request.headers
@@ -258,7 +256,7 @@ class HttpFront:
             )
         )
 
-    async def _body(self, request: web.Request) -> bytes:
+    async def _body(self, request: web.Request, hold: ReadHold) -> bytes:
         """Return the body; refuse a wrong or long one before it is read, and one that comes too slowly."""
         kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
@@ -266,28 +264,43 @@ class HttpFront:
             raise HttpProblem(415, f"the Content-Type must be application/json, not {kind[:100]!r}")
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise HttpProblem(415, "the body must not be compressed; remove Content-Encoding")
-        most = self._settings.max_body_bytes
-        too_long = HttpProblem(
-            413,
-            f"the body is longer than {most} bytes (gateway.http.max_body_bytes)",
-            code="request_too_large",
-        )
-        if (request.content_length or 0) > most:
-            raise too_long
+        if (request.content_length or 0) > self._reading.max_body_bytes:
+            raise self._too_long()
+        await hold.take(_PIECE_BYTES if request.content_length is None else request.content_length)
         if request.headers.get("Expect", "").lower() == "100-continue":
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             request.writer.output_size = 0
         try:
             async with asyncio.timeout(self._settings.body_timeout_s):
-                return await request.read()
-        except web.HTTPRequestEntityTooLarge:
-            raise too_long from None
+                body = await self._parts(request, hold)
         except TimeoutError:
             raise HttpProblem(
                 408, f"the body did not arrive within {self._settings.body_timeout_s:g} s", code="timeout"
             ) from None
         except web.RequestPayloadError as error:
             raise HttpProblem(400, f"the body cannot be read: {error}") from error
+        hold.shrink(len(body))
+        return body
+
+    async def _parts(self, request: web.Request, hold: ReadHold) -> bytes:
+        """Read the body in parts, for each of which there is room."""
+        parts, num_bytes = [], 0
+        while part := await request.content.readany():
+            parts.append(part)
+            num_bytes += len(part)
+            if num_bytes > self._reading.max_body_bytes:
+                raise self._too_long()
+            if num_bytes > hold.num_bytes:
+                await hold.take(max(_PIECE_BYTES, num_bytes - hold.num_bytes))
+        return b"".join(parts)
+
+    def _too_long(self) -> HttpProblem:
+        most = self._reading.max_body_bytes
+        return HttpProblem(
+            413,
+            f"the body is longer than {most} bytes (gateway.http.max_body_bytes)",
+            code="request_too_large",
+        )
 
 
 async def _expect_later(request: web.Request) -> None:

@@ -57,6 +57,12 @@ class Identity:
         return self.method if self.method == "key" else self.name
 
     @property
+    def party(self) -> str:
+        """Whose bounds its calls count against: the tenant's, whatever keys it has, or its own where it has
+        no tenant."""
+        return f"tenant:{self.tenant}" if self.tenant else self.name
+
+    @property
     def names_tenants(self) -> bool:
         """Whether its requests name their tenant themselves: nobody is authenticated here."""
         return self.method == "none"

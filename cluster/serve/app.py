@@ -31,6 +31,7 @@ from cluster.roster.state import keep_registered
 from cluster.scaling.orders import Operations
 from cluster.scaling.roles import role_of
 from cluster.scaling.serve_client import MARK_DEPLOYMENT, MARK_KEY, REPLICAS_KEY, deployment_name
+from cluster.serve.allocator import return_large_blocks
 from cluster.serve.capacity import bundles, gateway_bundle, placement_strategy
 from cluster.serve.gateway_server import Gateway
 from cluster.serve.machine import Machine
@@ -272,6 +273,7 @@ class GatewayActor:
         config = ClusterConfig.model_validate_json(config_json)
         unique_id = serve.get_replica_context().replica_id.unique_id
         log_to_stderr(config.logs, f"gateway-{unique_id}")
+        return_large_blocks()
         self._config, self._mark = config, mark
         self._clock = SystemClock()
         self._roster = open_roster(config.app)

@@ -15,6 +15,7 @@ from cluster.admission.quotas import Quotas
 from cluster.admission.shared_quotas import SharedQuotas
 from cluster.api.admin_servicer import AdminServicer
 from cluster.api.authentication import Authentication
+from cluster.api.call_reading import CallReading
 from cluster.api.grpc_server import ClientPort, open_certificate
 from cluster.api.prompt_calls import PromptCalls
 from cluster.api.public_ports import PublicPorts
@@ -119,6 +120,7 @@ class Gateway:
         quotas = Quotas(config.auth, seeds)
         self.requests = self._open_requests(router, quotas, history, trust, seeds)
         self._access = access = AccessControl(config.auth, gateway_id, trust, clock)
+        self.reading = CallReading(config, self._preprocessor.limits(0).max_context_tokens)
         self.exchange = PlacementExchange(gateway_id, router, feed, trust, clock)
         self._quotas = self._open_shared_quotas(quotas, trust)
         self.fleet = Fleet(
@@ -146,14 +148,15 @@ class Gateway:
         servicer = InferenceServicer(
             self.requests, self.connections, self._texts, prompts, status, faults, self._traffic
         )
-        front = HttpServices(servicer, self.connections, quotas, access, self.requests.unread)
+        front = HttpServices(servicer, self.connections, quotas, access, self.reading, self.requests.unread)
         self._http = open_http(config, front, self._certificate, clock)
         self.http_port = 0  # where it answers over HTTP after `start`; 0: nowhere
         self._ports = PublicPorts(
             config.gateway,
             self._certificate,
             open_certificate(config.gateway, config.auth, "admin"),
-            Authentication(access),
+            Authentication(access, self.reading),
+            self.reading.max_message_bytes,
             servicer,
             AdminServicer(status=status, stores=stores, orders=orders, traffic=self._traffic),
         )

@@ -104,7 +104,7 @@ def check_tokenize(request: pb.TokenizeRequest, limits: ServingLimits) -> None:
     if kind == "chat":
         found = list(chat_violations(request.chat, limits.max_prompt_bytes))
     else:
-        found = list(_size_violations("text", len(request.text.encode()), limits))
+        found = list(_size_violations("text", _num_bytes(request.text), limits))
     if found:
         raise InvalidRequestError(*found)
 
@@ -196,9 +196,10 @@ def _violations(request: pb.GenerateRequest, limits: ServingLimits) -> list[Fiel
 def _prompt_violations(request: pb.GenerateRequest, limits: ServingLimits) -> Iterator[FieldViolation]:
     kind = request.WhichOneof("prompt")
     if kind == "text":
-        if not request.text:
+        num_bytes = _num_bytes(request.text)
+        if not num_bytes:
             yield FieldViolation("prompt", "the text is empty; send at least one character")
-        yield from _size_violations("prompt", len(request.text.encode()), limits)
+        yield from _size_violations("prompt", num_bytes, limits)
     elif kind == "token_ids":
         ids = request.token_ids.ids
         if not ids:
@@ -350,6 +351,11 @@ def _number(
         if not math.isfinite(value) or not accepts(value):
             shown = f"{value:g}" if isinstance(value, float) else str(value)
             yield FieldViolation(field, f"is {shown}; must be {wanted}")
+
+
+def _num_bytes(text: str) -> int:
+    """Return the bytes of a text in UTF-8, without a copy where it is ASCII."""
+    return len(text) if text.isascii() else len(text.encode())
 
 
 def _size_violations(field: str, num_bytes: int, limits: ServingLimits) -> Iterator[FieldViolation]:
