@@ -1,0 +1,165 @@
+"""Memory of a real local cluster under short requests of sessions, as JSON lines: what grows is a leak.
+
+A cluster of one prefill and one decode replica with a store is started: `tandem serve` with the bundled
+model. Its caches are small, so that they are full after the first quarter of the time: what is bounded by a
+setting is not a leak. Some sessions at once send one turn after the other, each with all turns before it;
+after a few turns another session begins.
+
+    python -m benchmarks.soak [--minutes 30] [--sessions 24]
+
+A line for each process has the slope of its resident memory in megabytes a minute after the first quarter
+(least squares), and its size at the beginning, after that quarter and in the end. The last line is the
+verdict: every process grows by less than 0.05 MB a minute; otherwise the exit status is 1. Give it 30
+minutes: in less, noise of some hundred kilobytes is more than that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+import yaml
+
+from benchmarks.served import ROOT, Service, serving
+from cluster.api.admin_client import AdminClient
+from cluster.api.client import Client, GenerateOptions
+from kvtransfer.common.clock import Clock, SystemClock
+
+LIMIT_MB_PER_MINUTE = 0.05
+PERIOD_S = 2.0
+NUM_TURNS, FIRST_TOKENS, TURN_TOKENS, OUTPUT_TOKENS = 4, 24, 12, 4
+VOCABULARY = (3, 190)
+MEBIBYTE = 1 << 20
+ENGINE = {"block_tokens": 16, "kv_tokens": 4096, "max_sequences": 32}
+CLUSTER = {
+    "model": str(ROOT / "models" / "tiny"),
+    "pools": [
+        {"name": role, "role": role, "dtype": "fp32", "cpus_per_rank": 0.25, "engine": ENGINE}
+        for role in ("prefill", "decode")
+    ],
+    "store": {"dram_gb": 0.03},
+}
+
+
+class Samples(NamedTuple):
+    """The resident memory of one process, and when it was read."""
+
+    kind: str
+    process: psutil.Process
+    times_s: list[float]
+    rss_mb: list[float]
+
+
+async def processes(service: Service) -> list[Samples]:
+    """Return the processes of the cluster: gateway, engine cores, ranks and stores."""
+    async with AdminClient(service.admin_address) as client:
+        status = await client.status()
+    found = [("gateway", it.process_id) for it in status.gateways]
+    for replica in status.replicas:
+        found.append((f"engine core ({replica.role})", replica.process_id))
+        found += [(f"rank ({replica.role})", process_id) for process_id in replica.rank_process_ids]
+    found += [("store", it.process_id) for it in status.stores]
+    return [Samples(kind, psutil.Process(process_id), [], []) for kind, process_id in found]
+
+
+class Load:
+    """Sessions that send their turns until a time is over."""
+
+    def __init__(self, client: Client, clock: Clock, until_s: float) -> None:
+        self.num_requests = 0
+        self._client = client
+        self._clock = clock
+        self._until_s = until_s
+
+    async def run(self, seed: int) -> None:
+        """Run one session after the other."""
+        draw = random.Random(seed)
+        options = GenerateOptions(max_tokens=OUTPUT_TOKENS, ignore_eos=True, seed=0)
+        while self._clock.now() < self._until_s:
+            prompt = _drawn(draw, FIRST_TOKENS)
+            for _ in range(NUM_TURNS):
+                completion = await self._client.complete(prompt, options)
+                self.num_requests += 1
+                prompt = [*prompt, *completion.token_ids[0], *_drawn(draw, TURN_TOKENS)]
+
+
+def _drawn(draw: random.Random, num_tokens: int) -> list[int]:
+    return [draw.randrange(*VOCABULARY) for _ in range(num_tokens)]
+
+
+async def watch(found: Sequence[Samples], clock: Clock, until_s: float) -> None:
+    """Read the memory of all processes until the time is over."""
+    while (now := clock.now()) < until_s:
+        for samples in found:
+            samples.times_s.append(now)
+            samples.rss_mb.append(samples.process.memory_info().rss / MEBIBYTE)
+        await clock.sleep(PERIOD_S)
+
+
+def record_of(samples: Samples) -> dict[str, Any]:
+    """Describe the growth of one process after the first quarter."""
+    first = len(samples.times_s) // 4
+    minutes = np.asarray(samples.times_s[first:]) / 60.0
+    slope, _ = np.polyfit(minutes - minutes[0], np.asarray(samples.rss_mb[first:]), 1)
+    return {
+        "what": "process",
+        "kind": samples.kind,
+        "mb_per_minute": round(float(slope), 3),
+        "rss_mb": [round(samples.rss_mb[at], 1) for at in (0, first, -1)],
+    }
+
+
+async def measure(service: Service, minutes: float, num_sessions: int) -> bool:
+    """Print the records; returns whether every process kept the limit."""
+    clock = SystemClock()
+    found = await processes(service)
+    until_s = clock.now() + 60.0 * minutes
+    async with Client([service.address]) as client:
+        load = Load(client, clock, until_s)
+        async with asyncio.TaskGroup() as group:
+            for seed in range(num_sessions):
+                group.create_task(load.run(seed))
+            await watch(found, clock, until_s)
+    records = [record_of(samples) for samples in found]
+    for record in records:
+        print(json.dumps(record), flush=True)
+    worst = max(record["mb_per_minute"] for record in records)
+    verdict = {
+        "what": "verdict",
+        "minutes": minutes,
+        "num_requests": load.num_requests,
+        "requests_per_s": round(load.num_requests / (60.0 * minutes), 1),
+        "worst_mb_per_minute": worst,
+        "limit_mb_per_minute": LIMIT_MB_PER_MINUTE,
+        "is_kept": worst < LIMIT_MB_PER_MINUTE,
+    }
+    print(json.dumps(verdict), flush=True)
+    return bool(verdict["is_kept"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--sessions", type=int, default=24)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "cluster.yaml"
+        file.write_text(yaml.safe_dump(CLUSTER))
+        with serving("--file", str(file)) as service:
+            is_kept = asyncio.run(measure(service, arguments.minutes, arguments.sessions))
+    sys.exit(0 if is_kept else 1)
+
+
+if __name__ == "__main__":
+    main()
