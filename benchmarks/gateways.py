@@ -145,7 +145,13 @@ class World:
             for index, feed in enumerate(self.feeds)
         ]
         self.admissions = [
-            RequestAdmission(AdmissionConfig(), router, self.clock, itertools.count().__next__)
+            RequestAdmission(
+                AdmissionConfig(),
+                router,
+                self.clock,
+                itertools.count().__next__,
+                lambda call: self.after(0.0, call),
+            )
             for router in (self.routers if has_admission else [])
         ]
         self.peers = {

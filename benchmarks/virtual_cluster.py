@@ -418,7 +418,12 @@ class VirtualCluster:
         )
         self.rungs: list[tuple[float, Rung]] = []
         self.admission = RequestAdmission(
-            config, self.router, self.clock, lambda: self.random.getrandbits(32), self._on_rung
+            config,
+            self.router,
+            self.clock,
+            lambda: self.random.getrandbits(32),
+            lambda call: self.at(self.clock.now(), call),
+            self._on_rung,
         )
         self.is_batch_paused = False
         self.requests: list[VirtualRequest] = []

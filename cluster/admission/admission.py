@@ -1,4 +1,5 @@
-"""Which requests a gateway takes, and when what it has taken goes to the replicas.
+"""Which requests a gateway takes, and when what it has taken goes to the replicas. The file is
+over 600 lines because every change of what waits stands in one place.
 
     admit: route, held --> predicted to be late? --yes--> OverloadedError, with the time of the drain
                                   | no
@@ -31,6 +32,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
 from cluster.admission.config import AdmissionConfig
+from cluster.admission.displaced import DisplacedRequests
 from cluster.admission.fair_queue import Flow, IndexedHeap, Waiting
 from cluster.admission.held import Candidacy, HeldEffects, HeldLoad, HeldRequest
 from cluster.admission.ladder import Ladder, Pressure, Rung
@@ -64,6 +66,9 @@ REROUTE_PART = 0.2
 _MOST_REROUTES = 8
 # Timers may ring so much too early.
 _EARLY_S = 0.002
+# What a pump may refuse, place anew because its replica is gone, and release: some milliseconds of work. The
+# rest is done in later turns of the event loop.
+MOST_PER_PUMP = 8
 # How often all is looked at that waits.
 _LOOK_S = 0.1
 # Flows whose least wait is remembered.
@@ -108,24 +113,32 @@ class RequestAdmission:
         router: RouterService,
         clock: Clock,
         seeds: Callable[[], int],
+        call_soon: Callable[[Callable[[], None]], object],
         on_rung: Callable[[Rung], None] = lambda rung: None,
     ) -> None:
-        """`seeds` draws integers, for jitter; `on_rung` hears of each change of the ladder's rung."""
+        """`seeds` draws integers, for jitter; `call_soon` calls in the next turn of the event loop what a
+        pump has left; `on_rung` hears of each change of the ladder's rung."""
         self._config = config
         self._router = router
         self._clock = clock
         self._seeds = seeds
+        self._call_soon = call_soon
         self._on_rung = on_rung
         self._lanes = ReplicaLanes(router)
         self._held: dict[str, HeldRequest] = {}
         # By when they are refused, and by when they are routed again.
         self._bounds: IndexedHeap[HeldRequest] = IndexedHeap()
         self._reroutes: IndexedHeap[HeldRequest] = IndexedHeap()
+        self._displaced = DisplacedRequests(
+            lambda held: self._weight(held.candidacy.flow, held.candidacy.weight)
+        )
         self.queued = QueuedBytes(config.max_queue_mb * 1e6)
         # Puts and removals, and what was predicted since the last one.
         self._num_changes = 0
         self._early: dict[Flow, _EarlyWait] = {}
-        self._is_pumping = False
+        self._is_pumping = self._has_more = False
+        # What the pump may still do.
+        self._num_left = MOST_PER_PUMP
         self._pumped_at = float("-inf")
         self.retries = RetryQueue(router)
         self.ladder = Ladder(self._moved)
@@ -272,14 +285,17 @@ class RequestAdmission:
 
     def pump(self, replica_id: str = "") -> None:
         """Refuse what has waited too long, and release what the replicas can take now, in the fair order of
-        each. With news of one replica alone, only what waits for that is looked at, most of the time."""
+        each. With news of one replica alone, only what waits for that is looked at, most of the time. What is
+        more than `MOST_PER_PUMP` is done in the next turns of the event loop."""
         if self._is_pumping:
             return
         self._is_pumping = True
+        self._num_left = MOST_PER_PUMP
         try:
             now = self._clock.now()
             self._pressure.measure(now)
             self._refuse_overdue(now)
+            moved = self._place_displaced(now)
             self.retries.pump()
             is_for_all = not replica_id or now >= self._pumped_at + _LOOK_S
             if is_for_all:
@@ -291,29 +307,24 @@ class RequestAdmission:
                 self._reroute(now)
             if self._held:
                 self._move_some([replica_id] if not is_for_all else self._router.compute_ids(), now)
+            for held in moved:
+                self._has_moved(held)
         finally:
             self._is_pumping = False
+        if (self._num_left <= 0 or self._displaced) and not self._has_more:
+            self._has_more = True
+            self._call_soon(self._pump_again)
 
     def leave(self, replica_id: str) -> None:
         """Let what waits for a replica that is gone, or should be avoided, wait for others. Where these are
-        no better it stays; where there are none, its task asks again."""
-        now = self._clock.now()
+        no better it stays; where there are none, its task asks again. Nothing goes to the replica before it
+        was looked at for another."""
         self.retries.leave(replica_id)
-        moved: list[HeldRequest] = []
-        for held in list(self._held.values()):
-            if replica_id not in (held.decision.prefill, held.decision.decode):
-                continue
-            try:
-                if self._move(held, now):
-                    moved.append(held)
-            except NoReplicaError as error:
-                if held.effects is not None and self._take_out(held):
-                    self._router.on_finished(held.request.request_id)
-                    held.effects.on_unplaced(str(error), error.retry_after_s)
-        self._lanes.forget(replica_id)
+        displaced = [
+            it for it in self._held.values() if replica_id in (it.decision.prefill, it.decision.decode)
+        ]
+        self._displaced.add(replica_id, displaced)
         self.pump()
-        for held in moved:
-            self._has_moved(held)
 
     def check(self) -> None:
         """Assert that queues and held requests agree."""
@@ -321,6 +332,8 @@ class RequestAdmission:
         for heap in (self._bounds, self._reroutes):
             heap.check()
             assert len(heap) == len(self._held)
+        assert all(self._held.get(it.request.request_id) is it for it in self._displaced)
+        assert self._has_more or not self._displaced
         self._lanes.check()
 
     # --------------------------------------------------------------------------------------- private
@@ -395,12 +408,19 @@ class RequestAdmission:
                 waiting = lane.queue.peek(now)
             if waiting is None:
                 break
+            if self._num_left <= 0:
+                return
             held = self._held[waiting.request_id]
             if held.effects is None:
                 return  # its task is about to begin
+            if waiting.request_id in self._displaced:
+                if self._place_anew(held, now):
+                    self._has_moved(held)
+                continue
             if not self._router.has_capacity(waiting.request_id):
                 lane.blocked(now, (held.decision.prefill, held.decision.decode))
                 return
+            self._num_left -= 1
             lane.pop(now, paused)
             self._forget(held)
             self.counts.num_released[waiting.flow.service_class] += 1
@@ -433,8 +453,9 @@ class RequestAdmission:
         while (first := self._bounds.first()) is not None and first[0] <= now + _EARLY_S:
             held = first[1]
             effects, flow = held.effects, held.candidacy.flow
-            if effects is None:
+            if effects is None or self._num_left <= 0:
                 return
+            self._num_left -= 1
             self._take_out(held)
             self._router.on_finished(held.request.request_id)
             self.counts.num_refused["aged", flow.service_class] += 1
@@ -444,6 +465,34 @@ class RequestAdmission:
                     self.retry_after_s(self._least_wait_s(flow, held.candidacy.weight, now)),
                 )
             )
+
+    def _pump_again(self) -> None:
+        self._has_more = False
+        self.pump()
+
+    def _place_displaced(self, now: float) -> list[HeldRequest]:
+        """Place anew, as many as a pump may, what waits for replicas that are gone or avoided. Returns those
+        that wait for others now."""
+        moved: list[HeldRequest] = []
+        while self._num_left > 0 and (held := self._displaced.first()) is not None:
+            if self._place_anew(held, now):
+                moved.append(held)
+        for replica_id in self._displaced.take_left():
+            self._lanes.forget(replica_id)
+        return moved
+
+    def _place_anew(self, held: HeldRequest, now: float) -> bool:
+        """Whether a request that is displaced waits for other replicas now; where there are none, its task
+        asks again."""
+        self._num_left -= 1
+        self._displaced.remove(held.request.request_id)
+        try:
+            return self._move(held, now)
+        except NoReplicaError as error:
+            if held.effects is not None and self._take_out(held):
+                self._router.on_finished(held.request.request_id)
+                held.effects.on_unplaced(str(error), error.retry_after_s)
+            return False
 
     def _put(self, held: HeldRequest) -> None:
         flow = held.candidacy.flow
@@ -541,6 +590,7 @@ class RequestAdmission:
     def _forget(self, held: HeldRequest) -> None:
         self._num_changes += 1
         del self._held[held.waiting.request_id]
+        self._displaced.remove(held.waiting.request_id)
         self._bounds.remove(held)
         self._reroutes.remove(held)
 

@@ -1,6 +1,7 @@
 """The requests of one gateway: accepted here, run by a `RequestTask` each, remembered after the end.
 
-`ReplicaConnections` report here what replicas send, and each request gets its part.
+`ReplicaConnections` report here what replicas send, and each request gets its part. The file is
+over 600 lines because accepting requests, telling them what happens and remembering them share their tables.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeVarTuple
 
 from cluster.admission import read_budget
 from cluster.admission.admission import RequestAdmission
@@ -35,7 +37,9 @@ from cluster.errors import (
 )
 from cluster.gateway.attempt import first_route_request
 from cluster.gateway.circuit_breaker import BreakerState, CircuitBreaker
+from cluster.gateway.loop_slices import LoopSlices
 from cluster.gateway.replica_connections import ReplicaConnections
+from cluster.gateway.request_state import RequestState
 from cluster.gateway.request_task import RequestTask, Router, UnreadOutput
 from cluster.identity.config import AuthConfig
 from cluster.identity.identity import Identity
@@ -64,6 +68,8 @@ _REQUEST_BYTES = 4096
 _MAX_LOGGED_CHARS = 128
 
 _log = logging.getLogger(__name__)
+
+Args = TypeVarTuple("Args")
 
 
 class Accepted(NamedTuple):
@@ -122,6 +128,8 @@ class RequestManager:
         self._observers = (counters.ended, *observers)
         self.counters = counters
         self._tasks: dict[str, RequestTask] = {}
+        # What is done for many requests at once.
+        self._slices = LoopSlices()
         # Running.
         self._latest: dict[RequestKey, RequestTask] = {}
         self._records: OrderedDict[RequestKey, RequestInfo] = OrderedDict()
@@ -382,11 +390,12 @@ class RequestManager:
         """Accept no more requests; those that run continue."""
         self._is_leaving = True
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End every request with UNAVAILABLE, so that clients resume at another gateway; accept none."""
         self.leave()
-        for task in list(self._tasks.values()):
-            task.abandon(UnavailableError("this gateway is stopping", 0.0))
+        error = UnavailableError("this gateway is stopping", 0.0)
+        self._slices.add(partial(task.abandon, error) for task in list(self._tasks.values()))
+        await self._slices.done()
 
     # -------------------------------------------------------------- from the connections to replicas
 
@@ -444,8 +453,7 @@ class RequestManager:
     def on_stopped(self, source: ReplicaIdentity, reason: str, includes_streams: bool) -> None:
         """Let requests without a token leave a replica that stands still, and streams too where that is
         said."""
-        for task in list(self._tasks.values()):
-            task.apply(task.state.on_stopped, source, reason, includes_streams)
+        self._tell_all_at(source, RequestState.on_stopped, source, reason, includes_streams)
 
     def on_breaker(self, source: ReplicaIdentity, breaker: CircuitBreaker) -> None:
         """Count a change of a circuit breaker's state. What waits for a replica that is avoided from now on
@@ -460,15 +468,30 @@ class RequestManager:
         if view is not None and not view.record.leaving:
             self.counters.lost(view.record.pool)
         self.admission.leave(source.replica_id)
-        for task in list(self._tasks.values()):
-            task.apply(task.state.on_lost, source, reason)
+        self._tell_all_at(source, RequestState.on_lost, source, reason)
 
     def on_streams(self, source: ReplicaIdentity, may_stay: bool) -> None:
         """Report to every request that streams must leave this replica, or may stay there after all."""
         if not may_stay:
             self.admission.leave(source.replica_id)
-        for task in list(self._tasks.values()):
-            task.apply(task.state.on_streams, source, may_stay)
+        tasks = sorted(self._tasks.values(), key=lambda task: not task.state.is_at(source))
+        self._slices.add(partial(task.apply, task.state.on_streams, source, may_stay) for task in tasks)
+
+    def _tell_all_at(
+        self,
+        replica: ReplicaIdentity,
+        transition: Callable[[RequestState, *Args, float], None],
+        *args: *Args,
+    ) -> None:
+        """Run a transition of each request whose running attempt is at this replica, unless another attempt
+        has begun when its turn comes."""
+
+        def tell(task: RequestTask, attempt: int) -> None:
+            if task.state.attempt == attempt:
+                task.apply(lambda now: transition(task.state, *args, now))
+
+        tasks = [task for task in self._tasks.values() if task.state.is_at(replica)]
+        self._slices.add(partial(tell, task, task.state.attempt) for task in tasks)
 
     def on_members(self) -> None:
         """Report that what can be served may have changed."""

@@ -148,6 +148,12 @@ class RequestState:
         """Whether the submission of this number belongs to the running attempt."""
         return self.phase is RequestPhase.RUNNING and number in self._numbers
 
+    def is_at(self, replica: ReplicaIdentity) -> bool:
+        """Whether the running attempt has to do with this replica."""
+        migration = self._migration
+        is_member = replica in (self._prefill, migration.decode, migration.target)
+        return self.phase is RequestPhase.RUNNING and (is_member or migration.is_former(replica))
+
     def summary(self, now: float) -> Summary:
         """Summarize the request, or as much of it as has happened."""
         return Summary(

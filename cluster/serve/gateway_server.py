@@ -5,6 +5,7 @@ Imports neither Ray nor torch: `cluster.serve.app` runs a `Gateway` in a Serve r
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 from collections.abc import Callable
@@ -203,7 +204,7 @@ class Gateway:
             quotas=quotas,
             resume_tokens=ResumeTokens(trust, clock, config.auth.resume_s),
             on_members=self._on_members,
-            admission=RequestAdmission(config.admission, router, clock, seeds, self._on_rung),
+            admission=RequestAdmission(config.admission, router, clock, seeds, _call_soon, self._on_rung),
             observers=_observers(config, history, self._tracer),
             counters=_open_counters(config, self.connections),
         )
@@ -287,7 +288,7 @@ class Gateway:
         self.requests.leave()
         self._traffic.leave()
         await self._wait_while(lambda: self._num_running and self.connections.is_connected(), end_at)
-        self.requests.close()
+        await self.requests.close()
         self._traffic.close()
         if self._http is not None:
             await self._http.stop()
@@ -359,6 +360,11 @@ class Gateway:
         if self.connections.has_route() != self._is_serving:
             self._is_serving = not self._is_serving
             self._tasks.spawn(self._ports.set_health(self._is_serving), "gateway-health")
+
+
+def _call_soon(call: Callable[[], None]) -> None:
+    """Call in the next turn of the event loop."""
+    asyncio.get_running_loop().call_soon(call)
 
 
 def _open_key_roots(

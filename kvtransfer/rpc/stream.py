@@ -47,6 +47,9 @@ _BACKLOG = 128
 _MAX_QUEUED_BYTES = 2 * MAX_FRAME_BYTES
 # Frames that wait for `receive` beyond this many bytes stop the reading, until they are taken.
 _MAX_UNREAD_BYTES = 1 << 20
+# After so many frames that had come already, a receiver lets others have their turns of the event loop: what
+# came while this process did not run may be much.
+MOST_AT_ONCE = 4
 # A frame longer than this is not joined with its header before it is written.
 _JOINED_BYTES = 64 << 10
 _STAGED_BYTES = 64 << 10
@@ -100,6 +103,8 @@ class FrameStream(asyncio.BufferedProtocol):
         self._pinging: asyncio.TimerHandle | None = None
         self._is_closed = False
         self._has_ended = False  # the other side sends nothing more
+        # Frames taken since the receiver last waited.
+        self._num_at_once = 0
         self._is_over = asyncio.get_running_loop().create_future()
         # What the connection was lost by.
         self.error: Exception | None = None
@@ -135,13 +140,18 @@ class FrameStream(asyncio.BufferedProtocol):
     async def receive(self) -> bytes | None:
         """The next frame, or None when the stream has ended (for whatever reason)."""
         while not self._is_closed:
-            if self._frames:
+            if self._frames and self._num_at_once < MOST_AT_ONCE:
+                self._num_at_once += 1
                 return self._take()
-            if self._has_ended:
+            self._num_at_once = 0
+            if self._has_ended and not self._frames:
                 self.close()
                 break
             assert self._waiting is None, "one task receives"
-            self._waiting = asyncio.get_running_loop().create_future()
+            loop = asyncio.get_running_loop()
+            self._waiting = loop.create_future()
+            if self._frames:
+                loop.call_soon(self._wake)
             try:
                 await self._waiting
             finally:
@@ -154,6 +164,11 @@ class FrameStream(asyncio.BufferedProtocol):
         if frame is None:
             raise PeerGoneError("connection closed by the other side")
         return frame
+
+    @property
+    def num_unread(self) -> int:
+        """Frames that have come and were not received."""
+        return len(self._frames)
 
     @property
     def num_unsent_bytes(self) -> int:

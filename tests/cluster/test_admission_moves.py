@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 from admission_world import AdmissionWorld
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.admission.admission import MOST_PER_PUMP, RequestAdmission
+from cluster.admission.config import AdmissionConfig
+from cluster.admission.held import HeldRequest
 
 
 def test_what_waits_moves_only_where_it_would_wait_less() -> None:
@@ -105,3 +116,142 @@ def test_while_one_request_finds_out_whether_a_replica_is_well_the_others_wait()
     assert world.router.takes_more("r0") is False
     assert world.arrive("alone", num_tokens=10) is not None
     assert "alone" in world.released, "where nothing else is left it goes there"
+
+
+# ---------------------------------------------------------------------------- turns of the event loop
+
+# What may wait for long, whatever the others are given.
+PATIENT = AdmissionConfig.model_validate({"batch": {"max_wait_s": 10_000.0, "aging_s": 9_000.0}})
+
+
+def crowd(world: AdmissionWorld, num_requests: int, tenants: str = "ab") -> list[HeldRequest]:
+    """Let requests come of which the replicas take very few."""
+    for server in world.servers.values():
+        server.slowness = 1e6
+    held = [
+        world.arrive(f"{tenants[index % len(tenants)]}-{index}", 1000, tenants[index % len(tenants)], "batch")
+        for index in range(num_requests)
+    ]
+    return [it for it in held if it is not None and it.request.request_id not in world.released]
+
+
+def counted_moves(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], int]:
+    """Count how many requests a call looks at again, each of which takes some hundred microseconds."""
+    num_moves = 0
+    move: Any = RequestAdmission._move
+
+    def counting(self: RequestAdmission, held: HeldRequest, now: float) -> bool:
+        nonlocal num_moves
+        num_moves += 1
+        return bool(move(self, held, now))
+
+    monkeypatch.setattr(RequestAdmission, "_move", counting)
+
+    def of(call: Callable[[], object]) -> int:
+        before = num_moves
+        call()
+        return num_moves - before
+
+    return of
+
+
+def test_one_turn_of_the_loop_places_few_of_those_that_wait_for_a_replica_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = AdmissionWorld(num_replicas=2, config=PATIENT)
+    waiting = [it for it in crowd(world, 200) if it.decision.decode == "r0"]
+    assert len(waiting) > 4 * MOST_PER_PUMP
+    moves = counted_moves(monkeypatch)
+    num_taken = world.servers["r0"].num_taken
+    world.router.remove_replica("r0")
+    turns = [moves(lambda: world.admission.leave("r0"))]
+    now = world.clock.now()
+    while world.has_due(now):
+        turns.append(moves(world.step))
+    # With one that is next in the longest queue, for each replica that nothing waits for.
+    assert max(turns) <= MOST_PER_PUMP + 2
+    assert len(turns) >= len(waiting) / MOST_PER_PUMP
+    assert {it.decision.decode for it in waiting} == {"r1"}
+    assert world.servers["r0"].num_taken == num_taken
+
+
+def test_the_first_that_are_placed_are_those_whose_turns_come_first() -> None:
+    world = AdmissionWorld(num_replicas=2, config=PATIENT)
+    waiting = [it.request.request_id for it in crowd(world, 200, "aaaaaaab") if it.decision.decode == "r0"]
+    world.router.set_leaving("r0")
+    world.admission.leave("r0")
+    moved = [name for name, _, _ in world.moved]
+    assert len(moved) == MOST_PER_PUMP < len(waiting)
+    by_tenant = {tenant: [name for name in waiting if name[0] == tenant] for tenant in "ab"}
+    half = MOST_PER_PUMP // 2
+    assert len(by_tenant["b"]) >= half
+    assert {*moved} == {*by_tenant["a"][:half], *by_tenant["b"][:half]}
+
+
+def test_what_reaches_its_bound_at_once_is_refused_in_several_turns() -> None:
+    world = AdmissionWorld(config=PATIENT)
+    waiting = crowd(world, 100)
+    world.clock.advance(20_000.0)
+    num_refused = [0]
+    world.admission.pump()
+    while num_refused[-1] < len(world.refused):
+        num_refused.append(len(world.refused))
+        assert num_refused[-1] - num_refused[-2] <= MOST_PER_PUMP
+        if num_refused[-1] < len(waiting):
+            world.step()
+    assert len(world.refused) == len(waiting)
+
+
+def test_many_that_a_replica_takes_at_once_go_in_several_turns() -> None:
+    world = AdmissionWorld(config=PATIENT)
+    world.servers["r0"].num_running = 1000
+    world.router.on_load(world.servers["r0"].load())
+    for index in range(100):
+        world.arrive(str(index), 1, service_class="batch")
+    assert not world.released
+    world.servers["r0"].num_running = 0
+    world.router.on_load(world.servers["r0"].load())
+    world.admission.pump()
+    assert len(world.released) == MOST_PER_PUMP
+    world.run(world.clock.now())
+    assert len(world.released) == 100
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 40)), min_size=1, max_size=60),
+    st.lists(st.tuples(st.sampled_from(["leave", "avoid", "drop", "step", "arrive"]), st.integers(0, 2))),
+)
+def test_whatever_leaves_while_others_are_still_placed_nothing_goes_to_who_is_gone(
+    arrivals: list[tuple[str, int]], events: list[tuple[str, int]]
+) -> None:
+    world = AdmissionWorld(num_replicas=4, config=PATIENT)
+    for server in world.servers.values():
+        server.slowness = 100.0
+    held = [
+        it
+        for index, (tenant, tokens) in enumerate(arrivals)
+        if (it := world.arrive(f"{index}", 100 * tokens, tenant, "batch")) is not None
+    ]
+    gone: Counter[str] = Counter()
+    for number, (event, index) in enumerate(events):
+        name = f"r{index}"
+        if event == "leave" and name not in gone:
+            gone[name] = world.servers[name].num_taken
+            world.router.set_leaving(name)
+            world.admission.leave(name)
+        elif event == "avoid":
+            world.router.set_usable(name, number % 2 == 0)
+            world.admission.leave(name)
+        elif event == "drop" and held:
+            world.drop(held.pop())
+        elif event == "arrive":
+            world.arrive(f"later-{number}", 500, "a", "batch")
+        elif world.has_due(world.clock.now() + 1.0):
+            world.step()
+        world.admission.check()
+        assert all(world.servers[name].num_taken == num_taken for name, num_taken in gone.items())
+    world.run(world.clock.now())
+    assert not world.unplaced
+    waiting = [it for it in held if it.request.request_id in world.queued]
+    assert not [it for it in waiting if it.decision.decode in gone]

@@ -143,7 +143,7 @@ async def test_the_latest_call_of_a_request_that_was_resumed_at_another_gateway_
         collector.add(await anext(events))
     assert await pair.explained_at(1, stream.request_id) == "g0"
     script.stop_after = None
-    pair.gateways[0].requests.close()
+    await pair.gateways[0].requests.close()
     async for event in events:
         collector.add(event)
     assert (stream.num_resumes, collector.num_tokens) == (1, 9)

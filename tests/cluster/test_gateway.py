@@ -252,7 +252,7 @@ async def test_a_request_that_waits_for_capacity_can_be_cancelled(harness: Gatew
     work = asyncio.create_task(anext(stream.events()))
     retries = gateway.requests.admission.retries
     await until(lambda: len(retries) == 1, "it was refused, and waits until the replica is heard again")
-    gateway.requests.close()
+    await gateway.requests.close()
     await until(lambda: gateway.requests.num_running == 0, "it has ended")
     assert len(retries) == 0
     gateway.requests.admission.check()

@@ -153,7 +153,7 @@ async def test_a_request_counts_again_while_it_waits_after_a_refusal(harness: Ga
     work = asyncio.create_task(generate(harness, address))
     await until(lambda: len(admission.retries) == 1, "it was refused, and waits")
     assert admission.num_bytes > 0
-    gateway.requests.close()
+    await gateway.requests.close()
     await asyncio.gather(work, return_exceptions=True)
     assert admission.num_bytes == 0
 

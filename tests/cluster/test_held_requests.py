@@ -66,7 +66,7 @@ class Gateway:
             self.report(identity, num_backlog_tokens)
         standard = {"aging_s": 1.0, "max_wait_s": max_wait_s, "ttft_s": max_wait_s}
         config = AdmissionConfig.model_validate({"standard": standard})
-        self.admission = RequestAdmission(config, self.router, self.clock, lambda: 1)
+        self.admission = RequestAdmission(config, self.router, self.clock, lambda: 1, lambda call: call())
 
     def report(self, identity: ReplicaIdentity, num_backlog_tokens: int) -> None:
         self.router.on_load(

@@ -294,7 +294,7 @@ async def test_a_gateway_that_stops_ends_what_waits_with_unavailable(harness: E2
         await busy(front)
         calls = held(front, 3)
         await all_wait(front, 3)
-        front.gateway.requests.close()
+        await front.gateway.requests.close()
         for call in calls:
             await call.ended()
             assert call.error is not None

@@ -106,7 +106,8 @@ async def test_what_cancelled_and_failed_requests_have_used_is_counted_and_given
         cancelled.stream.cancel()
         await cancelled.ended()
         await until(lambda: front.gateway.requests.num_running == 1, "the gateway has noticed")
-        front.gateway.requests.close()  # every request of this gateway fails, and none can be resumed here
+        # Every request of this gateway fails, and none can be resumed here.
+        await front.gateway.requests.close()
         failed.stream._may_resume = False
         await failed.ended()
         assert failed.error is not None

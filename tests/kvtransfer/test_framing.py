@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import os
 import socket
 import struct
@@ -15,7 +16,7 @@ import uvloop
 
 from kvtransfer.codec import framed, read_frame
 from kvtransfer.errors import PeerGoneError
-from kvtransfer.rpc.stream import frame_stream
+from kvtransfer.rpc.stream import MOST_AT_ONCE, frame_stream
 
 
 async def _send_on_a_closed_connection() -> list[bytes]:
@@ -85,3 +86,45 @@ def test_frames_of_a_pipe_are_read_to_its_end(buffering: int) -> None:
 def test_a_frame_that_is_cut_short_is_an_error(num_bytes: int) -> None:
     with pytest.raises(PeerGoneError, match="before the end of a frame"):
         read_frame(io.BytesIO(framed(b"frame")[:num_bytes]))
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_receiver_of_many_frames_lets_others_have_their_turns(
+    new_loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    """They came together, as after a time in which this process did not run."""
+
+    async def receive() -> tuple[list[bytes], list[int]]:
+        ours, theirs = socket.socketpair()
+        writer, reader = await frame_stream(ours, "writer"), await frame_stream(theirs, "reader")
+        received: list[bytes] = []
+        nums_received: list[int] = []
+
+        async def other() -> None:
+            while len(received) < 50:
+                nums_received.append(len(received))
+                await asyncio.sleep(0)
+
+        writer.send(b"wait")
+        await reader.receive()
+        for number in range(50):
+            writer.send(b"%d" % number)
+        while reader.num_unread < 50:
+            await asyncio.sleep(0)
+        watching = asyncio.create_task(other())
+        await asyncio.sleep(0)
+        while len(received) < 50:
+            frame = await reader.receive()
+            assert frame is not None
+            received.append(frame)
+        await watching
+        for stream in (writer, reader):
+            stream.close()
+            await stream.wait_closed()
+        return received, nums_received
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        received, nums_received = runner.run(receive())
+    assert received == [b"%d" % number for number in range(50)]
+    steps = [after - before for before, after in itertools.pairwise(nums_received)]
+    assert max(steps) <= MOST_AT_ONCE

@@ -133,7 +133,12 @@ class AdmissionWorld:
         self.router = RouterService(RouterConfig(steps_ahead=STEPS_AHEAD), 16, self.clock, 1, salt="g")
         self.rungs: list[Rung] = []
         self.admission = RequestAdmission(
-            config, self.router, self.clock, lambda: next(draws), self.rungs.append
+            config,
+            self.router,
+            self.clock,
+            lambda: next(draws),
+            lambda call: self.at(self.clock.now(), call),
+            self.rungs.append,
         )
         names = names or tuple(f"r{index}" for index in range(num_replicas))
         self.servers = {name: Server(self, name) for name in names}
@@ -160,13 +165,21 @@ class AdmissionWorld:
 
     def run(self, until_s: float = float("inf")) -> None:
         while self._due and self._due[0][0] <= until_s:
-            time_s, _, call = heapq.heappop(self._due)
-            self.clock.advance(max(0.0, time_s - self.clock.now()))
-            call()
-            self.admission.check()
-            self.router.check()
+            self.step()
         if until_s < float("inf"):
             self.clock.advance(until_s - self.clock.now())
+
+    def has_due(self, until_s: float) -> bool:
+        """Whether something happens until then."""
+        return bool(self._due) and self._due[0][0] <= until_s
+
+    def step(self) -> None:
+        """Let happen what is next, as one turn of an event loop."""
+        time_s, _, call = heapq.heappop(self._due)
+        self.clock.advance(max(0.0, time_s - self.clock.now()))
+        call()
+        self.admission.check()
+        self.router.check()
 
     def arrive(
         self,

@@ -1,0 +1,60 @@
+"""Requests that are to be placed anew, because a replica that they wait for is gone or avoided."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from operator import itemgetter
+
+from cluster.admission.fair_queue import PRIORITY_S, Flow
+from cluster.admission.held import HeldRequest
+
+
+class DisplacedRequests:
+    """In the order in which their turns would come in one queue: by the work of their flow that goes before
+    them, over its weight. So the first to be placed are those that could go first."""
+
+    def __init__(self, weight: Callable[[HeldRequest], float]) -> None:
+        """`weight` is that of a request's flow."""
+        self._weight = weight
+        self._requests: dict[str, HeldRequest] = {}
+        self._left: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._requests
+
+    def __iter__(self) -> Iterator[HeldRequest]:
+        return iter(self._requests.values())
+
+    def add(self, replica_id: str, requests: Iterable[HeldRequest]) -> None:
+        """Add what waits for a replica."""
+        self._left.add(replica_id)
+        before_s: defaultdict[Flow, float] = defaultdict(float)
+        turns: list[tuple[float, HeldRequest]] = []
+        for held in sorted(requests, key=_effective_arrival):
+            flow = held.candidacy.flow
+            turns.append((before_s[flow], held))
+            before_s[flow] += held.waiting.cost_s / self._weight(held)
+        self._requests |= {held.request.request_id: held for _, held in sorted(turns, key=itemgetter(0))}
+
+    def first(self) -> HeldRequest | None:
+        """Return the request that is placed next; None: there is none."""
+        return next(iter(self._requests.values()), None)
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request that is placed, or waits no more; does nothing for others."""
+        self._requests.pop(request_id, None)
+
+    def take_left(self) -> set[str]:
+        """Return, once, the replicas for which nothing is displaced any more; none while something is."""
+        if self._requests:
+            return set()
+        left, self._left = self._left, set()
+        return left
+
+
+def _effective_arrival(held: HeldRequest) -> float:
+    return held.waiting.arrived_at - PRIORITY_S * held.waiting.priority
