@@ -7,10 +7,10 @@ after a few turns another session begins.
 
     python -m benchmarks.soak [--minutes 30] [--sessions 24]
 
-A line for each process has the slope of its resident memory in megabytes a minute after the first quarter
-(least squares), and its size at the beginning, after that quarter and in the end. The last line is the
-verdict: every process grows by less than 0.05 MB a minute; otherwise the exit status is 1. Give it 30
-minutes: in less, noise of some hundred kilobytes is more than that.
+A line for each process has the slope of its own memory (`RssAnon`) in megabytes a minute after the first
+quarter (least squares), and its size after each eighth of the time; memory that it shares with others is
+told apart. The last line is the verdict: every process grows by less than 0.05 MB a minute; otherwise the
+exit status is 1. Give it 30 minutes: in less, noise of some hundred kilobytes is more than that.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import psutil
 import yaml
 
 from benchmarks.served import ROOT, Service, serving
 from cluster.api.admin_client import AdminClient
 from cluster.api.client import Client, GenerateOptions
+from cluster.proto.enums import name_of
+from cluster.proto.tandem.v1 import admin_pb2 as pb
 from kvtransfer.common.clock import Clock, SystemClock
 
 LIMIT_MB_PER_MINUTE = 0.05
 PERIOD_S = 2.0
 NUM_TURNS, FIRST_TOKENS, TURN_TOKENS, OUTPUT_TOKENS = 4, 24, 12, 4
 VOCABULARY = (3, 190)
-MEBIBYTE = 1 << 20
+KIB_PER_MIB = 1024
 ENGINE = {"block_tokens": 16, "kv_tokens": 4096, "max_sequences": 32}
 CLUSTER = {
     "model": str(ROOT / "models" / "tiny"),
@@ -51,12 +52,21 @@ CLUSTER = {
 
 
 class Samples(NamedTuple):
-    """The resident memory of one process, and when it was read."""
+    """The memory of one process, of its own and shared, and when it was read."""
 
     kind: str
-    process: psutil.Process
+    process_id: int
     times_s: list[float]
-    rss_mb: list[float]
+    own_mb: list[float]
+    shared_mb: list[float]
+
+    def read(self, now: float) -> None:
+        """Read what the process has now."""
+        lines = Path(f"/proc/{self.process_id}/status").read_text().splitlines()
+        kb = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.startswith("Rss")}
+        self.times_s.append(now)
+        self.own_mb.append(kb["RssAnon"] / KIB_PER_MIB)
+        self.shared_mb.append((kb["RssFile"] + kb["RssShmem"]) / KIB_PER_MIB)
 
 
 async def processes(service: Service) -> list[Samples]:
@@ -65,10 +75,11 @@ async def processes(service: Service) -> list[Samples]:
         status = await client.status()
     found = [("gateway", it.process_id) for it in status.gateways]
     for replica in status.replicas:
-        found.append((f"engine core ({replica.role})", replica.process_id))
-        found += [(f"rank ({replica.role})", process_id) for process_id in replica.rank_process_ids]
+        role = name_of(pb.ReplicaRole, replica.role)
+        found.append((f"engine core ({role})", replica.process_id))
+        found += [(f"rank ({role})", process_id) for process_id in replica.rank_process_ids]
     found += [("store", it.process_id) for it in status.stores]
-    return [Samples(kind, psutil.Process(process_id), [], []) for kind, process_id in found]
+    return [Samples(kind, process_id, [], [], []) for kind, process_id in found]
 
 
 class Load:
@@ -100,8 +111,7 @@ async def watch(found: Sequence[Samples], clock: Clock, until_s: float) -> None:
     """Read the memory of all processes until the time is over."""
     while (now := clock.now()) < until_s:
         for samples in found:
-            samples.times_s.append(now)
-            samples.rss_mb.append(samples.process.memory_info().rss / MEBIBYTE)
+            samples.read(now)
         await clock.sleep(PERIOD_S)
 
 
@@ -109,12 +119,14 @@ def record_of(samples: Samples) -> dict[str, Any]:
     """Describe the growth of one process after the first quarter."""
     first = len(samples.times_s) // 4
     minutes = np.asarray(samples.times_s[first:]) / 60.0
-    slope, _ = np.polyfit(minutes - minutes[0], np.asarray(samples.rss_mb[first:]), 1)
+    slope, _ = np.polyfit(minutes - minutes[0], np.asarray(samples.own_mb[first:]), 1)
+    last = len(samples.times_s) - 1
     return {
         "what": "process",
         "kind": samples.kind,
         "mb_per_minute": round(float(slope), 3),
-        "rss_mb": [round(samples.rss_mb[at], 1) for at in (0, first, -1)],
+        "own_mb": [round(samples.own_mb[last * part // 8], 2) for part in range(9)],
+        "shared_mb": [round(samples.shared_mb[last * part // 8], 2) for part in range(9)],
     }
 
 

@@ -159,6 +159,12 @@ def work_ahead(own_s: float, others: Iterable[tuple[float, float, float]]) -> fl
             if coming > 0:
                 growth += coming
                 growing.append(((share_s - cost_s) / coming, coming, share_s - cost_s))
+    return _least_work(certain_s, growth, growing)
+
+
+def _least_work(certain_s: float, growth: float, growing: list[tuple[float, float, float]]) -> float:
+    """Return the least x that is `certain_s` + `growth` * x, until flows come to their shares: when x is so
+    much, what comes of a flow for each x, and how much that is in all."""
     if not certain_s:
         return 0.0  # it goes at once, whatever would come meanwhile
     growing.sort()
@@ -166,7 +172,9 @@ def work_ahead(own_s: float, others: Iterable[tuple[float, float, float]]) -> fl
         if growth < 1 and certain_s / (1 - growth) <= ends_at:
             return certain_s / (1 - growth)
         certain_s += most_s
-        growth = max(0.0, growth - coming)
+        growth -= coming
+        if growth < 0:
+            growth = 0.0
     return certain_s
 
 
@@ -290,14 +298,23 @@ class FairQueue:
             snapshot = self._snapshots[without] = self._snapshot(now, without)
         # All of what came fades alike.
         faded = math.exp((snapshot.made_at - now) / _INFLOW_S) / rate
-        return work_ahead(
-            own_cost_s,
-            [
-                (cost_s, inflow * faded, (tag - its_tag) * its_weight + head_s if tag > its_tag else head_s)
-                for state, its_tag, its_weight, cost_s, head_s, inflow in snapshot.flows
-                if state is not own
-            ],
-        )
+        # As in `work_ahead`: this is asked of every queue for every request that comes.
+        certain_s, growth = own_cost_s, 0.0
+        growing: list[tuple[float, float, float]] = []
+        for state, its_tag, its_weight, cost_s, share_s, inflow in snapshot.flows:
+            if state is own:
+                continue
+            if tag > its_tag:
+                share_s += (tag - its_tag) * its_weight
+            if share_s <= cost_s:
+                certain_s += share_s
+            else:
+                certain_s += cost_s
+                if inflow:
+                    coming = inflow * faded
+                    growth += coming
+                    growing.append(((share_s - cost_s) / coming, coming, share_s - cost_s))
+        return _least_work(certain_s, growth, growing)
 
     def num_by_class(self) -> dict[ServiceClass, int]:
         """Return how many wait of each class that has any."""
