@@ -38,14 +38,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def make(model_dir: Path, device: torch.device, share: float, free_at_start: int) -> ModelRunner:
+def make(model_dir: Path, device: torch.device, share: float) -> ModelRunner:
     return ModelRunner(
         model_dir=model_dir,
         dtype=torch.bfloat16,
         device=device,
         block_tokens=BLOCK,
         num_kv_tokens=MANY,
-        auto_kv=AutoKv(share, NUM_ROWS, free_at_start),
+        auto_kv=AutoKv(share, NUM_ROWS),
         num_threads=1,
         clock=SystemClock(),
         max_sequences=MAX_SEQUENCES,
@@ -61,7 +61,7 @@ def test_the_largest_steps_fit_beside_all_the_kv(model_dir: Path, device: torch.
     graphs, then fit, and the rank stays within its share."""
     torch.cuda.empty_cache()
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    runner = make(model_dir, device, _SHARE_BYTES / total_bytes, free_bytes)
+    runner = make(model_dir, device, _SHARE_BYTES / total_bytes)
     runner.warm_up(NUM_ROWS)
     started, *steps, freed = largest_steps(NUM_ROWS, MAX_SEQUENCES, 8192, BLOCK)
     for plan in (started, *steps, freed):
@@ -76,9 +76,8 @@ def test_the_largest_steps_fit_beside_all_the_kv(model_dir: Path, device: torch.
 
 def test_a_share_that_holds_only_the_weights_is_refused(model_dir: Path, device: torch.device) -> None:
     torch.cuda.empty_cache()
-    free_bytes, _ = torch.cuda.mem_get_info(device)
     with pytest.raises(CapacityError, match="kv_tokens: auto leaves space for 0 blocks"):
-        make(model_dir, device, 0.001, free_bytes)
+        make(model_dir, device, 0.001)
 
 
 def test_a_chunk_for_which_memory_lacks_fails_and_the_decodes_beside_it_do_not(

@@ -20,6 +20,11 @@ from workers.model.sizes import kv_heads, part, query_heads
 PROCESS_BYTES = 350_000_000
 # Of the context that CUDA makes in a process, with its kernels.
 CUDA_CONTEXT_BYTES = 600_000_000
+# Of NCCL in a rank that has groups with others: an allowance, not yet measured.
+GROUP_BYTES = 512 << 20
+# Of the driver, for one layer in one graph: an allowance. All 35 graphs of 32 layers took 21 to 94 MB on an
+# H100, with what torch has of them.
+GRAPH_LAYER_BYTES = 128 << 10
 # Float32 copies of the sampled rows' logits that sampling may hold at a time: the logits themselves, their
 # log-probabilities, and what the filters of top-p and top-k sort.
 _LOGIT_COPIES = 4

@@ -2,8 +2,7 @@
 
 A graph computes a fixed number of rows in memory that stays where it is. Steps are padded to the next size
 that was recorded: 1, 2, 4 and 8 rows, then every 8. Rows of padding write to a scratch block, and what they
-sample is not read. Recording and replaying is all that depends on CUDA, see `workers.rank.device_queue`. Not
-yet validated on CUDA."""
+sample is not read. Recording and replaying is all that depends on CUDA, see `workers.rank.device_queue`."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ the step's rows; tokens that are sampled are written beside them without passing
 learns them a step later. Sequences that decode in a CUDA graph are padded with rows of a slot of their own,
 whose table names a scratch block throughout.
 
-Runs on CPU tensors as well. Not yet validated on CUDA."""
+Runs on CPU tensors as well."""
 
 from __future__ import annotations
 

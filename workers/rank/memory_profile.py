@@ -1,16 +1,14 @@
 """Measure what a rank on CUDA needs of its device beside KV, by running it with little KV.
 
-`workers.model.rank_memory` estimates the same without a device. Not yet validated on CUDA."""
+`workers.model.rank_memory` estimates the same without a device."""
 
 from __future__ import annotations
 
-import gc
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from msgspec.structs import replace
 
 from workers.messages.rank_channel import (
@@ -22,11 +20,22 @@ from workers.messages.rank_channel import (
     TableChange,
 )
 from workers.messages.sampling import SamplingParams
-from workers.model.rank_memory import CUDA_CONTEXT_BYTES
-from workers.stats_record import DeviceMemory
+from workers.model.rank_memory import CUDA_CONTEXT_BYTES, GRAPH_LAYER_BYTES, GROUP_BYTES
+from workers.rank.device_accounts import DeviceAccounts
+
+# No context, with all kernels and groups, takes as much: such a figure is that of another process.
+_MOST_OTHER_BYTES = 4 << 30
 
 # Uses all that a draw can use.
 _SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, num_logprobs=1)
+
+
+class MemoryLimits(NamedTuple):
+    """Bytes of a device: all, and the most that was seen not to be other processes'. Ranks that stay within
+    their shares leave each other more than these, whatever they do meanwhile."""
+
+    total_bytes: int
+    most_available_bytes: int
 
 
 class MemoryProfile(NamedTuple):
@@ -40,12 +49,9 @@ class MemoryProfile(NamedTuple):
     other_bytes: int
     buffer_bytes: int
 
-    def kv_bytes(self, share: float, memory: DeviceMemory) -> int:
-        """Return what is left for KV of `share` of a device, with its `memory` as it is when the rank holds
-        nothing but its weights."""
-        free_bytes = memory.total_bytes - memory.used_bytes
-        left = round(share * memory.total_bytes) - sum(self)
-        return max(0, min(left, free_bytes - self.step_bytes - self.graph_bytes - self.buffer_bytes))
+    def kv_bytes(self, share: float, memory: MemoryLimits) -> int:
+        """Return what is left for KV of `share` of a device, and of what others leave of it."""
+        return max(0, min(round(share * memory.total_bytes), memory.most_available_bytes) - sum(self))
 
 
 def largest_steps(
@@ -87,50 +93,74 @@ def _chunk(slot: int, num_tokens: int, start: int = 0) -> BatchEntry:
 
 
 class MemoryMeter:
-    """Reads a CUDA device's memory while a rank goes through its start: its weights are loaded when the meter
-    is made, then `step_done` after the largest steps, `graph_done` after each of two graphs or more, and
-    `profile` when all but the weights is released."""
+    """Reads a rank's memory on its device while it goes through its start: its weights are loaded when the
+    meter is made, then `step_done` after the largest steps, `graph_done` after each of two graphs or more,
+    and `profile` when all but the weights is released.
 
-    def __init__(self, device: torch.device, free_at_start: int) -> None:
-        """`free_at_start` is what was free before the rank's groups were formed."""
-        self._device = device
-        self._free_at_start = free_at_start
-        torch.cuda.empty_cache()
-        self._weight_bytes = torch.cuda.memory_reserved(device)
-        torch.cuda.reset_peak_memory_stats(device)
+    All of it is of this process alone, so that neighbors on the device, which start, stop and grow meanwhile,
+    change nothing (`workers.rank.device_accounts`).
+    """
+
+    def __init__(self, accounts: DeviceAccounts, num_layers: int, *, is_in_group: bool = False) -> None:
+        """`is_in_group`: the rank has groups with others."""
+        self._accounts = accounts
+        self._num_layers = num_layers
+        self._is_in_group = is_in_group
+        accounts.release()
+        self._weight_bytes = accounts.reserved_bytes
+        accounts.begin_peak()
         self._step_bytes = 0
-        self._free_after: list[int] = []
+        self._reserved_after: list[int] = []
+        self._most_left_bytes = 0
+        self._look()
 
     def step_done(self, kv_bytes: int) -> None:
         """Note the most that was reserved so far, beside KV of this size."""
-        self._step_bytes = torch.cuda.max_memory_reserved(self._device) - self._weight_bytes - kv_bytes
-        torch.cuda.empty_cache()  # a recording does, and what it released would count against what it took
-        self._free_after = [self.free_bytes]
+        self._step_bytes = self._accounts.peak_reserved_bytes - self._weight_bytes - kv_bytes
+        self._accounts.release()  # a recording does, and what it released would count against what it took
+        self._reserved_after = [self._accounts.reserved_bytes]
+        self._look()
 
     def graph_done(self) -> None:
         """Note what the graph that was recorded last took."""
-        self._free_after.append(self.free_bytes)
+        self._reserved_after.append(self._accounts.reserved_bytes)
+        self._look()
 
     def profile(self, num_graphs: int, buffer_bytes: int) -> MemoryProfile:
         """Return the profile of a rank that will record `num_graphs` in all and make buffers of this
         size."""
-        gc.collect()  # what was released may be part of a cycle
-        torch._C._cuda_clearCublasWorkspaces()  # they lie in the memory of graphs that are gone
-        torch.cuda.empty_cache()
-        held = torch.cuda.memory_reserved(self._device)
-        others = max(0, self._free_at_start - self.free_bytes - held)
-        graphs = of_all_graphs(self._free_after, num_graphs)
-        others += CUDA_CONTEXT_BYTES
-        return MemoryProfile(self._weight_bytes, self._step_bytes, graphs, others, buffer_bytes)
+        # Workspaces of products lie in the memory of graphs that are gone.
+        self._accounts.release(with_workspaces=True)
+        self._look()
+        graphs = of_all_graphs(self._reserved_after, num_graphs)
+        graphs += num_graphs * self._num_layers * GRAPH_LAYER_BYTES
+        return MemoryProfile(self._weight_bytes, self._step_bytes, graphs, self._other_bytes(), buffer_bytes)
 
-    @property
-    def free_bytes(self) -> int:
-        return int(torch.cuda.mem_get_info(self._device)[0])
+    def limits(self, profile: MemoryProfile) -> MemoryLimits:
+        """Return the limits of the device for the rank with this profile."""
+        total_bytes = self._accounts.availability().total_bytes
+        return MemoryLimits(total_bytes, min(total_bytes, self._most_left_bytes + profile.other_bytes))
+
+    def _other_bytes(self) -> int:
+        """Return what the process has of the device beside torch's memory, by the driver's account if that
+        says anything sensible, else an allowance."""
+        allowance = CUDA_CONTEXT_BYTES + (GROUP_BYTES if self._is_in_group else 0)
+        process_bytes = self._accounts.process_bytes()
+        if process_bytes is None:
+            return allowance
+        others = process_bytes - self._accounts.reserved_bytes
+        # Elsewhere the number of this process may be that of another one.
+        return others if 0 < others < _MOST_OTHER_BYTES else allowance
+
+    def _look(self) -> None:
+        """Note what torch has or could have of the device now; what is not torch's is not in it."""
+        left_bytes = self._accounts.availability().free_bytes + self._accounts.reserved_bytes
+        self._most_left_bytes = max(self._most_left_bytes, left_bytes)
 
 
-def of_all_graphs(free_after: Sequence[int], num_graphs: int) -> int:
-    """Return what `num_graphs` take, from the memory that was free before the first one was recorded, and
-    after each of some. They share their tensors' memory, which is that of the first; the others take what the
-    last one took."""
-    taken = [max(0, before - after) for before, after in itertools.pairwise(free_after)]
+def of_all_graphs(reserved_after: Sequence[int], num_graphs: int) -> int:
+    """Return what `num_graphs` take of the allocator's memory, from what was reserved before the first one
+    was recorded, and after each of some. They share their tensors' memory, which is that of the first; the
+    others take what the last one took."""
+    taken = [max(0, after - before) for before, after in itertools.pairwise(reserved_after)]
     return sum(taken) + (num_graphs - len(taken)) * taken[-1] if taken else 0

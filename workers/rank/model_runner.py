@@ -50,10 +50,10 @@ from workers.model.sizes import kv_heads
 from workers.model.weights import ShardSpec
 from workers.rank.collectives import RankGroups
 from workers.rank.compiled_grammars import CompiledGrammars
+from workers.rank.device_accounts import CudaAccounts
 from workers.rank.device_queue import DeviceQueue, make_queue, take_device
 from workers.rank.input_batch import InputBatch
 from workers.rank.memory_profile import MemoryMeter, MemoryProfile, largest_steps, trial_blocks
-from workers.rank.probe import device_memory
 from workers.rank.step_parts import Executed
 from workers.rank.step_runner import StepRunner
 from workers.rank.tickets import MOST_LAUNCHED, Ticket, launched
@@ -104,12 +104,10 @@ class ReadyFields:
 
 class AutoKv(NamedTuple):
     """How a rank on CUDA decides its KV capacity: what is left of `memory_share` of its device's memory
-    beside all else that it is measured to take, in steps of up to `max_batch_tokens` rows. `free_at_start`
-    bytes of the device were free before the rank formed its groups."""
+    beside all else that it is measured to take, in steps of up to `max_batch_tokens` rows."""
 
     memory_share: float
     max_batch_tokens: int
-    free_at_start: int
 
 
 def read_dtype(name: str) -> torch.dtype:
@@ -411,11 +409,15 @@ class ModelRunner:
         return self._groups.smallest(min(num_blocks, fitting))
 
     def _fitting_blocks(self, auto: AutoKv, num_host_blocks: int) -> int:
-        """Return how many blocks the device has memory for. Not yet validated on CUDA."""
+        """Return how many blocks the device has memory for."""
         buffer_bytes = transfer_bytes(self.layout)
         if self._offload_mode != "in_place":
             buffer_bytes += streaming_bytes(self.layout, num_host_blocks)
-        meter = MemoryMeter(self._device, auto.free_at_start)
+        meter = MemoryMeter(
+            CudaAccounts(self._device),
+            self.layout.shard.num_layers,
+            is_in_group=self._groups.tp * self._groups.pp > 1,
+        )
         try:
             profile = self._profile(meter, auto.max_batch_tokens, buffer_bytes)
         except torch.OutOfMemoryError as error:
@@ -423,17 +425,17 @@ class ModelRunner:
                 f"{self._device} has no memory for the largest step beside the weights: raise tp or pp, or "
                 f"lower max_batch_tokens or max_sequences ({error})"
             ) from error
-        memory = device_memory(self._device)
-        left = profile.kv_bytes(auto.memory_share, memory)
-        _log.info("memory of %s: %s, left for KV: %d bytes", self._device, profile, left)
+        limits = meter.limits(profile)
+        left = profile.kv_bytes(auto.memory_share, limits)
+        _log.info("memory of %s: %s, %s, left for KV: %d bytes", self._device, limits, profile, left)
         num_blocks = max(left // self.layout.block_bytes - self._num_scratch, 0)
         least = least_kv_tokens(self.config, self._block_tokens) // self._block_tokens
         if num_blocks < least:
-            free_bytes = memory.total_bytes - memory.used_bytes
             raise CapacityError(
                 f"kv_tokens: auto leaves space for {num_blocks} blocks of {self._block_tokens} tokens on "
-                f"{self._device}, which has {free_bytes} of {memory.total_bytes} bytes free, and the replica "
-                f"needs {least}: raise tp or pp, raise engine.memory_share, or lower max_batch_tokens"
+                f"{self._device}, of whose {limits.total_bytes} bytes other processes leave "
+                f"{limits.most_available_bytes} to this one, and the replica needs {least}: "
+                "raise tp or pp, raise engine.memory_share, or lower max_batch_tokens"
             )
         return num_blocks
 
@@ -528,7 +530,13 @@ def _allocate(
         memory.populate(_POPULATED_BYTES)
         kv = torch.frombuffer(memory.buffer, dtype=dtype).view(_shape(layout, num_all))
         return kv, HostPool(layout, memory)
-    kv = _zeros(layout, num_all, dtype, device)
+    try:
+        kv = _zeros(layout, num_all, dtype, device)
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"kv_tokens: {device} has no memory for {num_all} blocks of {layout.block_bytes} bytes: lower "
+            f"kv_tokens or engine.memory_share, or end what else uses the device ({error})"
+        ) from error
     return kv, DevicePool(layout, kv[:num_blocks].view(num_blocks, -1).view(torch.uint8))
 
 

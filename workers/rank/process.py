@@ -195,7 +195,6 @@ class _Rank:
         spec = self._spec
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # what the probe had
-        memory = device_memory(self._device)
         self._enter("forming groups")
         if store is None and spec.num_ranks > 1:
             store = find_store(form.store_address)
@@ -210,8 +209,7 @@ class _Rank:
             trust=self._trust,
         )
         first_layer, end_layer = form.stages[spec.stage]
-        free_at_start = memory.total_bytes - memory.used_bytes
-        auto = AutoKv(spec.kv_share, spec.max_batch_tokens, free_at_start) if spec.kv_share else None
+        auto = AutoKv(spec.kv_share, spec.max_batch_tokens) if spec.kv_share else None
         return ModelRunner(
             model_dir=Path(spec.model_dir),
             dtype=read_dtype(spec.dtype),

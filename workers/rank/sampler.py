@@ -5,8 +5,7 @@ Processing follows the order of `workers.messages.sampling.SamplingParams`. Ever
 so a slot's token does not depend on its neighbours in the batch. Shortcuts are taken where they give the same
 token: the few likeliest candidates first, where top-k, top-p or min-p drops all others, and a kernel that
 computes noise only where it could win. Where rounding could decide otherwise, or the candidates may not be
-all, the row is not sure; it is drawn again by `Warp.dense` and noise for the whole vocabulary. Drawing from
-candidates is not yet validated on CUDA."""
+all, the row is not sure; it is drawn again by `Warp.dense` and noise for the whole vocabulary."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 On a CPU tokens are at the host when a step is computed. On a device that runs behind the host they stay there
 (`workers.rank.device_batch`): they feed the next step without the host, which reads them when they have been
-copied out. Steps of which every sequence decodes are replayed from graphs where these were recorded. Not yet
-validated on CUDA.
+copied out. Steps of which every sequence decodes are replayed from graphs where these were recorded.
 
 In shapes, num_tokens counts the tokens of a step (all sequences one after another), num_samples the slots
 that sample."""
