@@ -5,8 +5,7 @@
 Without parts all run, each in a process of its own: one that fails prints its error as a line and the next
 begins. Limits are measured first: the rate of copies on the device, read and write counted, and that of large
 products in bf16. The model has the shape of Llama 3 8B with random weights, which are made on the device.
-`target` is the ratio to reach. `--device cpu --model tiny` tries the benchmark itself. Not yet validated on
-CUDA.
+`target` is the ratio to reach. `--device cpu --model tiny` tries the benchmark itself.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ import argparse
 import contextlib
 import json
 import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -57,6 +58,7 @@ from workers.engine_bench.driver import EngineDriver
 from workers.messages.rank_channel import BatchEntry, StepPlan
 from workers.model.sizes import ModelWork
 from workers.model.weights import WeightReader
+from workers.rank.device_accounts import CudaAccounts
 from workers.rank.model_runner import ModelRunner
 from workers.rank.probe import MeasureSizes, best_s, measure_limits
 
@@ -125,6 +127,8 @@ def _measure_and_print(args: argparse.Namespace) -> Limits | None:
     except RuntimeError as error:
         print_line("limits", error=str(error))
         return None
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the parts need it
     about = {"torch": torch.__version__, "device": "cpu"}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -139,14 +143,20 @@ def run_in_process(name: str, limits: Limits) -> None:
     """Run a part in a process of its own, whose errors and end are a line like others."""
     command = [sys.executable, "-m", "benchmarks.gpu", *sys.argv[1:], "--limits", json.dumps(limits)]
     given = [word for word in command if word not in PARTS]
-    try:
-        done = subprocess.run([*given, name], stderr=subprocess.PIPE, text=True, timeout=PART_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        print_line(name, error=f"not done within {PART_TIMEOUT_S} s")
-        return
-    if done.returncode:
-        ends = [line.strip() for line in done.stderr.strip().splitlines()[-3:]]
-        print_line(name, error=" | ".join(ends) or f"ended with status {done.returncode}")
+    with subprocess.Popen(
+        [*given, name], stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            errors = process.communicate(timeout=PART_TIMEOUT_S)[1]
+        except subprocess.TimeoutExpired:
+            print_line(name, error=f"not done within {PART_TIMEOUT_S} s")
+            return
+        finally:  # whatever it started, too, would keep the device's memory from the next part
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        ends = [line.strip() for line in errors.strip().splitlines()[-3:]]
+        print_line(name, error=" | ".join(ends) or f"ended with status {process.returncode}")
 
 
 def run_part(name: str, args: argparse.Namespace, limits: Limits) -> None:
@@ -246,6 +256,9 @@ class Bench:
         """Give the engine's memory back."""
         driver: EngineDriver = self.__dict__.pop("driver")
         driver.runner.close()
+        del driver
+        if self.device.type == "cuda":
+            CudaAccounts(self.device).release(with_workspaces=True)
 
     @property
     def work(self) -> ModelWork:

@@ -28,10 +28,11 @@ def serving(*options: str) -> Iterator[Service]:
     """Run `tandem serve` with these options, on free ports and a Ray of its own, until the block ends."""
     command = [sys.executable, "-m", "cluster", "serve", *options, "--ray-address", "local"]
     kept = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "REDIS_URL")}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     with subprocess.Popen(
         [*command, "--port", "0", "--admin-port", "0"],
         cwd=ROOT,
-        env={**kept, "PYTHONPATH": str(ROOT), "COLUMNS": "120"},
+        env={**kept, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "120"},
         stdout=subprocess.PIPE,
         text=True,
         process_group=0,

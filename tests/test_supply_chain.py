@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from import_path import import_path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -140,7 +141,7 @@ def audit(folder: Path, **answers: object) -> tuple[int, str]:
     done = subprocess.run(
         [sys.executable, ".ci/audit"],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(folder)},
+        env={**os.environ, "PYTHONPATH": import_path(folder)},
         capture_output=True,
         text=True,
         check=False,

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import dummy_pools
 import pytest
 from chart_harness import with_value
+from import_path import import_path
 from index_harness import RawRedis
 from serving import ROOT, TINY, environment, free_port
 
@@ -55,7 +56,7 @@ class Head:
             [sys.executable, dummy_pools.__file__],
             env={
                 **environment(),
-                "PYTHONPATH": f"{ROOT}:{support}",
+                "PYTHONPATH": import_path(ROOT, support),
                 "RAY_AUTH_MODE": "token",
                 "RAY_AUTH_TOKEN": TOKEN,
             },

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import ray_probe
+from import_path import import_path
 from packaging.requirements import Requirement
 from ray import serve
 from serving import ROOT, environment
@@ -92,7 +93,7 @@ def reported() -> Any:
         [sys.executable, ray_probe.__file__],
         env={
             **environment(),
-            "PYTHONPATH": f"{ROOT}:{support}",
+            "PYTHONPATH": import_path(ROOT, support),
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": TOKEN,
         },

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from import_path import import_path
 from ray._private import services
 from serving import ROOT, TINY, RunningCluster, environment
 
@@ -54,7 +55,7 @@ def test_a_signal_during_the_imports_ends_it_quietly(
     done = subprocess.run(
         [sys.executable, "-m", "cluster", "serve", "--model", str(TINY), "--ray-address", "local"],
         cwd=ROOT,
-        env={**environment(), "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        env={**environment(), "PYTHONPATH": import_path(tmp_path, ROOT)},
         capture_output=True,
         text=True,
         timeout=60,

@@ -49,7 +49,7 @@ def synchronize(kv: Tensor) -> None:
 
 def backends(kv: Tensor) -> list[AttentionBackend]:
     """All that serve the device; on a CPU only the one that serves any device."""
-    found = candidate_backends(unrotated(HEADS, HEAD_DIM, WINDOWS), kv)
+    found = candidate_backends(unrotated(HEADS, HEAD_DIM, WINDOWS, kv.device), kv)
     return found if kv.is_cuda else [each for each in found if each.name == "torch"]
 
 

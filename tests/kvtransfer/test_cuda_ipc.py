@@ -19,6 +19,7 @@ import pytest
 import torch
 from channel_process import LAYOUT, SETTINGS, WRITER, Setup, eventually, landed, piece_of, pool_data
 from child_processes import killed_on_error
+from import_path import import_path
 from trust_files import FILES, TRUST
 
 from benchmarks.drawn_trust import draw_trust
@@ -167,7 +168,7 @@ class WriterProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            env={**os.environ, "PYTHONPATH": import_path(Path(__file__).parents[2])},
         )
         with killed_on_error(self._process):
             self._await()

@@ -24,9 +24,11 @@ from workers.model.attention.interface import (
 from workers.model.attention.torch_backend import TorchAttention
 
 
-def unrotated(num_heads: int, head_dim: int, windows: tuple[int, ...] = (0,)) -> AttentionShape:
-    """A shape whose rotary embedding changes nothing."""
-    return AttentionShape(num_heads, windows, torch.zeros(head_dim // 2))
+def unrotated(
+    num_heads: int, head_dim: int, windows: tuple[int, ...] = (0,), device: torch.device | str = "cpu"
+) -> AttentionShape:
+    """A shape whose rotary embedding changes nothing, for tensors on `device`."""
+    return AttentionShape(num_heads, windows, torch.zeros(head_dim // 2, device=device))
 
 
 def write(kv: Tensor, layer: int, table: Sequence[int], keys_values: Tensor) -> None:
@@ -81,5 +83,5 @@ def attend_once(
     marks: Marks = NO_MARKS,
 ) -> Tensor:
     """Attend in layer 0 by the backend of that name."""
-    shape = unrotated(query.shape[1], query.shape[2], (window,) * kv.shape[1])
+    shape = unrotated(query.shape[1], query.shape[2], (window,) * kv.shape[1], kv.device)
     return attend(make_backend(name, shape, kv), spans, [query], marks=marks)[0]

@@ -17,6 +17,7 @@ from typing import IO, TypeVar
 
 import numpy as np
 import torch
+from import_path import import_path
 from patience import WAIT_S
 
 from kvtransfer.blocks.device_pool import DevicePool
@@ -291,7 +292,7 @@ class RankProcess:
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": import_path(root), "OMP_NUM_THREADS": "1"},
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

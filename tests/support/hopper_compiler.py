@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import triton
+from import_path import import_path
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import KernelInterface
 
@@ -82,7 +83,7 @@ def compile_by_script(script: Path, cache: Path) -> list[dict[str, Any]]:
     """Run a script of `tests/gpu` that prints a JSON line about each kernel; `cache` is a folder for what is
     compiled. Returns the lines."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join((str(_ROOT), str(_ROOT / "tests" / "support")))
+    env["PYTHONPATH"] = import_path(_ROOT, _ROOT / "tests" / "support")
     env["TRITON_CACHE_DIR"] = str(cache)
     done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

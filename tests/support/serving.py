@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 from child_processes import killed_on_error
+from import_path import import_path
 from patience import SETTLE_S, START_S, WAIT_S
 
 from benchmarks.random_checkpoint import write_random_checkpoint
@@ -76,7 +77,7 @@ def tandem(*arguments: str, timeout_s: float = START_S) -> subprocess.CompletedP
 def environment() -> dict[str, str]:
     """Ours, in which the sources are importable from each process; nothing points to another Ray or Redis."""
     kept = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "REDIS_URL")}
-    return {**kept, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+    return {**kept, "PYTHONPATH": import_path(ROOT), "COLUMNS": "120"}
 
 
 def free_port() -> int:

@@ -31,6 +31,7 @@ from agent_process import (
     write,
 )
 from child_processes import close_all, closed_on_error, killed_on_error
+from import_path import import_path
 from inner_tls import TLS_FILES
 from patience import WAIT_S
 from trust_files import FILES
@@ -254,7 +255,7 @@ class AgentProcess:
             [sys.executable, str(Path(__file__).with_name("agent_process.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": import_path(root), "OMP_NUM_THREADS": "1"},
         )
         self.pid = self._process.pid
         assert self._process.stdin is not None

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from child_processes import killed_on_error
+from import_path import import_path
 from msgspec.structs import replace
 from patience import SLACK_S, START_S
 from rank_processes import ForkedRank
@@ -166,7 +167,7 @@ def start_alone(spec: RankSpec) -> subprocess.Popen[bytes]:
         command.arguments,
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={"OMP_NUM_THREADS": "1", "PYTHONPATH": import_path(Path(__file__).parents[2])},
     )
     assert process.stdin is not None
     with killed_on_error(process), process.stdin:
@@ -480,7 +481,7 @@ def test_a_rank_ends_with_its_transfer_threads() -> None:
         capture_output=True,
         text=True,
         check=False,
-        env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={"OMP_NUM_THREADS": "1", "PYTHONPATH": import_path(Path(__file__).parents[2])},
     )
     assert ended.stdout.splitlines() == ["survived another", "ZeroDivisionError: division by zero"]
     assert ended.returncode == 1

@@ -1,0 +1,193 @@
+"""Run the suite of this folder on a card, in the layout that fits six minutes, and print a table.
+
+`tests/gpu/run` calls it. It needs nothing beside Python and what the tests need. Each file has a process of
+its own, since an error of the device spoils all that follows in its process; eight of them compile kernels
+at a time. What measures or fills the device runs alone afterwards, then a cluster, then figures. Not yet run
+on a card in this form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+# By how long their compilation takes, longest first.
+SIDE_BY_SIDE = (
+    "attention", "decoder", "engine", "products", "graphs", "warm_up", "sampling", "layer_ops", "checksum",
+    "kernel_noise", "layer_launches", "compiled_attention", "compiled_layer_kernels",
+)  # fmt: skip
+ALONE = ("memory", "offload", "device_transfer", "two_ranks")
+FIGURES = ("decode", "prefill")
+NUM_AT_ONCE = 8
+TOTAL_S = 360.0
+FILE_S = 170.0
+CLUSTER_S = 120.0
+# What of TOTAL_S a stage must find left, or it is not begun.
+_LEAST_S = 15.0
+_WHEELS = ("msgspec", "pydantic", "llguidance", "pytest")
+
+
+class Row(NamedTuple):
+    """A line of the table."""
+
+    name: str
+    result: str
+    seconds: float
+    detail: str
+
+
+class Stages:
+    """Runs commands within the time that is left, and keeps what they print in a folder."""
+
+    def __init__(self, out: Path, env: Mapping[str, str], total_s: float = TOTAL_S) -> None:
+        self._out = out
+        self._env = dict(env)
+        self._end = time.monotonic() + total_s
+        self.rows: list[Row] = []
+
+    @property
+    def left_s(self) -> float:
+        return self._end - time.monotonic()
+
+    def run(self, name: str, command: Sequence[str], limit_s: float) -> Row:
+        """Run one command and note its row."""
+        limit_s = min(limit_s, self.left_s)
+        if limit_s < _LEAST_S:
+            row = Row(name, "not run", 0.0, "no time was left")
+            self.rows.append(row)
+            return row
+        started_at = time.monotonic()
+        log = self._out / f"{name}.txt"
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=self._env,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                status: int | None = process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                status = None
+                os.killpg(process.pid, 9)
+                process.wait()
+        seconds = time.monotonic() - started_at
+        row = Row(name, *_outcome(status, log.read_text(errors="replace"), limit_s, seconds))
+        self.rows.append(row)
+        print(f"{row.name}: {row.result} ({row.seconds:.0f} s)", flush=True)
+        return row
+
+    def run_files(self, names: Sequence[str], num_at_once: int) -> None:
+        """Run test files, so many at a time, in this order."""
+        with concurrent.futures.ThreadPoolExecutor(num_at_once) as pool:
+            list(pool.map(lambda name: self.run(name, pytest_command(name), FILE_S), names))
+
+
+def _outcome(status: int | None, text: str, limit_s: float, seconds: float) -> tuple[str, float, str]:
+    """Return result, seconds and detail of what a command printed."""
+    last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+    counts = re.findall(r"\d+ (?:passed|failed|skipped|errors?)", last)
+    if status is None:
+        return "timeout", seconds, f"ended after {limit_s:.0f} s"
+    return ("ok" if status == 0 else "FAILED"), seconds, ", ".join(counts) or last[:80]
+
+
+def pytest_command(name: str) -> list[str]:
+    options = ["-c", "tests/gpu/pytest.ini", "-q", "-rs"]
+    return [sys.executable, "-m", "pytest", *options, f"tests/gpu/test_{name}.py"]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the rows as text, failures first."""
+    order = {"FAILED": 0, "timeout": 1, "not run": 2}
+    ordered = sorted(rows, key=lambda row: order.get(row.result, 3))
+    return "\n".join(f"{row.name:24} {row.result:8} {row.seconds:6.1f} s  {row.detail}" for row in ordered)
+
+
+def environment(packages: Path | None) -> dict[str, str]:
+    """Return the environment of the children: the repository, then the brought packages, come before what the
+    interpreter finds by itself."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = [str(ROOT), *([str(packages)] if packages else []), env.get("PYTHONPATH", "")]
+    env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    return env
+
+
+def install(wheels: Path, folder: Path) -> None:
+    """Install the wheels into a plain folder. A virtual environment with the packages of the system would see
+    none of these where the machine's Python is itself one."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--find-links", str(wheels)]
+    subprocess.run([*command, "--target", str(folder), *_WHEELS], check=True)
+
+
+def card(env: Mapping[str, str]) -> str:
+    """Return what the card, torch and triton are; "" where torch finds no card."""
+    script = (
+        "import torch, platform, importlib.metadata as m\n"
+        "assert torch.cuda.is_available()\n"
+        "print(torch.cuda.get_device_name(0), '| torch', torch.__version__, '| triton', m.version('triton'),"
+        " '| Python', platform.python_version())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=dict(env), capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--wheels", type=Path, help="a folder of wheels to use (see README.md), without a registry"
+    )
+    parser.add_argument("--out", type=Path, help="where the output of each file goes; default: a new folder")
+    parser.add_argument("--only", help="names of files (attention,memory) instead of all and the rest")
+    parser.add_argument("--cpu", action="store_true", help="run the files also without a card, interpreted")
+    args = parser.parse_args()
+    out: Path = args.out or Path(tempfile.mkdtemp(prefix="tandem-gpu-"))
+    out.mkdir(parents=True, exist_ok=True)
+    packages = out / "packages" if args.wheels else None
+    if args.wheels:
+        install(args.wheels, out / "packages")
+    env = environment(packages)
+    found = card(env)
+    if not found and not args.cpu:
+        print(f"{sys.executable} finds no CUDA device (or no torch and triton): nothing was run")
+        return 2
+    print(found or "no CUDA device: kernels are interpreted", flush=True)
+    stages = Stages(out, env)
+    if args.only:
+        stages.run_files(args.only.split(","), NUM_AT_ONCE)
+    else:
+        run_all(stages)
+    print(f"\n{found}\n{table(stages.rows)}\n\noutput of each: {out}")
+    return int(any(row.result != "ok" for row in stages.rows if row.result != "not run"))
+
+
+def run_all(stages: Stages) -> None:
+    stages.run_files(SIDE_BY_SIDE, NUM_AT_ONCE)
+    stages.run_files(ALONE, 1)
+    if importlib.util.find_spec("ray") is None:
+        stages.rows.append(Row("cluster", "not run", 0.0, "ray is not installed"))
+    else:
+        stages.run("cluster", [sys.executable, str(HERE / "one_card_cluster.py")], CLUSTER_S + 30)
+    for part in FIGURES:
+        stages.run(f"figures of {part}", [sys.executable, "-m", "benchmarks.gpu", part], 90)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
