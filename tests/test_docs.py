@@ -219,3 +219,23 @@ def test_make_bench_runs_every_benchmark_that_this_machine_can_run_alone() -> No
     assert set(re.findall(r"^\| `python -m benchmarks\.(\w+)", page, re.M)) == programs.keys()
     demanding = {name for name, text in programs.items() if re.search(r"add_argument\(\s*\"[^-]", text)}
     assert demanding <= {"gpu", "isolation"}
+
+
+def test_only_one_place_says_what_was_validated_on_a_card() -> None:
+    """A bare "not yet validated on CUDA" is out of date: docs/architecture.md says which card ran what."""
+    folders = [ROOT / name for name in (*FOLDERS, "docs")]
+    files = [ROOT / "README.md", *(path for folder in folders for path in folder.rglob("*"))]
+    stale = re.compile(
+        r"not\s+(?:#\s*)?yet\s+(?:#\s*)?validated\s+(?:#\s*)?on\s+(?:#\s*)?CUDA", re.IGNORECASE
+    )
+    suffixes = {".md", ".py", ".yaml", ".json", ".txt", ".tpl"}
+    found = [
+        name_of(path)
+        for path in dict.fromkeys(files)
+        if path.suffix in suffixes and path != Path(__file__) and stale.search(path.read_text())
+    ]
+    assert found == []
+    page = (ROOT / "docs/architecture.md").read_text()
+    section = page.partition("## Validated on a card")[2].partition("\n## ")[0]
+    for said in ("27 November 2026", "NVIDIA H100 80GB HBM3", "torch 2.11.0+cu130", "triton 3.6.0"):
+        assert said in section

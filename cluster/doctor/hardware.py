@@ -17,6 +17,8 @@ from cluster.dtypes import computes_bf16, resolve_dtype, vector_unit
 from cluster.serve.capacity import ENGINE_CORE_CPUS, GATEWAY_CPUS
 from cluster.serve.machine import Machine, read, whole_number
 
+# The one that everything has run on.
+_VALIDATED_GPU = "NVIDIA H100"
 _PROCESSORS, _DEVICES = "processors", "devices"
 _VECTOR_FLAGS = ("avx2", "asimd")
 
@@ -239,12 +241,19 @@ def gpus_present(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def cuda_validation(context: CheckContext) -> Iterator[CheckResult]:
-    """Note that nothing of this version has run on a GPU, where pools are to."""
-    if any("cuda" in pool.stage_devices for pool in context.config.pools):
+    """Note how pools use GPUs as has not been validated (docs/architecture.md, "Validated on a card")."""
+    pools = [pool for pool in context.config.pools if "cuda" in pool.stage_devices]
+    if not pools:
+        return
+    names = dict.fromkeys(row[0] for row in gpu_rows(context.machine, "name") or ())
+    unrun = [name for name in names if _VALIDATED_GPU not in name]
+    if any(pool.pp * pool.tp > 1 for pool in pools):
+        unrun.append("several ranks a replica")
+    if unrun:
         yield note(
-            "pools on GPUs: not yet validated on CUDA",
-            "all tests and figures are from CPUs, with the kernels in Triton's interpreter",
-            "run tests/gpu on one of the GPUs first; its README says in which order",
+            f"not yet validated on GPUs: {', '.join(unrun)} (one {_VALIDATED_GPU} was at hand)",
+            "kernels, graphs, offloading and `cuda_ipc` have run on one GPU",
+            "run tests/gpu/run on one of the GPUs first",
         )
 
 
@@ -382,7 +391,10 @@ CHECKS = (
     Check("numa", _PROCESSORS, "NUMA nodes against replicas on CPUs", numa),
     Check("gpus", _DEVICES, "GPUs that nvidia-smi finds against those configured", gpus_present),
     Check(
-        "cuda-validation", _DEVICES, "Whether pools are on GPUs: not yet validated on CUDA", cuda_validation
+        "cuda-validation",
+        _DEVICES,
+        "Whether pools use GPUs in a way that has not been validated",
+        cuda_validation,
     ),
     Check("gpu-persistence", _DEVICES, "Persistence mode of GPUs", gpu_persistence),
     Check("gpu-clocks", _DEVICES, "What holds a GPU's clock down: heat, power", gpu_clocks),

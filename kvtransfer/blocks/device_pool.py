@@ -5,7 +5,7 @@ and waits, when it waits, for an event of that stream: never for the device, nor
 That suffices, because orders name what reported steps have written, and a rank reports a step when its event
 has passed; and because no plan names what a thread writes before the thread has seen its own event. Elsewhere
 torch copies and sums. The checksums equal those of `kvtransfer.blocks.checksum` bit for bit: int64 arithmetic
-wraps in the same way everywhere. Not yet validated on CUDA."""
+wraps in the same way everywhere."""
 
 from __future__ import annotations
 

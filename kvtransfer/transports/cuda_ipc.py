@@ -10,7 +10,7 @@ So the target counts a writer as gone only
 - when its process has exited, which the kernel reports through a pidfd of the process that connected: it is
   readable once every thread has ended and every file of the process, the driver's too, is closed.
 
-A stopped writer has neither exited nor said so. Not yet validated on CUDA.
+A stopped writer has neither exited nor said so.
 """
 
 from __future__ import annotations

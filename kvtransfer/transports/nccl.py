@@ -1,4 +1,4 @@
-"""Pairs between CUDA devices, over whatever NCCL finds between them. Not yet validated on CUDA.
+"""Pairs between CUDA devices, over whatever NCCL finds between them. Not yet validated between two devices.
 
 NCCL chooses the network interface by its own settings (`NCCL_SOCKET_IFNAME`), and refuses two ranks that
 share one device.

@@ -68,8 +68,18 @@ def test_gpus_are_counted_against_the_pools(tmp_path: Path) -> None:
     assert only(hardware.gpus_present, context_of(one, config)).severity is NOTE
     assert only(hardware.gpus_present, context_of(two, config)).severity is OK
     assert not said(hardware.gpus_present, context_of(none))
-    assert "not yet validated on CUDA" in only(hardware.cuda_validation, context_of(two, config)).seen
-    assert not said(hardware.cuda_validation, context_of(two))
+
+
+def test_what_has_not_been_validated_on_gpus_is_said(tmp_path: Path) -> None:
+    names = "nvidia-smi --query-gpu=name "
+    h200 = FakeMachine(tmp_path / "a", commands={names: "NVIDIA H200\nNVIDIA H200\n"}).view()
+    h100 = FakeMachine(tmp_path / "b", commands={names: "NVIDIA H100 80GB HBM3\n"}).view()
+    config = config_of(pools=ON_GPUS)
+    assert "NVIDIA H200 (one NVIDIA H100" in only(hardware.cuda_validation, context_of(h200, config)).seen
+    assert not said(hardware.cuda_validation, context_of(h100, config))
+    wide = config_of(pools=[ON_GPUS[0] | {"tp": 2}])
+    assert "several ranks a replica" in only(hardware.cuda_validation, context_of(h100, wide)).seen
+    assert not said(hardware.cuda_validation, context_of(h200))
 
 
 def test_persistence_mode(tmp_path: Path) -> None:

@@ -3,8 +3,7 @@
 There are two ways to read them, with the same numbers. *Streamed*: a layer's blocks are copied into one of
 two staging buffers on the device while the layer before computes. *In place*: they are read where they lie,
 on a CPU by the kernels as part of the block table, on CUDA over the bus (pinned memory has an address there).
-Moves of whole blocks have a stream of their own on CUDA, beside the step that computes. Not yet validated on
-CUDA."""
+Moves of whole blocks have a stream of their own on CUDA, beside the step that computes."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A packed weight is the only copy of it: panels of 32 outputs as `native/panel.h` describes. A row's result
 then depends neither on the other rows of the call nor on the number of threads, and so it is with
-`InvariantLinear` on CUDA. Products by torch round as well, but promise nothing of the kind. What runs on CUDA
-is not yet validated there."""
+`InvariantLinear` on CUDA. Products by torch round as well, but promise nothing of the kind."""
 
 from __future__ import annotations
 

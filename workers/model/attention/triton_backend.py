@@ -2,7 +2,7 @@
 
 A layer is three launches in a step that only decodes: rotation and KV write, pieces of keys, and their
 reduction. Chunks of prompts are a fourth. Nothing in a step waits for the device. Kernels and tiles are
-described in `workers.model.cuda.attention`. Not yet validated on CUDA."""
+described in `workers.model.cuda.attention`."""
 
 from __future__ import annotations
 

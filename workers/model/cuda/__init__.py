@@ -1,5 +1,5 @@
-"""Triton kernels of a step on CUDA, and where they are used. Not yet validated on CUDA: tests run them in
-Triton's interpreter, on CPU tensors.
+"""Triton kernels of a step on CUDA, and where they are used. Without a device, tests run them in Triton's
+interpreter, on CPU tensors.
 
 Triton comes with torch for CUDA and is missing elsewhere, so the modules of this package are imported by
 whoever has seen that they serve a device."""

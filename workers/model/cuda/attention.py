@@ -26,7 +26,7 @@ multiply-adds a cycle, and of an H200's 4.8 TB/s each of 132 multiprocessors has
   second pass adds 2 % of traffic. One sequence of 8k tokens with 8 key-value heads is 128 programs. A row has
   at most 32 pieces, which bounds the partial results: beyond 16k visible keys pieces double in length.
 
-Not yet validated on CUDA. The sizes in registers and shared memory are those that the compiler reports."""
+The sizes in registers and shared memory are those that the compiler reports."""
 
 from __future__ import annotations
 

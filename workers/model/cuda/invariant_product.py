@@ -1,8 +1,7 @@
 """Products in Triton in which a row's result depends on nothing beside it: for `deterministic: true`.
 
 Tiles have one size whatever the number of rows, and the sum over a row's inputs is taken by one program in
-one order: no split over the inputs, unlike libraries, which choose both by the size of the batch. Not yet
-validated on CUDA."""
+one order: no split over the inputs, unlike libraries, which choose both by the size of the batch."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The kernels round where `workers.model.decoder` and `workers.model.attention.torch_backend` do: every value is
 float32 within an operation and has the model's dtype between two. Without fused multiply-adds, which round
-once less. A row's result depends on nothing beside it. Not yet validated on CUDA."""
+once less. A row's result depends on nothing beside it."""
 
 from __future__ import annotations
 

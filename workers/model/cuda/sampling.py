@@ -6,7 +6,7 @@ temperature, then noise and the best token of the piece. A row with top-k, top-p
 values of the piece instead. The second takes the best of all pieces. For a row with filters it finds the
 value that the last kept token has (all three filters keep the tokens that are at least as likely as one) and
 draws from the pieces that reach it. The largest values of all pieces nearly always contain that token; else
-the pieces with more are read again. Logits are not changed. Not yet validated on CUDA.
+the pieces with more are read again. Logits are not changed.
 
 In kernels, a key is an int32 whose order is that of the float32 it stands for, and a row's scratch has, for
 each piece, [best score or key of the largest value, its token id or the mass, keys of the largest values]."""
