@@ -16,7 +16,7 @@ EXTRAS ?= embedded
 # The list of all parts that `make sbom` writes (CycloneDX).
 SBOM ?= tandem-serve.cdx.json
 
-.PHONY: help setup demo serve test test-all test-clients fuzz lint audit bench proto proto-image chart lock sbom
+.PHONY: help setup demo serve test test-all test-clients fuzz lint audit bench proto proto-image wire-image chart lock sbom
 
 help:
 	@echo "make demo      one model, one prefill and one decode replica, a few requests; then everything stops"
@@ -124,6 +124,9 @@ proto: $(VENV)/.dev
 
 proto-image: $(VENV)/.dev
 	cd cluster/proto && $(abspath $(BIN))/buf build --exclude-source-info -o tandem.v1.binpb
+
+wire-image: $(VENV)/.dev
+	PYTHONPATH=. $(BIN)/python tests/support/wire_image.py
 
 chart: $(VENV)/.dev
 	PYTHONPATH=. $(BIN)/python tests/support/chart_schema.py

@@ -2,6 +2,7 @@
 
 TransferError
 ├── WireError            a frame that is not one of ours: close the connection
+│   └── UnknownMessageError  a message that another version has added: skip it, or refuse it
 ├── ProofError           the other side does not know the cluster secret: refuse it
 ├── TrustError           a file of this side's own secret or certificate cannot be used
 ├── IncompatibleError    the other side's model, dtype or layout differs: do not pair
@@ -22,6 +23,14 @@ class TransferError(Exception):
 
 class WireError(TransferError):
     """A frame could not be read as one of the connection's messages."""
+
+
+class UnknownMessageError(WireError):
+    """A frame is a message of a name that this version does not have on such a connection."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"a message {name!r} is not known here: it is of another version, or of another use")
+        self.name = name
 
 
 class ProofError(TransferError):

@@ -31,11 +31,12 @@ class DeviceMemory(Part, frozen=True):
 BATCH_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
-class ReplicaStats(Part, frozen=True):
+class ReplicaStats(Part, frozen=True, kw_only=True):
     """The statistics of a replica, each declared here and nowhere else: messages, metrics
     (`cluster.metrics.definitions`), the status and the samples of the autoscaler read these fields by name.
 
-    Counters are totals since the replica's start; rates are moving averages, 0 until they are known.
+    Counters are totals since the replica's start; rates are moving averages, 0 until they are known. New ones
+    are appended: they are the last fields of a `LoadReport`, whose own fields come first.
     """
 
     # Sequences.

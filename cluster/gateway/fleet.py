@@ -36,7 +36,7 @@ from kvtransfer.codec import Codec, Message, Part
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.health import CoolDown
 from kvtransfer.common.tasks import SupervisedTasks
-from kvtransfer.errors import TransferError, WireError, shown
+from kvtransfer.errors import TransferError, UnknownMessageError, WireError, shown
 from kvtransfer.rpc.listener import ProvenListener
 from kvtransfer.rpc.stream import FrameStream, frame_stream, open_tcp
 from kvtransfer.rpc.trust import Trust
@@ -405,18 +405,25 @@ class Fleet:
             self._streams.discard(stream)
 
     async def _answer_all(self, hello: FleetHello, stream: FrameStream) -> None:
-        if hello != FleetHello(FLEET_PROTOCOL, self._gateway_id):
+        if (hello.protocol, hello.gateway_id) != (FLEET_PROTOCOL, self._gateway_id):
             reason = f"this is gateway {self._gateway_id} with fleet protocol {FLEET_PROTOCOL}"
             stream.send(ANSWER_CODEC.encode(FleetRefusal(reason)))
             return
         while (frame := await stream.receive()) is not None:
+            stream.send(self._answer_frame(frame))
+
+    def _answer_frame(self, frame: bytes) -> bytes:
+        """Return the answer to a query, or a refusal of what a gateway of another version asks."""
+        try:
             query = _query(frame)
-            if isinstance(query, FleetHello | FollowPlacements):
-                raise WireError("a second hello")
-            answer = ANSWER_CODEC.encode(self._answer(query))
-            if len(answer) > MAX_ANSWER_BYTES:
-                answer = ANSWER_CODEC.encode(FleetRefusal(f"the answer has {len(answer)} bytes"))
-            stream.send(answer)
+        except UnknownMessageError as error:
+            return ANSWER_CODEC.encode(FleetRefusal(str(error)))
+        if isinstance(query, FleetHello | FollowPlacements):
+            raise WireError("a second hello")
+        answer = ANSWER_CODEC.encode(self._answer(query))
+        if len(answer) > MAX_ANSWER_BYTES:
+            answer = ANSWER_CODEC.encode(FleetRefusal(f"the answer has {len(answer)} bytes"))
+        return answer
 
     def _answer(self, query: Query) -> Answer:
         now = self._clock.now()

@@ -216,7 +216,9 @@ class PeerPlacements:
         """Apply a frame, or raise `WireError`, which ends the stream."""
         if len(frame) > MAX_PLACEMENT_FRAME_BYTES:
             raise WireError(f"a frame of {len(frame)} bytes, where {MAX_PLACEMENT_FRAME_BYTES} are the most")
-        message = PLACEMENT_CODEC.decode(frame)
+        message = PLACEMENT_CODEC.decode_known(frame)
+        if message is None:
+            return
         if isinstance(message, PlacementsRefused):
             raise WireError(f"it refuses: {shown(message.reason, _MAX_REASON_CHARS)}")
         if isinstance(message, PlacementSnapshot) == self.is_current:
@@ -373,7 +375,7 @@ class PlacementExchange:
 
     async def serve(self, follow: FollowPlacements, stream: FrameStream) -> None:
         """Send the placements of this gateway until the stream ends."""
-        if follow != FollowPlacements(PLACEMENT_PROTOCOL, self._gateway_id):
+        if (follow.protocol, follow.gateway_id) != (PLACEMENT_PROTOCOL, self._gateway_id):
             reason = f"this is gateway {self._gateway_id} with placement protocol {PLACEMENT_PROTOCOL}"
             stream.send(PLACEMENT_CODEC.encode(PlacementsRefused(reason)))
             return

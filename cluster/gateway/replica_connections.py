@@ -505,7 +505,9 @@ class ReplicaConnections:
     # -------------------------------------------------------------------------------------- frames
 
     def _on_frame(self, view: ReplicaView, identity: ReplicaIdentity, frame: bytes) -> None:
-        message = LINK_UP_CODEC.decode(frame)
+        message = LINK_UP_CODEC.decode_known(frame)
+        if message is None:
+            return
         _check_sender(message, identity)
         if isinstance(message, StepFrame):
             if message.load is not None:

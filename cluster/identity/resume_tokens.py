@@ -9,13 +9,13 @@ import hashlib
 import hmac
 import re
 import secrets
-from typing import NamedTuple
 
 import msgspec
 
 from cluster.errors import FieldViolation, ForbiddenError, InvalidRequestError
 from cluster.identity.identity import Identity
 from cluster.proto.tandem.v1 import inference_pb2 as pb
+from kvtransfer.codec import Part
 from kvtransfer.common.clock import Clock
 from kvtransfer.rpc.trust import Trust
 
@@ -45,7 +45,7 @@ class ResumeTokens:
         capped_max_tokens: int = 0,
     ) -> str:
         """Return a token for this request; `prompt` is the digest of all that decides its tokens. What
-        `max_tokens` was cut to under load (0: it was not) holds wherever the request is resumed."""
+        `max_tokens` was cut to (0: it was not) holds wherever the request is resumed."""
         expires_at = int(self._clock.wall() + self._lifetime_s).to_bytes(_TIME_BYTES, "big")
         head = expires_at + capped_max_tokens.to_bytes(_CAP_BYTES, "big")
         return _text(head + self._mac(head, identity, tenant, request_id, seed, prompt))
@@ -73,7 +73,7 @@ class ResumeTokens:
         return hmac.digest(self._key, msgspec.msgpack.encode(parts), "sha256")
 
 
-class RelayedCaller(NamedTuple):
+class RelayedCaller(Part, frozen=True):
     """What a gateway vouches for: the names of a caller's certificate, for one request."""
 
     certificate_names: tuple[str, ...]

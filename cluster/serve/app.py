@@ -41,6 +41,7 @@ from cluster.serve.ray_private import with_version
 from cluster.serve.rollout import Deployed, gateway_version, pool_version, remember, with_replicas
 from cluster.serve.scaler_actor import ScalerHandle, dashboard_url
 from cluster.serve.store_actors import keep_store, own_store_name
+from cluster.stored_config import read_stored_config
 from cluster.stores import draw_life
 from cluster.text.tokenizer import ModelText
 from kvtransfer.common.clock import SystemClock
@@ -137,7 +138,7 @@ class ReplicaActor:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config_json: str, pool_name: str, life: str, cpus: dict[str, float]
     ) -> None:
-        config = ClusterConfig.model_validate_json(config_json)
+        config = read_stored_config(config_json)
         unique_id = serve.get_replica_context().replica_id.unique_id
         log_to_stderr(config.logs, f"{pool_name}-{unique_id}", pool_name)
         self._pool = next(pool for pool in config.pools if pool.name == pool_name)
@@ -270,7 +271,7 @@ class GatewayActor:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config_json: str, mark: str, counts_key: str, *_pools: object
     ) -> None:
-        config = ClusterConfig.model_validate_json(config_json)
+        config = read_stored_config(config_json)
         unique_id = serve.get_replica_context().replica_id.unique_id
         log_to_stderr(config.logs, f"gateway-{unique_id}")
         return_large_blocks()

@@ -17,6 +17,7 @@ from cluster.identity.config import STORE_SHARE_FIELDS
 from cluster.scaling.counts import KnownCounts, counts_to_deploy
 from cluster.serve.capacity import bundles, placement_strategy
 from cluster.serve.ray_private import delete_value, read_value, write_value
+from cluster.stored_config import read_stored_config
 from kvtransfer.codec import Codec, Part
 
 _BESIDE = "deploy the other one beside this application and move the traffic (docs/upgrades.md)"
@@ -237,7 +238,7 @@ class Deployed(Part, frozen=True):
 
     @property
     def config(self) -> ClusterConfig:
-        return ClusterConfig.model_validate_json(self.config_json)
+        return read_stored_config(self.config_json)
 
 
 _CODEC: Codec[Deployed] = Codec(Deployed)

@@ -24,6 +24,7 @@ from cluster.scaling.counts import KeptCounts, RedisCounts
 from cluster.scaling.scaler import Scaler
 from cluster.scaling.serve_client import ServeClient
 from cluster.serve.ray_private import HEAD_RESOURCE, dashboard_address, ray_token, read_value, write_value
+from cluster.stored_config import read_stored_config
 from cluster.stores import index_url
 from kvtransfer.common.clock import SystemClock
 
@@ -50,7 +51,7 @@ class RayScaler:
     one."""
 
     def __init__(self, config_json: str, mark: str, counts_key: str) -> None:
-        config = ClusterConfig.model_validate_json(config_json)
+        config = read_stored_config(config_json)
         log_to_stderr(config.logs, f"scaler-{config.app}")
         self._app = config.app
         self._mark = mark
@@ -83,7 +84,7 @@ class RayScaler:
         """Follow this configuration, unless it is of an earlier deploy."""
         if mark > self._mark:
             self._mark = mark
-            self._scaler.configure(ClusterConfig.model_validate_json(config_json))
+            self._scaler.configure(read_stored_config(config_json))
 
     async def _open_client(self) -> ServeClient:
         url = await dashboard_url()

@@ -23,6 +23,7 @@ from cluster.roster.actor import NAMESPACE, open_roster
 from cluster.roster.messages import StoreRecord
 from cluster.roster.state import keep_registered
 from cluster.serve.rank_actors import node_host
+from cluster.stored_config import read_stored_config
 from cluster.stores import NODE_ID_CHARS, NodeAddress, NvmeFolder, store_name, store_settings
 from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.common.faults import Faults
@@ -49,7 +50,7 @@ class StoreActor:
     async def __init__(  # type: ignore[misc]  # Ray awaits it
         self, config_json: str, life: str
     ) -> None:
-        config = ClusterConfig.model_validate_json(config_json)
+        config = read_stored_config(config_json)
         context = ray.get_runtime_context()
         log_to_stderr(config.logs, f"store-{context.get_node_id()[:NODE_ID_CHARS]}")
         self._clock = SystemClock()

@@ -159,7 +159,9 @@ class StoreClient:
         try:
             stream.send(TO_OWNER_CODEC.encode(self._hello))
             while True:
-                message = FROM_OWNER_CODEC.decode(await stream.next_frame())
+                message = FROM_OWNER_CODEC.decode_known(await stream.next_frame())
+                if message is None:
+                    continue
                 if not was_welcome:
                     expect(message, StoreWelcome)
                     self._stream, was_welcome = stream, True

@@ -6,13 +6,16 @@ import asyncio
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import pytest
-from serving import TINY, RunningCluster, free_port, tandem
+from neighbor_version import Version, folder_for, processes_of, set_version
+from patience import START_S
+from serving import ROOT, TINY, RunningCluster, free_port, tandem
+from wire_image import recorded_images
 
 from benchmarks.random_checkpoint import write_random_checkpoint
 from cluster.api.blocking_client import BlockingClient
@@ -40,14 +43,18 @@ pools:
 class Setup:
     """The running cluster, its file, and the commands that operators give it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, rest: str = "", prefix: Sequence[str] = ()) -> None:
+        """`rest` stands at the end of each file that is written; `prefix` as in `RunningCluster`."""
         self.file = folder / "cluster.yaml"
+        self._rest = rest
         self.write()
         self.places = ("--port", str(free_port()), "--admin-port", str(free_port()))
-        self.cluster = RunningCluster("--file", str(self.file), *self.places)
+        self.cluster = RunningCluster(
+            "--file", str(self.file), *self.places, prefix=prefix, start_s=2 * START_S
+        )
 
     def write(self, engine: str = "", rest: str = "") -> None:
-        rest = f"gateway: {{max_connection_age_s: 2}}\n{rest}"
+        rest = f"gateway: {{max_connection_age_s: 2}}\n{self._rest}\n{rest}"
         text = FILE.format(app="tandem", model=TINY, decode=2, engine=engine, rest=rest)
         self.file.write_text(text)
 
@@ -184,6 +191,39 @@ def reference(setup: Setup) -> tuple[int, ...]:
     """The tokens of the long stream when nothing happens."""
     with BlockingClient(setup.cluster.address) as client:
         return client.complete(PROMPTS[0], LONG, timeout_s=120).token_ids[0]
+
+
+@pytest.mark.parametrize(("before", "after"), [("older", "newer"), ("newer", "older")])
+def test_a_cluster_is_rolled_to_a_neighboring_version(
+    tmp_path: Path, before: Version, after: Version
+) -> None:
+    """Gateways, replicas and store processes of both versions serve side by side meanwhile. It stands before
+    the tests that share a cluster, which has not been started yet."""
+    folder = folder_for(tmp_path, recorded_images()[-1])
+    set_version(folder, before)
+    prefix = ("env", f"PYTHONPATH={folder}:{ROOT}")
+    setup = Setup(tmp_path, "store: {dram_gb: 0.25}", prefix)
+    try:
+        status = setup.cluster.status()
+        assert members(status) <= processes_of(folder, before)
+        with BlockingClient(setup.cluster.address) as client:
+            reference = client.complete(PROMPTS[0], LONG, timeout_s=120).token_ids[0]
+        set_version(folder, after)
+        setup.write(engine=", max_sequences: 8", rest="logs: {format: json}")
+        with Load(setup.cluster.address) as load:
+            reported = setup.update()
+        assert {it["action"] for it in reported["deployments"]} == {"roll"}
+        load.check(reference)
+        status = setup.cluster.status()
+        assert members(status) <= processes_of(folder, after)
+        assert [list(it.unheard) for it in status.gateways] == [[]]
+    finally:
+        assert setup.cluster.stop() == 0
+
+
+def members(status: admin_pb.StatusResponse) -> set[int]:
+    """The processes of the gateways and engine cores."""
+    return {it.process_id for it in status.gateways} | {it.process_id for it in status.replicas}
 
 
 def test_a_dry_run_says_what_would_happen_and_does_nothing(setup: Setup) -> None:

@@ -198,7 +198,7 @@ class ScriptedReplica:
         self._streams[hello.gateway_id] = stream
         while (frame := await stream.receive()) is not None:
             await self._awake()
-            message = LINK_DOWN_CODEC.decode(frame)
+            message = LINK_DOWN_CODEC.decode_known(frame)
             if isinstance(message, Submission):
                 self.submissions.append(message)
                 self._run(message, self._prefill(message, hello.gateway_id))

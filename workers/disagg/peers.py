@@ -236,7 +236,9 @@ class Peers:
                 hello = await stream.receive()
             self._check_hello(peer, None if hello is None else PEER_CODEC.decode(hello))
             while (frame := await stream.receive()) is not None:
-                message = PEER_CODEC.decode(frame)
+                message = PEER_CODEC.decode_known(frame)
+                if message is None:
+                    continue
                 if isinstance(message, PeerStopping):
                     self._fail(peer, "it stops", is_expected=True)
                     return
@@ -328,8 +330,9 @@ class Peers:
         side.writer_joined(writer, [(target, piece) for _, target, piece in pieces])
         try:
             while (frame := await stream.receive()) is not None and self._writers.get(writer) is stream:
-                side.message(writer, PEER_CODEC.decode(frame))
-                self._control.wake()
+                if (message := PEER_CODEC.decode_known(frame)) is not None:
+                    side.message(writer, message)
+                    self._control.wake()
         finally:
             if self._writers.get(writer) is stream:
                 del self._writers[writer]

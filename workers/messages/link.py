@@ -266,7 +266,7 @@ class StallReport(Part, frozen=True):
     attempt: int
 
 
-class LoadReport(ReplicaStats, frozen=True, kw_only=True):
+class LoadReport(ReplicaStats, frozen=True):
     """The statistics of a replica after a step, or once a second when it is idle."""
 
     identity: ReplicaIdentity

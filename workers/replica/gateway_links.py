@@ -99,7 +99,8 @@ class GatewayLinks:
         self.send(key, hello())
         try:
             while (frame := await stream.receive()) is not None:
-                on_message(key, LINK_DOWN_CODEC.decode(frame))
+                if (message := LINK_DOWN_CODEC.decode_known(frame)) is not None:
+                    on_message(key, message)
         except TransferError as error:
             _log.warning("gateway %s sent nonsense: %s", shown(greeting.gateway_id), error)
         finally:

@@ -314,7 +314,9 @@ class OwnerLink:
 
     async def receive(self) -> RecordsSent:
         """Return the next answer. `TransferError` at the end."""
-        return expect(FROM_OWNER_CODEC.decode(await self._stream.next_frame()), RecordsSent)
+        while (answer := FROM_OWNER_CODEC.decode_known(await self._stream.next_frame())) is None:
+            pass
+        return expect(answer, RecordsSent)
 
     def abort(self) -> None:
         """End the connection at once."""

@@ -165,7 +165,9 @@ class RecordSender:
         requester.send(OwnerHello(STORE_PROTOCOL, self._identity, self._settings.granule_bytes))
         try:
             while True:
-                self._handle(requester, TO_OWNER_CODEC.decode(await stream.next_frame()))
+                message = TO_OWNER_CODEC.decode_known(await stream.next_frame())
+                if message is not None:
+                    self._handle(requester, message)
         except PeerGoneError:
             return
         finally:

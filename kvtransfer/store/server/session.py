@@ -90,7 +90,8 @@ class EngineSession:
                 frame = await self._stream.next_frame()
                 if self._is_closed:
                     raise PeerGoneError("its connection was closed")
-                self._handle(TO_OWNER_CODEC.decode(frame))
+                if (message := TO_OWNER_CODEC.decode_known(frame)) is not None:
+                    self._handle(message)
         finally:
             self._view.unwatch(self.send)
             self._node.forget(self._view)
