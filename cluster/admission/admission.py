@@ -617,7 +617,7 @@ class RequestAdmission:
         settings = self._config.of(flow.service_class)
         objective_s = settings.max_wait_s if settings.ttft_s is None else settings.ttft_s
         left_s = math.inf if deadline_at is None else deadline_at - now
-        return TtftLimits(flow, objective_s, left_s, now - arrived_at)
+        return TtftLimits(flow, objective_s, left_s, now - arrived_at, settings.refuses_unattainable)
 
     def _refuse_late(self, lateness: Lateness) -> NoReturn:
         if (error := lateness.unattainable) is not None:

@@ -18,6 +18,10 @@ class ClassConfig(BaseModel):
     # The objective for the time to the first token: a request that is predicted to miss it is refused at
     # once. None: there is none.
     ttft_s: float | None = Field(default=None, gt=0)
+    # Whether a request is refused whose prompt alone takes longer than `ttft_s` to compute, so that it would
+    # miss it on an idle replica too. By default only where `ttft_s` is given: otherwise such a request is
+    # judged by its wait alone.
+    refuses_unattainable: bool = False
     # Its part of the replicas' time, beside the weights of the other classes and of the tenants that wait.
     weight: float = Field(default=1.0, gt=0)
     # A request that has waited so long goes before all that have waited less, in a tenth of the replicas'
@@ -28,14 +32,26 @@ class ClassConfig(BaseModel):
     # Under load `max_tokens` is cut to this, and the usage of the request says so; None: never.
     capped_tokens: int | None = Field(default=None, ge=1)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _given_objective(cls, fields: Any) -> Any:
+        """Take an objective that is given as one that somebody wants kept."""
+        if isinstance(fields, dict) and fields.get("ttft_s") is not None:
+            return {"refuses_unattainable": True, **fields}
+        return fields
+
 
 class AdmissionConfig(BaseModel):
     """Which requests are taken, and how many wait where."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    interactive: ClassConfig = ClassConfig(ttft_s=10.0, weight=8.0, aging_s=5.0, max_wait_s=10.0)
-    standard: ClassConfig = ClassConfig(ttft_s=30.0, weight=4.0, aging_s=15.0, max_wait_s=30.0)
+    interactive: ClassConfig = ClassConfig(
+        ttft_s=10.0, refuses_unattainable=False, weight=8.0, aging_s=5.0, max_wait_s=10.0
+    )
+    standard: ClassConfig = ClassConfig(
+        ttft_s=30.0, refuses_unattainable=False, weight=4.0, aging_s=15.0, max_wait_s=30.0
+    )
     batch: ClassConfig = ClassConfig(ttft_s=None, weight=1.0, aging_s=600.0, max_wait_s=3600.0)
     # Of the requests of one gateway that are not submitted yet, in all: as they arrived, their prompts and
     # grammars.
@@ -64,10 +80,12 @@ class AdmissionConfig(BaseModel):
         if not isinstance(fields, dict):
             return fields
         given = {name: fields[name] for name in SERVICE_CLASSES if isinstance(fields.get(name), dict)}
-        merged = {
-            name: {**cls.model_fields[name].default.model_dump(), **settings}
-            for name, settings in given.items()
-        }
+        merged = {}
+        for name, settings in given.items():
+            default = cls.model_fields[name].default.model_dump()
+            if "ttft_s" in settings:
+                del default["refuses_unattainable"]
+            merged[name] = {**default, **settings}
         return {**fields, **merged}
 
     @model_validator(mode="after")

@@ -190,6 +190,8 @@ class TtftLimits(NamedTuple):
     objective_s: float
     left_s: float
     elapsed_s: float = 0.0
+    # Whether a prompt that misses the objective by itself is refused for that (`refuses_unattainable`).
+    is_strict: bool = True
 
     @property
     def time_limit(self) -> TimeLimit:
@@ -223,13 +225,21 @@ class Lateness(NamedTuple):
     def excess_s(self) -> float:
         """By how much it is too late; at most 0: it is not."""
         limit = self.limits.time_limit
-        return max(self.wait_s - limit.wait_s, self.wait_s + self.prefill_s - limit.ttft_s)
+        ttft_s = MARGIN * self.limits.left_s if self.is_excused else limit.ttft_s
+        return max(self.wait_s - limit.wait_s, self.wait_s + self.prefill_s - ttft_s)
+
+    @property
+    def is_excused(self) -> bool:
+        """Whether its prompt misses the objective by itself, and is not refused for that."""
+        return not self.limits.is_strict and self.alone_s > MARGIN * self.limits.objective_s
 
     @property
     def reason(self) -> str:
         """Which limit the first token is late for."""
         limits, ttft_s = self.limits, self.wait_s + self.prefill_s
         if not limits.is_deadline_shorter:  # the objective is from its arrival on
+            if self.is_excused:
+                return f"its prompt would wait for {self.wait_s:.1f} s, and {limits.shorter_text}"
             ttft_s += limits.elapsed_s
         return f"the first token is predicted in {ttft_s:.1f} s, and {limits.shorter_text}"
 
@@ -239,13 +249,16 @@ class Lateness(NamedTuple):
         limits = self.limits
         if limits.left_s <= 0:
             return DeadlineError("the deadline passed before the request was accepted")
-        if self.alone_s <= MARGIN * min(limits.objective_s, limits.left_s):
+        objective_s = math.inf if self.is_excused else limits.objective_s
+        if self.alone_s <= MARGIN * min(objective_s, limits.left_s):
             return None
-        because = f"the prompt alone takes {self.alone_s:.1f} s to compute, and {limits.shorter_text}"
-        if self.alone_s <= MARGIN * limits.objective_s:
-            return DeadlineError(f"{because}: allow more time")
+        because = f"the prompt alone takes {self.alone_s:.1f} s to compute"
+        if self.alone_s <= MARGIN * objective_s:
+            return DeadlineError(
+                f"{because}, and {limits.left_s:.1f} s are left of the deadline: allow more time"
+            )
         remedy = "coming back does not help; send it in a class with a longer objective"
-        return UnattainableError(f"{because}: {remedy}")
+        return UnattainableError(f"{because}, and {limits.shorter_text}: {remedy}")
 
 
 def wait_bound(settings: ClassConfig, candidacy: Candidacy, prefill_s: float) -> tuple[float, str]:
@@ -254,8 +267,10 @@ def wait_bound(settings: ClassConfig, candidacy: Candidacy, prefill_s: float) ->
     name, arrived_at = candidacy.flow.service_class, candidacy.arrived_at
     at = arrived_at + settings.max_wait_s
     bound = f"the most for the class (admission.{name}.max_wait_s)"
-    if settings.ttft_s is not None and arrived_at + settings.ttft_s - prefill_s < at:
-        at = arrived_at + settings.ttft_s - prefill_s
+    ttft_s = math.inf if settings.ttft_s is None else settings.ttft_s
+    is_excused = not settings.refuses_unattainable and prefill_s > MARGIN * ttft_s
+    if not is_excused and arrived_at + ttft_s - prefill_s < at:
+        at = arrived_at + ttft_s - prefill_s
         bound = f"after which it would miss its objective (admission.{name}.ttft_s)"
     if candidacy.deadline_at is not None and candidacy.deadline_at - prefill_s < at:
         at, bound = candidacy.deadline_at - prefill_s, "after which it would miss its deadline"

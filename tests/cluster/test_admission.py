@@ -6,6 +6,8 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 from admission_world import CONFIG, TOK_S, AdmissionWorld
@@ -39,7 +41,9 @@ def world() -> Iterator[AdmissionWorld]:
 def test_what_a_class_is_given_leaves_the_rest_of_it_as_it_is() -> None:
     config = AdmissionConfig.model_validate({"interactive": {"ttft_s": 2.0}, "batch": {"weight": 0.5}})
     default = AdmissionConfig()
-    assert config.interactive == default.interactive.model_copy(update={"ttft_s": 2.0})
+    assert config.interactive == default.interactive.model_copy(
+        update={"ttft_s": 2.0, "refuses_unattainable": True}
+    )
     assert config.batch == default.batch.model_copy(update={"weight": 0.5})
     assert config.standard == default.standard
     with pytest.raises(ValidationError, match=r"interactive\.aging_s: after 5 s"):
@@ -125,6 +129,56 @@ def test_a_prompt_that_no_wait_would_help_is_not_told_to_come_back(world: Admiss
     # Behind others it may come back, although it takes most of its objective.
     assert world.arrive("behind", num_tokens=8000) is None
     assert "behind" in world.ended_early
+
+
+def test_a_prompt_is_not_refused_for_an_objective_that_nobody_has_set() -> None:
+    """It waits as any other request of its class does, and counts for those behind it."""
+    world = AdmissionWorld(config=AdmissionConfig())
+    objective_s = 30.0
+    num_tokens = int(2 * objective_s * TOK_S)
+    arrive = partial(world.arrive, service_class="standard")
+    assert arrive("long", num_tokens=num_tokens) is not None
+    world.run(1.0)
+    assert arrive("behind", num_tokens=num_tokens) is None
+    assert "30.0 s are the objective of the class standard" in str(world.ended_early["behind"])
+    assert arrive("short") is None, "59 s are more than the objective, by default too"
+    assert world.admission.counts.num_refused == {("late", "standard"): 2}
+    world.run()
+    assert world.ttft_s("long") == pytest.approx(2 * objective_s)
+    # A short wait is no obstacle.
+    assert arrive("first", num_tokens=int(10 * TOK_S)) is not None
+    assert arrive("second", num_tokens=num_tokens) is not None
+    world.run()
+    assert world.ttft_s("second") == pytest.approx(10.0 + 2 * objective_s)
+    # A deadline is the client's.
+    assert arrive("hurried", num_tokens=num_tokens, deadline_s=20.0) is None
+    assert "60.0 s to compute, and 20.0 s are left of the deadline" in str(world.unattainable["hurried"])
+
+
+def test_a_class_without_an_objective_takes_prompts_of_any_length() -> None:
+    world = AdmissionWorld()
+    assert world.arrive("long", num_tokens=int(200.0 * TOK_S), service_class="batch") is not None
+    world.run()
+    assert world.ttft_s("long") == pytest.approx(200.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "refuses"),
+    [
+        ({}, False),
+        ({"standard": {"weight": 2.0}}, False),
+        ({"standard": {"ttft_s": 30.0}}, True),
+        ({"standard": {"ttft_s": None}}, False),
+        ({"standard": {"ttft_s": 30.0, "refuses_unattainable": False}}, False),
+        ({"standard": {"refuses_unattainable": True}}, True),
+    ],
+)
+def test_an_objective_that_is_given_is_kept(settings: dict[str, Any], refuses: bool) -> None:
+    config = AdmissionConfig.model_validate(settings)
+    assert config.standard.refuses_unattainable is refuses
+    assert not config.interactive.refuses_unattainable
+    # As processes give it to each other.
+    assert AdmissionConfig.model_validate_json(config.model_dump_json()) == config
 
 
 def test_retries_are_spread(world: AdmissionWorld) -> None:
