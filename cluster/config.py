@@ -243,6 +243,9 @@ class GatewayConfig(_Settings):
     max_samples: int = Field(default=16, ge=1)
     # `max_tokens` of a request that names none.
     default_max_tokens: int = Field(default=256, ge=1)
+    # A request that asks for more `max_tokens` than the context, or its tenant's share of a replica's KV, has
+    # room for after the prompt: `cap` serves it with what fits, and its usage says so; `refuse` refuses it.
+    max_tokens_beyond_context: Literal["cap", "refuse"] = "cap"
     # How tool calls stand in the model's answers; `auto`: as its chat template writes them.
     tool_parser: ToolParserName = "auto"
     # Between which marks reasoning stands in them; `auto`: those of the chat template.

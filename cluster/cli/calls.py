@@ -59,7 +59,10 @@ async def generate(
     else:
         print()
     if (cap := completion.finished.usage.capped_max_tokens) and not as_json:
-        err.print(f"the cluster is under load: max_tokens was cut to {cap}", highlight=False)
+        err.print(
+            f"max_tokens was cut to {cap}, by the room that is left in the context or because of the load",
+            highlight=False,
+        )
 
 
 def completion_json(completion: Completion) -> dict[str, Any]:

@@ -231,7 +231,7 @@ def stats_line(completion: Completion) -> str:
     cached = usage.cached.device + usage.cached.dram + usage.cached.nvme + usage.cached.remote
     num_later, later_s = usage.completion_tokens - 1, (timing.e2e_ms - timing.ttft_ms) / 1e3
     rate = f", then {num_later / later_s:.1f} a second" if num_later > 0 and later_s > 0 else ""
-    capped = f"; max_tokens was cut to {usage.capped_max_tokens}: the cluster is under load"
+    capped = f"; max_tokens was cut to {usage.capped_max_tokens}, by the room in the context or the load"
     return (
         f"{usage.completion_tokens} tokens ({completion.finish_reasons[0]}), first after "
         f"{timing.ttft_ms / 1e3:.2f} s{rate}; {cached} of {usage.prompt_tokens} prompt tokens cached"

@@ -241,10 +241,11 @@ class RequestManager:
         candidacy = self._take_over(key, request, candidate) if request.resume else candidate
         if not request.resume:
             cap = self.admission.max_tokens(service_class, prepared.sampling.max_tokens)
+        is_cut = 0 < cap < prepared.sampling.max_tokens
         prepared = prepared.capped(cap)
         queued = self.admission.queued.hold(num_bytes + _num_bytes(prepared))
         held, quota_hold = self._admit(prepared, candidacy, queued)
-        if prepared.capped_max_tokens and not request.resume:
+        if is_cut and not request.resume:
             self.admission.counts.num_capped += 1
         task = self._begin(key, prepared, texts, now, caller, candidacy, held, quota_hold, queued)
         token = self._resume_tokens.issue(

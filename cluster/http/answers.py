@@ -76,7 +76,7 @@ class Usage(msgspec.Struct):
     total_tokens: int
     prompt_tokens_details: PromptDetails
     completion_tokens_details: CompletionDetails
-    # What the maximum of output tokens was cut to because of the cluster's load.
+    # What the maximum of tokens was cut to, by the room in the context or because of the cluster's load.
     capped_max_tokens: int | UnsetType = UNSET
 
 

@@ -74,7 +74,8 @@ _SAMPLED: tuple[FieldEntry, ...] = (
     FieldEntry(
         "max_tokens",
         "served",
-        "1 or more, also with echo; default: gateway.default_max_tokens, cut to the context",
+        "1 or more, also with echo; default: gateway.default_max_tokens; more than the context has room for "
+        "is cut, and usage.capped_max_tokens says so",
     ),
     FieldEntry("stop", "served", "at most 16 strings of 256 characters"),
     FieldEntry("seed", "served", "the same request with the same seed has the same output; drawn if absent"),
@@ -168,7 +169,12 @@ FIELDS: Mapping[str, tuple[FieldEntry, ...]] = {
         _TEMPERATURE,
         *_served("instructions", "stream", "top_p", "top_logprobs", "parallel_tool_calls"),
         FieldEntry("stream_options", "ignored", "the last event has the usage"),
-        FieldEntry("max_output_tokens", "served", "default: gateway.default_max_tokens, cut to the context"),
+        FieldEntry(
+            "max_output_tokens",
+            "served",
+            "default: gateway.default_max_tokens; more than the context has room for is cut, and "
+            "usage.capped_max_tokens says so",
+        ),
         FieldEntry(
             "include",
             "served in part",
@@ -205,7 +211,12 @@ FIELDS: Mapping[str, tuple[FieldEntry, ...]] = {
         ),
         _MODEL,
         _TEMPERATURE,
-        *_served("system", "max_tokens", "stream", "stop_sequences", "top_p", "top_k"),
+        *_served("system", "stream", "stop_sequences", "top_p", "top_k"),
+        FieldEntry(
+            "max_tokens",
+            "served",
+            "more than the context has room for is cut, and usage.capped_max_tokens says so",
+        ),
         FieldEntry("tools", "served in part", "custom tools; others are refused by their types"),
         *_served("tool_choice"),
         FieldEntry(

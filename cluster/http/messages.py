@@ -322,7 +322,7 @@ class _Usage(msgspec.Struct):
     cache_creation_input_tokens: int = 0
     # Of the prompt, those that were not computed.
     cache_read_input_tokens: int = 0
-    # What max_tokens was cut to because of the cluster's load.
+    # What max_tokens was cut to, by the room in the context or because of the cluster's load.
     capped_max_tokens: int | UnsetType = UNSET
 
 

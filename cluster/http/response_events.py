@@ -82,7 +82,7 @@ class _Usage(msgspec.Struct):
     output_tokens: int
     output_tokens_details: _ReasoningDetails
     total_tokens: int
-    # What max_output_tokens was cut to because of the cluster's load.
+    # What max_output_tokens was cut to, by the room in the context or because of the cluster's load.
     capped_max_tokens: int | UnsetType = UNSET
 
 

@@ -54,7 +54,7 @@ class Summary:
     hand_over: HandOverReport | None
     # Of the stream, from one decode replica to another, in the last attempt.
     num_moves: int = 0
-    # What `max_tokens` was cut to because of the load; 0: it was not.
+    # What `max_tokens` was cut to; 0: it was not.
     capped_max_tokens: int = 0
 
     @property

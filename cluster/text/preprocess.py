@@ -98,7 +98,7 @@ class PreparedRequest:
     # Of each replica's KV blocks: what its sharing group may use.
     kv_share: float = 1.0
     service_class: ServiceClass = "standard"
-    # What `max_tokens` was cut to because of the load; 0: it was not.
+    # What `max_tokens` was cut to, by the room that the context has or because of the load; 0: it was not.
     capped_max_tokens: int = 0
     # What the output must be.
     grammar: Grammar | None = None
@@ -207,6 +207,7 @@ class Preprocessor:
             max_samples=self._gateway.max_samples,
             default_max_tokens=self._gateway.default_max_tokens,
             allow_pins=self._allow_pins,
+            caps_max_tokens=self._gateway.max_tokens_beyond_context == "cap",
         )
 
     async def prompt_tokens(self, request: pb.GenerateRequest, limits: ServingLimits) -> Prompt:
@@ -277,6 +278,7 @@ class Preprocessor:
             pinned_decode=request.pins.decode,
             kv_share=limits.kv_share,
             service_class=service_class,
+            capped_max_tokens=max_tokens if request.max_tokens > max_tokens else 0,
             grammar=grammar,
             is_grammar_of_tools=grammar is not None and not request.HasField("constraint"),
             is_private=request.cache_control == pb.CACHE_CONTROL_NO_STORE,

@@ -52,6 +52,8 @@ class ServingLimits:
     max_samples: int
     default_max_tokens: int
     allow_pins: bool
+    # Whether `max_tokens` is cut to what there is room for; otherwise the request is refused.
+    caps_max_tokens: bool = True
     # What the request's sharing group may use of each replica's KV, and the tokens that fit it at every
     # replica (0: no limit).
     kv_share: float = 1.0
@@ -122,7 +124,8 @@ def check_detokenize(request: pb.DetokenizeRequest, limits: ServingLimits) -> No
 
 
 def max_tokens_of(request: pb.GenerateRequest, num_prompt_tokens: int, limits: ServingLimits) -> int:
-    """The request's `max_tokens`, or the default cut to what the context leaves after the prompt."""
+    """Return the request's `max_tokens`, or the default, cut to what the context leaves after the prompt.
+    One that is resumed was accepted, if elsewhere and under other limits, and is always cut."""
     if num_prompt_tokens == 0:
         raise InvalidRequestError(FieldViolation("prompt", "it has no tokens; send more text"))
     space = limits.max_context_tokens - num_prompt_tokens
@@ -131,15 +134,16 @@ def max_tokens_of(request: pb.GenerateRequest, num_prompt_tokens: int, limits: S
     if limits.max_share_tokens - num_prompt_tokens < space and limits.kv_share < 1:
         space = limits.max_share_tokens - num_prompt_tokens
         _check_share(request, num_prompt_tokens, limits)
+    may_cap = limits.caps_max_tokens or bool(request.resume)
     if not request.HasField("max_tokens"):
         return max(min(limits.default_max_tokens, space), min(request.min_tokens, space))
-    if request.max_tokens > space:
+    if request.max_tokens > space and not may_cap:
         problem = (
             f"{request.max_tokens} more than the {num_prompt_tokens} tokens of the prompt exceed the context "
             f"of {limits.max_context_tokens}; ask for at most {space}"
         )
         raise InvalidRequestError(FieldViolation("max_tokens", problem))
-    return int(request.max_tokens)
+    return min(request.max_tokens, space)
 
 
 def _check_share(request: pb.GenerateRequest, num_prompt_tokens: int, limits: ServingLimits) -> None:
@@ -149,7 +153,8 @@ def _check_share(request: pb.GenerateRequest, num_prompt_tokens: int, limits: Se
     if num_prompt_tokens >= most:
         problem = f"has {num_prompt_tokens} tokens and with one for the answer exceeds {share}; shorten it"
         raise InvalidRequestError(FieldViolation("prompt", problem))
-    if request.HasField("max_tokens") and num_prompt_tokens + request.max_tokens > most:
+    is_beyond = request.HasField("max_tokens") and num_prompt_tokens + request.max_tokens > most
+    if is_beyond and not (limits.caps_max_tokens or request.resume):
         problem = (
             f"{request.max_tokens} more than the {num_prompt_tokens} tokens of the prompt exceed {share}; "
             f"ask for at most {most - num_prompt_tokens}"

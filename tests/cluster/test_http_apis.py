@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gateway_harness import GatewayHarness, decode, encode, raw, truth
+from gateway_harness import MAX_CONTEXT, PROMPT, GatewayHarness, decode, encode, raw, truth
 from http_harness import SCHEMAS, HttpFrontHarness, embedding_of
 
 from cluster.admission.admission import RequestAdmission
+from cluster.api.client import GenerateOptions
+from cluster.errors import CallError
 from cluster.http import chat, fields, messages, responses, schemas
 from cluster.http.schemas import decode as decode_body
 from cluster.http.server import ROUTE_ACCESS
@@ -517,3 +519,32 @@ async def test_usage_says_what_the_maximum_was_cut_to_under_load(
     options = {} if path == "/v1/messages" else {"stream_options": {"include_usage": True}}
     streamed = await front.post(path, {**body, "stream": True, **options})
     assert b'"capped_max_tokens":3' in streamed.body, "at the end of a stream too"
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "body"),
+    [
+        ("/v1/chat/completions", "max_tokens", {"messages": [{"role": "user", "content": "abc"}]}),
+        ("/v1/chat/completions", "max_completion_tokens", {"messages": [{"role": "user", "content": "abc"}]}),
+        ("/v1/completions", "max_tokens", {"prompt": "abc"}),
+        ("/v1/responses", "max_output_tokens", {"input": "abc"}),
+        ("/v1/messages", "max_tokens", {"messages": [{"role": "user", "content": "abc"}]}),
+    ],
+)
+async def test_more_tokens_than_the_context_has_room_for_are_cut(
+    front: HttpFrontHarness, path: str, field: str, body: Any
+) -> None:
+    usage = (await front.post(path, {**body, field: 32_000})).json["usage"]
+    num_prompt_tokens = usage.get("prompt_tokens") or usage["input_tokens"]
+    num_prompt_tokens += usage.get("cache_read_input_tokens") or 0  # which Anthropic's counts leave out
+    assert usage["capped_max_tokens"] == MAX_CONTEXT - num_prompt_tokens
+    assert "capped_max_tokens" not in (await front.post(path, {**body, field: 8})).json["usage"]
+
+
+async def test_more_tokens_than_the_context_has_room_for_are_refused_where_that_is_set(
+    harness: GatewayHarness,
+) -> None:
+    await harness.add_replica("d0", "decode")
+    _, address = await harness.add_gateway(harness.config(max_tokens_beyond_context="refuse"))
+    with pytest.raises(CallError, match=r"max_tokens: 32000 more than the .* exceed the context of 512"):
+        await harness.client(address).complete(PROMPT, GenerateOptions(max_tokens=32_000))

@@ -74,7 +74,6 @@ BAD: dict[str, tuple[str, Callable[[], pb.GenerateRequest]]] = {
     "too many logprobs": ("logprobs", lambda: request(logprobs=21)),
     "negative max_tokens": ("max_tokens", lambda: request(max_tokens=-5)),
     "max_tokens of 0": ("max_tokens", lambda: request(max_tokens=0)),
-    "max_tokens beyond the context": ("max_tokens", lambda: request(max_tokens=512)),
     "negative min_tokens": ("min_tokens", lambda: request(min_tokens=-1)),
     "min above max": ("min_tokens", lambda: request(min_tokens=9, max_tokens=8)),
     "an empty stop string": ("stop[1]", lambda: request(stop=["a", ""])),
@@ -172,11 +171,11 @@ def test_the_default_length_is_cut_to_the_context() -> None:
     assert max_tokens_of(request(min_tokens=300), 10, LIMITS) == 300
     assert max_tokens_of(request(max_tokens=502), 10, LIMITS) == 502
     with pytest.raises(RequestError, match="at most 502"):
-        max_tokens_of(request(max_tokens=503), 10, LIMITS)
+        max_tokens_of(request(max_tokens=503), 10, replace(LIMITS, caps_max_tokens=False))
 
 
 def test_a_request_fits_the_share_of_its_tenant() -> None:
-    limits = replace(LIMITS, kv_share=0.25, max_share_tokens=100)
+    limits = replace(LIMITS, kv_share=0.25, max_share_tokens=100, caps_max_tokens=False)
     assert max_tokens_of(request(), 10, limits) == 90
     assert max_tokens_of(request(max_tokens=90), 10, limits) == 90
     with pytest.raises(RequestError, match=r"^max_tokens: 91 .* 100 tokens .* ask for at most 90"):
@@ -187,6 +186,26 @@ def test_a_request_fits_the_share_of_its_tenant() -> None:
     roomy = replace(limits, max_share_tokens=600)
     with pytest.raises(RequestError, match=r"exceed the context of 512; ask for at most 502"):
         max_tokens_of(request(max_tokens=503), 10, roomy)
+
+
+def test_more_than_there_is_room_for_is_cut() -> None:
+    assert max_tokens_of(request(max_tokens=32_000), 10, LIMITS) == 502
+    assert max_tokens_of(request(max_tokens=502), 10, LIMITS) == 502
+    limits = replace(LIMITS, kv_share=0.25, max_share_tokens=100)
+    assert max_tokens_of(request(max_tokens=32_000), 10, limits) == 90
+    for num_prompt_tokens, most in ((512, LIMITS), (100, limits)):
+        with pytest.raises(RequestError, match=r"^prompt: has \d+ tokens.*shorten it"):
+            max_tokens_of(request(max_tokens=32_000), num_prompt_tokens, most)
+
+
+def test_a_resumed_request_is_cut_where_a_new_one_is_refused() -> None:
+    """The gateway that accepted it may have had more room, or another setting."""
+    limits = replace(LIMITS, caps_max_tokens=False)
+    resumed = request(max_tokens=503)
+    resumed.resume.add()
+    assert max_tokens_of(resumed, 10, limits) == 502
+    shared = replace(limits, kv_share=0.25, max_share_tokens=100)
+    assert max_tokens_of(resumed, 10, shared) == 90
 
 
 def test_every_error_of_a_request_has_a_status() -> None:
