@@ -131,7 +131,7 @@ class StatusService:
             recent=self._history.summary(),
             prefixes=self._history.prefixes(),
             stores=self._stores.members(),
-            pools=pools_of(self._config, self._connections),
+            pools=pools_of(self._config, self._connections, stats.minute.pool_to_prompts),
             scaling_changes=moves_of(self._connections.roster_view),
             traffic=self._connections.roster_view.traffic,
             demand=demand_message(replace(counters.demand, num_refused=self._requests.admission.num_refused)),
@@ -348,10 +348,14 @@ class Fresh(Generic[T]):
         return value
 
 
-def pools_of(config: ClusterConfig, connections: ReplicaConnections) -> list[admin_pb.Pool]:
-    """Return the state of the configured pools, in the order of the configuration."""
+def pools_of(
+    config: ClusterConfig, connections: ReplicaConnections, pool_to_prompts: Mapping[str, int]
+) -> list[admin_pb.Pool]:
+    """Return the state of the configured pools, in the order of the configuration, with the prompts that each
+    has computed in the last minute."""
     ready = [view for view in connections.views() if view.takes_requests]
-    return [_pool(config, pool, connections.roster_view, ready) for pool in config.pools]
+    view = connections.roster_view
+    return [_pool(config, pool, view, ready, pool_to_prompts.get(pool.name, 0)) for pool in config.pools]
 
 
 def moves_of(view: RosterView) -> list[admin_pb.ScalingChange]:
@@ -365,7 +369,11 @@ def moves_of(view: RosterView) -> list[admin_pb.ScalingChange]:
 
 
 def _pool(
-    config: ClusterConfig, pool: PoolConfig, view: RosterView, ready: list[ReplicaView]
+    config: ClusterConfig,
+    pool: PoolConfig,
+    view: RosterView,
+    ready: list[ReplicaView],
+    num_recent_prompts: int,
 ) -> admin_pb.Pool:
     own = [replica for replica in ready if replica.record.pool == pool.name]
     limits = config.scaling.pools.get(pool.name) if config.scaling.autoscale else None
@@ -379,6 +387,7 @@ def _pool(
         max=limits.max if limits else 0,
         num_ready=len(own),
         num_reassigned=sum(replica.role != pool.role for replica in own),
+        num_recent_prompts=num_recent_prompts,
     )
 
 

@@ -425,7 +425,8 @@ def pool_parts(status: admin_pb.StatusResponse) -> list[RenderableType]:
     """Return a table of the pools, then the latest changes, oldest first."""
     if not status.pools:
         return []
-    numbers = "configured", "desired", "ready", "lent", "limits"
+    numbers = "configured", "desired", "ready", "lent", "limits", "prompts,\nlast minute"
+    num_prompts = sum(pool.num_recent_prompts for pool in status.pools)
     table = made_table("pools", "pool", "role", "chosen by", numbers=numbers)
     for pool in status.pools:
         late = pool.num_ready != pool.desired
@@ -438,6 +439,7 @@ def pool_parts(status: admin_pb.StatusResponse) -> list[RenderableType]:
             f"[yellow]{pool.num_ready}[/]" if late else str(pool.num_ready),
             str(pool.num_reassigned) if pool.num_reassigned else NONE,
             f"{pool.min}-{pool.max}" if pool.max else NONE,
+            f"{pool.num_recent_prompts / num_prompts:.0%} of {num_prompts}" if num_prompts else NONE,
         )
     moves = [Text(move_line(move)) for move in status.scaling_changes[-_NUM_MOVES:]]
     return [table, *moves, Text("")] if moves else [table]

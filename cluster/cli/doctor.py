@@ -229,9 +229,9 @@ def machine_checks() -> tuple[Check[CheckContext], ...]:
 
 def cluster_checks() -> tuple[Check[Live], ...]:
     """Return the checks of a running cluster, in the order in which they run."""
-    from cluster.doctor import kv_cache, members, serving
+    from cluster.doctor import kv_cache, members, prefill_share, serving
 
-    return (*serving.CHECKS, *kv_cache.CHECKS, *members.CHECKS)
+    return (*serving.CHECKS, *prefill_share.CHECKS, *kv_cache.CHECKS, *members.CHECKS)
 
 
 def run_checks(checks: Iterable[Check[C]], context: C) -> list[Finding]:

@@ -406,7 +406,7 @@ class RequestManager:
         self._judge(source, frame, now)
         for report in frame.prefills:
             if (task := self._current(source, report.request_id, report.attempt)) is not None:
-                self.counters.prefilled(report, now)
+                self.counters.prefilled(report, source.replica_id, now)
                 task.apply(task.state.on_prefilled, report)
         for joined in frame.hand_overs:
             if (task := self._current(source, joined.request_id, joined.attempt)) is not None:

@@ -88,6 +88,8 @@ class Window(Part, frozen=True):
     ttft_p90_s: float = 0.0
     itl_p50_s: float = 0.0
     itl_p90_s: float = 0.0
+    # Prompts by the pool whose replicas computed them.
+    pool_to_prompts: dict[str, int] = {}
 
 
 # Of `Window`: the fields that are counted.
@@ -103,6 +105,8 @@ class SecondCounts(Part, frozen=True):
     # By bucket of a `Spread`.
     ttft: dict[int, int]
     itl: dict[int, int]
+    # As in `Window`.
+    pool_to_prompts: dict[str, int] = {}
 
 
 @dataclass(slots=True)
@@ -114,6 +118,8 @@ class Second:
     counts: Counter[str] = field(default_factory=Counter)
     ttft: Spread = field(default_factory=Spread)
     itl: Spread = field(default_factory=Spread)
+    # As in `Window`.
+    pool_to_prompts: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: SecondCounts) -> None:
         """Add what happened in another one; counts that a `Window` has not are left out."""
@@ -121,6 +127,7 @@ class Second:
             self.counts[name] += other.counts.get(name, 0)
         self.ttft.merge([Spread(other.ttft)])
         self.itl.merge([Spread(other.itl)])
+        self.pool_to_prompts.update(other.pool_to_prompts)
 
 
 class SecondRing:
@@ -145,7 +152,13 @@ class SecondRing:
     def counts_since(self, at: int) -> tuple[SecondCounts, ...]:
         """Return the seconds from this one on, for another gateway."""
         return tuple(
-            SecondCounts(each.at, dict(each.counts), dict(each.ttft.buckets), dict(each.itl.buckets))
+            SecondCounts(
+                each.at,
+                dict(each.counts),
+                dict(each.ttft.buckets),
+                dict(each.itl.buckets),
+                dict(each.pool_to_prompts),
+            )
             for each in self.since(at)
         )
 
@@ -177,8 +190,10 @@ def window_of(seconds: Sequence[Second], now: float, window_s: float = 60.0) -> 
     """Return the sum of the last `window_s` seconds, at most `RING_S`."""
     summed = [each for each in seconds if each.at > now - min(window_s, RING_S) - 1]
     counts: Counter[str] = Counter()
+    prompts: Counter[str] = Counter()
     for each in summed:
         counts.update(each.counts)
+        prompts.update(each.pool_to_prompts)
     ttft = Spread().merge(each.ttft for each in summed)
     itl = Spread().merge(each.itl for each in summed)
     return Window(
@@ -187,6 +202,7 @@ def window_of(seconds: Sequence[Second], now: float, window_s: float = 60.0) -> 
         ttft_p90_s=ttft.quantile(0.9),
         itl_p50_s=itl.quantile(0.5),
         itl_p90_s=itl.quantile(0.9),
+        pool_to_prompts=dict(prompts),
         **counts,
     )
 

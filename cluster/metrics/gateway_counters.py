@@ -160,8 +160,8 @@ class GatewayCounters:
         counts["num_arrived"] += 1
         counts["num_prompt_tokens"] += num_prompt_tokens
 
-    def prefilled(self, report: PrefillReport, now: float) -> None:
-        """A prompt, or what had to be computed again of a request, is there."""
+    def prefilled(self, report: PrefillReport, replica_id: str, now: float) -> None:
+        """A prompt, or what had to be computed again of a request, is there: this replica has computed it."""
         open_ = self._open.get(report.request_id)
         if open_ is None:
             return
@@ -169,7 +169,9 @@ class GatewayCounters:
         num_cached = sum(tier_to_cached.values())
         num_computed = max(0, report.num_prompt_tokens - num_cached)
         self.num_cached_tokens.update(tier_to_cached)
-        self.seconds.second(now).counts["num_computed_tokens"] += num_computed
+        second = self.seconds.second(now)
+        second.counts["num_computed_tokens"] += num_computed
+        second.pool_to_prompts[self._pool_of(replica_id)] += 1
         self.demand.prompt(num_computed)
         use = self.tenants.use(open_.tenant)
         use.num_cached_tokens += num_cached

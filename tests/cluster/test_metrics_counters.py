@@ -64,13 +64,20 @@ class Front:
         self.counters.arrived(plan, now, predicted)
 
     def prefill(
-        self, name: str, now: float, *, cached: int = 0, spent_s: float = 0.0, loaded: int = 0
+        self,
+        name: str,
+        now: float,
+        *,
+        cached: int = 0,
+        spent_s: float = 0.0,
+        loaded: int = 0,
+        source: str = "prefill-a",
     ) -> PrefillReport:
         times = StageTimes(arrived=50.0, scheduled=51.0, prefilled=51.0 + spent_s)
         report = PrefillReport(
             name, 1, 10, cached, times, num_loaded_tokens={"dram": loaded} if loaded else {}
         )
-        self.counters.prefilled(report, now)
+        self.counters.prefilled(report, source, now)
         return report
 
     def stream(
@@ -277,6 +284,17 @@ def test_percentiles_of_several_gateways_are_those_of_all_their_values() -> None
     assert window_of(seconds, 1006.0).num_arrived == 100
     assert merged([(0.0, (SecondCounts(1, {"num_new": 7}, {}, {}),))])[0].counts["num_new"] == 0
     assert slow.counts_since(10) == ()
+
+
+def test_prompts_are_counted_for_the_pool_that_computed_them() -> None:
+    front = Front()
+    for number, source in enumerate(("prefill-a", "decode-a", "decode-b")):
+        front.arrive(f"r{number}", 10.0)
+        front.prefill(f"r{number}", 10.5 + number, source=source)
+    seconds = front.counters.seconds
+    both = merged([(0.0, seconds.counts_since(0)), (0.0, seconds.counts_since(11))])
+    assert window_of(both, 13.0).pool_to_prompts == {"prefill": 1, "decode": 4}
+    assert window_of(both, 13.0, window_s=1.0).pool_to_prompts == {"decode": 2}
 
 
 def test_late_is_what_exceeds_the_objective() -> None:

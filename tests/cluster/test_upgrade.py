@@ -193,6 +193,7 @@ def reference(setup: Setup) -> tuple[int, ...]:
         return client.complete(PROMPTS[0], LONG, timeout_s=120).token_ids[0]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("before", "after"), [("older", "newer"), ("newer", "older")])
 def test_a_cluster_is_rolled_to_a_neighboring_version(
     tmp_path: Path, before: Version, after: Version

@@ -207,7 +207,7 @@ class Demand(_message.Message):
     def __init__(self, num_arrived: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_prompts: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., computed_tokens_squared: _Optional[float] = ..., num_ended: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., output_tokens_squared: _Optional[float] = ..., num_first_tokens: _Optional[int] = ..., num_late_first_tokens: _Optional[int] = ..., num_gaps: _Optional[int] = ..., num_late_gaps: _Optional[int] = ..., num_refused: _Optional[int] = ...) -> None: ...
 
 class Pool(_message.Message):
-    __slots__ = ("name", "role", "configured", "desired", "pinned", "min", "max", "num_ready", "num_reassigned")
+    __slots__ = ("name", "role", "configured", "desired", "pinned", "min", "max", "num_ready", "num_reassigned", "num_recent_prompts")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     CONFIGURED_FIELD_NUMBER: _ClassVar[int]
@@ -217,6 +217,7 @@ class Pool(_message.Message):
     MAX_FIELD_NUMBER: _ClassVar[int]
     NUM_READY_FIELD_NUMBER: _ClassVar[int]
     NUM_REASSIGNED_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECENT_PROMPTS_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: ReplicaRole
     configured: int
@@ -226,7 +227,8 @@ class Pool(_message.Message):
     max: int
     num_ready: int
     num_reassigned: int
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[ReplicaRole, str]] = ..., configured: _Optional[int] = ..., desired: _Optional[int] = ..., pinned: _Optional[bool] = ..., min: _Optional[int] = ..., max: _Optional[int] = ..., num_ready: _Optional[int] = ..., num_reassigned: _Optional[int] = ...) -> None: ...
+    num_recent_prompts: int
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[ReplicaRole, str]] = ..., configured: _Optional[int] = ..., desired: _Optional[int] = ..., pinned: _Optional[bool] = ..., min: _Optional[int] = ..., max: _Optional[int] = ..., num_ready: _Optional[int] = ..., num_reassigned: _Optional[int] = ..., num_recent_prompts: _Optional[int] = ...) -> None: ...
 
 class ScalingChange(_message.Message):
     __slots__ = ("at", "pool", "before", "after", "by", "reason")
