@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
-from cluster.config import ClusterConfig, PoolConfig, read_redis_url
+from cluster.config import ClusterConfig, PoolConfig
 from cluster.dtypes import resolve_dtype
 from cluster.errors import ConfigError
+from cluster.secret_files import read_redis_url
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.common.clock import Clock
 from kvtransfer.config import StoreConfig, StoreSettings

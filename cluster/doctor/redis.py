@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from cluster.config import read_redis_url
 from cluster.doctor.checks import Check, CheckContext, CheckResult, Figures, error, note, ok, warning
 from cluster.errors import ConfigError
+from cluster.secret_files import read_redis_url
 from cluster.serve.memory import gb
 from cluster.stores import check_redis_url, smallest_record_bytes
 from kvtransfer.common.clock import Clock

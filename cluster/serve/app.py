@@ -20,7 +20,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from cluster.config import ClusterConfig, read_trust, trust_files
+from cluster.config import ClusterConfig
 from cluster.dtypes import resolve_dtype
 from cluster.metrics.exporters import GatewayMetrics, ReplicaMetrics
 from cluster.metrics.logs import log_to_stderr
@@ -31,6 +31,7 @@ from cluster.roster.state import keep_registered
 from cluster.scaling.orders import Operations
 from cluster.scaling.roles import role_of
 from cluster.scaling.serve_client import MARK_DEPLOYMENT, MARK_KEY, REPLICAS_KEY, deployment_name
+from cluster.secret_files import read_trust, trust_files
 from cluster.serve.allocator import return_large_blocks
 from cluster.serve.capacity import bundles, gateway_bundle, placement_strategy
 from cluster.serve.gateway_server import Gateway

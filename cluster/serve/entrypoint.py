@@ -16,11 +16,12 @@ from typing import Any
 import ray
 from ray import serve
 
-from cluster.config import ClusterConfig, parse_config, read_trust
+from cluster.config import ClusterConfig, parse_config
 from cluster.errors import ConfigError, RosterAwayError, StartError
 from cluster.roster.actor import await_roster
 from cluster.scaling.counts import KnownCounts, RedisCounts, counts_key, counts_of, counts_to_deploy
 from cluster.scaling.serve_client import MARK_DEPLOYMENT, REPLICAS_KEY, declared_counts, deployment_name
+from cluster.secret_files import read_trust
 from cluster.serve.app import build_application, check_model
 from cluster.serve.ray_private import deployed_config
 from cluster.serve.rollout import with_replicas

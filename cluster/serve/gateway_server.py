@@ -23,7 +23,7 @@ from cluster.api.public_ports import PublicPorts
 from cluster.api.replies import StatusService
 from cluster.api.servicer import InferenceServicer, TextCalls
 from cluster.api.store_admin import StoreAdmin
-from cluster.config import ClusterConfig, read_redis_url
+from cluster.config import ClusterConfig
 from cluster.console.http_server import ConsoleServices, open_console
 from cluster.gateway.fleet import Fleet
 from cluster.gateway.history import RequestHistory
@@ -44,6 +44,7 @@ from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.roster.messages import GatewayRecord
 from cluster.roster.state import RosterClient, ScalingRoster
 from cluster.scaling.orders import Operations, ScalerOrders
+from cluster.secret_files import read_redis_url
 from cluster.text.preprocess import Preprocessor, draw_seed
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults

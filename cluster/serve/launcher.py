@@ -27,7 +27,7 @@ from ray.serve.schema import ApplicationStatusOverview
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.api.grpc_server import open_certificate
-from cluster.config import LOOPBACK, ClusterConfig, PoolConfig, read_trust
+from cluster.config import LOOPBACK, ClusterConfig, PoolConfig
 from cluster.dtypes import may_compute, needs_flags, settle_dtype
 from cluster.errors import ConfigError, RayEndedError, StartError
 from cluster.identity.audit import check_audit_folder
@@ -38,6 +38,7 @@ from cluster.metrics.tracing import check_tracing
 from cluster.roster.actor import read_roster, start_roster, stop_roster
 from cluster.scaling.headroom import ReplicaDemand, shortages
 from cluster.scaling.serve_client import deployment_name
+from cluster.secret_files import read_trust
 from cluster.serve.app import check_model, deploy
 from cluster.serve.capacity import demands, gateway_bundle, plan_cpus
 from cluster.serve.local_ray import LocalRay, own_signals

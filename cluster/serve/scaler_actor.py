@@ -15,7 +15,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from cluster.config import ClusterConfig, read_trust
+from cluster.config import ClusterConfig
 from cluster.errors import DashboardAwayError, UnavailableError
 from cluster.metrics.logs import log_to_stderr
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
@@ -23,6 +23,7 @@ from cluster.roster.actor import NAMESPACE, open_roster
 from cluster.scaling.counts import KeptCounts, RedisCounts
 from cluster.scaling.scaler import Scaler
 from cluster.scaling.serve_client import ServeClient
+from cluster.secret_files import read_trust
 from cluster.serve.ray_private import HEAD_RESOURCE, dashboard_address, ray_token, read_value, write_value
 from cluster.stored_config import read_stored_config
 from cluster.stores import index_url

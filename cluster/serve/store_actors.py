@@ -15,13 +15,14 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.config import ClusterConfig, read_trust
+from cluster.config import ClusterConfig
 from cluster.metrics.exporters import StoreMetrics
 from cluster.metrics.logs import log_to_stderr
 from cluster.metrics.ray_registry import ray_registry
 from cluster.roster.actor import NAMESPACE, open_roster
 from cluster.roster.messages import StoreRecord
 from cluster.roster.state import keep_registered
+from cluster.secret_files import read_trust
 from cluster.serve.rank_actors import node_host
 from cluster.stored_config import read_stored_config
 from cluster.stores import NODE_ID_CHARS, NodeAddress, NvmeFolder, store_name, store_settings

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from ray import serve
 from ray.serve.schema import ApplicationStatusOverview
 
-from cluster.config import ClusterConfig, PoolConfig, read_redis_url, read_trust
+from cluster.config import ClusterConfig, PoolConfig
 from cluster.errors import ConfigError, RosterAwayError, StartError
 from cluster.metrics.tracing import check_tracing
 from cluster.roster.actor import await_roster, read_roster
@@ -26,6 +26,7 @@ from cluster.roster.messages import RosterView
 from cluster.scaling.counts import KnownCounts, counts_to_deploy
 from cluster.scaling.headroom import ReplicaDemand, shortages
 from cluster.scaling.serve_client import MARK_DEPLOYMENT, deployment_name
+from cluster.secret_files import read_redis_url, read_trust
 from cluster.serve.app import check_model, deploy
 from cluster.serve.capacity import bundles, demands, gateway_bundle, plan_cpus
 from cluster.serve.launcher import (

@@ -14,10 +14,9 @@ from cluster.config import (
     default_config,
     load_config,
     parse_config,
-    read_trust,
-    trust_files,
 )
 from cluster.errors import ConfigError
+from cluster.secret_files import read_trust, trust_files
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.rpc.mutual_tls import TlsFiles
 from workers.model.model_config import read_model_config

@@ -11,10 +11,11 @@ from ray import serve
 from ray.serve._private.build_app import build_app
 from serving import TINY
 
-from cluster.config import parse_config, read_redis_url
+from cluster.config import parse_config
 from cluster.errors import ConfigError
 from cluster.identity.key_roots import rotate_key_root
 from cluster.scaling.serve_client import declared_counts
+from cluster.secret_files import read_redis_url
 from cluster.serve.app import build_application
 from cluster.serve.entrypoint import build, declared_config, declared_life, with_declared_counts
 from workers.errors import WorkerError
