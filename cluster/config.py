@@ -222,8 +222,9 @@ class GatewayConfig(_Settings):
     tls_key_file: Path | None = None
     # A second port with nothing but gRPC health, without TLS, for probes that cannot speak it.
     health_port: int | None = Field(default=None, ge=0, le=65535)
-    # Connections are closed at this age, which moves clients from a leaving gateway to the next without a
-    # failed call; running streams stay where they are. None: never.
+    # Connections are closed at this age, which moves clients from a leaving gateway to the next, to new
+    # gateways and to a renewed certificate, without a failed call; running streams stay where they are.
+    # None: never.
     max_connection_age_s: float | None = Field(default=60.0, gt=0)
     # The name that clients use; "": the model folder's name.
     model_name: str = ""
