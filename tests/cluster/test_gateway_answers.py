@@ -210,6 +210,27 @@ async def test_what_load_cut_is_no_longer_where_it_is_resumed(
         assert [it.finish_reason for it in finished.samples] == [pb.FINISH_REASON_LENGTH]
 
 
+async def test_what_the_context_cut_is_no_longer_where_it_is_resumed(
+    thinking: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gateway that resumes it has replicas with more room, and would refuse a new request."""
+    write(thinking, "a" * (2 * MAX_CONTEXT))
+    request = generate_request(PROMPT, GenerateOptions(max_tokens=32_000, seed=3, request_id="roomy"))
+    whole = [reply async for reply in thinking.client.stub().Generate(request)]
+    room = MAX_CONTEXT - len(encode(PROMPT))
+    request.resume_token = whole[0].accepted.resume_token
+    request.resume.add(token_ids=encode("a" * (room - 2)))
+    limits = thinking.gateway.requests.limits()
+    roomier = replace(limits, max_context_tokens=2 * MAX_CONTEXT, caps_max_tokens=False)
+    monkeypatch.setattr(thinking.gateway.requests, "limits", lambda: roomier)
+    resumed = [reply async for reply in thinking.client.stub().Generate(request)]
+    assert sum(len(reply.delta.token_ids) for reply in resumed) == 2
+    for replies in (whole, resumed):
+        finished = replies[-1].finished
+        assert finished.usage.capped_max_tokens == finished.usage.completion_tokens == room
+        assert [it.finish_reason for it in finished.samples] == [pb.FINISH_REASON_LENGTH]
+
+
 @pytest.mark.parametrize("num_tokens", [3, 300])
 async def test_much_output_of_a_resumed_request_is_read_beside_the_event_loop(
     thinking: Pair, monkeypatch: pytest.MonkeyPatch, num_tokens: int

@@ -100,19 +100,17 @@ async def test_what_alone_exceeds_the_share_is_refused_with_the_remedy(
     harness: E2eHarness, names: tuple[str, ...]
 ) -> None:
     async with front(harness, names) as gateway:
-        for num_prompt, max_tokens, problem in (
-            (LIMIT_TOKENS, 1, f"prompt: has {LIMIT_TOKENS} tokens .* .device_kv_share 0.3.; shorten it"),
-            (LIMIT_TOKENS - 9, 10, "max_tokens: 10 more than .* share .* ask for at most 9"),
-        ):
-            call = await gateway.call(prompt(7, num_prompt), tenant="a", max_tokens=max_tokens).ended()
-            assert isinstance(call.error, CallError)
-            with pytest.raises(CallError, match=problem):
-                raise call.error
-            await gateway.complete(prompt(7, num_prompt), tenant="b", max_tokens=max_tokens)
+        problem = f"prompt: has {LIMIT_TOKENS} tokens .* .device_kv_share 0.3.; shorten it"
+        call = await gateway.call(prompt(7, LIMIT_TOKENS), tenant="a", max_tokens=1).ended()
+        assert isinstance(call.error, CallError)
+        with pytest.raises(CallError, match=problem):
+            raise call.error
+        await gateway.complete(prompt(7, LIMIT_TOKENS), tenant="b", max_tokens=1)
         whole = await gateway.complete(prompt(7, LIMIT_TOKENS - 9), tenant="a", max_tokens=9)
         assert len(whole.sequence) == 9
-        cut = await gateway.complete(prompt(7, LIMIT_TOKENS - 9), tenant="a", max_tokens=None)
-        assert len(cut.sequence) == 9, "the default is cut to the share"
+        for max_tokens in (None, 10, 32_000):
+            cut = await gateway.complete(prompt(7, LIMIT_TOKENS - 9), tenant="a", max_tokens=max_tokens)
+            assert len(cut.sequence) == 9, "it is cut to the share"
         await harness.quiet(*(harness.replicas[name] for name in names))
 
 
