@@ -7,6 +7,7 @@ import socket
 from collections.abc import Coroutine
 from pathlib import Path
 
+import msgspec
 import pytest
 from store_harness import COMPATIBILITY, StoreHarness, eventually
 from trust_files import TRUST
@@ -102,6 +103,21 @@ async def test_what_a_closed_connection_had_still_to_say_is_void(tmp_path: Path)
     assert node.catalog.find(RecordId(SPACE, KEY, SHARD)) is None
     assert node.catalog.commit(SESSION, offset, 2) is not None
     engine_cores.close()
+    await node.release()
+
+
+async def test_what_a_newer_engine_core_has_added_is_skipped(tmp_path: Path) -> None:
+    node, session, _, engine_cores = await connected(tmp_path)
+    node.catalog.attach(Arena.create(2 << 20, 4096, False))
+    node.catalog.session_opened(SESSION)
+    offset = allocate(node)
+    engine_cores.sendall(framed(msgspec.msgpack.encode(["Added", 1])))
+    engine_cores.sendall(framed(TO_OWNER_CODEC.encode(PutCommit(((offset, 1),)))))
+    serving = asyncio.create_task(session.serve())
+    await eventually(lambda: node.catalog.find(RecordId(SPACE, KEY, SHARD)) is not None, "it is stored")
+    engine_cores.close()
+    with pytest.raises(PeerGoneError):
+        await serving
     await node.release()
 
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 from e2e_harness import until
 from engine_fakes import FakeControl, FakeRanks, LinkEnd
@@ -157,6 +158,19 @@ async def test_a_writer_that_reconnects_has_lost_what_it_had() -> None:
     feed.feed(None)
     await second
     assert harness.sides.lost == [PEER, PEER]
+
+
+async def test_what_a_newer_peer_has_added_is_skipped() -> None:
+    """Fields of its hello, and a message that this version does not know."""
+    harness = PeersHarness()
+    end = LinkEnd("writer")
+    hello = msgspec.msgpack.decode(PEER_CODEC.encode(PeerHello(PEER, RECORD, WHOLE)))
+    for message in ([*hello, "added"], ["Added", 1]):
+        end.feed(msgspec.msgpack.encode(message))
+    end.feed(PEER_CODEC.encode(WriterStopped(b"1")))
+    end.feed(None)
+    await harness.serve(end.stream)
+    assert harness.sides.heard == [WriterStopped(b"1")]
 
 
 async def test_what_still_comes_over_a_link_that_was_replaced_is_not_heard() -> None:
