@@ -114,6 +114,7 @@ class ScriptedReplica:
         self.identity = ReplicaIdentity(replica_id, epoch)
         self.role = role
         self.num_blocks = 1000
+        self.prefill_tok_s = 1000.0  # as it reports it
         self.script = Script()
         self.submissions: list[Submission] = []
         self.announces: list[Announce] = []
@@ -248,7 +249,7 @@ class ScriptedReplica:
             sequence=self._load_sequence,
             num_free_blocks=self.num_blocks,
             num_total_blocks=self.num_blocks,
-            prefill_tok_s=1000.0,
+            prefill_tok_s=self.prefill_tok_s,
             decode_step_s=0.01,
             num_steps=1,
             transfer_gb_s=1.0,
