@@ -41,10 +41,10 @@ runpy.run_module("cluster", run_name="__main__", alter_sys=True)
 """
 
 
-async def start(harness: GatewayHarness) -> tuple[ScriptedReplica, str]:
-    """A replica, and the address of its gateway."""
+async def start(harness: GatewayHarness, **gateway: Any) -> tuple[ScriptedReplica, str]:
+    """A replica, and the address of its gateway, with these settings."""
     replica = await harness.add_replica("d0", "decode")
-    _, address = await harness.add_gateway()
+    _, address = await harness.add_gateway(harness.config(**gateway))
     return replica, address
 
 
@@ -275,7 +275,7 @@ async def test_a_person_chats_cancels_an_answer_and_leaves(harness: GatewayHarne
 async def test_a_failed_request_leaves_a_person_s_chat_as_it_was(
     harness: GatewayHarness, tmp_path: Path
 ) -> None:
-    replica, address = await start(harness)
+    replica, address = await start(harness, max_tokens_beyond_context="refuse")
 
     def talk() -> int:
         with Person(address, tmp_path, "--max-tokens", "500", "--history", "") as person:
