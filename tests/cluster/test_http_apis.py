@@ -531,7 +531,7 @@ async def test_usage_says_what_the_maximum_was_cut_to_under_load(
         ("/v1/messages", "max_tokens", {"messages": [{"role": "user", "content": "abc"}]}),
     ],
 )
-async def test_more_tokens_than_the_context_has_room_for_are_cut(
+async def test_more_tokens_than_fit_the_context_are_cut(
     front: HttpFrontHarness, path: str, field: str, body: Any
 ) -> None:
     usage = (await front.post(path, {**body, field: 32_000})).json["usage"]
@@ -541,7 +541,7 @@ async def test_more_tokens_than_the_context_has_room_for_are_cut(
     assert "capped_max_tokens" not in (await front.post(path, {**body, field: 8})).json["usage"]
 
 
-async def test_more_tokens_than_the_context_has_room_for_are_refused_where_that_is_set(
+async def test_more_tokens_than_fit_the_context_are_refused_where_that_is_set(
     harness: GatewayHarness,
 ) -> None:
     await harness.add_replica("d0", "decode")

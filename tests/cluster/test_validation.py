@@ -188,7 +188,7 @@ def test_a_request_fits_the_share_of_its_tenant() -> None:
         max_tokens_of(request(max_tokens=503), 10, roomy)
 
 
-def test_more_than_there_is_room_for_is_cut() -> None:
+def test_more_than_fits_is_cut() -> None:
     assert max_tokens_of(request(max_tokens=32_000), 10, LIMITS) == 502
     assert max_tokens_of(request(max_tokens=502), 10, LIMITS) == 502
     limits = replace(LIMITS, kv_share=0.25, max_share_tokens=100)
