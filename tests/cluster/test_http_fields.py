@@ -248,7 +248,6 @@ RESPONSES = "/v1/responses"
     ("route", "changes", "path"),
     [
         (CHAT, {"messages": [U, called(name="a b")]}, "messages[1].tool_calls[0].function.name"),
-        (CHAT, {"messages": [U, called(arguments="[]")]}, "messages[1].tool_calls[0].function.arguments"),
         (CHAT, {"messages": [{**U, "tool_call_id": "x"}]}, "messages[0].tool_call_id"),
         (CHAT, {"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
         (CHAT, {"tools": [{"type": "function", "function": F}] * 2}, "tools[1].function.name"),
@@ -334,10 +333,10 @@ RESPONSES = "/v1/responses"
                     U,
                     {"type": "reasoning", "summary": []},
                     {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
-                    {"type": "function_call", "call_id": "d", "name": "f", "arguments": "[]"},
+                    {"type": "function_call", "call_id": "d", "name": "a b", "arguments": "[]"},
                 ],
             },
-            "input[3].arguments",
+            "input[3].name",
         ),
         (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
         (
