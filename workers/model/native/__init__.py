@@ -12,7 +12,6 @@ import functools
 import logging
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -48,7 +47,6 @@ DTYPES = (torch.float32, torch.bfloat16)
 class RotatedLayer(ctypes.Structure):
     """A layer for `Kernels.rotate_and_write`: `RotatedLayer` of `layer_ops.h`."""
 
-    reference: Any
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm", "kv")),
         *(
@@ -70,19 +68,16 @@ class RotatedLayer(ctypes.Structure):
         assert all(
             norm is None or (norm.dtype, norm.shape) == (kv.dtype, (head_dim,)) for norm in (q_norm, k_norm)
         )
-        made = RotatedLayer(
+        return RotatedLayer(
             None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(),
             kv.data_ptr() + layer * kv.stride(1) * kv.itemsize, kv.stride(0), block_tokens, num_heads,
             num_kv_heads, head_dim, kv.dtype == torch.bfloat16, eps,
         )  # fmt: skip
-        made.reference = ctypes.byref(made)
-        return made
 
 
 class RotatedTokens(ctypes.Structure):
     """The tokens of a step for `Kernels.rotate_and_write`: `RotatedTokens` of `layer_ops.h`."""
 
-    reference: Any
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("cos", "sin", "blocks", "offsets")),
         ("num_rows", ctypes.c_int64),
@@ -95,11 +90,9 @@ class RotatedTokens(ctypes.Structure):
         assert cos.dtype == sin.dtype == torch.float32
         assert blocks.dtype == offsets.dtype == torch.int32
         assert all(tensor.is_contiguous() for tensor in (cos, sin, blocks, offsets))
-        made = RotatedTokens(
+        return RotatedTokens(
             cos.data_ptr(), sin.data_ptr(), blocks.data_ptr(), offsets.data_ptr(), len(blocks)
         )
-        made.reference = ctypes.byref(made)
-        return made
 
 
 class _SamplingStep(ctypes.Structure):
@@ -185,7 +178,7 @@ class Kernels:
         """Normalize, if the layer has norms, and rotate queries and keys of qkv [num_tokens, (num_heads + 2 *
         num_kv_heads) * head_dim], the queries in place; write keys and values to their blocks."""
         self.library.tandem_rotate_and_write(
-            layer.reference, tokens.reference, _address(qkv), _size(qkv.stride(0))
+            ctypes.byref(layer), ctypes.byref(tokens), _address(qkv), _size(qkv.stride(0))
         )
 
     def sample_rows(self, arguments: SamplingArguments) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
