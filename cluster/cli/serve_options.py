@@ -21,6 +21,7 @@ from cluster.cli.gateway_options import spliced_options
 from cluster.cli.terminal import bundled_model, err
 from cluster.config import ClusterConfig, default_mapping, located_config, read_mapping
 from cluster.errors import ConfigError
+from cluster.shown_urls import settings_without_secrets
 from workers.model.model_config import read_model_config
 
 
@@ -145,8 +146,9 @@ def change_line(change: Change, file: Path) -> str:
 
 
 def config_yaml(config: ClusterConfig) -> str:
-    """Return a file that means the same: what was set, and defaults left out."""
-    raw = config.model_dump(mode="json", exclude_unset=True)
+    """Return a file that means the same: what was set, and defaults left out. Passwords in URLs are hidden:
+    they belong into the files that settings such as `store.redis_url_file` name."""
+    raw = settings_without_secrets(config.model_dump(mode="json", exclude_unset=True))
     kept = {name: value for name, value in raw.items() if value != {}}
     text: str = yaml.safe_dump(kept, sort_keys=False, default_flow_style=None, width=100)
     return text

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from cluster.errors import ConfigError
 from cluster.metrics.config import TracingConfig
 from cluster.metrics.ended_request import EndedRequest, Summary, TimelineEntry
+from cluster.shown_urls import without_secrets
 from kvtransfer.common.clock import Clock
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def check_tracing(config: TracingConfig) -> None:
         )
     if not config.endpoint.startswith(("http://", "https://")):
         raise ConfigError(
-            f"tracing.endpoint: {config.endpoint!r} must begin with http:// or https://, "
+            f"tracing.endpoint: {without_secrets(config.endpoint)!r} must begin with http:// or https://, "
             "such as http://collector:4317"
         )
 

@@ -17,6 +17,7 @@ from cluster.identity.config import STORE_SHARE_FIELDS
 from cluster.scaling.counts import KnownCounts, counts_to_deploy
 from cluster.serve.capacity import bundles, placement_strategy
 from cluster.serve.ray_private import delete_value, read_value, write_value
+from cluster.shown_urls import settings_without_secrets
 from cluster.stored_config import read_stored_config
 from kvtransfer.codec import Codec, Part
 
@@ -148,10 +149,12 @@ def carried_over(old: ClusterConfig, new: ClusterConfig) -> ClusterConfig:
 
 
 def changes(old: ClusterConfig, new: ClusterConfig) -> list[SettingChange]:
-    """Return every setting that differs, sorted by path; pools are matched by name."""
+    """Return every setting that differs, sorted by path; pools are matched by name. Passwords are hidden."""
     before, after = dict(_flat("", _by_name(old))), dict(_flat("", _by_name(new)))
     return [
-        SettingChange(path, before.get(path), after.get(path))
+        SettingChange(
+            path, settings_without_secrets(before.get(path)), settings_without_secrets(after.get(path))
+        )
         for path in sorted(before.keys() | after.keys())
         if before.get(path) != after.get(path)
     ]

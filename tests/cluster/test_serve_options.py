@@ -15,6 +15,8 @@ from serving import TINY, tandem
 from cluster.cli.serve_options import ServeOptions, change_line, config_yaml, serve_config
 from cluster.config import ClusterConfig, load_config, parse_config
 from cluster.errors import ConfigError
+from cluster.serve.rollout import changes
+from cluster.shown_urls import without_secrets
 
 FILE = f"""
 model: {TINY}
@@ -99,6 +101,35 @@ def test_the_printed_configuration_means_the_same(
 ) -> None:
     config = of_options(insecure=True, **options)
     assert load_config(written(tmp_path_factory.mktemp("printed"), config_yaml(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "shown"),
+    [
+        ("store: {dram_gb: 1, redis_url: 'redis://user:PASSED@host:6379/0'}", "redis://user:***@host:6379/0"),
+        ("store: {dram_gb: 1, redis_url: 'rediss://:PASSED@[::1]:6379'}", "rediss://:***@[::1]:6379"),
+        ("store: {dram_gb: 1, redis_url: 'redis://host:1/0?db=1&password=PASSED'}", "db=1&password=***"),
+        ("store: {dram_gb: 1, redis_url: 'redis://host:1/0?ssl_Password=PASSED'}", "ssl_Password=***"),
+        ("tracing: {endpoint: 'http://user:PASSED@collector:4317'}", "http://user:***@collector:4317"),
+        ("tracing: {endpoint: 'https://collector:4317/?token=PASSED'}", "token=***"),
+        ("tracing: {endpoint: 'https://u:PASSED[@x'}", "***"),
+    ],
+)
+def test_no_password_is_printed(tmp_path: Path, settings: str, shown: str) -> None:
+    text = f"model: {TINY}\npools: [{{name: both, role: both}}]\n{settings}\n"
+    config = serve_config(written(tmp_path, text), ServeOptions()).config
+    printed = config_yaml(config)
+    assert "PASSED" not in printed
+    assert shown in printed
+    changed = serve_config(written(tmp_path, text.replace("PASSED", "ANOTHER")), ServeOptions()).config
+    assert "PASSED" not in repr(found := changes(config, changed))
+    assert "ANOTHER" not in repr(found)
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("text", ["redis://host:6379/0?db=2", "http://a@b/?q=1", "no URL: a@b", "a://"])
+def test_what_has_no_password_is_printed_as_it_is(text: str) -> None:
+    assert without_secrets(text) == text
 
 
 def test_relative_paths_of_a_file_are_printed_as_absolute_ones(tmp_path: Path) -> None:
