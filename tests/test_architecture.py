@@ -117,6 +117,7 @@ def test_the_environment_is_read_at_the_command_line_only() -> None:
     readers = {"cluster/cli/main.py", "cluster/cli/serve_command.py", "workers/replica/rank_group.py"}
     readers |= {"kvtransfer/transports/nccl.py", "kvtransfer/transports/nixl.py"}
     readers.add(PEER_CHILD.as_posix())
+    readers |= {"cluster/cli/update.py", "cluster/serve/ray_token.py"}
     readers |= {"workers/model/native/isa.py"}  # for tests and benchmarks
     assert_none(
         {
@@ -129,8 +130,15 @@ def test_the_environment_is_read_at_the_command_line_only() -> None:
 
 def test_ray_is_applied_in_few_files() -> None:
     users = [path.as_posix() for path in CODE if any(n.split(".")[0] == "ray" for n in imported(path))]
-    names = ["metrics/ray_registry", "roster/actor", "serve/app", "serve/entrypoint", "serve/launcher"]
-    names += ["serve/local_ray", "serve/rank_actors", "serve/ray_private", "serve/scaler_actor"]
+    names = ["metrics/ray_registry", "roster/actor", "serve/app", "serve/entrypoint"]
+    names += [
+        "serve/joined_ray",
+        "serve/launcher",
+        "serve/local_ray",
+        "serve/rank_actors",
+        "serve/ray_private",
+        "serve/scaler_actor",
+    ]
     names += ["serve/store_actors", "serve/update"]
     assert users == [f"cluster/{name}.py" for name in names]
 

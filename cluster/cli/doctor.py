@@ -16,7 +16,7 @@ from rich.text import Text
 
 from cluster.api.channel import ClientCredentials
 from cluster.cli.gateway_options import CallerOptions, gateway_options
-from cluster.cli.terminal import BUNDLED_MODEL, AsJson, err, out, run
+from cluster.cli.terminal import BUNDLED_MODEL, AsJson, RayVariable, err, out, ray_choice, run
 from cluster.config import ClusterConfig, default_config, load_config
 from cluster.doctor.checks import (
     C,
@@ -35,6 +35,7 @@ from cluster.doctor.checks import (
 from cluster.errors import CallError, ConfigError
 from cluster.serve.machine import Machine
 from cluster.serve.memory import needs_of
+from cluster.serve.serve_runs import living_runs, only_run
 from kvtransfer.common.clock import SystemClock
 from workers.errors import CheckpointError
 from workers.model.model_config import read_model_config
@@ -70,7 +71,11 @@ def doctor(
         ),
     ] = "",
     as_json_text: AsJson = False,
-    ray_address: Annotated[str, typer.Option(help='As for serve: "auto", "local" or host:port.')] = "auto",
+    ray_address: Annotated[
+        str | None,
+        typer.Option(help="As for serve; default: that of your `tandem serve` here, if there is one."),
+    ] = None,
+    ray_address_variable: RayVariable = "",
     seconds: Annotated[float, typer.Option(min=0.0, help="Between two looks at a running cluster.")] = 2.0,
     redis_url: Annotated[str, typer.Option(envvar="REDIS_URL", hidden=True)] = "",
     auth_mode: Annotated[str, typer.Option(envvar="RAY_AUTH_MODE", hidden=True)] = "token",
@@ -81,9 +86,9 @@ def doctor(
 ) -> None:
     """Look for what would not work here, and for why a running cluster is slow: cause and remedy.
 
-    Without -f and --admin-address: this machine, for what `tandem serve` starts without a file. With -f: this
-    machine, for that file; run it on every node. With --admin-address: a running cluster, wherever it
-    is.
+    Without -f and --admin-address: this machine, for what `tandem serve` starts without a file, and that
+    cluster, where it runs here. With -f: this machine, for that file; run it on every node. With
+    --admin-address: a running cluster, wherever it is.
     """
     given = {
         "RAY_AUTH_MODE": auth_mode,
@@ -92,8 +97,19 @@ def doctor(
     }
     environment = {name: value for name, value in given.items() if value}
     config, findings = _read(file, admin_address, redis_url)
-    if config is not None and (file is not None or not admin_address):
-        findings += _machine(config, environment, ray_address, is_running=bool(admin_address))
+    is_machine = config is not None and (file is not None or not admin_address)
+    choice = ray_choice(ray_address, ray_address_variable).address
+    if config is not None and is_machine:
+        run_here = None if choice else only_run(config, file, living_runs())
+        is_running = bool(admin_address) or run_here is not None
+        if run_here is not None:
+            choice = run_here.ray
+            if run_here.token_file:
+                environment.setdefault("RAY_AUTH_TOKEN_PATH", run_here.token_file)
+            if file is None:
+                err.print(f"{run_here.text} runs here and is looked at, too", style="dim", soft_wrap=True)
+                admin_address = run_here.admins[0]
+        findings += _machine(config, environment, choice or "local", is_running=is_running)
     if admin_address:
         expected = config if file is not None else None
         run(_cluster(admin_address, seconds, expected, findings, caller.credentials()))

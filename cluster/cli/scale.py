@@ -42,6 +42,7 @@ from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.scaling.headroom import add_up, amount_text
 from cluster.scaling.orders import plan_order
 from cluster.scaling.serve_client import ServeClient
+from cluster.serve.serve_runs import living_runs
 from kvtransfer.common.clock import Clock, SystemClock
 
 DEFAULT_APP = "tandem"
@@ -60,7 +61,8 @@ TokenFile = Annotated[
     Path | None,
     typer.Option(
         envvar="RAY_AUTH_TOKEN_PATH",
-        help="With --dashboard: holds the Ray token; RAY_AUTH_TOKEN goes first.",
+        help="With --dashboard: holds the Ray token, unless it is that of your own `tandem serve`; "
+        "RAY_AUTH_TOKEN goes first.",
     ),
 ]
 
@@ -92,7 +94,8 @@ def scale(
         counts = parse_orders(orders or ())
         limit_s = timeout if wait else None
         if dashboard:
-            async with ServeClient(dashboard, app, read_token(token, token_file)) as client:
+            file = token_file or _token_file_of(dashboard)
+            async with ServeClient(dashboard, app, read_token(token, file)) as client:
                 work = ScaleWork(DashboardTarget(client, app), out, SystemClock(), as_json=as_json)
                 await work.scale(counts, release or (), dry_run=dry_run, wait_s=limit_s)
         else:
@@ -101,6 +104,12 @@ def scale(
                 await work.scale(counts, release or (), dry_run=dry_run, wait_s=limit_s)
 
     run(order())
+
+
+def _token_file_of(dashboard: str) -> Path | None:
+    """Return the token's file of the `tandem serve` of this user that has this dashboard."""
+    files = [run.token_file for run in living_runs() if run.dashboard == dashboard.rstrip("/")]
+    return Path(files[0]) if files and files[0] else None
 
 
 def read_token(token: str, file: Path | None) -> str:

@@ -9,12 +9,28 @@ from typing import Annotated
 import typer
 
 from cluster.cli.serve_options import ServeOptions, announced_config, config_yaml, serve_options
-from cluster.cli.terminal import catch_signals, die, err, out, progress_line, stages
+from cluster.cli.terminal import (
+    RayVariable,
+    catch_signals,
+    die,
+    err,
+    out,
+    progress_line,
+    ray_choice,
+    stages,
+)
 from cluster.config import LOOPBACK, ClusterConfig
 from cluster.errors import StartError
+from cluster.shown_urls import HIDDEN
 from kvtransfer.common.clock import SystemClock
 
-RayAddress = Annotated[str, typer.Option(help='"auto": join or start; "local": always start; or host:port.')]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        help='The Ray cluster to join, host:port; "auto": your own on this host, if one runs. Default: the '
+        'one that RAY_ADDRESS names, else "local": start one.'
+    ),
+]
 
 
 @serve_options
@@ -23,7 +39,8 @@ def serve(
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the configuration as a YAML file; start nothing.")
     ] = False,
-    ray_address: RayAddress = "auto",
+    ray_address: RayAddress = None,
+    ray_address_variable: RayVariable = "",
     *,
     given: ServeOptions,
 ) -> None:
@@ -34,20 +51,35 @@ def serve(
     interrupted = catch_signals()
     config = announced_config(file, given)
     if print_config:
-        print(config_yaml(config), end="")
+        text = config_yaml(config)
+        print(text, end="")
+        if HIDDEN in text:
+            err.print(f"passwords are shown as {HIDDEN}; store.redis_url_file names a file for such a URL")
         return
     from cluster.serve.launcher import Service  # here: `--print-config` needs no Ray
+    from cluster.serve.ray_token import token_place
 
     # The index server comes from the environment where the file names none.
     url = os.environ.pop("REDIS_URL", "")  # processes that are started here do not get it
     if url and not config.store.has_redis:
         config = config.with_redis_url(url)
-    service = Service(config, SystemClock(), ray_address=ray_address)
+    os.environ.pop("RAY_ADDRESS", None)
+    choice = ray_choice(ray_address, ray_address_variable)
+    service = Service(
+        config,
+        SystemClock(),
+        ray_address=choice.address or "local",
+        environment=os.environ,
+        file=file,
+    )
+    has_served = False
     try:
         with stages(err, "starting") as report:
             addresses = service.start(
                 lambda progress: report(progress_line(progress.stage, progress.ready)), interrupted
             )
+        if addresses.joined:
+            out.print(f"joined {addresses.joined}{choice.reason}", soft_wrap=True, markup=False)
         for name, place in (
             ("gateway", f"[bold]{', '.join(addresses.gateways)}[/]"),
             ("HTTP", ", ".join(addresses.http_urls) or "none"),
@@ -56,7 +88,7 @@ def serve(
             ("callers", _callers(config)),
             ("Ray", addresses.ray),
             ("dashboard", addresses.dashboard or "none"),
-            ("Ray token", _token_place()),
+            ("Ray token", token_place(os.environ)),
             ("logs", addresses.logs or "on the nodes of the Ray cluster"),
             ("dtype", service.dtype_reason),
             ("settings", str(file) if file else "of the options; --print-config prints them as a file"),
@@ -64,13 +96,18 @@ def serve(
             out.print(f"{name:<10} {place}", soft_wrap=True)
         out.print("Ctrl-C stops everything.")
         service.wait(interrupted)
+        has_served = True
     except StartError as error:
         if interrupted.is_set():
             die(str(error), interrupted.status)
         raise
     finally:
         with stages(err, "stopping"):
-            service.stop()
+            try:
+                service.stop()
+            finally:
+                if service.kept_logs is not None and not has_served:
+                    err.print(f"logs of Ray's processes: {service.kept_logs}", soft_wrap=True)
     out.print("stopped")
 
 
@@ -80,11 +117,3 @@ def _callers(config: ClusterConfig) -> str:
         return "authenticated"
     where = "other hosts too" if config.gateway.host not in LOOPBACK else "from this host alone"
     return f"not authenticated, {where}"
-
-
-def _token_place() -> str:
-    if "RAY_AUTH_TOKEN" in os.environ:
-        return "in the environment variable RAY_AUTH_TOKEN"
-    if os.environ.get("RAY_AUTH_MODE") == "disabled":
-        return "none: RAY_AUTH_MODE is disabled"
-    return f"in {os.environ.get('RAY_AUTH_TOKEN_PATH') or Path.home() / '.ray' / 'auth_token'}"

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 from rich import box
@@ -24,9 +24,8 @@ out, err = Console(), Console(stderr=True)
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of text for people.")]
 Timeout = Annotated[float | None, typer.Option(min=0.001, help="Seconds until the request is given up.")]
-JoinedRay = Annotated[
-    str, typer.Option("--ray-address", help='The Ray cluster, host:port; "auto": the one of this host.')
-]
+# Read by this command line alone, and said where it decides: Ray itself would follow it silently.
+RayVariable = Annotated[str, typer.Option(envvar="RAY_ADDRESS", hidden=True, show_envvar=False)]
 # The model that a source checkout or an image has beside the packages.
 BUNDLED_MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny"
 
@@ -125,6 +124,22 @@ def stages(console: Console, first: str) -> Iterator[Callable[[str], None]]:
 
     report(first)
     yield report
+
+
+class RayChoice(NamedTuple):
+    """Represents which Ray cluster a command was told to use."""
+
+    # As given; "": nothing was.
+    address: str
+    # "; RAY_ADDRESS names it", where that is why.
+    reason: str = ""
+
+
+def ray_choice(option: str | None, variable: str) -> RayChoice:
+    """Return the option, which goes before the environment variable RAY_ADDRESS."""
+    if option is None and variable:
+        return RayChoice(variable, "; RAY_ADDRESS names it")
+    return RayChoice(option or "")
 
 
 def traffic_line(shares: Mapping[str, float]) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,14 +15,16 @@ from rich.table import Table
 from cluster.cli.serve_options import ServeOptions, announced_config, serve_options
 from cluster.cli.terminal import (
     AsJson,
-    JoinedRay,
+    RayVariable,
     catch_signals,
     err,
     made_table,
     out,
     progress_line,
+    ray_choice,
     stages,
 )
+from cluster.config import ClusterConfig
 from kvtransfer.common.clock import SystemClock
 
 if TYPE_CHECKING:
@@ -28,13 +32,21 @@ if TYPE_CHECKING:
     from cluster.serve.update import UpdatePlan
 
 _GATEWAYS = "gateways"
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        help="The Ray cluster of the application, host:port. Default: the one that RAY_ADDRESS names, else "
+        "that of your `tandem serve` on this host that FILE means."
+    ),
+]
 
 
 @serve_options
 def update(
     file: Annotated[Path, typer.Option("-f", "--file", help="The cluster's changed YAML file.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; do nothing.")] = False,
-    ray_address: JoinedRay = "auto",
+    ray_address: RayAddress = None,
+    ray_address_variable: RayVariable = "",
     as_json: AsJson = False,
     *,
     given: ServeOptions,
@@ -43,11 +55,24 @@ def update(
 
     Options that `tandem serve` was given beside the file are given here too: what they say goes before FILE.
     """
-    from cluster.serve.update import Update, connect  # here: it needs Ray
+    from cluster.serve.joined_ray import JoinedRay, running_target  # here: they need Ray
+    from cluster.serve.serve_runs import living_runs
 
-    config = announced_config(file, given)
-    with stages(err, "connecting to Ray"):
-        connect(ray_address)
+    config, choice = announced_config(file, given), ray_choice(ray_address, ray_address_variable)
+    os.environ.pop("RAY_ADDRESS", None)
+    target = running_target(choice.address, config, file, living_runs(), os.environ)
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    with stages(err, f"joining {target.text}{choice.reason}"):
+        joined = JoinedRay(target, SystemClock(), logging_level=logging.ERROR, log_to_driver=False)
+    try:
+        _carry_out(config, dry_run=dry_run, as_json=as_json)
+    finally:
+        joined.shut_down()
+
+
+def _carry_out(config: ClusterConfig, *, dry_run: bool, as_json: bool) -> None:
+    from cluster.serve.update import Update  # here, as above
+
     interrupted = catch_signals()  # after Ray, which sets handlers of its own
     change = Update(config, SystemClock())
     if not as_json:

@@ -121,7 +121,8 @@ class CheckContext:
     needs: ClusterNeed | None
     environment: Mapping[str, str]
     clock: Clock
-    ray_address: str = "auto"
+    # local, auto or host:port.
+    ray_address: str = "local"
     # The cluster of this configuration runs already, and takes its ports and its memory.
     is_running: bool = False
 

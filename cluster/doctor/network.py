@@ -91,17 +91,22 @@ def ray_token(context: CheckContext) -> Iterator[CheckResult]:
         yield from _token_text(context.environment["RAY_AUTH_TOKEN"], "RAY_AUTH_TOKEN", "the environment")
         return
     named = context.environment.get("RAY_AUTH_TOKEN_PATH", "")
+    if not named and context.ray_address == "local":
+        yield ok("`tandem serve` draws the token of its Ray, in a file that this user alone can read")
+        return
     path = Path(named) if named else context.machine.home / ".ray" / "auth_token"
     if path.is_file():
         yield from _token_file(path)
-    elif named or context.ray_address not in ("auto", "local"):
+    elif named or context.ray_address != "auto":
         yield error(
             f"there is no Ray token: {path} is missing",
             "a Ray cluster that is running already refuses a client without its token",
             "copy the token of the cluster there (mode 0600), or set RAY_AUTH_TOKEN",
         )
     else:
-        yield note(f"there is no Ray token yet; Ray writes one to {path} when it starts here")
+        yield note(
+            f"there is no Ray token in {path}: a Ray cluster that `ray start` runs here has another one"
+        )
 
 
 def _token_file(path: Path) -> Iterator[CheckResult]:

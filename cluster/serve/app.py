@@ -38,7 +38,7 @@ from cluster.serve.gateway_server import Gateway
 from cluster.serve.machine import Machine
 from cluster.serve.memory import NodeResources, engine_config
 from cluster.serve.rank_actors import RayRankLauncher, node_host, only
-from cluster.serve.ray_private import with_version
+from cluster.serve.ray_private import bind_serve_to_loopback, with_version
 from cluster.serve.rollout import Deployed, gateway_version, pool_version, remember, with_replicas
 from cluster.serve.scaler_actor import ScalerHandle, dashboard_url
 from cluster.serve.store_actors import keep_store, own_store_name
@@ -139,6 +139,7 @@ class ReplicaActor:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config_json: str, pool_name: str, life: str, cpus: dict[str, float]
     ) -> None:
+        bind_serve_to_loopback()
         config = read_stored_config(config_json)
         unique_id = serve.get_replica_context().replica_id.unique_id
         log_to_stderr(config.logs, f"{pool_name}-{unique_id}", pool_name)
@@ -272,6 +273,7 @@ class GatewayActor:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config_json: str, mark: str, counts_key: str, *_pools: object
     ) -> None:
+        bind_serve_to_loopback()
         config = read_stored_config(config_json)
         unique_id = serve.get_replica_context().replica_id.unique_id
         log_to_stderr(config.logs, f"gateway-{unique_id}")

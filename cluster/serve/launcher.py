@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import hmac
 import logging
+import os
 import re
 import secrets
-import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -41,12 +41,15 @@ from cluster.scaling.serve_client import deployment_name
 from cluster.secret_files import read_trust
 from cluster.serve.app import check_model, deploy
 from cluster.serve.capacity import demands, gateway_bundle, plan_cpus
-from cluster.serve.local_ray import LocalRay, own_signals
+from cluster.serve.joined_ray import JoinedRay, find_target
+from cluster.serve.local_ray import LocalRay
 from cluster.serve.private_folder import PrivateFolder
 from cluster.serve.rank_actors import node_host
 from cluster.serve.ray_private import free_resources, session_logs
+from cluster.serve.ray_token import draw_token, named_token_file, names_token
 from cluster.serve.rollout import Deployed, forget
 from cluster.serve.scaler_actor import stop_scaler
+from cluster.serve.serve_runs import ServeRun, living_runs, record
 from cluster.serve.store_actors import stop_stores
 from cluster.stores import IndexServer, check_redis_url, check_store, draw_life, has_password, index_url
 from kvtransfer.common.clock import Clock
@@ -58,10 +61,15 @@ from kvtransfer.rpc.trust import Trust, draw_files
 SCHEDULE_S = 20.0
 _POLL_S = 0.25
 _LOOK_S = 0.2
-_REACH_S = 5.0
 # How long a node may take to start a process and report its CPU flags.
 _ANSWER_S = 60.0
 _INTERRUPTED = "interrupted while starting"
+# Of `ray.init`.
+_RAY_OPTIONS: dict[str, Any] = {
+    "logging_level": logging.ERROR,
+    "log_to_driver": False,
+    "configure_logging": True,
+}
 _log = logging.getLogger(__name__)
 
 
@@ -88,6 +96,8 @@ class Addresses(NamedTuple):
     consoles: tuple[str, ...]
     # host:port of the Ray cluster, for `ray status --address` and for joining it.
     ray: str
+    # Whose it is, where it was joined; "": it was started here.
+    joined: str
     # URL, or "" when the Ray cluster has none.
     dashboard: str
     # Folder of the Ray session's logs on this host.
@@ -95,23 +105,36 @@ class Addresses(NamedTuple):
 
 
 class Service:
-    """Owns one application and, where none ran, the Ray cluster below it. `stop` may be called at any time.
+    """Owns one application and, unless another one is joined, the Ray cluster below it. `stop` may be called
+    at any time.
 
-    `ray_address`: "auto" joins the Ray cluster of this host or starts one, "local" always starts one,
-    anything else is the address of a cluster to join.
+    `ray_address`: "local" starts a Ray cluster, "auto" joins the one of this user on this host or starts one,
+    anything else is the address of a cluster to join. `file` is where the configuration is from.
     """
 
-    def __init__(self, config: ClusterConfig, clock: Clock, *, ray_address: str = "auto") -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        clock: Clock,
+        *,
+        ray_address: str = "local",
+        environment: Mapping[str, str] | None = None,
+        file: Path | None = None,
+    ) -> None:
+        """`environment` may name a Ray token."""
         self._config = config
         self._clock = clock
         self._ray_address = ray_address
-        self._ray: LocalRay | None = None
+        self._environment = environment or {}
+        self._file = file
+        self._ray: LocalRay | JoinedRay | None = None
         self._deployed = False
-        self._dashboard = ""
         self._index_server: IndexServer | None = None
         self._folder: PrivateFolder | None = None
         # After `start`: the dtype of all pools, and why it is this one.
         self.dtype_reason = ""
+        # After `stop`: where the logs of the Ray cluster are that was started here.
+        self.kept_logs: Path | None = None
 
     def start(self, report: Callable[[StartProgress], None], interrupted: threading.Event) -> Addresses:
         """Return when every replica serves; `StartError` or `ConfigError` when that cannot be.
@@ -126,9 +149,23 @@ class Service:
         self._hide_secrets()
         trust = read_trust(self._config)
         _check_interrupted(interrupted)
-        report(StartProgress("starting Ray", {}))
-        self._connect()
-        if self._ray is None:
+        runs = living_runs()
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        target = find_target(self._ray_address, runs, self._environment)
+        report(StartProgress(f"joining {target.text}" if target else "starting Ray", {}))
+        self._ray = self._local_ray() if target is None else JoinedRay(target, self._clock, **_RAY_OPTIONS)
+        addresses = self._while_ray_lives(lambda: self._bring_up(given, trust, report, interrupted))
+        record(self._private_folder(), self._run(addresses))
+        return addresses
+
+    def _bring_up(
+        self,
+        given: ClusterConfig,
+        trust: Trust,
+        report: Callable[[StartProgress], None],
+        interrupted: threading.Event,
+    ) -> Addresses:
+        if not self._is_own_ray:
             check_secrets(given, self._config, trust)
             check_key_roots(self._config, is_drawn=given.auth.key_root_file is None)
         _check_interrupted(interrupted)
@@ -161,11 +198,14 @@ class Service:
 
     def _private_folder(self) -> PrivateFolder:
         if self._folder is None:
-            self._folder = PrivateFolder()
+            try:
+                self._folder = PrivateFolder()
+            except OSError as error:
+                raise StartError(f"no private folder can be made in the temporary folder: {error}") from error
         return self._folder
 
     def wait(self, interrupted: threading.Event) -> None:
-        """Return when interrupted; `RayEndedError` when the Ray cluster that was started here ends before."""
+        """Return when interrupted; `RayEndedError` when the Ray cluster ends before."""
         while not interrupted.wait(_LOOK_S):
             self._check_ray()
 
@@ -173,36 +213,32 @@ class Service:
         """Let streams drain and stores flush; end all processes of the application, and of Ray if it was
         started here.
 
-        `RayEndedError` when that Ray has ended before; its remaining processes are killed.
+        `RayEndedError` when that Ray has ended before; the remaining processes of our own are killed.
         """
         try:
-            if ray.is_initialized():
+            if self._ray is not None:
                 self._check_ray()
-                self._take_down()
-                if self._ray is not None:
-                    self._ray.shut_down()
-                else:
-                    ray.shutdown()
+                if self._deployed:
+                    self._while_ray_lives(self._delete)
+                self._ray.shut_down()
         finally:
             if self._index_server is not None:
                 self._index_server.close()
             self._index_server = None
             if self._folder is not None:
-                self._folder.close()
+                self.kept_logs = self._folder.close()
             self._folder = None
+            self._ray = None
             self._deployed = False
 
-    def _take_down(self) -> None:
-        """Delete the application in a thread: without Ray's processes, its calls return after a minute or
-        never."""
-        if not self._deployed:
-            return
-        executor = ThreadPoolExecutor(1, "taking down")
-        done = executor.submit(self._delete)
+    def _while_ray_lives(self, work: Callable[[], Answer]) -> Answer:
+        """Do the work in a thread: without Ray's processes, its calls return after a minute or never."""
+        executor = ThreadPoolExecutor(1, "calls of Ray")
+        done = executor.submit(work)
         while not wait([done], _LOOK_S).done:
             self._check_ray()
         executor.shutdown()
-        done.result()
+        return done.result()
 
     def _delete(self) -> None:
         serve.delete(self._config.app)
@@ -212,42 +248,40 @@ class Service:
         forget(self._config.app)
 
     def _check_ray(self) -> None:
-        if self._ray is not None and self._ray.has_ended:
+        if self._ray is not None and (reason := self._ray.why_ended()):
             self._ray.kill()
-            raise RayEndedError(
-                "Ray's processes were ended from outside, and the streams with them;  "
-                "send signals to `tandem serve` alone (systemd: KillMode=mixed)"
-            )
+            raise RayEndedError(reason)
 
-    def _connect(self) -> None:
-        options: dict[str, Any] = {
-            "logging_level": logging.ERROR,
-            "log_to_driver": False,
-            "configure_logging": True,
-        }
-        logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        context = None
-        if self._ray_address not in ("auto", "local"):
-            check_reachable(self._ray_address)
-        if self._ray_address != "local":
-            try:
-                with own_signals():
-                    context = ray.init(address=self._ray_address, **options)
-            except ConnectionError as error:
-                if self._ray_address != "auto":
-                    raise StartError(f"no Ray cluster answers at {self._ray_address}: {error}") from error
-        if context is None:
-            check_store(self._config.store, memory_bytes=psutil.virtual_memory().total)
-            self._ray = LocalRay(**options)
-            dashboard = self._ray.dashboard_url
-        else:
-            dashboard = context.dashboard_url
-        self._dashboard = f"http://{dashboard}" if dashboard else ""
+    @property
+    def _is_own_ray(self) -> bool:
+        return self._ray is not None and self._ray.is_own
+
+    def _local_ray(self) -> LocalRay:
+        check_store(self._config.store, memory_bytes=psutil.virtual_memory().total)
+        folder = self._private_folder()
+        token_file = None if names_token(self._environment) else draw_token(folder)
+        is_loopback = self._config.gateway.host in LOOPBACK
+        return LocalRay(folder, loopback=is_loopback, token_file=token_file, **_RAY_OPTIONS)
+
+    def _run(self, addresses: Addresses) -> ServeRun:
+        assert self._ray is not None
+        tls = "" if self._config.gateway.tls_cert_file is None else "tls://"
+        return ServeRun(
+            app=self._config.app,
+            process_id=os.getpid(),
+            started_at=self._clock.wall(),
+            file=str(self._file.resolve()) if self._file else "",
+            gateways=addresses.gateways,
+            admins=tuple(tls + address for address in addresses.admins),
+            ray=addresses.ray,
+            dashboard=addresses.dashboard,
+            token_file=str(self._ray.token_file or named_token_file(self._environment)),
+        )
 
     def _wait_for_resources(self, interrupted: threading.Event) -> dict[str, float]:
         """Return the CPUs per rank for each pool, once everything fits. A cluster started here cannot grow:
         no wait."""
-        deadline = self._clock.now() + (0.0 if self._ray is not None else SCHEDULE_S)
+        deadline = self._clock.now() + (0.0 if self._is_own_ray else SCHEDULE_S)
         while True:
             total = node_resources()
             check_hosts(self._config, len(total))
@@ -297,7 +331,6 @@ class Service:
     ) -> Addresses:
         unplaced_since: float | None = None
         while not interrupted.wait(_POLL_S):
-            self._check_ray()
             status = serve.status().applications.get(self._config.app)
             ready = self._ready(status)
             report(StartProgress("loading", ready))
@@ -322,7 +355,8 @@ class Service:
         return ready
 
     def _addresses(self) -> Addresses:
-        view = read_roster(self._config.app)
+        assert self._ray is not None
+        view, dashboard = read_roster(self._config.app), self._ray.dashboard_url
         scheme = "http" if self._config.gateway.tls_cert_file is None else "https"
         return Addresses(
             gateways=tuple(record.address for record in view.gateways),
@@ -332,7 +366,8 @@ class Service:
                 f"{scheme}://{record.console}/console" for record in view.gateways if record.console
             ),
             ray=ray.get_runtime_context().gcs_address,
-            dashboard=self._dashboard,
+            joined=self._ray.target.text if isinstance(self._ray, JoinedRay) else "",
+            dashboard=f"http://{dashboard}" if dashboard else "",
             logs=session_logs(),
         )
 
@@ -478,17 +513,6 @@ def check_hosts(config: ClusterConfig, num_nodes: int) -> None:
                 f"{field}: {gateway.replicas} gateways on {num_nodes} Ray nodes cannot all have the "
                 f"port {port}; set it to 0, which gives each a free one"
             )
-
-
-def check_reachable(ray_address: str) -> None:
-    """Raise `StartError` when nothing listens at host:port: Ray itself would try for minutes."""
-    host, _, port = ray_address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise StartError(f"the Ray address must be auto, local or host:port, not {ray_address!r}")
-    try:
-        socket.create_connection((host, int(port)), timeout=_REACH_S).close()
-    except (OSError, OverflowError) as error:
-        raise StartError(f"no Ray cluster answers at {ray_address}: {error}") from error
 
 
 def unplaced() -> list[str]:

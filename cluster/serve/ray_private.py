@@ -7,12 +7,20 @@ pin, run `tests/cluster/test_ray_private.py` against the new version: it has a t
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
+import os
+import secrets
+import socket
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
+import ray._private.parameter
 import ray._private.utils
+import ray._raylet
+import ray.serve._private.replica
 from ray import serve
 from ray._common.constants import HEAD_NODE_RESOURCE_NAME as HEAD_RESOURCE
 from ray._private import ray_constants, services
@@ -23,20 +31,38 @@ from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve.schema import ServeApplicationSchema
 
 _CONTROLLER_S = 30.0
+# The ports of the metrics of the dashboard and of the autoscaler, which have fixed ones otherwise.
+_METRICS_PORTS = ("DASHBOARD_METRIC_PORT", "AUTOSCALER_METRIC_PORT")
+_LISTEN_PORT = "dashboard_agent_listen_port"
+# What `RayParams` calls those of a node's agents.
+_AGENT_PORTS = (
+    _LISTEN_PORT,
+    "metrics_agent_port",
+    "metrics_export_port",
+    "runtime_env_agent_port",
+)
+# Below those that the kernel gives to whoever asks for any.
+_OWN_PORTS = range(20_000, 32_000)
 # How long processes of a local Ray cluster live without its GCS, which is not restarted.
 _GIVE_UP_S = 5
 _BEARER = "Bearer "
 
 __all__ = [
     "HEAD_RESOURCE",
+    "bind_serve_to_loopback",
     "dashboard_address",
     "delete_value",
     "deployed_config",
+    "forget_token",
     "free_resources",
+    "longest_socket",
     "out_of_reach",
     "ray_token",
+    "raylet_socket",
     "read_value",
     "session_logs",
+    "with_nodes_of",
+    "with_own_ports",
     "with_version",
     "write_value",
 ]
@@ -66,6 +92,27 @@ def ray_token() -> str:
     """Return the Ray token of this process; "" where Ray uses none."""
     headers: dict[str, str] = get_auth_headers_if_auth_enabled({})
     return headers.get("authorization", headers.get("Authorization", "")).removeprefix(_BEARER)
+
+
+def forget_token() -> None:
+    """Have Ray read its token again, from where the environment says now."""
+    loader: Any = ray._raylet
+    loader.AuthenticationTokenLoader.instance().reset_cache()
+
+
+def raylet_socket() -> str:
+    """Return the path of the unix socket of the raylet that this process is connected to."""
+    node = ray._private.worker._global_node
+    assert node is not None, "this process has joined a Ray cluster"
+    name: str = node.raylet_socket_name
+    return name
+
+
+def longest_socket() -> int:
+    """Return how many bytes longer than Ray's temporary folder the path of its longest unix socket is, for a
+    cluster that this process starts."""
+    session = f"session_2000-01-01_00-00-00_000000_{os.getpid()}"
+    return len(f"/{session}/sockets/dash_MetricsHead")
 
 
 def write_value(key: bytes, value: bytes, namespace: bytes) -> None:
@@ -114,13 +161,16 @@ def deployed_config(app: str) -> dict[str, Any] | None:
 def out_of_reach(on_start: Callable[[subprocess.Popen[bytes]], None]) -> Iterator[None]:
     """Start what `ray.init` starts in sessions of their own, and keep this process's signal handlers.
 
-    A signal to this process group then does not reach them. Ray's processes still end with this one, by
+    A signal to this process group then does not reach them. None has a port that another Ray of this host may
+    have. Ray's processes still end with this one, by
     PR_SET_PDEATHSIG, but not all that they have started. `on_start` is called with each process.
     """
     popen, set_handler = services.ConsolePopen, ray._private.utils.set_sigterm_handler
 
+    own = {name: str(port) for name, port in _free_ports(_METRICS_PORTS).items()}
+
     def start(*args: Any, env: Mapping[str, str], **kwargs: Any) -> subprocess.Popen[bytes]:
-        env = {**env, "RAY_gcs_rpc_server_reconnect_timeout_s": str(_GIVE_UP_S)}
+        env = {**env, **own, "RAY_gcs_rpc_server_reconnect_timeout_s": str(_GIVE_UP_S)}
         process: subprocess.Popen[bytes] = popen(*args, env=env, start_new_session=True, **kwargs)
         on_start(process)
         return process
@@ -133,3 +183,75 @@ def out_of_reach(on_start: Callable[[subprocess.Popen[bytes]], None]) -> Iterato
         yield
     finally:
         services.ConsolePopen, ray._private.utils.set_sigterm_handler = popen, set_handler
+
+
+def _free_ports(names: Sequence[str]) -> dict[str, int]:
+    """Return a port for each name that nobody has on this host now: none of those that the kernel gives to
+    others by itself before Ray's processes listen there."""
+    found: dict[str, int] = {}
+    with contextlib.ExitStack() as held:
+        while len(found) < len(names):
+            probe = held.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                probe.bind(("", _OWN_PORTS.start + secrets.randbelow(len(_OWN_PORTS))))
+                found[names[len(found)]] = probe.getsockname()[1]
+    return found
+
+
+@contextlib.contextmanager
+def with_own_ports(*, loopback: bool) -> Iterator[None]:
+    """Have `ray.init` start a node none of whose ports is a fixed one that another Ray of this host may have;
+    on `loopback`, at 127.0.0.1, which Ray would replace by an address that other hosts reach.
+
+    The ports of its agents are chosen here, and the raylet finds them as if the agents had already written
+    them: where it has to wait for that, it ends when a busy host needs more than 15 s to start an agent.
+    """
+    parameters, resolve = ray._private.parameter.RayParams, services.resolve_ip_for_localhost
+    start_raylet, own = services.start_raylet, _free_ports(_AGENT_PORTS)
+
+    def start(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(start_raylet).bind(*args, **kwargs).arguments
+        name: str = raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME
+        raylet.persist_port(given["session_dir"], given["node_id"], name, own[_LISTEN_PORT])
+        return start_raylet(*args, **kwargs)
+
+    def with_ports(**given: Any) -> Any:
+        return parameters(**{**given, **own})
+
+    raylet: Any = ray._raylet
+    ray._private.parameter.RayParams, services.start_raylet = with_ports, start
+    if loopback:
+        services.resolve_ip_for_localhost = _unchanged
+    try:
+        yield
+    finally:
+        ray._private.parameter.RayParams, services.start_raylet = parameters, start_raylet
+        services.resolve_ip_for_localhost = resolve
+
+
+def _unchanged(host: str) -> str:
+    return host
+
+
+@contextlib.contextmanager
+def with_nodes_of(node_ids: Callable[[], list[str]]) -> Iterator[None]:
+    """Have `ray.init` choose the node to connect to among those of `node_ids`, in place of all that any
+    process of this host says of itself."""
+    find = services.find_node_ids
+    services.find_node_ids = node_ids
+    try:
+        yield
+    finally:
+        services.find_node_ids = find
+
+
+def bind_serve_to_loopback() -> None:
+    """Where this node is at 127.0.0.1, have Serve listen there alone with the port that each replica opens
+    for other deployments. To be called in the constructor of a deployment, before Serve opens it."""
+    if ray.util.get_node_ip_address() == "127.0.0.1":
+        replica = ray.serve._private.replica
+        replica.add_port_to_grpc_server = functools.partial(_add_port, replica.add_port_to_grpc_server)
+
+
+def _add_port(add: Callable[[Any, str], int], server: Any, address: str) -> int:
+    return add(server, address.replace("[::]", "127.0.0.1"))

@@ -8,12 +8,10 @@ What `tandem serve` drew and decided (the secret's file, life, CPU shares, index
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
-import ray
 from msgspec.structs import replace
 from ray import serve
 from ray.serve.schema import ApplicationStatusOverview
@@ -34,7 +32,6 @@ from cluster.serve.launcher import (
     StartProgress,
     check_gateway_files,
     check_hosts,
-    check_reachable,
     failure,
     node_resources,
     unplaced,
@@ -65,18 +62,6 @@ class UpdatePlan(NamedTuple):
 
     changes: tuple[SettingChange, ...]
     rolls: tuple[Roll, ...]
-
-
-def connect(ray_address: str) -> None:
-    """Join the Ray cluster at host:port, or ("auto") the one of this host; `StartError` when none answers."""
-    if ray_address != "auto":
-        check_reachable(ray_address)
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    try:
-        ray.init(address=ray_address, logging_level=logging.ERROR, log_to_driver=False)
-    except ConnectionError as error:
-        where = "on this host" if ray_address == "auto" else f"at {ray_address}"
-        raise StartError(f"no Ray cluster answers {where}; name it with --ray-address: {error}") from error
 
 
 class Update:

@@ -10,7 +10,8 @@ from cluster.errors import ConfigError, StartError
 from cluster.scaling.serve_client import deployment_name
 from cluster.serve.app import build_application
 from cluster.serve.capacity import ENGINE_CORE_CPUS
-from cluster.serve.launcher import check_hosts, check_reachable
+from cluster.serve.joined_ray import find_target
+from cluster.serve.launcher import check_hosts
 
 
 def test_each_pool_is_a_deployment_of_placement_groups_below_the_gateway() -> None:
@@ -53,4 +54,4 @@ def test_loopback_does_not_reach_other_hosts() -> None:
 @pytest.mark.parametrize("address", ["nowhere", "host:", ":", "127.0.0.1:99999"])
 def test_a_ray_address_must_be_one(address: str) -> None:
     with pytest.raises(StartError, match="Ray"):
-        check_reachable(address)
+        find_target(address, [], {})

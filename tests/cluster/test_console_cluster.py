@@ -58,12 +58,9 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def token() -> str:
+def token(cluster: RunningCluster) -> str:
     """As `tandem serve` tells where it is."""
-    if "RAY_AUTH_TOKEN" in os.environ:
-        return os.environ["RAY_AUTH_TOKEN"]
-    path = os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token"
-    return Path(path).read_text().strip()
+    return Path(cluster.ray_variables["RAY_AUTH_TOKEN_PATH"]).read_text().strip()
 
 
 class Load:

@@ -38,10 +38,20 @@ from cluster.doctor.checks import (
     warning,
     worst_first,
 )
+from cluster.errors import StartError
+from cluster.serve.private_folder import PrivateFolder
+from cluster.serve.serve_runs import ServeRun, record
 
 KEYS = {"check", "group", "severity", "seen", "why", "remedy", "figures"}
 CHECKS: list[Check[Any]] = [*machine_checks(), *cluster_checks()]
 NAMES = [check.name for check in CHECKS]
+
+
+@pytest.fixture(autouse=True)
+def no_other_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of other tests' clusters on this host is found."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
 
 
 def checked(*arguments: str) -> tuple[int, dict[str, Any]]:
@@ -118,6 +128,44 @@ def test_this_very_machine_is_looked_at() -> None:
     assert "Traceback" not in done.stderr
     assert "model-weights" in done.stdout
     assert done.stdout.rstrip().endswith("ok")
+
+
+def run_at(port: int) -> ServeRun:
+    return ServeRun(
+        app="tandem",
+        process_id=1,
+        started_at=1.0,
+        file="",
+        gateways=(f"127.0.0.1:{port}",),
+        admins=("127.0.0.1:1",),
+        ray="127.0.0.1:2",
+        dashboard="",
+        token_file="/private/token",
+    )
+
+
+def test_the_running_cluster_that_is_meant_is_looked_at(tmp_path: Path) -> None:
+    """It has ended without its record: nothing answers at its addresses."""
+    file = tmp_path / "cluster.yaml"
+    file.write_text(f"model: {TINY}\ngateway: {{port: 7000}}\npools: [{{name: d, role: both}}]\n")
+    folders = PrivateFolder(), PrivateFolder()
+    record(folders[0], run_at(7000))
+    for arguments, is_live in (((), True), (("-f", str(file)), False)):
+        _, answer = checked(*arguments)
+        seen = {item["check"]: item["seen"] for item in answer["findings"]}
+        assert "127.0.0.1:2" in seen["ray-cluster"]
+        assert "/private/token" in seen["ray-token"]
+        assert (seen.get("gateway", "").startswith("no gateway answers at 127.0.0.1:1")) == is_live
+    _, answer = checked("-f", str(file), "--ray-address", "local")
+    assert "draws the token" in {item["check"]: item["seen"] for item in answer["findings"]}["ray-token"]
+    record(folders[1], run_at(8000))
+    _, answer = checked("-f", str(file))
+    assert "127.0.0.1:2" in {item["check"]: item["seen"] for item in answer["findings"]}["ray-cluster"]
+    file.write_text(file.read_text().replace("7000", "0"))
+    with pytest.raises(StartError, match="2 clusters of the application 'tandem' run here"):
+        CliRunner().invoke(cli, ["doctor", "-f", str(file)], catch_exceptions=False)
+    for folder in folders:
+        folder.close()
 
 
 def test_a_wrong_file_is_an_error_for_each_field(tmp_path: Path) -> None:

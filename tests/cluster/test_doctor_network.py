@@ -137,7 +137,8 @@ def test_a_token_of_the_environment_goes_first(tmp_path: Path) -> None:
 
 def test_no_token_matters_where_a_cluster_is_to_be_joined(tmp_path: Path) -> None:
     machine = FakeMachine(tmp_path).view()
-    assert only(network.ray_token, context_of(machine)).severity is NOTE
+    assert only(network.ray_token, context_of(machine)).severity is OK
+    assert only(network.ray_token, context_of(machine, ray_address="auto")).severity is NOTE
     assert only(network.ray_token, context_of(machine, ray_address="head:6379")).severity is ERROR
     named = {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "none")}
     assert only(network.ray_token, context_of(machine, environment=named)).severity is ERROR

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 from certificates import write_certificate
 
 from cluster.config import parse_config
-from cluster.errors import ClusterError
+from cluster.errors import ClusterError, StartError
 from cluster.serve.launcher import Service
+from cluster.serve.local_ray import check_length
+from cluster.serve.private_folder import living_folders
 from kvtransfer.common.clock import SystemClock
 
 TINY = Path(__file__).parents[2] / "models" / "tiny"
@@ -48,3 +51,29 @@ def refusal(settings: dict[str, Any]) -> str:
         )
     assert reported == []
     return str(refused.value)
+
+
+def test_a_temporary_folder_with_too_long_a_path_is_said_to_be_so() -> None:
+    """For the unix sockets that Ray makes below it."""
+    check_length(Path("/tmp/tandem-runs-4294967294/1/ray"))
+    with pytest.raises(StartError, match=r"more than 107 bytes; set TMPDIR to .* at least \d+ bytes shorter"):
+        check_length(Path("/tmp") / ("x" * 80) / "ray")
+
+
+def test_a_start_that_is_refused_leaves_no_private_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the path is too long before any process has been started."""
+    temporary = tmp_path / ("x" * 80)
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    raw = {"model": str(TINY), "pools": [{"name": "all", "role": "both"}]}
+    service = Service(parse_config(raw, "test"), SystemClock())
+    with pytest.raises(StartError, match="set TMPDIR"):
+        service.start(lambda progress: None, threading.Event())
+    (folder,) = living_folders()
+    assert (folder / "ray-token").exists()
+    service.stop()
+    assert living_folders() == []
+    assert not folder.exists()
+    assert "RAY_AUTH_TOKEN_PATH" not in os.environ

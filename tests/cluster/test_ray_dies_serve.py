@@ -31,13 +31,16 @@ TRUST = Trust.of(b"of this test alone")
 class Head:
     """A Ray cluster as KubeRay runs it, with its tables in Redis."""
 
-    def __init__(self) -> None:
+    def __init__(self, token_file: Path) -> None:
+        token_file.write_text("token-of-a-head-with-redis-0123456789")
+        token_file.chmod(0o600)
+        self.variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file)}
         self._redis = asyncio.run(RedisServer.start("127.0.0.1", TRUST, SystemClock()))
         password = self._redis.url.removeprefix("redis://:").partition("@")[0]
         address = f"127.0.0.1:{self._redis.port}"
         self._process = subprocess.Popen(
             [sys.executable, str(ROOT / "tests" / "support" / "redis_head.py"), password],
-            env={**environment(), "RAY_AUTH_MODE": "token", "RAY_REDIS_ADDRESS": address},
+            env={**environment(), **self.variables, "RAY_REDIS_ADDRESS": address},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -75,8 +78,8 @@ class Head:
 
 
 @pytest.fixture
-def head() -> Iterator[Head]:
-    started = Head()
+def head(tmp_path: Path) -> Iterator[Head]:
+    started = Head(tmp_path / "token")
     yield started
     started.close()
 
@@ -93,7 +96,7 @@ def cluster(tmp_path: Path, head: Head) -> Iterator[RunningCluster]:
         "scaling: {interval_s: 0.5}\n"
     )
     arguments = ("--file", str(file), "--port", str(free_port()))
-    running = RunningCluster(*arguments, ray_address=head.address)
+    running = RunningCluster(*arguments, ray_address=head.address, variables=head.variables)
     yield running
     assert running.stop() == 0
 

@@ -149,7 +149,7 @@ def test_a_deploy_resets_the_count_and_it_is_restored(cluster: RunningCluster, o
         os.kill(process_id, signal.SIGKILL)
     deployed = subprocess.run(
         [sys.executable, "-c", _DEPLOY, cluster.addresses["Ray"]],
-        env={**environment(), "RAY_AUTH_MODE": "token"},
+        env={**environment(), **cluster.ray_variables},
         check=False,
         timeout=60,
         capture_output=True,

@@ -70,7 +70,7 @@ def gcs(running: RunningCluster) -> list[bytes]:
     listed = subprocess.run(
         [sys.executable, "-c", _GCS, running.addresses["Ray"]],
         cwd=ROOT,
-        env={**environment(), "RAY_AUTH_MODE": "token"},
+        env={**environment(), **running.ray_variables},
         capture_output=True,
         text=True,
         check=False,

@@ -182,11 +182,10 @@ def only_of(
 
 
 def test_no_token_and_no_kv_crosses_ray(cluster: RunningCluster, client: BlockingClient) -> None:
-    ray_address = cluster.addresses["Ray"]
-    first, before = object_store_counters(ray_address), object_store_counters(ray_address)
+    first, before = object_store_counters(cluster), object_store_counters(cluster)
     for number in range(4):
         client.complete(f"# {number}\n{PROMPT}", GenerateOptions(max_tokens=16), timeout_s=60)
-    after = object_store_counters(ray_address)
+    after = object_store_counters(cluster)
     asking = {name: before[name] - first[name] for name in before}  # who asks is a worker too
     assert {name: after[name] - before[name] for name in before} == asking
 

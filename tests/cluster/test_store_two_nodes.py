@@ -44,7 +44,10 @@ def cluster(tmp_path: Path) -> Iterator[RunningCluster]:
         nodes.start(is_head=True)
         nodes.start(is_head=False)
         running = RunningCluster(
-            "--file", str(file), "--port", str(free_port()), start_s=START_S, ray_address=nodes.address
+            *("--file", str(file), "--port", str(free_port())),
+            start_s=START_S,
+            ray_address=nodes.address,
+            variables=nodes.variables,
         )
         yield running
         assert running.stop() == 0

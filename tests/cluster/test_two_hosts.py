@@ -89,6 +89,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
                 start_s=START_S,
                 ray_address=nodes.address,
                 prefix=network.first.command(),
+                variables=nodes.variables,
             )
             yield TwoHosts(network, running.address)
             assert running.stop() == 0

@@ -97,7 +97,7 @@ def context_of(
     *,
     needs: ClusterNeed | None = None,
     environment: Mapping[str, str] = {},
-    ray_address: str = "auto",
+    ray_address: str = "local",
     is_running: bool = False,
     clock: Clock | None = None,
 ) -> CheckContext:

@@ -30,6 +30,11 @@ class RayNodes:
         """`folder` must have a short name: sockets lie below it. `head` None: this host's loopback."""
         self._folder = folder
         self._processes: list[subprocess.Popen[bytes]] = []
+        token = folder / "token"
+        token.write_text("token-of-nodes-started-by-hand-0123456789")
+        token.chmod(0o600)
+        # Of each process that joins them.
+        self.variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
         self.address = f"{head.address if head else '127.0.0.1'}:{free_port()}"
 
     def start(
@@ -47,7 +52,7 @@ class RayNodes:
             self._processes.append(
                 subprocess.Popen(
                     host.command(*command) if host else command,
-                    env={**environment(), "RAY_AUTH_MODE": "token", "RAY_TMPDIR": str(self._folder)},
+                    env={**environment(), **self.variables, "RAY_TMPDIR": str(self._folder)},
                     stdout=log,
                     stderr=subprocess.STDOUT,
                 )

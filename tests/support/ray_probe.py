@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -111,6 +112,10 @@ def main() -> None:
         "dashboard_of_init": context.dashboard_url,
         "token": ray_private.ray_token(),
         "values": values(),
+        "raylet_socket": ray_private.raylet_socket(),
+        "sockets": [str(path) for path in Path(ray_private.raylet_socket()).parent.iterdir()],
+        "temp_folder": str(Path(ray_private.raylet_socket()).parents[2]),
+        "longest_socket": ray_private.longest_socket(),
     }
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     serve.start(proxy_location="Disabled")

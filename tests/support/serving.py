@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,17 +97,20 @@ class RunningCluster:
         ray_address: str = "local",
         own_group: bool = False,
         prefix: Sequence[str] = (),
+        variables: Mapping[str, str] = {},
     ) -> None:
         """`own_group`: a signal to its process group does not reach us. `prefix` is a command that runs
-        another one, on another host for example. A gateway that is replaced keeps its port for operators
-        where that for clients is given."""
+        another one, on another host for example; `variables` are added to the environment. A gateway that is
+        replaced keeps its port for operators where that for clients is given. `ray_address` "": as without
+        that option."""
         if "--port" in arguments and "--admin-port" not in arguments:
             arguments = (*arguments, "--admin-port", str(free_port()))
         self._clock = SystemClock()
+        ray = ("--ray-address", ray_address) if ray_address else ()
         self._process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "cluster", "serve", "--ray-address", ray_address, *arguments],
+            [*prefix, sys.executable, "-m", "cluster", "serve", *ray, *arguments],
             cwd=ROOT,
-            env=environment(),
+            env={**environment(), **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -134,6 +137,12 @@ class RunningCluster:
     @property
     def admin_address(self) -> str:
         return self.addresses["admin"]
+
+    @property
+    def ray_variables(self) -> dict[str, str]:
+        """The environment of a process that joins the Ray cluster."""
+        path = self.addresses["Ray token"].removeprefix("in ")
+        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": path}
 
     def status(self) -> admin_pb.StatusResponse:
         with BlockingAdminClient(self.admin_address) as client:
@@ -205,11 +214,11 @@ class RunningCluster:
         self._ended_or_ready.set()
 
 
-def object_store_counters(ray_address: str) -> dict[str, Any]:
+def object_store_counters(cluster: RunningCluster) -> dict[str, Any]:
     """What Ray's object stores have ever held and hold now, asked by another process of the Ray cluster."""
     done = subprocess.run(
-        [sys.executable, "-c", _COUNTERS, ray_address],
-        env={**environment(), "RAY_AUTH_MODE": "token"},
+        [sys.executable, "-c", _COUNTERS, cluster.addresses["Ray"]],
+        env={**environment(), **cluster.ray_variables},
         capture_output=True,
         text=True,
         timeout=60,
