@@ -144,6 +144,14 @@ def test_end_tokens_are_those_of_generation_config(tmp_path: Path) -> None:
         ({"rms_norm_eps": 10**400}, "is not a positive number"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps nan is not a positive number"),
         ({"rope_scaling": {"type": "linear", "factor": float("inf")}}, "factor inf is not a positive number"),
+        ({"rope_scaling": {"type": "linear", "factor": 1e29}}, "factor 1e+29 makes"),
+        ({"rope_scaling": {"type": "linear", "factor": 1e-9}}, "factor 1e-09 makes 0 of"),
+        ({"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 1e29}}, "original_max_position"),
+        ({"max_position_embeddings": 1 << 31}, "max_position_embeddings 2147483648 is not a positive"),
+        ({"eos_token_id": 10**30}, f"eos_token_id {10**30} is not a token id"),
+        ({"eos_token_id": [1, 1 << 31]}, "eos_token_id [1, 2147483648] is not a token id"),
+        ({"eos_token_id": list(range(1_000_000))}, "eos_token_id [0, 1, 2, "),
+        ({"eos_token_id": True}, "eos_token_id True is not a token id"),
         ({"num_hidden_layers": 1 << 40}, "num_hidden_layers 1099511627776 is not a positive integer up to"),
         (
             {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": "x"},
@@ -182,6 +190,49 @@ def test_a_name_that_no_file_can_have_is_not_in_the_folder(tmp_path: Path) -> No
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="which is not in the folder"):
         weight_files(tmp_path)
+
+
+def _linked(folder: Path, target: Path | str) -> None:
+    """A checkpoint whose index names one file, which is a link."""
+    folder.mkdir(parents=True, exist_ok=True)
+    index = {"weight_map": {"a": "part-1.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "part-1.safetensors").symlink_to(target)
+
+
+def test_a_link_that_leaves_the_folder_is_refused(tmp_path: Path) -> None:
+    outside = tmp_path / "outside.safetensors"
+    outside.write_bytes(b"somebody else's")
+    for number, target in enumerate((outside, "../outside.safetensors", "../models--b/blobs/x")):
+        folder = tmp_path / "models--a" / "snapshots" / str(number)
+        _linked(folder, target)
+        (tmp_path / "models--b/blobs").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "models--b/blobs/x").touch()
+        (tmp_path / "models--a/snapshots/outside.safetensors").touch()
+        (tmp_path / "models--a/snapshots/models--b/blobs").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "models--a/snapshots/models--b/blobs/x").touch()
+        with pytest.raises(CheckpointError, match=r"names part-1\.safetensors, which is a link that leaves"):
+            weight_files(folder)
+    (tmp_path / "single").mkdir()
+    (tmp_path / "single/model.safetensors").symlink_to(outside)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: is a link that leaves the model's folder"):
+        weight_files(tmp_path / "single")
+
+
+def test_links_within_the_folder_and_into_the_blobs_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--org--name/snapshots/0123abcd"
+    _linked(snapshot, "../../blobs/digest")
+    (tmp_path / "models--org--name/blobs").mkdir()
+    (tmp_path / "models--org--name/blobs/digest").touch()
+    assert weight_files(snapshot) == (snapshot / "part-1.safetensors",)
+    (tmp_path / "link").symlink_to(snapshot)  # the folder itself may be anywhere
+    assert weight_files(tmp_path / "link") == (tmp_path / "link/part-1.safetensors",)
+    mounted = tmp_path / "mounted"  # as Kubernetes mounts a ConfigMap
+    _linked(mounted, "..data/part-1.safetensors")
+    (mounted / "..2026").mkdir()
+    (mounted / "..2026/part-1.safetensors").touch()
+    (mounted / "..data").symlink_to("..2026")
+    assert weight_files(mounted) == (mounted / "part-1.safetensors",)
 
 
 @pytest.mark.parametrize("end", ["x", None, [1], True, 1.5])

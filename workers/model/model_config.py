@@ -20,7 +20,13 @@ _MAX_HEADER_BYTES = 100_000_000
 # Beyond what any model has; lists of as many layers are made.
 _MAX_LAYERS = 1 << 16
 _MAX_COUNT = 1 << 40
+# Positions and token ids travel as 32-bit numbers.
+_MAX_CONTEXT_TOKENS = (1 << 31) - 1
+_MAX_TOKEN_ID = (1 << 31) - 1
+_MAX_END_TOKENS = 1024
 _MAX_NUMBER = 1e30
+# What an error shows of a value.
+_MAX_SHOWN_CHARS = 200
 _ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -92,10 +98,13 @@ def read_model_config(model_dir: Path) -> ModelConfig:
 
 
 def weight_files(model_dir: Path) -> tuple[Path, ...]:
-    """Return the safetensors files of the checkpoint in name order: the single file, or those of the
-    index."""
+    """Return the safetensors files of the checkpoint in name order: the single file, or those of the index.
+    `CheckpointError` where one lies, or is a link that leads, outside of the folder; into the blobs of the
+    same model in the cache of the Hugging Face hub it may lead."""
     single, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
     if single.is_file():
+        if not _stays_in(model_dir, single):
+            raise CheckpointError(f"{single}: {_LEAVES}")
         return (single,)
     if not index.is_file():
         raise CheckpointError(f"{model_dir}: neither model.safetensors nor model.safetensors.index.json")
@@ -106,7 +115,21 @@ def weight_files(model_dir: Path) -> tuple[Path, ...]:
     for file in files:
         if not _is_in(model_dir, file):
             raise CheckpointError(f"{index}: names {file.name[:100]}, which is not in the folder")
+        if not _stays_in(model_dir, file):
+            raise CheckpointError(f"{index}: names {file.name[:100]}, which {_LEAVES}")
     return files
+
+
+_LEAVES = "is a link that leaves the model's folder; put the file itself there"
+
+
+def _stays_in(folder: Path, file: Path) -> bool:
+    """Whether the file, through all links, lies in the folder or in the blobs of the hub's cache: there
+    `models--org--name/snapshots/<revision>/<file>` is a link to `models--org--name/blobs/<hash>`."""
+    real, target = folder.resolve(), file.resolve()
+    if target.is_relative_to(real):
+        return True
+    return real.parent.name == "snapshots" and target.parent == real.parent.parent / "blobs"
 
 
 def _is_in(folder: Path, file: Path) -> bool:
@@ -211,8 +234,14 @@ class _ConfigReader:
     def _max_context_tokens(self, rope: RopeConfig) -> int:
         """Return the context length. With linear scaling `max_position_embeddings` is that of the base model,
         which is then stretched; with llama3 it is the stretched length already."""
-        num_positions = self._count("max_position_embeddings")
-        return int(num_positions * rope.factor) if rope.rope_type == "linear" else num_positions
+        num_positions = self._count("max_position_embeddings", most=_MAX_CONTEXT_TOKENS)
+        if rope.rope_type != "linear":
+            return num_positions
+        num_stretched = int(num_positions * rope.factor)
+        if not 0 < num_stretched <= _MAX_CONTEXT_TOKENS:
+            what = f"factor {rope.factor:g} makes {num_stretched:.4g} of {num_positions} positions"
+            raise CheckpointError(f"{self.file}: {what}, not 1 to {_MAX_CONTEXT_TOKENS}")
+        return num_stretched
 
     def _family(self) -> Family:
         architectures = self.raw.get("architectures")
@@ -271,6 +300,8 @@ class _ConfigReader:
         original = self._number(
             "original_max_position_embeddings", scaling, float(self._count("max_position_embeddings"))
         )
+        if original > _MAX_CONTEXT_TOKENS:
+            self._refuse(key, f"has more original_max_position_embeddings than {_MAX_CONTEXT_TOKENS}")
         if low >= high:
             self._refuse(key, "has a low_freq_factor that is not below its high_freq_factor")
         return RopeConfig("llama3", theta, factor, low, high, int(original))
@@ -316,8 +347,16 @@ class _ConfigReader:
         if value is None:
             value = self.raw.get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(token, int) and token >= 0 for token in ids):
-            raise CheckpointError(f"{self.file}: eos_token_id {value!r} is not a token id or a list of them")
+        is_right = len(ids) <= _MAX_END_TOKENS and all(
+            isinstance(token, int) and not isinstance(token, bool) and 0 <= token <= _MAX_TOKEN_ID
+            for token in ids
+        )
+        if not is_right:
+            shown = repr(value[:_MAX_SHOWN_CHARS] if isinstance(value, list) else value)[:_MAX_SHOWN_CHARS]
+            raise CheckpointError(
+                f"{self.file}: eos_token_id {shown} is not a token id or a list of at most "
+                f"{_MAX_END_TOKENS}, each up to {_MAX_TOKEN_ID}"
+            )
         return tuple(ids)
 
 
