@@ -19,6 +19,7 @@ ClusterError
 │   ├── DeadlineError             the deadline passed: allow more time
 │   ├── UnavailableError          nothing can serve the request now: try again after `retry_after_s`
 │   ├── PoisonRequestError        replicas break when they run the request: do not send it again
+│   ├── InternalError             a fault of the gateway, which its log describes
 │   ├── OrderError                an operator's order cannot be carried out as things are: the text says why
 │   └── AbandonedError            the request was cancelled, or taken over by another call that resumes it
 ├── CallError                 a call of our own client ended with a gRPC status, as the table says
@@ -38,6 +39,9 @@ ClusterError
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import math
 import re
 from collections.abc import Iterator
@@ -168,6 +172,13 @@ class PoisonRequestError(RequestError):
     """Two replicas broke while they ran this request; the text names them and why."""
 
 
+class InternalError(RequestError):
+    """The gateway itself, or a library in it, failed while it served the call; only its log says how."""
+
+    def __init__(self) -> None:
+        super().__init__("something went wrong in the gateway; its log says what")
+
+
 class OrderError(RequestError):
     """The cluster cannot do what an operator has ordered: the text says what would have to change."""
 
@@ -277,6 +288,7 @@ STATUS_TABLE: dict[type[RequestError], grpc.StatusCode] = {
     DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
     UnavailableError: grpc.StatusCode.UNAVAILABLE,
     PoisonRequestError: grpc.StatusCode.INTERNAL,
+    InternalError: grpc.StatusCode.INTERNAL,
     OrderError: grpc.StatusCode.FAILED_PRECONDITION,
     AbandonedError: grpc.StatusCode.CANCELLED,
 }
@@ -311,6 +323,42 @@ Detail: TypeAlias = (
 D = TypeVar(
     "D", error_details_pb2.RetryInfo, error_details_pb2.BadRequest, error_details_pb2.ErrorInfo, pb.Usage
 )
+
+
+def is_failure(error: BaseException) -> bool:
+    """Whether the error is a failure of the call in which it was raised, and not the cancellation of the
+    running task, or the end of the process. A `CancelledError` in a task that nobody cancels is that of
+    something else, and a failure."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is None or not task.cancelling()
+    return not isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit)
+
+
+@contextlib.contextmanager
+def failures_logged(log: logging.Logger, what: str) -> Iterator[None]:
+    """Log what is raised within, and go on: for what is nothing to the call that it is done for."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        log.error("%s", what, exc_info=error)
+
+
+@contextlib.contextmanager
+def own_cancellations() -> Iterator[None]:
+    """Take back what a task group within has done to the running task when one of its tasks failed: in
+    Python 3.11 the task counts as cancelled from then on, and `is_failure` would take it for that."""
+    task = asyncio.current_task()
+    assert task is not None
+    num_before = task.cancelling()
+    try:
+        yield
+    except BaseExceptionGroup:
+        while task.cancelling() > num_before:
+            task.uncancel()
+        raise
 
 
 class GrpcStatus(NamedTuple):

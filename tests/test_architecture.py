@@ -31,7 +31,9 @@ PEER_CHILD = Path("workers/engine_bench/peer_child.py")
 # Where an exception of any kind becomes an answer: the main loops of actors, the last resort of a server, and
 # a library that raises bare `Exception` for a file that it cannot read.
 EDGES = {"workers/replica/engine_core.py", "workers/rank/process.py", "cluster/text/tokenizer.py"}
-EDGES.add("cluster/http/server.py")
+EDGES |= {f"cluster/http/{name}.py" for name in ("server", "endpoints")}
+EDGES |= {"cluster/api/last_resort.py", "cluster/console/http_server.py", "cluster/errors.py"}
+EDGES.add("cluster/gateway/request_task.py")
 
 _SKIPPED = {".venv", ".git", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"}
 

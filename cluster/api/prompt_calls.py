@@ -14,7 +14,14 @@ from numpy.typing import NDArray
 
 from cluster.admission import read_budget
 from cluster.api.output_messages import OutputMessages, usage_of
-from cluster.errors import FieldViolation, InvalidRequestError, RequestError
+from cluster.errors import (
+    FieldViolation,
+    InternalError,
+    InvalidRequestError,
+    RequestError,
+    is_failure,
+    own_cancellations,
+)
 from cluster.gateway.attempt import EmbeddingDelta
 from cluster.gateway.request_manager import Accepted, RequestManager
 from cluster.identity.identity import Identity
@@ -230,11 +237,17 @@ async def _gather(count: int, one: Callable[[int], Awaitable[T]]) -> list[T]:
 
     async def placed(index: int) -> T:
         async with places:
-            return await one(index)
+            try:
+                return await one(index)
+            except asyncio.CancelledError as error:
+                if not is_failure(error):
+                    raise
+                raise InternalError from error  # a group would not notice it
 
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(placed(index)) for index in range(count)]
+        with own_cancellations():
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(placed(index)) for index in range(count)]
     except* RequestError as errors:
         raise _first(errors) from None
     return [task.result() for task in tasks]

@@ -11,6 +11,7 @@ from grpc_reflection.v1alpha import reflection
 from cluster.api.admin_servicer import AdminServicer
 from cluster.api.authentication import Authentication
 from cluster.api.grpc_server import Certificate, ClientPort, bind, open_health, open_server
+from cluster.api.last_resort import LastResort
 from cluster.api.servicer import InferenceServicer
 from cluster.config import GatewayConfig
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
@@ -99,7 +100,7 @@ class PublicPorts:
 
     def _open(self, service: str) -> grpc.aio.Server:
         """Return a server that authenticates its callers, with health and reflection of one service."""
-        server = open_server(self._settings, [self._authentication], self._max_message_bytes)
+        server = open_server(self._settings, [LastResort(), self._authentication], self._max_message_bytes)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (service, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from importlib.resources import files
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
@@ -21,10 +22,12 @@ from cluster.console.console_data import ConsoleApi, Export
 from cluster.errors import (
     HTTP_STATUS,
     FieldViolation,
+    InternalError,
     InvalidRequestError,
     OrderError,
     RequestError,
     UnauthenticatedError,
+    is_failure,
     to_grpc_status,
 )
 from cluster.gateway.fleet import Fleet
@@ -48,6 +51,8 @@ _MAX_HEADER_BYTES = 8190
 # How long a browser's connection may be without a request.
 _IDLE_S = 3600.0
 _MAX_KEY_CHARS = 2048
+
+_log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # Is told who sends the request.
@@ -215,6 +220,11 @@ class Console:
                     response.headers["Allow"] = error.headers["Allow"]
             except RequestError as error:
                 response = _error(HTTP_STATUS[to_grpc_status(error).code], str(error))
+            except BaseException as error:
+                if isinstance(error, ConnectionError) or not is_failure(error):
+                    raise
+                _log.error("%s failed", request.path, exc_info=error)
+                response = _error(500, str(InternalError()))
         response.headers.update(HEADERS)
         return response
 

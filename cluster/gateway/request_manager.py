@@ -33,14 +33,16 @@ from cluster.errors import (
     RequestError,
     UnavailableError,
     UnknownRequestError,
+    failures_logged,
     to_grpc_status,
 )
 from cluster.gateway.attempt import first_route_request
 from cluster.gateway.circuit_breaker import BreakerState, CircuitBreaker
 from cluster.gateway.loop_slices import LoopSlices
+from cluster.gateway.output_buffer import UnreadOutput
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_state import RequestState
-from cluster.gateway.request_task import RequestTask, Router, UnreadOutput
+from cluster.gateway.request_task import RequestTask, Router, ended_by_faults
 from cluster.identity.config import AuthConfig
 from cluster.identity.identity import Identity
 from cluster.identity.resume_tokens import ResumeTokens, draw_request_id, resume_digest
@@ -248,9 +250,10 @@ class RequestManager:
         if is_cut and not request.resume:
             self.admission.counts.num_capped += 1
         task = self._begin(key, prepared, texts, now, caller, candidacy, held, quota_hold, queued)
-        token = self._resume_tokens.issue(
-            identity, request.tenant, request_id, prepared.seed, digest, prepared.capped_max_tokens
-        )
+        with ended_by_faults(task):
+            token = self._resume_tokens.issue(
+                identity, request.tenant, request_id, prepared.seed, digest, prepared.capped_max_tokens
+            )
         return Accepted(task, request_id, prepared.seed, prepared.num_prompt_tokens, token)
 
     async def _prepare(
@@ -529,10 +532,12 @@ class RequestManager:
         is_new = candidacy is not None and not candidacy.is_accepted
 
         def on_end(error: RequestError | None) -> None:
-            self._quotas.ended(quota_hold)
-            if is_new and isinstance(error, OverloadedError) and not task.state.attempt:
-                self._quotas.withdraw(prepared.tenant, prepared.num_prompt_tokens, self._clock.now())
-            self._end(key, task, error, caller)
+            try:
+                self._quotas.ended(quota_hold)
+                if is_new and isinstance(error, OverloadedError) and not task.state.attempt:
+                    self._quotas.withdraw(prepared.tenant, prepared.num_prompt_tokens, self._clock.now())
+            finally:
+                self._end(key, task, error, caller)
 
         task = RequestTask(
             prepared,
@@ -550,8 +555,9 @@ class RequestManager:
             unread=self.unread,
         )
         self._tasks[prepared.request_id] = self._latest[key] = task
-        self.counters.arrived(prepared, now, NOT_PREDICTED if held is None else held.predicted)
-        task.begin()
+        with ended_by_faults(task):
+            self.counters.arrived(prepared, now, NOT_PREDICTED if held is None else held.predicted)
+            task.begin()
         return task
 
     def _end(self, key: RequestKey, task: RequestTask, error: RequestError | None, caller: Caller) -> None:
@@ -595,7 +601,8 @@ class RequestManager:
 
     def _observe(self, ended: EndedRequest) -> None:
         for observe in self._observers:
-            observe(ended)
+            with failures_logged(_log, "a request that has ended was not recorded"):
+                observe(ended)
 
 
 def _num_bytes(prepared: PreparedRequest) -> int:

@@ -5,11 +5,10 @@ One `RequestTask` per request; everything happens on the gateway's event loop, w
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import sys
+import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol, TypeVarTuple
 
@@ -19,11 +18,18 @@ from cluster.admission.admission import RequestAdmission
 from cluster.admission.held import Candidacy, HeldRequest
 from cluster.admission.lane import ByteHold
 from cluster.admission.retries import CAPACITY_WAIT_S, Retry
-from cluster.errors import AbandonedError, OverloadedError, RequestError, SlowClientError
-from cluster.gateway.attempt import EmbeddingDelta, Output, OutputDelta, PromptLogprobsDelta
+from cluster.errors import (
+    AbandonedError,
+    InternalError,
+    OverloadedError,
+    RequestError,
+    SlowClientError,
+    is_failure,
+)
+from cluster.gateway.attempt import Output
+from cluster.gateway.output_buffer import MAX_UNREAD, OutputBuffer, UnreadOutput
 from cluster.gateway.request_state import RequestPhase, RequestState
 from cluster.metrics.ended_request import Summary
-from cluster.text.output_parsers.pieces import joined_calls
 from cluster.text.preprocess import PreparedRequest
 from cluster.text.sample_text import SampleText
 from kvtransfer.blocks.keys import TOKEN_BYTES
@@ -34,19 +40,9 @@ from router.errors import NoReplicaError
 from router.messages import Decision, RouteRequest
 from workers.messages.link import Announce, Cancel, HandOverTarget, Move, Submission
 
-# Tokens, each with its log-probabilities counted too, that one stream holds for a client that does not read.
-# A slower client is cut off with RESOURCE_EXHAUSTED; no other stream waits for it meanwhile.
-MAX_UNREAD = 65536
-# The same of what waits and is sent as one message.
-MAX_MERGED = 4096
-# What output takes in memory: a delta beside its texts, a log-probability, and an alternative to its token.
-_DELTA_BYTES = 176
-_LOGPROB_BYTES = 112
-_TOP_BYTES = 120
-# A part of a tool call beside its arguments.
-_CALL_BYTES = 240
-
 Args = TypeVarTuple("Args")
+
+_log = logging.getLogger(__name__)
 
 
 class Connections(Protocol):
@@ -92,155 +88,14 @@ class Router(Protocol):
     def on_finished(self, request_id: str) -> None: ...
 
 
-class WaitingOutput(Protocol):
-    """What waits for one client: an `OutputBuffer`, or an answer that is kept until it is whole."""
-
-    @property
-    def num_unread_bytes(self) -> int:
-        """How much is counted now: what waits, and what was taken and may not be read yet."""
-
-    @property
-    def cut_off(self) -> Callable[[], None]:
-        """Drops what is counted, and ends the request."""
-
-
-class UnreadOutput:
-    """All output of a gateway that waits for clients to read it, bounded in bytes together: beyond
-    `max_bytes` the slowest reader is cut off, who has most bytes to read."""
-
-    def __init__(self, max_bytes: float) -> None:
-        self.max_bytes = max_bytes
-        self.num_bytes = 0
-        self._waiting: set[WaitingOutput] = set()
-
-    def added(self, output: WaitingOutput, num_bytes: int) -> None:
-        """Count bytes that wait from now on."""
-        self.num_bytes += num_bytes
-        self._waiting.add(output)
-        if self.num_bytes > self.max_bytes:
-            max(self._waiting, key=lambda it: it.num_unread_bytes).cut_off()
-
-    def removed(self, output: WaitingOutput, num_bytes: int) -> None:
-        """Count bytes that were read, or dropped."""
-        self.num_bytes -= num_bytes
-        if not output.num_unread_bytes:
-            self._waiting.discard(output)
-
-
-class OutputBuffer:
-    """Output on its way to the client. What was read of the prompt comes first. Tokens that wait are merged
-    per sample, so a slow reader gets fewer, longer deltas; the end comes last. What was taken last counts as
-    unread until the next is asked for, or the reader is cut off, which ends what it does in `reading`."""
-
-    def __init__(self, unread: UnreadOutput, cut_off: Callable[[], None]) -> None:
-        """`cut_off` is called when this is the slowest reader, and too much waits."""
-        self.cut_off = cut_off
-        self._unread = unread
-        self._of_prompt: deque[PromptLogprobsDelta | EmbeddingDelta] = deque()
-        self._waiting: dict[int, deque[OutputDelta]] = {}
-        self._end: Summary | RequestError | None = None
-        self._ready = asyncio.Event()
-        self._scope: asyncio.Timeout | None = None
-        self._num_taken_bytes = 0
-        self.num_unread = 0
-        self.num_waiting_bytes = 0
-
-    @property
-    def num_unread_bytes(self) -> int:
-        """How much waits, with what was taken last."""
-        return self.num_waiting_bytes + self._num_taken_bytes
-
-    def put(self, delta: Output) -> None:
-        """Append output of one sample, or what was read of the prompt."""
-        if isinstance(delta, OutputDelta):
-            self._waiting.setdefault(delta.sample, deque()).append(delta)
-            self.num_unread += _weight(delta)
-        else:
-            self._of_prompt.append(delta)
-        self._ready.set()
-        num_bytes = _num_bytes(delta)
-        self.num_waiting_bytes += num_bytes
-        self._unread.added(self, num_bytes)
-
-    def close(self, end: Summary | RequestError) -> None:
-        """Append the end; `SlowClientError` drops what waits before it, and ends what is done in `reading`,
-        so that what was taken is dropped too."""
-        if isinstance(end, SlowClientError) and not isinstance(self._end, SlowClientError):
-            self.discard()
-            self.release()
-            if self._scope is not None:
-                self._scope.reschedule(asyncio.get_running_loop().time())
-        self._end = end
-        self._ready.set()
-
-    @contextlib.asynccontextmanager
-    async def reading(self) -> AsyncIterator[None]:
-        """Read within: when the reader is cut off, what is done here ends with `SlowClientError`, also a
-        write that waits for the client."""
-        is_cut_off = isinstance(self._end, SlowClientError)
-        try:
-            async with asyncio.timeout(0.0 if is_cut_off else None) as self._scope:
-                yield
-        except TimeoutError:
-            if not isinstance(self._end, SlowClientError):
-                raise
-            # Not `_end` itself, which would keep what was taken: its traceback leads there.
-            raise SlowClientError(str(self._end), self._end.retry_after_s) from None
-        finally:
-            self._scope = None
-
-    def discard(self) -> None:
-        """Drop what waits: nobody will read it."""
-        self._of_prompt.clear()
-        self._waiting.clear()
-        num_bytes, self.num_waiting_bytes, self.num_unread = self.num_waiting_bytes, 0, 0
-        self._unread.removed(self, num_bytes)
-
-    def release(self) -> None:
-        """Count what was taken last as read."""
-        num_bytes, self._num_taken_bytes = self._num_taken_bytes, 0
-        self._unread.removed(self, num_bytes)
-
-    async def get(self) -> Output | Summary:
-        """Return the next output, at last the summary, or raise the error; the end again and again."""
-        self.release()
-        await self._ready.wait()
-        if self._of_prompt or self._waiting:
-            output = self._next()
-            if not (self._of_prompt or self._waiting) and self._end is None:
-                self._ready.clear()
-            return output
-        assert self._end is not None
-        if isinstance(self._end, RequestError):
-            raise self._end
-        return self._end
-
-    def _next(self) -> Output:
-        """Take what is read next."""
-        if not self._of_prompt:
-            return _merged(self._take())
-        output = self._of_prompt.popleft()
-        self._taken(_num_bytes(output))
-        return output
-
-    def _taken(self, num_bytes: int) -> None:
-        self.num_waiting_bytes -= num_bytes
-        self._num_taken_bytes += num_bytes
-
-    def _take(self) -> list[OutputDelta]:
-        """Take what waits of the sample whose turn it is, as much as goes into one message."""
-        sample = next(iter(self._waiting))
-        queue = self._waiting.pop(sample)
-        deltas: list[OutputDelta] = []
-        weight = 0
-        while queue and (not deltas or weight + _weight(queue[0]) <= MAX_MERGED):
-            deltas.append(queue.popleft())
-            weight += _weight(deltas[-1])
-        if queue:  # the other samples have their turns first
-            self._waiting[sample] = queue
-        self.num_unread -= weight
-        self._taken(sum(map(_num_bytes, deltas)))
-        return deltas
+@contextlib.contextmanager
+def ended_by_faults(task: RequestTask) -> Iterator[None]:
+    """End a request that has begun when anything is raised within, before somebody reads its output."""
+    try:
+        yield
+    except BaseException:
+        task.abandon(InternalError())
+        raise
 
 
 class RequestTask:
@@ -290,6 +145,7 @@ class RequestTask:
         self._due: deque[Callable[[float], None]] = deque()
         self._later: deque[Callable[[], None]] = deque()
         self._is_applying = False
+        self._has_ended = False
 
     @property
     def waiting_since(self) -> float | None:
@@ -326,19 +182,51 @@ class RequestTask:
             self._buffer.release()
 
     def apply(self, transition: Callable[[*Args, float], None], *args: *Args) -> None:
-        """Run a transition of `state`, at once or after the one that runs."""
+        """Run a transition of `state`, at once or after the one that runs. Whatever is raised within ends
+        this request alone."""
+        self._due.append(lambda now: transition(*args, now))
         if self._is_applying:
-            self._due.append(lambda now: transition(*args, now))
             return
         self._is_applying = True
         try:
-            transition(*args, self._clock.now())
             while self._due:
-                self._due.popleft()(self._clock.now())
+                try:
+                    self._due.popleft()(self._clock.now())
+                except BaseException as error:
+                    self._broke(error)
         finally:
             self._is_applying = False
         while self._later and not self._is_applying:
-            self._later.popleft()()
+            self._act(self._later.popleft())
+
+    def _act(self, act: Callable[[], None]) -> None:
+        """Do what is no transition; as in `apply`, what is raised within ends this request alone."""
+        try:
+            act()
+        except BaseException as error:
+            self._broke(error)
+
+    def _broke(self, error: BaseException) -> None:
+        """End the request, which a fault has broken: at its replicas as far as that is possible, and for its
+        client in any case."""
+        if not is_failure(error):
+            raise error
+        _log.error(
+            "request %s broke", self._request_id, exc_info=error, extra={"request_id": self._request_id}
+        )
+        self._due.clear()
+        self._later.clear()
+        end = InternalError()
+        try:
+            self.state.on_cancel(end, self._clock.now())
+            if not self._has_ended:
+                self._end(end, end)
+        except BaseException as again:
+            if not is_failure(again):
+                raise
+            _log.error("request %s did not end cleanly", self._request_id, exc_info=again)
+            if not self._has_ended:
+                self._end(end, end)
 
     # ------------------------------------------------------------ effects (cluster.gateway.request_state)
 
@@ -397,17 +285,19 @@ class RequestTask:
         self._end(error, error)
 
     def _end(self, end: Summary | RequestError, error: RequestError | None) -> None:
-        if self._held is not None and self._admission is not None:
-            held, self._held = self._held, None
-            self._admission.drop(held)
-        self._withdraw()
-        if self._retry is not None and self._admission is not None:
-            self._admission.retries.drop(self._retry)
-        if self._queued is not None:
-            self._queued.release()
-        self._timers.cancel()
-        self._buffer.close(end)
-        self._on_end(error)
+        self._has_ended = True
+        with contextlib.ExitStack() as steps:  # the last one first, each of them, whatever another raises
+            steps.callback(self._on_end, error)
+            steps.callback(self._buffer.close, end)
+            steps.callback(self._timers.cancel)
+            if self._queued is not None:
+                steps.callback(self._queued.release)
+            if self._retry is not None and self._admission is not None:
+                steps.callback(self._admission.retries.drop, self._retry)
+            steps.callback(self._withdraw)
+            if self._held is not None and self._admission is not None:
+                held, self._held = self._held, None
+                steps.callback(self._admission.drop, held)
 
     def _cut_off(self) -> None:
         """End the stream, for whose client most of the unread output of the gateway waits; also when the
@@ -488,7 +378,8 @@ class RequestTask:
         placed holds only for one that did not wait."""
         self._held = None
         has_waited = self._clock.now() > held.routed_at + AT_ONCE_S
-        self._routed(replace(held.decision, most_backlog_tokens=None) if has_waited else held.decision)
+        decision = replace(held.decision, most_backlog_tokens=None) if has_waited else held.decision
+        self._act(partial(self._routed, decision))
 
     def on_refused(self, error: OverloadedError) -> None:
         """End the request, which has waited too long for its turn."""
@@ -498,12 +389,12 @@ class RequestTask:
     def on_moved(self, held: HeldRequest) -> None:
         """Let the replica that will compute the prompt now load what is stored of it."""
         self._await_bound(held)
-        self._announce(held)
+        self._act(partial(self._announce, held))
 
     def on_unplaced(self, reason: str, retry_after_s: float) -> None:
         """Ask admission again later, while patience lasts."""
         self._held = None
-        self._withdraw()
+        self._act(self._withdraw)
         self.apply(self.state.on_no_route, reason, retry_after_s)
 
     # ------------------------------------------------------------------------------------------ private
@@ -562,38 +453,6 @@ class RequestTask:
     def _start_timer(self, delay_s: float, act: Callable[[], None]) -> None:
         async def wait() -> None:
             await self._clock.sleep(max(0.0, delay_s))
-            act()
+            self._act(act)
 
         self._timers.spawn(wait(), "request-timer")
-
-
-def _weight(delta: OutputDelta) -> int:
-    return len(delta.tokens) // TOKEN_BYTES + sum(1 + len(it.top) for it in delta.logprobs)
-
-
-def _num_bytes(delta: Output) -> int:
-    if isinstance(delta, PromptLogprobsDelta):
-        return _DELTA_BYTES + delta.logprobs.num_bytes
-    if isinstance(delta, EmbeddingDelta):
-        return _DELTA_BYTES + len(delta.vector)
-    num_top = sum(len(it.top) for it in delta.logprobs)
-    logprob_bytes = len(delta.logprobs) * _LOGPROB_BYTES + num_top * _TOP_BYTES
-    call_bytes = sum(_CALL_BYTES + sys.getsizeof(call.arguments) for call in delta.tool_calls)
-    text_bytes = sys.getsizeof(delta.text) + sys.getsizeof(delta.reasoning)
-    return _DELTA_BYTES + len(delta.tokens) + text_bytes + logprob_bytes + call_bytes
-
-
-def _merged(deltas: list[OutputDelta]) -> OutputDelta:
-    if len(deltas) == 1:
-        return deltas[0]
-    return OutputDelta(
-        sample=deltas[0].sample,
-        first_index=deltas[0].first_index,
-        tokens=b"".join(delta.tokens for delta in deltas),
-        text="".join(delta.text for delta in deltas),
-        logprobs=tuple(item for delta in deltas for item in delta.logprobs),
-        finish=deltas[-1].finish,
-        reasoning="".join(delta.reasoning for delta in deltas),
-        tool_calls=joined_calls(call for delta in deltas for call in delta.tool_calls),
-        matched_stop=deltas[-1].matched_stop,
-    )

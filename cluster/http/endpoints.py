@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Literal, NamedTuple, TypeVar
@@ -14,8 +15,13 @@ from aiohttp import web
 from cluster.admission import read_budget
 from cluster.api.prompt_calls import part_id
 from cluster.api.servicer import InferenceServicer
-from cluster.errors import UnknownModelError
-from cluster.gateway.request_task import UnreadOutput
+from cluster.errors import (
+    InternalError,
+    UnknownModelError,
+    is_failure,
+    own_cancellations,
+)
+from cluster.gateway.output_buffer import UnreadOutput
 from cluster.http import chat, completions, embeddings, messages, responses
 from cluster.http.answers import Answer, Maker, encode
 from cluster.http.call import AbortedCall, HttpCall
@@ -39,6 +45,7 @@ from cluster.proto.tandem.v1 import inference_pb2 as pb
 from kvtransfer.common.clock import Clock
 
 REQUEST_ID_HEADER = "X-Request-Id"
+_log = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
 
 
@@ -141,12 +148,18 @@ class Endpoints:
             try:
                 async with kept.bounded():
                     await self._run(translated, calls)
+                body = answer.last() if streams else answer.whole()
             except HttpProblem as failed:
                 problem = failed
+            except BaseException as error:  # in a stream, its client reads an event
+                if not stream.has_begun or isinstance(error, ConnectionError) or not is_failure(error):
+                    raise
+                _log.error("%s failed", served.request.path, exc_info=error)
+                problem = HttpProblem.of_call(AbortedCall.of(InternalError()))
             else:
                 if streams:
-                    return await stream.end(answer.last())
-                whole = WholeAnswer(answer.whole(), kept, self._headers(served, calls))
+                    return await stream.end(body)
+                whole = WholeAnswer(body, kept, self._headers(served, calls))
                 ends.pop_all()  # whoever sends it releases it
                 return whole
         if stream.has_begun:
@@ -159,16 +172,22 @@ class Endpoints:
 
         async def one(number: int) -> None:
             with renamed(translated.renames[number]):
-                await self._servicer.Generate(translated.calls[number], calls[number])
+                try:
+                    await self._servicer.Generate(translated.calls[number], calls[number])
+                except asyncio.CancelledError as error:
+                    if not is_failure(error):
+                        raise
+                    raise AbortedCall.of(InternalError()) from error  # a group would not notice it
 
         if len(calls) == 1:
             await one(0)
             return
         try:
-            async with asyncio.TaskGroup() as group:
-                for number in range(len(calls)):
-                    group.create_task(one(number))
-        except ExceptionGroup as failed:
+            with own_cancellations():
+                async with asyncio.TaskGroup() as group:
+                    for number in range(len(calls)):
+                        group.create_task(one(number))
+        except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
     def _headers(self, served: Served, calls: list[HttpCall]) -> dict[str, str]:

@@ -48,6 +48,7 @@ _CODES: Mapping[str, str] = {
     "QUOTA": "rate_limit_exceeded",
     "DEADLINE": "timeout",
     "ABANDONED": "cancelled",
+    "INTERNAL": "internal_error",
 }
 # By HTTP status: `type` of Anthropic's errors.
 _ANTHROPIC_TYPES: Mapping[int, str] = {

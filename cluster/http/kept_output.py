@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping
 from aiohttp import web
 
 from cluster.errors import AnswerTooLargeError, FieldViolation, SlowClientError
-from cluster.gateway.request_task import UnreadOutput
+from cluster.gateway.output_buffer import UnreadOutput
 from cluster.http.call import AbortedCall
 from cluster.http.errors import HttpProblem
 from cluster.http.sse import send_whole

@@ -22,9 +22,16 @@ from cluster.api.call_reading import CallReading
 from cluster.api.grpc_server import Certificate
 from cluster.api.servicer import InferenceServicer
 from cluster.config import LOOPBACK, ClusterConfig
-from cluster.errors import RequestError, UnauthenticatedError, UnknownModelError, to_grpc_status
+from cluster.errors import (
+    InternalError,
+    RequestError,
+    UnauthenticatedError,
+    UnknownModelError,
+    is_failure,
+    to_grpc_status,
+)
+from cluster.gateway.output_buffer import UnreadOutput
 from cluster.gateway.replica_connections import ReplicaConnections
-from cluster.gateway.request_task import UnreadOutput
 from cluster.http.call import AbortedCall, certificate_names, peer_of, shown_authorization
 from cluster.http.endpoints import Endpoint, Endpoints, Method, Served
 from cluster.http.errors import HttpProblem, anthropic_error, openai_error
@@ -186,21 +193,26 @@ class HttpFront:
             if "Allow" in error.headers:
                 unknown.headers["Allow"] = error.headers["Allow"]
             response = _error(request, unknown)
-        except Exception:
-            # Whatever it is, it is this request's alone, and its client reads the API's errors.
-            _log.exception("%s failed", request.path)
-            if request.writer.output_size:  # in the middle of an answer, which is cut off
-                raise
-            what = "something went wrong in the gateway; its log says what"
-            response = _error(request, HttpProblem(500, what, kind="server_error", code="internal_error"))
-        if not response.prepared:
-            response.headers.update(_HEADERS)
-            if self._is_leaving or ends_connection(request):
-                response.force_close()
-            if isinstance(response, WholeAnswer):
-                return await response.send(request, self._settings.write_timeout_s)
-            if isinstance(response, web.Response):
-                return await send_whole(request, response, self._settings.write_timeout_s)
+        except BaseException as error:
+            response = _broken(request, error)
+        if response.prepared:
+            return response
+        try:
+            return await self._send(request, response)
+        except ConnectionError:
+            raise
+        except BaseException as error:
+            return await self._send(request, _broken(request, error))
+
+    async def _send(self, request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
+        """Send an answer of which nothing was sent."""
+        response.headers.update(_HEADERS)
+        if self._is_leaving or ends_connection(request):
+            response.force_close()
+        if isinstance(response, WholeAnswer):
+            return await response.send(request, self._settings.write_timeout_s)
+        if isinstance(response, web.Response):
+            return await send_whole(request, response, self._settings.write_timeout_s)
         return response
 
     async def _answer(self, access: Role, endpoint: Endpoint, request: web.Request) -> web.StreamResponse:
@@ -317,6 +329,19 @@ def _refused_unread(status: int, problem: str) -> web.Response:
     """Return the answer to what is no request: nobody knows of which API."""
     body = openai_error(HttpProblem(status, problem))
     return web.Response(status=status, body=body, content_type="application/json", headers=_HEADERS)
+
+
+def _broken(request: web.Request, error: BaseException) -> web.Response:
+    """Return the answer to a request in which a fault was raised. Whatever it is, it is this request's alone.
+    In the middle of an answer the connection is cut off."""
+    if not is_failure(error):
+        raise error
+    _log.error("%s failed", request.path, exc_info=error)
+    if request.writer.output_size:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError("the answer broke off") from error
+    return _error(request, HttpProblem.of_call(AbortedCall.of(InternalError())))
 
 
 def _error(request: web.Request, problem: HttpProblem) -> web.Response:

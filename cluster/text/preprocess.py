@@ -37,7 +37,7 @@ from cluster.text.sample_text import SampleText
 from cluster.text.shown_tools import with_tools_shown
 from cluster.text.special_text import SpecialText
 from cluster.text.tag_grammar import tag_markers
-from cluster.text.tokenizer import SHORT_CHARS, ModelText
+from cluster.text.tokenizer import ModelText
 from cluster.text.validation import ServingLimits, max_tokens_of, sampling_of
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.clock import Clock
@@ -289,7 +289,7 @@ class Preprocessor:
     async def encode(self, prompt: str | Rendered, *, add_special_tokens: bool = True) -> bytes:
         """Return the token ids of a prompt as uint32 little-endian bytes. In a text, special tokens are what
         they are."""
-        if len(prompt if isinstance(prompt, str) else prompt.text) <= SHORT_CHARS:
+        if len(prompt if isinstance(prompt, str) else prompt.text) <= self._text.short_chars:
             return self.encode_now(prompt, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self.encode_now, prompt, add_special_tokens=add_special_tokens)
 
@@ -300,7 +300,8 @@ class Preprocessor:
         marked = self._marked_prompts
         if marked is None or not (prompt.plain_at or marked.has_variants):
             return self._text.encode(prompt.text, add_special_tokens=add_special_tokens)
-        ids = marked.encode(prompt.text, prompt.plain_at, add_special_tokens=add_special_tokens)
+        with self._text.encoding(len(prompt.text)):
+            ids = marked.encode(prompt.text, prompt.plain_at, add_special_tokens=add_special_tokens)
         return np.asarray(ids, dtype="<u4").tobytes()
 
     def decode(self, tokens: bytes, *, keep_special_tokens: bool) -> str:

@@ -7,20 +7,26 @@ a resumed stream continues exactly where the text ended.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from cluster.errors import FieldViolation, InvalidRequestError
 from cluster.text.marked_prompt import MarkedPromptEncoder, special_tokens
+from kvtransfer.common.clock import SystemClock
+from kvtransfer.common.panics import panics_as_errors
 from workers.errors import CheckpointError
 
 REPLACEMENT = "\ufffd"
 # A longer text is worth a thread, so that the event loop goes on.
 SHORT_CHARS = 4096
+# Where a short text has taken so long, the model's pattern is such that any may: each gets a thread then.
+_SLOW_S = 0.1
 # A character has at most 4 bytes; more waiting tokens than this are no character that is still to come.
 _MAX_WAITING_TOKENS = 8
 _MAX_WINDOW_TOKENS = 32
@@ -51,6 +57,9 @@ class ModelText:
         # An ordinary token, before which others are seen as within a text.
         self._anchor: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
         self._num_anchor_chars = len(tokenizer.decode(self._anchor, skip_special_tokens=False))
+        self._clock = SystemClock()
+        # A text of at most so many characters may be encoded on an event loop.
+        self.short_chars = SHORT_CHARS
 
     @classmethod
     def load(cls, model_dir: Path) -> ModelText:
@@ -59,13 +68,10 @@ class ModelText:
         if not path.is_file():
             raise CheckpointError(f"{path} is missing: the gateway needs the model's fast tokenizer")
         try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except BaseException as error:
-            # The library raises no class of its own, and panics of its Rust code are no `Exception`.
-            if isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime":
-                raise CheckpointError(f"{path}: unreadable: {error}") from error
-            raise
-        return cls(tokenizer)
+            with panics_as_errors:
+                return cls(Tokenizer.from_file(str(path)))
+        except Exception as error:  # the library raises no class of its own
+            raise CheckpointError(f"{path}: unreadable: {error}") from error
 
     @property
     def vocab_size(self) -> int:
@@ -85,8 +91,28 @@ class ModelText:
         return self._tokenizer.id_to_token(token) or ""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> bytes:
-        """The token ids of `text`; with the tokens that the model expects around it, unless told not to."""
-        if len(text) <= SHORT_CHARS:
+        """The token ids of `text`; with the tokens that the model expects around it, unless told not to.
+        `InvalidRequestError` where the library fails on it, as its regex engine may on long runs."""
+        with self.encoding(len(text)):
+            return self._encode(text, add_special_tokens=add_special_tokens)
+
+    @contextlib.contextmanager
+    def encoding(self, num_chars: int) -> Iterator[None]:
+        """Encode so many characters within, by whatever calls of the library: what these raise is an
+        `InvalidRequestError`."""
+        began_at = self._clock.now()
+        try:
+            with panics_as_errors:
+                yield
+        except Exception as error:  # the library raises no class of its own
+            problem = "the model's tokenizer fails on this text; send another text, or token ids"
+            raise InvalidRequestError(FieldViolation("prompt", problem)) from error
+        finally:
+            if num_chars <= SHORT_CHARS and self._clock.now() - began_at > _SLOW_S:
+                self.short_chars = 0
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> bytes:
+        if len(text) <= self.short_chars:
             ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         else:  # unlike `encode`, lets other threads run meanwhile
             (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
@@ -94,17 +120,23 @@ class ModelText:
         return np.asarray(ids, dtype="<u4").tobytes()
 
     def decode(self, tokens: bytes, *, keep_special_tokens: bool = False) -> str:
-        """The text of all `tokens` at once."""
+        """The text of all `tokens` at once; `InvalidRequestError` where the library fails on them."""
         ids = np.frombuffer(tokens, dtype="<u4").tolist()
-        # Unlike `decode`, lets other threads run meanwhile.
-        (text,) = self._tokenizer.decode_batch([ids], skip_special_tokens=not keep_special_tokens)
+        try:
+            with panics_as_errors:
+                # Unlike `decode`, lets other threads run meanwhile.
+                (text,) = self._tokenizer.decode_batch([ids], skip_special_tokens=not keep_special_tokens)
+        except Exception as error:  # the library raises no class of its own
+            problem = "the model's tokenizer cannot decode these"
+            raise InvalidRequestError(FieldViolation("token_ids", problem)) from error
         return str(text)
 
     def detokenizer(self, kept: Collection[str] = (), *, keeps_all: bool = False) -> Detokenizer:
         """A fresh one, for one sample; it leaves out special tokens that are not `kept`."""
         skipped = set() if keeps_all else self._skipped
         if kept and skipped:
-            skipped = skipped - {self._tokenizer.token_to_id(token) for token in kept}
+            with panics_as_errors:
+                skipped = skipped - {self._tokenizer.token_to_id(token) for token in kept}
         if self._token_bytes is not None:
             return ByteDetokenizer(self._token_bytes, skipped)
         return WindowDetokenizer(self._tokenizer, skipped, self._token_to_byte)
@@ -116,7 +148,8 @@ class ModelText:
         if token in self._token_to_byte:
             return self._token_to_byte[token]
         # Behind another one: at the beginning of a text, some vocabularies leave out a space.
-        text = str(self._tokenizer.decode([*self._anchor, token], skip_special_tokens=False))
+        with panics_as_errors:
+            text = str(self._tokenizer.decode([*self._anchor, token], skip_special_tokens=False))
         return text[self._num_anchor_chars :].encode()
 
 
@@ -197,7 +230,8 @@ class WindowDetokenizer:
         self._num_emitted = len(self._window)
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False)) if ids else ""
+        with panics_as_errors:
+            return str(self._tokenizer.decode(ids, skip_special_tokens=False)) if ids else ""
 
 
 def _byte_table(tokenizer: Any) -> list[bytes]:

@@ -14,8 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from request_state_harness import D0, D1, P0, Letters, decision, raw
 
 from cluster.gateway.circuit_breaker import NUM_FAILURES, STALLED_S, CircuitBreakers
+from cluster.gateway.output_buffer import UnreadOutput
 from cluster.gateway.request_state import RequestPhase
-from cluster.gateway.request_task import RequestTask, UnreadOutput
+from cluster.gateway.request_task import RequestTask
 from cluster.text.preprocess import PreparedRequest, SampleStart
 from cluster.text.sample_text import SampleText
 from kvtransfer.common.clock import ManualClock

@@ -17,7 +17,8 @@ from cluster.admission.held import Candidacy
 from cluster.errors import OverloadedError, RequestError
 from cluster.gateway.attempt import first_route_request
 from cluster.gateway.circuit_breaker import FIRST_PAUSE_S, NUM_FAILURES, BreakerState, CircuitBreakers
-from cluster.gateway.request_task import ANNOUNCE_AGAIN_S, RequestTask, UnreadOutput
+from cluster.gateway.output_buffer import UnreadOutput
+from cluster.gateway.request_task import ANNOUNCE_AGAIN_S, RequestTask
 from cluster.text.preprocess import PreparedRequest, SampleStart
 from cluster.text.sample_text import SampleText
 from kvtransfer.common.clock import ManualClock

@@ -12,13 +12,16 @@ from gateway_harness import train_tokenizer, write_model
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from text_harness import train_byte_fallback
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
+from cluster.errors import InvalidRequestError
 from cluster.text.sample_text import SampleText, StopStrings
-from cluster.text.tokenizer import REPLACEMENT, ModelText
+from cluster.text.tokenizer import REPLACEMENT, SHORT_CHARS, ModelText
+from kvtransfer.common.panics import PanicError
 from workers.errors import CheckpointError
 
 BYTE_LEVEL = train_tokenizer()
+PANIC: type[BaseException] = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
 TEXTS = st.text(st.sampled_from("ab é€ 😀\n\ufffdñ漢"), max_size=30)
 
 
@@ -169,6 +172,61 @@ def test_a_tokenizer_whose_merges_break_its_reader_is_named(tmp_path: Path) -> N
     file.write_text(json.dumps(tokenizer))
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: unreadable: "):
         ModelText.load(tmp_path)
+
+
+def test_a_panic_of_the_pattern_is_an_error_of_the_prompt(tmp_path: Path) -> None:
+    """A real one: the regex engine gives up, after a time in which no event loop may stand again."""
+    tokenizer = Tokenizer(models.BPE(vocab={"x": 0, "y": 1}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    text = ModelText.load(tmp_path)
+    assert text.short_chars == SHORT_CHARS
+    with pytest.raises(
+        InvalidRequestError, match="prompt: the model's tokenizer fails on this text"
+    ) as failed:
+        text.encode("x" * 28)
+    assert isinstance(failed.value.__cause__, PanicError)
+    assert text.short_chars == 0
+    with pytest.raises(InvalidRequestError):
+        text.encode("x" * 28)
+    assert text.encode("xy") == raw([0, 1])
+
+
+@pytest.mark.parametrize("error", [PANIC("words of the prompt"), RuntimeError("words of the prompt")])
+def test_whatever_the_library_raises_is_an_error_of_ours(error: BaseException) -> None:
+    class Failing:
+        """The library, every call of which fails once it is loaded."""
+
+        def __init__(self) -> None:
+            self.is_loaded = False
+            self._tokenizer = train_byte_fallback()
+
+        def __getattr__(self, name: str) -> Any:
+            found = getattr(self._tokenizer, name)
+
+            def call(*args: Any, **options: Any) -> Any:
+                if self.is_loaded:
+                    raise error
+                return found(*args, **options)
+
+            return call
+
+    library = Failing()
+    text = ModelText(library)
+    detokenizer = text.detokenizer()
+    library.is_loaded = True
+    for work in (lambda: text.encode("a"), lambda: text.encode("a" * 5000), lambda: text.decode(raw([300]))):
+        with pytest.raises(InvalidRequestError) as failed:
+            work()
+        assert "words of the prompt" not in str(failed.value)
+    expected = PanicError if isinstance(error, PANIC) else RuntimeError
+    for other in (
+        lambda: detokenizer.push(2),
+        lambda: text.token_bytes(2),
+        lambda: text.detokenizer(["a"]),
+    ):
+        with pytest.raises(expected):
+            other()
 
 
 def test_encode_and_decode(tmp_path: Path) -> None:

@@ -203,7 +203,8 @@ def _linked(folder: Path, target: Path | str) -> None:
 def test_a_link_that_leaves_the_folder_is_refused(tmp_path: Path) -> None:
     outside = tmp_path / "outside.safetensors"
     outside.write_bytes(b"somebody else's")
-    for number, target in enumerate((outside, "../outside.safetensors", "../models--b/blobs/x")):
+    targets: tuple[Path | str, ...] = (outside, "../outside.safetensors", "../models--b/blobs/x")
+    for number, target in enumerate(targets):
         folder = tmp_path / "models--a" / "snapshots" / str(number)
         _linked(folder, target)
         (tmp_path / "models--b/blobs").mkdir(parents=True, exist_ok=True)
@@ -215,7 +216,7 @@ def test_a_link_that_leaves_the_folder_is_refused(tmp_path: Path) -> None:
             weight_files(folder)
     (tmp_path / "single").mkdir()
     (tmp_path / "single/model.safetensors").symlink_to(outside)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: is a link that leaves the model's folder"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: is a link that leaves"):
         weight_files(tmp_path / "single")
 
 

@@ -7,7 +7,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from queue import SimpleQueue
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -40,9 +41,12 @@ from hypothesis.stateful import (
 )
 from llguidance import LLParserLimits
 
+from workers.errors import GrammarRefusedError
 from workers.grammar_limits import parser_limits
+from workers.messages.rank_channel import CompileGrammar, GrammarCompiled
 from workers.messages.sampling import Grammar, SamplingParams
-from workers.rank.compiled_grammars import CompiledGrammars
+from workers.rank import compiled_grammars
+from workers.rank.compiled_grammars import CompiledGrammars, CompileThread
 from workers.rank.device_queue import CopiedOut
 from workers.rank.grammar_check import compile_grammar
 
@@ -355,3 +359,89 @@ def test_what_is_not_needed_is_forgotten(grammars: CompiledGrammars, monkeypatch
 
 def test_packed_is_what_slots_are_started_with() -> None:
     assert packed([1, 256]) == b"\x01\0\0\0\0\x01\0\0"
+
+
+# ------------------------------------------------------------------------------------ panics of the library
+
+PANIC: type[BaseException] = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
+
+
+class Panicking:
+    """A matcher, or what computes the masks of several, that panics whatever it is asked."""
+
+    def __getattr__(self, name: str) -> Any:
+        def panic(*args: object) -> None:
+            raise PANIC("in the library")
+
+        return panic
+
+
+def failing(harness: MatcherHarness, slot: int) -> None:
+    """Let the matcher of a slot, which has begun, panic from now on."""
+    harness.matchers._slots[slot].matcher = Panicking()  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_matcher_that_panics_ends_its_request_alone(grammars: CompiledGrammars, num_threads: int) -> None:
+    harness = MatcherHarness(grammars, num_threads)
+    slots = range(5)
+    for slot in slots:
+        harness.start(slot, compiled(harness, choice({"abc"})))
+    assert harness.masks(slots) is not None
+    failing(harness, 3)
+    if num_threads > 1:  # it takes real matchers alone, and meets the panic of one in the middle of others
+        harness.matchers._executor = Panicking()  # type: ignore[assignment]
+    for _ in range(2):
+        masks = harness.masks(slots)
+        assert masks is not None
+        assert [(it.index, it.code) for it in masks.failed] == [(3, "grammar")]
+        for slot in (0, 1, 2, 4):
+            assert_allows(masks.masks[slot], {"abc"}, [])
+
+
+def test_a_matcher_that_panics_at_a_token_ends_its_request_alone(harness: MatcherHarness) -> None:
+    for slot in (0, 1):
+        harness.start(slot, compiled(harness, choice({"abc"})))
+    assert harness.masks((0, 1)) is not None
+    failing(harness, 1)
+    failed = harness.matchers.advance(rows_of((0, 1)), np.array([token("a")] * 2))
+    assert [(it.index, it.code) for it in failed] == [(1, "grammar")]
+    masks = harness.masks((0,))
+    assert masks is not None
+    assert_allows(masks.masks[0], {"abc"}, [token("a")])
+
+
+def test_a_panic_while_a_grammar_is_compiled_is_a_refusal(
+    grammars: CompiledGrammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = MatcherHarness(grammars)
+    first = compiled(harness, choice({"a"}))
+    monkeypatch.setattr(compiled_grammars, "compile_grammar", Panicking().compile)
+    with pytest.raises(GrammarRefusedError, match="panic"):
+        grammars.compile(choice({"b"}))
+    monkeypatch.setitem(grammars._digest_to_compiled, first.digest, Worn())
+    harness.start(0, first)
+    masks = harness.masks((0,))
+    assert masks is not None
+    assert [it.code for it in masks.failed] == ["grammar"]
+
+
+def test_the_thread_that_compiles_survives_a_panic(
+    grammars: CompiledGrammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports: SimpleQueue[GrammarCompiled] = SimpleQueue()
+    thread = CompileThread(grammars, reports.put)
+    with monkeypatch.context() as context:
+        context.setattr(compiled_grammars, "compile_grammar", Panicking().compile)
+        thread.handle(CompileGrammar(choice({"a"})))
+        assert "panic" in reports.get(timeout=60).error
+    thread.handle(CompileGrammar(choice({"b"})))
+    assert reports.get(timeout=60).error == ""
+    thread.close()
+
+
+class Worn:
+    """A compiled grammar whose copies cannot be made."""
+
+    is_worn = False
+    prototype = Panicking()

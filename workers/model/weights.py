@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from kvtransfer.common.panics import PanicError, panics_as_errors
 from workers.errors import CheckpointError
 from workers.model.model_config import ModelConfig, weight_files
 from workers.model.sizes import kv_heads, part, query_heads, refuse_empty_parts
@@ -99,10 +100,11 @@ class WeightReader:
     def __enter__(self) -> WeightReader:
         for file in weight_files(self._dir):
             try:
-                opened = self._stack.enter_context(safe_open(str(file), framework="pt", device="cpu"))
-            except (OSError, SafetensorError) as error:
+                with panics_as_errors:
+                    opened = self._stack.enter_context(safe_open(str(file), framework="pt", device="cpu"))
+                    self._name_to_file |= dict.fromkeys(opened.keys(), (file, opened))
+            except (OSError, SafetensorError, PanicError) as error:
                 raise CheckpointError(f"{file}: unreadable: {error}") from error
-            self._name_to_file |= dict.fromkeys(opened.keys(), (file, opened))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -225,6 +227,16 @@ class WeightReader:
             raise CheckpointError(f"{self._dir}: tensor {name} is missing")
         file, opened = self._name_to_file[name]
         self._read.add(name)
+        try:
+            with panics_as_errors:
+                return self._checked(file, opened, name, shape)[slices].to(
+                    device=self.device, dtype=self._dtype
+                )
+        except (SafetensorError, PanicError) as error:
+            raise CheckpointError(f"{file}: tensor {name} is unreadable: {error}") from error
+
+    def _checked(self, file: Path, opened: Any, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Map the whole tensor, if it has this shape."""
         stored = opened.get_slice(name)
         if tuple(stored.get_shape()) != shape:
             found = list(stored.get_shape())
@@ -234,7 +246,7 @@ class WeightReader:
                 f"{file}: tensor {name} has dtype {stored.get_dtype()}, not F32, F16 or BF16"
             )
         tensor: Tensor = opened.get_tensor(name)
-        return tensor[slices].to(device=self.device, dtype=self._dtype)
+        return tensor
 
 
 def _check_split(config: ModelConfig, shard: ShardSpec) -> None:

@@ -19,6 +19,7 @@ from queue import Empty, SimpleQueue
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from kvtransfer.common.panics import PanicError, panics_as_errors
 from workers.errors import GrammarRefusedError
 from workers.grammar_limits import parser_limits
 from workers.messages.rank_channel import CompileGrammar, GrammarCompiled, GrammarOrder
@@ -113,7 +114,8 @@ class CompiledGrammars:
             if compiled.is_worn:
                 self._refuse_pause(compiled)
                 compiled.prototype, compiled.is_worn = self._compile(compiled.grammar.text), False
-            return compiled.prototype.deep_copy()
+            with panics_as_errors:
+                return compiled.prototype.deep_copy()
 
     def is_worn(self, digest: bytes) -> bool:
         """Return whether copies of the compiled grammar fail whatever they are to match. Called when one has
@@ -121,9 +123,10 @@ class CompiledGrammars:
         with self._lock:
             compiled = self._digest_to_compiled.get(digest)
             if compiled is not None and not compiled.is_worn:
-                probe = compiled.prototype.deep_copy()
-                probe.compute_bitmask()
-                compiled.is_worn = probe.is_error()
+                with panics_as_errors:
+                    probe = compiled.prototype.deep_copy()
+                    probe.compute_bitmask()
+                    compiled.is_worn = probe.is_error()
             return compiled is not None and compiled.is_worn
 
     def separate_matcher(self, digest: bytes) -> LLMatcher:
@@ -146,14 +149,16 @@ class CompiledGrammars:
     def _load(self) -> LLTokenizer:
         try:
             text = self.tokenizer_file.read_text(encoding="utf-8")
-            return load_tokenizer(text, self.vocab_size, self.end_ids)
-        except (OSError, ValueError) as error:
+            with panics_as_errors:
+                return load_tokenizer(text, self.vocab_size, self.end_ids)
+        except (OSError, ValueError, PanicError) as error:
             raise GrammarRefusedError(f"this model cannot follow a grammar: {error}") from error
 
     def _compile(self, text: str) -> LLMatcher:
         try:
-            return compile_grammar(self.tokenizer, text, self.limits)
-        except ValueError as error:
+            with panics_as_errors:
+                return compile_grammar(self.tokenizer, text, self.limits)
+        except (ValueError, PanicError) as error:
             raise GrammarRefusedError(str(error)) from error
 
     def _compiled(self, digest: bytes) -> _Compiled:

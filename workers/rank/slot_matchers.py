@@ -8,6 +8,7 @@ A matcher that fails ends its request alone. Its row is sampled without a mask, 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
 
+from kvtransfer.common.panics import PanicError, panics_as_errors
 from workers.errors import GrammarRefusedError
 from workers.messages.rank_channel import FailedEntry, RowMask, SlotSample, SlotStart
 from workers.rank.compiled_grammars import CompiledGrammars
@@ -39,6 +41,11 @@ class MatcherFailure(NamedTuple):
 
     reason: str
     code: str
+
+
+_PANICKED = MatcherFailure(
+    "its output could not follow the grammar: the library for grammars failed", "grammar"
+)
 
 
 class StepMasks(NamedTuple):
@@ -204,6 +211,8 @@ class SlotMatchers:
         token must be that of the replica where the output comes from."""
         try:
             slot.matcher = self._grammars.matcher(slot.grammar)
+        except PanicError:
+            return _PANICKED
         except GrammarRefusedError as error:
             return MatcherFailure(f"its grammar: {error}", "grammar")
         sample = slot.sample
@@ -224,22 +233,44 @@ class SlotMatchers:
         """Write what slots may sample to rows of `masks`, or why they fail to the slots."""
         num_bytes, address = 4 * self._num_words, masks.ctypes.data
         matchers = [(slot.matcher, row) for slot, row in places if slot.matcher is not None]
+        is_filled = False
         if self._executor is not None and len(matchers) >= _LEAST_PARALLEL:
-            self._executor.unsafe_compute_mask_ptr(matchers, address, num_bytes, len(masks))
-        else:
-            for matcher, row in matchers:
-                matcher.unsafe_compute_mask_ptr(address + row * num_bytes, num_bytes)
+            # Where one panics, each is asked by itself, for only that one must fail.
+            with contextlib.suppress(PanicError), panics_as_errors:
+                self._executor.unsafe_compute_mask_ptr(matchers, address, num_bytes, len(masks))
+                is_filled = True
         for slot, row in places:
-            if slot.matcher is None or not slot.matcher.is_error():
-                continue
-            slot.failure = self._separate(slot)
-            if slot.failure is None and slot.matcher is not None:
-                slot.matcher.unsafe_compute_mask_ptr(address + row * num_bytes, num_bytes)
-                if slot.matcher.is_error():
-                    slot.failure = _cannot_follow(slot.matcher)
+            try:
+                with panics_as_errors:
+                    slot.failure = self._filled(slot, address + row * num_bytes, num_bytes, is_filled)
+            except PanicError:
+                slot.failure = _PANICKED
+
+    def _filled(self, slot: _Slot, address: int, num_bytes: int, is_filled: bool) -> MatcherFailure | None:
+        """Write what a slot may sample to an address, where it is not there. Returns why that failed, if
+        so."""
+        if slot.matcher is None:
+            return slot.failure
+        if not is_filled:
+            slot.matcher.unsafe_compute_mask_ptr(address, num_bytes)
+        if not slot.matcher.is_error():
+            return slot.failure
+        failure = self._separate(slot)
+        if failure is None and slot.matcher is not None:
+            slot.matcher.unsafe_compute_mask_ptr(address, num_bytes)
+            if slot.matcher.is_error():
+                failure = _cannot_follow(slot.matcher)
+        return failure
 
     def _consume(self, slot: _Slot, tokens: list[int]) -> MatcherFailure | None:
         """Advance a slot's matcher. Returns why that failed, if so."""
+        try:
+            with panics_as_errors:
+                return self._consumed(slot, tokens)
+        except PanicError:
+            return _PANICKED
+
+    def _consumed(self, slot: _Slot, tokens: list[int]) -> MatcherFailure | None:
         if not tokens:
             return None
         slot.has_ended = tokens[-1] in self._grammars.end_ids

@@ -1,0 +1,211 @@
+"""Output of a request on its way to the client, and all of it that waits in a gateway, with its bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol
+
+from cluster.errors import RequestError, SlowClientError
+from cluster.gateway.attempt import EmbeddingDelta, Output, OutputDelta, PromptLogprobsDelta
+from cluster.metrics.ended_request import Summary
+from cluster.text.output_parsers.pieces import joined_calls
+from kvtransfer.blocks.keys import TOKEN_BYTES
+
+# Tokens, each with its log-probabilities counted too, that one stream holds for a client that does not read.
+# A slower client is cut off with RESOURCE_EXHAUSTED; no other stream waits for it meanwhile.
+MAX_UNREAD = 65536
+# The same of what waits and is sent as one message.
+MAX_MERGED = 4096
+# What output takes in memory: a delta beside its texts, a log-probability, and an alternative to its token.
+_DELTA_BYTES = 176
+_LOGPROB_BYTES = 112
+_TOP_BYTES = 120
+# A part of a tool call beside its arguments.
+_CALL_BYTES = 240
+
+
+class WaitingOutput(Protocol):
+    """What waits for one client: an `OutputBuffer`, or an answer that is kept until it is whole."""
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """How much is counted now: what waits, and what was taken and may not be read yet."""
+
+    @property
+    def cut_off(self) -> Callable[[], None]:
+        """Drops what is counted, and ends the request."""
+
+
+class UnreadOutput:
+    """All output of a gateway that waits for clients to read it, bounded in bytes together: beyond
+    `max_bytes` the slowest reader is cut off, who has most bytes to read."""
+
+    def __init__(self, max_bytes: float) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._waiting: set[WaitingOutput] = set()
+
+    def added(self, output: WaitingOutput, num_bytes: int) -> None:
+        """Count bytes that wait from now on."""
+        self.num_bytes += num_bytes
+        self._waiting.add(output)
+        if self.num_bytes > self.max_bytes:
+            max(self._waiting, key=lambda it: it.num_unread_bytes).cut_off()
+
+    def removed(self, output: WaitingOutput, num_bytes: int) -> None:
+        """Count bytes that were read, or dropped."""
+        self.num_bytes -= num_bytes
+        if not output.num_unread_bytes:
+            self._waiting.discard(output)
+
+
+class OutputBuffer:
+    """Output on its way to the client. What was read of the prompt comes first. Tokens that wait are merged
+    per sample, so a slow reader gets fewer, longer deltas; the end comes last. What was taken last counts as
+    unread until the next is asked for, or the reader is cut off, which ends what it does in `reading`."""
+
+    def __init__(self, unread: UnreadOutput, cut_off: Callable[[], None]) -> None:
+        """`cut_off` is called when this is the slowest reader, and too much waits."""
+        self.cut_off = cut_off
+        self._unread = unread
+        self._of_prompt: deque[PromptLogprobsDelta | EmbeddingDelta] = deque()
+        self._waiting: dict[int, deque[OutputDelta]] = {}
+        self._end: Summary | RequestError | None = None
+        self._ready = asyncio.Event()
+        self._scope: asyncio.Timeout | None = None
+        self._num_taken_bytes = 0
+        self.num_unread = 0
+        self.num_waiting_bytes = 0
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """How much waits, with what was taken last."""
+        return self.num_waiting_bytes + self._num_taken_bytes
+
+    def put(self, delta: Output) -> None:
+        """Append output of one sample, or what was read of the prompt."""
+        if isinstance(delta, OutputDelta):
+            self._waiting.setdefault(delta.sample, deque()).append(delta)
+            self.num_unread += _weight(delta)
+        else:
+            self._of_prompt.append(delta)
+        self._ready.set()
+        num_bytes = _num_bytes(delta)
+        self.num_waiting_bytes += num_bytes
+        self._unread.added(self, num_bytes)
+
+    def close(self, end: Summary | RequestError) -> None:
+        """Append the end; `SlowClientError` drops what waits before it, and ends what is done in `reading`,
+        so that what was taken is dropped too."""
+        if isinstance(end, SlowClientError) and not isinstance(self._end, SlowClientError):
+            self.discard()
+            self.release()
+            if self._scope is not None:
+                self._scope.reschedule(asyncio.get_running_loop().time())
+        self._end = end
+        self._ready.set()
+
+    @contextlib.asynccontextmanager
+    async def reading(self) -> AsyncIterator[None]:
+        """Read within: when the reader is cut off, what is done here ends with `SlowClientError`, also a
+        write that waits for the client."""
+        is_cut_off = isinstance(self._end, SlowClientError)
+        try:
+            async with asyncio.timeout(0.0 if is_cut_off else None) as self._scope:
+                yield
+        except TimeoutError:
+            if not isinstance(self._end, SlowClientError):
+                raise
+            # Not `_end` itself, which would keep what was taken: its traceback leads there.
+            raise SlowClientError(str(self._end), self._end.retry_after_s) from None
+        finally:
+            self._scope = None
+
+    def discard(self) -> None:
+        """Drop what waits: nobody will read it."""
+        self._of_prompt.clear()
+        self._waiting.clear()
+        num_bytes, self.num_waiting_bytes, self.num_unread = self.num_waiting_bytes, 0, 0
+        self._unread.removed(self, num_bytes)
+
+    def release(self) -> None:
+        """Count what was taken last as read."""
+        num_bytes, self._num_taken_bytes = self._num_taken_bytes, 0
+        self._unread.removed(self, num_bytes)
+
+    async def get(self) -> Output | Summary:
+        """Return the next output, at last the summary, or raise the error; the end again and again."""
+        self.release()
+        await self._ready.wait()
+        if self._of_prompt or self._waiting:
+            output = self._next()
+            if not (self._of_prompt or self._waiting) and self._end is None:
+                self._ready.clear()
+            return output
+        assert self._end is not None
+        if isinstance(self._end, RequestError):
+            raise self._end
+        return self._end
+
+    def _next(self) -> Output:
+        """Take what is read next."""
+        if not self._of_prompt:
+            return _merged(self._take())
+        output = self._of_prompt.popleft()
+        self._taken(_num_bytes(output))
+        return output
+
+    def _taken(self, num_bytes: int) -> None:
+        self.num_waiting_bytes -= num_bytes
+        self._num_taken_bytes += num_bytes
+
+    def _take(self) -> list[OutputDelta]:
+        """Take what waits of the sample whose turn it is, as much as goes into one message."""
+        sample = next(iter(self._waiting))
+        queue = self._waiting.pop(sample)
+        deltas: list[OutputDelta] = []
+        weight = 0
+        while queue and (not deltas or weight + _weight(queue[0]) <= MAX_MERGED):
+            deltas.append(queue.popleft())
+            weight += _weight(deltas[-1])
+        if queue:  # the other samples have their turns first
+            self._waiting[sample] = queue
+        self.num_unread -= weight
+        self._taken(sum(map(_num_bytes, deltas)))
+        return deltas
+
+
+def _weight(delta: OutputDelta) -> int:
+    return len(delta.tokens) // TOKEN_BYTES + sum(1 + len(it.top) for it in delta.logprobs)
+
+
+def _num_bytes(delta: Output) -> int:
+    if isinstance(delta, PromptLogprobsDelta):
+        return _DELTA_BYTES + delta.logprobs.num_bytes
+    if isinstance(delta, EmbeddingDelta):
+        return _DELTA_BYTES + len(delta.vector)
+    num_top = sum(len(it.top) for it in delta.logprobs)
+    logprob_bytes = len(delta.logprobs) * _LOGPROB_BYTES + num_top * _TOP_BYTES
+    call_bytes = sum(_CALL_BYTES + sys.getsizeof(call.arguments) for call in delta.tool_calls)
+    text_bytes = sys.getsizeof(delta.text) + sys.getsizeof(delta.reasoning)
+    return _DELTA_BYTES + len(delta.tokens) + text_bytes + logprob_bytes + call_bytes
+
+
+def _merged(deltas: list[OutputDelta]) -> OutputDelta:
+    if len(deltas) == 1:
+        return deltas[0]
+    return OutputDelta(
+        sample=deltas[0].sample,
+        first_index=deltas[0].first_index,
+        tokens=b"".join(delta.tokens for delta in deltas),
+        text="".join(delta.text for delta in deltas),
+        logprobs=tuple(item for delta in deltas for item in delta.logprobs),
+        finish=deltas[-1].finish,
+        reasoning="".join(delta.reasoning for delta in deltas),
+        tool_calls=joined_calls(call for delta in deltas for call in delta.tool_calls),
+        matched_stop=deltas[-1].matched_stop,
+    )
