@@ -32,11 +32,11 @@ from cluster.errors import (
 )
 from cluster.gateway.fleet import Fleet
 from cluster.http.guards import refused_host
-from cluster.http.port import HttpBounds, HttpPort
+from cluster.http.port import VERSIONLESS, HttpBounds, HttpPort, is_versionless
 from cluster.identity.access_control import AccessControl
 from cluster.identity.api_keys import split_key
 from cluster.identity.audit import NOBODY, OK, AuditEntry, AuditKind
-from cluster.identity.authenticator import Credentials, require
+from cluster.identity.authenticator import HEADER, Credentials, require
 from cluster.identity.identity import Identity, Role
 from cluster.identity.sessions import MAX_COOKIE_CHARS
 from cluster.metrics.scraped_registry import CONTENT_TYPE
@@ -109,6 +109,14 @@ def open_console(
     return Console(config, port, api, services)
 
 
+def _add_route(app: web.Application, method: Method, path: str, handler: Handler) -> None:
+    """Serve a route; that of GET is one of HEAD, too."""
+    if method == "GET":
+        app.router.add_get(path, handler)
+    else:
+        app.router.add_route(method, path, handler)
+
+
 class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of what the page sends: JSON objects with these fields and no other."""
 
@@ -160,9 +168,9 @@ class Console:
                 app.router.add_get(f"{PATH}/{name}", _file(name))
         for (method, path), open_handler in self._open_handlers().items():
             assert ROUTE_ACCESS[method, path] == "open"
-            app.router.add_route(method, path, open_handler)
+            _add_route(app, method, path, open_handler)
         for (method, path), handler in self._handlers().items():
-            app.router.add_route(method, path, self._allowed(ROUTE_ACCESS[method, path], handler))
+            _add_route(app, method, path, self._allowed(ROUTE_ACCESS[method, path], handler))
         self.app = app
         self._listener = HttpPort(
             app,
@@ -207,7 +215,9 @@ class Console:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuse what the console's page would not send, and turn every refusal into JSON."""
         response: web.StreamResponse
-        if problem := refused_host(request.headers.get("Host"), self._names):
+        if is_versionless(request):
+            response = _error(400, VERSIONLESS)
+        elif problem := refused_host(request.headers.get("Host"), self._names):
             response = _error(421, problem)
         elif request.method == "POST" and (refusal := refused_order(request.headers)):
             response = _error(*refusal)
@@ -250,7 +260,9 @@ class Console:
         """Return who sends the request: by the header that programs send, or by the session's cookie."""
         authenticator = self._access.authenticator
         if not authenticator.is_required or "Authorization" in request.headers:
-            return authenticator.identify(Credentials(request.headers.get("Authorization", "")))
+            return authenticator.identify(
+                Credentials(request.headers.get("Authorization", ""), wanted=HEADER)
+            )
         if cookie := request.cookies.get(self._cookie):
             return self._access.sessions.identify(cookie[: MAX_COOKIE_CHARS + 1])
         raise UnauthenticatedError("sign in with an API key")

@@ -38,6 +38,9 @@ from cluster.text.tokenizer import Detokenizer
 def translate(body: CompletionRequest, max_inputs: int) -> Translated:
     """Return a call for each prompt; `InvalidRequestError` names what it cannot say."""
     common, names = sampled_request(body)
+    if body.max_tokens == 0:
+        _check_prompt_alone(body)
+        common.max_tokens = 1  # which is not shown
     if body.suffix:
         raise bad_field("suffix", "is not supported; remove it")
     if body.best_of not in (None, body.n or 1):
@@ -62,6 +65,16 @@ def translate(body: CompletionRequest, max_inputs: int) -> Translated:
             call.token_ids.ids.extend(prompt)
         calls.append(call)
     return Translated(calls, renames)
+
+
+def _check_prompt_alone(body: CompletionRequest) -> None:
+    """Refuse what has no meaning for a request that wants its prompt alone."""
+    if not body.echo:
+        raise bad_field("max_tokens", "is 0: send 1 or more, or echo: true for the prompt alone")
+    if (body.n or 1) > 1:
+        raise bad_field("n", f"is {body.n}, and with max_tokens 0 there is one answer; remove it")
+    if body.min_tokens:
+        raise bad_field("min_tokens", f"is {body.min_tokens}, above max_tokens 0; remove it")
 
 
 def inputs(given: str | list[Any], field: str, max_inputs: int) -> list[str] | list[list[int]]:
@@ -127,6 +140,23 @@ class _PromptOutput:
         return found
 
 
+def _drop_output(response: pb.GenerateResponse) -> None:
+    """Remove the one token that a request for its prompt alone has computed."""
+    kind = response.WhichOneof("event")
+    if kind == "delta":
+        delta = response.delta
+        is_end = bool(delta.finish_reason)
+        for field in ("token_ids", "text", "logprobs", "reasoning", "matched_stop"):
+            delta.ClearField(field)
+        if is_end:
+            delta.finish_reason = pb.FINISH_REASON_LENGTH
+        if delta.HasField("usage"):
+            delta.usage.completion_tokens = delta.usage.reasoning_tokens = 0
+    elif kind == "finished":
+        usage = response.finished.usage
+        usage.completion_tokens = usage.reasoning_tokens = 0
+
+
 class CompletionAnswer:
     """The answer to one or several prompts, as a stream of chunks or as a whole."""
 
@@ -143,6 +173,7 @@ class CompletionAnswer:
         self._prompts = [_PromptOutput(body, self._offsets) for _ in range(num_calls)]
         self._num_samples = body.n or 1
         self._echoes = bool(body.echo)
+        self._is_prompt_alone = body.max_tokens == 0
         self._has_logprobs = body.logprobs is not None
         self._streams = bool(body.stream)
         options = body.stream_options
@@ -157,6 +188,8 @@ class CompletionAnswer:
 
     def take(self, number: int, response: pb.GenerateResponse) -> bytes:
         kind = response.WhichOneof("event")
+        if self._is_prompt_alone:
+            _drop_output(response)
         if kind == "delta" and self._streams:
             return self._chunk_of(number, response.delta)
         output = self._prompts[number].output

@@ -74,8 +74,8 @@ _SAMPLED: tuple[FieldEntry, ...] = (
     FieldEntry(
         "max_tokens",
         "served",
-        "1 or more, also with echo; default: gateway.default_max_tokens; more than the context has room for "
-        "is cut, and usage.capped_max_tokens says so",
+        "1 or more, in completions also 0 with echo; default: gateway.default_max_tokens; more than the "
+        "context has room for is cut, and usage.capped_max_tokens says so",
     ),
     FieldEntry("stop", "served", "at most 16 strings of 256 characters"),
     FieldEntry("seed", "served", "the same request with the same seed has the same output; drawn if absent"),

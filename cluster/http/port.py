@@ -10,6 +10,7 @@ from http import HTTPStatus
 from typing import Any, NamedTuple
 
 from aiohttp import web
+from aiohttp.http import HttpVersion10, RawRequestMessage
 from aiohttp.http_exceptions import LineTooLong
 
 from cluster.admission.caller_limits import CallerLimits
@@ -22,6 +23,8 @@ _STOP_S = 1.0
 _LINGER_S = 2.0
 _MAX_HEADERS = 100
 # What aiohttp says where there are more.
+# What is wrong with a request of HTTP 0.9, which knew neither headers nor statuses.
+VERSIONLESS = "the request line names no version of HTTP; send HTTP/1.1"
 _TOO_MANY_HEADERS = "Too many headers received"
 # When a silent client is asked whether it is still there, how often, and how many answers may be missing: a
 # client that has vanished is gone after as long as over gRPC.
@@ -140,7 +143,19 @@ class _Server(web.Server):
     """Makes the connections."""
 
     def __init__(self, made: web.Server, refuse: Refuse, options: dict[str, Any]) -> None:
-        super().__init__(made.request_handler, request_factory=made.request_factory, **options)
+        factory = made.request_factory
+
+        def make(
+            message: RawRequestMessage, payload: Any, connection: web.RequestHandler, *parts: Any
+        ) -> web.BaseRequest:
+            """Return a request, with a version that its answer can have."""
+            assert isinstance(connection, _Connection)
+            connection.is_versionless = message.version < HttpVersion10
+            if connection.is_versionless:
+                message = message._replace(version=HttpVersion10)
+            return factory(message, payload, connection, *parts)
+
+        super().__init__(made.request_handler, request_factory=make, **options)
         self._refuse = refuse
 
     def __call__(self) -> web.RequestHandler:
@@ -155,6 +170,8 @@ class _Connection(web.RequestHandler):
         self._refuse = refuse
         # Callers whose requests have come over it.
         self._parties: dict[str, CallerLimits] = {}
+        # Its present request named no version.
+        self.is_versionless = False
         # It is one too many of a caller.
         self.is_surplus = False
 
@@ -201,6 +218,12 @@ def own_connection(request: web.Request, party: str, limits: CallerLimits) -> No
     connection = request.protocol
     assert isinstance(connection, _Connection)
     connection.own(party, limits)
+
+
+def is_versionless(request: web.Request) -> bool:
+    """Whether the request line named no version that has statuses."""
+    connection = request.protocol
+    return isinstance(connection, _Connection) and connection.is_versionless
 
 
 def ends_connection(request: web.Request) -> bool:

@@ -3,6 +3,7 @@ it might change the output; `cluster.http.fields` lists all of them, and what ea
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
@@ -55,12 +56,12 @@ B = TypeVar("B", bound=Body)
 def decode(body: bytes, kind: type[B], refused: Mapping[str, str]) -> B:
     """Return the request; `InvalidRequestError` names the bad field by its path. `refused` says of fields
     that exist elsewhere what to do without them."""
+    body = body.removeprefix(codecs.BOM_UTF8)
     check_shape(body)
     try:
         fields = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        problem = _HALF_CHARACTER if _SURROGATE.search(body) else _shortened(error)
-        raise bad_field("body", f"is not JSON: {problem}") from error
+        raise bad_field("body", f"is not JSON: {_json_problem(body, error)}") from error
     if not isinstance(fields, dict):
         raise bad_field("body", "must be a JSON object")
     known = kind.__struct_encode_fields__
@@ -122,6 +123,17 @@ def _field_problem(error: Exception, fields: Any) -> tuple[str, str] | None:
     if isinstance(kind, str) and kind not in _KINDS_WITH_FIELDS:
         return f"{above}.type"[:200], f"{kind[:50]!r} is not supported; remove it"
     return path[:200], "is not known here; remove it"
+
+
+def _json_problem(body: bytes, error: Exception) -> str:
+    """Return what is wrong with a body that is not JSON."""
+    if _SURROGATE.search(body):
+        return _HALF_CHARACTER
+    try:
+        body.decode()
+    except UnicodeDecodeError as wrong:
+        return f"it is not UTF-8 at byte {wrong.start}"
+    return _shortened(error)
 
 
 def _shortened(error: Exception) -> str:

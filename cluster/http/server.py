@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import importlib.metadata
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Literal, NamedTuple
@@ -37,12 +38,20 @@ from cluster.http.endpoints import Endpoint, Endpoints, Method, Served
 from cluster.http.errors import HttpProblem, anthropic_error, openai_error
 from cluster.http.guards import refused_host
 from cluster.http.kept_output import WholeAnswer
-from cluster.http.port import HttpBounds, HttpPort, ends_connection, own_connection, watch_peer
+from cluster.http.port import (
+    VERSIONLESS,
+    HttpBounds,
+    HttpPort,
+    ends_connection,
+    is_versionless,
+    own_connection,
+    watch_peer,
+)
 from cluster.http.rate_limits import rate_limit_headers
 from cluster.http.sse import send_whole
 from cluster.identity.access_control import AccessControl
 from cluster.identity.audit import NOBODY, AuditEntry
-from cluster.identity.authenticator import Credentials, require
+from cluster.identity.authenticator import HEADER, Credentials, require
 from cluster.identity.identity import Identity, Role
 from kvtransfer.common.clock import Clock
 
@@ -54,6 +63,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # What each route needs. One that is registered without an entry here is an error at start.
 ROUTE_ACCESS: Mapping[tuple[Method, str], RouteAccess] = {
     ("GET", "/health"): "open",
+    # What load balancers and tools of other servers ask for.
+    ("GET", "/ping"): "open",
+    ("GET", "/version"): "open",
     ("GET", "/v1/models"): "user",
     # Names of models have slashes, as those of folders do.
     ("GET", "/v1/models/{model:.+}"): "user",
@@ -125,12 +137,17 @@ class HttpFront:
         self._names = frozenset(name.lower() for name in names) if is_open else None
         endpoints = Endpoints(services.servicer, self._model_name, gateway.http, services.unread, clock)
         app = web.Application(middlewares=[self._guard])
-        app.router.add_get("/health", self._health, allow_head=False)
+        for path, answer in (("/health", self._health), ("/ping", self._health), ("/version", _version)):
+            assert ROUTE_ACCESS["GET", path] == "open"
+            app.router.add_get(path, answer)
         for (method, path), endpoint in endpoints.routes().items():
             access = ROUTE_ACCESS[method, path]
             assert access != "open"
             handler = functools.partial(self._answer, access, endpoint)
-            app.router.add_route(method, path, handler, expect_handler=_expect_later)
+            if method == "GET":
+                app.router.add_get(path, handler)
+            else:
+                app.router.add_route(method, path, handler, expect_handler=_expect_later)
         self.app = app
         self._port = HttpPort(
             app,
@@ -179,6 +196,8 @@ class HttpFront:
         watch_peer(request.transport)
         response: web.StreamResponse
         try:
+            if is_versionless(request):
+                raise HttpProblem(400, VERSIONLESS)
             if self._names is not None and (
                 problem := refused_host(request.headers.get("Host"), self._names)
             ):
@@ -252,7 +271,7 @@ class HttpFront:
         headers = request.headers
         if len(headers.getall("Authorization", ())) > 1:
             raise UnauthenticatedError("there is more than one Authorization header")
-        shown = Credentials(shown_authorization(headers), certificate_names(request))
+        shown = Credentials(shown_authorization(headers), certificate_names(request), HEADER)
         return self._access.authenticator.identify(shown)
 
     def _record_refusal(self, request: web.Request, identity: Identity | None, error: RequestError) -> None:
@@ -313,6 +332,11 @@ class HttpFront:
             f"the body is longer than {most} bytes (gateway.http.max_body_bytes)",
             code="request_too_large",
         )
+
+
+async def _version(_: web.Request) -> web.Response:
+    """Answer as vLLM does."""
+    return web.json_response({"version": importlib.metadata.version("tandem-serve")})
 
 
 async def _expect_later(request: web.Request) -> None:

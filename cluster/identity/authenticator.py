@@ -20,7 +20,9 @@ from kvtransfer.common.clock import Clock
 MAX_AUTHORIZATION_CHARS = 16 << 10
 # Called with the setting whose file was read again, and with what has changed in it.
 OnReload = Callable[[str, Mapping[str, str]], None]
-_REMEDY = "send the metadata `authorization: Bearer KEY`"
+# What to send, over HTTP and over gRPC.
+HEADER = "the header `Authorization: Bearer KEY`"
+_METADATA = "the metadata `authorization: Bearer KEY`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,8 @@ class Credentials:
 
     authorization: str = ""
     certificate_names: tuple[str, ...] = ()
+    # What to send, for who shows none.
+    wanted: str = _METADATA
 
 
 class Authenticator:
@@ -62,10 +66,10 @@ class Authenticator:
         if not self.is_required:
             return LOCAL
         if credentials.authorization:
-            return self._by_token(_bearer(credentials.authorization))
+            return self._by_token(_bearer(credentials.authorization, credentials.wanted))
         if credentials.certificate_names and self._certificates is not None:
             return self._certificates.identify(credentials.certificate_names)
-        raise UnauthenticatedError(f"no credentials: {_REMEDY}")
+        raise UnauthenticatedError(f"no credentials: send {credentials.wanted}")
 
     def key_entry(self, api_key: str) -> KeyEntry:
         """Return the entry of this API key; `UnauthenticatedError` when it is not valid."""
@@ -153,10 +157,10 @@ def require(identity: Identity, role: Role) -> None:
         raise ForbiddenError(f"{identity.name} lacks the role {role!r}")
 
 
-def _bearer(authorization: str) -> str:
+def _bearer(authorization: str, wanted: str) -> str:
     scheme, _, token = authorization.partition(" ")
     token = token.strip()
     is_sane = token.isascii() and token.isprintable() and len(authorization) <= MAX_AUTHORIZATION_CHARS
     if scheme.lower() != "bearer" or not token or not is_sane:
-        raise UnauthenticatedError(f"the credentials cannot be read: {_REMEDY}")
+        raise UnauthenticatedError(f"the credentials cannot be read: send {wanted}")
     return token

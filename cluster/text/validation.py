@@ -6,7 +6,6 @@ it has one check for each field of a request.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -35,6 +34,8 @@ MAX_TAGS = 128
 MAX_ID_CHARS = 128
 # A sample that is resumed has ended like this, or not.
 FINISH_REASONS = ("", "stop", "length", "tool_calls")
+
+_MAX_FLOAT32 = 3.4028234e38
 
 _ID = re.compile(r"[A-Za-z0-9._:-]*")
 _DEFAULTS = SamplingParams()
@@ -350,10 +351,10 @@ def _range(least: int, most: int) -> str:
 def _number(
     request: pb.GenerateRequest, field: str, accepts: Callable[[float], bool], wanted: str
 ) -> Iterator[FieldViolation]:
-    """An absent field is fine; infinity and NaN never are."""
+    """An absent field is fine; infinity, NaN and what single precision cannot hold never are."""
     if request.HasField(field):
         value = getattr(request, field)
-        if not math.isfinite(value) or not accepts(value):
+        if not abs(value) <= _MAX_FLOAT32 or not accepts(value):
             shown = f"{value:g}" if isinstance(value, float) else str(value)
             yield FieldViolation(field, f"is {shown}; must be {wanted}")
 

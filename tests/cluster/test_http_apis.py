@@ -548,3 +548,33 @@ async def test_more_tokens_than_fit_the_context_are_refused_where_that_is_set(
     _, address = await harness.add_gateway(harness.config(max_tokens_beyond_context="refuse"))
     with pytest.raises(CallError, match=r"max_tokens: 32000 more than the .* exceed the context of 512"):
         await harness.client(address).complete(PROMPT, GenerateOptions(max_tokens=32_000))
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_prompt_is_scored_without_an_output(front: HttpFrontHarness, streams: bool) -> None:
+    """As lm-evaluation-harness asks for it."""
+    body = {"prompt": "hello there", "max_tokens": 0, "echo": True, "logprobs": 1, "stream": streams}
+    options = {"stream_options": {"include_usage": True}} if streams else {}
+    reply = await front.post("/v1/completions", {**body, **options})
+    assert reply.status == 200, reply.body
+    parts = [item for _, item in reply.events if item != "[DONE]"] if streams else [reply.json]
+    choices = [choice for part in parts for choice in part["choices"]]
+    assert "".join(choice["text"] for choice in choices) == "hello there"
+    assert [it["finish_reason"] for it in choices if it["finish_reason"]] == ["length"]
+    logprobs = [it["logprobs"] for it in choices if it.get("logprobs")]
+    tokens = [token for item in logprobs for token in item["tokens"]]
+    values = [value for item in logprobs for value in item["token_logprobs"]]
+    usage = parts[-1]["usage"]
+    assert (usage["completion_tokens"], usage["prompt_tokens"]) == (0, len(tokens))
+    assert values == [None, *[-0.25] * (len(tokens) - 1)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({}, "max_tokens"), ({"echo": True, "n": 2}, "n"), ({"echo": True, "min_tokens": 1}, "min_tokens")],
+)
+async def test_what_has_no_meaning_without_an_output_is_named(
+    front: HttpFrontHarness, fields: dict[str, Any], param: str
+) -> None:
+    reply = await front.post("/v1/completions", {"prompt": "hello", "max_tokens": 0, **fields})
+    assert (reply.status, reply.error["param"]) == (400, param)

@@ -180,3 +180,21 @@ async def test_a_body_that_cannot_be_read_counts_as_a_request_and_none_is_read_b
             assert b"Retry-After:" in head
             length = int(head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0])
             assert "requests_per_s" in json.loads(await reader.readexactly(length))["error"]["message"]
+
+
+async def test_a_byte_order_mark_is_no_part_of_the_body(front: HttpFrontHarness) -> None:
+    body = b"\xef\xbb\xbf" + json.dumps(CHAT).encode()
+    assert (await front.send("POST", "/v1/chat/completions", data=body, headers=JSON)).status == 200
+
+
+async def test_what_is_no_utf8_is_named_by_its_place(front: HttpFrontHarness) -> None:
+    body = b'{"messages": "' + b"\xff" + b'"}'
+    reply = await front.send("POST", "/v1/chat/completions", data=body, headers=JSON)
+    assert (reply.status, reply.error["param"]) == (400, "body")
+    assert "not UTF-8 at byte 14" in reply.error["message"]
+
+
+@pytest.mark.parametrize("field", ["temperature", "repetition_penalty"])
+async def test_a_number_beyond_single_precision_is_named(front: HttpFrontHarness, field: str) -> None:
+    reply = await front.chat(**{field: 1e308})
+    assert (reply.status, reply.error["param"]) == (400, field)

@@ -451,3 +451,30 @@ async def test_without_a_port_nothing_listens(harness: GatewayHarness) -> None:
 
 def test_every_route_has_an_entry() -> None:
     assert all(access in ("open", "user") for access in ROUTE_ACCESS.values())
+
+
+# ------------------------------------------------------------------------------------- what anybody may ask
+
+
+async def test_head_is_answered_wherever_get_is(front: HttpFrontHarness) -> None:
+    """Also of the console, whose routes `test_red_team` lists."""
+    for path in ("/health", "/ping", "/version", "/v1/models", "/v1/models/m"):
+        got, head = await front.get(path), await front.send("HEAD", path)
+        assert (head.status, got.status, head.body) == (200, 200, b"")
+        assert int(head.headers.get("Content-Length", "0")) == len(got.body)
+
+
+async def test_version_and_ping_are_open(harness: GatewayHarness, tmp_path: Path) -> None:
+    key_of(tmp_path / "keys.yaml", "acme")
+    async with HttpFrontHarness(harness, config_of(harness, tmp_path)) as front:
+        assert (await front.get("/ping")).status == 200
+        assert (await front.get("/version")).json.keys() == {"version"}
+        unknown = await front.get("/v1/models")
+        assert unknown.status == 401
+        assert "send the header `Authorization: Bearer KEY`" in unknown.error["message"]
+
+
+async def test_a_request_without_a_version_is_answered_with_a_status(front: HttpFrontHarness) -> None:
+    async with front.connection() as (reader, writer):
+        writer.write(b"GET /health\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.0 400 ")
