@@ -16,9 +16,9 @@ prediction turns out to be wrong, because the replica became slower or others ar
 placed anew: after each part of the time that it may wait, and when another replica has nothing to do. When it
 has waited so long that it would be late, or as long as its class allows, it is refused: none waits longer.
 
-Calls that resume a stream, retries and migrations are not judged: they were taken already. What a replica has
-refused waits in `retries` for one that has capacity, and goes before the rest. Not thread-safe; time comes
-from a `Clock`.
+Retries, migrations and calls that resume what the cluster broke are not judged: they were taken already. What
+a replica has refused waits in `retries` for one that has capacity, and goes before the rest. Not thread-safe;
+time comes from a `Clock`.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@
                requests              prompt tokens   output tokens    concurrent tokens go back
                output tokens > 0     concurrent tokens
 
+A call with several prompts takes as many requests, at once, before any of them begins. One that only counts
+or translates tokens takes a request and nothing else.
+
 A token bucket holds up to `burst_s` seconds' worth of its rate. Output is taken when it is there, so its
 bucket may go below zero; then new requests are refused until it has recovered, and running streams continue.
 
@@ -103,6 +106,15 @@ class QuotaHold:
     def __init__(self, tenant: str, num_tokens: int) -> None:
         self.tenant = tenant
         self.num_tokens = num_tokens
+
+
+class MovedRequest(NamedTuple):
+    """Where a request was that is resumed here: its tokens may be counted there still."""
+
+    # Whether it was at the gateway with this id.
+    is_from: Callable[[str], bool]
+    # That gateway does not answer: nothing runs there any more, whatever its last record says.
+    is_gone: bool
 
 
 class TokenBucket:
@@ -266,16 +278,18 @@ class Quotas:
 
     # ------------------------------------------------------------------------------- of each request
 
-    def admit(self, tenant: str, now: float) -> None:
-        """Take one request, before it costs anything; raise `QuotaError` where a bucket is exhausted."""
+    def admit(self, tenant: str, now: float, count: int = 1) -> None:
+        """Take requests, all or none of them, before they cost anything; raise `QuotaError` where a bucket is
+        exhausted. More of them than the bucket ever holds are taken when it is full, and what exceeds it is
+        missing afterwards."""
         found = self._find(tenant, now)
         if found is None:
             return
         if found.output is not None and (wait_s := found.output.missing_s(0, now)):
             raise self._used_up(tenant, found, "output_tokens_per_s", wait_s)
-        if found.requests is not None and (wait_s := found.requests.missing_s(1, now)):
-            raise self._used_up(tenant, found, "requests_per_s", wait_s)
-        found.take(0, 1, now, is_shared=not self._is_divided)
+        if found.requests is not None and (wait_s := found.requests.missing_s(count, now)):
+            raise self._used_up(tenant, found, "requests_per_s", wait_s, count)
+        found.take(0, count, now, is_shared=not self._is_divided)
 
     def withdraw(self, tenant: str, num_prompt_tokens: int, now: float) -> None:
         """Give an admitted request back that is not taken, or not submitted, by no fault of its tenant, with
@@ -287,20 +301,28 @@ class Quotas:
                 found.give_back(kind, amount, now, is_shared=not self._is_divided)
 
     def take_prompt(
-        self, tenant: str, num_prompt_tokens: int, max_tokens: int, now: float, *, is_resumed: bool = False
+        self,
+        tenant: str,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        now: float,
+        *,
+        is_free: bool = False,
+        moved: MovedRequest | None = None,
     ) -> QuotaHold:
         """Take the prompt of an admitted request, and hold its concurrent tokens until `ended`. `max_tokens`
         is that of all its samples.
 
-        Raises `QuotaError`, and `InvalidRequestError` where the request alone exceeds its limit. One that is
-        resumed was paid for: it holds its tokens and is never refused.
+        Raises `QuotaError`, and `InvalidRequestError` where the request alone exceeds its limit. The prompt
+        of one that `is_free` was paid for before. Such a request holds its tokens, or is refused, as any
+        other, but for those that its former gateway is still thought to hold (`moved`).
         """
         found = self._find(tenant, now)
         if found is None:
             return QuotaHold(tenant, 0)
         num_tokens = num_prompt_tokens + max_tokens
-        if not is_resumed:
-            self._check_held(tenant, found, num_tokens)
+        self._check_held(tenant, found, num_tokens, moved)
+        if not is_free:
             if found.prompt is not None and (wait_s := found.prompt.missing_s(num_prompt_tokens, now)):
                 raise self._used_up(tenant, found, "prompt_tokens_per_s", wait_s)
             found.take(1, num_prompt_tokens, now, is_shared=not self._is_divided)
@@ -405,7 +427,7 @@ class Quotas:
         if name is not None:
             del self._tenants[name]
 
-    def _check_held(self, tenant: str, found: _Tenant, num_tokens: int) -> None:
+    def _check_held(self, tenant: str, found: _Tenant, num_tokens: int, moved: MovedRequest | None) -> None:
         limit = found.limits.concurrent_tokens
         if limit is None:
             return
@@ -415,7 +437,7 @@ class Quotas:
             raise InvalidRequestError(
                 FieldViolation("max_tokens", f"{problem} at once ({setting}); ask for less")
             )
-        num_held = found.held + found.others_held
+        num_held = found.held + found.others_held - self._num_moved(tenant, num_tokens, moved)
         if num_held and num_held + num_tokens > limit * self.share:
             because = (
                 f"tenant {tenant!r} may have {limit} tokens of prompts and max_tokens at once ({setting}), "
@@ -423,11 +445,24 @@ class Quotas:
             )
             raise self._refused(found, "concurrent_tokens", because, _HELD_RETRY_S)
 
-    def _used_up(self, tenant: str, found: _Tenant, rate: Rate, wait_s: float) -> QuotaError:
+    def _num_moved(self, tenant: str, num_tokens: int, moved: MovedRequest | None) -> int:
+        """Return how many of the concurrent tokens of other gateways are counted here no more."""
+        if moved is None:
+            return 0
+        num_held = sum(
+            peer.records[tenant].num_held_tokens
+            for name, peer in self._peers.items()
+            if not peer.is_missing and tenant in peer.records and moved.is_from(name)
+        )
+        return num_held if moved.is_gone else min(num_held, num_tokens)
+
+    def _used_up(self, tenant: str, found: _Tenant, rate: Rate, wait_s: float, count: int = 1) -> QuotaError:
         """Count a refusal, and return its error."""
         what = f"{getattr(found.limits, rate):g} {_RATES[rate]} a second"
         setting = f"auth.tenants.{found.entry}.{rate}"
         because = f"tenant {tenant!r} may use {what} ({setting}) and has used them up"
+        if count > 1:
+            because = f"{count} requests at once: {because}"
         return self._refused(found, rate, f"{because}; try again in {wait_s:.3g} s", wait_s)
 
     def _refused(self, found: _Tenant, limit: Limit, because: str, wait_s: float) -> QuotaError:

@@ -165,6 +165,7 @@ def usage_of(summary: Summary) -> pb.Usage:
         completion_tokens=sum(item.num_tokens for item in summary.samples),
         capped_max_tokens=summary.capped_max_tokens,
         reasoning_tokens=sum(item.num_reasoning_tokens for item in summary.samples),
+        resumed_tokens=summary.num_resumed_tokens,
     )
 
 

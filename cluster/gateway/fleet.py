@@ -25,8 +25,9 @@ from cluster.errors import StartError, UnknownRequestError
 from cluster.gateway.placement_exchange import FollowPlacements, PlacementExchange
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_manager import RequestManager
+from cluster.gateway.resumed_calls import OtherGateways, ResumeClaim
 from cluster.identity.ended_sessions import EndedSession
-from cluster.identity.resume_tokens import is_drawn_by
+from cluster.identity.resume_tokens import gateway_tag, is_drawn_by
 from cluster.identity.sessions import Sessions
 from cluster.metrics.admission_stats import AdmissionStats
 from cluster.metrics.curves import RING_S, Curves, SecondCounts, Window, curves_of, merged, window_of
@@ -136,6 +137,13 @@ class SessionEnded(Message, frozen=True):
     began_at: float = 0.0
 
 
+class ResumeJudged(Message, frozen=True):
+    """Answers a `ResumeClaim`; `now` as in `ExplainAnswer`."""
+
+    now: float
+    is_free: bool
+
+
 class Noted(Message, frozen=True):
     """Answers what asks for nothing; `now` as in `ExplainAnswer`."""
 
@@ -169,12 +177,12 @@ class StatsAnswer(Message, frozen=True):
     quotas: tuple[QuotaUse, ...] = ()
 
 
-Query = ExplainQuery | ListQuery | StatsQuery | SessionEnded
-Answer = ExplainAnswer | ListAnswer | StatsAnswer | Noted
+Query = ExplainQuery | ListQuery | StatsQuery | SessionEnded | ResumeClaim
+Answer = ExplainAnswer | ListAnswer | StatsAnswer | ResumeJudged | Noted
 QUERY_CODEC: Codec[FleetHello | FollowPlacements | Query] = Codec(FleetHello | FollowPlacements | Query)
 ANSWER_CODEC: Codec[Answer | FleetRefusal] = Codec(Answer | FleetRefusal)
 
-A = TypeVar("A", ExplainAnswer, ListAnswer, StatsAnswer, Noted)
+A = TypeVar("A", ExplainAnswer, ListAnswer, StatsAnswer, ResumeJudged, Noted)
 
 
 class FoundRequest(NamedTuple):
@@ -347,6 +355,14 @@ class Fleet:
             given, missing = await self._ask(dict.fromkeys(peers, message), Noted)
             reached |= given.keys()
 
+    async def judge_resume(self, claim: ResumeClaim) -> OtherGateways:
+        """Return what the other gateways say of a call that resumes a request."""
+        given, _ = await self._ask(dict.fromkeys(self._known_peers(), claim), ResumeJudged)
+        return OtherGateways(
+            is_free=all(it.answer.is_free for it in given.values()),
+            is_issuer_there=any(gateway_tag(name) == claim.issuer for name in given),
+        )
+
     async def _ask(
         self, queries: Mapping[str, Query], expected: type[A], *, is_patient: bool = False
     ) -> tuple[dict[str, _Timed[A]], dict[str, str]]:
@@ -454,6 +470,8 @@ class Fleet:
                     EndedSession(query.session_id, query.ends_at, query.key_id, query.began_at)
                 )
                 return Noted(now)
+            case ResumeClaim():
+                return ResumeJudged(now, self._requests.resumed.judge(query))
 
 
 class _Timed(NamedTuple, Generic[A]):

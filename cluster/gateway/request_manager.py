@@ -12,7 +12,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import NamedTuple, TypeVarTuple
 
 from cluster.admission import read_budget
@@ -26,13 +25,10 @@ from cluster.errors import (
     AbandonedError,
     DeadlineError,
     DuplicateRequestError,
-    FieldViolation,
-    InvalidRequestError,
     OverloadedError,
     QuotaError,
     RequestError,
     UnavailableError,
-    UnknownRequestError,
     failures_logged,
     to_grpc_status,
 )
@@ -41,14 +37,17 @@ from cluster.gateway.circuit_breaker import BreakerState, CircuitBreaker
 from cluster.gateway.loop_slices import LoopSlices
 from cluster.gateway.output_buffer import UnreadOutput
 from cluster.gateway.replica_connections import ReplicaConnections
+from cluster.gateway.request_records import RequestRecords
 from cluster.gateway.request_state import RequestState
 from cluster.gateway.request_task import RequestTask, Router, ended_by_faults
+from cluster.gateway.resume_charges import Charge, ResumeCharges
+from cluster.gateway.resumed_calls import RequestKey, ResumedCalls
+from cluster.gateway.tenant_terms import TenantTerms
 from cluster.identity.config import AuthConfig
 from cluster.identity.identity import Identity
-from cluster.identity.resume_tokens import ResumeTokens, draw_request_id, resume_digest
+from cluster.identity.resume_tokens import draw_request_id, resume_digest
 from cluster.metrics.ended_request import Caller, EndedRequest, Observer, RequestInfo
 from cluster.metrics.gateway_counters import NOT_PREDICTED, GatewayCounters
-from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.preprocess import PreparedRequest, Preprocessor
 from cluster.text.sample_text import SampleText
@@ -57,11 +56,9 @@ from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
 from router.errors import NoReplicaError
-from workers.messages.link import SERVICE_CLASSES, Cancel, Pooling, ServiceClass, StepFrame
+from workers.messages.link import Cancel, Pooling, ServiceClass, StepFrame
 from workers.messages.sampling import SamplingParams
 
-# Ended requests that `Explain` remembers.
-NUM_RECORDS = 1024
 _NUM_STALE = 1024
 _NOBODY = Caller()
 # Beside its prompt and the keys of its blocks.
@@ -82,10 +79,6 @@ class Accepted(NamedTuple):
     seed: int
     num_prompt_tokens: int
     resume_token: str
-
-
-# A tenant and the id of one of its requests.
-RequestKey = tuple[str, str]
 
 
 class RequestManager:
@@ -109,17 +102,16 @@ class RequestManager:
         gateway_id: str,
         auth: AuthConfig,
         quotas: Quotas,
-        resume_tokens: ResumeTokens,
+        resumes: ResumeCharges,
         admission: RequestAdmission,
         observers: Sequence[Observer] = (),
     ) -> None:
         self.admission = admission
         self._gateway_id = gateway_id
         self._auth = auth
-        shares = auth.shares("device_kv_share")
-        self._kv_shares = shares if shares.is_limited else None
+        self._terms = TenantTerms(auth)
         self._quotas = quotas
-        self._resume_tokens = resume_tokens
+        self._resumes = resumes
         self._preprocessor = preprocessor
         self._connections = connections
         self._router = router
@@ -134,11 +126,16 @@ class RequestManager:
         self._slices = LoopSlices()
         # Running.
         self._latest: dict[RequestKey, RequestTask] = {}
-        self._records: OrderedDict[RequestKey, RequestInfo] = OrderedDict()
+        self._records = RequestRecords(self._latest)
         self._stale: OrderedDict[tuple[ReplicaIdentity, str, int], None] = OrderedDict()
         self._ends = EndRate(clock.now())
         self._num_arriving = 0
         self._is_leaving = False
+
+    @property
+    def resumed(self) -> ResumedCalls:
+        """What this gateway knows of calls that may be resumed free of charge."""
+        return self._resumes.resumed
 
     @property
     def num_running(self) -> int:
@@ -148,6 +145,19 @@ class RequestManager:
         """Return what a request may ask for now."""
         return self._preprocessor.limits(self._connections.max_context_tokens)
 
+    def charge_list(self, tenant: str, count: int) -> None:
+        """Take the requests of a call with several prompts from its tenant's quota, before anything of them
+        is done; raise `QuotaError` where there are not so many. Each is accepted with `is_charged` then."""
+        try:
+            self._quotas.admit(tenant, self._clock.now(), count)
+        except QuotaError as error:
+            self.counters.over_quota(tenant, error.limit)
+            raise
+
+    def give_back_request(self, tenant: str) -> None:
+        """Give a request of `charge_list` back: another application answers it, and charges for it."""
+        self._quotas.withdraw(tenant, 0, self._clock.now())
+
     async def accept(
         self,
         request: pb.GenerateRequest,
@@ -155,16 +165,18 @@ class RequestManager:
         identity: Identity,
         caller: Caller = _NOBODY,
         pooling: Pooling | None = None,
+        *,
+        is_charged: bool = False,
     ) -> Accepted:
         """Check, tokenize and start the request; raise the `RequestError` that says why it cannot be.
 
         The request is the identity's already (`cluster.api.authentication.claim`). `deadline_s` is what
         remains of the client's deadline (None: none). With `pooling` its prompt is embedded, and nothing is
-        generated.
+        generated. `is_charged`: it was taken from its tenant's requests before, with others.
         """
         now = self._clock.now()
         try:
-            return await self._accept(request, deadline_s, identity, caller, now, pooling)
+            return await self._accept(request, deadline_s, identity, caller, now, pooling, is_charged)
         except RequestError as error:
             if isinstance(error, QuotaError):
                 self.counters.over_quota(request.tenant, error.limit)
@@ -191,36 +203,80 @@ class RequestManager:
         caller: Caller,
         now: float,
         pooling: Pooling | None,
+        is_charged: bool,
     ) -> Accepted:
         limits = self.limits()
         check_request(request, limits)
         identity.check_may_use(limits.model_name)
-        service_class = self._service_class(request, identity)
-        deadline_at = None if deadline_s is None else now + deadline_s
-        flow = Flow(request.tenant, service_class)
-        is_paid = read_budget.use_paid()
-        # Resumed streams may be as many again: they all come at once when another gateway ends.
-        most = 2 * self._max_requests if request.resume else self._max_requests
+        flow = Flow(request.tenant, self._terms.service_class(request, identity))
         weight = self._auth.limits(request.tenant).weight
-        num_bytes = request.ByteSize()
+        candidate = Candidacy(
+            flow, weight, request.priority, now, None if deadline_s is None else now + deadline_s
+        )
+        is_charged = read_budget.use_paid() or is_charged
         try:
-            if len(self._tasks) + self._num_arriving >= most:
-                what = f"{most} requests, the most it takes (gateway.max_requests)"
-                self.admission.refuse("requests", flow, f"this gateway has {what}", self._ends.next_s(now))
-            if not request.resume:
-                self.admission.check_early(flow, weight, now, deadline_at, num_bytes)
-        except RequestError:
-            if is_paid:
+            charge = await self._charge(request, identity, candidate, is_charged)
+        except OverloadedError:
+            if is_charged:
                 self._quotas.withdraw(request.tenant, 0, now)
             raise
-        digest = resume_digest(request)
-        cap = 0
-        if request.resume:
-            cap = self._resume_tokens.check(
-                request.resume_token, identity, request.tenant, request.request_id, request.seed, digest
+        try:
+            return await self._start(request, limits, identity, caller, candidate, pooling, charge)
+        except (OverloadedError, QuotaError, UnavailableError):
+            if charge.grant is not None:
+                await self.resumed.give_back(charge.grant)
+            raise
+
+    async def _charge(
+        self, request: pb.GenerateRequest, identity: Identity, candidate: Candidacy, is_charged: bool
+    ) -> Charge:
+        """Take one request from the tenant's quota, unless that was done, or the call is free."""
+        now, tenant = candidate.arrived_at, request.tenant
+        if not request.resume:
+            self._check_early(candidate, request.ByteSize())
+            if not is_charged:
+                self._quotas.admit(tenant, now)
+            return Charge(resume_digest(request))
+        # They all come at once when another gateway ends.
+        self._check_num(candidate, 2 * self._max_requests)
+        charge = await self._resumes.charge(request, identity, now)
+        if not charge.is_free:
+            older = self._latest.get((tenant, request.request_id))
+            if older is None or older.waiting_since is None:
+                self._check_early(candidate, request.ByteSize())
+            if not is_charged:
+                self._quotas.admit(tenant, now)
+        elif is_charged:  # when its body was read
+            self._quotas.withdraw(tenant, 0, now)
+        return charge
+
+    def _check_early(self, candidate: Candidacy, num_bytes: int) -> None:
+        """Raise `OverloadedError` where a new request is refused before it costs anything."""
+        self._check_num(candidate, self._max_requests)
+        self.admission.check_early(
+            candidate.flow, candidate.weight, candidate.arrived_at, candidate.deadline_at, num_bytes
+        )
+
+    def _check_num(self, candidate: Candidacy, most: int) -> None:
+        if len(self._tasks) + self._num_arriving >= most:
+            because = f"this gateway has {most} requests, the most it takes (gateway.max_requests)"
+            self.admission.refuse(
+                "requests", candidate.flow, because, self._ends.next_s(candidate.arrived_at)
             )
-        elif not is_paid:
-            self._quotas.admit(request.tenant, now)
+
+    async def _start(
+        self,
+        request: pb.GenerateRequest,
+        limits: ServingLimits,
+        identity: Identity,
+        caller: Caller,
+        candidate: Candidacy,
+        pooling: Pooling | None,
+        charge: Charge,
+    ) -> Accepted:
+        """Tokenize and start a request that was charged, or is free."""
+        deadline_at, service_class = candidate.deadline_at, candidate.flow.service_class
+        num_bytes = request.ByteSize()
         request_id = request.request_id or draw_request_id(self._gateway_id)
         self._num_arriving += 1
         try:
@@ -239,20 +295,24 @@ class RequestManager:
         key = request.tenant, request_id
         if key in self._latest and not request.resume:
             raise DuplicateRequestError(f"request {request_id!r} is running; choose another id, or resume it")
-        candidate = Candidacy(flow, weight, prepared.priority, now, deadline_at)
-        candidacy = self._take_over(key, request, candidate) if request.resume else candidate
-        if not request.resume:
+        candidacy: Candidacy | None = candidate
+        cap = charge.capped_max_tokens
+        if request.resume:
+            candidacy = self._take_over(key, request, candidate, charge)
+        else:
             cap = self.admission.max_tokens(service_class, prepared.sampling.max_tokens)
         is_cut = 0 < cap < prepared.sampling.max_tokens
         prepared = prepared.capped(cap)
         queued = self.admission.queued.hold(num_bytes + _num_bytes(prepared))
-        held, quota_hold = self._admit(prepared, candidacy, queued)
+        held, quota_hold = self._admit(prepared, candidacy, queued, charge)
         if is_cut and not request.resume:
             self.admission.counts.num_capped += 1
-        task = self._begin(key, prepared, texts, now, caller, candidacy, held, quota_hold, queued)
+        task = self._begin(
+            key, prepared, texts, caller, candidate, candidacy, held, quota_hold, queued, charge
+        )
         with ended_by_faults(task):
-            token = self._resume_tokens.issue(
-                identity, request.tenant, request_id, prepared.seed, digest, prepared.capped_max_tokens
+            token = self._resumes.tokens.issue(
+                identity, request.tenant, request_id, prepared.seed, charge.digest, prepared.capped_max_tokens
             )
         return Accepted(task, request_id, prepared.seed, prepared.num_prompt_tokens, token)
 
@@ -271,11 +331,13 @@ class RequestManager:
         compatibility = self._connections.compatibility
         if compatibility is None:
             raise UnavailableError("no replica has connected to this gateway yet")
-        group = self._sharing_group(identity, request.tenant)
+        group = self._terms.sharing_group(identity, request.tenant)
         return await self._preprocessor.prepare(
             request,
             prompt,
-            self._within_share(limits, group, compatibility.block_tokens),
+            self._terms.within_share(
+                limits, group, self._connections.min_kv_blocks, compatibility.block_tokens
+            ),
             request_id=request_id,
             sharing_group=group,
             fingerprint=compatibility.model_fingerprint,
@@ -285,110 +347,69 @@ class RequestManager:
         )
 
     def _take_over(
-        self, key: RequestKey, request: pb.GenerateRequest, candidacy: Candidacy
+        self, key: RequestKey, request: pb.GenerateRequest, candidacy: Candidacy, charge: Charge
     ) -> Candidacy | None:
-        """End the call that this one resumes, if it runs here. Returns what admission must know: None where
-        there is output, which goes on before all that wait. Without any the request waits as it did before,
-        or it would pass the others by being resumed; it is not judged again."""
+        """End the call that this one resumes, if it runs here. Returns what admission must know.
+
+        A call that waits here leaves its place to this one, which adds no load, and would pass the others if
+        it got a better one. Another call that is charged is judged as a new one. One that is free was judged
+        before: with output it goes on before all that wait (None), without any it waits for its turn.
+        """
         older = self._latest.get(key)
-        if older is None:
-            since = None if any(it.token_ids for it in request.resume) else candidacy.arrived_at
-        else:
+        since = None
+        if older is not None:
             since = older.waiting_since
             older.abandon(AbandonedError("taken over by a call that resumes it"))
-        return None if since is None else candidacy._replace(arrived_at=since, is_accepted=True)
+        if since is not None:
+            return candidacy._replace(arrived_at=since, is_accepted=True)
+        if not charge.is_free:
+            return candidacy
+        has_output = any(it.token_ids for it in request.resume)
+        return None if has_output else candidacy._replace(is_accepted=True)
 
     def _admit(
-        self, prepared: PreparedRequest, candidacy: Candidacy | None, queued: ByteHold
+        self, prepared: PreparedRequest, candidacy: Candidacy | None, queued: ByteHold, charge: Charge
     ) -> tuple[HeldRequest | None, QuotaHold]:
         """Find a place for a new request, and take its prompt from its tenant's quota. A request without a
         place is held by nobody: where no replica is there, its task asks again."""
         max_tokens = prepared.sampling.max_tokens * len(prepared.samples)
-        held, is_resumed = None, candidacy is None or candidacy.is_accepted
+        # The output that a caller claims is computed like a prompt, and part of `max_tokens`.
+        num_claimed = 0 if charge.is_free else prepared.num_claimed_tokens
+        held = None
         with contextlib.ExitStack() as failed:
             failed.callback(queued.release)
             if candidacy is not None:
-                held = self._place(prepared, candidacy)
+                held = self._place(prepared, candidacy, charge)
             if held is not None:
                 failed.callback(self.admission.drop, held)
             quota_hold = self._quotas.take_prompt(
                 prepared.tenant,
-                prepared.num_prompt_tokens,
-                max_tokens,
+                prepared.num_prompt_tokens + num_claimed,
+                max_tokens - num_claimed,
                 self._clock.now(),
-                is_resumed=is_resumed,
+                is_free=charge.is_free,
+                moved=charge.moved,
             )
             failed.pop_all()
         return held, quota_hold
 
-    def _place(self, prepared: PreparedRequest, candidacy: Candidacy) -> HeldRequest | None:
+    def _place(self, prepared: PreparedRequest, candidacy: Candidacy, charge: Charge) -> HeldRequest | None:
         try:
             return self.admission.admit(first_route_request(prepared), candidacy)
         except NoReplicaError:
             return None
         except RequestError:
-            self._quotas.withdraw(prepared.tenant, 0, self._clock.now())
+            if not charge.is_free:
+                self._quotas.withdraw(prepared.tenant, 0, self._clock.now())
             raise
 
-    def _within_share(self, limits: ServingLimits, group: str, block_tokens: int) -> ServingLimits:
-        """Return the limits of a request of this sharing group."""
-        num_blocks = self._connections.min_kv_blocks
-        share = 1.0 if self._kv_shares is None or not num_blocks else self._kv_shares.of(group)
-        if share == 1:
-            return limits
-        return replace(limits, kv_share=share, max_share_tokens=int(num_blocks * share) * block_tokens)
-
-    def _service_class(self, request: pb.GenerateRequest, identity: Identity) -> ServiceClass:
-        """Return the class of the request; raise `InvalidRequestError` where its tenant may not name it."""
-        limits = self._auth.limits(request.tenant)
-        named = name_of(pb.ServiceClass, request.service_class)
-        if not named:
-            return limits.default_class
-        if limits.classes and named not in limits.classes:
-            allowed = ", ".join(limits.classes)
-            raise InvalidRequestError(
-                FieldViolation(
-                    "service_class", f"{identity.name} may use {allowed}; leave it out, or name one"
-                )
-            )
-        return next(name for name in SERVICE_CLASSES if name == named)
-
-    def _sharing_group(self, identity: Identity, tenant: str) -> str:
-        return self._auth.sharing_group(tenant) if identity.names_tenants else identity.sharing_group
-
     def record(self, request_id: str, tenant: str | None) -> RequestInfo:
-        """Return what is known of a running or recent request of the tenant, or raise `UnknownRequestError`.
-        `tenant` None: the latest of any tenant."""
-        keys = [(tenant, request_id)] if tenant is not None else self._keys_of(request_id)
-        found = [
-            _record(key, task, "running", "") if (task := self._latest.get(key)) else self._records[key]
-            for key in keys
-            if key in self._latest or key in self._records
-        ]
-        if not found:
-            what = f"request {request_id[:128]!r} is neither running at this gateway nor"
-            raise UnknownRequestError(f"{what} one of the last {NUM_RECORDS} that ended here")
-        return max(found, key=lambda it: it.started_at)
-
-    def _keys_of(self, request_id: str) -> list[RequestKey]:
-        """Return the keys of all tenants' requests with this id."""
-        return [key for key in {*self._latest, *self._records} if key[1] == request_id]
+        """As `RequestRecords.find`."""
+        return self._records.find(request_id, tenant)
 
     def latest(self, limit: int, tenant: str | None) -> list[RequestInfo]:
-        """Return at most `limit` running requests of the tenant and as many that ended, the latest arrivals
-        first. `tenant` None: of all tenants."""
-
-        def is_asked(key: RequestKey) -> bool:
-            return tenant is None or key[0] == tenant
-
-        latest = ((key, task) for key, task in reversed(self._latest.items()) if is_asked(key))
-        running = [_record(key, task, "running", "") for key, task in islice(latest, limit)]
-        ended = (
-            record
-            for key, record in reversed(self._records.items())
-            if is_asked(key) and key not in self._latest
-        )
-        return sorted([*running, *islice(ended, limit)], key=lambda it: it.started_at, reverse=True)
+        """As `RequestRecords.latest`."""
+        return self._records.latest(limit, tenant)
 
     def leave(self) -> None:
         """Accept no more requests; those that run continue."""
@@ -522,20 +543,29 @@ class RequestManager:
         key: RequestKey,
         prepared: PreparedRequest,
         texts: Sequence[SampleText],
-        now: float,
         caller: Caller,
+        candidate: Candidacy,
         candidacy: Candidacy | None,
         held: HeldRequest | None,
         quota_hold: QuotaHold,
         queued: ByteHold,
+        charge: Charge,
     ) -> RequestTask:
-        is_new = candidacy is not None and not candidacy.is_accepted
+        now = candidate.arrived_at
 
         def on_end(error: RequestError | None) -> None:
             try:
                 self._quotas.ended(quota_hold)
-                if is_new and isinstance(error, OverloadedError) and not task.state.attempt:
-                    self._quotas.withdraw(prepared.tenant, prepared.num_prompt_tokens, self._clock.now())
+                was_refused = isinstance(error, OverloadedError) and not task.state.attempt
+                if was_refused and not charge.is_free:
+                    num_taken = prepared.num_prompt_tokens + prepared.num_claimed_tokens
+                    self._quotas.withdraw(prepared.tenant, num_taken, self._clock.now())
+                self.resumed.ended(
+                    key,
+                    None if was_refused and not charge.is_free else error,
+                    num_before=prepared.num_resumed_tokens if charge.is_free and not was_refused else None,
+                    num_tokens=task.state.num_output_tokens,
+                )
             finally:
                 self._end(key, task, error, caller)
 
@@ -574,12 +604,9 @@ class RequestManager:
         else:
             state = "failed"
             _log.info("request %s failed: %s", request_id, reason, extra={"request_id": request_id})
-        self._records.pop(key, None)
         now = self._clock.now()
         self._ends.add(now)
-        self._records[key] = _record(key, task, state, reason, now)
-        if len(self._records) > NUM_RECORDS:
-            self._records.popitem(last=False)
+        self._records.ended(key, task, state, reason, now)
         self.admission.pump()
         self._observe(
             EndedRequest(
@@ -609,23 +636,3 @@ def _num_bytes(prepared: PreparedRequest) -> int:
     """Return what the request takes while it waits, beside the client's message."""
     num_grammar_bytes = 0 if prepared.grammar is None else len(prepared.grammar.text)
     return len(prepared.prompt) + sum(map(len, prepared.block_keys)) + num_grammar_bytes + _REQUEST_BYTES
-
-
-def _record(
-    key: RequestKey, task: RequestTask, state: str, reason: str, ended_at: float = 0.0
-) -> RequestInfo:
-    request = task.state
-    return RequestInfo(
-        request_id=key[1],
-        state=state,
-        reason=reason,
-        started_at=request.started_at,
-        decisions=tuple(request.decisions),
-        timeline=tuple(request.timeline),
-        tenant=request.prepared.tenant,
-        num_prompt_tokens=request.prepared.num_prompt_tokens,
-        num_output_tokens=request.num_output_tokens,
-        num_cached_tokens=request.num_cached_tokens,
-        first_token_at=request.first_token_at,
-        ended_at=ended_at,
-    )

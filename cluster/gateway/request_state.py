@@ -169,6 +169,7 @@ class RequestState:
             hand_over=self._hand_over_report,
             num_moves=self._migration.num_moves,
             capped_max_tokens=self.prepared.capped_max_tokens,
+            num_resumed_tokens=self.prepared.num_resumed_tokens,
         )
 
     # ------------------------------------------------------------------------------ start and routing

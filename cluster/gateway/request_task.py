@@ -152,8 +152,8 @@ class RequestTask:
         """Since when it has waited for output; None: it has some, or came with some, and went at once."""
         if self._candidacy is None:
             return None
-        num_claimed = sum(len(sample.output) for sample in self.state.prepared.samples) // TOKEN_BYTES
-        return None if self.state.num_output_tokens > num_claimed else self._candidacy.arrived_at
+        has_output = self.state.num_output_tokens > self.state.prepared.num_resumed_tokens
+        return None if has_output else self._candidacy.arrived_at
 
     def begin(self) -> None:
         """Start the state machine and the deadline's timer."""

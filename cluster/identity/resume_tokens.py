@@ -9,6 +9,9 @@ import hashlib
 import hmac
 import re
 import secrets
+import struct
+import zlib
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,20 +23,48 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.rpc.trust import Trust
 
 _MAC_BYTES = 32
-_TIME_BYTES = 8
-_CAP_BYTES = 4
+# Issuer, time and cap, each in 4 bytes.
+_HEAD = struct.Struct(">III")
+# Seconds since 1970 that a token can hold: until 2106.
+_MAX_TIME = (1 << 32) - 1
+# Of a token's proof: enough to tell the token from all others.
+_KEY_BYTES = 16
 # How long a relayed call may take from one gateway to the next, their clocks' difference included.
 RELAY_S = 60.0
 _FIELD = "resume_token"
 
 
-class ResumeTokens:
-    """Issues and checks the tokens that let a caller resume its own request, at any gateway."""
+class ResumeToken(NamedTuple):
+    """What a token says beside what it proves."""
 
-    def __init__(self, trust: Trust, clock: Clock, lifetime_s: float) -> None:
+    # Tells it from every other token.
+    key: bytes
+    # `gateway_tag` of the gateway that ran the call; 0: it is of a version that did not name itself.
+    issuer: int
+    # Unix time.
+    expires_at: int
+    # What `max_tokens` was cut to; 0: it was not.
+    capped_max_tokens: int
+
+
+def gateway_tag(gateway_id: str) -> int:
+    """Return the number by which resume tokens name a gateway; 0 stands for none."""
+    return zlib.crc32(gateway_id.encode()) or int(bool(gateway_id))
+
+
+class ResumeTokens:
+    """Issues and checks the tokens that let a caller resume its own request, at any gateway.
+
+    A token begins with the tag of its gateway and the time when it expires, 4 bytes each. Gateways of an
+    earlier version read both as one time of 8 bytes, which has not come yet, and issue tokens whose tag is 0:
+    each takes the tokens of the other while a cluster is rolled.
+    """
+
+    def __init__(self, trust: Trust, clock: Clock, lifetime_s: float, gateway_id: str = "") -> None:
         self._key = trust.key_for("tandem-resume-2")
         self._clock = clock
         self._lifetime_s = lifetime_s
+        self._issuer = gateway_tag(gateway_id)
 
     def issue(
         self,
@@ -46,25 +77,26 @@ class ResumeTokens:
     ) -> str:
         """Return a token for this request; `prompt` is the digest of all that decides its tokens. What
         `max_tokens` was cut to (0: it was not) holds wherever the request is resumed."""
-        expires_at = int(self._clock.wall() + self._lifetime_s).to_bytes(_TIME_BYTES, "big")
-        head = expires_at + capped_max_tokens.to_bytes(_CAP_BYTES, "big")
+        expires_at = min(int(self._clock.wall() + self._lifetime_s), _MAX_TIME)
+        head = _HEAD.pack(self._issuer, expires_at, capped_max_tokens)
         return _text(head + self._mac(head, identity, tenant, request_id, seed, prompt))
 
     def check(
         self, token: str, identity: Identity, tenant: str, request_id: str, seed: int, prompt: bytes
-    ) -> int:
-        """Return what `max_tokens` was cut to (0: it was not); raise `InvalidRequestError` without a token,
-        and `ForbiddenError` for one of another caller or request, or an expired one."""
+    ) -> ResumeToken:
+        """Return what the token says; raise `InvalidRequestError` without a token, and `ForbiddenError` for
+        one of another caller or request, or an expired one."""
         if not token:
             problem = "is missing; a resumed request needs the one that `accepted` gave"
             raise InvalidRequestError(FieldViolation(_FIELD, problem))
         data = _data(token)
-        head, mac = data[: _TIME_BYTES + _CAP_BYTES], data[_TIME_BYTES + _CAP_BYTES :]
+        head, mac = data[: _HEAD.size], data[_HEAD.size :]
         if not hmac.compare_digest(mac, self._mac(head, identity, tenant, request_id, seed, prompt)):
             raise ForbiddenError(f"{_FIELD}: it is not the one of this caller, request id, seed and prompt")
-        if int.from_bytes(head[:_TIME_BYTES], "big") <= self._clock.wall():
+        issuer, expires_at, cap = _HEAD.unpack(head)
+        if expires_at <= self._clock.wall():
             raise ForbiddenError(f"{_FIELD}: it has expired; send the request as a new one")
-        return int.from_bytes(head[_TIME_BYTES:], "big")
+        return ResumeToken(mac[:_KEY_BYTES], issuer, expires_at, cap)
 
     def _mac(
         self, head: bytes, identity: Identity, tenant: str, request_id: str, seed: int, prompt: bytes

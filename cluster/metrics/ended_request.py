@@ -56,6 +56,8 @@ class Summary:
     num_moves: int = 0
     # What `max_tokens` was cut to; 0: it was not.
     capped_max_tokens: int = 0
+    # Of the samples' tokens: those that the caller brought to resume the request.
+    num_resumed_tokens: int = 0
 
     @property
     def ttft_s(self) -> float:

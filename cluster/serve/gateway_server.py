@@ -30,6 +30,8 @@ from cluster.gateway.history import RequestHistory
 from cluster.gateway.placement_exchange import SNAPSHOT_WAIT_S, PlacementExchange, PlacementFeed
 from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_manager import RequestManager
+from cluster.gateway.resume_charges import ResumeCharges
+from cluster.gateway.resumed_calls import ResumedCalls
 from cluster.gateway.traffic_splitter import TrafficSplitter
 from cluster.http.server import HttpServices, open_http
 from cluster.identity.access_control import AccessControl
@@ -203,7 +205,11 @@ class Gateway:
             gateway_id=self._gateway_id,
             auth=config.auth,
             quotas=quotas,
-            resume_tokens=ResumeTokens(trust, clock, config.auth.resume_s),
+            resumes=ResumeCharges(
+                ResumeTokens(trust, clock, config.auth.resume_s, self._gateway_id),
+                ResumedCalls(self._gateway_id, clock, lambda claim: self.fleet.judge_resume(claim)),
+                quotas,
+            ),
             on_members=self._on_members,
             admission=RequestAdmission(config.admission, router, clock, seeds, _call_soon, self._on_rung),
             observers=_observers(config, history, self._tracer),

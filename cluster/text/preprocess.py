@@ -117,6 +117,17 @@ class PreparedRequest:
         return len(self.prompt) // TOKEN_BYTES
 
     @property
+    def num_resumed_tokens(self) -> int:
+        """How many tokens of output a resuming caller brought."""
+        return sum(len(it.output) for it in self.samples) // TOKEN_BYTES
+
+    @property
+    def num_claimed_tokens(self) -> int:
+        """How many tokens of output a resuming caller brought that are computed once more: those of samples
+        that have not ended."""
+        return sum(len(it.output) for it in self.samples if not it.finish) // TOKEN_BYTES
+
+    @property
     def seed(self) -> int:
         """The seed of the request, which is that of its first sample."""
         return self.samples[0].seed

@@ -79,7 +79,8 @@ async def test_all_of_a_request_counts_in_bytes_until_it_is_submitted(harness: G
 async def test_a_request_that_waits_does_not_pass_the_others_by_being_resumed(
     harness: GatewayHarness,
 ) -> None:
-    """Whatever output it claims; at another gateway one without output waits, too, and none is judged."""
+    """Whatever output it claims; it waits at another gateway, too, which does not know the first one. None is
+    judged."""
     replica = await harness.add_replica("d0", "decode")
     replica.script.num_backlog_tokens = 5000
     gateway, address = await opened(harness)

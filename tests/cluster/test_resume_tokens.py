@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import hmac
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +20,7 @@ from cluster.identity.resume_tokens import (
     RelayTokens,
     ResumeTokens,
     draw_request_id,
+    gateway_tag,
     is_drawn_by,
     resume_digest,
 )
@@ -88,6 +91,31 @@ def test_a_client_may_change_its_key_and_nobody_else_may_be_another(tokens: Resu
         for other in (ALICE, dataclasses.replace(identity, name="other")):
             with pytest.raises(ForbiddenError, match="not the one of this caller"):
                 tokens.check(tokens.issue(**mine), **{**mine, "identity": other})
+
+
+def test_a_token_names_its_gateway_and_what_load_cut(clock: ManualClock) -> None:
+    tokens = ResumeTokens(TRUST, clock, 60.0, "g1")
+    first = tokens.check(tokens.issue(**RIGHT, capped_max_tokens=7), **RIGHT)
+    assert first[1:] == (gateway_tag("g1"), 160, 7)
+    clock.advance(1)
+    assert tokens.check(tokens.issue(**RIGHT), **RIGHT).key != first.key
+    assert gateway_tag("") == 0 < gateway_tag("g1") < 1 << 32
+
+
+def test_gateways_of_the_version_before_take_these_tokens_and_theirs_are_taken(clock: ManualClock) -> None:
+    """They know one time of 8 bytes, and no gateway."""
+    tokens = ResumeTokens(TRUST, clock, 60.0, "g1")
+    data = base64.urlsafe_b64decode(tokens.issue(**RIGHT, capped_max_tokens=7))
+    head, mac = data[:12], data[12:]
+    proven = (head, ALICE.owner, "acme", "r", 5, b"p" * 32)
+    key = TRUST.key_for("tandem-resume-2")
+    assert mac == hmac.digest(key, msgspec.msgpack.encode(proven), "sha256")
+    assert int.from_bytes(head[:8], "big") > clock.wall()
+    assert int.from_bytes(head[8:], "big") == 7
+    head = (160).to_bytes(8, "big") + (7).to_bytes(4, "big")
+    mac = hmac.digest(key, msgspec.msgpack.encode((head, *proven[1:])), "sha256")
+    theirs = tokens.check(base64.urlsafe_b64encode(head + mac).decode(), **RIGHT)
+    assert theirs[1:] == (0, 160, 7)
 
 
 def test_a_token_of_another_secret_is_none(tokens: ResumeTokens, clock: ManualClock) -> None:

@@ -428,18 +428,20 @@ class SampleEnd(_message.Message):
     def __init__(self, sample: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "cached", "completion_tokens", "capped_max_tokens", "reasoning_tokens")
+    __slots__ = ("prompt_tokens", "cached", "completion_tokens", "capped_max_tokens", "reasoning_tokens", "resumed_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CAPPED_MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REASONING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     cached: CachedTokens
     completion_tokens: int
     capped_max_tokens: int
     reasoning_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached: _Optional[_Union[CachedTokens, _Mapping[str, object]]] = ..., completion_tokens: _Optional[int] = ..., capped_max_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ...) -> None: ...
+    resumed_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached: _Optional[_Union[CachedTokens, _Mapping[str, object]]] = ..., completion_tokens: _Optional[int] = ..., capped_max_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ..., resumed_tokens: _Optional[int] = ...) -> None: ...
 
 class CachedTokens(_message.Message):
     __slots__ = ("device", "dram", "nvme", "remote")
