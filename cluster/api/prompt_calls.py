@@ -74,6 +74,7 @@ class PromptCalls:
         """Return the embedding of each input; raise the `RequestError` of the first that fails."""
         _check_inputs("inputs", request.inputs)
         read_budget.divide(len(request.inputs))
+        await self._requests.charge(request.tenant, len(request.inputs))
         if request.HasField("dimensions") and request.dimensions < 1:
             raise InvalidRequestError(
                 FieldViolation("dimensions", f"is {request.dimensions}; must be 1 or more")
@@ -99,11 +100,12 @@ class PromptCalls:
         """Return how likely each continuation is; raise the `RequestError` of the first that fails."""
         _check_inputs("continuations", request.continuations)
         read_budget.divide(len(request.continuations))
+        await self._requests.charge(request.tenant, len(request.continuations))
         request_id = request.request_id or draw_request_id(self._gateway_id)
         prompt = await self._prompt_tokens(request, context.identity)
 
         async def one(index: int) -> tuple[pb.ContinuationScore, Summary]:
-            tokens = await self._continuation_tokens(request.continuations[index])
+            tokens = await self._continuation_tokens(request.continuations[index], request.tenant)
             if not len(tokens):
                 raise InvalidRequestError(FieldViolation(f"continuations[{index}]", "has no tokens"))
             asked = self._generate(request, part_id(request_id, f":{index}"))
@@ -137,7 +139,7 @@ class PromptCalls:
     ) -> tuple[T, Summary]:
         """Run one request to its end."""
         accepted = await self._requests.accept(
-            request, context.time_left_s(), context.identity, context.caller, pooling=pooling
+            request, context.time_left_s(), context.identity, context.caller, pooling, is_charged=True
         )
         read_budget.pass_on()
         context.accepted.append(accepted)
@@ -184,10 +186,10 @@ class PromptCalls:
             raise InvalidRequestError(FieldViolation("prompt", "it has no tokens; send more text"))
         return list(np.frombuffer(prompt.tokens, dtype="<u4").tolist())
 
-    async def _continuation_tokens(self, continuation: pb.EmbedInput) -> list[int]:
+    async def _continuation_tokens(self, continuation: pb.EmbedInput, tenant: str) -> list[int]:
         if continuation.WhichOneof("input") == "token_ids":
             return list(continuation.token_ids.ids)
-        encoded = await self._preprocessor.encode(continuation.text, add_special_tokens=False)
+        encoded = await self._preprocessor.encode(continuation.text, add_special_tokens=False, party=tenant)
         return list(np.frombuffer(encoded, dtype="<u4").tolist())
 
 
@@ -247,7 +249,10 @@ async def _gather(count: int, one: Callable[[int], Awaitable[T]]) -> list[T]:
     try:
         with own_cancellations():
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(placed(index)) for index in range(count)]
+                tasks = []
+                for index in range(count):
+                    tasks.append(group.create_task(placed(index)))
+                    await asyncio.sleep(0)  # others than this call have their turn
     except* RequestError as errors:
         raise _first(errors) from None
     return [task.result() for task in tasks]

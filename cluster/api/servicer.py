@@ -7,9 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
 
 import grpc.aio
 import numpy as np
@@ -37,6 +35,7 @@ from cluster.text.chat_template import Rendered
 from cluster.text.constraints import tags_of
 from cluster.text.preprocess import Preprocessor
 from cluster.text.tag_grammar import tag_markers
+from cluster.text.text_threads import TextThreads
 from cluster.text.tokenizer import Detokenizer, ModelText
 from cluster.text.validation import ServingLimits, check_detokenize, check_tokenize
 from kvtransfer.common.clock import let_others_run
@@ -67,15 +66,30 @@ class InferenceServicer:
         self._status = status
         self._faults = faults
 
-    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
+    async def charge(self, tenant: str, count: int = 1) -> None:
+        """Take the requests of one call from its tenant's quota, all or none; `QuotaError`."""
+        await self._requests.charge(tenant, count)
+
+    async def pace_refusal(self, tenant: str) -> None:
+        """Wait before a call is refused by its tenant's quota, if others were refused just before."""
+        await self._requests.pace_refusal(tenant)
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: Context, *, is_charged: bool = False
+    ) -> None:
+        """Serve one call; `is_charged`: its request was taken from its tenant's quota (`charge`)."""
         identity = caller_identity()
         claim(request, identity)
         shares = self._connections.roster_view.traffic
         if shares and await self._traffic.answered(request, context, shares):
+            if is_charged:  # whoever answered it has charged it
+                self._requests.give_back_request(request.tenant)
             return
         try:
             caller = caller_of(context, identity)
-            accepted = await self._requests.accept(request, context.time_remaining(), identity, caller)
+            accepted = await self._requests.accept(
+                request, context.time_remaining(), identity, caller, is_charged=is_charged
+            )
             read_budget.pass_on()
         except RequestError as error:
             await abort(context, error)
@@ -117,6 +131,7 @@ class InferenceServicer:
         try:
             identity, limits = caller_identity(), self._requests.limits()
             identity.check_may_use(limits.model_name)
+            await self._requests.charge(identity.tenant)
             return await self._texts.tokenize(request, limits, identity.tenant)
         except RequestError as error:
             await abort(context, error)
@@ -125,6 +140,7 @@ class InferenceServicer:
         try:
             identity, limits = caller_identity(), self._requests.limits()
             identity.check_may_use(limits.model_name)
+            await self._requests.charge(identity.tenant)
             return await self._texts.detokenize(request, limits, identity.tenant)
         except RequestError as error:
             await abort(context, error)
@@ -224,22 +240,20 @@ def _tenant_of(identity: Identity) -> str | None:
 # is limited by the model's context.
 MAX_CALLS = 64
 MAX_TENANT_CALLS = MAX_CALLS // 2
-_NUM_THREADS = 2
 # Token ids copied before the event loop may run again.
 _NUM_TOKENS = 4096
-
-T = TypeVar("T")
 
 
 class TextCalls:
     """Runs Tokenize and Detokenize in their own threads, beside the event loop and the threads of Generate.
+    Tenants take turns there.
 
     A call beyond `MAX_CALLS`, or `MAX_TENANT_CALLS` of its tenant, raises `OverloadedError`.
     """
 
     def __init__(self, preprocessor: Preprocessor) -> None:
         self._preprocessor = preprocessor
-        self._executor = ThreadPoolExecutor(_NUM_THREADS, "text")
+        self._threads = TextThreads("text")
         self._tenant_to_num_calls: Counter[str] = Counter()
 
     @property
@@ -252,7 +266,7 @@ class TextCalls:
     ) -> pb.TokenizeResponse:
         """Tokenize text or a chat; raise `RequestError` when the request cannot be served."""
         with self._admitted(tenant):
-            await self._run(lambda: check_tokenize(request, limits))
+            await self._threads.run(tenant, lambda: check_tokenize(request, limits))
             prompt: str | Rendered = request.text
             is_chat = request.WhichOneof("input") == "chat"
             if is_chat:
@@ -260,18 +274,18 @@ class TextCalls:
             adds_tokens = (
                 request.add_special_tokens if request.HasField("add_special_tokens") else not is_chat
             )
-            return await self._run(lambda: self._tokenized(prompt, adds_tokens))
+            return await self._threads.run(tenant, lambda: self._tokenized(prompt, adds_tokens))
 
     async def detokenize(
         self, request: pb.DetokenizeRequest, limits: ServingLimits, tenant: str
     ) -> pb.DetokenizeResponse:
         """Decode token ids; raise `RequestError` when the request cannot be served."""
         with self._admitted(tenant):
-            return await self._run(lambda: self._detokenized(request, limits))
+            return await self._threads.run(tenant, lambda: self._detokenized(request, limits))
 
     def close(self) -> None:
         """End the threads, after their present work."""
-        self._executor.shutdown(cancel_futures=True)
+        self._threads.close()
 
     @contextlib.contextmanager
     def _admitted(self, tenant: str) -> Iterator[None]:
@@ -287,9 +301,6 @@ class TextCalls:
             num_calls[tenant] -= 1
             if not num_calls[tenant]:
                 del num_calls[tenant]
-
-    async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def _tokenized(self, prompt: str | Rendered, adds_tokens: bool) -> pb.TokenizeResponse:
         tokens = np.frombuffer(

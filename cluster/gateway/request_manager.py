@@ -20,6 +20,7 @@ from cluster.admission.fair_queue import Flow
 from cluster.admission.held import Candidacy, HeldRequest
 from cluster.admission.lane import ByteHold
 from cluster.admission.quotas import QuotaHold, Quotas
+from cluster.admission.refusal_pace import RefusalPace
 from cluster.admission.retries import EndRate
 from cluster.errors import (
     AbandonedError,
@@ -111,6 +112,7 @@ class RequestManager:
         self._auth = auth
         self._terms = TenantTerms(auth)
         self._quotas = quotas
+        self._refusals = RefusalPace()
         self._resumes = resumes
         self._preprocessor = preprocessor
         self._connections = connections
@@ -145,17 +147,27 @@ class RequestManager:
         """Return what a request may ask for now."""
         return self._preprocessor.limits(self._connections.max_context_tokens)
 
-    def charge_list(self, tenant: str, count: int) -> None:
-        """Take the requests of a call with several prompts from its tenant's quota, before anything of them
-        is done; raise `QuotaError` where there are not so many. Each is accepted with `is_charged` then."""
+    async def charge(self, tenant: str, count: int = 1) -> None:
+        """Take the requests of a call from its tenant's quota, before anything of it is done; raise
+        `QuotaError` where there are not so many. Prompts are accepted with `is_charged` then. What was taken
+        when the reading of the call began is one of them."""
+        now = self._clock.now()
+        if read_budget.use_paid():
+            self._quotas.withdraw(tenant, 0, now)
         try:
-            self._quotas.admit(tenant, self._clock.now(), count)
+            self._quotas.admit(tenant, now, count)
         except QuotaError as error:
             self.counters.over_quota(tenant, error.limit)
+            await self.pace_refusal(tenant)
             raise
 
+    async def pace_refusal(self, tenant: str) -> None:
+        """Wait before a call is refused by its tenant's quota, if others were refused just before."""
+        if delay_s := self._refusals.delay_s(tenant, self._clock.now()):
+            await self._clock.sleep(delay_s)
+
     def give_back_request(self, tenant: str) -> None:
-        """Give a request of `charge_list` back: another application answers it, and charges for it."""
+        """Give a request of `charge` back: another application answers it, and charges for it."""
         self._quotas.withdraw(tenant, 0, self._clock.now())
 
     async def accept(
@@ -180,6 +192,7 @@ class RequestManager:
         except RequestError as error:
             if isinstance(error, QuotaError):
                 self.counters.over_quota(request.tenant, error.limit)
+                await self.pace_refusal(request.tenant)
             self._observe(
                 EndedRequest(
                     request_id=request.request_id[:_MAX_LOGGED_CHARS],

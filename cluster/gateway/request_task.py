@@ -32,7 +32,6 @@ from cluster.gateway.request_state import RequestPhase, RequestState
 from cluster.metrics.ended_request import Summary
 from cluster.text.preprocess import PreparedRequest
 from cluster.text.sample_text import SampleText
-from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.messages import ReplicaIdentity

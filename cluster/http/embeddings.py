@@ -13,6 +13,7 @@ from cluster.http.errors import bad_field
 from cluster.http.prompts import add_messages, add_tools, chat_renamer, renamer, template_args
 from cluster.http.schemas import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 from cluster.proto.tandem.v1 import inference_pb2 as pb
+from kvtransfer.common.clock import let_others_run
 
 rename_embed = renamer({"inputs": "input"})
 rename_tokenize = chat_renamer(
@@ -30,6 +31,8 @@ rename_tokenize = chat_renamer(
 )
 rename_detokenize = renamer({"token_ids": "tokens"})
 _ENCODINGS = ("float", "base64")
+# Token ids copied before another thread may run.
+_NUM_COPIED = 4096
 
 
 class _Embedding(msgspec.Struct):
@@ -115,7 +118,12 @@ def tokenize_request(body: TokenizeRequest) -> pb.TokenizeRequest:
 
 def tokenize_answer(reply: pb.TokenizeResponse, max_context_tokens: int) -> bytes:
     """Return the answer as JSON."""
-    return encode(_Tokens(len(reply.token_ids), max_context_tokens, list(reply.token_ids)))
+    tokens: list[int] = []
+    for start in range(0, len(reply.token_ids), _NUM_COPIED):
+        tokens += reply.token_ids[start : start + _NUM_COPIED]
+        if len(reply.token_ids) > _NUM_COPIED:
+            let_others_run()
+    return encode(_Tokens(len(tokens), max_context_tokens, tokens))
 
 
 def detokenize_request(body: DetokenizeRequest) -> pb.DetokenizeRequest:

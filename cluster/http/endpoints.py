@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, TypeVar
 from aiohttp import web
 
 from cluster.admission import read_budget
+from cluster.api.authentication import caller_identity
 from cluster.api.prompt_calls import part_id
 from cluster.api.servicer import InferenceServicer
 from cluster.errors import (
@@ -42,6 +43,7 @@ from cluster.http.schemas import (
 )
 from cluster.http.sse import EventStream
 from cluster.proto.tandem.v1 import inference_pb2 as pb
+from cluster.text.text_threads import TextThreads
 from kvtransfer.common.clock import Clock
 
 REQUEST_ID_HEADER = "X-Request-Id"
@@ -49,8 +51,9 @@ _log = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
 
 
-# A longer body is read beside the event loop.
+# A longer body is read beside the event loop, and an answer with more tokens is written there.
 SHORT_BODY_BYTES = 64 << 10
+_SHORT_TOKENS = 4096
 
 _REFUSED = {route: refused(route) for route in FIELDS}
 
@@ -86,6 +89,7 @@ class Endpoints:
         self._model_name = model_name
         self._settings = settings
         self._clock = clock
+        self._threads = TextThreads("http")
         self._started_at = int(clock.wall())
 
     def routes(self) -> dict[tuple[Method, str], Endpoint]:
@@ -103,25 +107,41 @@ class Endpoints:
             ("POST", "/detokenize"): self._detokenize,
         }
 
+    def close(self) -> None:
+        """End the threads that read bodies."""
+        self._threads.close()
+
+    async def _read(self, served: Served, kind: type[B], translate: Callable[[B], T]) -> tuple[B, T]:
+        """Return the request that a body is, and the calls that answer it. A long body is read in a thread:
+        no step of that takes long by itself, but all together do. Tenants take turns there."""
+
+        def read() -> tuple[B, T]:
+            body = decode(served.body, kind, _REFUSED[served.request.path])
+            return body, translate(body)
+
+        if len(served.body) < SHORT_BODY_BYTES:
+            return read()
+        return await self._threads.run(caller_identity().tenant, read)
+
     # ------------------------------------------------------------------------------------- generating
 
     async def _chat(self, served: Served) -> web.StreamResponse:
-        body, calls = await _read(served, ChatRequest, chat.translate)
+        body, calls = await self._read(served, ChatRequest, chat.translate)
         return await self._generate(served, calls, chat.ChatAnswer(body, self._maker()), bool(body.stream))
 
     async def _completions(self, served: Served) -> web.StreamResponse:
         translate = functools.partial(completions.translate, max_inputs=self._settings.max_inputs)
-        body, calls = await _read(served, CompletionRequest, translate)
+        body, calls = await self._read(served, CompletionRequest, translate)
         detokenizer = functools.partial(self._servicer.detokenizer, calls.calls[0])
         answer = completions.CompletionAnswer(body, len(calls.calls), self._maker(), detokenizer)
         return await self._generate(served, calls, answer, bool(body.stream))
 
     async def _responses(self, served: Served) -> web.StreamResponse:
-        body, calls = await _read(served, responses.ResponsesRequest, responses.translate)
+        body, calls = await self._read(served, responses.ResponsesRequest, responses.translate)
         return await self._generate(served, calls, ResponsesAnswer(body, self._maker()), bool(body.stream))
 
     async def _messages(self, served: Served) -> web.StreamResponse:
-        body, calls = await _read(served, messages.MessagesRequest, messages.translate)
+        body, calls = await self._read(served, messages.MessagesRequest, messages.translate)
         return await self._generate(
             served, calls, messages.MessagesAnswer(body, self._maker()), bool(body.stream)
         )
@@ -168,12 +188,15 @@ class Endpoints:
         raise problem
 
     async def _run(self, translated: chat.Translated, calls: list[HttpCall]) -> None:
-        """Run all calls at once; the first that fails ends the others."""
+        """Run all calls beside each other, if the tenant may have so many; the first that fails ends the
+        others."""
 
         async def one(number: int) -> None:
             with renamed(translated.renames[number]):
                 try:
-                    await self._servicer.Generate(translated.calls[number], calls[number])
+                    await self._servicer.Generate(
+                        translated.calls[number], calls[number], is_charged=len(calls) > 1
+                    )
                 except asyncio.CancelledError as error:
                     if not is_failure(error):
                         raise
@@ -182,11 +205,13 @@ class Endpoints:
         if len(calls) == 1:
             await one(0)
             return
+        await self._servicer.charge(caller_identity().tenant, len(calls))
         try:
             with own_cancellations():
                 async with asyncio.TaskGroup() as group:
                     for number in range(len(calls)):
                         group.create_task(one(number))
+                        await asyncio.sleep(0)  # others than this request have their turn
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
@@ -200,7 +225,7 @@ class Endpoints:
 
     async def _embeddings(self, served: Served) -> web.Response:
         translate = functools.partial(embeddings.embed_request, max_inputs=self._settings.max_inputs)
-        body, request = await _read(served, EmbeddingRequest, translate)
+        body, request = await self._read(served, EmbeddingRequest, translate)
         request.request_id = _name_of(request.request_id, served.request)
         call = HttpCall(served.request)
         with renamed(embeddings.rename_embed):
@@ -211,20 +236,24 @@ class Endpoints:
         return response
 
     async def _tokenize(self, served: Served) -> web.Response:
-        _, request = await _read(served, TokenizeRequest, embeddings.tokenize_request)
+        _, request = await self._read(served, TokenizeRequest, embeddings.tokenize_request)
         with renamed(embeddings.rename_tokenize):
             reply = await self._servicer.Tokenize(request, HttpCall(served.request))
         (model,) = await self._list(served)
-        return _json(embeddings.tokenize_answer(reply, model.max_context_tokens))
+        tokens = reply, model.max_context_tokens
+        if len(reply.token_ids) <= _SHORT_TOKENS:
+            return _json(embeddings.tokenize_answer(*tokens))
+        work = functools.partial(embeddings.tokenize_answer, *tokens)
+        return _json(await self._threads.run(caller_identity().tenant, work))
 
     async def _detokenize(self, served: Served) -> web.Response:
-        _, request = await _read(served, DetokenizeRequest, embeddings.detokenize_request)
+        _, request = await self._read(served, DetokenizeRequest, embeddings.detokenize_request)
         with renamed(embeddings.rename_detokenize):
             reply = await self._servicer.Detokenize(request, HttpCall(served.request))
         return _json(embeddings.detokenize_answer(reply))
 
     async def _count_tokens(self, served: Served) -> web.Response:
-        _, counted = await _read(served, messages.CountTokensRequest, messages.count_request)
+        _, counted = await self._read(served, messages.CountTokensRequest, messages.count_request)
         request, rename = counted
         with renamed(rename):
             reply = await self._servicer.Tokenize(request, HttpCall(served.request))
@@ -262,17 +291,6 @@ class _Writer:
         self._kept.grow(self._answer.num_kept_bytes)
         if events and self._stream is not None:
             await self._stream.send(events)
-
-
-async def _read(served: Served, kind: type[B], translate: Callable[[B], T]) -> tuple[B, T]:
-    """Return the request that a body is, and the calls that answer it. A long body is read in a thread: no
-    step of that takes long by itself, but all together do."""
-
-    def read() -> tuple[B, T]:
-        body = decode(served.body, kind, _REFUSED[served.request.path])
-        return body, translate(body)
-
-    return read() if len(served.body) < SHORT_BODY_BYTES else await asyncio.to_thread(read)
 
 
 @contextlib.contextmanager

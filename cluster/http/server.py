@@ -135,7 +135,10 @@ class HttpFront:
         is_open = not services.access.authenticator.is_required and gateway.host in LOOPBACK
         names = (gateway.host, *gateway.console_hosts)
         self._names = frozenset(name.lower() for name in names) if is_open else None
-        endpoints = Endpoints(services.servicer, self._model_name, gateway.http, services.unread, clock)
+        self._servicer = services.servicer
+        self._endpoints = endpoints = Endpoints(
+            services.servicer, self._model_name, gateway.http, services.unread, clock
+        )
         app = web.Application(middlewares=[self._guard])
         for path, answer in (("/health", self._health), ("/ping", self._health), ("/version", _version)):
             assert ROUTE_ACCESS["GET", path] == "open"
@@ -182,6 +185,7 @@ class HttpFront:
     async def stop(self) -> None:
         """End all requests and connections."""
         await self._port.stop()
+        self._endpoints.close()
 
     async def _health(self, request: web.Request) -> web.Response:
         if self._is_leaving or not self._connections.has_route():
@@ -257,7 +261,7 @@ class HttpFront:
                     if not identity.may_use(self._model_name):
                         raise UnknownModelError(_UNKNOWN_MODEL)
                     # A body that never arrives has its price, too.
-                    self._quotas.admit(identity.tenant, self._clock.now())
+                    await self._servicer.charge(identity.tenant)
                     hold.is_paid = True
                     body = await self._body(request, hold)
                 return await endpoint(Served(request, body, limits))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -37,6 +36,7 @@ from cluster.text.sample_text import SampleText
 from cluster.text.shown_tools import with_tools_shown
 from cluster.text.special_text import SpecialText
 from cluster.text.tag_grammar import tag_markers
+from cluster.text.text_threads import TextThreads
 from cluster.text.tokenizer import ModelText
 from cluster.text.validation import ServingLimits, max_tokens_of, sampling_of
 from kvtransfer.blocks.keys import TOKEN_BYTES
@@ -173,6 +173,7 @@ class Preprocessor:
         self._allow_pins = allow_pins
         self._model = read_model_config(model_dir)
         self._text = ModelText.load(model_dir)
+        self._threads = TextThreads("prompt")
         template = load_chat_template(model_dir)
         tokenizer = model_dir / "tokenizer.json"
         marks = template.source + template.tool_source if template is not None else None
@@ -229,13 +230,13 @@ class Preprocessor:
             prompt = np.asarray(request.token_ids.ids, dtype="<u4").tobytes()
         elif kind == "text":
             opens_reasoning = self._parsers.opens_reasoning(request.text)
-            prompt = await self.encode(request.text)
+            prompt = await self.encode(request.text, party=request.tenant)
         else:
             rendered = await self.render_chat(request.chat, limits, request.tenant)
             continued = _continued_text(request.chat)
             opens_reasoning = self._parsers.opens_reasoning(rendered.markup, continued)
             reasoning = self._parsers.reasoning_rules(rendered.markup, continued)
-            prompt = await self.encode(rendered, add_special_tokens=False)
+            prompt = await self.encode(rendered, add_special_tokens=False, party=request.tenant)
             if parser_needs_of(request).tools:
                 parsers = await self._calls.parsers(self._clock.wall())
             if demands_calls(request.chat):
@@ -271,7 +272,7 @@ class Preprocessor:
         seed = request.seed if request.HasField("seed") else self._draw_seed()
         read = partial(self._samples, request, seed, max_tokens, request_id, prompt)
         is_short = sum(len(item.token_ids) for item in request.resume) <= _SHORT_TOKENS
-        starts, texts = read() if is_short else await asyncio.to_thread(read)
+        starts, texts = read() if is_short else await self._threads.run(request.tenant, read)
         chain = self._key_roots.chain(prompt.tokens, fingerprint, sharing_group)
         prepared = PreparedRequest(
             request_id=f"{request_id}~{secrets.token_hex(_UNIQUE_BYTES)}",
@@ -297,12 +298,14 @@ class Preprocessor:
         )
         return prepared, texts
 
-    async def encode(self, prompt: str | Rendered, *, add_special_tokens: bool = True) -> bytes:
+    async def encode(
+        self, prompt: str | Rendered, *, add_special_tokens: bool = True, party: str = ""
+    ) -> bytes:
         """Return the token ids of a prompt as uint32 little-endian bytes. In a text, special tokens are what
-        they are."""
-        if len(prompt if isinstance(prompt, str) else prompt.text) <= self._text.short_chars:
-            return self.encode_now(prompt, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self.encode_now, prompt, add_special_tokens=add_special_tokens)
+        they are. Parties take turns with long prompts."""
+        encode = partial(self.encode_now, prompt, add_special_tokens=add_special_tokens)
+        is_short = len(prompt if isinstance(prompt, str) else prompt.text) <= self._text.short_chars
+        return encode() if is_short else await self._threads.run(party, encode)
 
     def encode_now(self, prompt: str | Rendered, *, add_special_tokens: bool) -> bytes:
         """Encode in the calling thread."""
@@ -339,6 +342,7 @@ class Preprocessor:
         if self._chat is not None:
             await self._chat.close()
         await self._grammars.close()
+        self._threads.close()
 
     def _samples(
         self, request: pb.GenerateRequest, seed: int, max_tokens: int, request_id: str, prompt: Prompt

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from cluster.errors import FieldViolation, InvalidRequestError
 from cluster.text.marked_prompt import MarkedPromptEncoder, special_tokens
-from kvtransfer.common.clock import SystemClock
+from kvtransfer.common.clock import SystemClock, let_others_run
 from kvtransfer.common.panics import panics_as_errors
 from workers.errors import CheckpointError
 
@@ -30,6 +30,8 @@ _SLOW_S = 0.1
 # A character has at most 4 bytes; more waiting tokens than this are no character that is still to come.
 _MAX_WAITING_TOKENS = 8
 _MAX_WINDOW_TOKENS = 32
+# Token ids copied before another thread may run.
+_NUM_COPIED = 4096
 
 
 class Detokenizer(Protocol):
@@ -117,7 +119,12 @@ class ModelText:
         else:  # unlike `encode`, lets other threads run meanwhile
             (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
             ids = encoding.ids
-        return np.asarray(ids, dtype="<u4").tobytes()
+        tokens = np.empty(len(ids), dtype="<u4")
+        for start in range(0, len(ids), _NUM_COPIED):
+            tokens[start : start + _NUM_COPIED] = ids[start : start + _NUM_COPIED]
+            if len(ids) > _NUM_COPIED:
+                let_others_run()
+        return tokens.tobytes()
 
     def decode(self, tokens: bytes, *, keep_special_tokens: bool = False) -> str:
         """The text of all `tokens` at once; `InvalidRequestError` where the library fails on them."""
