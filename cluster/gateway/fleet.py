@@ -7,6 +7,8 @@ are, and what happened second by second.
 
 Every gateway listens on a port of its own for this (`GatewayRecord.fleet`), for connections that prove the
 cluster secret. A gateway that does not answer within `ANSWER_S` is named, and the others' answers are used.
+
+The file is over 600 lines because every question stands beside its answer.
 """
 
 from __future__ import annotations

@@ -3,16 +3,50 @@ that nothing interrupts, and stacks end somewhere: this is counted before."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import msgspec
 import numpy as np
 
 from cluster.http.errors import bad_field
+from cluster.text.chat_checks import MAX_JSON_BYTES
+from cluster.text.validation import MAX_LOGIT_BIASES, MAX_STOP_CHARS, MAX_STOP_TOKEN_IDS, MAX_STOPS
+from workers.messages.sampling import MAX_GRAMMAR_BYTES
 
 # Levels of lists and objects within each other: far less than what ends a stack.
 MAX_DEPTH = 256
 # Lists and objects are what takes long to make; a chat of the most messages and tools has fewer.
 MAX_CONTAINERS = 1 << 16
-# Enough for the most prompts of embeddings, as token ids of 8,192 each.
-MAX_VALUES = 5 << 19
+# Enough for a prompt as token ids, or for the inputs of embeddings together. Making so many takes some 10 ms,
+# for which nothing else runs.
+MAX_VALUES = 5 << 17
+# Of fields whose entries hold no text, such as numbers: how many there may be, and what they are.
+_MAX_ENTRIES: Mapping[str, tuple[int, str]] = {
+    "logit_bias": (MAX_LOGIT_BIASES, "entries"),
+    "stop_token_ids": (MAX_STOP_TOKEN_IDS, "tokens"),
+}
+# A character is at most 12 bytes as JSON; what is only spaces between values is not counted to be there.
+_JSON_CHAR_BYTES = 12
+_STOP_BYTES = MAX_STOPS * (MAX_STOP_CHARS + 1) * _JSON_CHAR_BYTES
+_CONSTRAINT_BYTES = 2 * MAX_GRAMMAR_BYTES
+_MAX_BYTES: Mapping[str, int] = {
+    "stop": _STOP_BYTES,
+    "stop_sequences": _STOP_BYTES,
+    **dict.fromkeys(
+        (
+            "response_format",
+            "structured_outputs",
+            "guided_json",
+            "guided_regex",
+            "guided_choice",
+            "guided_grammar",
+        ),
+        _CONSTRAINT_BYTES,
+    ),
+    # Definitions of tools beside their names and types, and how they are to be used.
+    "tools": 2 * MAX_JSON_BYTES,
+    "chat_template_kwargs": 2 * MAX_JSON_BYTES,
+}
 # Counted at once.
 _PART_BYTES = 1 << 18
 
@@ -51,6 +85,17 @@ def check_shape(body: bytes) -> None:
         num_commas += int(_IS_COMMA[structure].sum(dtype=np.int64))
         if num_commas + num_containers > MAX_VALUES:
             raise bad_field("body", f"has more than {MAX_VALUES} values; send several requests")
+
+
+def check_counts(fields: Mapping[str, msgspec.Raw]) -> None:
+    """Raise `InvalidRequestError` for a field that has more entries than any request may have: they are
+    counted before any is made. Of a list that is not bounded by a number its bytes are."""
+    for name, (most, what) in _MAX_ENTRIES.items():
+        if name in fields and bytes(fields[name]).count(b",") >= most:
+            raise bad_field(name, f"has more than {most} {what}")
+    for name, most in _MAX_BYTES.items():
+        if name in fields and len(bytes(fields[name])) > most:
+            raise bad_field(name, f"has more than {most} bytes; shorten it")
 
 
 def _without_escapes(body: bytes) -> bytes:

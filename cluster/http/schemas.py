@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from cluster.errors import InvalidRequestError
-from cluster.http.body_shape import check_shape
+from cluster.http.body_shape import check_counts, check_shape
 from cluster.http.errors import bad_field
 
 Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
@@ -44,6 +44,10 @@ _SURROGATE = re.compile(
 )
 _HALF_CHARACTER = "it has half of a surrogate pair, which is no character; cut text between characters"
 _MAX_PROBLEM_CHARS = 500
+# In a shorter body there is too little to matter.
+_SHORT_BODY_BYTES = 16 << 10
+# Finds the fields without their values.
+_FIELDS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -58,6 +62,8 @@ def decode(body: bytes, kind: type[B], refused: Mapping[str, str]) -> B:
     that exist elsewhere what to do without them."""
     body = body.removeprefix(codecs.BOM_UTF8)
     check_shape(body)
+    if len(body) > _SHORT_BODY_BYTES:
+        _check_long(body)
     try:
         fields = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -72,6 +78,17 @@ def decode(body: bytes, kind: type[B], refused: Mapping[str, str]) -> B:
         return msgspec.convert(fields, kind)
     except (msgspec.ValidationError, RecursionError) as error:
         raise _invalid(error, kind, fields) from error
+
+
+def _check_long(body: bytes) -> None:
+    """Refuse a long body for what it has too much of, before a value of it is made."""
+    try:
+        check_counts(_FIELDS_DECODER.decode(body))
+    except msgspec.ValidationError:
+        raise bad_field("body", "must be a JSON object") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        problem = _HALF_CHARACTER if _SURROGATE.search(body) else _shortened(error)
+        raise bad_field("body", f"is not JSON: {problem}") from error
 
 
 def unknown_field(name: str, refused: Mapping[str, str]) -> InvalidRequestError:

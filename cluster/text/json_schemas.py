@@ -30,6 +30,13 @@ _STEP, _COARSE_STEP = 1e-9, Decimal("1e-6")
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 
 
+# The parser keeps some 4 items for each property that may come next, of at most 2,000; it reads properties in
+# their order, so that those that are required cost nothing.
+MAX_OPTIONAL_PROPERTIES = 480
+# Compiling takes longer than in proportion to them: some 0.4 s for so many.
+MAX_PROPERTIES = 4000
+
+
 class SchemaError(ValueError):
     """No grammar can be made of the schema; the text says why."""
 
@@ -47,8 +54,14 @@ def prepared(schema: Any, *, is_lenient: bool = False, is_bounded: bool = True) 
     itself comes to an end. In rare combinations the library then finds nothing that conforms.
     """
     has_plain_numbers = is_bounded and _has_plain_numbers(schema)
+    num_properties, counts = 0, _OptionalCounts(schema)
 
     def change(found: Schema) -> Schema:
+        nonlocal num_properties
+        num_properties += len(_properties(found))
+        if num_properties > MAX_PROPERTIES:
+            raise SchemaError(f"the schema has more than {MAX_PROPERTIES} properties; split it")
+        counts.check(found)
         if not is_lenient:
             _check_num_properties(found)
         if "oneOf" in found:
@@ -100,6 +113,54 @@ def _allows_null(alternative: Any) -> bool:
         and "null" in types
         and alternative.keys() <= _NOT_OF_NULL
     )
+
+
+def _properties(schema: Schema) -> Schema:
+    found = schema.get("properties")
+    return found if isinstance(found, dict) else {}
+
+
+class _OptionalCounts:
+    """Counts of how many properties any may come next in an object, or in one of its alternatives."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        # By the identity of the schema, which is kept so that no other one gets the same.
+        self._known: dict[int, tuple[Schema, int]] = {}
+
+    def check(self, schema: Schema) -> None:
+        """Refuse what a rank could not follow."""
+        num_optional = self._count(schema)
+        if num_optional > MAX_OPTIONAL_PROPERTIES:
+            problem = f"an object, with its alternatives, has {num_optional} optional properties"
+            raise SchemaError(
+                f"{problem}; at most {MAX_OPTIONAL_PROPERTIES} are supported: name more of them in required"
+            )
+
+    def _count(self, schema: Any) -> int:
+        if not isinstance(schema, dict):
+            return 0
+        if (known := self._known.get(id(schema))) is not None:
+            return known[1]
+        self._known[id(schema)] = schema, 0  # also where it leads back to itself
+        required = schema.get("required")
+        names = {it for it in required if isinstance(it, str)} if isinstance(required, list) else set()
+        count = sum(name not in names for name in _properties(schema))
+        if isinstance(reference := schema.get("$ref"), str):
+            count += self._count(_referred(reference, self._root))
+        for key in ("anyOf", "oneOf", "allOf"):
+            if isinstance(alternatives := schema.get(key), list):
+                count += sum(map(self._count, alternatives))
+        self._known[id(schema)] = schema, count
+        return count
+
+
+def _referred(reference: str, root: Any) -> Any:
+    """Return the schema that a reference within this one names; None where there is none."""
+    found = root
+    for name in reference.removeprefix("#").strip("/").split("/"):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
 
 
 def _check_num_properties(schema: Schema) -> None:
