@@ -30,6 +30,7 @@ from cluster.metrics.ended_request import Caller, Summary
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.preprocess import Preprocessor
 from cluster.text.validation import MAX_ID_CHARS, check_request
+from kvtransfer.common.clock import give_way
 from workers.messages.link import Pooling
 
 # Of an id's hash, where it stands for the rest of it.
@@ -252,7 +253,7 @@ async def _gather(count: int, one: Callable[[int], Awaitable[T]]) -> list[T]:
                 tasks = []
                 for index in range(count):
                     tasks.append(group.create_task(placed(index)))
-                    await asyncio.sleep(0)  # others than this call have their turn
+                    await give_way()
     except* RequestError as errors:
         raise _first(errors) from None
     return [task.result() for task in tasks]

@@ -62,8 +62,6 @@ from workers.messages.sampling import SamplingParams
 
 _NUM_STALE = 1024
 _NOBODY = Caller()
-# Beside its prompt and the keys of its blocks.
-_REQUEST_BYTES = 4096
 # Of the id and the tenant of a refused request, which may be of any length.
 _MAX_LOGGED_CHARS = 128
 
@@ -316,7 +314,7 @@ class RequestManager:
             cap = self.admission.max_tokens(service_class, prepared.sampling.max_tokens)
         is_cut = 0 < cap < prepared.sampling.max_tokens
         prepared = prepared.capped(cap)
-        queued = self.admission.queued.hold(num_bytes + _num_bytes(prepared))
+        queued = self.admission.queued.hold(num_bytes + prepared.num_bytes)
         held, quota_hold = self._admit(prepared, candidacy, queued, charge)
         if is_cut and not request.resume:
             self.admission.counts.num_capped += 1
@@ -643,9 +641,3 @@ class RequestManager:
         for observe in self._observers:
             with failures_logged(_log, "a request that has ended was not recorded"):
                 observe(ended)
-
-
-def _num_bytes(prepared: PreparedRequest) -> int:
-    """Return what the request takes while it waits, beside the client's message."""
-    num_grammar_bytes = 0 if prepared.grammar is None else len(prepared.grammar.text)
-    return len(prepared.prompt) + sum(map(len, prepared.block_keys)) + num_grammar_bytes + _REQUEST_BYTES

@@ -44,7 +44,7 @@ from cluster.http.schemas import (
 from cluster.http.sse import EventStream
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.text_threads import TextThreads
-from kvtransfer.common.clock import Clock
+from kvtransfer.common.clock import Clock, give_way
 
 REQUEST_ID_HEADER = "X-Request-Id"
 _log = logging.getLogger(__name__)
@@ -211,7 +211,7 @@ class Endpoints:
                 async with asyncio.TaskGroup() as group:
                     for number in range(len(calls)):
                         group.create_task(one(number))
-                        await asyncio.sleep(0)  # others than this request have their turn
+                        await give_way()
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
 

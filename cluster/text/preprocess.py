@@ -48,6 +48,8 @@ from workers.model.model_config import read_model_config
 _MASK = (1 << 64) - 1
 # More output of a resumed request is worth a thread: reading it takes some 20 us a token.
 _SHORT_TOKENS = 256
+# Of a request beside its prompt, the keys of its blocks and its grammar.
+_REQUEST_BYTES = 4096
 # What makes the id of a call unique among all that have the client's id.
 _UNIQUE_BYTES = 8
 
@@ -115,6 +117,12 @@ class PreparedRequest:
     def num_prompt_tokens(self) -> int:
         """The length of the prompt."""
         return len(self.prompt) // TOKEN_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes while it waits, beside the client's message."""
+        num_grammar_bytes = 0 if self.grammar is None else len(self.grammar.text)
+        return len(self.prompt) + sum(map(len, self.block_keys)) + num_grammar_bytes + _REQUEST_BYTES
 
     @property
     def num_resumed_tokens(self) -> int:

@@ -63,6 +63,11 @@ class ManualClock:
                 future.set_result(None)
 
 
+async def give_way() -> None:
+    """Let the other tasks of the event loop that are ready go first."""
+    await asyncio.sleep(0)
+
+
 def let_others_run() -> None:
     """In a thread with much to do: give the interpreter to one that waits for it, as an event loop may."""
     time.sleep(0)
