@@ -291,13 +291,13 @@ class Quotas:
             raise self._used_up(tenant, found, "requests_per_s", wait_s, count)
         found.take(0, count, now, is_shared=not self._is_divided)
 
-    def withdraw(self, tenant: str, num_prompt_tokens: int, now: float) -> None:
+    def withdraw(self, tenant: str, num_prompt_tokens: int, now: float, count: int = 1) -> None:
         """Give an admitted request back that is not taken, or not submitted, by no fault of its tenant, with
-        so many tokens of its prompt. Other gateways may have counted it: the next one is counted in its
-        place."""
+        so many tokens of its prompt, or `count` of them. Other gateways may have counted it: the next one is
+        counted in its place."""
         found = self._find(tenant, now)
         if found is not None:
-            for kind, amount in enumerate((1, num_prompt_tokens)):
+            for kind, amount in enumerate((count, num_prompt_tokens)):
                 found.give_back(kind, amount, now, is_shared=not self._is_divided)
 
     def take_prompt(

@@ -18,7 +18,9 @@ from cluster.errors import (
     FieldViolation,
     InternalError,
     InvalidRequestError,
+    OverloadedError,
     RequestError,
+    UnavailableError,
     is_failure,
     own_cancellations,
 )
@@ -29,7 +31,7 @@ from cluster.identity.resume_tokens import draw_request_id
 from cluster.metrics.ended_request import Caller, Summary
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.preprocess import Preprocessor
-from cluster.text.validation import MAX_ID_CHARS, check_request
+from cluster.text.validation import MAX_ID_CHARS, ServingLimits, check_request
 from kvtransfer.common.clock import give_way
 from workers.messages.link import Pooling
 
@@ -57,6 +59,8 @@ class CallContext:
     caller: Caller
     time_left_s: Callable[[], float | None]
     accepted: list[Accepted] = field(default_factory=list)
+    # Why others were not accepted.
+    refusals: list[RequestError] = field(default_factory=list)
 
     def usage(self) -> pb.Usage | None:
         """Return what the call has used so far; None where nothing of it was accepted."""
@@ -74,13 +78,13 @@ class PromptCalls:
     async def embed(self, request: pb.EmbedRequest, context: CallContext) -> pb.EmbedResponse:
         """Return the embedding of each input; raise the `RequestError` of the first that fails."""
         _check_inputs("inputs", request.inputs)
-        read_budget.divide(len(request.inputs))
-        await self._requests.charge(request.tenant, len(request.inputs))
         if request.HasField("dimensions") and request.dimensions < 1:
             raise InvalidRequestError(
                 FieldViolation("dimensions", f"is {request.dimensions}; must be 1 or more")
             )
         _check_dimensions(request, self._preprocessor.hidden_size)
+        read_budget.divide(len(request.inputs))
+        await self._requests.charge(request.tenant, len(request.inputs))
         request_id = request.request_id or draw_request_id(self._gateway_id)
 
         async def one(index: int) -> tuple[NDArray[np.float32], Summary]:
@@ -91,7 +95,8 @@ class PromptCalls:
             with _named(f"inputs[{index}]"):
                 return await self._run(prompt, context, "last", _embedding)
 
-        found = await _gather(len(request.inputs), one)
+        with self._giving_back(request.tenant, len(request.inputs), context):
+            found = await _gather(len(request.inputs), one)
         reply = pb.EmbedResponse(request_id=request_id, usage=_usage([summary for _, summary in found]))
         for vector, _ in found:
             reply.embeddings.add(values=_shaped(vector, request).tolist())
@@ -100,10 +105,13 @@ class PromptCalls:
     async def score(self, request: pb.ScoreRequest, context: CallContext) -> pb.ScoreResponse:
         """Return how likely each continuation is; raise the `RequestError` of the first that fails."""
         _check_inputs("continuations", request.continuations)
+        asked, limits = self._asked(request), self._requests.limits()
+        check_request(asked, limits)
+        context.identity.check_may_use(limits.model_name)
         read_budget.divide(len(request.continuations))
         await self._requests.charge(request.tenant, len(request.continuations))
         request_id = request.request_id or draw_request_id(self._gateway_id)
-        prompt = await self._prompt_tokens(request, context.identity)
+        prompt = await self._prompt_tokens(asked, limits)
 
         async def one(index: int) -> tuple[pb.ContinuationScore, Summary]:
             tokens = await self._continuation_tokens(request.continuations[index], request.tenant)
@@ -117,9 +125,21 @@ class PromptCalls:
                 parts, summary = await self._run(asked, context, None, self._collector(asked))
             return _score(parts, len(prompt)), summary
 
-        found = await _gather(len(request.continuations), one)
+        with self._giving_back(request.tenant, len(request.continuations), context):
+            found = await _gather(len(request.continuations), one)
         usage = _usage([summary for _, summary in found])
         return pb.ScoreResponse(request_id=request_id, usage=usage, scores=[score for score, _ in found])
+
+    @contextlib.contextmanager
+    def _giving_back(self, tenant: str, count: int, context: CallContext) -> Iterator[None]:
+        """Give the requests of a call back that nobody has looked at when one of them is refused because of
+        the load."""
+        try:
+            yield
+        except (OverloadedError, UnavailableError):
+            num_left = count - len(context.accepted) - len(context.refusals)
+            self._requests.give_back_requests(tenant, num_left)
+            raise
 
     def _generate(self, request: pb.EmbedRequest | pb.ScoreRequest, request_id: str) -> pb.GenerateRequest:
         """Return a request without prompt, of the same caller."""
@@ -139,9 +159,13 @@ class PromptCalls:
         read: Callable[[Accepted], Awaitable[T]],
     ) -> tuple[T, Summary]:
         """Run one request to its end."""
-        accepted = await self._requests.accept(
-            request, context.time_left_s(), context.identity, context.caller, pooling, is_charged=True
-        )
+        try:
+            accepted = await self._requests.accept(
+                request, context.time_left_s(), context.identity, context.caller, pooling, is_charged=True
+            )
+        except RequestError as error:
+            context.refusals.append(error)
+            raise
         read_budget.pass_on()
         context.accepted.append(accepted)
         try:
@@ -169,8 +193,8 @@ class PromptCalls:
 
         return collect
 
-    async def _prompt_tokens(self, request: pb.ScoreRequest, identity: Identity) -> list[int]:
-        """Return the prompt's tokens, as `Generate` would have them."""
+    def _asked(self, request: pb.ScoreRequest) -> pb.GenerateRequest:
+        """Return a request with the prompt alone."""
         asked = self._generate(request, request.request_id)
         match request.WhichOneof("prompt"):
             case "text":
@@ -179,9 +203,10 @@ class PromptCalls:
                 asked.token_ids.CopyFrom(request.token_ids)
             case "chat":
                 asked.chat.CopyFrom(request.chat)
-        limits = self._requests.limits()
-        check_request(asked, limits)
-        identity.check_may_use(limits.model_name)
+        return asked
+
+    async def _prompt_tokens(self, asked: pb.GenerateRequest, limits: ServingLimits) -> list[int]:
+        """Return the prompt's tokens, as `Generate` would have them."""
         prompt = await self._preprocessor.prompt_tokens(asked, limits)
         if not prompt.tokens:
             raise InvalidRequestError(FieldViolation("prompt", "it has no tokens; send more text"))

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 import grpc.aio
 import numpy as np
@@ -70,6 +70,10 @@ class InferenceServicer:
         """Take the requests of one call from its tenant's quota, all or none; `QuotaError`."""
         await self._requests.charge(tenant, count)
 
+    def give_back_requests(self, tenant: str, count: int = 1) -> None:
+        """Give requests of `charge` back of which nothing is done, as there is no room for them."""
+        self._requests.give_back_requests(tenant, count)
+
     async def pace_refusal(self, tenant: str) -> None:
         """Wait before a call is refused by its tenant's quota, if others were refused just before."""
         await self._requests.pace_refusal(tenant)
@@ -81,9 +85,7 @@ class InferenceServicer:
         identity = caller_identity()
         claim(request, identity)
         shares = self._connections.roster_view.traffic
-        if shares and await self._traffic.answered(request, context, shares):
-            if is_charged:  # whoever answered it has charged it
-                self._requests.give_back_request(request.tenant)
+        if shares and await self._is_relayed(request, context, shares, is_charged):
             return
         try:
             caller = caller_of(context, identity)
@@ -104,6 +106,19 @@ class InferenceServicer:
             accepted.task.abandon()
         if failure is not None:  # nothing of what was taken is held any more
             await _end_behind_output(context, failure)
+
+    async def _is_relayed(
+        self, request: pb.GenerateRequest, context: Context, shares: dict[str, float], is_charged: bool
+    ) -> bool:
+        """As `TrafficSplitter.answered`. Whoever answers the call charges for it, also where it fails
+        there."""
+        is_answered = True
+        try:
+            is_answered = await self._traffic.answered(request, context, shares)
+        finally:
+            if is_answered and (is_charged or read_budget.use_paid()):
+                self._requests.give_back_requests(request.tenant)
+        return is_answered
 
     def detokenizer(self, request: pb.GenerateRequest) -> Detokenizer:
         """Return what makes the text of an answer that is nothing but text."""
@@ -131,8 +146,8 @@ class InferenceServicer:
         try:
             identity, limits = caller_identity(), self._requests.limits()
             identity.check_may_use(limits.model_name)
-            await self._requests.charge(identity.tenant)
-            return await self._texts.tokenize(request, limits, identity.tenant)
+            async with self._charged(identity.tenant):
+                return await self._texts.tokenize(request, limits, identity.tenant)
         except RequestError as error:
             await abort(context, error)
 
@@ -140,10 +155,20 @@ class InferenceServicer:
         try:
             identity, limits = caller_identity(), self._requests.limits()
             identity.check_may_use(limits.model_name)
-            await self._requests.charge(identity.tenant)
-            return await self._texts.detokenize(request, limits, identity.tenant)
+            async with self._charged(identity.tenant):
+                return await self._texts.detokenize(request, limits, identity.tenant)
         except RequestError as error:
             await abort(context, error)
+
+    @contextlib.asynccontextmanager
+    async def _charged(self, tenant: str) -> AsyncIterator[None]:
+        """Take the request of a call that tokenizes; give it back where there is no room for the call."""
+        await self._requests.charge(tenant)
+        try:
+            yield
+        except OverloadedError:
+            self._requests.give_back_requests(tenant)
+            raise
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         model = self._status.model()

@@ -164,9 +164,10 @@ class RequestManager:
         if delay_s := self._refusals.delay_s(tenant, self._clock.now()):
             await self._clock.sleep(delay_s)
 
-    def give_back_request(self, tenant: str) -> None:
-        """Give a request of `charge` back: another application answers it, and charges for it."""
-        self._quotas.withdraw(tenant, 0, self._clock.now())
+    def give_back_requests(self, tenant: str, count: int = 1) -> None:
+        """Give requests back that were taken before they were accepted: another application answers them, and
+        charges for them, or this gateway has too much to do for them."""
+        self._quotas.withdraw(tenant, 0, self._clock.now(), count)
 
     async def accept(
         self,
@@ -233,9 +234,11 @@ class RequestManager:
             raise
         try:
             return await self._start(request, limits, identity, caller, candidate, pooling, charge)
-        except (OverloadedError, QuotaError, UnavailableError):
+        except (OverloadedError, QuotaError, UnavailableError) as error:
             if charge.grant is not None:
                 await self.resumed.give_back(charge.grant)
+            elif isinstance(error, UnavailableError):  # the caller goes to another gateway
+                self._quotas.withdraw(request.tenant, 0, now)
             raise
 
     async def _charge(

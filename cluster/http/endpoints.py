@@ -54,6 +54,8 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
 # A longer body is read beside the event loop, and an answer with more tokens is written there.
 SHORT_BODY_BYTES = 64 << 10
 _SHORT_TOKENS = 4096
+# `code` of the errors of calls that were refused by no fault of their caller.
+_REFUSED_FOR_LOAD = frozenset(("overloaded", "unavailable"))
 
 _REFUSED = {route: refused(route) for route in FIELDS}
 
@@ -191,12 +193,17 @@ class Endpoints:
         """Run all calls beside each other, if the tenant may have so many; the first that fails ends the
         others."""
 
+        ended: set[int] = set()
+
         async def one(number: int) -> None:
             with renamed(translated.renames[number]):
                 try:
                     await self._servicer.Generate(
                         translated.calls[number], calls[number], is_charged=len(calls) > 1
                     )
+                except AbortedCall:
+                    ended.add(number)
+                    raise
                 except asyncio.CancelledError as error:
                     if not is_failure(error):
                         raise
@@ -213,7 +220,12 @@ class Endpoints:
                         group.create_task(one(number))
                         await give_way()
         except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from None
+            first = failed.exceptions[0]
+            if isinstance(first, HttpProblem) and first.code in _REFUSED_FOR_LOAD:
+                # Nobody has looked at the others.
+                ended.update(number for number, call in enumerate(calls) if call.request_id)
+                self._servicer.give_back_requests(caller_identity().tenant, len(calls) - len(ended))
+            raise first from None
 
     def _headers(self, served: Served, calls: list[HttpCall]) -> dict[str, str]:
         headers = {**calls[0].initial_metadata, **served.limits()}

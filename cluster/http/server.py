@@ -25,6 +25,7 @@ from cluster.api.servicer import InferenceServicer
 from cluster.config import LOOPBACK, ClusterConfig
 from cluster.errors import (
     InternalError,
+    OverloadedError,
     RequestError,
     UnauthenticatedError,
     UnknownModelError,
@@ -263,7 +264,11 @@ class HttpFront:
                     # A body that never arrives has its price, too.
                     await self._servicer.charge(identity.tenant)
                     hold.is_paid = True
-                    body = await self._body(request, hold)
+                    try:
+                        body = await self._body(request, hold)
+                    except OverloadedError:
+                        self._servicer.give_back_requests(identity.tenant)
+                        raise
                 return await endpoint(Served(request, body, limits))
         except (RequestError, AbortedCall) as error:
             call = error if isinstance(error, AbortedCall) else AbortedCall.of(error)

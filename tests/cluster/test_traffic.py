@@ -10,17 +10,20 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import grpc
 import grpc.aio
 import pytest
 from gateway_harness import PROMPT, GatewayHarness, encode, until
 from serving import tandem
 
+from cluster.admission.quotas import Quotas
 from cluster.api.client import Client, GenerateOptions
 from cluster.cli.terminal import traffic_line
 from cluster.cli.traffic import parse_weights
 from cluster.errors import CallError
 from cluster.gateway.traffic_splitter import RELAYED_KEY, application_of
+from cluster.identity.config import AuthConfig
 from cluster.metrics.logs import ACCESS_LOGGER
 from cluster.proto import APPLICATION_KEY
 from cluster.proto.tandem.v1 import inference_pb2 as pb
@@ -182,6 +185,26 @@ async def test_errors_pass_through_with_their_details(apps: TwoApps) -> None:
     with pytest.raises(CallError) as unknown:
         await client.complete(PROMPT, GenerateOptions(model="other"))
     assert unknown.value.code is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_request_over_http_is_charged_where_it_is_answered(apps: TwoApps) -> None:
+    """Its body is charged here when it begins, and given back."""
+    await apps.split(tandem=0.0, tandem_v2=1.0)
+    gateways = [apps.front.gateways[0], apps.behind.gateways[0]]
+    limits = AuthConfig.model_validate({"tenants": {"*": {"requests_per_s": 1e-6, "burst_s": 1e7}}})
+    for gateway in gateways:
+        gateway.requests._quotas = Quotas(limits)
+    url = f"http://127.0.0.1:{gateways[0].http_port}/v1/completions"
+    left = 10
+    async with aiohttp.ClientSession() as session:
+        for prompt, fields, status in (("a", {}, 200), (["a"] * 3, {}, 200), ("a", {"temperature": -1}, 400)):
+            body = {"model": "m", "prompt": prompt, "max_tokens": 1, **fields}
+            async with session.post(url, json=body) as reply:
+                assert reply.status == status, await reply.text()
+            left -= 0 if status == 400 else len(prompt)
+            now = apps.front.clock.now()
+            rates = [gateway.requests._quotas.rates("", now)["requests_per_s"] for gateway in gateways]
+            assert [round(rate.level) for rate in rates] == [10, left]
 
 
 async def test_deadline_and_cancellation_reach_the_other_application(apps: TwoApps) -> None:
