@@ -639,3 +639,50 @@ def test_no_give_back_is_lost_whatever_happens_between_the_gateways(steps: list[
     for quotas in fleet.gateways.values():
         assert quotas.share == 1.0
         quotas.ended(quotas.take_prompt("a", 150, 150, now + 1))
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.integers(1, 5), st.sampled_from(["served", "refused", "resumed"])),
+        max_size=60,
+    )
+)
+def test_lists_and_resumed_calls_at_several_gateways_take_what_they_cost(
+    steps: list[tuple[int, int, str]],
+) -> None:
+    """Each is charged for one when its body begins, which is given back before all of its prompts are taken;
+    one that the load refuses gives these back, and one that is resumed free the first."""
+    fleet = SharedRecords(3, requests_per_s=1e-9, burst_s=2e10)
+    for _ in range(2):
+        fleet.sync_all(0.0)
+    gateways = list(fleet.gateways.values())
+    num_taken = [0] * 3
+    # Given back, and counted by the others until the next is taken.
+    num_pending = [0] * 3
+    for which, count, how in steps:
+        quotas = gateways[which]
+        most = [20 - sum(num_taken) - sum(num_pending) + num_pending[it] for it in range(3)]
+        if most[which] < 1:
+            with pytest.raises(QuotaError):
+                quotas.admit("a", 0.0)
+            continue
+        quotas.admit("a", 0.0)
+        quotas.withdraw("a", 0, 0.0)
+        num_pending[which] = max(num_pending[which], 1)
+        if how != "resumed":
+            if most[which] < count:
+                with pytest.raises(QuotaError):
+                    quotas.admit("a", 0.0, count)
+            else:
+                quotas.admit("a", 0.0, count)
+                num_pending[which] = max(0, num_pending[which] - count)
+                num_taken[which] += count
+                if how == "refused":
+                    quotas.withdraw("a", 0, 0.0, count)
+                    num_pending[which] += count
+                    num_taken[which] -= count
+        fleet.sync_all(0.0)
+        fleet.sync_all(0.0)
+        for number, each in enumerate(gateways):
+            left = 20 - sum(num_taken) - sum(num_pending) + num_pending[number]
+            assert round(each.rates("a", 0.0)["requests_per_s"].level) == left

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,6 +14,8 @@ import pytest_asyncio
 from gateway_harness import PROMPT, GatewayHarness, encode, expected, until
 from hypothesis import given
 from hypothesis import strategies as st
+from index_harness import RawRedis
+from optional_programs import uses_redis_or_valkey
 
 from cluster.admission.ladder import Rung
 from cluster.api.client import GenerateOptions, generate_request
@@ -436,3 +439,48 @@ async def test_a_call_that_no_replica_took_is_free_once_more(scripted: GatewayHa
     again = await begun(address, call.resumed())
     await again.read()
     assert meter.num_charged == 1
+
+
+@uses_redis_or_valkey
+async def test_what_one_gateway_broke_is_free_at_another_once_where_they_share_the_limits(
+    scripted: GatewayHarness, tmp_path: Path
+) -> None:
+    """The tenant has three requests; which gateway counted one is seen in its own record."""
+    with RawRedis(tmp_path) as server:
+        limits = {"requests_per_s": 1e-3, "burst_s": 3e3}
+        config = scripted.config(auth={"tenants": {"a": limits}}).with_redis_url(server.url)
+        known = [await scripted.add_known_gateway(config) for _ in range(2)]
+        (first, address), (second, other_address) = known
+        await until(lambda: all(_knows_others(gateway) for gateway, _ in known), "they share the limits")
+        replica = scripted.replicas["d0"]
+        replica.script.stop_after = 3
+        call = await begun(address, asked(), 3)
+        await first.requests.close()  # ends what runs, as when nothing can serve it
+        first.requests._is_leaving = False
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call.read()
+        replica.script.resume.set()
+        for num_there in (0, 1):
+            again = await begun(other_address, call.resumed(*call.token_ids))
+            assert call.token_ids + await again.read() == expected(3, 6)
+            assert [_num_counted(gateway) for gateway, _ in known] == [1, num_there]
+            await again.close()
+        await until(lambda: _left(first) == _left(second) == 1, "each knows what the other took")
+        await (await begun(address, asked())).read()
+        assert "requests_per_s" in await refusal(address, asked())
+        await call.close()
+
+
+def _knows_others(gateway: Gateway) -> bool:
+    quotas = gateway.requests._quotas
+    return quotas.share == 1 and not quotas._is_divided and not quotas.missing
+
+
+def _num_counted(gateway: Gateway) -> int:
+    """Return how many requests a gateway has counted for the others, without those that it gave back."""
+    return sum(it.used[0] - it.withdrawn[0] for it in gateway.requests._quotas._tenants.values())
+
+
+def _left(gateway: Gateway) -> int:
+    requests = gateway.requests
+    return round(requests._quotas.rates("a", requests._clock.now())["requests_per_s"].level)

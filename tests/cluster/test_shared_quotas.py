@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import grpc
 import pytest
 from child_processes import killed_on_error
@@ -414,3 +415,35 @@ async def until_noted(gateway: Gateway) -> None:
             return
         assert CLOCK.now() < end
         await CLOCK.sleep(0.05)
+
+
+@uses_redis_or_valkey
+async def test_a_list_at_one_gateway_is_missing_at_the_others_and_none_is_begun_in_part(
+    harness: GatewayHarness, server: RawRedis
+) -> None:
+    for name, role in (("p0", "prefill"), ("d0", "decode")):
+        await harness.add_replica(name, role)
+    limits = {"requests_per_s": 0.01, "burst_s": 1000.0}
+    config = harness.config(auth={"tenants": {"*": limits}}).with_redis_url(server.url)
+    first, second = [(await harness.add_known_gateway(config))[0] for _ in range(2)]
+    await until(lambda: server.client().dbsize() == 2, "both records")
+    async with aiohttp.ClientSession() as session:
+
+        async def status_of(gateway: Gateway, count: int) -> int:
+            url = f"http://127.0.0.1:{gateway.http_port}/v1/completions"
+            body = {"prompt": [PROMPT] * count, "max_tokens": 1}
+            async with session.post(url, json=body) as reply:
+                await reply.read()
+                return int(reply.status)
+
+        assert await status_of(first, 6) == 200
+        await until(lambda: read_by(second.requests, "g0") == 6, "g1 reads it")
+        assert [await status_of(second, count) for count in (5, 4, 1)] == [429, 200, 429]
+        await until(lambda: read_by(first.requests, "g1") >= 4, "g0 reads it")
+        assert await status_of(first, 1) == 429
+    assert sum(num_counted(it) for it in (first, second)) == 10
+
+
+def num_counted(gateway: Gateway) -> int:
+    """Return how many requests a gateway has counted for the others, without those that it gave back."""
+    return sum(it.used[0] - it.withdrawn[0] for it in gateway.requests._quotas._tenants.values())
