@@ -435,10 +435,22 @@ class MigrationPair:
         self.streams: dict[tuple[str, int], Stream] = {}
 
     def submit(
-        self, prompt: list[int], max_tokens: int, at: Side, num_samples: int = 1, group: str = ""
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        at: Side,
+        num_samples: int = 1,
+        group: str = "",
+        *,
+        name: str = "",
+        hands_over: bool = False,
     ) -> Stream:
-        name, outputs = f"r{len(self.streams)}", ((),) * num_samples
-        submission = at.replica.submission(name, prompt, outputs=outputs, max_tokens=max_tokens, group=group)
+        """With `hands_over` the other side decodes."""
+        name, outputs = name or f"r{len(self.streams)}", ((),) * num_samples
+        decode = at.other.identity if hands_over else None
+        submission = at.replica.submission(
+            name, prompt, outputs=outputs, max_tokens=max_tokens, group=group, decode=decode
+        )
         wanted = alone(prompt, 0, max_tokens, submission.sampling)
         stream = self.streams[name, 1] = Stream(submission, at, wanted)
         at.replica.requests.submit(GATEWAY, submission)

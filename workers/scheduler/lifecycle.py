@@ -230,6 +230,9 @@ class Lifecycle:
             del self.requests[request.key]
             self.grammars.leave(request)
             self.suspects.pop(request.key, None)
+            # They name it, too: all of them are free at once, and not when the garbage collector finds them,
+            # which in a process of so many objects takes hours.
+            request.sequences = []
 
     def settle(self, step: int) -> None:
         """Plans up to `step` are reported: what only they still named is free."""
