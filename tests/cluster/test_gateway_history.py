@@ -18,6 +18,7 @@ from cluster.gateway import history
 from cluster.gateway.history import (
     MAX_AGE_S,
     WINDOW_TOKENS,
+    KnownSince,
     PrefixTracker,
     RequestHistory,
     Reuse,
@@ -161,6 +162,17 @@ def test_memory_is_bounded_and_heads_are_kept_longest(monkeypatch: pytest.Monkey
     assert len(book._keys) <= 40
     assert len(book._anchors) <= 40
     assert {item.tenant for item in book.reuse(8)} == {"c", "d", "e"}
+
+
+def test_what_is_used_again_stays_known_since_it_was_first_seen() -> None:
+    known = KnownSince(20)
+    known.remember([7], 1.0)
+    for at in range(2, 50):
+        known.remember([1000 + at, 7], float(at))
+    assert known.get(7, 99.0) == 1.0
+    assert known.get(1002, 99.0) == 99.0
+    assert all(known.get(1000 + at, 99.0) == at for at in range(41, 50))
+    assert len(known) <= 20
 
 
 def test_empty_and_short_prompts_break_nothing() -> None:
