@@ -11,7 +11,6 @@ watches, replaces and counts them; no request passes through it.
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -34,6 +33,7 @@ from cluster.scaling.serve_client import MARK_DEPLOYMENT, MARK_KEY, REPLICAS_KEY
 from cluster.secret_files import read_trust, trust_files
 from cluster.serve.allocator import return_large_blocks
 from cluster.serve.capacity import bundles, gateway_bundle, placement_strategy
+from cluster.serve.collector import leave_out_started
 from cluster.serve.gateway_server import Gateway
 from cluster.serve.machine import Machine
 from cluster.serve.memory import NodeResources, engine_config
@@ -182,6 +182,7 @@ class ReplicaActor:
             asyncio.create_task(self._export_metrics()),
         ]
         self._dying = asyncio.create_task(self._end_when_dead())
+        leave_out_started()
 
     def check_health(self) -> None:
         """Raise when the engine core or its ranks cannot continue; Serve then replaces the replica."""
@@ -260,10 +261,9 @@ class ReplicaActor:
 
 def _keep_responsive() -> None:
     """Keep pauses of a gateway's event loop short. What has been made until now stays out of garbage
-    collection, which takes some 50 ms to look through it; and the other threads of this process, which are
-    Ray's and Serve's, give the interpreter back sooner than after 5 ms."""
-    gc.collect()
-    gc.freeze()
+    collection; and the other threads of this process, which are Ray's and Serve's, give the interpreter back
+    sooner than after 5 ms."""
+    leave_out_started()
     sys.setswitchinterval(_SWITCH_S)
 
 

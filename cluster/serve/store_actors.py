@@ -23,6 +23,7 @@ from cluster.roster.actor import NAMESPACE, open_roster
 from cluster.roster.messages import StoreRecord
 from cluster.roster.state import keep_registered
 from cluster.secret_files import read_trust
+from cluster.serve.collector import leave_out_started
 from cluster.serve.rank_actors import node_host
 from cluster.stored_config import read_stored_config
 from cluster.stores import NODE_ID_CHARS, NodeAddress, NvmeFolder, store_name, store_settings
@@ -88,6 +89,7 @@ class StoreActor:
             asyncio.create_task(self._export_metrics()),
             asyncio.create_task(self._end_when_broken()),
         ]
+        leave_out_started()
 
     async def ready(self) -> None:
         """Return when the store has started."""
