@@ -1,0 +1,63 @@
+"""What a gateway keeps of requests that are over: nothing, beside memories that are full."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+
+import pytest
+from gateway_harness import GatewayHarness, ScriptedReplica
+from kept_objects import KeptObjects
+
+from cluster.api.client import Client, GenerateOptions
+from cluster.gateway import history, request_manager
+from cluster.metrics import curves
+from router import service
+
+NUM_SESSIONS, NUM_TURNS = 15, 4
+
+
+async def serve(client: Client, replicas: list[ScriptedReplica], draw: random.Random) -> None:
+    """Sessions one after the other, each of some turns: a turn's prompt has all turns before it."""
+    options = GenerateOptions(max_tokens=3, ignore_eos=True, seed=0)
+    for _ in range(NUM_SESSIONS):
+        prompt: list[int] = []
+        for _ in range(NUM_TURNS):
+            prompt += [draw.randrange(3, 190) for _ in range(20)]
+            completion = await client.complete(prompt, options)
+            prompt += completion.token_ids[0]
+    for replica in replicas:
+        for kept in (replica.submissions, replica.announces, replica.cancels, replica.moves):
+            kept.clear()
+        replica._running.clear()
+        replica.decoding.clear()
+    gc.collect()  # closes what is left of the client's streams, in tasks of the loop
+    num_tasks = 0
+    while len(asyncio.all_tasks()) != num_tasks:
+        num_tasks = len(asyncio.all_tasks())
+        await asyncio.sleep(0)
+
+
+async def test_requests_that_are_over_leave_nothing_behind(
+    harness: GatewayHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, names in (
+        (request_manager, ("NUM_RECORDS", "_NUM_STALE")),
+        (service, ("NUM_DECISIONS_KEPT",)),
+        (history, ("MAX_REQUESTS", "MAX_PROMPTS", "MAX_KEYS", "MAX_ANCHORS")),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, 16)
+    monkeypatch.setattr(curves, "RING_S", 0)
+    config = harness.config()
+    router = config.router.model_copy(update={"prediction_ttl_s": 0.001})
+    replicas = [await harness.add_replica("p0", "prefill"), await harness.add_replica("d0", "decode")]
+    _, address = await harness.add_gateway(config.model_copy(update={"router": router}))
+    client, draw = harness.client(address), random.Random(3)
+    await serve(client, replicas, draw)
+    kept = KeptObjects(NUM_SESSIONS * NUM_TURNS)
+    for _ in range(5):
+        await serve(client, replicas, draw)
+        kept.count()
+    kept.check()
