@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from cluster.api.call_reading import CallReading
 from cluster.api.json_text import as_dict
+from cluster.api.message_fields import SHORT_MESSAGE_BYTES, check_fields
 from cluster.errors import (
     FieldViolation,
     ForbiddenError,
@@ -75,6 +76,14 @@ METHOD_ACCESS: Mapping[str, MethodAccess] = {
     f"/{_ADMIN}/Traffic": "operator",
     **{f"/{_HEALTH.full_name}/{method.name}": "open" for method in _HEALTH.methods},
     **{f"/{_REFLECTION.full_name}/{method.name}": "identified" for method in _REFLECTION.methods},
+}
+
+# What the methods of this project take.
+_METHOD_TO_KIND: Mapping[str, Any] = {
+    f"/{service.full_name}/{method.name}": method.input_type
+    for file in (pb.DESCRIPTOR, admin_pb.DESCRIPTOR)
+    for service in file.services_by_name.values()
+    for method in service.methods
 }
 
 _caller: ContextVar[Identity] = ContextVar("caller")
@@ -225,7 +234,11 @@ class Authentication(grpc.aio.ServerInterceptor):
         with contextlib.ExitStack() as ends:
             try:
                 hold = ends.enter_context(self._reading.call(identity, context.peer()))
-                request = _parsed(handler, await self._reading.read_message(context, hold))
+                message = await self._reading.read_message(context, hold)
+                if len(message) > SHORT_MESSAGE_BYTES and method in _METHOD_TO_KIND:
+                    await check_fields(message, _METHOD_TO_KIND[method], self._reading.max_values)
+                request = _parsed(handler, message)
+                del message
             except RequestError as error:
                 await abort(context, error)
             try:

@@ -11,6 +11,7 @@ import grpc.aio
 
 from cluster.admission.caller_limits import CallerLimits
 from cluster.admission.read_budget import ReadBudget, ReadHold
+from cluster.api.message_fields import MAX_VALUES
 from cluster.api.message_sizes import max_body_bytes, max_message_bytes
 from cluster.config import ClusterConfig
 from cluster.errors import DeadlineError, FieldViolation, InvalidRequestError
@@ -35,6 +36,8 @@ class CallReading:
         )
         self.max_body_bytes = max_body_bytes(config, context_tokens)
         self.max_message_bytes = max_message_bytes(config, context_tokens)
+        # Numbers in the lists of one message: token ids of prompts, or of the output of all samples.
+        self.max_values = max(MAX_VALUES, context_tokens * (1 + gateway.max_samples))
         self._message_timeout_s = gateway.message_timeout_s
 
     @contextlib.contextmanager
