@@ -32,7 +32,7 @@ from cluster.serve.ray_owner import (
     split_address,
     user_name,
 )
-from cluster.serve.ray_private import HEAD_RESOURCE, raylet_socket, with_nodes_of
+from cluster.serve.ray_private import HEAD_RESOURCE, raylet_socket, with_loopback_kept, with_nodes_of
 from cluster.serve.ray_token import names_token, using_token_file
 from cluster.serve.serve_runs import ServeRun, only_run, run_at
 from kvtransfer.common.clock import Clock
@@ -159,7 +159,7 @@ class JoinedRay:
         if target.token_file:
             self._closing.enter_context(using_token_file(target.token_file))
         try:
-            with own_signals(), with_nodes_of(lambda: _node_ids(target.owner)):
+            with own_signals(), with_nodes_of(lambda: _node_ids(target.owner)), with_loopback_kept():
                 context = ray.init(address=target.address, **options)
         except (ConnectionError, RuntimeError) as error:
             self._closing.close()

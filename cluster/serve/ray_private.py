@@ -61,6 +61,7 @@ __all__ = [
     "raylet_socket",
     "read_value",
     "session_logs",
+    "with_loopback_kept",
     "with_nodes_of",
     "with_own_ports",
     "with_version",
@@ -201,12 +202,12 @@ def _free_ports(names: Sequence[str]) -> dict[str, int]:
 @contextlib.contextmanager
 def with_own_ports(*, loopback: bool) -> Iterator[None]:
     """Have `ray.init` start a node none of whose ports is a fixed one that another Ray of this host may have;
-    on `loopback`, at 127.0.0.1, which Ray would replace by an address that other hosts reach.
+    on `loopback`, at 127.0.0.1.
 
     The ports of its agents are chosen here, and the raylet finds them as if the agents had already written
     them: where it has to wait for that, it ends when a busy host needs more than 15 s to start an agent.
     """
-    parameters, resolve = ray._private.parameter.RayParams, services.resolve_ip_for_localhost
+    parameters = ray._private.parameter.RayParams
     start_raylet, own = services.start_raylet, _free_ports(_AGENT_PORTS)
 
     def start(*args: Any, **kwargs: Any) -> Any:
@@ -220,12 +221,22 @@ def with_own_ports(*, loopback: bool) -> Iterator[None]:
 
     raylet: Any = ray._raylet
     ray._private.parameter.RayParams, services.start_raylet = with_ports, start
-    if loopback:
-        services.resolve_ip_for_localhost = _unchanged
+    try:
+        with with_loopback_kept() if loopback else contextlib.nullcontext():
+            yield
+    finally:
+        ray._private.parameter.RayParams, services.start_raylet = parameters, start_raylet
+
+
+@contextlib.contextmanager
+def with_loopback_kept() -> Iterator[None]:
+    """Have `ray.init` use 127.0.0.1 where it is named; Ray would replace it by an address of this host that
+    others reach."""
+    resolve = services.resolve_ip_for_localhost
+    services.resolve_ip_for_localhost = _unchanged
     try:
         yield
     finally:
-        ray._private.parameter.RayParams, services.start_raylet = parameters, start_raylet
         services.resolve_ip_for_localhost = resolve
 
 

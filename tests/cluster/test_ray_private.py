@@ -118,6 +118,8 @@ def test_a_node_is_started_with_what_is_said_and_only_then() -> None:
             services.start_raylet()  # ours, which looks at what it is given
     with ray_private.with_own_ports(loopback=False):
         assert services.resolve_ip_for_localhost is resolve
+    with ray_private.with_loopback_kept():
+        assert services.canonicalize_bootstrap_address("127.0.0.1:6379") == "127.0.0.1:6379"
     with ray_private.with_nodes_of(lambda: ["ours"]):
         assert services.find_node_ids() == ["ours"]
     assert symbol("ray._private.parameter.RayParams") is parameters

@@ -140,9 +140,13 @@ class RunningCluster:
 
     @property
     def ray_variables(self) -> dict[str, str]:
-        """The environment of a process that joins the Ray cluster."""
+        """The environment of a process that joins the Ray cluster by Ray's own means (docs/operating.md)."""
         path = self.addresses["Ray token"].removeprefix("in ")
-        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": path}
+        return {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": path,
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        }
 
     def status(self) -> admin_pb.StatusResponse:
         with BlockingAdminClient(self.admin_address) as client:
