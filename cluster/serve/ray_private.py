@@ -46,6 +46,8 @@ _OWN_PORTS = range(20_000, 32_000)
 # How long processes of a local Ray cluster live without its GCS, which is not restarted.
 _GIVE_UP_S = 5
 _BEARER = "Bearer "
+# Whether a Ray process may use another address of its host than 127.0.0.1.
+_MANY_HOSTS = ray._private.ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
 
 __all__ = [
     "HEAD_RESOURCE",
@@ -230,14 +232,19 @@ def with_own_ports(*, loopback: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_loopback_kept() -> Iterator[None]:
-    """Have `ray.init` use 127.0.0.1 where it is named; Ray would replace it by an address of this host that
-    others reach."""
-    resolve = services.resolve_ip_for_localhost
+    """Have `ray.init` and the processes that it starts use 127.0.0.1 where it is named; Ray would replace it
+    by an address of this host that others reach."""
+    resolve, before = services.resolve_ip_for_localhost, os.environ.get(_MANY_HOSTS)
     services.resolve_ip_for_localhost = _unchanged
+    os.environ[_MANY_HOSTS] = "0"  # such as the dashboard, which joins by itself
     try:
         yield
     finally:
         services.resolve_ip_for_localhost = resolve
+        if before is None:
+            del os.environ[_MANY_HOSTS]
+        else:
+            os.environ[_MANY_HOSTS] = before
 
 
 def _unchanged(host: str) -> str:

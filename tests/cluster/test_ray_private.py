@@ -58,6 +58,7 @@ PARAMETERS = {
 VALUES: dict[str, object] = {
     "ray._common.constants.HEAD_NODE_RESOURCE_NAME": "node:__internal_head__",
     "ray._private.ray_constants.DASHBOARD_ADDRESS": "dashboard",
+    "ray._private.ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR": "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER",
     "ray._private.ray_constants.KV_NAMESPACE_DASHBOARD": b"dashboard",
     "ray._private.worker._global_node": None,
     # Each is the default of an environment variable of this name.
