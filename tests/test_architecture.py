@@ -119,7 +119,7 @@ def test_the_environment_is_read_at_the_command_line_only() -> None:
     readers = {"cluster/cli/main.py", "cluster/cli/serve_command.py", "workers/replica/rank_group.py"}
     readers |= {"kvtransfer/transports/nccl.py", "kvtransfer/transports/nixl.py"}
     readers.add(PEER_CHILD.as_posix())
-    readers |= {"cluster/cli/update.py", "cluster/serve/ray_token.py"}
+    readers |= {"cluster/cli/update.py", "cluster/serve/ray_token.py", "cluster/serve/ray_private.py"}
     readers |= {"workers/model/native/isa.py"}  # for tests and benchmarks
     assert_none(
         {

@@ -11,7 +11,7 @@ from gateway_harness import GatewayHarness, ScriptedReplica
 from kept_objects import KeptObjects
 
 from cluster.api.client import Client, GenerateOptions
-from cluster.gateway import history, request_manager
+from cluster.gateway import history, request_manager, request_records
 from cluster.metrics import curves
 from router import service
 
@@ -43,7 +43,8 @@ async def test_requests_that_are_over_leave_nothing_behind(
     harness: GatewayHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module, names in (
-        (request_manager, ("NUM_RECORDS", "_NUM_STALE")),
+        (request_manager, ("_NUM_STALE",)),
+        (request_records, ("NUM_RECORDS",)),
         (service, ("NUM_DECISIONS_KEPT",)),
         (history, ("MAX_REQUESTS", "MAX_PROMPTS", "MAX_KEYS", "MAX_ANCHORS")),
     ):

@@ -174,13 +174,16 @@ def test_a_tokenizer_whose_merges_break_its_reader_is_named(tmp_path: Path) -> N
         ModelText.load(tmp_path)
 
 
-def test_a_panic_of_the_pattern_is_an_error_of_the_prompt(tmp_path: Path) -> None:
+def test_a_panic_of_the_pattern_is_an_error_of_the_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A real one: the regex engine gives up, after a time in which no event loop may stand again."""
     tokenizer = Tokenizer(models.BPE(vocab={"x": 0, "y": 1}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     text = ModelText.load(tmp_path)
     assert text.short_chars == SHORT_CHARS
+    monkeypatch.setattr("cluster.text.tokenizer._SLOW_S", 0.0)  # a fast CPU panics sooner
     with pytest.raises(
         InvalidRequestError, match="prompt: the model's tokenizer fails on this text"
     ) as failed:
