@@ -171,6 +171,7 @@ async def test_requests_that_are_held_give_the_tokens_of_the_model(harness: E2eH
 async def test_a_burst_is_refused_in_milliseconds_with_a_time_to_retry(harness: E2eHarness) -> None:
     async with opened(harness, STRICT) as front:
         calls = await flood(front)
+        flooded = await front.admin.status()
         waits_s: list[float] = []
         while len(waits_s) < 10:
             assert len(calls) < NUM_BURST, "too few are refused"
@@ -186,7 +187,9 @@ async def test_a_burst_is_refused_in_milliseconds_with_a_time_to_retry(harness: 
                 assert "objective of the class standard" in call.error.message
         status = await front.admin.status()
         assert status.demand.num_refused == sum(call.error is not None for call in calls)
-        assert sum(it.held.num_prompts + it.held.num_sequences for it in status.replicas) > 0
+        # A fast engine may have taken what waited by the end of the burst.
+        replicas = [*flooded.replicas, *status.replicas]
+        assert sum(it.held.num_prompts + it.held.num_sequences for it in replicas) > 0
         # The engine's ranks want the processor as well.
         assert statistics.median(waits_s) < 0.1
         assert admission_of(front).counts.num_refused["late", "standard"] >= len(waits_s)
