@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from gateway_harness import TEMPLATE, GatewayHarness, expected, write_model
+from slow_cases import slow_but
 from transformers import PreTrainedTokenizerFast
 
 from cluster.api.client import GenerateOptions, Turn
@@ -96,7 +97,13 @@ async def test_the_text_is_that_of_transformers(tmp_path: Path, source: str, ope
     assert await render(template, TURNS, opens=opens) == wanted
 
 
-@pytest.mark.parametrize("what", HOSTILE)
+# The next chat is rendered by a new process: some cases are enough for the fast tests.
+@pytest.mark.parametrize(
+    "what",
+    slow_but(
+        HOSTILE, "an endless loop", "a huge string", "python's objects", "endless recursion", "no syntax"
+    ),
+)
 async def test_a_hostile_template_is_an_error_and_the_next_chat_works(what: str) -> None:
     renderer = ChatRenderer(ChatTemplate(HOSTILE[what], {}), render_timeout_s=0.5)
     for _ in range(2):

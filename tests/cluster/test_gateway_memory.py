@@ -39,6 +39,7 @@ async def serve(client: Client, replicas: list[ScriptedReplica], draw: random.Ra
         await asyncio.sleep(0)
 
 
+@pytest.mark.slow
 async def test_requests_that_are_over_leave_nothing_behind(
     harness: GatewayHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:

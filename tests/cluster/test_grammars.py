@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from gateway_harness import until, write_model
 from llguidance import LLMatcher, LLTokenizer
+from slow_cases import slow_but
 
 from cluster.errors import GrammarError, UnavailableError
 from cluster.text.grammars import GrammarCompiler, OutputConstraint, Vocabulary
@@ -136,7 +137,10 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("what", HOSTILE)
+# The next one is made by a new process: some cases are enough for the fast tests.
+@pytest.mark.parametrize(
+    "what", slow_but(HOSTILE, "nested repetition", "so many rules", "a product of alternatives")
+)
 async def test_a_hostile_grammar_is_refused_and_the_next_one_made(scene: Scene, what: str) -> None:
     assert len(HOSTILE[what].text) < MAX_GRAMMAR_BYTES
     with pytest.raises(GrammarError) as caught:
@@ -179,6 +183,7 @@ async def test_a_tenant_whose_grammars_take_long_delays_no_other(scene: Scene) -
     await asyncio.gather(*slow, return_exceptions=True)
 
 
+@pytest.mark.slow
 async def test_a_tenant_is_watched_until_it_has_behaved(scene: Scene) -> None:
     with pytest.raises(GrammarError):
         await scene.compiler.make(intersection(60), "slow")

@@ -26,11 +26,10 @@ def goodput(scenario: Scenario, rate_s: float) -> float:
 @pytest.mark.parametrize(
     "name",
     [
-        "mixed",
         "pools",
         *(
             pytest.param(each, marks=pytest.mark.slow)
-            for each in ("interactive", "decode_bound", "prefill_bound")
+            for each in ("mixed", "interactive", "decode_bound", "prefill_bound")
         ),
     ],
 )

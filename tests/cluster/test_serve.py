@@ -273,7 +273,7 @@ def test_the_store_of_the_node_is_restarted_and_a_tenants_records_are_purged(
     assert held("first") > 0, "the arena was taken over from the ranks, and the purge was of the other tenant"
 
 
-@pytest.mark.parametrize("victim", ["rank", "engine core"])
+@pytest.mark.parametrize("victim", ["rank", pytest.param("engine core", marks=pytest.mark.slow)])
 def test_a_killed_replica_is_replaced_and_the_stream_completes(
     cluster: RunningCluster, client: BlockingClient, victim: str
 ) -> None:

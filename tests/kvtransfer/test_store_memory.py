@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+import pytest
 from kept_objects import KeptObjects, num_by_type, without_collector
 from store_harness import COMPATIBILITY, StoreHarness
 from trust_files import TRUST
@@ -108,6 +109,7 @@ async def serving(folder: Path) -> AsyncIterator[Load]:
         await node.release()
 
 
+@pytest.mark.slow
 async def test_blocks_and_fetches_that_are_over_leave_nothing_behind(tmp_path: Path) -> None:
     async with serving(tmp_path) as load:
         await load.run()

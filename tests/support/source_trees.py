@@ -36,4 +36,11 @@ def imported(path: Path) -> frozenset[str]:
 @functools.cache
 def attributes(path: Path) -> frozenset[str]:
     """Return every dotted expression of a file, as written."""
-    return frozenset(ast.unparse(node) for node in nodes(path) if isinstance(node, ast.Attribute))
+    return frozenset(_dotted(node) for node in nodes(path) if isinstance(node, ast.Attribute))
+
+
+def _dotted(node: ast.expr) -> str:
+    """Return the expression as written, without the cost of `ast.unparse` where it is names and dots."""
+    if isinstance(node, ast.Name):
+        return node.id
+    return f"{_dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ast.unparse(node)

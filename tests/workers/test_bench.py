@@ -97,6 +97,7 @@ def test_every_measure_has_its_limit_and_its_peer(model_dir: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_disturbed_round_is_void_and_repeated(model_dir: Path) -> None:
     lines = run(model_dir, 0.05, decode=[])
     assert [line["others"] for line in lines if line["what"] == "round"] == [0.05, 0.0]
@@ -138,6 +139,7 @@ def test_a_peer_that_cannot_load_is_reported_and_the_others_are_measured(
     assert [line["peer"] for line in lines if line["what"] == "peer"] == ["transformers"]
 
 
+@pytest.mark.slow
 def test_without_peers_there_are_no_peer_lines(model_dir: Path) -> None:
     lines = run(model_dir, dtype="bf16", decode=[])
     assert [line["what"] for line in lines] == ["check", "machine", "round", "prefill"]
@@ -152,6 +154,7 @@ def test_deterministic_mode_is_measured_as_a_peer(model_dir: Path) -> None:
     assert all(line["ratio"] > 0 for line in lines if line["what"] == "peer")
 
 
+@pytest.mark.slow
 def test_a_chunk_is_compared_with_its_products(model_dir: Path) -> None:
     lines = run(model_dir, prefill=[512], decode=[])
     assert lines[-1]["products_tok_s"] > lines[-1]["tok_s"] > 0
@@ -160,6 +163,7 @@ def test_a_chunk_is_compared_with_its_products(model_dir: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_are_timed_by_the_fastest_kind(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from itertools import count
 
+import pytest
 from kept_objects import KeptObjects, num_by_type, without_collector
 from replica_harness import MigrationPair, Side
 from staged_engine import VOCABULARY
@@ -52,6 +53,7 @@ def start(side: Side) -> None:
     side.settle()
 
 
+@pytest.mark.slow
 async def test_requests_that_are_over_leave_nothing_behind() -> None:
     load = Load()
     load.run()
