@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import socket
 import sys
+from typing import TextIO
 
 import ray
 from ray import serve
 
 
 def main() -> None:
+    # Ray writes of itself to the standard output, too: that goes to the errors.
+    with os.fdopen(os.dup(1), "w") as reports:
+        os.dup2(2, 1)
+        run(reports)
+
+
+def run(reports: TextIO) -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
@@ -28,17 +37,17 @@ def main() -> None:
         _redis_password=sys.argv[1],
     )
     serve.start(proxy_location="HeadOnly", http_options={"port": port, "host": "127.0.0.1"})
-    send({"ray": context.address_info["gcs_address"], "dashboard": f"http://{context.dashboard_url}"})
+    send(reports, {"ray": context.address_info["gcs_address"], "dashboard": f"http://{context.dashboard_url}"})
     node = ray._private.worker._global_node
     assert node is not None
     for _ in sys.stdin:
         node.kill_gcs_server()
         node.start_gcs_server()
-        send({"gcs": "restarted"})
+        send(reports, {"gcs": "restarted"})
 
 
-def send(fields: dict[str, str]) -> None:
-    print(json.dumps(fields), flush=True)
+def send(reports: TextIO, fields: dict[str, str]) -> None:
+    print(json.dumps(fields), file=reports, flush=True)
 
 
 if __name__ == "__main__":
