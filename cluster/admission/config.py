@@ -62,7 +62,7 @@ class AdmissionConfig(BaseModel):
     # of one, a tenant with all its keys. Taken before the first byte is read: the length that a body
     # announces, or the largest allowed where nobody knows it yet.
     max_reading_mb: float = Field(default=256.0, gt=0)
-    max_caller_reading_mb: float = Field(default=48.0, gt=0)
+    max_caller_reading_mb: float = Field(default=32.0, gt=0)
     # Calls of one caller at one gateway, over gRPC and HTTP, and its connections; None: twice
     # `gateway.max_requests`.
     max_caller_calls: int | None = Field(default=None, ge=1)
