@@ -458,7 +458,9 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """Read the file without checking its fields; `ConfigError` where it holds no mapping."""
     try:
         raw = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:  # also a date of month 13
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also a date of month 13
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected a mapping with the keys model and pools")
