@@ -37,7 +37,9 @@ def run(reports: TextIO) -> None:
         _redis_password=sys.argv[1],
     )
     serve.start(proxy_location="HeadOnly", http_options={"port": port, "host": "127.0.0.1"})
-    send(reports, {"ray": context.address_info["gcs_address"], "dashboard": f"http://{context.dashboard_url}"})
+    send(
+        reports, {"ray": context.address_info["gcs_address"], "dashboard": f"http://{context.dashboard_url}"}
+    )
     node = ray._private.worker._global_node
     assert node is not None
     for _ in sys.stdin:
