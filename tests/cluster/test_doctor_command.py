@@ -7,6 +7,8 @@ import io
 import json
 import re
 import socket
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +50,13 @@ NAMES = [check.name for check in CHECKS]
 
 
 @pytest.fixture(autouse=True)
-def no_other_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of other tests' clusters on this host is found."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+def no_other_run(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing of other tests' clusters on this host is found. The path is short, for Ray's unix sockets."""
+    tmp_path_factory.getbasetemp()  # where it is for all tests
+    with tempfile.TemporaryDirectory(prefix="d") as folder:
+        monkeypatch.setattr("tempfile.tempdir", folder)
+        monkeypatch.setenv("TMPDIR", folder)
+        yield
 
 
 def checked(*arguments: str) -> tuple[int, dict[str, Any]]:
