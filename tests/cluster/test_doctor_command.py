@@ -52,7 +52,7 @@ NAMES = [check.name for check in CHECKS]
 @pytest.fixture(autouse=True)
 def no_other_run(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing of other tests' clusters on this host is found. The path is short, for Ray's unix sockets."""
-    tmp_path_factory.getbasetemp()  # where it is for all tests
+    tmp_path_factory.getbasetemp()  # made now: this folder ends with the test, that of pytest must not
     with tempfile.TemporaryDirectory(prefix="d") as folder:
         monkeypatch.setattr("tempfile.tempdir", folder)
         monkeypatch.setenv("TMPDIR", folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
+from slow_cases import slow_but
 
 from benchmarks.overload import SCENARIOS, Scenario, greedy, is_good, measured_capacity, recovered_s, run_load
 
@@ -24,14 +25,7 @@ def goodput(scenario: Scenario, rate_s: float) -> float:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "pools",
-        *(
-            pytest.param(each, marks=pytest.mark.slow)
-            for each in ("mixed", "interactive", "decode_bound", "prefill_bound")
-        ),
-    ],
+    "name", slow_but(["mixed", "pools", "interactive", "decode_bound", "prefill_bound"], "pools")
 )
 def test_goodput_holds_whatever_is_the_bottleneck(name: str) -> None:
     scenario = SCENARIOS[name]

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from patience import WAIT_S
 from serving import TINY, RunningCluster, free_port, object_store_counters, tandem
+from slow_cases import slow_but
 
 from cluster.api.blocking_client import BlockingAdminClient, BlockingClient
 from cluster.api.client import Client, GenerateOptions
@@ -273,7 +274,7 @@ def test_the_store_of_the_node_is_restarted_and_a_tenants_records_are_purged(
     assert held("first") > 0, "the arena was taken over from the ranks, and the purge was of the other tenant"
 
 
-@pytest.mark.parametrize("victim", ["rank", pytest.param("engine core", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("victim", slow_but(["rank", "engine core"], "rank"))
 def test_a_killed_replica_is_replaced_and_the_stream_completes(
     cluster: RunningCluster, client: BlockingClient, victim: str
 ) -> None:

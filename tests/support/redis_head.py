@@ -18,7 +18,7 @@ from ray import serve
 
 
 def main() -> None:
-    # Ray writes of itself to the standard output, too: that goes to the errors.
+    # Ray also writes to the standard output, which is for the reports: send that to the standard error.
     with os.fdopen(os.dup(1), "w") as reports:
         os.dup2(2, 1)
         run(reports)

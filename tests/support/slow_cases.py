@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 
-def slow_but(cases: Iterable[str], *fast: str) -> list[Any]:
+def slow_but(cases: Iterable[Any], *fast: Any) -> list[Any]:
     """Return the cases as parameters, all but those of `fast` marked as slow."""
-    names = list(cases)
-    assert set(fast) <= set(names), f"no cases: {set(fast) - set(names)}"
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    every = list(cases)
+    assert set(fast) <= set(every), f"no cases: {set(fast) - set(every)}"
+    return [case if case in fast else pytest.param(case, marks=pytest.mark.slow) for case in every]

@@ -11,12 +11,11 @@ from attention_steps import attend, make_backend, unrotated
 from compiled_kernels import KERNELS, TILED_KERNELS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import slow_but
 from torch import Tensor
 
 from workers.model.attention.interface import SequenceSpan, kv_shape
 
-# How many query heads share a key-value head: those of the slow tests.
-SLOW_GROUPS = [pytest.param(group, marks=pytest.mark.slow) for group in (1, 3, 4)]
 MOST_ERROR = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 
 
@@ -112,7 +111,7 @@ class Sequences:
         *(pytest.param(*it.values, 5, marks=it.marks) for it in KERNELS),
     ],
 )
-@pytest.mark.parametrize("window", [0, 70, pytest.param(700, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("window", slow_but([0, 70, 700], 0, 70))
 def test_decoding_equals_prefill_bit_for_bit(name: str, window: int, group: int, dtype: torch.dtype) -> None:
     """Around the ends of panels, tiles and pieces; alone, in a batch of 16, chunked, with one thread."""
     sequences = Sequences(
@@ -157,9 +156,9 @@ def test_a_long_sequence_is_split_over_threads_with_the_same_result(
 
 
 @pytest.mark.parametrize("name", TILED_KERNELS)
-@pytest.mark.parametrize("window", [0, 70, pytest.param(700, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("window", slow_but([0, 70, 700], 0, 70))
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("group", [*SLOW_GROUPS, 2, 5])
+@pytest.mark.parametrize("group", slow_but([1, 2, 3, 4, 5], 2, 5))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_token_that_is_decoded_depends_on_its_own_sequence(
     name: str, dtype: torch.dtype, group: int, head_dim: int, window: int

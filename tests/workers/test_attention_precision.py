@@ -6,6 +6,7 @@ import pytest
 import torch
 from attention_steps import attend, attend_once, make_backend, unrotated
 from compiled_kernels import BACKENDS, backend_cases
+from slow_cases import slow_but
 from torch import Tensor
 
 from workers.messages.rank_channel import BlockCopy
@@ -26,12 +27,10 @@ SPANS = (
 # Relative, of the root mean square: rounding the result alone comes to 0.0017, that of torch's own fused
 # attention to 0.0024, and scores rounded to bfloat16 to 0.0045 and more.
 MOST_ERROR = 3e-3
-# Of the scores, in the slow tests.
-SLOW_SPREADS = [pytest.param(spread, marks=pytest.mark.slow) for spread in (1.0, 4.0)]
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("spread", [*SLOW_SPREADS, 16.0])
+@pytest.mark.parametrize("spread", slow_but([1.0, 4.0, 16.0], 16.0))
 @pytest.mark.parametrize("window", [0, 90])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(8, 2), (4, 4)])
 def test_scores_and_probabilities_are_float32(
