@@ -6,8 +6,8 @@ another session begins.
 
 What is bounded is not a leak, and is full before growth is measured: after the first quarter of the time, and
 after 40,000 requests. Caches are small; a gateway's history of prompts has 32,768 keys, one for a request,
-and its curves are of 330 seconds; the heaps of the C library, eight for a core, have each been used by some
-thread after three minutes of load.
+and its curves are of 330 seconds; the two heaps that `tandem serve` leaves to the C library soon have their
+size.
 
     python -m benchmarks.soak [--minutes 30] [--sessions 24]
 

@@ -46,6 +46,9 @@ _ENVIRONMENT = {
     # Ray prints the first for every process that ends early, beside our line with the reason, and the second
     # where a replica has many ranks.
     "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed|worker processes have been started",
+    # By default glibc keeps up to eight heaps for a core, and what the threads of one free no other takes:
+    # processes with forty threads grow for hours.
+    "MALLOC_ARENA_MAX": "2",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "GRPC_VERBOSITY": "ERROR",

@@ -101,6 +101,13 @@ def test_both_pools_serve_and_their_path_is_measured(cluster: RunningCluster) ->
     )
 
 
+def test_no_process_spreads_what_it_allocates_over_many_heaps(cluster: RunningCluster) -> None:
+    status = cluster.status()
+    process_ids = [it.process_id for it in (*status.gateways, *status.replicas, *status.stores)]
+    for process_id in [*process_ids, *(rank for it in status.replicas for rank in it.rank_process_ids)]:
+        assert psutil.Process(process_id).environ()["MALLOC_ARENA_MAX"] == "2"
+
+
 def test_it_says_where_everything_is(cluster: RunningCluster) -> None:
     names = {"gateway", "HTTP", "admin", "console", "Ray", "dashboard", "Ray token", "logs"}
     assert set(cluster.addresses) == names

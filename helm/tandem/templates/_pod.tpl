@@ -194,6 +194,8 @@ spec:
   value: "0"
 - name: RAY_DEDUP_LOGS_SKIP_REGEX
   value: A worker died or was killed|worker processes have been started
+- name: MALLOC_ARENA_MAX
+  value: "2"
 - name: OMP_NUM_THREADS
   value: "1"
 - name: TOKENIZERS_PARALLELISM
