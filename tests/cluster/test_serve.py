@@ -103,8 +103,11 @@ def test_both_pools_serve_and_their_path_is_measured(cluster: RunningCluster) ->
 
 def test_no_process_spreads_what_it_allocates_over_many_heaps(cluster: RunningCluster) -> None:
     status = cluster.status()
-    process_ids = [it.process_id for it in (*status.gateways, *status.replicas, *status.stores)]
-    for process_id in [*process_ids, *(rank for it in status.replicas for rank in it.rank_process_ids)]:
+    process_ids = [it.process_id for it in status.gateways]
+    process_ids += [it.process_id for it in status.stores]
+    for replica in status.replicas:
+        process_ids += [replica.process_id, *replica.rank_process_ids]
+    for process_id in process_ids:
         assert psutil.Process(process_id).environ()["MALLOC_ARENA_MAX"] == "2"
 
 
