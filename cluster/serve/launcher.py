@@ -40,6 +40,7 @@ from cluster.scaling.headroom import ReplicaDemand, shortages
 from cluster.scaling.serve_client import deployment_name
 from cluster.secret_files import read_trust
 from cluster.serve.app import check_model, deploy
+from cluster.serve.bounded_start import bounded_start
 from cluster.serve.capacity import demands, gateway_bundle, plan_cpus
 from cluster.serve.joined_ray import JoinedRay, find_target
 from cluster.serve.local_ray import LocalRay
@@ -153,7 +154,11 @@ class Service:
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         target = find_target(self._ray_address, runs, self._environment)
         report(StartProgress(f"joining {target.text}" if target else "starting Ray", {}))
-        self._ray = self._local_ray() if target is None else JoinedRay(target, self._clock, **_RAY_OPTIONS)
+        with bounded_start(interrupted):
+            if target is None:
+                self._ray = self._local_ray()
+            else:
+                self._ray = JoinedRay(target, self._clock, **_RAY_OPTIONS)
         addresses = self._while_ray_lives(lambda: self._bring_up(given, trust, report, interrupted))
         record(self._private_folder(), self._run(addresses))
         return addresses
