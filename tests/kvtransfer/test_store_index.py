@@ -22,11 +22,12 @@ from index_harness import (
     until,
     until_found,
 )
+from kept_objects import KeptObjects
 from optional_programs import uses_redis_or_valkey
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import Shard
-from kvtransfer.store.index.index import NODES_S, Holder
+from kvtransfer.store.index.index import NODES_S, Holder, Index
 from kvtransfer.store.index.values import key_prefix, node_key, node_number
 from kvtransfer.store.messages import IndexStat, RecordInfo, Tier
 
@@ -252,6 +253,30 @@ async def test_a_record_that_goes_while_all_is_announced_does_not_come_back(url:
             while await nodes(b, [3]) == [set()]:
                 clock.advance(5.0)
         assert await nodes(b, [1, 2, 3]) == [{"a"}, set(), {"a"}]
+
+
+async def announce_all(index: Index, numbers: range, tier: Tier | None) -> None:
+    """Return when the index server has them."""
+    wanted = index.stat().num_announced + len(numbers)
+    for number in numbers:
+        index.announce(record(number), tier)
+    await until(lambda: index.stat().num_announced == wanted)
+
+
+async def test_a_slow_walk_keeps_nothing_of_what_comes_and_goes_meanwhile(url: str) -> None:
+    """What is held takes minutes to announce again, and a busy node announces any number of others then."""
+    num_records = 300
+    limits = QUICK._replace(batch=num_records, rebuild_pause_s=5.0)
+    held: list[tuple[RecordInfo, Tier]] = [(record(num), "dram") for num in range(2 * num_records)]
+    a, b = make_index(url, "a", clock=ManualClock(), limits=limits, held=held), make_index(url, "b")
+    async with running(a, b):
+        await until_found(b, [1], [{"a"}])  # the other half waits for the clock
+        kept = KeptObjects(num_records)
+        for first in range(1000, 1000 + 6 * num_records, num_records):
+            await announce_all(a, range(first, first + num_records), "dram")
+            await announce_all(a, range(first, first + num_records), None)
+            kept.count()
+        kept.check()
 
 
 async def test_what_does_not_fit_in_the_queue_is_dropped_and_announced_later(url: str) -> None:

@@ -80,8 +80,9 @@ class Announcer:
         self._records = records
         self._wrote = wrote
         self._queue: dict[RecordId, tuple[bytes, Tier | None]] = {}  # with the chain
-        # Announced since the walk under way took its list: that list says nothing of them.
-        self._announced_since: set[RecordId] | None = None
+        # What is left to announce again. What is announced meanwhile leaves it, so that it never has more than
+        # was held when it was taken.
+        self._walk: dict[RecordId, tuple[bytes, Tier | None]] = {}
         self._has_work = asyncio.Event()
         self._rebuild_is_wanted = asyncio.Event()
         self._writing = asyncio.Lock()
@@ -92,8 +93,7 @@ class Announcer:
 
     def announce(self, info: RecordInfo, tier: Tier | None) -> None:
         """The record is in this tier now; None: in none."""
-        if self._announced_since is not None:
-            self._announced_since.add(info.id)
+        self._walk.pop(info.id, None)
         if info.id not in self._queue and len(self._queue) >= self._limits.max_queued:
             self.num_dropped += 1
             self.rebuild()
@@ -137,35 +137,27 @@ class Announcer:
         while True:
             is_rebuild = await self._is_wanted_within(0.0 if is_first else self._limits.refresh_s)
             self._rebuild_is_wanted.clear()
-            self._announced_since = set()
-            held = list(self._records())
-            num_batches = max(1, len(held) // self._limits.batch)
+            self._walk = {info.id: (info.chain, tier) for info, tier in self._records()}
+            num_batches = max(1, len(self._walk) // self._limits.batch)
             slow_s = self._limits.refresh_s / 2 / num_batches
-            if await self._announce_all(
-                held, self._limits.rebuild_pause_s if is_rebuild or is_first else slow_s
-            ):
+            if await self._announce_all(self._limits.rebuild_pause_s if is_rebuild or is_first else slow_s):
                 self.num_rebuilds += is_rebuild
                 is_first = False
-            self._announced_since = None
 
-    async def _announce_all(self, held: list[tuple[RecordInfo, Tier]], pause_s: float) -> bool:
-        """Tell all of them; False: it must be begun again."""
-        assert self._announced_since is not None
-        for first in range(0, len(held), self._limits.batch):
-            some = held[first : first + self._limits.batch]
-            while True:
-                async with self._writing:
-                    unwritten = await self._write(
-                        {
-                            info.id: (info.chain, tier)
-                            for info, tier in some
-                            if info.id not in self._announced_since
-                        }
-                    )
-                if await self._is_wanted_within(self._limits.retry_s if unwritten else pause_s):
-                    return False
-                if not unwritten:
-                    break
+    async def _announce_all(self, pause_s: float) -> bool:
+        """Announce what the walk holds; False: it must be begun again."""
+        while self._walk:
+            async with self._writing:
+                batch = dict(islice(self._walk.items(), self._limits.batch))
+                for record in batch:
+                    del self._walk[record]
+                unwritten = await self._write(batch)
+                # Nothing leaves the queue meanwhile, so that what is in it is newer.
+                for record, state in unwritten.items():
+                    if record not in self._queue:
+                        self._walk[record] = state
+            if await self._is_wanted_within(self._limits.retry_s if unwritten else pause_s):
+                return False
         return True
 
     async def _is_wanted_within(self, delay_s: float) -> bool:
