@@ -80,8 +80,8 @@ class Announcer:
         self._records = records
         self._wrote = wrote
         self._queue: dict[RecordId, tuple[bytes, Tier | None]] = {}  # with the chain
-        # What is left to announce again. What is announced meanwhile leaves it, so that it never has more than
-        # was held when it was taken.
+        # What is left to announce again. What is announced meanwhile leaves it, so that it never has more
+        # than was held when it was taken.
         self._walk: dict[RecordId, tuple[bytes, Tier | None]] = {}
         self._has_work = asyncio.Event()
         self._rebuild_is_wanted = asyncio.Event()
