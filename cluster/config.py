@@ -24,6 +24,7 @@ from cluster.http.config import HttpConfig
 from cluster.identity.config import AuthConfig
 from cluster.metrics.config import LogConfig, TracingConfig
 from cluster.scaling.config import ScalingConfig
+from cluster.setting_errors import Location, setting_lines
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.common.patterns import Matches
 from kvtransfer.config import StoreConfig, TransferConfig
@@ -44,7 +45,7 @@ _RAY_RESOURCES = {"CPU", "GPU", "memory", "object_store_memory"}
 
 
 # Keys that had another name.
-_RENAMED: dict[tuple[int | str, ...], str] = {
+_RENAMED: dict[Location, str] = {
     ("scaling", "lend_roles"): "is called change_roles now; rename it",
     ("scaling", "lend_after_s"): "is called role_change_after_s now; rename it",
     ("transfer", "max_moves"): "is called max_migrations now; rename it",
@@ -494,15 +495,8 @@ def parse_config(raw: dict[str, Any], source: str) -> ClusterConfig:
     try:
         return ClusterConfig.model_validate(raw)
     except ValidationError as error:
-        items = error.errors()
-        implied = {item["loc"][:length] for item in items for length in range(1, len(item["loc"]))}
-        lines = [
-            f"{source}: {_field_path(item['loc'])}"
-            f"{_RENAMED.get(item['loc'], item['msg'].removeprefix('Value error, '))}"
-            for item in items
-            if item["loc"] not in implied
-        ]
-        raise ConfigError("\n".join(lines)) from error
+        lines = setting_lines(error, ClusterConfig, _RENAMED)
+        raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from error
 
 
 def default_config(
@@ -549,12 +543,3 @@ def default_mapping(model: Path, prefill: int, decode: int, context_tokens: int)
 def _suits_all(transport: str, devices: tuple[Device, ...]) -> bool:
     """Whether the transport suits memory on each of the devices, at least on one host."""
     return not any(TRANSPORTS[transport].unsuited(device, is_same_host=True) for device in devices)
-
-
-def _field_path(location: tuple[int | str, ...]) -> str:
-    """Return `("pools", 0, "tp")` as `pools[0].tp: `; empty at the root, where the message names the
-    field."""
-    path = ""
-    for part in location:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
-    return f"{path}: " if path else ""

@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from cluster.errors import ConfigError
 from cluster.identity.config import AuthConfig, Tenant
 from cluster.identity.identity import MAX_PRIORITY, Identity, Role
+from cluster.setting_errors import setting_lines
 from kvtransfer.common.patterns import Matches
 
 KEY_PREFIX = "tandem_"
@@ -132,16 +133,10 @@ def _parse(text: bytes) -> KeyFile:
     try:
         found = KeyFile.model_validate(raw)
     except ValidationError as error:
-        raise ValueError(_first_problem(error)) from error
+        raise ValueError(setting_lines(error, KeyFile)[0]) from error
     if len(found.by_id()) < len(found.keys):
         raise ValueError("keys: an id is there more than once")
     return found
-
-
-def _first_problem(error: ValidationError) -> str:
-    item = error.errors()[0]
-    place = ".".join(map(str, item["loc"]))
-    return f"{place or 'the file'}: {item['msg'].removeprefix('Value error, ')}"
 
 
 def _hashed(salt: bytes, secret: str) -> bytes:
@@ -189,7 +184,7 @@ def add_key(
                 note=note,
             )
         except ValidationError as error:
-            raise ConfigError(_first_problem(error)) from error
+            raise ConfigError(setting_lines(error, KeyEntry)[0]) from error
         keys.append(entry)
     return f"{KEY_PREFIX}{key_id}_{secret}"
 

@@ -51,7 +51,7 @@ def test_a_bad_file_is_refused_before_anything_starts(tmp_path: Path) -> None:
     file.write_text(f"model: {TINY}\npools:\n  - {{name: d, role: decode, tp: 0}}\n")
     done = tandem("serve", "--file", str(file))
     assert done.returncode == 1
-    assert "pools[0].tp: Input should be greater" in done.stderr.replace("\n", "")
+    assert "pools[0].tp: must be at least" in done.stderr.replace("\n", "")
 
 
 def test_a_split_that_the_model_does_not_allow_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -56,10 +56,10 @@ def test_defaults_are_one_prefill_and_one_decode_replica() -> None:
 @pytest.mark.parametrize(
     ("change", "path"),
     [
-        ({"tp": 0}, "pools[1].tp: Input should be greater"),
-        ({"pp": 0}, "pools[1].pp: Input should be greater"),
-        ({"tp": 1 << 70}, "pools[1].tp: Input should be less"),
-        ({"pp": 1 << 70}, "pools[1].pp: Input should be less"),
+        ({"tp": 0}, "pools[1].tp: must be at least 1, not 0"),
+        ({"pp": 0}, "pools[1].pp: must be at least 1, not 0"),
+        ({"tp": 1 << 70}, "pools[1].tp: must be at most"),
+        ({"pp": 1 << 70}, "pools[1].pp: must be at most"),
         (
             {"pp": 2, "layers": [1, 2, 3]},
             "pools[1]: layers needs one entry for each of the pp = 2 stages, not 3",
@@ -292,7 +292,7 @@ def test_files_of_certificates_and_of_the_index_are_relative_to_the_file(tmp_pat
         read_trust(config)
     assert read_trust(config, certificates=False).secret == b"s" * 16
     pools = {"model": "m", "pools": [{"name": "both", "role": "both"}]}
-    with pytest.raises(ConfigError, match=r"inner_tls\.ca_file: Field required"):
+    with pytest.raises(ConfigError, match=r"inner_tls\.ca_file: is missing"):
         parse_config({**pools, "inner_tls": {"cert_file": "a", "key_file": "b"}}, "x")
     with pytest.raises(ConfigError, match="two places for one URL"):
         parse_config({**pools, "store": {"redis_url": "redis://a", "redis_url_file": "b"}}, "x")

@@ -206,9 +206,9 @@ def test_options_that_contradict_each_other_are_named(options: dict[str, Any], n
         ({"pools": [{"name": "a", "role": "decode"}, {"name": "b", "role": "decode"}]}, {"decode": 2},
          "has 2 pools of the role decode"),
         ({}, {"prefill": 0}, "remove the pool there instead"),
-        ({}, {"device": "gpu"}, "with --device: pools[0].device: Input should be 'cpu' or 'cuda'"),
-        ({"pools": "none"}, {"tp": 2}, "pools: Input should be a valid tuple"),
-        ({"gateway": 7}, {"port": 2}, "gateway: Input should be a valid dictionary"),
+        ({}, {"device": "gpu"}, "with --device: pools[0].device: must be 'cpu' or 'cuda', not 'gpu'"),
+        ({"pools": "none"}, {"tp": 2}, "pools: must be a list"),
+        ({"gateway": 7}, {"port": 2}, "gateway: must be a mapping"),
     ],
 )  # fmt: skip
 def test_options_that_contradict_the_file_are_named(
@@ -223,7 +223,10 @@ def test_options_that_contradict_the_file_are_named(
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"dtype": "int8"}, "command line: pools[0].dtype: Input should be 'auto', 'fp32', 'bf16' or 'fp16'"),
+        (
+            {"dtype": "int8"},
+            "command line: pools[0].dtype: must be 'auto', 'fp32', 'bf16' or 'fp16', not 'int8'",
+        ),
         ({"kv_tokens": "many"}, "'many' is neither a whole number nor auto"),
         ({"host": "0.0.0.0"}, "gateway.host: 0.0.0.0 can be reached from other hosts"),
         ({"tp": 16}, "pool prefill: tp 16, pp 1: tp is more than the model's 8 attention heads"),

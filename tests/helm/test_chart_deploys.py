@@ -129,7 +129,7 @@ def test_a_wrong_field_is_reported_where_kuberay_looks(nodes: RayGroups, config:
     wrong["applications"][0]["args"]["config"]["router"]["polcy"] = "cost"
     nodes.deploy(wrong)
     failed = nodes.application("wrong", "DEPLOY_FAILED", START_S)
-    assert "args.config: router.polcy: Extra inputs are not permitted" in failed["message"]
+    assert "args.config: router.polcy: unknown key; did you mean policy?" in failed["message"]
 
 
 def test_the_rendered_application_serves_who_has_a_key(

@@ -143,7 +143,11 @@ def test_its_life_is_the_same_each_time_and_another_for_another_secret() -> None
             {"mode": "required", "jwt": {"keys_file": "jwks", "issuer": "i", "audience": "a"}},
             r"args\.config: auth\.jwt\.keys_file: jwks must be an absolute path",
         ),
-        ("config.router", {"polcy": "cost"}, r"args\.config: router\.polcy: Extra inputs"),
+        (
+            "config.router",
+            {"polcy": "cost"},
+            r"args\.config: router\.polcy: unknown key; did you mean policy",
+        ),
         ("secret_file", "/nowhere/secret", r"secret_file: .*/nowhere/secret"),
         ("secret_file", 7, r"args\.secret_file: expected the path of a file"),
         ("redis_url_file", "/nowhere/url", r"redis_url_file: .*/nowhere/url"),
