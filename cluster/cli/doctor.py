@@ -109,7 +109,8 @@ def doctor(
             if file is None:
                 err.print(f"{run_here.text} runs here and is looked at, too", style="dim", soft_wrap=True)
                 admin_address = run_here.admins[0]
-        findings += _machine(config, environment, choice or "local", is_running=is_running)
+        context = machine_context(config, environment, choice or "local", is_running=is_running)
+        findings += run_checks(machine_checks(), context)
     if admin_address:
         expected = config if file is not None else None
         run(_cluster(admin_address, seconds, expected, findings, caller.credentials()))
@@ -175,15 +176,16 @@ def _read(file: Path | None, address: str, redis_url: str) -> tuple[ClusterConfi
     return config if config.store.has_redis else config.with_redis_url(redis_url), []
 
 
-def _machine(
+def machine_context(
     config: ClusterConfig, environment: Mapping[str, str], ray_address: str, *, is_running: bool
-) -> list[Finding]:
+) -> CheckContext:
+    """Return this machine, and what is to run on it, for the checks."""
     machine = Machine()
     try:
         needs = needs_of(config, machine, is_running=is_running)
     except CheckpointError:
         needs = None  # the checks of the model report it
-    context = CheckContext(
+    return CheckContext(
         machine=machine,
         config=config,
         needs=needs,
@@ -192,7 +194,6 @@ def _machine(
         ray_address=ray_address,
         is_running=is_running,
     )
-    return run_checks(machine_checks(), context)
 
 
 async def _cluster(

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cluster.cli.serve_options import ServeOptions, announced_config, config_yaml, serve_options
+from cluster.cli.preflight import refuse_what_cannot_run
+from cluster.cli.serve_options import (
+    ServeOptions,
+    announced_config,
+    config_yaml,
+    named_by_options,
+    serve_options,
+)
 from cluster.cli.terminal import (
     RayVariable,
     catch_signals,
@@ -35,6 +43,9 @@ RayAddress = Annotated[
 
 @serve_options
 def serve(
+    model_folder: Annotated[
+        Path | None, typer.Argument(metavar="[MODEL]", help="Model folder, as --model.", show_default=False)
+    ] = None,
     file: Annotated[Path | None, typer.Option("-f", "--file", help="The cluster's YAML file.")] = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the configuration as a YAML file; start nothing.")
@@ -49,6 +60,10 @@ def serve(
     The options below describe the cluster without a file; beside one, they replace what it says.
     """
     interrupted = catch_signals()
+    if model_folder is not None:
+        if given.model not in (None, model_folder):
+            raise typer.BadParameter(f"and --model {given.model} contradict each other", param_hint="MODEL")
+        given = dataclasses.replace(given, model=model_folder)
     config = announced_config(file, given)
     if print_config:
         text = config_yaml(config)
@@ -56,15 +71,16 @@ def serve(
         if HIDDEN in text:
             err.print(f"passwords are shown as {HIDDEN}; store.redis_url_file names a file for such a URL")
         return
-    from cluster.serve.launcher import Service  # here: `--print-config` needs no Ray
-    from cluster.serve.ray_token import token_place
-
     # The index server comes from the environment where the file names none.
     url = os.environ.pop("REDIS_URL", "")  # processes that are started here do not get it
     if url and not config.store.has_redis:
         config = config.with_redis_url(url)
     os.environ.pop("RAY_ADDRESS", None)
     choice = ray_choice(ray_address, ray_address_variable)
+    refuse_what_cannot_run(config, given, os.environ, ray_address=choice.address or "local")
+    from cluster.serve.launcher import Service  # here: nothing above needs Ray
+    from cluster.serve.ray_token import token_place
+
     service = Service(
         config,
         SystemClock(),
@@ -74,7 +90,7 @@ def serve(
     )
     has_served = False
     try:
-        with stages(err, "starting") as report:
+        with named_by_options(given), stages(err, "starting") as report:
             addresses = service.start(
                 lambda progress: report(progress_line(progress.stage, progress.ready)), interrupted
             )

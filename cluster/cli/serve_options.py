@@ -7,8 +7,10 @@ are checked as the file is, by the same code and with the same messages.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,7 @@ import yaml
 from cluster.cli.gateway_options import spliced_options
 from cluster.cli.terminal import bundled_model, err
 from cluster.config import ClusterConfig, default_mapping, located_config, read_mapping
-from cluster.errors import ConfigError
+from cluster.errors import ConfigError, StartError
 from cluster.shown_urls import settings_without_secrets
 from workers.model.model_config import read_model_config
 
@@ -127,7 +129,8 @@ def serve_config(file: Path | None, options: ServeOptions) -> ServeConfig:
 def announced_config(file: Path | None, options: ServeOptions) -> ClusterConfig:
     """Return the configuration as `serve_config` does; a line on standard error for each setting of the file
     that an option replaces."""
-    config, changes = serve_config(file, options)
+    with named_by_options(options):
+        config, changes = serve_config(file, options)
     for change in changes:
         assert file is not None, "nothing else is changed"
         err.print(change_line(change, file), highlight=False, markup=False, soft_wrap=True)
@@ -143,6 +146,37 @@ def change_line(change: Change, file: Path) -> str:
     """Return `--tp 4 replaces 2, pools[0].tp of cluster.yaml`."""
     option = change.option if change.after is True else f"{change.option} {change.after}"
     return f"{option} replaces {change.before}, {change.setting} of {file}"
+
+
+@contextlib.contextmanager
+def named_by_options(options: ServeOptions) -> Iterator[None]:
+    """Have errors name the option where the setting that they name came from one."""
+    try:
+        yield
+    except (ConfigError, StartError) as error:
+        raise type(error)(in_options(str(error), options)) from error
+
+
+def in_options(text: str, options: ServeOptions) -> str:
+    """Return the text with the settings that options have set replaced by these: `--nvme` for
+    `store.nvme_path`. A line that began with source and setting begins with the option."""
+    for name, setting in _settings(options):
+        text = re.sub(rf"(?m)^[^\n]*?: {setting}(?=: )", _flag(name), text)
+        text = re.sub(rf"(?<![\w.\]-]){setting}(?![\w-])", _flag(name), text)
+    return "\n".join(dict.fromkeys(text.split("\n")))
+
+
+def _settings(options: ServeOptions) -> Iterator[tuple[str, str]]:
+    """Yield each option that was given, and the pattern of its setting in messages."""
+    for name, path in _OPTIONS.items():
+        if len(path) > 1 and getattr(options, name) is not None:
+            yield name, re.escape(".".join(path))
+    for name, path in _POOL_OPTIONS.items():
+        if getattr(options, name) is not None:
+            # `kv_tokens` alone names no other setting, which `tp` or `device` may.
+            pool = r"pools\[\d+\]\."
+            bare = rf"(?:{pool})?(?:engine\.)?" if "engine" in path else pool
+            yield name, bare + (path[-1] if "engine" in path else r"\.".join(path))
 
 
 def config_yaml(config: ClusterConfig) -> str:

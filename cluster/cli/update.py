@@ -12,6 +12,7 @@ import typer
 from rich.console import Group
 from rich.table import Table
 
+from cluster.cli.preflight import refuse_what_cannot_run
 from cluster.cli.serve_options import ServeOptions, announced_config, serve_options
 from cluster.cli.terminal import (
     AsJson,
@@ -60,6 +61,7 @@ def update(
 
     config, choice = announced_config(file, given), ray_choice(ray_address, ray_address_variable)
     os.environ.pop("RAY_ADDRESS", None)
+    refuse_what_cannot_run(config, given, os.environ, ray_address=choice.address, is_running=True)
     target = running_target(choice.address, config, file, living_runs(), os.environ)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     with stages(err, f"joining {target.text}{choice.reason}"):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cluster.config import LOOPBACK
+from cluster.config import LOOPBACK, ClusterConfig
 from cluster.doctor.checks import Check, CheckContext, CheckResult, Figures, error, note, ok, warning
 from cluster.serve.machine import read
-from cluster.serve.memory import RAY_BYTES, ClusterNeed, gb, huge_pages_suffice
+from cluster.serve.memory import RAY_BYTES, ClusterNeed, PoolNeed, gb, huge_pages_suffice
 from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES
 from workers.model.model_config import read_model_config
-from workers.model.rank_memory import least_kv_tokens
+from workers.model.rank_memory import least_kv_tokens, whole_blocks
 
 GROUP = "limits and memory"
 # Ray raises the soft limit of open files as far as this and the hard limit allow.
@@ -98,6 +98,8 @@ def memory(context: CheckContext) -> Iterator[CheckResult]:
     figures: Figures = {"usable_bytes": usable, "needed_bytes": needed}
     why = f"with too little the kernel ends a process, at the start or when the store fills: {detail}"
     remedy = "lower kv_tokens, replicas, store.dram_gb or engine.offload_tokens, or use more machines"
+    if fitting := _fitting_kv_tokens(context.needs, context.config, usable - needed):
+        remedy = f"set kv_tokens to at most {fitting}, or auto; or {remedy}"
     alone = context.config.transfer.data_host in LOOPBACK
     if usable < (needed if alone else largest):
         what = "" if alone else f", and the largest part that must be on one node {gb(largest)}"
@@ -106,6 +108,31 @@ def memory(context: CheckContext) -> Iterator[CheckResult]:
         yield note(f"{seen}: more than this node has", f"it needs several nodes: {detail}", **figures)
     else:
         yield ok(f"{seen} ({detail})", **figures)
+
+
+def _fitting_kv_tokens(needs: ClusterNeed, config: ClusterConfig, left_bytes: int) -> int:
+    """Return the largest `kv_tokens` with which everything fits, the same for all pools that set it; 0 where
+    there is none. `left_bytes` of the memory are left now: less than none."""
+    counted = [
+        need
+        for pool, need in zip(config.pools, needs.pools, strict=True)
+        if pool.engine.kv_tokens != "auto" and need.host_kv_token_bytes
+    ]
+    if not counted:
+        return 0
+
+    def taken_bytes(pools: list[PoolNeed]) -> int:
+        return sum(pool.num_replicas * pool.replica_bytes for pool in pools)
+
+    block_tokens = max(pool.block_tokens for pool in counted)
+    most_bytes = taken_bytes(counted) + left_bytes
+    token_bytes = sum(pool.num_replicas * pool.host_kv_token_bytes for pool in counted)
+    without = taken_bytes([pool.with_kv(0) for pool in counted])
+    fitting = whole_blocks(max(most_bytes - without, 0) // token_bytes, block_tokens)
+    while fitting > 0 and taken_bytes([pool.with_kv(fitting) for pool in counted]) > most_bytes:
+        fitting = whole_blocks(fitting - fitting // 100 - 1, block_tokens)  # mappings are rounded up
+    least = least_kv_tokens(read_model_config(config.model), block_tokens)
+    return fitting if fitting >= least else 0
 
 
 def kv_capacity(context: CheckContext) -> Iterator[CheckResult]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from cluster.config import LOOPBACK
 from cluster.doctor.checks import Check, CheckContext, CheckResult, error, note, ok, warning
+from cluster.serve.serve_runs import ServeRun, living_runs
 
 GROUP = "network and Ray"
 _REACH_S = 5.0
@@ -44,6 +45,17 @@ def _port(context: CheckContext, field: str, host: str, port: int) -> Iterator[C
         if context.is_running:
             yield ok(f"{field}: {host}:{port} is used by {user}, while the cluster runs", port=port)
             return
+        own = [run for run in living_runs() if any(it.endswith(f":{port}") for it in _addresses(run))]
+        if own:
+            yield error(
+                f"{field}: {host}:{port} is taken by your `tandem serve` of {own[0].text}",
+                "nothing else can listen there",
+                f"`tandem status --admin-address {own[0].admins[0]}` shows it, Ctrl-C or SIGINT to process "
+                f"{own[0].process_id} stops it; for another one beside it choose another {field} (0: a free "
+                "one)",
+                port=port,
+            )
+            return
         yield error(
             f"{field}: {host}:{port} is taken by {user}",
             "nothing of ours can listen there; a gateway then does not start",
@@ -59,6 +71,10 @@ def _port(context: CheckContext, field: str, host: str, port: int) -> Iterator[C
             "set gateway.host to an address of this machine, or to auto",
             port=port,
         )
+
+
+def _addresses(run: ServeRun) -> tuple[str, ...]:
+    return (*run.gateways, *run.admins)
 
 
 def clock(context: CheckContext) -> Iterator[CheckResult]:

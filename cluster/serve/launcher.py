@@ -50,7 +50,7 @@ from cluster.serve.ray_private import free_resources, session_logs
 from cluster.serve.ray_token import draw_token, named_token_file, names_token
 from cluster.serve.rollout import Deployed, forget
 from cluster.serve.scaler_actor import stop_scaler
-from cluster.serve.serve_runs import ServeRun, living_runs, record
+from cluster.serve.serve_runs import ServeRun, living_runs, record, run_at
 from cluster.serve.store_actors import stop_stores
 from cluster.stores import IndexServer, check_redis_url, check_store, draw_life, has_password, index_url
 from kvtransfer.common.clock import Clock
@@ -306,7 +306,14 @@ class Service:
     def _deploy(self, cpus: dict[str, float], trust: Trust) -> None:
         serve.start(proxy_location="Disabled")
         if self._config.app in serve.status().applications:
-            raise StartError(f"the application {self._config.app!r} already runs in this Ray cluster")
+            address = ray.get_runtime_context().gcs_address
+            run = run_at(address, [run for run in living_runs() if run.app == self._config.app])
+            where = f": {run.text}" if run else ""
+            raise StartError(
+                f"the application {self._config.app!r} already runs in this Ray cluster{where}; stop that "
+                "one, name another `app:` in the file of this one, or leave --ray-address out: then this one "
+                "starts a Ray of its own"
+            )
         start_roster(self._config.app)
         self._deployed = True
         config, life = self._with_index(trust), draw_life()

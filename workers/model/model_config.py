@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -94,7 +95,33 @@ def read_model_config(model_dir: Path) -> ModelConfig:
 
     Raises CheckpointError, naming the file and key, for what this decoder cannot compute.
     """
+    refuse_no_folder(model_dir)
     return _ConfigReader(model_dir / "config.json").read()
+
+
+# What a folder of a file of configuration may be named like on a hub: `org/name`.
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_GGUF_MAGIC = b"GGUF"
+
+
+def refuse_no_folder(model_dir: Path) -> None:
+    """Raise `CheckpointError` where the path is no folder, with the way to one."""
+    if model_dir.is_dir():
+        return
+    if model_dir.is_file():
+        with model_dir.open("rb") as file:
+            is_gguf = file.read(len(_GGUF_MAGIC)) == _GGUF_MAGIC
+        what = "is a GGUF file, which is not supported" if is_gguf else "is a file"
+        raise CheckpointError(
+            f"{model_dir}: {what}; name a folder in Hugging Face layout, with config.json, tokenizer.json "
+            "and unquantized weights in safetensors"
+        )
+    is_name = _HUB_NAME.fullmatch(str(model_dir)) is not None
+    name, folder = (str(model_dir), model_dir.name) if is_name else ("ORG/NAME", "DIR")
+    raise CheckpointError(
+        f"{model_dir}: no such folder. Models are not fetched by name: "
+        f"`hf download {name} --local-dir {folder}`, then `tandem serve {folder}`"
+    )
 
 
 def weight_files(model_dir: Path) -> tuple[Path, ...]:
@@ -177,7 +204,8 @@ def read_json(file: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise CheckpointError(f"{file}: no such file") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: unreadable: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{file}: cannot be read: {reason}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{file}: not a JSON object")
     return value
@@ -259,9 +287,17 @@ class _ConfigReader:
         if self.raw.get("hidden_act", "silu") not in _ACTIVATIONS:
             self._refuse("hidden_act", f"is not supported (supported: {', '.join(_ACTIVATIONS)})")
         if self.raw.get("quantization_config"):
-            self._refuse("quantization_config", "is not supported")
+            self._refuse_quantized(self.raw["quantization_config"])
         if self.raw.get("partial_rotary_factor") not in (None, 1, 1.0):
             self._refuse("partial_rotary_factor", "is not supported")
+
+    def _refuse_quantized(self, config: Any) -> NoReturn:
+        method = config.get("quant_method") if isinstance(config, dict) else None
+        what = f"says that the weights are quantized ({method})" if method else "is there"
+        raise CheckpointError(
+            f"{self.file}: quantization_config {what}, and quantized weights are not supported; take the "
+            "checkpoint in 16 or 32 bits of which this one was made"
+        )
 
     def _count(self, key: str, default: int | None = None, most: int = _MAX_COUNT) -> int:
         value = self.raw.get(key)
