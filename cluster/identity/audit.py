@@ -28,6 +28,7 @@ from cluster.errors import StartError
 from cluster.identity.audit_limit import NOBODY as NOBODY
 from cluster.identity.audit_limit import AuditLimit
 from cluster.identity.config import AuditConfig
+from cluster.log_fields import instead
 from kvtransfer.common.clock import Clock
 
 AUDIT_LOGGER = "tandem.audit"
@@ -113,8 +114,11 @@ class AuditLog:
         if limit is not None and not limit.takes(entry.who, entry.tenant, entry.method):
             self._num_left_out += 1
             return
-        line = json.dumps(self._fields(entry), ensure_ascii=False)
-        record = _log.makeRecord(AUDIT_LOGGER, logging.INFO, __file__, 0, line, (), None)
+        fields = self._fields(entry)
+        line = json.dumps(fields, ensure_ascii=False)
+        summary = f"{fields['who']} {entry.method} {entry.result}"
+        extra = instead(summary, {name: value for name, value in fields.items() if name != "at"})
+        record = _log.makeRecord(AUDIT_LOGGER, logging.INFO, __file__, 0, line, (), None, extra=extra)
         if self._files:
             self._files[_PREFIXES[entry.kind]].emit(record)
         _log.handle(record)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
 from datetime import UTC, datetime
 
+from cluster.log_fields import MORE, SUMMARY, about
 from cluster.metrics.config import LogConfig
 from cluster.metrics.ended_request import EndedRequest, RelayedRequest
 
@@ -18,7 +18,6 @@ from cluster.metrics.ended_request import EndedRequest, RelayedRequest
 ACCESS_LOGGER = "tandem.access"
 
 _ROOTS = ("tandem", "cluster", "router", "workers", "kvtransfer", "opentelemetry")
-_MORE = "more_fields"
 
 
 def log_to_stderr(config: LogConfig, who: str, pool: str = "") -> None:
@@ -32,12 +31,6 @@ def log_to_stderr(config: LogConfig, who: str, pool: str = "") -> None:
         logger.handlers = [handler]
         logger.propagate = False
     logging.getLogger(ACCESS_LOGGER).setLevel(logging.INFO)  # `access` decides over its lines, not `level`
-
-
-def about(request_id: str, more: Mapping[str, object]) -> dict[str, object]:
-    """Return the argument `extra` of a logging call: the request that the line is about, and more fields,
-    which only JSON lines contain; the message says what people need."""
-    return {"request_id": request_id, _MORE: more}
 
 
 class TextFormatter(logging.Formatter):
@@ -67,12 +60,12 @@ class JsonFormatter(logging.Formatter):
             "ts": at.isoformat(timespec="microseconds").replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": getattr(record, SUMMARY, None) or record.getMessage(),
             **self._always,
         }
         if request_id := getattr(record, "request_id", ""):
             line["request_id"] = request_id
-        line.update(getattr(record, _MORE, {}))
+        line.update(getattr(record, MORE, {}))
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, default=str)

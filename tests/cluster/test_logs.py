@@ -16,9 +16,13 @@ from http_harness import HttpFrontHarness
 
 from cluster.api.client import GenerateOptions, Turn
 from cluster.errors import CallError
+from cluster.identity.audit import AuditEntry, AuditLog
+from cluster.identity.config import AuditConfig
+from cluster.log_fields import about
 from cluster.metrics.config import LogConfig
-from cluster.metrics.logs import ACCESS_LOGGER, about, log_to_stderr
+from cluster.metrics.logs import ACCESS_LOGGER, log_to_stderr
 from cluster.proto.tandem.v1 import inference_pb2 as pb
+from kvtransfer.common.clock import ManualClock
 from workers.messages.link import RequestFailed
 
 _NAMES = ("tandem", "cluster", "router", "workers", "kvtransfer", "opentelemetry", ACCESS_LOGGER)
@@ -257,3 +261,24 @@ async def test_neither_logs_nor_explanations_show_what_a_prompt_says(
     assert len(access_lines(caplog)) == 7
     shown += [f"{record.getMessage()} {record.__dict__}" for record in caplog.records]
     assert not [text for text in shown if canary in text]
+
+
+def test_a_line_of_the_audit_log_has_its_fields_at_the_top_level(stderr: Callable[[], str]) -> None:
+    log_to_stderr(LogConfig(format="json"), "gateway-1")
+    log = AuditLog(AuditConfig(), "gateway-1", ManualClock())
+    log.record(AuditEntry(who="ops", method="keys/reload", result="OK", what={"added": 2}, detail="by hand"))
+    (line,) = lines(stderr())
+    del line["ts"]
+    assert line == {
+        "level": "info",
+        "logger": "tandem.audit",
+        "message": "ops keys/reload OK",
+        "process": "gateway-1",
+        "who": "ops",
+        "tenant": "",
+        "method": "keys/reload",
+        "what": {"added": 2},
+        "peer": "",
+        "result": "OK",
+        "detail": "by hand",
+    }
