@@ -287,9 +287,11 @@ def test_a_dashboard_asks_for_what_there_is(path: Path) -> None:
         assert used <= variables, query.where
 
 
-def test_the_dashboards_are_four_and_apart() -> None:
-    assert [path.stem for path in DASHBOARDS] == ["kv-tiers", "overview", "pools", "router"]
-    assert len({dashboard(path)["uid"] for path in DASHBOARDS}) == 4
+def test_the_dashboards_are_apart_and_the_first_one_is_an_overview() -> None:
+    assert [path.stem for path in DASHBOARDS] == ["kv-tiers", "overview", "pools", "requests", "router"]
+    assert len({dashboard(path)["uid"] for path in DASHBOARDS}) == len(DASHBOARDS)
+    (overview,) = (dashboard(path) for path in DASHBOARDS if path.stem == "overview")
+    assert len(overview["panels"]) <= 12
 
 
 def test_every_metric_is_on_a_dashboard_or_in_a_rule() -> None:
@@ -309,9 +311,13 @@ def test_rules_ask_for_what_there_is_and_say_what_to_do() -> None:
     alerts = [rule for rule in rules() if "alert" in rule]
     assert len({rule["alert"] for rule in alerts}) == len(alerts)
     page = (ROOT / "docs" / "observability.md").read_text()
+    runbooks = (ROOT / "docs" / "runbooks.md").read_text()
+    assert runbooks.count("\n### ") == len(alerts)
     for rule in alerts:
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert rule["annotations"]["summary"]
         assert rule["annotations"]["description"]
+        assert rule["annotations"]["runbook_url"] == f"docs/runbooks.md#{rule['alert'].lower()}"
+        assert f"### {rule['alert']}\n" in runbooks, "each alert has its section"
         name = rule["alert"].removesuffix("Slow")
         assert f"`{rule['alert']}`" in page or f"`{name}Fast`, `...Slow`" in page, rule["alert"]

@@ -242,6 +242,20 @@ def test_dashboards_and_rules_arrive_as_they_are() -> None:
         assert spec["groups"]
 
 
+def test_alerts_lead_to_the_runbooks_where_operators_read_them() -> None:
+    address = "https://git.example/tandem/docs/runbooks.md"
+    items = objects({"monitoring": {"rules": {"enabled": True, "runbooks": address}}})
+    (rule_file,) = [item for item in items if item["kind"] == "PrometheusRule"]
+    links = [
+        rule["annotations"]["runbook_url"]
+        for group in rule_file["spec"]["groups"]
+        for rule in group["rules"]
+        if "alert" in rule
+    ]
+    assert f"{address}#tandempooldown" in links
+    assert all(link.startswith(f"{address}#tandem") for link in links)
+
+
 def check_all(items: list[Object]) -> None:
     """Each object against its schema, Ray's pods as the pods that they become."""
     for item in items:
