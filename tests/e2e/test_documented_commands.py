@@ -33,7 +33,8 @@ store: {dram_gb: 0.1}
 SECOND = CLUSTER + "app: tandem-v2\ngateway: {port: 0, admin_port: 0, http: {port: 0}}\n"
 # Commands that call no cluster.
 ALONE = re.compile(r"tandem (?:key|serve|doctor -f|bench (?:engine|scaling))\b")
-CALLS = re.compile(r"\b(?:tandem \w+|curl )")
+CALLS = re.compile(r"\b(?:tandem \w+|curl |ray status)")
+COMMENT = re.compile(r"(?m)(?:^|\s)#.*$")
 
 
 def test_every_block_of_commands_says_that_it_is_for_a_shell_and_what_it_needs() -> None:
@@ -55,7 +56,9 @@ class Folder:
         self.path = path
         self._ports = {option: free_port() for option in ("--port", "--admin-port", "--http-port")}
         (path / "models").symlink_to(ROOT / "models")
-        (path / "cluster.yaml").write_text(CLUSTER)
+        port, admin_port, http_port = self._ports.values()
+        listening = {"port": port, "admin_port": admin_port, "console_port": 0, "http": {"port": http_port}}
+        (path / "cluster.yaml").write_text(f"{CLUSTER}gateway: {json.dumps(listening)}\n")
         (path / "v2.yaml").write_text(SECOND)
         ports = path / "ports.json"
         ports.write_text(json.dumps(self._ports))
@@ -71,8 +74,9 @@ class Folder:
     def run(self, block: Block) -> None:
         """Run the block, beside a cluster where it calls one and starts none; end what it has started."""
         text = self._settled(block.text)
-        calls = [call for call in CALLS.findall(ALONE.sub("", text)) if call]
-        if calls and not re.search(r"tandem serve\b(?!.*--print-config)(?!.*--ray-address)", text):
+        commands = COMMENT.sub("", text)
+        is_served = re.search(r"tandem serve\b(?!.*--print-config)(?!.*--ray-address)", commands)
+        if CALLS.search(ALONE.sub("", commands)) and not is_served:
             text = f"tandem serve -f cluster.yaml\n{text}"
         try:
             self._bash(block, text)
@@ -88,15 +92,12 @@ class Folder:
         )
         for shown, option in (("8780", "--port"), ("8782", "--admin-port"), ("8784", "--http-port")):
             text = re.sub(rf"\b(?:HOST|127\.0\.0\.1):{shown}\b", f"127.0.0.1:{self._ports[option]}", text)
-        printed = r"$(sed -nE 's/^{} +(in )?//p' serve-*.log)"
-        text = text.replace("HOST:PORT", printed.format("Ray")).replace(
-            "127.0.0.1:PORT", printed.format("Ray")
-        )
+        printed = r"$(sed -nE 's/^{}  +(in )?//p' serve-*.log | head -1)"
+        ray, token = printed.format("Ray"), printed.format("Ray token")
+        text = re.sub(r"(?:HOST|127\.0\.0\.1):PORT", lambda _: ray, text)
         text = text.replace("http://127.0.0.1:8265", printed.format("dashboard"))
-        text = re.sub(r"/tmp/tandem-runs-\S+/ray-token", printed.format("Ray token"), text)
-        return re.sub(
-            r"\bRAY_AUTH_TOKEN_PATH=FILE\b", f"RAY_AUTH_TOKEN_PATH={printed.format('Ray token')}", text
-        )
+        text = re.sub(r"/tmp/tandem-runs-[\w/-]+/ray-token", lambda _: token, text)
+        return text.replace("RAY_AUTH_TOKEN_PATH=FILE", f"RAY_AUTH_TOKEN_PATH={token}")
 
     def _bash(self, block: Block, text: str) -> None:
         variables = environment()

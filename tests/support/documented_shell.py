@@ -26,7 +26,7 @@ def main() -> None:
         os.execv(command[0], command)
     folder = Path(ports_file).parent
     serving = folder / "serving"
-    if not serving.exists():  # a second one beside it has ports of its own
+    if not serving.exists() and "-f" not in arguments:  # files have ports of their own
         for option, port in json.loads(Path(ports_file).read_text()).items():
             command += [] if option in arguments else [option, str(port)]
     output = folder / f"serve-{os.getpid()}.log"
