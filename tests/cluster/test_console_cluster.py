@@ -174,6 +174,7 @@ def test_a_click_scales_a_pool_and_a_killed_replica_goes(
     browser.open(cluster.addresses["console"])
     assert cluster.status().pools[1].desired == 1
     browser.click(MORE)
+    browser.click("#scale-yes")
     browser.wait_text("#message", "pool decode will have 2 replicas")
     with Load(cluster.address, 40):
         badges = f"{DECODE_ROWS} .badge"
@@ -198,7 +199,7 @@ def test_a_click_scales_a_pool_and_a_killed_replica_goes(
         )
     assert sorted(browser.texts(names)) == sorted(ready_decodes(cluster.status()))
     browser.click(LESS)
-    browser.click("#fewer-yes")
+    browser.click("#scale-yes")
     browser.wait_text("#message", "pool decode will have 1 replica")
     browser.wait(lambda: len(browser.texts(names)) == 1, "one replica is left", SCALE_S)
     browser.click('section[aria-labelledby="pool-decode"] [data-act="release"]')

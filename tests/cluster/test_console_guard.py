@@ -255,7 +255,7 @@ def test_the_page_has_every_part_that_its_scripts_name() -> None:
     ids = set(re.findall(r'id="([\w-]+)"', (STATIC / "index.html").read_text()))
     scripts = [script.read_text() for script in STATIC.glob("*.js")]
     named = {name for script in scripts for name in re.findall(r'byId\("([\w-]+)"\)', script)}
-    assert {"fewer-dialog", "paths-more", "message"} <= named <= ids
+    assert {"scale-dialog", "paths-more", "message"} <= named <= ids
 
 
 def test_scripts_import_what_there_is() -> None:
@@ -267,7 +267,8 @@ def test_scripts_import_what_there_is() -> None:
             assert {name.strip() for name in names.split(",")} <= exported, (script.name, module)
 
 
-def test_no_token_is_read_from_an_address_and_fewer_replicas_are_asked_about() -> None:
+def test_no_token_is_read_from_an_address_and_every_order_to_scale_is_asked_about() -> None:
     scripts = {script.name: script.read_text() for script in STATIC.glob("*.js")}
     assert not [name for name, text in scripts.items() if re.search(r"location\.(hash|search|href)", text)]
-    assert "if (to < from) askFewer(" in scripts["console.js"]
+    assert "askScale(name, from, to, costOf(status, name), () => scale(name, to))" in scripts["console.js"]
+    assert scripts["console.js"].count(" scale(") == 1

@@ -9,6 +9,7 @@ const RIGHT = 10;
 const TOP = 10;
 const BOTTOM = 24;
 const GAP_S = 5;
+const LABEL = 78; // of `−5 min`, half as much again because the first and the last one end at the edges
 
 function shape(tag, fields, ...children) {
   const node = document.createElementNS(SVG, tag);
@@ -48,7 +49,10 @@ export function draw(parent, name, curves, points, minute, sloS) {
     shape("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(share * top), y2: y(share * top) }),
     shape("text", { class: "tick", x: LEFT - 6, y: y(share * top) + 4, "text-anchor": "end" }, share ? millis(share * top) : "0"),
   ));
-  for (let back = curves.span_s; back >= 0; back -= 60) {
+  // As many minutes between labels as keep them apart.
+  const minuteWidth = (60 / curves.span_s) * (width - LEFT - RIGHT);
+  const step = 60 * Math.max(1, Math.ceil(LABEL / minuteWidth));
+  for (let back = Math.floor(curves.span_s / step) * step; back >= 0; back -= step) {
     const anchor = back === 0 ? "end" : back === curves.span_s ? "start" : "middle";
     const label = back === 0 ? "now" : `−${Math.round(back / 60)} min`;
     grid.push(shape("text", { class: "tick", x: x(curves.at - back), y: HEIGHT - 6, "text-anchor": anchor }, label));
@@ -57,9 +61,9 @@ export function draw(parent, name, curves, points, minute, sloS) {
     const at = y(1000 * sloS);
     grid.push(shape("line", { class: "slo", x1: LEFT, x2: width - RIGHT, y1: at, y2: at }));
   }
-  const words = shown.length
-    ? `last minute: median ${millis(1000 * minute.p50)}, 90th percentile ${millis(1000 * minute.p90)}`
-    : "no tokens in the last minutes";
+  const words = minute.p90
+    ? `last minute: p50 ${millis(1000 * minute.p50)}, p90 ${millis(1000 * minute.p90)}`
+    : "no tokens in the last minute";
   const drawing = shape(
     "svg",
     { viewBox: `0 0 ${width} ${HEIGHT}`, width, height: HEIGHT, role: "img", "aria-label": `${name}; ${words}` },
@@ -69,7 +73,7 @@ export function draw(parent, name, curves, points, minute, sloS) {
   );
   const legend = document.createElement("p");
   legend.className = "legend";
-  legend.append(mark("p50", "median"), mark("p90", "90 %"));
+  legend.append(mark("p50", "p50"), mark("p90", "p90"));
   if (1000 * sloS <= top) legend.append(mark("slo", `objective ${millis(1000 * sloS)}`));
   const label = document.createElement("span");
   label.className = "muted";

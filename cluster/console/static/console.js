@@ -3,8 +3,8 @@
 import { draw } from "/console/charts.js";
 import { badge, byId, duration, el, keyed, millis, show, text } from "/console/dom.js";
 import { openExplain } from "/console/explain.js";
-import { askFewer, confirm, ordered, release, scale, startOrders } from "/console/orders.js";
-import { notesOf, showPools } from "/console/pools.js";
+import { askScale, confirm, ordered, release, scale, startOrders } from "/console/orders.js";
+import { costOf, notesOf, showPools } from "/console/pools.js";
 import { ANSWER_MS, get, isSignedIn, mayOrder, startSession } from "/console/session.js";
 import { showAdmission, showGateways, showMoves, showPaths, showQuotas, showRequests, showTiers, showTraffic } from "/console/tables.js";
 
@@ -64,7 +64,7 @@ function showAll(requests, curves) {
   showPaths(paths);
   showMoves(status.scaling_changes, about.autoscale);
   showGateways(status.gateways, about.gateway_id, curves.totals);
-  showAdmission(status.gateways);
+  showAdmission(status.gateways, curves.minute.num_output_tokens > 0);
   showQuotas(status.quotas || []);
   showTraffic(status.traffic);
 }
@@ -76,8 +76,7 @@ function showOwnPools() {
       const shown = status.pools.find((pool) => pool.name === name);
       const from = ordered.get(name) ?? (shown ? shown.desired : 1);
       const to = Math.max(1, from + change);
-      if (to < from) askFewer(name, from, to, () => scale(name, to));
-      else scale(name, to);
+      askScale(name, from, to, costOf(status, name), () => scale(name, to));
     },
     release,
   }, mayOrder());
@@ -97,9 +96,9 @@ function showHead({ minute, totals }) {
     ["finished", all("num_finished")],
     ["failed", all("num_failed")],
     ["cancelled", all("num_cancelled")],
-    ["tokens/s", (minute.num_output_tokens / minute.window_s).toFixed(1)],
-    ["TTFT 90 %", minute.ttft_p90_s ? millis(1000 * minute.ttft_p90_s) : "–"],
-    ["ITL 90 %", minute.itl_p90_s ? millis(1000 * minute.itl_p90_s) : "–"],
+    ["tokens/s, last minute", (minute.num_output_tokens / minute.window_s).toFixed(1)],
+    ["TTFT p90", minute.ttft_p90_s ? millis(1000 * minute.ttft_p90_s) : "–"],
+    ["ITL p90", minute.itl_p90_s ? millis(1000 * minute.itl_p90_s) : "–"],
   ];
   keyed(byId("figures"), figures, ([name]) => name, () => el("div", {}, el("dt"), el("dd")), (node, [name, value]) => {
     text(node.children[0], name);

@@ -14,18 +14,24 @@ export function startOrders(onChange) {
   notifyChange = onChange;
 }
 
-// Call `then` once the operator has agreed that the pool gets fewer replicas.
-export function askFewer(pool, from, to, then) {
-  const dialog = byId("fewer-dialog");
-  text(byId("fewer-what"), `Scale the pool ${pool} from ${from} to ${to}?`);
-  byId("fewer-cancel").onclick = () => dialog.close();
-  byId("fewer-form").onsubmit = (event) => {
+// Call `then` once the operator has agreed; `cost` says what one replica of the pool takes.
+export function askScale(pool, from, to, cost, then) {
+  const dialog = byId("scale-dialog");
+  const isMore = to > from;
+  text(byId("scale-title"), isMore ? "More replicas" : "Fewer replicas");
+  text(byId("scale-what"), `Scale the pool ${pool} from ${from} to ${to}?`);
+  text(byId("scale-cost"), isMore
+    ? `One more replica takes ${cost}.`
+    : `One replica leaves and gives back ${cost}: its streams finish or move, its cache is lost.`);
+  text(byId("scale-yes"), isMore ? "Scale up" : "Scale down");
+  byId("scale-cancel").onclick = () => dialog.close();
+  byId("scale-form").onsubmit = (event) => {
     event.preventDefault();
     dialog.close();
     then();
   };
   if (!dialog.open) dialog.showModal();
-  byId("fewer-cancel").focus();
+  byId("scale-cancel").focus();
 }
 
 // Drop what the status confirms by now, or never will.

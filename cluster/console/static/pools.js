@@ -64,6 +64,18 @@ function shapeOf(replica) {
   return `${replica.tp}x${layers.length}${layers.length > 1 ? ` (${layers.join("+")})` : ""}`;
 }
 
+// `4 GPUs (tp 2 x 2 stages)`, `2 processes on CPUs`, by what the pool's replicas are now.
+export function costOf(status, pool) {
+  const replica = status.replicas.find((it) => it.pool === pool && it.tp);
+  if (!replica) return "the devices of its configuration";
+  const stages = Math.max((replica.stage_layers || []).length, 1);
+  const ranks = replica.tp * stages;
+  const isOnGpus = loadOf(replica).backend === "triton";
+  const many = ranks > 1 ? "s" : "";
+  const shape = ranks > 1 ? ` (tp ${replica.tp} x ${stages} stage${stages > 1 ? "s" : ""})` : "";
+  return isOnGpus ? `${ranks} GPU${many}${shape}` : `${ranks} process${ranks > 1 ? "es" : ""} on CPUs${shape}`;
+}
+
 // `ordered`: pool name to the count that was ordered here and that the status does not show yet.
 export function showPools(status, ordered, act, mayOrder) {
   const loads = status.replicas.map((replica) => loadOf(replica).num_running + loadOf(replica).num_waiting);

@@ -166,8 +166,9 @@ export function showGateways(gateways, ownId, totals) {
   ]);
 }
 
-// Classes and tenants, at all gateways together.
-export function showAdmission(gateways) {
+// Classes and tenants, at all gateways together. What a class or tenant was given fades for minutes: without
+// tokens in the last minute (`hasServed`) nobody had a share of it.
+export function showAdmission(gateways, hasServed) {
   const known = gateways.map((gateway) => gateway.admission).filter(Boolean);
   const named = new Map();
   for (const it of known.flatMap((admission) => admission.classes)) {
@@ -188,8 +189,9 @@ export function showAdmission(gateways) {
     total += flow.served_s;
   }
   const share = (served) => (total ? served / total : 0);
+  const shown = (served) => (hasServed ? percent(share(served)) : NONE);
   const listed = (numbers, shown) => Object.entries(numbers).sort().map(([name, num]) => `${name} ${shown(num)}`).join(", ");
-  const shareBar = { kind: "nowrap", fill: (cell, it) => bar(cell, share(it.served), percent(share(it.served))) };
+  const shareBar = { kind: "nowrap", fill: (cell, it) => bar(cell, hasServed ? share(it.served) : 0, shown(it.served)) };
 
   rows(byId("admission"), [...named.values()], (it) => it.name, [
     column((it) => it.name),
@@ -203,7 +205,7 @@ export function showAdmission(gateways) {
   rows(byId("shares"), largest, (it) => it.name, [
     column((it) => it.name),
     shareBar,
-    column((it) => listed(it.classes, (served) => percent(share(served)))),
+    column((it) => listed(it.classes, shown)),
   ]);
   show(byId("shares-table"), largest.length > 0);
 }
