@@ -22,7 +22,15 @@ OUR_SUFFIXES = (".py", ".md", ".js", ".cpp", ".proto")
 # Names of other projects, of Kubernetes and of environments, in backticks.
 FOREIGN = {"ClusterIP", "ConfigMap", "DecodePreallocQueue", "GRPCRoute", "HiCacheController", "KillMode"}
 FOREIGN |= {"LoadBalancer", "NewCluster", "NodeAddress", "NodePort", "ProcessGroupNCCL", "RayCluster"}
-FOREIGN |= {"RayService", "SessionName", "TimeoutStopSec", "ServiceMonitor", "PodMonitor", "LlamaForCausalLM"}
+FOREIGN |= {
+    "InferencePool",
+    "RayService",
+    "SessionName",
+    "TimeoutStopSec",
+    "ServiceMonitor",
+    "PodMonitor",
+    "LlamaForCausalLM",
+}
 RETIRED = {"brain", "brains", "desk", "door", "doors", "hall", "house", "houses", "journey"}
 RETIRED |= {"keeper", "lever", "levers", "phantom", "rooms", "shelf", "sight", "tally", "visitor"}
 

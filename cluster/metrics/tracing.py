@@ -42,9 +42,7 @@ def check_tracing(config: TracingConfig) -> None:
     except ModuleNotFoundError:
         found = False
     if not found:
-        raise ConfigError(
-            "tracing.endpoint: traces need OpenTelemetry's exporter: pip install tandem-serve[tracing]"
-        )
+        raise ConfigError("tracing.endpoint: traces need OpenTelemetry's exporter: pip install '.[tracing]'")
     if not config.endpoint.startswith(("http://", "https://")):
         raise ConfigError(
             f"tracing.endpoint: {without_secrets(config.endpoint)!r} must begin with http:// or https://, "

@@ -82,7 +82,7 @@ def load_nixl() -> Nixl:
         logger.setLevel(logging.WARNING)
         names = [name for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error")]
         return Nixl(api, (RuntimeError, *(getattr(bindings, name) for name in names)))
-    raise PathError(f"NIXL is not installed (pip install 'tandem-serve[rdma]'): {'; '.join(reasons)}")
+    raise PathError(f"NIXL is not installed (pip install '.[rdma]'): {'; '.join(reasons)}")
 
 
 def network_devices(settings: TransferSettings) -> tuple[str, ...]:

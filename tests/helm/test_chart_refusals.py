@@ -43,6 +43,10 @@ BY_THE_SCHEMA = {
     "model.path": ("models/tiny", "does not match pattern"),
     "rayVersion": ("latest", "does not match pattern"),
     "rayAuth.mode": ("none", "must be one of 'token', 'disabled'"),
+    "global.imageRegistry": (5000, "got number, want string"),
+    "pools.prefill.envFrom": ({"secretRef": "x"}, "got object, want array"),
+    "pools.prefill.resources.requests": ({"cpu": "many"}, "does not match pattern"),
+    "extraObjects": ([5], "got number, want"),
     "redis.mode": ("none", "must be one of 'bundled', 'external'"),
     "replicas": (3, "'replicas' not allowed"),
 }
@@ -51,6 +55,14 @@ BY_THE_TEMPLATES: list[tuple[dict[str, Any], str]] = [
     ({"gateway": {"tls": {"enabled": True}}}, "gateway.tls.secretName: must be given"),
     ({"model": {"source": "pvc"}}, "model.pvc.claim: must be given"),
     ({"model": {"source": "download"}}, "model.download.repo: must be given"),
+    (
+        {"model": {"source": "download", "download": {"command": ["fetch"]}}},
+        "model.name: must be given with model.download.command",
+    ),
+    (
+        {"pools": {"decode": {"config": {"device": "cuda", "tp": 16}}}},
+        "pools.decode.config.tp: a pod asks for 16 GPUs, and a node has 8 (pools.decode.gpu.perNode)",
+    ),
     ({"redis": {"mode": "external"}}, "redis.external.secretName: must be given"),
     (
         {"redis": {"mode": "external", "external": {"secretName": "r"}}},
@@ -140,7 +152,12 @@ def test_the_memory_of_a_pod_is_reckoned_as_the_doctor_does() -> None:
     dram_bytes, num_ranks = 4_000_000_000, 2 * 2 * 3
     enough = dram_bytes + num_ranks * PROCESS_BYTES + 3 * ENGINE_CORE_BYTES
     config = {"role": "decode", "tp": 2, "pp": 2}
-    pool = {"config": config, "replicasPerPod": 3, "resources": {"memory": str(enough)}}
+    pool = {
+        "config": config,
+        "replicasPerPod": 3,
+        "gpu": {"perNode": 12},
+        "resources": {"memory": str(enough)},
+    }
     render({"pools": {"decode": pool}})
     for memory in (str(enough - 1), f"{enough // 1024 - 1}Ki", "8G", "8192Mi"):
         with pytest.raises(helm_python.HelmError, match=r"pools\.decode\.resources\.memory"):
@@ -156,15 +173,22 @@ def test_headroom_for_the_autoscaler_is_required_only_where_it_may_use_it() -> N
     render({"config": {"scaling": {"autoscale": True, **limits}}, "pools": {"decode": {"pods": 8}}})
 
 
+# Where the image comes from, without which there is a warning.
+PULLED: dict[str, Any] = {"global": {"imageRegistry": "registry.example"}}
+
+
 @pytest.mark.parametrize(
     ("values", "warnings"),
     [
-        ({}, 0),
-        ({"config": {"debug": {"allow_pins": True}}}, 1),
-        ({"gateway": {"service": {"type": "LoadBalancer"}}}, 1),
-        ({"auth": {"mode": "none"}}, 1),
+        ({}, 1),
+        (PULLED, 0),
+        ({"image": {"repository": "registry.example/tandem"}}, 0),
+        ({**PULLED, "config": {"debug": {"allow_pins": True}}}, 1),
+        ({**PULLED, "gateway": {"service": {"type": "LoadBalancer"}}}, 1),
+        ({**PULLED, "auth": {"mode": "none"}}, 1),
         (
             {
+                **PULLED,
                 "gateway": {"service": {"type": "LoadBalancer"}},
                 "auth": {"mode": "none", "publishUnauthenticated": True},
             },

@@ -131,6 +131,11 @@ _RULES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("labels", "annotations", "nodeSelector", "commonLabels", "operatorPodLabels"), _TEXTS),
     **dict.fromkeys(("affinity", "podSecurityContext", "containerSecurityContext"), _ANYTHING),
     **dict.fromkeys(("tolerations", "topologySpreadConstraints", "env", "volumes", "volumeMounts"), _ITEMS),
+    **dict.fromkeys(("envFrom", "initContainers", "sidecars"), _ITEMS),
+    "requests": {"type": "object", "additionalProperties": _QUANTITY},
+    "perNode": _COUNT,
+    "imagePullSecrets": {"type": "array", "items": {"type": ["string", "object"]}},
+    "extraObjects": {"type": "array", "items": {"type": ["string", "object"]}},
     **dict.fromkeys(
         ("gatewayFrom", "adminFrom", "dashboardFrom", "metricsFrom", "egressTo", "parentRefs"), _ITEMS
     ),
@@ -163,7 +168,8 @@ def schema() -> dict[str, Any]:
         "propertyNames": {"pattern": _NAME["pattern"]},
         "additionalProperties": {"$ref": "#/$defs/pool"},
     }
-    root["properties"]["global"] = {"type": "object", "description": "Helm's own, for parent charts."}
+    # Parent charts put names of their own there.
+    root["properties"]["global"]["additionalProperties"] = True
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Values of the tandem chart",

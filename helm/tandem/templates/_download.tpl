@@ -10,15 +10,19 @@ metadata:
     {{- with $root.Values.commonLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+    {{- with $download.labels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with $download.annotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
 spec:
   restartPolicy: OnFailure
   serviceAccountName: {{ include "tandem.serviceAccount" (list $root "worker") }}
   automountServiceAccountToken: false
   enableServiceLinks: false
-  {{- with $root.Values.image.pullSecrets }}
-  imagePullSecrets:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
+  {{- include "tandem.pullSecrets" $root | nindent 2 }}
   securityContext:
     {{- toYaml $root.Values.podSecurityContext | nindent 4 }}
   containers:
@@ -82,6 +86,9 @@ spec:
               name: {{ . }}
               key: {{ $download.tokenSecret.key }}
         {{- end }}
+        {{- with $download.env }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
       resources:
         limits:
           {{- toYaml $download.resources | nindent 10 }}
@@ -94,12 +101,18 @@ spec:
           mountPath: /volume
         - name: tmp
           mountPath: /tmp
+        {{- with $download.volumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
   volumes:
     - name: model
       persistentVolumeClaim:
         claimName: {{ $model.claim }}
     - name: tmp
       emptyDir: {}
+    {{- with $download.volumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
 {{- end -}}
 
 {{/* What a pod runs first: it ends when the model is there and, with what the Job said, when the Job has given up. The

@@ -90,6 +90,9 @@ once. */}}
 {{- $ranks := mul $tp $stages $perPod -}}
 {{- $cpu := ceil (addf (mulf $ranks $c.cpus_per_rank) (mulf 0.05 $perPod)) | int -}}
 {{- $gpus := ceil (mulf $ranks $gpusPerRank) | int -}}
+{{- if gt $gpus (int $pool.gpu.perNode) -}}
+{{- fail (printf "%s.config.tp: a pod asks for %d GPUs, and a node has %d (%s.gpu.perNode): the ranks of a stage share a node, because tp over nodes has no transport; use pp with stagesPerPod below it, fewer replicasPerPod, or set gpu.perNode where nodes have more" $where $gpus (int $pool.gpu.perNode) $where) -}}
+{{- end -}}
 {{- $podsOfReplica := div $pp $stages -}}
 {{- $needed := div (add (mul $replicas $podsOfReplica) (sub $perPod 1)) $perPod -}}
 {{- $pods := int (default $needed $pool.pods) -}}
@@ -164,12 +167,33 @@ starts. The sizes of processes are those of cluster/serve/memory.py and workers/
 {{- $tag = default $tag $image.cpuTag -}}
 {{- $digest = default $digest $image.cpuDigest -}}
 {{- end -}}
-{{- include "tandem.reference" (dict "repository" $image.repository "tag" $tag "digest" $digest) -}}
+{{- include "tandem.reference" (list $root (dict "repository" $image.repository "tag" $tag "digest" $digest)) -}}
 {{- end -}}
 
-{{/* What names an image: the tag is for readers where there is a digest. Call with its repository, tag and digest. */}}
+{{/* What names an image: the tag is for readers where there is a digest. The registry of `global` takes the place of the
+one in the repository: what stands before the first slash, where that has a dot or a port, or is localhost. Call with
+(list $ image). */}}
 {{- define "tandem.reference" -}}
-{{- printf "%s:%s" .repository .tag -}}{{- with .digest -}}{{- printf "@%s" . -}}{{- end -}}
+{{- $registry := (index . 0).Values.global.imageRegistry -}}{{- $image := index . 1 -}}
+{{- $repository := $image.repository -}}
+{{- if $registry -}}
+{{- $repository = printf "%s/%s" (trimSuffix "/" $registry) (regexReplaceAll "^(localhost|[^/]*[.:][^/]*)/" $repository "") -}}
+{{- end -}}
+{{- printf "%s:%s" $repository $image.tag -}}{{- with $image.digest -}}{{- printf "@%s" . -}}{{- end -}}
+{{- end -}}
+
+{{/* The Secrets by which all pods pull their images; nothing where there are none. */}}
+{{- define "tandem.pullSecrets" -}}
+{{- $names := list -}}
+{{- range concat .Values.global.imagePullSecrets .Values.image.pullSecrets -}}
+{{- $names = append $names (ternary . (get (ternary dict . (kindIs "string" .)) "name") (kindIs "string" .)) -}}
+{{- end -}}
+{{- with uniq $names -}}
+imagePullSecrets:
+{{- range . }}
+  - name: {{ . }}
+{{- end }}
+{{- end -}}
 {{- end -}}
 
 {{/* The Ray resource that ties a pool's replicas to its pods. */}}
@@ -231,8 +255,11 @@ claim: {{ required "model.pvc.claim: must be given with model.source pvc" .Value
 subPath: {{ .Values.model.pvc.subPath | quote }}
 marker: ""
 {{- else if eq .Values.model.source "download" -}}
-{{- $repo := required "model.download.repo: must be given with model.source download, as org/name" .Values.model.download.repo -}}
-{{- $what := printf "%s@%s" $repo .Values.model.download.revision -}}
+{{- $download := .Values.model.download -}}
+{{- if not (or $download.repo $download.command) -}}
+{{- fail "model.download.repo: must be given with model.source download, as org/name, or model.download.command" -}}
+{{- end -}}
+{{- $what := printf "%s@%s" (default (toJson $download.command | sha256sum | trunc 16) $download.repo) $download.revision -}}
 claim: {{ printf "%s-model" (include "tandem.fullname" .) }}
 subPath: {{ $what | sha256sum | trunc 16 | quote }}
 marker: {{ $what | quote }}
@@ -241,7 +268,12 @@ marker: {{ $what | quote }}
 
 {{- define "tandem.modelName" -}}
 {{- $name := .Values.model.name -}}
-{{- if and (not $name) (eq .Values.model.source "download") -}}{{- $name = .Values.model.download.repo | base -}}{{- end -}}
+{{- if and (not $name) (eq .Values.model.source "download") -}}
+{{- if and .Values.model.download.command (not .Values.model.download.repo) -}}
+{{- fail "model.name: must be given with model.download.command and without model.download.repo, after which the model would be called" -}}
+{{- end -}}
+{{- $name = base .Values.model.download.repo -}}
+{{- end -}}
 {{- $name -}}
 {{- end -}}
 

@@ -42,10 +42,7 @@ spec:
   {{- end }}
   securityContext:
     {{- toYaml $root.Values.podSecurityContext | nindent 4 }}
-  {{- with $root.Values.image.pullSecrets }}
-  imagePullSecrets:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
+  {{- include "tandem.pullSecrets" $root | nindent 2 }}
   {{- with .host }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
@@ -55,8 +52,9 @@ spec:
     {{- if kindIs "string" . }} {{ . }}{{ else }}{{ toYaml . | nindent 4 }}{{ end }}
   {{- end }}
   {{- end }}
-  {{- if $model.marker }}
+  {{- if or $model.marker $pod.initContainers }}
   initContainers:
+    {{- if $model.marker }}
     - name: wait-model
       image: {{ $image }}
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
@@ -80,6 +78,10 @@ spec:
           mountPath: {{ $root.Values.model.path }}
           subPath: {{ $model.subPath }}
           readOnly: true
+    {{- end }}
+    {{- with $pod.initContainers }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   {{- end }}
   containers:
     - name: {{ ternary "ray-head" "ray-worker" (eq .part "head") }}
@@ -94,6 +96,10 @@ spec:
         {{- with $pod.env }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
+      {{- with $pod.envFrom }}
+      envFrom:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
       ports:
         {{- range $name, $port := .ports }}
         - name: {{ $name }}
@@ -103,7 +109,7 @@ spec:
         limits:
           {{- toYaml .limits | nindent 10 }}
         requests:
-          {{- toYaml .limits | nindent 10 }}
+          {{- mergeOverwrite (deepCopy .limits) (default dict $pod.resources.requests) | toYaml | nindent 10 }}
       securityContext:
         {{- toYaml $context | nindent 8 }}
       {{- with .readiness }}
@@ -149,6 +155,9 @@ spec:
         {{- with $pod.volumeMounts }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
+    {{- with $pod.sidecars }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   volumes:
     - name: tmp
       emptyDir: {}

