@@ -112,6 +112,9 @@ def run_demo(model: Path, clock: Clock, interrupted: threading.Event, console: C
             )
         took_s = clock.now() - started_at
         console.print(f"one prefill and one decode replica serve {config.model_name!r} after {took_s:.0f} s")
+        console.print(
+            "the bundled model has 10 MB and writes nonsense: watch where each request runs", style="dim"
+        )
         rows = asyncio.run(_send_all(addresses.gateways[0], console, interrupted))
         console.print(demo_table(rows))
         if addresses.http_urls:
@@ -119,6 +122,7 @@ def run_demo(model: Path, clock: Clock, interrupted: threading.Event, console: C
     finally:
         with stages(console, "stopping"):
             service.stop()
+    console.print("`tandem serve` (or `make serve`) keeps such a cluster up, for a request of your own")
     console.print("everything is stopped")
 
 
@@ -161,7 +165,7 @@ async def _send(client: Client, prompt: str, console: Console) -> DemoRow:
 def _show_http(url: str, console: Console) -> None:
     """Ask over HTTP as `curl` would, and print both."""
     body = json.dumps({"prompt": _HTTP_PROMPT, "max_tokens": 12, "temperature": 0})
-    console.print("\nthe same over HTTP, for clients of OpenAI's API:")
+    console.print("\nthe same over HTTP, for clients of OpenAI's API; this was sent, and its answer follows:")
     command = f"curl {url}/completions -H 'Content-Type: application/json' -d '{body}'"
     console.print(command, markup=False, highlight=False, soft_wrap=True)
     request = urllib.request.Request(

@@ -56,7 +56,7 @@ _ENVIRONMENT = {
 
 cli = typer.Typer(
     cls=LazyCommands,
-    add_completion=False,
+    add_completion=True,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help=_HELP,
@@ -67,7 +67,7 @@ cli = typer.Typer(
 @cli.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=show_version, help="Say which this is.")
+        bool, typer.Option("--version", is_eager=True, callback=show_version, help="Print the version.")
     ] = False,
 ) -> None:
     """Take the options before a command; the help text is that of `cli`."""

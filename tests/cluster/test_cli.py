@@ -170,3 +170,34 @@ def test_values_that_no_gateway_accepts_are_refused_before_a_connection() -> Non
     assert done.returncode == 1
     reported = " ".join(done.stderr.split())
     assert reported == "tandem: temperature: is -1; must be 0 (greedy) or more; n: is 0; must be 1 or more"
+
+
+def test_a_shell_completes_commands_and_their_options() -> None:
+    def completed(words: str) -> list[str]:
+        number = str(len(words.split(" ")) - 1)
+        variables = {"_TANDEM_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": number}
+        code = "import sys; sys.argv[0] = 'tandem'; from cluster.cli.main import main; main()"
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env={**environment(), **variables},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        return done.stdout.split()
+
+    assert completed("tandem s") == ["serve", "status", "scale", "store"]
+    assert "--kv-tokens" in completed("tandem serve --kv")
+
+
+def test_what_goes_through_a_pipe_has_no_colors() -> None:
+    for arguments in (
+        ("--help",),
+        ("serve", "--help"),
+        ("srve",),
+        ("doctor", "--admin-address", "127.0.0.1:1"),
+    ):
+        done = tandem(*arguments)
+        assert "\x1b" not in done.stdout + done.stderr, arguments
