@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from cluster.config import ClusterConfig
 from cluster.errors import ConfigError
+from kvtransfer.common.os_errors import os_reason
 from kvtransfer.config import StoreConfig
 from kvtransfer.errors import TrustError
 from kvtransfer.rpc.trust import Trust, TrustFiles
@@ -37,7 +38,7 @@ def read_redis_url(store: StoreConfig) -> str:
     try:
         url = path.read_text().strip()
     except OSError as error:
-        raise ConfigError(f"store.redis_url_file: {error}") from error
+        raise ConfigError(f"store.redis_url_file: {os_reason(error)}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"store.redis_url_file: {path} holds no text") from error
     if not url:

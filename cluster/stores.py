@@ -22,6 +22,7 @@ from cluster.errors import ConfigError
 from cluster.secret_files import read_redis_url
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.common.clock import Clock
+from kvtransfer.common.os_errors import os_reason
 from kvtransfer.config import StoreConfig, StoreSettings
 from kvtransfer.errors import StoreError
 from kvtransfer.messages import ITEM_BYTES, Shard
@@ -155,7 +156,7 @@ def check_store(store: StoreConfig, *, memory_bytes: int) -> None:
     try:
         store.nvme_path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"store.nvme_path: {error}; name a folder on a local disk") from error
+        raise ConfigError(f"store.nvme_path: {os_reason(error)}; name a folder on a local disk") from error
     if not os.access(store.nvme_path, os.W_OK | os.X_OK):
         raise ConfigError(f"store.nvme_path: {store.nvme_path} cannot be written to by this user")
 

@@ -22,6 +22,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from cluster.config import GatewayConfig
 from cluster.errors import StartError
 from cluster.identity.config import AuthConfig
+from kvtransfer.common.os_errors import os_reason
 
 _LOOKAHEAD_BYTES = 64 << 10
 _log = logging.getLogger("tandem.gateway")
@@ -229,7 +230,7 @@ class Certificate:
             try:
                 texts.append(path.read_bytes())
             except OSError as error:
-                raise StartError(f"{field}: {error}") from error
+                raise StartError(f"{field}: {os_reason(error)}") from error
             if b"-----BEGIN " not in texts[-1]:
                 raise StartError(f"{field}: {path} holds no PEM")
         return tuple(texts)

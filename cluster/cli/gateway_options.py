@@ -19,6 +19,7 @@ import typer
 
 from cluster.api.channel import ClientCredentials
 from cluster.errors import ConfigError
+from kvtransfer.common.os_errors import os_reason
 
 # Hidden, because every process of the host may see the arguments of a command.
 ApiKey = Annotated[str, typer.Option(envvar="TANDEM_API_KEY", hidden=True, show_envvar=False)]
@@ -121,4 +122,4 @@ def _read(path: Path, option: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{option}: {error}") from error
+        raise ConfigError(f"{option}: {os_reason(error)}") from error

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli.preflight import refuse_what_cannot_run
+from cluster.cli.refusals import refuse_what_cannot_run
 from cluster.cli.serve_options import (
     ServeOptions,
     announced_config,

@@ -12,7 +12,7 @@ import typer
 from rich.console import Group
 from rich.table import Table
 
-from cluster.cli.preflight import refuse_what_cannot_run
+from cluster.cli.refusals import refuse_what_cannot_run
 from cluster.cli.serve_options import ServeOptions, announced_config, serve_options
 from cluster.cli.terminal import (
     AsJson,

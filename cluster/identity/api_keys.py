@@ -26,6 +26,7 @@ from cluster.errors import ConfigError
 from cluster.identity.config import AuthConfig, Tenant
 from cluster.identity.identity import MAX_PRIORITY, Identity, Role
 from cluster.setting_errors import setting_lines
+from kvtransfer.common.os_errors import os_reason
 from kvtransfer.common.patterns import Matches
 
 KEY_PREFIX = "tandem_"
@@ -221,7 +222,7 @@ def _changing(path: Path) -> Iterator[list[KeyEntry]]:
             yield keys
             _write(path, keys)
     except OSError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{path}: {os_reason(error, has_path=True)}") from error
 
 
 def _write(path: Path, keys: list[KeyEntry]) -> None:

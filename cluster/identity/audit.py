@@ -30,6 +30,7 @@ from cluster.identity.audit_limit import AuditLimit
 from cluster.identity.config import AuditConfig
 from cluster.log_fields import instead
 from kvtransfer.common.clock import Clock
+from kvtransfer.common.os_errors import os_reason
 
 AUDIT_LOGGER = "tandem.audit"
 OK = "OK"
@@ -102,7 +103,7 @@ class AuditLog:
                     self._files[prefix] = _AuditFile(config.folder, prefix, name, max_bytes, config.keep)
             except OSError as error:
                 self.close()
-                raise StartError(f"auth.audit.folder: {error}") from error
+                raise StartError(f"auth.audit.folder: {os_reason(error)}") from error
 
     def record(self, entry: AuditEntry) -> None:
         """Write the entry. What cannot be written to the file is in the log all the same.
@@ -153,7 +154,7 @@ def check_audit_folder(config: AuditConfig) -> None:
         with tempfile.TemporaryFile(dir=config.folder):
             pass
     except OSError as error:
-        raise StartError(f"auth.audit.folder: {error}") from error
+        raise StartError(f"auth.audit.folder: {os_reason(error)}") from error
 
 
 def _json(value: object) -> object:

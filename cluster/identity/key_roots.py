@@ -29,6 +29,7 @@ from cluster.errors import ConfigError
 from cluster.identity.watched_file import WatchedFile
 from kvtransfer.blocks.keys import extend_keys, root_key
 from kvtransfer.common.clock import Clock
+from kvtransfer.common.os_errors import os_reason
 
 SECRET_BYTES = 32
 FIELD = "auth.key_root_file"
@@ -136,7 +137,9 @@ def keep_key_root(folder: Path, draw: Callable[[int], bytes]) -> Path:
             folder.mkdir(parents=True, exist_ok=True)
             _write(path, [draw_key_root(draw)], replaces=False)
     except OSError as error:
-        raise ConfigError(f"{FIELD}: none is given, and none can be kept in {folder}: {error}") from error
+        raise ConfigError(
+            f"{FIELD}: none is given, and none can be kept in {folder}: {os_reason(error, has_path=True)}"
+        ) from error
     return path
 
 
@@ -194,7 +197,7 @@ def _replace(path: Path, roots: tuple[KeyRoot, ...]) -> tuple[KeyRoot, ...]:
     try:
         _write(path, roots, replaces=True)
     except OSError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{path}: {os_reason(error, has_path=True)}") from error
     return roots
 
 

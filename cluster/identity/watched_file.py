@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from cluster.errors import ConfigError
 from kvtransfer.common.clock import Clock
+from kvtransfer.common.os_errors import os_reason
 
 # How long a change may stay unnoticed.
 RELOAD_S = 1.0
@@ -70,7 +71,7 @@ class WatchedFile(Generic[T]):
         try:
             found = self._path.stat()
         except OSError as error:
-            raise ConfigError(f"{self._field}: {error}") from error
+            raise ConfigError(f"{self._field}: {os_reason(error)}") from error
         return found.st_mtime_ns, found.st_ino, found.st_size
 
     def _read(self) -> T:
@@ -78,7 +79,7 @@ class WatchedFile(Generic[T]):
             with self._path.open("rb") as file:
                 text = file.read(MAX_FILE_BYTES + 1)
         except OSError as error:
-            raise ConfigError(f"{self._field}: {error}") from error
+            raise ConfigError(f"{self._field}: {os_reason(error)}") from error
         if len(text) > MAX_FILE_BYTES:
             raise ConfigError(f"{self._field}: {self._path} is larger than {MAX_FILE_BYTES} bytes")
         try:

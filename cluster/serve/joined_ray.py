@@ -36,6 +36,7 @@ from cluster.serve.ray_private import HEAD_RESOURCE, raylet_socket, with_loopbac
 from cluster.serve.ray_token import names_token, using_token_file
 from cluster.serve.serve_runs import ServeRun, only_run, run_at
 from kvtransfer.common.clock import Clock
+from kvtransfer.common.os_errors import os_reason
 
 LOCAL = "local"
 AUTO = "auto"
@@ -143,7 +144,7 @@ def check_reachable(ray_address: str) -> None:
     try:
         socket.create_connection(split_address(ray_address), timeout=_REACH_S).close()
     except OSError as error:
-        raise StartError(f"no Ray cluster answers at {ray_address}: {error}") from error
+        raise StartError(f"no Ray cluster answers at {ray_address}: {os_reason(error)}") from error
 
 
 class JoinedRay:

@@ -55,6 +55,7 @@ from cluster.serve.store_actors import stop_stores
 from cluster.stores import IndexServer, check_redis_url, check_store, draw_life, has_password, index_url
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.host import cpu_flags
+from kvtransfer.common.os_errors import os_reason
 from kvtransfer.errors import StoreError
 from kvtransfer.rpc.trust import Trust, draw_files
 
@@ -206,7 +207,9 @@ class Service:
             try:
                 self._folder = PrivateFolder()
             except OSError as error:
-                raise StartError(f"no private folder can be made in the temporary folder: {error}") from error
+                raise StartError(
+                    f"no private folder can be made in the temporary folder: {os_reason(error)}"
+                ) from error
         return self._folder
 
     def wait(self, interrupted: threading.Event) -> None:

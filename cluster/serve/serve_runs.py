@@ -14,6 +14,7 @@ import msgspec
 from cluster.config import ClusterConfig
 from cluster.errors import StartError
 from cluster.serve.private_folder import PrivateFolder, living_folders
+from kvtransfer.common.os_errors import os_reason
 
 _NAME = "run.json"
 
@@ -56,7 +57,7 @@ def living_runs() -> list[ServeRun]:
     try:
         folders = living_folders()
     except OSError as error:
-        raise StartError(f"the runs of this user cannot be looked up: {error}") from error
+        raise StartError(f"the runs of this user cannot be looked up: {os_reason(error)}") from error
     return [run for folder in folders if (run := _read(folder)) is not None]
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, cast
 
 from kvtransfer.codec import Part
+from kvtransfer.common.os_errors import os_reason
 from kvtransfer.errors import PeerGoneError, ProofError, TransferError, TrustError
 
 _FIELDS = ("cert_file", "key_file", "ca_file")
@@ -97,7 +98,7 @@ def _load(files: TlsFiles) -> _Contexts:
             with open(getattr(files, field), "rb"):
                 pass
         except OSError as error:
-            raise TrustError(f"inner_tls.{field}: {error}") from error
+            raise TrustError(f"inner_tls.{field}: {os_reason(error)}") from error
     client, server = (ssl.SSLContext(side) for side in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER))
     client.check_hostname = False  # processes are known by the authority and the secret, wherever they run
     server.num_tickets = 0  # no connection is resumed

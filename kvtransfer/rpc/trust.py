@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from kvtransfer.codec import Part
+from kvtransfer.common.os_errors import os_reason
 from kvtransfer.errors import TrustError
 from kvtransfer.rpc.mutual_tls import TlsContexts, TlsFiles
 
@@ -81,8 +82,9 @@ def read_secret(path: Path) -> bytes:
         secret = path.read_bytes().strip()
     except OSError as error:
         raise TrustError(
-            f"secret_file: {error}; every host of the cluster needs the same file at this path, readable by "
-            f"this user: make it with `openssl rand -hex 32`, copy it to each host and name it in secret_file"
+            f"secret_file: {os_reason(error)}; every host of the cluster needs the same file at this path, "
+            "readable by this user: make it with `openssl rand -hex 32`, copy it to each host and name it in "
+            "secret_file"
         ) from error
     if len(secret) < MIN_SECRET_BYTES:
         raise TrustError(f"secret_file: needs at least {MIN_SECRET_BYTES} bytes, has {len(secret)}")

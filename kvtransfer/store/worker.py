@@ -30,6 +30,7 @@ from kvtransfer.blocks.pool import KvPool, map_shared, populate_read
 from kvtransfer.blocks.runs import ByteRegion
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
+from kvtransfer.common.os_errors import os_reason
 from kvtransfer.errors import PeerGoneError, StoreError, TransferError, WireError
 from kvtransfer.messages import Shard, TrafficClass
 from kvtransfer.rpc.handshake import (
@@ -296,7 +297,7 @@ class MappedArena:
             self._mapping: mmap.mmap = map_shared(fd, num_bytes)
         except OSError as error:
             os.close(fd)
-            raise StoreError(f"the arena cannot be mapped: {error}") from error
+            raise StoreError(f"the arena cannot be mapped: {os_reason(error)}") from error
         except StoreError:
             os.close(fd)
             raise

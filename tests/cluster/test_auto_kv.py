@@ -208,7 +208,7 @@ def test_a_machine_that_hides_its_memory_gets_a_modest_capacity(tmp_path: Path) 
         ("kv_tokens", "all", "'all' is neither a whole number"),
         ("max_batch_tokens", 0, "0 is neither a whole number of at least 1 nor auto"),
         ("chunk_tokens", 1.5, "1.5 is neither a whole number"),
-        ("memory_share", 1.5, "less than or equal to 1"),
+        ("memory_share", 1.5, "must be at most 1"),
     ],
 )
 def test_a_wrong_size_is_refused_by_its_path(field: str, value: object, message: str) -> None:

@@ -148,5 +148,5 @@ def test_custom_resources_are_custom() -> None:
     pool = {"name": "all", "role": "both"}
     with pytest.raises(ConfigError, match=r"pools\[0\].resources: GPU is Ray's own"):
         parse_config({"model": "m", "pools": [{**pool, "resources": {"GPU": 1}}]}, "file")
-    with pytest.raises(ConfigError, match=r"gateway\.resources\.g: .*greater than or equal to 0.0001"):
+    with pytest.raises(ConfigError, match=r"gateway\.resources\.g: .*must be at least 0.0001"):
         parse_config({"model": "m", "pools": [pool], "gateway": {"resources": {"g": 0}}}, "file")

@@ -112,7 +112,7 @@ def test_a_setting_is_named_as_it_was_given(tmp_path: Path) -> None:
         (("serve", "a", "--model", "b"), "contradict each other"),
     ],
 )
-def test_what_people_type_who_come_from_elsewhere_is_answered(arguments: tuple[str, ...], said: str) -> None:
+def test_commands_and_options_of_other_servers_are_answered(arguments: tuple[str, ...], said: str) -> None:
     done = tandem(*arguments)
     assert done.returncode != 0
     assert said.replace(" ", "") in re.sub(r"[\s│]", "", done.stderr)

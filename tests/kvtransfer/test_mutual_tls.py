@@ -250,7 +250,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path, field: str, content
     if content is not None:
         path.write_bytes(content)
     odd: TlsFiles = replace(files.tls, **{field: str(path)})
-    with pytest.raises(TrustError, match=rf"inner_tls\.{field}: {path}|inner_tls\.{field}: \[Errno 2\]"):
+    with pytest.raises(TrustError, match=rf"inner_tls\.{field}: {path}"):
         Trust.read(replace(files, tls=odd))
 
 

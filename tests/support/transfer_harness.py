@@ -78,7 +78,7 @@ Bytes = npt.NDArray[np.uint8]
 def require(transport: str) -> None:
     """Skip the test where the transport's package is missing."""
     if transport == "rdma" and not any(map(importlib.util.find_spec, ("nixl_cu13", "nixl_cu12"))):
-        pytest.skip("rdma needs NIXL: pip install 'tandem-serve[rdma]'")
+        pytest.skip("rdma needs NIXL: pip install '.[rdma]'")
 
 
 def settings(*transports: str) -> TransferSettings:

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.host import private_folder
+from kvtransfer.common.os_errors import os_reason
 from workers.errors import CheckpointError, WorkerError
 from workers.model.model_config import file_problem, read_model_config, weight_files
 
@@ -243,7 +244,7 @@ def read_state(file: Path) -> FileState:
     try:
         return _state(file.stat())
     except OSError as error:
-        raise CheckpointError(f"{file}: unreadable: {error}") from error
+        raise CheckpointError(f"{file}: unreadable: {os_reason(error, has_path=True)}") from error
 
 
 def hub_digest(file: Path) -> bytes | None:
@@ -266,7 +267,7 @@ def _read(file: Path, stop: threading.Event) -> tuple[bytes, FileState]:
             digest = _sum(stream, stop)
             after = _state(os.fstat(stream.fileno()))
     except OSError as error:
-        raise CheckpointError(f"{file}: unreadable: {error}") from error
+        raise CheckpointError(f"{file}: unreadable: {os_reason(error, has_path=True)}") from error
     if not before.is_same_content(after):
         raise CheckpointError(f"{file}: changed while it was read; start again when it is complete")
     return digest, before

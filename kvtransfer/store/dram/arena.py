@@ -24,6 +24,7 @@ from pathlib import Path
 from kvtransfer.blocks.checksum import checksum
 from kvtransfer.blocks.pool import SCRATCH_BYTES, map_shared, mapping_bytes, populate_write
 from kvtransfer.common.clock import Clock
+from kvtransfer.common.os_errors import os_reason
 from kvtransfer.common.tasks import Spawn
 from kvtransfer.errors import StoreError
 from kvtransfer.store.messages import RecordInfo
@@ -102,7 +103,7 @@ class Arena:
             return cls._adopt(fd, granule_bytes)
         except OSError as error:
             os.close(fd)
-            raise StoreError(f"the arena cannot be mapped: {error}") from error
+            raise StoreError(f"the arena cannot be mapped: {os_reason(error)}") from error
         except StoreError:
             os.close(fd)
             raise

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtransfer.common.clock import Clock
+from kvtransfer.common.os_errors import os_reason
 from kvtransfer.common.tasks import Spawn
 from kvtransfer.config import StoreSettings
 from kvtransfer.errors import PeerGoneError, StoreError, WireError
@@ -173,7 +174,9 @@ class ArenaManager:
         try:
             arena = Arena.create(settings.dram_bytes, settings.granule_bytes, settings.huge_pages)
         except OSError as error:
-            raise StoreError(f"{settings.dram_bytes} bytes of shared memory are refused: {error}") from error
+            raise StoreError(
+                f"{settings.dram_bytes} bytes of shared memory are refused: {os_reason(error)}"
+            ) from error
         return arena, Prefault(arena, self._spawn, self._clock)
 
     def _use(self, arena: Arena, prefault: Prefault) -> None:
