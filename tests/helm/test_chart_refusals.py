@@ -43,6 +43,8 @@ BY_THE_SCHEMA = {
     "model.path": ("models/tiny", "does not match pattern"),
     "rayVersion": ("latest", "does not match pattern"),
     "rayAuth.mode": ("none", "must be one of 'token', 'disabled'"),
+    "redis.bundled.labels": ({"tandem.io/release": "y"}, "tandem.io/release"),
+    "commonLabels": ({"app.kubernetes.io/name": "y"}, "app.kubernetes.io/name"),
     "global.imageRegistry": (5000, "got number, want string"),
     "pools.prefill.envFrom": ({"secretRef": "x"}, "got object, want array"),
     "pools.prefill.resources.requests": ({"cpu": "many"}, "does not match pattern"),
@@ -62,6 +64,14 @@ BY_THE_TEMPLATES: list[tuple[dict[str, Any], str]] = [
     (
         {"pools": {"decode": {"config": {"device": "cuda", "tp": 16}}}},
         "pools.decode.config.tp: a pod asks for 16 GPUs, and a node has 8 (pools.decode.gpu.perNode)",
+    ),
+    (
+        {"gateway": {"resources": {"requests": {"cpu": "999"}}}},
+        "gateway.resources.requests.cpu: 999 is more than its limit",
+    ),
+    (
+        {"pools": {"decode": {"resources": {"requests": {"memory": "9Ti"}}}}},
+        "pools.decode.resources.requests.memory: 9Ti is more than its limit",
     ),
     ({"redis": {"mode": "external"}}, "redis.external.secretName: must be given"),
     (

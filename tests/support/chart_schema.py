@@ -50,6 +50,8 @@ _SET_BY_THE_CHART = {
     "HttpConfig": ("port",),
 }
 _TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
+# The chart selects pods by its own.
+_MORE_LABELS = {**_TEXTS, "propertyNames": {"not": {"pattern": "^(tandem|app.kubernetes)[.]io/"}}}
 _ANYTHING = {"type": "object"}
 _ITEMS = {"type": "array", "items": {"type": "object"}}
 _STRINGS = {"type": "array", "items": {"type": "string"}}
@@ -128,7 +130,8 @@ _RULES: dict[str, dict[str, Any]] = {
         "type": "array",
         "items": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
     },
-    **dict.fromkeys(("labels", "annotations", "nodeSelector", "commonLabels", "operatorPodLabels"), _TEXTS),
+    **dict.fromkeys(("annotations", "nodeSelector", "operatorPodLabels"), _TEXTS),
+    **dict.fromkeys(("labels", "commonLabels"), _MORE_LABELS),
     **dict.fromkeys(("affinity", "podSecurityContext", "containerSecurityContext"), _ANYTHING),
     **dict.fromkeys(("tolerations", "topologySpreadConstraints", "env", "volumes", "volumeMounts"), _ITEMS),
     **dict.fromkeys(("envFrom", "initContainers", "sidecars"), _ITEMS),

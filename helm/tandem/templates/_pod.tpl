@@ -15,6 +15,17 @@ The template of a Ray pod. Call with a dict:
 {{- with .capabilities -}}
 {{- $_ := set $context "capabilities" (mergeOverwrite (default dict $context.capabilities) (dict "add" .)) -}}
 {{- end -}}
+{{- $limits := .limits -}}
+{{- $group := ternary (printf "pools.%s" (default "" .pool)) .part (eq .part "pool") -}}
+{{- range $name, $amount := default dict $pod.resources.requests -}}
+{{- $limit := get $limits $name -}}
+{{- if not $limit -}}
+{{- fail (printf "%s.resources.requests.%s: has no limit; name it in resources.extra too" $group $name) -}}
+{{- end -}}
+{{- if gt (include "tandem.bytes" $amount | float64) (include "tandem.bytes" $limit | float64) -}}
+{{- fail (printf "%s.resources.requests.%s: %v is more than its limit %v" $group $name $amount $limit) -}}
+{{- end -}}
+{{- end -}}
 metadata:
   labels:
     {{- include "tandem.selector" $root | nindent 4 }}
