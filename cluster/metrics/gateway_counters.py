@@ -530,6 +530,7 @@ class ServedTime:
         # As they were worth at `_counted_at`: later ones are worth more.
         self._tenants: dict[str, defaultdict[str, float]] = {}
         self._counted_at = 0.0
+        self._given_at = -math.inf
 
     def __len__(self) -> int:
         """How many tenants are counted by name, and the others as one."""
@@ -539,6 +540,7 @@ class ServedTime:
         """Count a request that goes to its replica."""
         if now - self._counted_at > _RENEW_S:
             self._renew(now)
+        self._given_at = now
         name = tenant or "default"
         if name not in self._tenants and len(self._tenants) > MOST_TENANTS:
             self._tenants = _largest(self._tenants, MOST_TENANTS // 2)
@@ -546,7 +548,10 @@ class ServedTime:
         served[service_class] += cost_s * math.exp((now - self._counted_at) / SERVED_S)
 
     def stats(self, now: float) -> tuple[FlowStats, ...]:
-        """Return what the tenants have that were given most, then those of the others together."""
+        """Return what the tenants have that were given most, then those of the others together. Nothing,
+        where nobody was given anything for `SERVED_S`: all fade alike, so that their shares would stay."""
+        if now - self._given_at > SERVED_S:
+            return ()
         kept = math.exp((self._counted_at - now) / SERVED_S)
         return tuple(
             FlowStats(tenant, service_class, served_s * kept)

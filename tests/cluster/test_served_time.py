@@ -64,3 +64,12 @@ def test_a_tenant_that_is_called_as_the_others_is_counted_with_them() -> None:
     served.add(OTHERS, "batch", 9.0, START_S)
     served.add("a", "batch", 1.0, START_S)
     assert [it.tenant for it in served.stats(START_S)] == ["a", OTHERS]
+
+
+def test_nobody_has_a_share_of_a_minute_in_which_nothing_was_given() -> None:
+    served = ServedTime()
+    served.add("acme", "standard", 100.0, START_S)
+    assert served.stats(START_S + SERVED_S) != ()
+    assert served.stats(START_S + SERVED_S + 0.1) == ()
+    served.add("other", "standard", 1.0, START_S + 2 * SERVED_S)
+    assert {it.tenant for it in served.stats(START_S + 2 * SERVED_S)} == {"acme", "other"}

@@ -64,7 +64,7 @@ function showAll(requests, curves) {
   showPaths(paths);
   showMoves(status.scaling_changes, about.autoscale);
   showGateways(status.gateways, about.gateway_id, curves.totals);
-  showAdmission(status.gateways, curves.minute.num_output_tokens > 0);
+  showAdmission(status.gateways);
   showQuotas(status.quotas || []);
   showTraffic(status.traffic);
 }

@@ -166,9 +166,8 @@ export function showGateways(gateways, ownId, totals) {
   ]);
 }
 
-// Classes and tenants, at all gateways together. What a class or tenant was given fades for minutes: without
-// tokens in the last minute (`hasServed`) nobody had a share of it.
-export function showAdmission(gateways, hasServed) {
+// Classes and tenants, at all gateways together.
+export function showAdmission(gateways) {
   const known = gateways.map((gateway) => gateway.admission).filter(Boolean);
   const named = new Map();
   for (const it of known.flatMap((admission) => admission.classes)) {
@@ -189,9 +188,9 @@ export function showAdmission(gateways, hasServed) {
     total += flow.served_s;
   }
   const share = (served) => (total ? served / total : 0);
-  const shown = (served) => (hasServed ? percent(share(served)) : NONE);
+  const shown = (served) => (total ? percent(share(served)) : NONE);
   const listed = (numbers, shown) => Object.entries(numbers).sort().map(([name, num]) => `${name} ${shown(num)}`).join(", ");
-  const shareBar = { kind: "nowrap", fill: (cell, it) => bar(cell, hasServed ? share(it.served) : 0, shown(it.served)) };
+  const shareBar = { kind: "nowrap", fill: (cell, it) => bar(cell, share(it.served), shown(it.served)) };
 
   rows(byId("admission"), [...named.values()], (it) => it.name, [
     column((it) => it.name),
