@@ -1,4 +1,4 @@
-"""Ranks that share a card and start at once. Needs a CUDA device. Not yet run on one."""
+"""Ranks that share a card and start at once. Needs a CUDA device."""
 
 from __future__ import annotations
 

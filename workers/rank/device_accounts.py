@@ -1,7 +1,7 @@
 """What this process holds of its CUDA device, by its own accounts: its allocator's, and the driver's of it.
 
 The free memory of a device also changes when a neighbor starts, stops or grows, so no difference of it says
-anything about this process. Not yet validated on a card in this form (docs/architecture.md)."""
+anything about this process."""
 
 from __future__ import annotations
 
