@@ -2,8 +2,7 @@
 
 `tests/gpu/run` calls it. It needs nothing beside Python and what the tests need. Each file has a process of
 its own, since an error of the device spoils all that follows in its process; eight of them compile kernels
-at a time. What measures or fills the device runs alone afterwards, then a cluster, then figures. Not yet run
-on a card in this form.
+at a time. What measures or fills the device runs alone afterwards, then a cluster, then figures.
 """
 
 from __future__ import annotations
