@@ -13,11 +13,12 @@ from cluster.api.json_text import as_dict, status_json
 from cluster.api.replies import Fresh, StatusService
 from cluster.api.store_admin import STAT_S, StoreAdmin
 from cluster.config import ClusterConfig
-from cluster.errors import DashboardAwayError
+from cluster.errors import DashboardAwayError, FieldViolation, InvalidRequestError
 from cluster.gateway.fleet import Fleet, ListedRequest
 from cluster.metrics.curves import CURVE_S
 from cluster.metrics.exporters import GatewayMetrics
 from cluster.metrics.scraped_registry import ScrapedRegistry
+from cluster.metrics.trends import LONG, Trends
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.scaling.orders import Operations
 from kvtransfer.common.clock import Clock
@@ -28,6 +29,7 @@ _STATUS_AGE_S = 0.5
 _STORES_AGE_S = 2.0
 _PATHS_AGE_S = 5.0
 _METRICS_AGE_S = 1.0
+MIN_TREND_S = 60
 # In one answer: a longer table would not be read.
 MAX_PATHS = 10_000
 
@@ -50,6 +52,7 @@ class ConsoleApi:
         fleet: Fleet,
         stores: StoreAdmin,
         operations: Operations | None,
+        trends: Trends,
         export: Export,
         clock: Clock,
     ) -> None:
@@ -58,6 +61,7 @@ class ConsoleApi:
         self._status_service = status
         self._fleet = fleet
         self._operations = operations
+        self._trends = trends
         self._clock = clock
         # The JSON of `tandem status --json`, without the paths.
         self.status = Fresh(self._make_status, _STATUS_AGE_S, clock)
@@ -83,6 +87,7 @@ class ConsoleApi:
             "ttft_slo_s": scaling.ttft_slo_s,
             "itl_slo_s": scaling.itl_slo_s,
             "auth": self._config.auth.mode,
+            "gpus_per_rank": {pool.name: pool.num_gpus_per_rank for pool in self._config.pools},
             "dashboard": await self._dashboard_url(),
         }
 
@@ -99,7 +104,7 @@ class ConsoleApi:
 
     async def curves(self) -> dict[str, Any]:
         """Return TTFT and ITL at all gateways together, second by second, the sums of the last minute, and
-        the totals of each gateway. A point is [Unix time, median, 90th percentile], in seconds."""
+        the totals of each gateway. A point is [Unix time, p50, p90, p99], in seconds."""
         stats = await self._status_service.stats.get()
         return {
             "at": self._clock.wall(),
@@ -112,6 +117,20 @@ class ConsoleApi:
                 for name, totals in stats.totals.items()
             },
             "missing": stats.missing,
+        }
+
+    async def trends(self, span_s: int) -> dict[str, Any]:
+        """Return the points of the last `span_s` seconds, oldest first, with the fields of `TrendPoint`."""
+        if not MIN_TREND_S <= span_s <= LONG.span_s:
+            problem = f"must be from {MIN_TREND_S} to {LONG.span_s}, not {span_s}"
+            raise InvalidRequestError(FieldViolation("span_s", problem))
+        at = self._clock.wall()
+        series, points = self._trends.since(at - span_s, span_s)
+        return {
+            "at": at,
+            "span_s": span_s,
+            "period_s": series.period_s,
+            "points": [point._asdict() for point in points],
         }
 
     async def _dashboard_url(self) -> str:

@@ -19,6 +19,7 @@ from cluster.api.replies import StatusService
 from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig
 from cluster.console.console_data import ConsoleApi, Export
+from cluster.console.trend_recorder import TrendRecorder
 from cluster.errors import (
     HTTP_STATUS,
     FieldViolation,
@@ -31,6 +32,7 @@ from cluster.errors import (
     to_grpc_status,
 )
 from cluster.gateway.fleet import Fleet
+from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.http.guards import refused_host
 from cluster.http.port import VERSIONLESS, HttpBounds, HttpPort, is_versionless
 from cluster.identity.access_control import AccessControl
@@ -42,6 +44,7 @@ from cluster.identity.sessions import MAX_COOKIE_CHARS
 from cluster.metrics.scraped_registry import CONTENT_TYPE
 from cluster.scaling.orders import MAX_REPLICAS, Operations, ScalerOrders
 from kvtransfer.common.clock import Clock
+from kvtransfer.common.tasks import SupervisedTasks
 
 PATH = "/console"
 API = f"{PATH}/api"
@@ -51,6 +54,7 @@ _MAX_HEADER_BYTES = 8190
 # How long a browser's connection may be without a request.
 _IDLE_S = 3600.0
 _MAX_KEY_CHARS = 2048
+_MAX_SPAN_DIGITS = 9
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +76,7 @@ ROUTE_ACCESS: Mapping[tuple[Method, str], RouteAccess] = {
     ("GET", f"{API}/requests"): "viewer",
     ("GET", f"{API}/explain"): "viewer",
     ("GET", f"{API}/curves"): "viewer",
+    ("GET", f"{API}/trends"): "viewer",
     ("GET", METRICS_PATH): "viewer",
     ("POST", f"{API}/scale"): "operator",
     ("POST", f"{API}/release"): "operator",
@@ -83,6 +88,7 @@ class ConsoleServices(NamedTuple):
 
     status: StatusService
     fleet: Fleet
+    connections: ReplicaConnections
     stores: StoreAdmin
     operations: Operations | None
     access: AccessControl
@@ -96,6 +102,13 @@ def open_console(
     port = config.gateway.console_port
     if port is None:
         return None
+    num_gpus = {pool.name: pool.num_gpus_per_rank for pool in config.pools}
+    recorder = TrendRecorder(
+        services.status.stats.get,
+        services.connections.views,
+        lambda pool: num_gpus.get(pool, 0) > 0,
+        clock,
+    )
     api = ConsoleApi(
         gateway_id=gateway_id,
         config=config,
@@ -103,10 +116,11 @@ def open_console(
         fleet=services.fleet,
         stores=services.stores,
         operations=services.operations,
+        trends=recorder.trends,
         export=services.export,
         clock=clock,
     )
-    return Console(config, port, api, services)
+    return Console(config, port, api, recorder, services)
 
 
 def _add_route(app: web.Application, method: Method, path: str, handler: Handler) -> None:
@@ -144,10 +158,19 @@ B = TypeVar("B", bound=_Body)
 class Console:
     """Serves the console from `start` to `stop`. Requests are not logged: headers carry credentials."""
 
-    def __init__(self, config: ClusterConfig, port: int, api: ConsoleApi, services: ConsoleServices) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        port: int,
+        api: ConsoleApi,
+        recorder: TrendRecorder,
+        services: ConsoleServices,
+    ) -> None:
         gateway = config.gateway
         self._names = frozenset(name.lower() for name in (gateway.host, *gateway.console_hosts))
         self._api = api
+        self._recorder = recorder
+        self._tasks = SupervisedTasks()
         self._orders = ScalerOrders(services.operations)
         self._access = services.access
         self._fleet = services.fleet
@@ -185,9 +208,12 @@ class Console:
     async def start(self, *, is_shared: bool = False) -> int:
         """Listen, and return the port; `StartError` when it is taken. `is_shared`: the console of the gateway
         that this one takes over from listens there."""
-        return await self._listener.start(is_shared=is_shared)
+        port = await self._listener.start(is_shared=is_shared)
+        self._tasks.spawn(self._recorder.run(), "trends")
+        return port
 
     async def stop(self) -> None:
+        await self._tasks.close()
         await self._listener.stop()
 
     def _open_handlers(self) -> dict[tuple[Method, str], Handler]:
@@ -206,6 +232,7 @@ class Console:
             ("GET", f"{API}/requests"): _answers(api.requests),
             ("GET", f"{API}/explain"): self._explain,
             ("GET", f"{API}/curves"): _answers(api.curves),
+            ("GET", f"{API}/trends"): self._trends,
             ("GET", METRICS_PATH): self._metrics,
             ("POST", f"{API}/scale"): self._scale,
             ("POST", f"{API}/release"): self._release,
@@ -330,6 +357,13 @@ class Console:
             problem = "name the request, as in /console/api/explain?id=..."
             raise InvalidRequestError(FieldViolation("id", problem))
         return _json(await self._api.explain(request_id, request.query.get("tenant")))
+
+    async def _trends(self, request: web.Request, identity: Identity) -> web.Response:
+        span = request.query.get("span_s", "")
+        if not (span.isascii() and span.isdecimal() and len(span) <= _MAX_SPAN_DIGITS):
+            problem = "name a number of seconds, as in /console/api/trends?span_s=1800"
+            raise InvalidRequestError(FieldViolation("span_s", problem))
+        return _json(await self._api.trends(int(span)))
 
     async def _metrics(self, request: web.Request, identity: Identity) -> web.Response:
         headers = {"Content-Type": CONTENT_TYPE}

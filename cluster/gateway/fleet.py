@@ -32,7 +32,7 @@ from cluster.identity.ended_sessions import EndedSession
 from cluster.identity.resume_tokens import gateway_tag, is_drawn_by
 from cluster.identity.sessions import Sessions
 from cluster.metrics.admission_stats import AdmissionStats
-from cluster.metrics.curves import RING_S, Curves, SecondCounts, Window, curves_of, merged, window_of
+from cluster.metrics.curves import RING_S, Curves, Second, SecondCounts, Window, curves_of, merged, window_of
 from cluster.metrics.ended_request import RequestInfo
 from cluster.roster.messages import GatewayRecord
 from kvtransfer.codec import Codec, Message, Part
@@ -206,6 +206,8 @@ class FleetRequests(NamedTuple):
 class FleetStats(NamedTuple):
     """What happened at all gateways together."""
 
+    # By this gateway's clock as unix time, oldest first.
+    seconds: list[Second]
     curves: Curves
     minute: Window
     # By gateway id.
@@ -330,6 +332,7 @@ class Fleet:
             parts.append((answer.wall - answer.now, seconds))
         both = merged(parts)
         return FleetStats(
+            seconds=both,
             curves=curves_of(both, wall, wall),
             minute=window_of(both, wall),
             totals={name: it.answer.totals for name, it in given.items()},

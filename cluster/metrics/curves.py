@@ -61,6 +61,7 @@ class Point(NamedTuple):
     at: float
     p50: float
     p90: float
+    p99: float
 
 
 class Curves(NamedTuple):
@@ -86,8 +87,10 @@ class Window(Part, frozen=True):
     num_refused: int = 0
     ttft_p50_s: float = 0.0
     ttft_p90_s: float = 0.0
+    ttft_p99_s: float = 0.0
     itl_p50_s: float = 0.0
     itl_p90_s: float = 0.0
+    itl_p99_s: float = 0.0
     # Prompts by the pool whose replicas computed them.
     pool_to_prompts: dict[str, int] = {}
 
@@ -200,12 +203,14 @@ def window_of(seconds: Sequence[Second], now: float, window_s: float = 60.0) -> 
         window_s=window_s,
         ttft_p50_s=ttft.quantile(0.5),
         ttft_p90_s=ttft.quantile(0.9),
+        ttft_p99_s=ttft.quantile(0.99),
         itl_p50_s=itl.quantile(0.5),
         itl_p90_s=itl.quantile(0.9),
+        itl_p99_s=itl.quantile(0.99),
         pool_to_prompts=dict(prompts),
         **counts,
     )
 
 
 def _point(at: float, spread: Spread) -> Point:
-    return Point(at, spread.quantile(0.5), spread.quantile(0.9))
+    return Point(at, spread.quantile(0.5), spread.quantile(0.9), spread.quantile(0.99))

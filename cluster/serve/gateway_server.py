@@ -142,7 +142,9 @@ class Gateway:
         self._status = status = StatusService(
             config, self.requests, self.connections, self._preprocessor, stores, clock, history, self.fleet
         )
-        services = ConsoleServices(status, self.fleet, stores, operations, access, self.export)
+        services = ConsoleServices(
+            status, self.fleet, self.connections, stores, operations, access, self.export
+        )
         self._console = open_console(gateway_id, config, services, clock)
         self.console_port = 0  # where the console listens after `start`; 0: there is none
         self._certificate = open_certificate(config.gateway, config.auth, "inference")

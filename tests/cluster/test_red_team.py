@@ -131,7 +131,7 @@ ROUTES: dict[tuple[str, str], Row] = {
     ("POST", f"{API}/sign-out"): PAGE,
     **{
         ("GET", f"{API}/{name}"): row("401", other=403, viewer=200, operator=200)
-        for name in ("about", "status", "paths", "requests", "explain", "curves")
+        for name in ("about", "status", "paths", "requests", "explain", "curves", "trends")
     },
     ("GET", "/metrics"): row("401", other=403, viewer=200, operator=200),
     **{
@@ -144,7 +144,7 @@ BODIES: Mapping[str, dict[str, Any]] = {
     f"{API}/scale": {"pool": "decode", "replicas": 2},
     f"{API}/release": {"pool": "decode"},
 }
-QUERIES = {f"{API}/explain": f"?id={VICTIM}"}
+QUERIES = {f"{API}/explain": f"?id={VICTIM}", f"{API}/trends": "?span_s=300"}
 
 # ----------------------------------------------------------------------------------------------------- HTTP
 

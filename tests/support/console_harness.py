@@ -190,6 +190,11 @@ class Browser:
             {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False},
         )
 
+    def prefer(self, scheme: str) -> None:
+        """Have pages see that the user prefers this scheme of colors: "light" or "dark"."""
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        self._driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+
     def find(self, selector: str) -> list[WebElement]:
         """Those that are visible."""
         return [each for each in self._driver.find_elements(By.CSS_SELECTOR, selector) if each.is_displayed()]

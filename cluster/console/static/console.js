@@ -1,12 +1,12 @@
 // Polls the gateway and shows what it says, or for how long it has said nothing.
 
-import { draw } from "/console/charts.js";
 import { badge, byId, duration, el, keyed, millis, show, text } from "/console/dom.js";
 import { openExplain } from "/console/explain.js";
 import { askScale, confirm, ordered, release, scale, startOrders } from "/console/orders.js";
 import { costOf, notesOf, showPools } from "/console/pools.js";
 import { ANSWER_MS, get, isSignedIn, mayOrder, startSession } from "/console/session.js";
-import { showAdmission, showGateways, showMoves, showPaths, showQuotas, showRequests, showTiers, showTraffic } from "/console/tables.js";
+import { showAdmission, showGateways, showMoves, showPaths, showQuotas, showRequests, showTiers, showTraffic, startFilter } from "/console/tables.js";
+import { readTrends, showTrends, startTrends } from "/console/trends.js";
 
 const PERIOD_MS = 1000;
 const AWAY_MS = 3000;
@@ -32,6 +32,7 @@ async function poll() {
     const [latest, requests, curves] = await Promise.all(
       ["status", "requests", "curves"].map((name) => get(`/console/api/${name}`)),
     );
+    await readTrends();
     if (performance.now() - pathsAt >= PATHS_MS) {
       paths = await get("/console/api/paths");
       pathsAt = performance.now();
@@ -55,10 +56,7 @@ function showAll(requests, curves) {
   keyed(byId("notes"), notes, (note) => note, () => el("li"), text);
   show(byId("notes-card"), notes.length > 0);
   showOwnPools();
-  draw(byId("ttft"), "Time to first token", curves, curves.ttft,
-    { p50: curves.minute.ttft_p50_s, p90: curves.minute.ttft_p90_s }, about.ttft_slo_s);
-  draw(byId("itl"), "Time between tokens", curves, curves.itl,
-    { p50: curves.minute.itl_p50_s, p90: curves.minute.itl_p90_s }, about.itl_slo_s);
+  showTrends(curves, about);
   showRequests(requests, openExplain);
   showTiers(status.store_stats);
   showPaths(paths);
@@ -76,7 +74,7 @@ function showOwnPools() {
       const shown = status.pools.find((pool) => pool.name === name);
       const from = ordered.get(name) ?? (shown ? shown.desired : 1);
       const to = Math.max(1, from + change);
-      askScale(name, from, to, costOf(status, name), () => scale(name, to));
+      askScale(name, from, to, costOf(status, name, about.gpus_per_rank[name]), () => scale(name, to));
     },
     release,
   }, mayOrder());
@@ -123,6 +121,8 @@ function showFreshness() {
 }
 
 startOrders(showOwnPools);
+startTrends(poll);
+startFilter();
 startSession(poll);
 byId("explain-close").onclick = () => byId("explain").close();
 document.addEventListener("visibilitychange", poll);

@@ -51,6 +51,13 @@ const COLUMNS = [
   column(({ replica }) => rate(loadOf(replica).transfer_gb_s, 2, "GB/s"), "num wide"),
 ];
 
+const MEANINGS = {
+  Landings: "Prompts whose KV arrives from other replicas",
+  Step: "Time of a decode step, averaged over the last ones",
+  Prefill: "Prompt tokens computed in a second of prefill, averaged over the last ones",
+  Pushes: "What the last hand-overs reached, waiting included: less than the path's measured rate where KV is small",
+};
+
 const EMPTY = {
   num_running: 0, num_waiting: 0, num_landings: 0, num_free_blocks: 0, num_cached_blocks: 0, num_total_blocks: 0,
   decode_step_ms: 0, prefill_tok_s: 0, transfer_gb_s: 0,
@@ -64,16 +71,17 @@ function shapeOf(replica) {
   return `${replica.tp}x${layers.length}${layers.length > 1 ? ` (${layers.join("+")})` : ""}`;
 }
 
-// `4 GPUs (tp 2 x 2 stages)`, `2 processes on CPUs`, by what the pool's replicas are now.
-export function costOf(status, pool) {
+// `4 GPUs (tp 2 x 2 stages)`, `0.5 GPUs`, `2 processes on CPUs`: what a replica takes, by the shape of the pool's
+// replicas now.
+export function costOf(status, pool, gpusPerRank) {
   const replica = status.replicas.find((it) => it.pool === pool && it.tp);
   if (!replica) return "the devices of its configuration";
   const stages = Math.max((replica.stage_layers || []).length, 1);
   const ranks = replica.tp * stages;
-  const isOnGpus = loadOf(replica).backend === "triton";
-  const many = ranks > 1 ? "s" : "";
   const shape = ranks > 1 ? ` (tp ${replica.tp} x ${stages} stage${stages > 1 ? "s" : ""})` : "";
-  return isOnGpus ? `${ranks} GPU${many}${shape}` : `${ranks} process${ranks > 1 ? "es" : ""} on CPUs${shape}`;
+  if (!gpusPerRank) return `${ranks} process${ranks > 1 ? "es" : ""} on CPUs${shape}`;
+  const gpus = ranks * gpusPerRank;
+  return `${Number(gpus.toFixed(2))} GPU${gpus === 1 ? "" : "s"}${shape}`;
 }
 
 // `ordered`: pool name to the count that was ordered here and that the status does not show yet.
@@ -106,7 +114,7 @@ function makePool(pool, act) {
   const button = (what, sign, label, run) => el(
     "button", { type: "button", className: "step", "data-act": what, "aria-label": label, onclick: run }, sign,
   );
-  const head = ["Replica", "State", "Role", "Batch / waiting", "KV blocks", "Landings", "Step", "Prefill", "Moved"];
+  const head = ["Replica", "State", "Role", "Batch / waiting", "KV blocks", "Landings", "Step", "Prefill", "Pushes"];
   return el("section", { className: "pool", "aria-labelledby": titleId },
     el("div", { className: "pool-head" },
       el("h3", { id: titleId }),
@@ -123,7 +131,7 @@ function makePool(pool, act) {
     el("div", { className: "scroll", tabIndex: 0, role: "region", "aria-labelledby": titleId },
       el("table", {},
         el("thead", {}, el("tr", {}, ...head.map((name, index) => el(
-          "th", { scope: "col", className: COLUMNS[index].kind || "" }, name,
+          "th", { scope: "col", className: COLUMNS[index].kind || "", title: MEANINGS[name] || "" }, name,
         )))),
         el("tbody", {}),
       ),

@@ -9,7 +9,23 @@ const NUM_TENANTS = 20;
 
 // ------------------------------------------------------------------------------------------ requests
 
+let latestReply = { requests: [] };
+let openExplain = () => {};
+
+export function startFilter() {
+  byId("filter").oninput = () => showRequests(latestReply, openExplain);
+}
+
+// Whether each word of the filter is in what the row says.
+function matches(request, words) {
+  const { request_id: id, state, tenant, reason, prefill, decode, gateway_id: gateway } = request;
+  const said = [id, state, tenant, reason, prefill, decode, gateway].join(" ").toLowerCase();
+  return words.every((word) => said.includes(word));
+}
+
 export function showRequests(reply, explain) {
+  latestReply = reply;
+  openExplain = explain;
   const columns = [
     {
       fill: (cell, request) => {
@@ -38,8 +54,12 @@ export function showRequests(reply, explain) {
     column((request) => `${duration(request.age_s)} ago`, "num"),
   ];
   const keyOf = (request) => [request.gateway_id, request.tenant, request.request_id].join("/");
-  rows(byId("requests"), reply.requests, keyOf, columns);
-  show(byId("requests-empty"), !reply.requests.length);
+  const words = byId("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
+  const shown = reply.requests.filter((request) => matches(request, words));
+  rows(byId("requests"), shown, keyOf, columns);
+  text(byId("filter-count"), words.length ? `${shown.length} of ${reply.requests.length}` : "");
+  text(byId("requests-empty"), reply.requests.length ? "No request has all these words." : "No request has come to any gateway yet.");
+  show(byId("requests-empty"), !shown.length);
 }
 
 function placeOf(request) {
