@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from chart_harness import Object, check, objects, only, pods
+from chart_harness import Object, check, objects, only, pods, ray_service, serve_config
 
 REGISTRY = "registry.corp.example:5000"
 CONTAINER: Object = {"name": "helper", "image": "helper:1", "command": ["true"]}
@@ -131,3 +131,54 @@ def test_ranks_that_share_a_node_need_one_that_has_their_devices() -> None:
     staged = {"pools": {"decode": {"config": {"device": "cuda", "tp": 8, "pp": 2}, "stagesPerPod": 1}}}
     pod = pod_of("decode", staged)
     assert pod["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "8"
+
+
+def test_names_in_certificates_and_of_the_console_have_the_clusters_domain() -> None:
+    values = {
+        "clusterDomain": "k8s.corp.example",
+        "redis": {"bundled": {"tls": {"enabled": True}}},
+    }
+    found = objects(values)
+    (redis,) = [
+        it for it in found if it["kind"] == "Certificate" and it["metadata"]["name"].endswith("-redis-tls")
+    ]
+    assert redis["spec"]["dnsNames"][-1] == "tandem-redis.llm.svc.k8s.corp.example"
+    (application,) = serve_config(ray_service(values))["applications"]
+    config = application["args"]["config"]
+    assert "tandem-admin.llm.svc.k8s.corp.example" in config["gateway"]["console_hosts"]
+
+
+def test_free_ports_can_be_pinned_so_that_firewalls_know_them() -> None:
+    ports = {"first": 40000, "last": 41999, "pinned": True}
+    values = {
+        "networkPolicy": {"freePorts": ports},
+        "podSecurityContext": {"sysctls": [{"name": "a", "value": "1"}]},
+    }
+    for name in ("headgroup", "gateway", "decode", "prefill"):
+        sysctls = pod_of(name, values)["spec"]["securityContext"]["sysctls"]
+        assert sysctls[-1] == {"name": "net.ipv4.ip_local_port_range", "value": "40000 41999"}
+        assert len(sysctls) == 2
+    without = pod_of("decode", {})["spec"]["securityContext"]
+    assert "sysctls" not in without
+
+
+def test_the_download_and_redis_may_request_less_than_their_limits() -> None:
+    requests: Object = {"requests": {"cpu": "100m"}}
+    values: Object = {
+        "model": {**DOWNLOAD["model"], "download": {"repo": "org/name", "resources": requests}},
+        "redis": {"bundled": {"resources": requests, "indexResources": requests}},
+    }
+    for name, least in (("download", 1), ("redis", 2)):
+        found = [
+            each
+            for pod_name, pod in pods(objects(values))
+            if name in pod_name
+            for each in pod["spec"]["containers"]
+        ]
+        assert len(found) >= least
+        for container in found:
+            resources = container["resources"]
+            assert resources["requests"]["cpu"] == "100m"
+            assert resources["limits"]["cpu"] != "100m"
+            assert resources["requests"]["memory"] == resources["limits"]["memory"]
+            assert "requests" not in resources["limits"]

@@ -126,6 +126,43 @@ BY_THE_TEMPLATES: list[tuple[dict[str, Any], str]] = [
         },
         "config.scaling.pools.decode.max: 8 replicas take 8 pods, and pools.decode.maxPods allows 2",
     ),
+    (
+        {"pools": {"decode": {"sidecars": [{"name": "ray-worker", "image": "x"}]}}},
+        "pools.decode.sidecars: the name ray-worker is the chart's own",
+    ),
+    (
+        {"gateway": {"initContainers": [{"name": "wait-model", "image": "x"}]}},
+        "gateway.initContainers: the name wait-model is the chart's own",
+    ),
+    (
+        {"pools": {"decode": {"volumes": [{"name": "shared-memory", "emptyDir": {}}]}}},
+        "pools.decode.volumes: the name shared-memory is the chart's own",
+    ),
+    (
+        {
+            "model": {
+                "source": "download",
+                "download": {"repo": "org/name", "volumes": [{"name": "model", "emptyDir": {}}]},
+            }
+        },
+        "model.download.volumes: the name model is the chart's own",
+    ),
+    (
+        {"redis": {"bundled": {"resources": {"requests": {"memory": "9Gi"}}}}},
+        "redis.bundled.resources.requests.memory: 9Gi is more than its limit",
+    ),
+    (
+        {"redis": {"bundled": {"indexResources": {"requests": {"gpu": "1"}}}}},
+        "redis.bundled.indexResources.requests.gpu: has no limit; name it in redis.bundled.indexResources",
+    ),
+    (
+        {"networkPolicy": {"freePorts": {"first": 40000, "last": 40100}}},
+        "networkPolicy.freePorts: 40000 to 40100 are fewer than 1,000 ports",
+    ),
+    (
+        {"networkPolicy": {"freePorts": {"pinned": True}}, "pools": {"decode": {"hostNetwork": True}}},
+        "networkPolicy.freePorts.pinned: pods with pools.decode.hostNetwork have the ports of their node",
+    ),
     ({"pools": {"decode": None}}, "pools: at least one needs config.role decode or both"),
     (
         {"gateway": {"terminationGracePeriodSeconds": 5}},

@@ -37,8 +37,7 @@ fills its pod, so the next one can start beside it only where `surge: true` says
 {{- $_ := set $gateway "console_port" (ternary .Values.gateway.consolePort nil .Values.gateway.console) -}}
 {{- $_ := set $gateway "admin_port" .Values.gateway.adminPort -}}
 {{- $_ := set $gateway "http" (dict "port" (ternary .Values.gateway.httpPort nil .Values.gateway.http)) -}}
-{{- $host := printf "%s-admin" (include "tandem.fullname" .) -}}
-{{- $hosts := list $host (printf "%s.%s" $host .Release.Namespace) (printf "%s.%s.svc" $host .Release.Namespace) -}}
+{{- $hosts := include "tandem.hostNames" (list . (printf "%s-admin" (include "tandem.fullname" .))) | fromYamlArray -}}
 {{- $_ := set $gateway "console_hosts" (concat $hosts (default list (default dict $config.gateway).console_hosts)) -}}
 {{- $_ := set $gateway "max_connection_age_s" .Values.gateway.maxConnectionAgeSeconds -}}
 {{- with include "tandem.modelName" . -}}{{- $_ := set $gateway "model_name" . -}}{{- end -}}

@@ -3,6 +3,7 @@ beside the model, where the pods that wait for it have no other way to learn of 
 {{- define "tandem.downloadPod" -}}
 {{- $root := index . 0 -}}{{- $model := index . 1 -}}{{- $fetch := index . 2 -}}
 {{- $download := $root.Values.model.download -}}
+{{- include "tandem.checkNames" (list "model.download.volumes" $download.volumes (list "model" "tmp")) -}}
 metadata:
   labels:
     {{- include "tandem.componentSelector" (list $root "download") | nindent 4 }}
@@ -89,11 +90,12 @@ spec:
         {{- with $download.env }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
+      {{- $limits := omit $download.resources "requests" }}
       resources:
         limits:
-          {{- toYaml $download.resources | nindent 10 }}
+          {{- toYaml $limits | nindent 10 }}
         requests:
-          {{- toYaml $download.resources | nindent 10 }}
+          {{- include "tandem.requests" (list $limits $download.resources.requests "model.download.resources") | nindent 10 }}
       securityContext:
         {{- toYaml $root.Values.containerSecurityContext | nindent 8 }}
       volumeMounts:

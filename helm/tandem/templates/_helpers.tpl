@@ -29,6 +29,13 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 tandem.io/part: {{ index . 1 }}
 {{- end -}}
 
+{{/* The names of a Service in the cluster's DNS. Call with (list $ "service"). As a YAML list. */}}
+{{- define "tandem.hostNames" -}}
+{{- $root := index . 0 -}}{{- $host := index . 1 -}}
+{{- $inside := printf "%s.%s" $host $root.Release.Namespace -}}
+{{- list $host $inside (printf "%s.svc" $inside) (printf "%s.svc.%s" $inside $root.Values.clusterDomain) | toYaml -}}
+{{- end -}}
+
 {{- define "tandem.serviceAccount" -}}
 {{- $root := index . 0 -}}{{- $part := index . 1 -}}
 {{- if $root.Values.serviceAccount.create -}}

@@ -17,14 +17,23 @@ The template of a Ray pod. Call with a dict:
 {{- end -}}
 {{- $limits := .limits -}}
 {{- $group := ternary (printf "pools.%s" (default "" .pool)) .part (eq .part "pool") -}}
-{{- range $name, $amount := default dict $pod.resources.requests -}}
-{{- $limit := get $limits $name -}}
-{{- if not $limit -}}
-{{- fail (printf "%s.resources.requests.%s: has no limit; name it in resources.extra too" $group $name) -}}
+{{- $requests := include "tandem.requests" (list $limits $pod.resources.requests (printf "%s.resources" $group)) -}}
+{{- $own := list "wait-model" (ternary "ray-head" "ray-worker" (eq .part "head")) -}}
+{{- include "tandem.checkNames" (list (printf "%s.initContainers" $group) $pod.initContainers $own) -}}
+{{- include "tandem.checkNames" (list (printf "%s.sidecars" $group) $pod.sidecars $own) -}}
+{{- $volumes := list "tmp" "shared-memory" "cluster-secret" "redis-secret" "model" -}}
+{{- range concat (include "tandem.fileVolumes" $shared | fromYamlArray) (default list .volumes) -}}
+{{- $volumes = append $volumes .name -}}
 {{- end -}}
-{{- if gt (include "tandem.bytes" $amount | float64) (include "tandem.bytes" $limit | float64) -}}
-{{- fail (printf "%s.resources.requests.%s: %v is more than its limit %v" $group $name $amount $limit) -}}
-{{- end -}}
+{{- include "tandem.checkNames" (list (printf "%s.volumes" $group) $pod.volumes $volumes) -}}
+{{- $security := deepCopy $root.Values.podSecurityContext -}}
+{{- $free := $root.Values.networkPolicy.freePorts -}}
+{{- if $free.pinned -}}
+{{- if default dict .host -}}{{- if .host.hostNetwork -}}
+{{- fail (printf "networkPolicy.freePorts.pinned: pods with %s.hostNetwork have the ports of their node: set net.ipv4.ip_local_port_range there, and pinned to false" $group) -}}
+{{- end -}}{{- end -}}
+{{- $range := dict "name" "net.ipv4.ip_local_port_range" "value" (printf "%d %d" (int $free.first) (int $free.last)) -}}
+{{- $_ := set $security "sysctls" (append (default list $security.sysctls) $range) -}}
 {{- end -}}
 metadata:
   labels:
@@ -52,7 +61,7 @@ spec:
   terminationGracePeriodSeconds: {{ . }}
   {{- end }}
   securityContext:
-    {{- toYaml $root.Values.podSecurityContext | nindent 4 }}
+    {{- toYaml $security | nindent 4 }}
   {{- include "tandem.pullSecrets" $root | nindent 2 }}
   {{- with .host }}
   {{- toYaml . | nindent 2 }}
@@ -120,7 +129,7 @@ spec:
         limits:
           {{- toYaml .limits | nindent 10 }}
         requests:
-          {{- mergeOverwrite (deepCopy .limits) (default dict $pod.resources.requests) | toYaml | nindent 10 }}
+          {{- $requests | nindent 10 }}
       securityContext:
         {{- toYaml $context | nindent 8 }}
       {{- with .readiness }}
@@ -239,6 +248,31 @@ spec:
     grep -aqs "^ray::ServeReplica" /proc/[0-9]*/cmdline || exit 0
     sleep 1
   done
+{{- end -}}
+
+{{/* What a container asks for: its limits, where `requests` says no less. Call with (list limits requests path). */}}
+{{- define "tandem.requests" -}}
+{{- $limits := index . 0 -}}{{- $given := default dict (index . 1) -}}{{- $path := index . 2 -}}
+{{- range $name, $amount := $given -}}
+{{- $limit := get $limits $name -}}
+{{- if not $limit -}}
+{{- fail (printf "%s.requests.%s: has no limit; name it in %s too" $path $name (ternary $path (printf "%s.extra" $path) (regexMatch "^(model|redis)[.]" $path))) -}}
+{{- end -}}
+{{- if gt (include "tandem.bytes" $amount | float64) (include "tandem.bytes" $limit | float64) -}}
+{{- fail (printf "%s.requests.%s: %v is more than its limit %v" $path $name $amount $limit) -}}
+{{- end -}}
+{{- end -}}
+{{- mergeOverwrite (deepCopy $limits) (deepCopy $given) | toYaml -}}
+{{- end -}}
+
+{{/* Refuse what is given by a name that the chart has for something else. Call with (list path given names). */}}
+{{- define "tandem.checkNames" -}}
+{{- $path := index . 0 -}}{{- $taken := index . 2 -}}
+{{- range index . 1 -}}
+{{- if has .name $taken -}}
+{{- fail (printf "%s: the name %s is the chart's own; choose another" $path .name) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "tandem.limits" -}}
