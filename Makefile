@@ -16,7 +16,7 @@ EXTRAS ?= embedded
 # The list of all parts that `make sbom` writes (CycloneDX).
 SBOM ?= tandem-serve.cdx.json
 
-.PHONY: help setup demo serve test test-all test-clients fuzz lint audit bench proto proto-image wire-image chart lock sbom
+.PHONY: help setup demo serve test test-all test-clients fuzz lint audit bench proto proto-image wire-image chart lock sbom dist image
 
 help:
 	@echo "make demo      one model, one prefill and one decode replica, a few requests; then everything stops"
@@ -30,7 +30,10 @@ help:
 	@echo "make audit     the lock against the published vulnerabilities, where these can be had"
 	@echo "make setup     .venv with everything for development"
 	@echo "make proto     cluster/proto/tandem/v1/*_pb2* from the .proto files"
-	@echo "make chart     the chart's schema and table of values from values.yaml and the configuration"
+	@echo "make chart     the chart's schema and table of values from values.yaml and the configuration; then dist/chart:"
+	@echo "               the packaged chart with an index, for CHART_URL=https://..."
+	@echo "make dist      wheel and sdist in dist/, checked, and the wheel tried in an empty environment"
+	@echo "make image     the images IMAGE=tandem:<version>-cpu and -cuda, where docker runs"
 	@echo "make lock      .ci/locks, the hashes of all packages, from pyproject.toml and constraints.txt"
 	@echo "make sbom      $(SBOM): all packages that are installed with tandem-serve, as CycloneDX"
 
@@ -129,5 +132,20 @@ proto-image: $(VENV)/.dev
 wire-image: $(VENV)/.dev
 	PYTHONPATH=. $(BIN)/python tests/support/wire_image.py
 
+# Where the folder dist/chart will be served; "": the index names its archives alone, which is right beside them.
+CHART_URL ?=
+
 chart: $(VENV)/.dev
 	PYTHONPATH=. $(BIN)/python tests/support/chart_schema.py
+	@$(BIN)/python .ci/chart --url '$(CHART_URL)'
+
+dist: $(VENV)/.dev
+	@$(BIN)/python .ci/dist
+
+# Name of the images, with your registry: IMAGE=registry.example/tandem. IMAGE_ARGS are more arguments of each build, such
+# as those of a release (helm/docker/Dockerfile).
+IMAGE ?= tandem
+IMAGE_ARGS ?=
+
+image: $(VENV)/.dev
+	@$(BIN)/python .ci/image --name '$(IMAGE)' -- $(IMAGE_ARGS)

@@ -26,8 +26,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of
 Timeout = Annotated[float | None, typer.Option(min=0.001, help="Seconds until the request is given up.")]
 # Read by this command line alone, and said where it decides: Ray itself would follow it silently.
 RayVariable = Annotated[str, typer.Option(envvar="RAY_ADDRESS", hidden=True, show_envvar=False)]
-# The model that a source checkout or an image has beside the packages.
-BUNDLED_MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny"
+# Of the bundled model: in an installed wheel, and in a checkout of the sources.
+_BUNDLED_MODELS = (
+    Path(__file__).resolve().parents[1] / "bundled_model",
+    Path(__file__).resolve().parents[2] / "models" / "tiny",
+)
+BUNDLED_MODEL = next((folder for folder in _BUNDLED_MODELS if folder.is_dir()), _BUNDLED_MODELS[0])
 
 
 def show_version(wanted: bool) -> None:
