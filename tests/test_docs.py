@@ -16,7 +16,6 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("cluster", "workers", "router", "kvtransfer", "models", "benchmarks", "tests", "helm", "docs")
 PAGES = [ROOT / "README.md", *sorted(path for name in FOLDERS for path in (ROOT / name).rglob("*.md"))]
 MAX_COLUMNS = 100
-MAX_CONTRIBUTING_LINES = 60
 # Suffixes of the files that are ours wherever they are named; other files are checked below a folder of ours.
 OUR_SUFFIXES = (".py", ".md", ".js", ".cpp", ".proto")
 # Names of other projects, of Kubernetes and of environments, in backticks.
@@ -193,11 +192,6 @@ def test_words_are_current(page: Path) -> None:
         if word in RETIRED
     ]
     assert found == []
-
-
-def test_the_page_for_contributors_is_short() -> None:
-    contributing = (ROOT / "docs/contributing.md").read_text().splitlines()
-    assert len(contributing) <= MAX_CONTRIBUTING_LINES
 
 
 def test_every_page_is_listed() -> None:
