@@ -98,9 +98,9 @@ _ENDINGS = (
 )
 
 
-def run_demo(model: Path, clock: Clock, interrupted: threading.Event, console: Console) -> None:
-    """Start a cluster, send the requests one after the other, show the table, and stop. `StartError` when
-    interrupted."""
+def run_demo(model: Path, clock: Clock, interrupted: threading.Event, console: Console) -> list[DemoRow]:
+    """Start a cluster, send the requests one after the other, show the table, stop, and return its rows.
+    `StartError` when interrupted."""
     context_tokens = read_model_config(model).max_context_tokens
     config = default_config(model, prefill=1, decode=1, port=0, context_tokens=context_tokens)
     service = Service(config, clock, ray_address="local")
@@ -124,6 +124,7 @@ def run_demo(model: Path, clock: Clock, interrupted: threading.Event, console: C
             service.stop()
     console.print("`tandem serve` (or `make serve`) keeps such a cluster up, for a request of your own")
     console.print("everything is stopped")
+    return rows
 
 
 async def _send_all(address: str, console: Console, interrupted: threading.Event) -> list[DemoRow]:

@@ -4,6 +4,7 @@ run."""
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
 import sys
@@ -90,17 +91,19 @@ def main() -> None:
 
 
 @cli.command()
-def demo() -> None:
+def demo(as_json: AsJson = False) -> None:
     """Serve the bundled model for a moment, send requests that share a prefix, show what happened."""
     interrupted = catch_signals()
     from cluster.cli.demo import run_demo  # here, as above
 
     try:
-        run_demo(bundled_model(), SystemClock(), interrupted, out)
+        rows = run_demo(bundled_model(), SystemClock(), interrupted, err if as_json else out)
     except StartError as error:
         if interrupted.is_set():
             die(str(error), interrupted.status)
         raise
+    if as_json:
+        typer.echo(json.dumps({"requests": [row._asdict() for row in rows]}))
 
 
 @cli.command()

@@ -7,13 +7,18 @@ import importlib.metadata
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from gateway_harness import PROMPT, GatewayHarness
 from serving import ROOT, TINY, environment, free_port, tandem
+from typer.main import get_command
 
 from cluster.api.client import GenerateOptions
+from cluster.cli.main import cli
 
 
 def test_help_names_every_command() -> None:
@@ -21,6 +26,27 @@ def test_help_names_every_command() -> None:
     calls = {"generate", "chat", "models", "status", "explain"}
     others = {"serve", "demo", "update", "traffic", "scale", "doctor", "bench", "store", "key"}
     assert calls | others <= set(re.findall(r"^\W+(\w+)", shown, re.MULTILINE))
+
+
+# They say one line, or what happens while they run.
+WITHOUT_TABLES = {"serve", "key revoke", "key root"}
+
+
+def commands_of(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Every command below this one, by the words that call it."""
+    if not hasattr(command, "list_commands"):
+        yield " ".join(path), command
+        return
+    context = typer.Context(command)
+    for name in command.list_commands(context):
+        yield from commands_of(command.get_command(context, name), (*path, name))
+
+
+def test_every_command_with_a_table_has_its_json() -> None:
+    known = dict(commands_of(get_command(cli)))
+    assert {"demo", "scale", "bench serve", "store ls", *WITHOUT_TABLES} <= set(known)
+    options = {name: [text for it in command.params for text in it.opts] for name, command in known.items()}
+    assert {name for name, texts in options.items() if "--json" not in texts} == WITHOUT_TABLES
 
 
 def test_a_call_of_the_gateway_imports_nothing_that_only_other_commands_need() -> None:
