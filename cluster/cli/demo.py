@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from cluster.api.client import Client, Collector, GenerateOptions
-from cluster.cli.terminal import NONE, made_table, progress_line, stages
+from cluster.cli.terminal import NONE, made_table, progress_to, stages
 from cluster.config import default_config
 from cluster.errors import StartError
 from cluster.proto.tandem.v1 import inference_pb2 as pb
@@ -107,9 +107,7 @@ def run_demo(model: Path, clock: Clock, interrupted: threading.Event, console: C
     started_at = clock.now()
     try:
         with stages(console, "starting") as report:
-            addresses = service.start(
-                lambda progress: report(progress_line(progress.stage, progress.ready)), interrupted
-            )
+            addresses = service.start(progress_to(report), interrupted)
         took_s = clock.now() - started_at
         console.print(f"one prefill and one decode replica serve {config.model_name!r} after {took_s:.0f} s")
         console.print(

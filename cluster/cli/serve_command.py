@@ -23,7 +23,7 @@ from cluster.cli.terminal import (
     die,
     err,
     out,
-    progress_line,
+    progress_to,
     ray_choice,
     stages,
 )
@@ -91,9 +91,7 @@ def serve(
     has_served = False
     try:
         with named_by_options(given), stages(err, "starting") as report:
-            addresses = service.start(
-                lambda progress: report(progress_line(progress.stage, progress.ready)), interrupted
-            )
+            addresses = service.start(progress_to(report), interrupted)
         if addresses.joined:
             out.print(f"joined {addresses.joined}{choice.reason}", soft_wrap=True, markup=False)
         for name, place in (

@@ -12,13 +12,18 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, Protocol
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from kvtransfer.common.clock import Clock, SystemClock
+
+if TYPE_CHECKING:  # its module imports Ray, which takes seconds
+    from cluster.serve.launcher import StartProgress
 
 out, err = Console(), Console(stderr=True)
 
@@ -106,28 +111,47 @@ def made_table(title: str, *texts: str, numbers: Sequence[str] = ()) -> Table:
 # What is going on while a command waits.
 
 
+_DETAIL_S = 10.0
+_SYSTEM_CLOCK = SystemClock()
+
+
 def progress_line(stage: str, ready: dict[str, tuple[int, int]]) -> str:
     """Return `loading: prefill 1 of 1, decode 0 of 1`; `ready` is pool name to (replicas ready, wanted)."""
     pools = ", ".join(f"{name} {num} of {wanted}" for name, (num, wanted) in ready.items())
     return f"{stage}: {pools}" if pools else stage
 
 
+class Report(Protocol):
+    """Shows what goes on; `detail` changes more often than the stage."""
+
+    def __call__(self, stage: str, detail: str = "") -> None: ...
+
+
 @contextlib.contextmanager
-def stages(console: Console, first: str) -> Iterator[Callable[[str], None]]:
-    """Show the stage: by a spinner on a terminal, otherwise by a line whenever the stage changes."""
+def stages(console: Console, first: str, clock: Clock = _SYSTEM_CLOCK) -> Iterator[Report]:
+    """Show the stage: by a spinner on a terminal, otherwise by a line whenever the stage changes, and with
+    the detail every `_DETAIL_S`."""
     if console.is_terminal:
         with console.status(first) as status:
-            yield status.update
+            yield lambda stage, detail="": status.update(f"{stage}; {escape(detail)}" if detail else stage)
         return
-    reported: list[str] = []
+    last, said_at = "", clock.now()
 
-    def report(stage: str) -> None:
-        if reported[-1:] != [stage]:
-            reported.append(stage)
-            console.print(stage, soft_wrap=True, highlight=False)
+    def report(stage: str, detail: str = "") -> None:
+        nonlocal last, said_at
+        is_due = bool(detail) and clock.now() >= said_at + _DETAIL_S
+        if stage != last or is_due:
+            last, said_at = stage, clock.now()
+            text = f"{stage}; {detail}" if is_due else stage
+            console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     report(first)
     yield report
+
+
+def progress_to(report: Report) -> Callable[[StartProgress], None]:
+    """Return what shows the progress of a start or an update."""
+    return lambda it: report(progress_line(it.stage, it.ready), it.detail)
 
 
 class RayChoice(NamedTuple):

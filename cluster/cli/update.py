@@ -21,7 +21,7 @@ from cluster.cli.terminal import (
     err,
     made_table,
     out,
-    progress_line,
+    progress_to,
     ray_choice,
     stages,
 )
@@ -82,7 +82,7 @@ def _carry_out(config: ClusterConfig, *, dry_run: bool, as_json: bool) -> None:
     if change.plan.changes and not dry_run:
         change.check_headroom()
         with stages(err, "rolling") as report:
-            change.apply(lambda progress: report(progress_line(progress.stage, progress.ready)), interrupted)
+            change.apply(progress_to(report), interrupted)
     if as_json:
         print(json.dumps(plan_json(change.plan, applied=not dry_run)))
     elif interrupted.is_set():

@@ -14,7 +14,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from cluster.errors import RosterAwayError
-from cluster.roster.messages import MemberRecord, RosterOrder, RosterView
+from cluster.roster.messages import MemberRecord, RosterOrder, RosterView, StartingReplica
 from cluster.roster.state import EXPIRE_S, REBUILD_S, RENEW_S, LocalRoster
 from kvtransfer.codec import Codec
 from kvtransfer.common.clock import Clock, SystemClock
@@ -22,6 +22,8 @@ from kvtransfer.common.clock import Clock, SystemClock
 # Of all our named actors.
 NAMESPACE = "tandem"
 _CALL_S = 5.0
+# How long what a replica tells while it starts is shown.
+STARTING_S = 5.0
 _AGAIN_S = 0.5
 
 
@@ -36,6 +38,8 @@ class RosterActor:
         first_version = int(clock.wall() * 1000)
         self._clock = clock
         self._roster = LocalRoster(clock, first_version=first_version, expire_s=EXPIRE_S)
+        # By replica: what it told, and when.
+        self._starting: dict[str, tuple[StartingReplica, float]] = {}
         self._complete_at = clock.now() + (REBUILD_S if restarted else 0.0)
 
     async def register(self, frame: bytes) -> bool:
@@ -49,6 +53,16 @@ class RosterActor:
 
     async def restore(self, frame: bytes) -> bytes:
         return VIEW_CODEC.encode(await self._roster.restore(VIEW_CODEC.decode(frame)))
+
+    async def tell_start(self, frame: bytes) -> None:
+        starting = STARTING_CODEC.decode(frame)
+        self._starting[starting.replica_id] = starting, self._clock.now()
+
+    async def starting(self) -> list[bytes]:
+        """Return the replicas that have lately told what they start with."""
+        since = self._clock.now() - STARTING_S
+        self._starting = {name: told for name, told in self._starting.items() if told[1] >= since}
+        return [STARTING_CODEC.encode(starting) for starting, _ in self._starting.values()]
 
     async def view(self, after_version: int, timeout_s: float) -> bytes:
         rebuilding_s = self._complete_at - self._clock.now()
@@ -85,6 +99,11 @@ class RemoteRoster:
     async def change(self, order: RosterOrder) -> None:
         await self._call("change", _ORDER_CODEC.encode(order))
 
+    async def tell_start(self, starting: StartingReplica) -> None:
+        """Show what a replica does that cannot serve yet, for `STARTING_S`."""
+        with contextlib.suppress(RosterAwayError, AttributeError):  # that of a roster of an earlier version
+            await self._call("tell_start", STARTING_CODEC.encode(starting))
+
     async def view(self, after_version: int, timeout_s: float) -> RosterView:
         """The last view when the actor is away or rebuilding, after a wait, so that callers do not spin."""
         if self._last.version > after_version:
@@ -110,6 +129,7 @@ def _as_view(frame: object) -> RosterView:
 
 _MEMBER_CODEC: Codec[MemberRecord] = Codec(MemberRecord)
 _ORDER_CODEC: Codec[RosterOrder] = Codec(RosterOrder)
+STARTING_CODEC: Codec[StartingReplica] = Codec(StartingReplica)
 VIEW_CODEC: Codec[RosterView] = Codec(RosterView)
 
 
@@ -154,6 +174,16 @@ def read_roster(app: str) -> RosterView:
         return VIEW_CODEC.decode(ray.get(actor.view.remote(0, 0.0), timeout=_CALL_S))
     except (RayError, ValueError):
         return RosterView(version=0)
+
+
+def read_starting(app: str) -> list[StartingReplica]:
+    """The replicas that start now, for the process that started the application; none when the roster is
+    away."""
+    try:
+        actor = ray.get_actor(_roster_name(app), namespace=NAMESPACE)
+        return [STARTING_CODEC.decode(frame) for frame in ray.get(actor.starting.remote(), timeout=_CALL_S)]
+    except (RayError, ValueError):
+        return []
 
 
 def await_roster(app: str, wait_s: float) -> RosterView | None:

@@ -40,6 +40,15 @@ class ReplicaRecord(Message, frozen=True):
         return self.identity.epoch
 
 
+class StartingReplica(Message, frozen=True):
+    """A replica that cannot serve yet, and what its slowest rank does. Not registered, and known for a few
+    seconds only: it is told again and again."""
+
+    replica_id: str
+    pool: str
+    phase: str
+
+
 class GatewayRecord(Message, frozen=True):
     """A gateway that accepts clients."""
 

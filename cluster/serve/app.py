@@ -25,7 +25,7 @@ from cluster.metrics.exporters import GatewayMetrics, ReplicaMetrics
 from cluster.metrics.logs import log_to_stderr
 from cluster.metrics.ray_registry import ray_registry
 from cluster.roster.actor import find_roster, open_roster
-from cluster.roster.messages import GatewayRecord, ReplicaRecord
+from cluster.roster.messages import GatewayRecord, ReplicaRecord, StartingReplica
 from cluster.roster.state import keep_registered
 from cluster.scaling.orders import Operations
 from cluster.scaling.roles import role_of
@@ -58,6 +58,7 @@ from workers.replica.partition import ReplicaSpec
 _WATCH_S = 30.0
 _SELF_CHECK_S = 0.25
 _METRICS_S = 2.0
+_TELL_S = 1.0
 # For how long another thread of a gateway may keep the interpreter while its event loop waits for it.
 _SWITCH_S = 0.0005
 # Added to a replica's drain: Serve kills it only when it overstays this.
@@ -169,9 +170,14 @@ class ReplicaActor:
             pace=_step_pace(config.debug.pace),
             store=own_store_name(config, life),
         )
-        self._engine_core = await EngineCore.launch(
-            spec, RayRankLauncher(self._pool.tp, config.logs, pool_name), self._clock
-        )
+        self._phase = "starting"
+        telling = asyncio.create_task(self._tell_start())
+        try:
+            self._engine_core = await EngineCore.launch(
+                spec, RayRankLauncher(self._pool.tp, config.logs, pool_name), self._clock, self._enter
+            )
+        finally:
+            telling.cancel()
         registry = ray_registry(
             app=config.app, pool=pool_name, replica=self._identity.replica_id, model=config.model_name
         )
@@ -183,6 +189,17 @@ class ReplicaActor:
         ]
         self._dying = asyncio.create_task(self._end_when_dead())
         leave_out_started()
+
+    def _enter(self, phase: str) -> None:
+        self._phase = phase
+
+    async def _tell_start(self) -> None:
+        """Tell those who wait for the replica what it does."""
+        while True:
+            await self._roster.tell_start(
+                StartingReplica(self._identity.replica_id, self._pool.name, self._phase)
+            )
+            await self._clock.sleep(_TELL_S)
 
     def check_health(self) -> None:
         """Raise when the engine core or its ranks cannot continue; Serve then replaces the replica."""

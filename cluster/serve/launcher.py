@@ -35,7 +35,8 @@ from cluster.identity.authenticator import Authenticator
 from cluster.identity.key_roots import FIELD as KEY_ROOT_FIELD
 from cluster.identity.key_roots import keep_key_root, key_root_proof
 from cluster.metrics.tracing import check_tracing
-from cluster.roster.actor import read_roster, start_roster, stop_roster
+from cluster.roster.actor import read_roster, read_starting, start_roster, stop_roster
+from cluster.roster.messages import StartingReplica
 from cluster.scaling.headroom import ReplicaDemand, shortages
 from cluster.scaling.serve_client import deployment_name
 from cluster.secret_files import read_trust
@@ -62,6 +63,8 @@ from kvtransfer.rpc.trust import Trust, draw_files
 # How long resources may be missing before that is an error.
 SCHEDULE_S = 20.0
 _POLL_S = 0.25
+# Replicas whose start is shown.
+_SHOWN_STARTING = 2
 _LOOK_S = 0.2
 # How long a node may take to start a process and report its CPU flags.
 _ANSWER_S = 60.0
@@ -84,6 +87,8 @@ class StartProgress(NamedTuple):
     stage: str
     # Pool name to (replicas ready, replicas wanted).
     ready: dict[str, tuple[int, int]]
+    # What the replicas do that are not ready, for people.
+    detail: str = ""
 
 
 class Addresses(NamedTuple):
@@ -348,7 +353,7 @@ class Service:
         while not interrupted.wait(_POLL_S):
             status = serve.status().applications.get(self._config.app)
             ready = self._ready(status)
-            report(StartProgress("loading", ready))
+            report(StartProgress("loading", ready, starting_text(read_starting(self._config.app))))
             if status is not None and status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
                 raise StartError(failure(status))
             waiting = unplaced()
@@ -385,6 +390,14 @@ class Service:
             dashboard=f"http://{dashboard}" if dashboard else "",
             logs=session_logs(),
         )
+
+
+def starting_text(starting: Sequence[StartingReplica]) -> str:
+    """Return `decode-0a1b: loading weights, 3 of 28 layers, 1.2 of 15.2 GB`, of two replicas, and how many
+    more there are."""
+    shown = [f"{it.replica_id}: {it.phase}" for it in starting[:_SHOWN_STARTING]]
+    more = len(starting) - len(shown)
+    return "; ".join([*shown, f"{more} more"] if more > 0 else shown)
 
 
 def check_gateway_files(config: ClusterConfig, clock: Clock) -> None:

@@ -11,9 +11,12 @@ from rich.console import Console, RenderableType
 from cluster.cli.calls import status_view
 from cluster.cli.demo import DemoRow, demo_table
 from cluster.cli.store import size
-from cluster.cli.terminal import NONE, stages
+from cluster.cli.terminal import NONE, progress_to, stages
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.proto.tandem.v1 import inference_pb2 as pb
+from cluster.roster.messages import StartingReplica
+from cluster.serve.launcher import StartProgress, starting_text
+from kvtransfer.common.clock import ManualClock
 
 
 def shown(what: RenderableType) -> str:
@@ -31,6 +34,28 @@ def test_without_a_terminal_every_stage_is_one_line() -> None:
             report(stage)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert lines == ["starting", "loading: decode 0 of 2", "loading: decode 1 of 2"]
+
+
+def test_without_a_terminal_the_detail_of_a_long_stage_is_said_now_and_then() -> None:
+    console, clock = Console(file=io.StringIO(), width=20, force_terminal=False), ManualClock()
+    with stages(console, "starting", clock) as report:
+        show = progress_to(report)
+        for number in range(25):
+            show(StartProgress("loading", {"decode": (0, 1)}, f"decode-0: layer {number} [of 25]"))
+            clock.advance(1.0)
+    assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
+        "starting",
+        "loading: decode 0 of 1",
+        "loading: decode 0 of 1; decode-0: layer 10 [of 25]",
+        "loading: decode 0 of 1; decode-0: layer 20 [of 25]",
+    ]
+
+
+def test_what_starts_is_shown_of_two_replicas_and_counted_of_the_others() -> None:
+    replicas = [StartingReplica(f"decode-{n}", "decode", f"layer {n}") for n in range(4)]
+    assert starting_text([]) == ""
+    assert starting_text(replicas[:1]) == "decode-0: layer 0"
+    assert starting_text(replicas) == "decode-0: layer 0; decode-1: layer 1; 2 more"
 
 
 @pytest.mark.parametrize("alone", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 from patience import WAIT_S
 
 from cluster.errors import RosterAwayError
-from cluster.roster.actor import RemoteRoster, RosterActor
-from cluster.roster.messages import GatewayRecord, ReplicaRecord, SetDesired, StoreRecord
+from cluster.roster.actor import STARTING_CODEC, STARTING_S, RemoteRoster, RosterActor
+from cluster.roster.messages import GatewayRecord, ReplicaRecord, SetDesired, StartingReplica, StoreRecord
 from cluster.roster.state import (
     EXPIRE_S,
     REBUILD_S,
@@ -239,3 +240,37 @@ async def test_setting_a_count_while_the_actor_is_away_is_told() -> None:
     client = RemoteRoster(Wire(None), ManualClock())
     with pytest.raises(RosterAwayError):
         await client.change(SetDesired("decode", 2, True))
+
+
+async def test_what_a_replica_starts_with_is_shown_while_it_is_told() -> None:
+    clock = ManualClock()
+    actor = RosterActor(clock, restarted=False)
+
+    async def call(method: str, *arguments: Any) -> object:
+        return await getattr(actor, method)(*arguments)
+
+    roster = RemoteRoster(call, clock)
+    version = (await roster.view(-1, 0.0)).version
+    for phase in ("joined", "loading weights, 1 of 2 layers, 0.1 of 0.2 GB"):
+        await roster.tell_start(StartingReplica("decode-a", "decode", phase))
+    await roster.tell_start(StartingReplica("prefill-a", "prefill", "warming up"))
+    clock.advance(STARTING_S - 1.0)
+    await roster.tell_start(StartingReplica("prefill-a", "prefill", "ready"))
+    assert [STARTING_CODEC.decode(frame).phase for frame in await actor.starting()] == [
+        "loading weights, 1 of 2 layers, 0.1 of 0.2 GB",
+        "ready",
+    ]
+    clock.advance(2.0)
+    assert [STARTING_CODEC.decode(frame).replica_id for frame in await actor.starting()] == ["prefill-a"]
+    assert (await roster.view(-1, 0.0)).version == version, "nobody who watches members is woken"
+
+
+async def test_a_roster_that_is_away_or_older_does_not_keep_a_replica_from_starting() -> None:
+    async def away(method: str, *arguments: Any) -> object:
+        raise RosterAwayError("gone")
+
+    async def older(method: str, *arguments: Any) -> object:
+        raise AttributeError(method)
+
+    for call in (away, older):
+        await RemoteRoster(call, ManualClock()).tell_start(StartingReplica("a", "decode", "joined"))

@@ -73,6 +73,10 @@ def load_decoder(
     return decoder
 
 
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.{1 if num_bytes >= 1e9 else 3}f} GB"
+
+
 class Decoder:
     """A rank's part of the model. The first stage has the embedding, the last stage the final norm and the
     head. `workers.model.parallel` replaces products in `layers`, `embedding` and `head` by ones that join the
@@ -107,6 +111,7 @@ class Decoder:
             self.embedding = Embedding(table.clone())
         del table
         self.layers: list[DecoderLayer] = []
+        num_bytes_outside = reader.num_bytes
         for layer in range(shard.layer_start, shard.layer_end):
             loaded = DecoderLayer(
                 reader.layer(layer),
@@ -118,7 +123,9 @@ class Decoder:
             )
             self.layers.append(loaded)
             num_layers = shard.layer_end - shard.layer_start
-            progress(f"loading weights, {len(self.layers)} of {num_layers} layers")
+            in_layers = (reader.num_bytes - num_bytes_outside) * num_layers // len(self.layers)
+            of_all = f"{_gb(reader.num_bytes)} of {_gb(num_bytes_outside + in_layers)}"
+            progress(f"loading weights, {len(self.layers)} of {num_layers} layers, {of_all}")
         self.attention_shape = AttentionShape(
             len(query_heads(config.num_heads, config.num_kv_heads, shard.tp_rank, shard.tp_size)),
             config.sliding_windows[shard.layer_start : shard.layer_end],

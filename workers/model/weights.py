@@ -95,6 +95,7 @@ class WeightReader:
         self._stack = ExitStack()
         self._name_to_file: dict[str, tuple[Path, Any]] = {}
         self._read: set[str] = set()
+        self.num_bytes = 0  # of the parts that were read, as they are stored
         _check_split(config, shard)
 
     def __enter__(self) -> WeightReader:
@@ -229,9 +230,9 @@ class WeightReader:
         self._read.add(name)
         try:
             with panics_as_errors:
-                return self._checked(file, opened, name, shape)[slices].to(
-                    device=self.device, dtype=self._dtype
-                )
+                stored = self._checked(file, opened, name, shape)[slices]
+                self.num_bytes += stored.nbytes
+                return stored.to(device=self.device, dtype=self._dtype)
         except (SafetensorError, PanicError) as error:
             raise CheckpointError(f"{file}: tensor {name} is unreadable: {error}") from error
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
@@ -194,8 +194,15 @@ class EngineCore:
     # ------------------------------------------------------------------------------- start and stop
 
     @classmethod
-    async def launch(cls, spec: ReplicaSpec, launcher: RankLauncher, clock: Clock) -> EngineCore:
-        """Load and warm up the ranks, build the engine core from what they report, and listen.
+    async def launch(
+        cls,
+        spec: ReplicaSpec,
+        launcher: RankLauncher,
+        clock: Clock,
+        on_phase: Callable[[str], None] = lambda phase: None,
+    ) -> EngineCore:
+        """Load and warm up the ranks, build the engine core from what they report, and listen. `on_phase` is
+        told what the last of the ranks does meanwhile, for people.
 
         Raises `RankDiedError` with the reason when the ranks cannot serve, and `TrustError` when the files of
         `spec.trust` cannot be used; then nothing is left running.
@@ -209,6 +216,7 @@ class EngineCore:
             lambda reason: core.kill_ranks(reason),
             clock=clock,
             start_stall_s=spec.engine.start_stall_s,
+            on_phase=on_phase,
         )
         async with contextlib.AsyncExitStack() as failed:
             failed.push_async_callback(group.stop)

@@ -143,14 +143,17 @@ class RankGroup:
         *,
         clock: Clock = _SYSTEM_CLOCK,
         start_stall_s: float = 600.0,
+        on_phase: Callable[[str], None] = lambda phase: None,
     ) -> None:
-        """The start fails when no rank has come further for `start_stall_s` seconds."""
+        """The start fails when no rank has come further for `start_stall_s` seconds. `on_phase` is told the
+        phase of the rank that has made no progress for longest, whenever a rank has come further."""
         self.trust = trust
         self._launcher = launcher
         self._on_message = on_message
         self._on_died = on_died
         self._clock = clock
         self._start_stall_s = start_stall_s
+        self._on_phase = on_phase
         self.phases: dict[int, str] = {}  # how far each rank's start is; who came further last is last
         self._num_ranks = 0
         self._tickets: dict[int, bytes] = {}  # of the ranks that have not connected
@@ -275,6 +278,7 @@ class RankGroup:
         self.phases.pop(rank, None)
         self.phases[rank] = phase
         self._progress.set()
+        self._on_phase(next(iter(self.phases.values())))
 
     def _stalled(self) -> str:
         arrived = self._ready if len(self._joined) == self._num_ranks else self._joined
