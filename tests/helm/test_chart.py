@@ -68,6 +68,54 @@ BOOLEANS = {path: default for path, default in booleans() if path not in PERMISS
 FLIPPED = {f"{path}={not default}".lower(): (path, not default) for path, default in BOOLEANS.items()}
 
 
+# What companies set besides booleans, several at once.
+COMBINED: dict[str, Object] = {
+    "a hub's mirror": {
+        "model": {
+            "source": "download",
+            "download": {
+                "repo": "org/name",
+                "endpoint": "https://hub.example",
+                "tokenSecret": {"name": "hub"},
+            },
+        }
+    },
+    "a bucket": {
+        "model": {
+            "source": "download",
+            "name": "m",
+            "download": {"command": ["aws", "s3", "sync", "s3://m", "$(MODEL_PATH)"], "backoffLimit": 2},
+        }
+    },
+    "a claim": {"model": {"source": "pvc", "pvc": {"claim": "models", "subPath": "m"}}},
+    "a Redis of one's own": {
+        "redis": {"mode": "external", "external": {"secretName": "redis", "address": "redis.example:6379"}}
+    },
+    "a private registry": {
+        "global": {"imageRegistry": "registry.example:5000", "imagePullSecrets": ["pull"]},
+        "image": {"digest": f"sha256:{'0' * 64}", "cpuDigest": f"sha256:{'1' * 64}"},
+    },
+    "a mesh": {
+        "clusterDomain": "corp.example",
+        "networkPolicy": {"freePorts": {"first": 40000, "last": 44999, "pinned": True}},
+        "poolDefaults": {"annotations": {"sidecar.istio.io/inject": "true"}},
+        "commonLabels": {"team": "llm"},
+    },
+    "both pools in one": {
+        "pools": {"prefill": None, "decode": {"config": {"role": "both", "replicas": 4}, "replicasPerPod": 2}}
+    },
+    "stages over nodes": {
+        "pools": {
+            "decode": {"config": {"device": "cuda", "pp": 2, "tp": 4}, "stagesPerPod": 1, "hostNetwork": True}
+        }
+    },
+    "sidecars": {
+        "gateway": {"sidecars": [{"name": "logs", "image": "logs:1"}], "replicas": 3},
+        "head": {"initContainers": [{"name": "wait", "image": "wait:1"}]},
+    },
+}
+
+
 @pytest.fixture(scope="session")
 def crd(request: pytest.FixtureRequest) -> Object:
     """KubeRay's schema of a RayService, in which an unknown field is an error (the API server drops it)."""
@@ -116,9 +164,16 @@ def test_every_boolean_renders_both_ways(flip: str) -> None:
     assert differ, f"{path} changes nothing"
 
 
-@pytest.mark.parametrize("case", [*CASES, *FLIPPED])
+@pytest.mark.parametrize("case", COMBINED)
+def test_values_of_companies_are_valid_together(case: str) -> None:
+    items = objects(COMBINED[case])
+    check_all(items)
+    assert comparable(items) != comparable(objects({}))
+
+
+@pytest.mark.parametrize("case", [*CASES, *COMBINED, *FLIPPED])
 def test_the_ray_service_is_what_kuberay_knows(case: str, crd: Object, known: set[str]) -> None:
-    chosen = CASES.get(case)
+    chosen = (CASES | COMBINED).get(case)
     if chosen is None:
         path, value = FLIPPED[case]
         chosen = with_value(NEEDS.get(path, {}), path, value)
