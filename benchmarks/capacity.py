@@ -19,11 +19,13 @@ import numpy as np
 
 from benchmarks.served import Service, serving
 from cluster.api.admin_client import AdminClient
-from cluster.api.client import Client, GenerateOptions
-from cluster.metrics.gateway_counters import Demand
+from cluster.api.client import Client
+from cluster.api.generate_options import GenerateOptions
+from cluster.metrics.demand import Demand
 from cluster.scaling.config import ScalingConfig
-from cluster.scaling.forecast import MeasuredRates, measured_rates
-from cluster.scaling.samples import GatewayReports, History
+from cluster.scaling.gateway_reports import GatewayReports
+from cluster.scaling.measured_rates import MeasuredRates, measured_rates
+from cluster.scaling.samples import History
 from kvtransfer.common.clock import Clock
 
 # Tokens are drawn below this.

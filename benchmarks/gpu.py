@@ -34,8 +34,9 @@ from torch import Tensor
 from benchmarks.drawn_trust import draw_trust
 from benchmarks.random_checkpoint import LLAMA_8B, write_config
 from kvtransfer.blocks.device_pool import DevicePool
+from kvtransfer.blocks.host_memory import KvMemory
 from kvtransfer.blocks.layout import BlockLayout
-from kvtransfer.blocks.pool import HostPool, KvMemory, KvPool
+from kvtransfer.blocks.pool import HostPool, KvPool
 from kvtransfer.blocks.runs import ByteRegion
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import Faults
@@ -49,7 +50,7 @@ from kvtransfer.messages import (
     Shard,
     TransferSettings,
 )
-from kvtransfer.protocol.fence import Gate
+from kvtransfer.protocol.gate import Gate
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.rpc.trust import Trust, TrustFiles
 from kvtransfer.transports import TRANSPORTS

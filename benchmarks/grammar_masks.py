@@ -17,6 +17,7 @@ import json
 import statistics
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -130,11 +131,12 @@ class MaskBench:
             grammars=self.grammars,
         )
         self.runner.warm_up()
-        steps = self.runner._runner
-        assert steps._sampler is not None
+        steps: Any = self.runner._runner
         max_slots = self.runner.batch.max_slots
-        self.matchers = TimedMatchers(self.grammars, max_slots, num_threads, steps._sampler.lift_minimum)
-        steps._matchers = self.matchers
+        lift = steps.steps.sampler.lift_minimum
+        self.matchers = TimedMatchers(self.grammars, max_slots, num_threads, lift)
+        steps._matchers = steps._slots._matchers = self.matchers
+        steps.steps._context = steps.steps._context._replace(matchers=self.matchers)
 
     def measure(self, num_steps: int) -> None:
         """Print a line for each kind."""

@@ -48,7 +48,8 @@ from workers.rank.device_queue import CpuQueue, DeviceQueue, Graph, Recorder, Wo
 from workers.rank.model_runner import ModelRunner
 from workers.replica.gateway_links import GatewayLinks
 from workers.replica.requests import Requests
-from workers.replica.step_loop import Capability, StepLoop, StepStats
+from workers.replica.step_loop import StepLoop
+from workers.replica.step_stats import Capability, StepStats
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import pack_ids
@@ -243,13 +244,13 @@ class RankHost:
         steps._decoder.embed = self._excluded(steps._decoder.embed)
         steps._decoder.logits = self._excluded(steps._decoder.logits)
         if queue is None:
-            steps._sampler.sample = self._excluded(steps._sampler.sample)
+            steps.steps.sampler.sample = self._excluded(steps.steps.sampler.sample)
         else:
-            steps._sampler_there._sample = lambda logits, *_: torch.zeros(len(logits), dtype=torch.int32)
-            steps._graphs._work = lambda num_rows: (
+            steps.steps.sampler._sample = lambda logits, *_: torch.zeros(len(logits), dtype=torch.int32)
+            steps.steps.graphs._work = lambda num_rows: (
                 lambda: Decoded(torch.zeros(num_rows, dtype=torch.int32), torch.zeros(num_rows, 1))
             )
-            steps.record_graphs(steps._graphs.sizes)
+            steps.record_graphs(steps.steps.graphs.sizes)
         slots = range(batch)
         table = pack_ids(range(num_blocks))
         self._runner.run(

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from statistics import NormalDist, mean, median, stdev
 from typing import Any
 
-from cluster.api.client import Client, GenerateOptions
+from cluster.api.client import Client
+from cluster.api.generate_options import GenerateOptions
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.host import cpu_name
 

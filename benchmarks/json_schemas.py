@@ -30,7 +30,8 @@ import jsonschema
 
 from benchmarks.drawn_schemas import SchemaCase, drawn_cases, kubernetes_cases
 from benchmarks.drawn_trust import draw_trust
-from cluster.api.client import Client, GenerateOptions
+from cluster.api.client import Client
+from cluster.api.generate_options import GenerateOptions
 from cluster.config import parse_config
 from cluster.errors import CallError
 from cluster.proto.tandem.v1 import inference_pb2 as pb

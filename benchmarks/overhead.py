@@ -37,7 +37,8 @@ import psutil
 import torch
 
 from benchmarks.drawn_trust import draw_trust
-from cluster.api.client import Client, GenerateOptions
+from cluster.api.client import Client
+from cluster.api.generate_options import GenerateOptions
 from cluster.config import parse_config
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.roster.actor import VIEW_CODEC

@@ -34,6 +34,7 @@ from rich.console import Console
 
 from benchmarks.served import ROOT, Service, serving
 from cluster.api.admin_client import AdminClient
+from cluster.cli.bench_grpc import grpc_target
 from cluster.cli.bench_overload import (
     MULTIPLES,
     OverloadPlan,
@@ -43,7 +44,7 @@ from cluster.cli.bench_overload import (
     quantile_ms,
     run_overload,
 )
-from cluster.cli.bench_targets import Target, grpc_target
+from cluster.cli.bench_targets import Target
 from cluster.cli.serving_load import BenchRequest, Objectives, Workload, run_sessions
 from cluster.metrics.logs import ACCESS_LOGGER
 from kvtransfer.common.clock import SystemClock

@@ -15,7 +15,7 @@ import numpy as np
 
 from cluster.cli.bench_traces import compare, scaling_json
 from cluster.scaling.config import PoolLimits, ScalingConfig
-from cluster.scaling.forecast import StepCost
+from cluster.scaling.measured_rates import StepCost
 from cluster.scaling.simulation import Arrival, ServiceModel
 
 LENGTH_S = 3600.0

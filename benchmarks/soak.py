@@ -35,7 +35,8 @@ import yaml
 
 from benchmarks.served import ROOT, Service, serving
 from cluster.api.admin_client import AdminClient
-from cluster.api.client import Client, GenerateOptions
+from cluster.api.client import Client
+from cluster.api.generate_options import GenerateOptions
 from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import admin_pb2 as pb
 from kvtransfer.common.clock import Clock, SystemClock

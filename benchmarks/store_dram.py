@@ -29,8 +29,9 @@ import numpy as np
 
 from benchmarks.drawn_trust import draw_trust
 from kvtransfer.agent.qos import TrafficGovernor
+from kvtransfer.blocks.host_memory import KvMemory, map_shared
 from kvtransfer.blocks.layout import BlockLayout
-from kvtransfer.blocks.pool import HostPool, KvMemory, map_shared
+from kvtransfer.blocks.pool import HostPool
 from kvtransfer.blocks.runs import ByteRegion, copy_runs
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import Faults

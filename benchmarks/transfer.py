@@ -35,8 +35,9 @@ import msgspec
 import numpy as np
 
 from benchmarks.drawn_trust import draw_trust
+from kvtransfer.blocks.host_memory import KvMemory
 from kvtransfer.blocks.layout import BlockLayout, intersect
-from kvtransfer.blocks.pool import HostPool, KvMemory
+from kvtransfer.blocks.pool import HostPool
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import Faults
 from kvtransfer.messages import (
@@ -48,7 +49,7 @@ from kvtransfer.messages import (
     Shard,
     TransferSettings,
 )
-from kvtransfer.protocol.fence import Gate
+from kvtransfer.protocol.gate import Gate
 from kvtransfer.rpc.mutual_tls import TlsFiles
 from kvtransfer.rpc.trust import Trust, TrustFiles
 from kvtransfer.transports import TRANSPORTS

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.transfer import ALL_HEADS, Way, Writer, layout
-from kvtransfer.blocks.pool import KvMemory
+from kvtransfer.blocks.host_memory import KvMemory
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.errors import PathError
 from kvtransfer.messages import TransferSettings

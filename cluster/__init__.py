@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from cluster.api.admin_client import AdminClient
     from cluster.api.blocking_client import BlockingAdminClient, BlockingClient
     from cluster.api.channel import ClientCredentials
-    from cluster.api.client import Client, GenerateOptions
+    from cluster.api.client import Client
+    from cluster.api.generate_options import GenerateOptions
     from cluster.errors import CallError
 
 __all__ = [

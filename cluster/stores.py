@@ -4,13 +4,11 @@ server. No Ray.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import fcntl
 import itertools
 import logging
 import os
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -21,15 +19,13 @@ from cluster.dtypes import resolve_dtype
 from cluster.errors import ConfigError
 from cluster.secret_files import read_redis_url
 from kvtransfer.blocks.layout import BlockLayout
-from kvtransfer.common.clock import Clock
 from kvtransfer.common.os_errors import os_reason
 from kvtransfer.config import StoreConfig, StoreSettings
-from kvtransfer.errors import StoreError
 from kvtransfer.messages import ITEM_BYTES, Shard
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES
-from kvtransfer.store.index.redis_server import RedisServer, with_password
+from kvtransfer.store.index.redis_server import with_password
 from kvtransfer.store.messages import HEADER_BYTES
 from kvtransfer.transports import TRANSPORTS
 from workers.model.model_config import ModelConfig, read_model_config
@@ -44,7 +40,6 @@ _INFINIBAND = Path("/sys/class/infiniband")
 _GRANULES_A_RECORD = 8
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
 _GB = 1e9
-_WATCH_S = 0.5
 
 _log = logging.getLogger("tandem.store")
 
@@ -210,49 +205,3 @@ def _rank_block_bytes(pool: PoolConfig, model: ModelConfig, item_bytes: int) -> 
     num_heads = min(len(kv_heads(model.num_kv_heads, rank, pool.tp)) for rank in range(pool.tp))
     shard = Shard(0, num_layers, 0, num_heads)
     return BlockLayout(shard, model.head_dim, pool.engine.block_tokens, item_bytes).block_bytes
-
-
-# ----------------------------------------------------------------------------------------------
-# The index server of an application that configures none, run by `tandem serve`.
-
-
-class IndexServer:
-    """Runs a Redis server from construction to `close`; one that dies is restarted at the same address.
-
-    The stores notice its loss themselves, and announce all they hold to the new one.
-    """
-
-    def __init__(self, host: str, trust: Trust, clock: Clock) -> None:
-        """`StoreError` when there is no server to start, or it does not start."""
-        self._host = host
-        self._trust = trust
-        self._clock = clock
-        self._ended = threading.Event()
-        self._server = asyncio.run(RedisServer.start(host, trust, clock))
-        # Without the password, which `index_url` adds.
-        self.url = self._server.public_url
-        self._watching = threading.Thread(target=self._watch, name="index-server", daemon=True)
-        self._watching.start()
-
-    @property
-    def port(self) -> int:
-        return self._server.port
-
-    def close(self) -> None:
-        """End the server and wait for its end."""
-        self._ended.set()
-        self._watching.join()
-        self._server.close()
-
-    def _watch(self) -> None:
-        while not self._ended.wait(_WATCH_S):
-            if self._server.is_running:
-                continue
-            _log.warning("the index server ended; starting another at port %d", self._server.port)
-            self._server.close()
-            try:
-                self._server = asyncio.run(
-                    RedisServer.start(self._host, self._trust, self._clock, port=self._server.port)
-                )
-            except StoreError as error:
-                _log.warning("no index server: %s", error)

@@ -262,8 +262,8 @@ def local_candidate(query: RouteQuery, replica: ReplicaCost, num_steps: float) -
     if replica.is_stale:  # once for each side, as for a pair: with all loads stale, the rest decides
         pressure_s += STALE_S
     if disturbed_s:
-        told = f"disturbs by {1e3 * disturbed_s:.1f} ms"
-        note = f"{note}; {told}" if note else told
+        disturbs = f"disturbs by {1e3 * disturbed_s:.1f} ms"
+        note = f"{note}; {disturbs}" if note else disturbs
     return _computing("local", replica, pressure_s, note, 0.0)
 
 

@@ -49,7 +49,8 @@ from cluster.admission.lane import (
 from cluster.admission.retries import RetryQueue
 from cluster.errors import OverloadedError
 from cluster.metrics.admission_stats import AdmissionStats, ClassStats, RungChange
-from cluster.metrics.gateway_counters import Predicted, ServedTime
+from cluster.metrics.gateway_counters import Predicted
+from cluster.metrics.served_time import ServedTime
 from kvtransfer.common.clock import Clock
 from router.errors import NoReplicaError
 from router.messages import Decision, RouteRequest

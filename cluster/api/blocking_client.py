@@ -11,7 +11,8 @@ from typing import Any, Generic, Self, TypeVar
 
 from cluster.api.admin_client import AdminClient
 from cluster.api.channel import ClientCredentials, GatewayCaller, closed_error
-from cluster.api.client import Client, Completion, Event, GenerateOptions, Prompt, Turn
+from cluster.api.client import Client, Completion, Event
+from cluster.api.generate_options import GenerateOptions, Prompt, Turn
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from kvtransfer.common.clock import Clock

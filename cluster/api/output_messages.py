@@ -7,8 +7,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from cluster.gateway.attempt import Output, OutputDelta, PromptLogprobsDelta
 from cluster.gateway.request_manager import Accepted
+from cluster.gateway.sample_output import Output, OutputDelta, PromptLogprobsDelta
 from cluster.metrics.ended_request import Summary
 from cluster.metrics.gateway_counters import cached_by_tier
 from cluster.proto.enums import value_of

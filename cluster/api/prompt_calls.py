@@ -24,8 +24,8 @@ from cluster.errors import (
     is_failure,
     own_cancellations,
 )
-from cluster.gateway.attempt import EmbeddingDelta
 from cluster.gateway.request_manager import Accepted, RequestManager
+from cluster.gateway.sample_output import EmbeddingDelta
 from cluster.identity.identity import Identity
 from cluster.identity.resume_tokens import draw_request_id
 from cluster.metrics.ended_request import Caller, Summary

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 import msgspec
 import numpy as np
 
-from cluster.api.client import Turn
+from cluster.api.generate_options import Turn
 from cluster.cli.json_items import json_items
 from cluster.cli.serving_load import PlannedTurn, Session, poisson_arrivals_s
 from cluster.errors import BenchError

@@ -25,8 +25,9 @@ from cluster.cli.bench_datasets import (
     open_dataset,
     parse_dataset,
 )
+from cluster.cli.bench_grpc import grpc_target
 from cluster.cli.bench_overload import MULTIPLES, OverloadPlan, overload_table, run_overload, verdict
-from cluster.cli.bench_targets import Target, TargetModel, grpc_target, http_target
+from cluster.cli.bench_targets import Target, TargetModel, http_target
 from cluster.cli.gateway_options import InferenceOptions, gateway_options, spliced_options
 from cluster.cli.serving_load import (
     MAX_TURN,

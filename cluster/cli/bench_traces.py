@@ -16,7 +16,7 @@ from rich.table import Table
 from cluster.cli.terminal import AsJson, err, made_table, out
 from cluster.errors import BenchError
 from cluster.scaling.config import PoolLimits, ScalingConfig
-from cluster.scaling.forecast import StepCost
+from cluster.scaling.measured_rates import StepCost
 from cluster.scaling.policy import decide
 from cluster.scaling.samples import DECODE, PREFILL, PoolView
 from cluster.scaling.simulation import (

@@ -16,7 +16,8 @@ from rich.text import Text
 
 from cluster.api.admin_client import AdminClient
 from cluster.api.channel import ClientCredentials
-from cluster.api.client import Client, Collector, Completion, GenerateOptions, Prompt, generate_request
+from cluster.api.client import Client, Collector, Completion
+from cluster.api.generate_options import GenerateOptions, Prompt, generate_request
 from cluster.api.json_text import as_dict, status_json
 from cluster.cli.admission_table import admission_parts
 from cluster.cli.store import members_table, tiers_table

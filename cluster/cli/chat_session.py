@@ -15,7 +15,8 @@ import typer
 from rich.console import Console
 
 from cluster.api.blocking_client import BlockingClient
-from cluster.api.client import Collector, Completion, GenerateOptions, Turn
+from cluster.api.client import Collector, Completion
+from cluster.api.generate_options import GenerateOptions, Turn
 from cluster.cli.calls import completion_json, explain_view
 from cluster.errors import CallError, ConfigError, InvalidRequestError
 from cluster.proto.tandem.v1 import inference_pb2 as pb

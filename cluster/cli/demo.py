@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cluster.api.client import Client, Collector, GenerateOptions
+from cluster.api.client import Client, Collector
+from cluster.api.generate_options import GenerateOptions
 from cluster.cli.terminal import NONE, made_table, progress_to, stages
 from cluster.config import default_config
 from cluster.errors import StartError

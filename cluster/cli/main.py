@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from cluster.api.blocking_client import BlockingClient
-from cluster.api.client import Turn, generate_request
+from cluster.api.generate_options import Turn, generate_request
 from cluster.cli import calls
 from cluster.cli.chat_session import PipeScreen, chat_on_terminal, chat_through_pipe
 from cluster.cli.command_group import LazyCommands

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cluster.api.client import GenerateOptions
+from cluster.api.generate_options import GenerateOptions
 from cluster.cli.gateway_options import spliced_options
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import grpc
 import numpy as np
 
-from cluster.api.client import Turn
+from cluster.api.generate_options import Turn
 from cluster.errors import CallError
 from kvtransfer.common.clock import Clock
 

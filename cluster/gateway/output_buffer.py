@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from cluster.errors import RequestError, SlowClientError
-from cluster.gateway.attempt import EmbeddingDelta, Output, OutputDelta, PromptLogprobsDelta
+from cluster.gateway.sample_output import EmbeddingDelta, Output, OutputDelta, PromptLogprobsDelta
 from cluster.metrics.ended_request import Summary
 from cluster.text.output_parsers.pieces import joined_calls
 from kvtransfer.blocks.keys import TOKEN_BYTES

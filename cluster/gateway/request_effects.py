@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from cluster.errors import RequestError
-from cluster.gateway.attempt import Output
+from cluster.gateway.sample_output import Output
 from cluster.metrics.ended_request import Summary
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import RouteRequest

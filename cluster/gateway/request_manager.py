@@ -33,7 +33,6 @@ from cluster.errors import (
     failures_logged,
     to_grpc_status,
 )
-from cluster.gateway.attempt import first_route_request
 from cluster.gateway.circuit_breaker import BreakerState, CircuitBreaker
 from cluster.gateway.loop_slices import LoopSlices
 from cluster.gateway.output_buffer import UnreadOutput
@@ -43,6 +42,7 @@ from cluster.gateway.request_state import RequestState
 from cluster.gateway.request_task import RequestTask, Router, ended_by_faults
 from cluster.gateway.resume_charges import Charge, ResumeCharges
 from cluster.gateway.resumed_calls import RequestKey, ResumedCalls
+from cluster.gateway.submissions import first_route_request
 from cluster.gateway.tenant_terms import TenantTerms
 from cluster.identity.config import AuthConfig
 from cluster.identity.identity import Identity

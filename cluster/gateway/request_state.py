@@ -11,23 +11,11 @@ from collections.abc import Sequence
 from enum import Enum, auto
 
 from cluster.errors import DeadlineError, OverloadedError, RequestError, UnavailableError
-from cluster.gateway.attempt import (
-    NO_TARGET_PAUSE_S,
-    OVERDUE_S,
-    RETRY_PAUSE_S,
-    EmbeddingDelta,
-    Output,
-    PromptProgress,
-    RetryPolicy,
-    SampleOutput,
-    StreamMigration,
-    backoff,
-    by_submission,
-    refusal_of,
-    route_request,
-    submission,
-)
 from cluster.gateway.request_effects import RequestEffects
+from cluster.gateway.retry_policy import RetryPolicy, backoff, refusal_of
+from cluster.gateway.sample_output import EmbeddingDelta, Output, PromptProgress, SampleOutput
+from cluster.gateway.stream_migration import NO_TARGET_PAUSE_S, OVERDUE_S, RETRY_PAUSE_S, StreamMigration
+from cluster.gateway.submissions import by_submission, route_request, submission
 from cluster.gateway.suspicion import Suspicion
 from cluster.metrics.ended_request import RoutedAttempt, Summary, TimelineEntry
 from cluster.text.preprocess import PreparedRequest

@@ -26,9 +26,9 @@ from cluster.errors import (
     SlowClientError,
     is_failure,
 )
-from cluster.gateway.attempt import Output
 from cluster.gateway.output_buffer import MAX_UNREAD, OutputBuffer, UnreadOutput
 from cluster.gateway.request_state import RequestPhase, RequestState
+from cluster.gateway.sample_output import Output
 from cluster.metrics.ended_request import Summary
 from cluster.text.preprocess import PreparedRequest
 from cluster.text.sample_text import SampleText

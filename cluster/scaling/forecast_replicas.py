@@ -6,7 +6,8 @@ import math
 from typing import NamedTuple
 
 from cluster.scaling.config import ScalingConfig
-from cluster.scaling.forecast import TAIL, MeasuredRates, Moments, RequestSizes, tail_crowd, tail_wait_s
+from cluster.scaling.forecast import TAIL, Moments, tail_crowd, tail_wait_s
+from cluster.scaling.measured_rates import MeasuredRates, RequestSizes
 from cluster.scaling.samples import BOTH, DECODE, PREFILL
 
 # Of the KV blocks that may be in use at the 90th percentile: below it nothing waits for blocks.

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from cluster.scaling.config import ScalingConfig
-from cluster.scaling.forecast import (
-    TAIL,
+from cluster.scaling.forecast import TAIL
+from cluster.scaling.forecast_replicas import ExpectedLoad, ReplicaNeed, forecast_replicas
+from cluster.scaling.measured_rates import (
     ArrivalRates,
     MeasuredRates,
     RequestSizes,
@@ -15,7 +16,6 @@ from cluster.scaling.forecast import (
     measured_rates,
     measured_sizes,
 )
-from cluster.scaling.forecast_replicas import ExpectedLoad, ReplicaNeed, forecast_replicas
 from cluster.scaling.reactive import (
     KV_NEAR_FULL,
     WINDOW_S,

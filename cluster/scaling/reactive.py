@@ -11,9 +11,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from cluster.metrics.gateway_counters import Demand
+from cluster.metrics.demand import Demand
 from cluster.scaling.config import ScalingConfig
-from cluster.scaling.forecast import TAIL, MeasuredRates, RequestSizes
+from cluster.scaling.forecast import TAIL
+from cluster.scaling.measured_rates import MeasuredRates, RequestSizes
 from cluster.scaling.samples import BOTH, DECODE, PREFILL, ScalingSample, kind_of
 
 NUM_SAMPLES = 3

@@ -28,7 +28,8 @@ from cluster.roster.messages import (
     SetDesired,
 )
 from cluster.roster.state import ScalingRoster
-from cluster.scaling.counts import KeptCounts
+from cluster.scaling.count_memory import KeptCounts
+from cluster.scaling.gateway_reports import GatewayReports, pool_views
 from cluster.scaling.orders import (
     ORDER_ANSWER_CODEC,
     ORDER_CODEC,
@@ -42,7 +43,7 @@ from cluster.scaling.orders import (
 from cluster.scaling.policy import Policy, RoleAssignment, ScalingPlan, decide, history_span_s
 from cluster.scaling.reconciler import Action, Reconciler, RestoreRoles, SetTarget
 from cluster.scaling.roles import RoleTable
-from cluster.scaling.samples import GatewayReports, History, pool_views
+from cluster.scaling.samples import History
 from cluster.scaling.serve_client import AppTargets, ServeClient
 from kvtransfer.common.clock import Clock
 

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
-from cluster.metrics.gateway_counters import Demand
+from cluster.metrics.demand import Demand
 from cluster.roster.messages import ScalingChange
 from cluster.scaling.config import ScalingConfig
-from cluster.scaling.forecast import StepCost
+from cluster.scaling.measured_rates import StepCost
 from cluster.scaling.policy import Policy, decide, history_span_s
 from cluster.scaling.policy_input import PoolMove, RoleAssignment, ScalingPlan
 from cluster.scaling.reactive import NUM_SAMPLES

@@ -24,8 +24,8 @@ from cluster.dtypes import resolve_dtype
 from cluster.metrics.exporters import GatewayMetrics, ReplicaMetrics
 from cluster.metrics.logs import log_to_stderr
 from cluster.metrics.ray_registry import ray_registry
-from cluster.roster.actor import find_roster, open_roster
 from cluster.roster.messages import GatewayRecord, ReplicaRecord, StartingReplica
+from cluster.roster.ray_roster import find_roster, open_roster
 from cluster.roster.state import keep_registered
 from cluster.scaling.orders import Operations
 from cluster.scaling.roles import role_of
@@ -34,12 +34,13 @@ from cluster.secret_files import read_trust, trust_files
 from cluster.serve.allocator import return_large_blocks
 from cluster.serve.capacity import bundles, gateway_bundle, placement_strategy
 from cluster.serve.collector import leave_out_started
+from cluster.serve.deployed import Deployed, remember
 from cluster.serve.gateway_server import Gateway
 from cluster.serve.machine import Machine
 from cluster.serve.memory import NodeResources, engine_config
 from cluster.serve.rank_actors import RayRankLauncher, node_host, only
 from cluster.serve.ray_private import bind_serve_to_loopback, with_version
-from cluster.serve.rollout import Deployed, gateway_version, pool_version, remember, with_replicas
+from cluster.serve.rollout import gateway_version, pool_version, with_replicas
 from cluster.serve.scaler_actor import ScalerHandle, dashboard_url
 from cluster.serve.store_actors import keep_store, own_store_name
 from cluster.stored_config import read_stored_config

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from cluster.config import GatewayConfig, PoolConfig
-from cluster.scaling.headroom import QUANTUM, ReplicaDemand
+from cluster.scaling.resource_demand import QUANTUM, ReplicaDemand
 
 # CPUs that an engine core asks: it waits for its ranks and for the network most of the time.
 ENGINE_CORE_CPUS = 0.05

@@ -18,8 +18,9 @@ from ray import serve
 
 from cluster.config import ClusterConfig, parse_config
 from cluster.errors import ConfigError, RosterAwayError, StartError
-from cluster.roster.actor import await_roster
-from cluster.scaling.counts import KnownCounts, RedisCounts, counts_key, counts_of, counts_to_deploy
+from cluster.roster.ray_roster import await_roster
+from cluster.scaling.counts import KnownCounts, counts_of, counts_to_deploy
+from cluster.scaling.redis_counts import RedisCounts, counts_key
 from cluster.scaling.serve_client import MARK_DEPLOYMENT, REPLICAS_KEY, declared_counts, deployment_name
 from cluster.secret_files import read_trust
 from cluster.serve.app import build_application, check_model

@@ -34,26 +34,27 @@ from cluster.identity.audit import check_audit_folder
 from cluster.identity.authenticator import Authenticator
 from cluster.identity.key_roots import FIELD as KEY_ROOT_FIELD
 from cluster.identity.key_roots import keep_key_root, key_root_proof
+from cluster.index_server import IndexServer
 from cluster.metrics.tracing import check_tracing
-from cluster.roster.actor import read_roster, read_starting, start_roster, stop_roster
 from cluster.roster.messages import StartingReplica
-from cluster.scaling.headroom import ReplicaDemand, shortages
+from cluster.roster.ray_roster import read_roster, read_starting, start_roster, stop_roster
+from cluster.scaling.resource_demand import ReplicaDemand, shortages
 from cluster.scaling.serve_client import deployment_name
 from cluster.secret_files import read_trust
 from cluster.serve.app import check_model, deploy
 from cluster.serve.bounded_start import bounded_start
 from cluster.serve.capacity import demands, gateway_bundle, plan_cpus
+from cluster.serve.deployed import Deployed, forget
 from cluster.serve.joined_ray import JoinedRay, find_target
 from cluster.serve.local_ray import LocalRay
 from cluster.serve.private_folder import PrivateFolder
 from cluster.serve.rank_actors import node_host
 from cluster.serve.ray_private import free_resources, session_logs
 from cluster.serve.ray_token import draw_token, named_token_file, names_token
-from cluster.serve.rollout import Deployed, forget
 from cluster.serve.scaler_actor import stop_scaler
 from cluster.serve.serve_runs import ServeRun, living_runs, record, run_at
 from cluster.serve.store_actors import stop_stores
-from cluster.stores import IndexServer, check_redis_url, check_store, draw_life, has_password, index_url
+from cluster.stores import check_redis_url, check_store, draw_life, has_password, index_url
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.host import cpu_flags
 from kvtransfer.common.os_errors import os_reason

@@ -11,8 +11,8 @@ from cluster.dtypes import resolve_dtype
 from cluster.errors import ConfigError
 from cluster.serve.capacity import ENGINE_CORE_CPUS, bundles
 from cluster.serve.machine import Machine
+from kvtransfer.blocks.host_memory import ALIGNMENT_BYTES, mapping_bytes
 from kvtransfer.blocks.layout import BlockLayout
-from kvtransfer.blocks.pool import ALIGNMENT_BYTES, mapping_bytes
 from kvtransfer.messages import ITEM_BYTES, Shard
 from kvtransfer.store.dram.arena import HUGE_PAGE_BYTES
 from kvtransfer.store.nvme.segments import MAX_IDLE_FILES

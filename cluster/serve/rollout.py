@@ -16,10 +16,7 @@ from cluster.errors import ConfigError
 from cluster.identity.config import STORE_SHARE_FIELDS
 from cluster.scaling.counts import KnownCounts, counts_to_deploy
 from cluster.serve.capacity import bundles, placement_strategy
-from cluster.serve.ray_private import delete_value, read_value, write_value
 from cluster.shown_urls import settings_without_secrets
-from cluster.stored_config import read_stored_config
-from kvtransfer.codec import Codec, Part
 
 _BESIDE = "deploy the other one beside this application and move the traffic (docs/upgrades.md)"
 _ANEW = "stop the application and start it anew"
@@ -220,49 +217,3 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _flat(f"{path}.{key}" if path else key, inner)
     else:
         yield path, value
-
-
-# ----------------------------------------------------------------------------------------------
-# What an application was deployed with, kept in Ray's GCS as long as it runs, for later updates.
-#
-# Ray Serve keeps the same in the same place for restarting replicas; it has no way to ask for it.
-
-_NAMESPACE = b"tandem"
-
-
-class Deployed(Part, frozen=True):
-    """Represents the configuration of an application, and what must stay the same when it changes."""
-
-    # With all that was settled at its start, such as the address of the store's index.
-    config_json: str
-    # Per rank, by pool.
-    cpus: dict[str, float]
-    life: str
-
-    @property
-    def config(self) -> ClusterConfig:
-        return read_stored_config(self.config_json)
-
-
-_CODEC: Codec[Deployed] = Codec(Deployed)
-
-
-def remember(app: str, deployed: Deployed) -> None:
-    """Record what the application was deployed with, in place of an earlier record."""
-    write_value(_key(app), _CODEC.encode(deployed), _NAMESPACE)
-
-
-def recall(app: str) -> Deployed | None:
-    """Return the record; None where no `tandem serve` has deployed such an application to this Ray
-    cluster."""
-    frame = read_value(_key(app), _NAMESPACE)
-    return None if frame is None else _CODEC.decode(frame)
-
-
-def forget(app: str) -> None:
-    """Remove the record of an application that was stopped."""
-    delete_value(_key(app), _NAMESPACE)
-
-
-def _key(app: str) -> bytes:
-    return f"deployed/{app}".encode()

@@ -19,8 +19,9 @@ from cluster.config import ClusterConfig
 from cluster.errors import DashboardAwayError, UnavailableError
 from cluster.metrics.logs import log_to_stderr
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
-from cluster.roster.actor import NAMESPACE, open_roster
-from cluster.scaling.counts import KeptCounts, RedisCounts
+from cluster.roster.ray_roster import NAMESPACE, open_roster
+from cluster.scaling.count_memory import KeptCounts
+from cluster.scaling.redis_counts import RedisCounts
 from cluster.scaling.scaler import Scaler
 from cluster.scaling.serve_client import ServeClient
 from cluster.secret_files import read_trust

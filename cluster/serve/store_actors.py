@@ -19,8 +19,8 @@ from cluster.config import ClusterConfig
 from cluster.metrics.exporters import StoreMetrics
 from cluster.metrics.logs import log_to_stderr
 from cluster.metrics.ray_registry import ray_registry
-from cluster.roster.actor import NAMESPACE, open_roster
 from cluster.roster.messages import StoreRecord
+from cluster.roster.ray_roster import NAMESPACE, open_roster
 from cluster.roster.state import keep_registered
 from cluster.secret_files import read_trust
 from cluster.serve.collector import leave_out_started

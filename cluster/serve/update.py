@@ -19,14 +19,15 @@ from ray.serve.schema import ApplicationStatusOverview
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.errors import ConfigError, RosterAwayError, StartError
 from cluster.metrics.tracing import check_tracing
-from cluster.roster.actor import await_roster, read_roster
 from cluster.roster.messages import RosterView
+from cluster.roster.ray_roster import await_roster, read_roster
 from cluster.scaling.counts import KnownCounts, counts_to_deploy
-from cluster.scaling.headroom import ReplicaDemand, shortages
+from cluster.scaling.resource_demand import ReplicaDemand, shortages
 from cluster.scaling.serve_client import MARK_DEPLOYMENT, deployment_name
 from cluster.secret_files import read_redis_url, read_trust
 from cluster.serve.app import check_model, deploy
 from cluster.serve.capacity import bundles, demands, gateway_bundle, plan_cpus
+from cluster.serve.deployed import Deployed, recall
 from cluster.serve.launcher import (
     SCHEDULE_S,
     StartProgress,
@@ -37,16 +38,7 @@ from cluster.serve.launcher import (
     unplaced,
 )
 from cluster.serve.ray_private import free_resources
-from cluster.serve.rollout import (
-    Deployed,
-    Roll,
-    SettingChange,
-    carried_over,
-    changes,
-    check_update,
-    plan_rolls,
-    recall,
-)
+from cluster.serve.rollout import Roll, SettingChange, carried_over, changes, check_update, plan_rolls
 from cluster.stores import index_url
 from kvtransfer.common.clock import Clock
 from kvtransfer.store.index.redis_server import with_password

@@ -12,7 +12,8 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
-from kvtransfer.agent.lanes import PathHealth, WriterContext
+from kvtransfer.agent.lanes import WriterContext
+from kvtransfer.agent.path_health import PathHealth
 from kvtransfer.agent.qos import TrafficGovernor
 from kvtransfer.agent.writer import WriterConnection
 from kvtransfer.blocks.layout import intersect
@@ -38,7 +39,8 @@ from kvtransfer.messages import (
     Verified,
     VerifyOrder,
 )
-from kvtransfer.protocol.fence import Gate, PushFence
+from kvtransfer.protocol.fence import PushFence
+from kvtransfer.protocol.gate import Gate
 from kvtransfer.rpc.trust import Trust
 from kvtransfer.transports import TRANSPORTS
 from kvtransfer.transports.base import Listener, TargetRank, WriterRank

@@ -10,14 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from kvtransfer.transports.pair import (
-    ENDLESS,
-    STORE_TIMEOUT,
-    PairGroup,
-    PairWork,
-    connect_pair,
-    listen_pair,
-)
+from kvtransfer.transports.pair import connect_pair, listen_pair
+from kvtransfer.transports.pair_group import ENDLESS, STORE_TIMEOUT, PairGroup, PairWork
 
 _BREAK_TAG = 1
 _BREAK_AFTER = timedelta(milliseconds=1)

@@ -17,14 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from kvtransfer.transports.pair import (
-    ENDLESS,
-    Group,
-    PairGroup,
-    PairWork,
-    connect_pair,
-    listen_pair,
-)
+from kvtransfer.transports.pair import connect_pair, listen_pair
+from kvtransfer.transports.pair_group import ENDLESS, Group, PairGroup, PairWork
 
 _POLL_S = 0.0002
 # Left to itself, torch's watchdog ends the process when a peer fails or is silent.

@@ -30,14 +30,18 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from kvtransfer.blocks.host_memory import SCRATCH_BYTES
 from kvtransfer.blocks.layout import Run, plan_runs, split_runs
-from kvtransfer.blocks.pool import SCRATCH_BYTES
 from kvtransfer.codec import Codec, Message
 from kvtransfer.common.clock import Clock
 from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError
 from kvtransfer.messages import BlockMove, Lane
 from kvtransfer.rpc.handshake import receive_frame, send_frame
-from kvtransfer.transports.base import (
+from kvtransfer.transports.base import Listener, Measured, TargetRank, WriterRank
+from kvtransfer.transports.nixl import NixlAgent, Posting, Region, is_infiniband, network_devices
+from kvtransfer.transports.onesided import Begin, OneSidedChannel, Sync
+from kvtransfer.transports.registered_memory import RegisteredBuffer, Runs, pool_region
+from kvtransfer.transports.stream_sockets import (
     ACK_CODEC,
     HELLO_CODEC,
     STALLED_S,
@@ -46,25 +50,10 @@ from kvtransfer.transports.base import (
     ChannelRefusal,
     ChannelWelcome,
     Connection,
-    Listener,
-    Measured,
     Stopped,
-    TargetRank,
-    WriterRank,
     greet,
     opening,
 )
-from kvtransfer.transports.nixl import (
-    NixlAgent,
-    Posting,
-    Region,
-    RegisteredBuffer,
-    Runs,
-    is_infiniband,
-    network_devices,
-    pool_region,
-)
-from kvtransfer.transports.onesided import Begin, OneSidedChannel, Sync
 from kvtransfer.transports.tcp import listen_tcp, open_socket, tune
 
 # Written at once; two batches are under way at a time.

@@ -21,22 +21,22 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from kvtransfer.blocks.host_memory import map_shared, mapping_bytes, scratch_offset
 from kvtransfer.blocks.layout import Run, plan_runs, split_runs
-from kvtransfer.blocks.pool import HostPool, map_shared, mapping_bytes, scratch_offset
+from kvtransfer.blocks.pool import HostPool
 from kvtransfer.blocks.runs import ByteRegion, RunTable, copy_runs
 from kvtransfer.errors import PathError, WireError
 from kvtransfer.messages import BlockMove, Lane
-from kvtransfer.transports.base import (
+from kvtransfer.transports.base import TargetRank, WriterRank
+from kvtransfer.transports.onesided import OneSidedChannel, OneSidedListener, connect_unix
+from kvtransfer.transports.stream_sockets import (
     ChannelHello,
     ChannelWelcome,
     Connection,
     Stopped,
-    TargetRank,
-    WriterRank,
     greet,
     opening,
 )
-from kvtransfer.transports.onesided import OneSidedChannel, OneSidedListener, connect_unix
 
 _FD_MARK = b"F"
 # Copied between two looks at `stopped`: about two milliseconds.

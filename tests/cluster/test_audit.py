@@ -15,7 +15,7 @@ from console_harness import ConsoleHarness, Page
 from gateway_harness import GatewayHarness, until
 
 from cluster.api.authentication import METHOD_ACCESS
-from cluster.api.client import GenerateOptions
+from cluster.api.generate_options import GenerateOptions
 from cluster.console.http_server import API
 from cluster.errors import CallError, StartError
 from cluster.identity.api_keys import revoke_key, split_key

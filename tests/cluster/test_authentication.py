@@ -21,7 +21,7 @@ from patience import WAIT_S
 
 from cluster.api.authentication import METHOD_ACCESS
 from cluster.api.channel import ClientCredentials
-from cluster.api.client import GenerateOptions
+from cluster.api.generate_options import GenerateOptions
 from cluster.errors import CallError
 from cluster.identity.api_keys import revoke_key
 from cluster.identity.identity import ROLES

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cluster.api.client import Turn
+from cluster.api.generate_options import Turn
 from cluster.cli.bench_datasets import (
     Dataset,
     DatasetSettings,

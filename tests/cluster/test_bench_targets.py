@@ -21,7 +21,7 @@ from serving import tandem
 from typer.testing import CliRunner
 
 from cluster.api.channel import ClientCredentials
-from cluster.api.client import Turn
+from cluster.api.generate_options import Turn
 from cluster.cli.bench import cli
 from cluster.cli.bench_serve import turns_table
 from cluster.cli.bench_targets import Target, TargetModel, http_target, http_url

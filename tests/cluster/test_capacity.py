@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config import PoolConfig
-from cluster.scaling.headroom import ReplicaDemand, shortages
+from cluster.scaling.resource_demand import ReplicaDemand, shortages
 from cluster.serve.capacity import (
     ENGINE_CORE_CPUS,
     GATEWAY_CPUS,

@@ -12,7 +12,7 @@ from gateway_harness import TEMPLATE, GatewayHarness, expected, write_model
 from slow_cases import slow_but
 from transformers import PreTrainedTokenizerFast
 
-from cluster.api.client import GenerateOptions, Turn
+from cluster.api.generate_options import GenerateOptions, Turn
 from cluster.errors import CallError, TemplateError
 from cluster.text.chat_template import (
     Chat,

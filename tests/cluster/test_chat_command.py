@@ -19,7 +19,8 @@ from patience import WAIT_S
 from rich.console import Console
 from serving import ROOT, environment, tandem
 
-from cluster.api.client import Completion, Turn
+from cluster.api.client import Completion
+from cluster.api.generate_options import Turn
 from cluster.cli.chat_session import (
     Conversation,
     PipeScreen,

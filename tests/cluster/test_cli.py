@@ -17,7 +17,7 @@ from gateway_harness import PROMPT, GatewayHarness
 from serving import ROOT, TINY, environment, free_port, tandem
 from typer.main import get_command
 
-from cluster.api.client import GenerateOptions
+from cluster.api.generate_options import GenerateOptions
 from cluster.cli.main import cli
 
 

@@ -23,16 +23,8 @@ from patience import WAIT_S
 
 from cluster.api import client as client_module
 from cluster.api.blocking_client import BlockingClient
-from cluster.api.client import (
-    Client,
-    Collector,
-    GenerateOptions,
-    GenerateStream,
-    Prompt,
-    PromptParts,
-    Turn,
-    generate_request,
-)
+from cluster.api.client import Client, Collector, GenerateStream, PromptParts
+from cluster.api.generate_options import GenerateOptions, Prompt, Turn, generate_request
 from cluster.errors import CallError, InvalidRequestError
 from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import inference_pb2 as pb

@@ -14,7 +14,8 @@ from gateway_harness import PROMPT, GatewayHarness, encode, until
 from rich.console import Console as Terminal
 from scaling_harness import TOKEN
 
-from cluster.api.client import Client, Collector, GenerateOptions
+from cluster.api.client import Client, Collector
+from cluster.api.generate_options import GenerateOptions
 from cluster.api.json_text import as_dict
 from cluster.cli import calls
 from cluster.config import ClusterConfig, GatewayConfig, parse_config

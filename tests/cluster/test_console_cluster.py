@@ -21,7 +21,7 @@ from patience import WAIT_S
 from serving import TINY, RunningCluster, free_port, tandem
 
 from cluster.api.blocking_client import BlockingClient
-from cluster.api.client import GenerateOptions
+from cluster.api.generate_options import GenerateOptions
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, *needs_chromium]

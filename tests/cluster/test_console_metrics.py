@@ -11,7 +11,7 @@ from patience import WAIT_S
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.api.client import GenerateOptions
+from cluster.api.generate_options import GenerateOptions
 from cluster.metrics.definitions import METRICS
 from cluster.metrics.registry import PREFIX
 from kvtransfer.common.clock import SystemClock

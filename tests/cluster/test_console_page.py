@@ -14,7 +14,7 @@ from gateway_harness import PROMPT, GatewayHarness, until
 from optional_programs import needs_chromium
 from selenium.webdriver.common.keys import Keys
 
-from cluster.api.client import GenerateOptions
+from cluster.api.generate_options import GenerateOptions
 from cluster.identity.api_keys import revoke_key, split_key
 from cluster.roster.messages import GatewayRecord
 from workers.stats_record import PathMeasure

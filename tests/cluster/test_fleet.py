@@ -14,7 +14,8 @@ import pytest
 from gateway_harness import PROMPT, GatewayHarness, until
 from inner_tls import TLS_FILES
 
-from cluster.api.client import Client, Collector, GenerateOptions
+from cluster.api.client import Client, Collector
+from cluster.api.generate_options import GenerateOptions
 from cluster.errors import CallError, StartError
 from cluster.gateway import fleet
 from cluster.gateway.fleet import (

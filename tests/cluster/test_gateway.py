@@ -13,7 +13,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from patience import WAIT_S
 
 from cluster.admission.config import AdmissionConfig
-from cluster.api.client import Collector, GenerateOptions, GenerateStream, Turn
+from cluster.api.client import Collector, GenerateStream
+from cluster.api.generate_options import GenerateOptions, Turn
 from cluster.api.public_ports import SERVICE_NAME
 from cluster.errors import CallError
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb

@@ -16,7 +16,8 @@ from gateway_harness import MAX_CONTEXT, PROMPT, VOCAB, GatewayHarness, Pair, en
 from http_harness import EmbeddingReplica
 
 from cluster.admission.admission import RequestAdmission
-from cluster.api.client import Completion, GenerateOptions, generate_request
+from cluster.api.client import Completion
+from cluster.api.generate_options import GenerateOptions, generate_request
 from cluster.errors import CallError
 from cluster.proto.enums import value_of
 from cluster.proto.tandem.v1 import inference_pb2 as pb

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import pytest
 from gateway_harness import PROMPT, GatewayHarness, ScriptedReplica, expected, until
 
-from cluster.api.client import Client, GenerateOptions
+from cluster.api.client import Client
+from cluster.api.generate_options import GenerateOptions
 from cluster.gateway import circuit_breaker
 from cluster.gateway.circuit_breaker import NUM_FAILURES, BreakerState
 from cluster.proto.tandem.v1 import inference_pb2 as pb

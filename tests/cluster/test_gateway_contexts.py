@@ -6,7 +6,7 @@ import grpc
 import pytest
 from gateway_harness import GatewayHarness
 
-from cluster.api.client import GenerateOptions
+from cluster.api.generate_options import GenerateOptions
 from cluster.errors import CallError
 
 SHORT = GenerateOptions(max_tokens=4)

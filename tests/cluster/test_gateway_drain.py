@@ -9,7 +9,8 @@ import grpc
 import pytest
 from gateway_harness import PROMPT, GatewayHarness, expected, until
 
-from cluster.api.client import Collector, Event, GenerateOptions
+from cluster.api.client import Collector, Event
+from cluster.api.generate_options import GenerateOptions
 from cluster.errors import CallError
 from cluster.serve.gateway_server import Gateway
 

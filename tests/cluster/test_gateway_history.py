@@ -11,20 +11,12 @@ import pytest
 from doctor_harness import said
 from gateway_harness import BLOCK_TOKENS, GatewayHarness, Pair, until
 
-from cluster.api.client import GenerateOptions
+from cluster.api.generate_options import GenerateOptions
 from cluster.doctor import members, serving
 from cluster.doctor.checks import Expected, Severity, look
 from cluster.gateway import history
-from cluster.gateway.history import (
-    MAX_AGE_S,
-    WINDOW_TOKENS,
-    KnownSince,
-    PrefixTracker,
-    RequestHistory,
-    Reuse,
-    find_anchors,
-    percentile,
-)
+from cluster.gateway.history import MAX_AGE_S, RequestHistory, percentile
+from cluster.gateway.prefix_reuse import WINDOW_TOKENS, KnownSince, PrefixTracker, Reuse, find_anchors
 from cluster.metrics.ended_request import Caller, EndedRequest, SampleResult, Summary
 from cluster.roster.messages import GatewayRecord
 from cluster.text.preprocess import PreparedRequest, SampleStart

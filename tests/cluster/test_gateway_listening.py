@@ -17,7 +17,8 @@ from patience import WAIT_S
 from serving import free_port
 
 from cluster.api.channel import ClientCredentials
-from cluster.api.client import Client, GenerateOptions
+from cluster.api.client import Client
+from cluster.api.generate_options import GenerateOptions
 from cluster.api.public_ports import SERVICE_NAME
 from cluster.config import parse_config
 from cluster.errors import CallError, ConfigError, StartError

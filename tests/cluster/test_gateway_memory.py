@@ -10,8 +10,9 @@ import pytest
 from gateway_harness import GatewayHarness, ScriptedReplica
 from kept_objects import KeptObjects
 
-from cluster.api.client import Client, GenerateOptions
-from cluster.gateway import history, request_manager, request_records
+from cluster.api.client import Client
+from cluster.api.generate_options import GenerateOptions
+from cluster.gateway import history, prefix_reuse, request_manager, request_records
 from cluster.metrics import curves
 from router import service
 
@@ -47,7 +48,8 @@ async def test_requests_that_are_over_leave_nothing_behind(
         (request_manager, ("_NUM_STALE",)),
         (request_records, ("NUM_RECORDS",)),
         (service, ("NUM_DECISIONS_KEPT",)),
-        (history, ("MAX_REQUESTS", "MAX_PROMPTS", "MAX_KEYS", "MAX_ANCHORS")),
+        (history, ("MAX_REQUESTS",)),
+        (prefix_reuse, ("MAX_PROMPTS", "MAX_KEYS", "MAX_ANCHORS")),
     ):
         for name in names:
             monkeypatch.setattr(module, name, 16)

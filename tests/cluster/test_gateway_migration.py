@@ -6,7 +6,8 @@ import asyncio
 
 from gateway_harness import PROMPT, GatewayHarness, ScriptedReplica, expected, until
 
-from cluster.api.client import Completion, GenerateOptions
+from cluster.api.client import Completion
+from cluster.api.generate_options import GenerateOptions
 from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.serve.gateway_server import Gateway

@@ -13,7 +13,7 @@ from gateway_harness import PROMPT, GatewayHarness, expected, until
 
 from cluster.admission.config import AdmissionConfig
 from cluster.admission.ladder import Rung
-from cluster.api.client import GenerateOptions, generate_request
+from cluster.api.generate_options import GenerateOptions, generate_request
 from cluster.errors import CallError, OverloadedError
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.proto.tandem.v1.inference_pb2_grpc import InferenceStub

@@ -12,7 +12,7 @@ import pytest
 from gateway_harness import PROMPT, GatewayHarness, expected, until
 from serving import free_port
 
-from cluster.api.client import GenerateOptions, generate_request
+from cluster.api.generate_options import GenerateOptions, generate_request
 from cluster.config import ClusterConfig
 from cluster.errors import StartError
 from cluster.proto.tandem.v1 import inference_pb2 as pb

@@ -8,7 +8,8 @@ import socket
 import pytest
 from gateway_harness import PROMPT, GatewayHarness, until
 
-from cluster.api.client import Collector, GenerateOptions
+from cluster.api.client import Collector
+from cluster.api.generate_options import GenerateOptions
 from cluster.gateway.placement_exchange import (
     FOLLOW_CODEC,
     PLACEMENT_CODEC,

@@ -15,10 +15,10 @@ from cluster.admission.config import AdmissionConfig
 from cluster.admission.fair_queue import Flow
 from cluster.admission.held import Candidacy
 from cluster.errors import OverloadedError, RequestError
-from cluster.gateway.attempt import first_route_request
 from cluster.gateway.circuit_breaker import FIRST_PAUSE_S, NUM_FAILURES, BreakerState, CircuitBreakers
 from cluster.gateway.output_buffer import UnreadOutput
 from cluster.gateway.request_task import ANNOUNCE_AGAIN_S, RequestTask
+from cluster.gateway.submissions import first_route_request
 from cluster.text.preprocess import PreparedRequest, SampleStart
 from cluster.text.sample_text import SampleText
 from kvtransfer.common.clock import ManualClock

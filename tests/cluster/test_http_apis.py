@@ -13,7 +13,7 @@ from gateway_harness import MAX_CONTEXT, PROMPT, GatewayHarness, decode, encode,
 from http_harness import SCHEMAS, HttpFrontHarness, embedding_of
 
 from cluster.admission.admission import RequestAdmission
-from cluster.api.client import GenerateOptions
+from cluster.api.generate_options import GenerateOptions
 from cluster.errors import CallError
 from cluster.http import chat, fields, messages, responses, schemas
 from cluster.http.schemas import decode as decode_body

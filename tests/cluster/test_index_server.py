@@ -11,7 +11,7 @@ from optional_programs import uses_redis_or_valkey
 from patience import WAIT_S
 from trust_files import TRUST
 
-from cluster.stores import IndexServer
+from cluster.index_server import IndexServer
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.store.index.redis_server import with_password
 

@@ -14,7 +14,7 @@ import pytest
 from gateway_harness import PROMPT, GatewayHarness, Pair, until, write_model
 from http_harness import HttpFrontHarness
 
-from cluster.api.client import GenerateOptions, Turn
+from cluster.api.generate_options import GenerateOptions, Turn
 from cluster.errors import CallError
 from cluster.identity.audit import AuditEntry, AuditLog
 from cluster.identity.config import AuditConfig

@@ -8,7 +8,7 @@ import pytest
 from gateway_harness import GatewayHarness
 
 from cluster.admission.config import AdmissionConfig
-from cluster.api.client import GenerateOptions
+from cluster.api.generate_options import GenerateOptions
 from cluster.errors import CallError
 
 # 400 tokens at 5 tokens a second, by its own measure: 80 s.

@@ -6,7 +6,7 @@ import grpc
 import pytest
 from gateway_harness import PROMPT, GatewayHarness, Pair, encode, until
 
-from cluster.api.client import GenerateOptions
+from cluster.api.generate_options import GenerateOptions
 from cluster.errors import CallError
 from cluster.metrics.exporters import GatewayMetrics
 from cluster.metrics.scraped_registry import ScrapedRegistry

@@ -12,7 +12,7 @@ from prometheus import DASHBOARDS, RULES, SERIES, Prometheus, Query, panel_queri
 from serving import TINY, RunningCluster, free_port
 
 from cluster.api.blocking_client import BlockingClient
-from cluster.api.client import GenerateOptions
+from cluster.api.generate_options import GenerateOptions
 from cluster.errors import CallError
 from cluster.metrics.definitions import METRICS
 from cluster.metrics.metric import (

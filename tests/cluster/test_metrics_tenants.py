@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.metrics.gateway_counters import OTHERS, TenantUsageTable
+from cluster.metrics.tenant_usage import OTHERS, TenantUsageTable
 
 
 def spend(book: TenantUsageTable, tenant: str, num_tokens: int) -> None:

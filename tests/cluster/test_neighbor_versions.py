@@ -13,7 +13,7 @@ from neighbor_version import Version, speak
 from pydantic import ValidationError
 from wire_image import recorded_images
 
-from cluster.api.client import GenerateOptions
+from cluster.api.generate_options import GenerateOptions
 from cluster.config import parse_config
 from cluster.gateway.fleet import (
     ANSWER_CODEC,

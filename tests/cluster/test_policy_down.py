@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from scaling_harness import NOW, config, counts, decided, decoding, demand, history_of, pool, prefilling
 
-from cluster.metrics.gateway_counters import Demand
+from cluster.metrics.demand import Demand
 from cluster.scaling.config import PoolLimits
 from cluster.scaling.policy import PoolMove, decide
 

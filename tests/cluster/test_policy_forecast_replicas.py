@@ -12,24 +12,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scaling_harness import config, decoding, demand, history_of, prefilling
 
-from cluster.metrics.gateway_counters import Demand
+from cluster.metrics.demand import Demand
 from cluster.roster.messages import ScalingChange
-from cluster.scaling.forecast import (
-    MeasuredRates,
-    Moments,
-    RequestSizes,
-    StepCost,
-    measured_arrivals,
-    measured_rates,
-    measured_sizes,
-    step_cost,
-)
+from cluster.scaling.forecast import Moments
 from cluster.scaling.forecast_replicas import (
     ExpectedLoad,
     both_need,
     decode_need,
     forecast_replicas,
     prefill_need,
+)
+from cluster.scaling.measured_rates import (
+    MeasuredRates,
+    RequestSizes,
+    StepCost,
+    measured_arrivals,
+    measured_rates,
+    measured_sizes,
+    step_cost,
 )
 from cluster.scaling.samples import DemandMeter, History, ReplicaSample, ScalingSample, last_changes
 

@@ -18,7 +18,7 @@ from cluster.cli.bench_traces import read_arrivals
 from cluster.cli.main import cli
 from cluster.errors import BenchError
 from cluster.scaling.config import PoolLimits
-from cluster.scaling.forecast import StepCost
+from cluster.scaling.measured_rates import StepCost
 from cluster.scaling.simulation import (
     Arrival,
     Replayed,

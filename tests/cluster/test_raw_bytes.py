@@ -13,7 +13,7 @@ import pytest
 from gateway_harness import PROMPT, GatewayHarness, until
 from patience import WAIT_S
 
-from cluster.api.client import GenerateOptions
+from cluster.api.generate_options import GenerateOptions
 
 SEED = 23
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

@@ -28,7 +28,7 @@ from listeners import KINDS, ListenerProcess
 from patience import WAIT_S
 
 from benchmarks.drawn_trust import draw_trust
-from cluster.api.client import GenerateOptions
+from cluster.api.generate_options import GenerateOptions
 from cluster.console.http_server import API, PATH
 from cluster.identity.api_keys import revoke_key
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from gateway_harness import PROMPT, GatewayHarness, Pair, expected, until
 
-from cluster.api.client import GenerateOptions
+from cluster.api.generate_options import GenerateOptions
 from cluster.gateway import replica_connections
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.serve.gateway_server import Gateway

@@ -12,7 +12,7 @@ from cluster.metrics.replica_stats import RENAMED, load_of, stats_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from router.messages import ReplicaLoad
 from workers.messages.link import LoadReport
-from workers.replica.step_loop import StepStats
+from workers.replica.step_stats import StepStats
 from workers.stats_record import ReplicaStats
 
 # Statistics that no metric shows by itself, with the metrics that the exporter makes of them.

@@ -36,7 +36,7 @@ from cluster.errors import (
     OverloadedError,
     UnavailableError,
 )
-from cluster.gateway.attempt import OutputDelta
+from cluster.gateway.sample_output import OutputDelta
 from cluster.text.preprocess import SampleStart, sample_seed
 from workers.messages.link import HandOverTarget, RequestFailed, SampleState, Submission, TokenDelta
 

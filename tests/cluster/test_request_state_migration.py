@@ -30,7 +30,8 @@ from request_state_harness import (
     truth,
 )
 
-from cluster.gateway.attempt import OVERDUE_S, OutputDelta
+from cluster.gateway.sample_output import OutputDelta
+from cluster.gateway.stream_migration import OVERDUE_S
 from kvtransfer.messages import ReplicaIdentity
 from workers.messages.link import HandOverTarget, Move, MoveEnded, RequestFailed
 

@@ -33,8 +33,8 @@ from request_state_harness import (
     truth,
 )
 
-from cluster.gateway.attempt import OutputDelta, PromptLogprobsDelta
 from cluster.gateway.request_state import RequestPhase
+from cluster.gateway.sample_output import OutputDelta, PromptLogprobsDelta
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import RouteRequest
 from workers.messages.link import (

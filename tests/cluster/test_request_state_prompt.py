@@ -26,8 +26,9 @@ from request_state_harness import (
     route,
 )
 
-from cluster.gateway.attempt import EmbeddingDelta, PromptLogprobsDelta, first_route_request
 from cluster.gateway.request_state import RequestPhase
+from cluster.gateway.sample_output import EmbeddingDelta, PromptLogprobsDelta
+from cluster.gateway.submissions import first_route_request
 from cluster.text.preprocess import SampleStart
 from workers.messages.link import PromptEmbedding, PromptLogprobs, RequestFailed
 from workers.messages.sampling import PackedLogprobs

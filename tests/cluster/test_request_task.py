@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import AbandonedError, DeadlineError, RequestError, SlowClientError, UnavailableError
-from cluster.gateway.attempt import NO_TARGET_PAUSE_S, EmbeddingDelta, OutputDelta, PromptLogprobsDelta
 from cluster.gateway.output_buffer import MAX_UNREAD, OutputBuffer, UnreadOutput
 from cluster.gateway.request_state import RequestState
 from cluster.gateway.request_task import RequestTask
+from cluster.gateway.sample_output import EmbeddingDelta, OutputDelta, PromptLogprobsDelta
+from cluster.gateway.stream_migration import NO_TARGET_PAUSE_S
 from cluster.metrics.ended_request import Summary
 from cluster.text.preprocess import PreparedRequest, SampleStart
 from cluster.text.sample_text import SampleText

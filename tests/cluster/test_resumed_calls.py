@@ -18,7 +18,7 @@ from index_harness import RawRedis
 from optional_programs import uses_redis_or_valkey
 
 from cluster.admission.ladder import Rung
-from cluster.api.client import GenerateOptions, generate_request
+from cluster.api.generate_options import GenerateOptions, generate_request
 from cluster.errors import AbandonedError, DeadlineError, OverloadedError, RequestError, UnavailableError
 from cluster.gateway import resumed_calls
 from cluster.gateway.resumed_calls import OtherGateways, ResumeClaim, ResumedCalls

@@ -13,8 +13,8 @@ from cluster.cli.update import plan_json, plan_view
 from cluster.config import ClusterConfig, parse_config
 from cluster.errors import ConfigError
 from cluster.serve.app import build_application
+from cluster.serve.deployed import Deployed
 from cluster.serve.rollout import (
-    Deployed,
     SettingChange,
     carried_over,
     changes,

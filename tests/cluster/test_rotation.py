@@ -18,7 +18,8 @@ from certificates import name_of
 from gateway_harness import PROMPT, GatewayHarness, expected, until
 
 from cluster.api.channel import ClientCredentials
-from cluster.api.client import Client, GenerateOptions
+from cluster.api.client import Client
+from cluster.api.generate_options import GenerateOptions
 from cluster.errors import CallError
 from cluster.identity.key_roots import end_rotation, rotate_key_root
 from kvtransfer.messages import BlocksStored, KvSnapshot

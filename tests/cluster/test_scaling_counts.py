@@ -13,16 +13,9 @@ from serving import TINY
 
 from cluster.config import ClusterConfig, parse_config
 from cluster.roster.messages import RosterView
-from cluster.scaling.counts import (
-    WRITE_AGAIN_S,
-    KeptCounts,
-    KnownCounts,
-    RedisCounts,
-    counts_key,
-    counts_of,
-    counts_to_deploy,
-    kept_counts,
-)
+from cluster.scaling.count_memory import WRITE_AGAIN_S, KeptCounts
+from cluster.scaling.counts import KnownCounts, counts_of, counts_to_deploy, kept_counts
+from cluster.scaling.redis_counts import RedisCounts, counts_key
 from cluster.scaling.serve_client import AppTargets, PoolTarget
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.errors import WireError

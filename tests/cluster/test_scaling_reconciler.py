@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scaling_harness import NOBODY, ReconcilerHarness
 
+from cluster.roster.desired_state import DesiredState
 from cluster.roster.messages import ReleasePool, SetDesired
-from cluster.roster.state import DesiredState
 from cluster.scaling.reconciler import SETTLE_S, Reconciler
 
 

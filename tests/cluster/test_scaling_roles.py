@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.roster.desired_state import DesiredState
 from cluster.roster.messages import ReplicaRecord, RoleLease, RosterView
-from cluster.roster.state import DesiredState
 from cluster.scaling.roles import RoleTable, role_of
 from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from cluster.errors import RosterAwayError
 from cluster.roster.actor import RemoteRoster, RosterActor
+from cluster.roster.desired_state import NUM_MOVES, DesiredState
 from cluster.roster.messages import (
     DropLease,
     ForgetPool,
@@ -20,7 +21,7 @@ from cluster.roster.messages import (
     SetDesired,
     SetTraffic,
 )
-from cluster.roster.state import NUM_MOVES, DesiredState, LocalRoster, ScalingRoster
+from cluster.roster.state import LocalRoster, ScalingRoster
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import ReplicaIdentity
 

@@ -13,7 +13,7 @@ from serving import TINY
 
 from cluster.config import ClusterConfig, parse_config
 from cluster.errors import DashboardError, InvalidRequestError, OrderError, UnavailableError
-from cluster.metrics.gateway_counters import Demand
+from cluster.metrics.demand import Demand
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.roster.messages import ReplicaRecord, RosterView
 from cluster.roster.state import LocalRoster

@@ -21,7 +21,7 @@ from optional_programs import uses_redis_or_valkey
 from serving import ROOT, TINY, RunningCluster, environment, free_port
 
 from cluster.api.blocking_client import BlockingClient
-from cluster.api.client import GenerateOptions
+from cluster.api.generate_options import GenerateOptions
 from kvtransfer.rpc.trust import Trust, TrustFiles
 from kvtransfer.store.index.redis_server import server_password
 

@@ -19,7 +19,8 @@ from serving import TINY, RunningCluster, free_port, object_store_counters, tand
 from slow_cases import slow_but
 
 from cluster.api.blocking_client import BlockingAdminClient, BlockingClient
-from cluster.api.client import Client, GenerateOptions
+from cluster.api.client import Client
+from cluster.api.generate_options import GenerateOptions
 from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.proto.tandem.v1 import inference_pb2 as pb

@@ -7,7 +7,8 @@ import math
 import pytest
 
 from cluster.metrics.admission_stats import FlowStats
-from cluster.metrics.gateway_counters import MOST_TENANTS, NUM_TENANTS, OTHERS, SERVED_S, ServedTime
+from cluster.metrics.served_time import MOST_TENANTS, NUM_TENANTS, SERVED_S, ServedTime
+from cluster.metrics.tenant_usage import OTHERS
 
 # Clocks begin anywhere.
 START_S = 1e6

@@ -11,7 +11,8 @@ from patience import WAIT_S
 from serving import TINY, RunningCluster, free_port
 
 from cluster.api.blocking_client import BlockingClient
-from cluster.api.client import Completion, GenerateOptions
+from cluster.api.client import Completion
+from cluster.api.generate_options import GenerateOptions
 
 # Slow: 26 ranks and 10 brains start on whatever cores there are.
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -29,7 +29,8 @@ from cluster.admission.shared_quotas import (
     SharedQuotas,
     quota_key,
 )
-from cluster.api.client import GenerateOptions, GenerateStream
+from cluster.api.client import GenerateStream
+from cluster.api.generate_options import GenerateOptions
 from cluster.errors import CallError, QuotaError
 from cluster.identity.config import AuthConfig
 from cluster.metrics.gateway_counters import GatewayCounters

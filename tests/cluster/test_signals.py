@@ -17,7 +17,7 @@ from ray._private import services
 from serving import ROOT, TINY, RunningCluster, environment
 
 from cluster.api.blocking_client import BlockingClient
-from cluster.api.client import GenerateOptions
+from cluster.api.generate_options import GenerateOptions
 from cluster.serve.ray_private import out_of_reach
 from kvtransfer.common.clock import SystemClock
 

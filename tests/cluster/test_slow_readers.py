@@ -12,7 +12,8 @@ import pytest
 from gateway_harness import PROMPT, GatewayHarness, expected, until
 
 from cluster.admission.config import AdmissionConfig
-from cluster.api.client import Event, GenerateOptions, GenerateStream
+from cluster.api.client import Event, GenerateStream
+from cluster.api.generate_options import GenerateOptions
 from cluster.errors import CallError, RequestError
 from cluster.gateway import replica_connections
 from cluster.gateway.request_task import RequestTask

@@ -27,7 +27,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from cluster.api.client import GenerateOptions, Turn
+from cluster.api.generate_options import GenerateOptions, Turn
 from cluster.text.chat_template import (
     CalledTool,
     Chat,

@@ -11,7 +11,8 @@ import pytest
 from gateway_harness import FINGERPRINT, Pair
 
 from cluster.admission.held import HeldLoad
-from cluster.api.replies import STATUS_S, Fresh, StatusThread
+from cluster.api.replies import STATUS_S, Fresh
+from cluster.api.status_thread import StatusThread
 from cluster.gateway.replica_connections import ReplicaState, ReplicaView
 from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import pytest
 from serving import TINY, RunningCluster, free_port
 
-from cluster.api.client import Client, GenerateOptions
+from cluster.api.client import Client
+from cluster.api.generate_options import GenerateOptions
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from kvtransfer.common.clock import SystemClock

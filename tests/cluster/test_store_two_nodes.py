@@ -12,7 +12,8 @@ from ray_nodes import RayNodes
 from serving import TINY, RunningCluster, free_port
 
 from cluster.api.blocking_client import BlockingAdminClient, BlockingClient
-from cluster.api.client import Completion, GenerateOptions
+from cluster.api.client import Completion
+from cluster.api.generate_options import GenerateOptions
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]

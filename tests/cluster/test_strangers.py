@@ -17,7 +17,8 @@ from callers import bearing, key_of
 from gateway_harness import PROMPT, GatewayHarness, encode, expected
 
 from cluster.api.admin_client import AdminClient
-from cluster.api.client import Client, GenerateOptions
+from cluster.api.client import Client
+from cluster.api.generate_options import GenerateOptions
 from cluster.errors import CallError
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.proto.tandem.v1 import inference_pb2 as pb

@@ -13,7 +13,7 @@ import pytest
 from gateway_harness import TEMPLATE, GatewayHarness, decode, encode, write_model
 from http_harness import HttpFrontHarness
 
-from cluster.api.client import GenerateOptions
+from cluster.api.generate_options import GenerateOptions
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 SCHEMA = {

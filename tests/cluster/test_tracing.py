@@ -13,12 +13,13 @@ from gateway_harness import PROMPT, GatewayHarness, encode, until
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2
 
-from cluster.api.client import GenerateOptions
+from cluster.api.generate_options import GenerateOptions
 from cluster.config import ClusterConfig
 from cluster.errors import CallError, ConfigError
 from cluster.metrics.config import TracingConfig
 from cluster.metrics.ended_request import Caller, EndedRequest, Summary, TimelineEntry
-from cluster.metrics.tracing import Stage, check_tracing, request_stages
+from cluster.metrics.request_stages import Stage, request_stages
+from cluster.metrics.tracing import check_tracing
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.proto.tandem.v1 import inference_pb2_grpc
 from kvtransfer.common.clock import SystemClock

@@ -18,7 +18,8 @@ from gateway_harness import PROMPT, GatewayHarness, encode, until
 from serving import tandem
 
 from cluster.admission.quotas import Quotas
-from cluster.api.client import Client, GenerateOptions
+from cluster.api.client import Client
+from cluster.api.generate_options import GenerateOptions
 from cluster.cli.terminal import traffic_line
 from cluster.cli.traffic import parse_weights
 from cluster.errors import CallError

@@ -14,7 +14,8 @@ from certificates import write_certificate
 from gateway_harness import PROMPT, GatewayHarness, until
 
 from cluster.api.channel import ClientCredentials
-from cluster.api.client import Client, GenerateOptions
+from cluster.api.client import Client
+from cluster.api.generate_options import GenerateOptions
 from cluster.errors import CallError
 from cluster.gateway.relay_channels import shown_name
 from cluster.proto.tandem.v1 import inference_pb2 as pb

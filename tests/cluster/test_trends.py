@@ -10,7 +10,7 @@ from gateway_harness import PROMPT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.api.client import GenerateOptions
+from cluster.api.generate_options import GenerateOptions
 from cluster.console.trend_recorder import TrendRecorder
 from cluster.metrics.curves import Second
 from cluster.metrics.trends import FINE, LONG, Gauges, TrendPoint, Trends

@@ -20,7 +20,7 @@ from serving import ROOT, TINY, RunningCluster, environment, free_port, tandem
 from stranger import Stranger
 
 from cluster.api.blocking_client import BlockingClient
-from cluster.api.client import GenerateOptions
+from cluster.api.generate_options import GenerateOptions
 from cluster.serve.private_folder import living_folders
 from cluster.serve.ray_owner import own_ray_clusters
 from cluster.serve.serve_runs import living_runs

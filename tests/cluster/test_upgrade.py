@@ -19,7 +19,8 @@ from wire_image import recorded_images
 
 from benchmarks.random_checkpoint import write_random_checkpoint
 from cluster.api.blocking_client import BlockingClient
-from cluster.api.client import Client, Collector, Completion, GenerateOptions
+from cluster.api.client import Client, Collector, Completion
+from cluster.api.generate_options import GenerateOptions
 from cluster.errors import CallError
 from cluster.gateway.traffic_splitter import application_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb

@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 from gateway_harness import MAX_CONTEXT, PROMPT, Pair, expected
 
-from cluster.api.client import GenerateOptions
+from cluster.api.generate_options import GenerateOptions
 from cluster.errors import HTTP_STATUS, STATUS_TABLE, CallError, RequestError, RetryableError, bad_fields
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.validation import ServingLimits, check_request, max_tokens_of, sampling_of

@@ -17,7 +17,7 @@ import transformers
 from e2e_front import Front, copy_tiny
 from e2e_harness import E2eHarness
 
-from cluster.api.client import GenerateOptions, Turn
+from cluster.api.generate_options import GenerateOptions, Turn
 from cluster.errors import CallError
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 

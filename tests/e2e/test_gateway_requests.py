@@ -22,7 +22,8 @@ from e2e_front import Front, copy_tiny, prompt, tokens_alone
 from e2e_harness import E2eHarness, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.api.client import GenerateStream, Turn
+from cluster.api.client import GenerateStream
+from cluster.api.generate_options import Turn
 from cluster.api.public_ports import SERVICE_NAME
 from cluster.errors import CallError
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb

@@ -18,7 +18,7 @@ from e2e_harness import SHAPES, Heard, until
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from cluster.gateway.attempt import EmbeddingDelta, OutputDelta, PromptLogprobsDelta
+from cluster.gateway.sample_output import EmbeddingDelta, OutputDelta, PromptLogprobsDelta
 from cluster.identity.identity import LOCAL
 from cluster.metrics.ended_request import Summary
 from cluster.proto.tandem.v1 import inference_pb2 as pb

@@ -14,7 +14,7 @@ from e2e_front import Front, Stage, decoding, prompt
 from e2e_harness import until
 
 from cluster.api.channel import call_error
-from cluster.api.client import GenerateOptions
+from cluster.api.generate_options import GenerateOptions
 from cluster.errors import CallError
 from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import inference_pb2 as pb

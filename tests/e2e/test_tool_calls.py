@@ -16,7 +16,8 @@ import pytest_asyncio
 from e2e_front import Front, copy_tiny
 from e2e_harness import E2eHarness, Replica, fired, rule, until
 
-from cluster.api.client import Completion, GenerateOptions
+from cluster.api.client import Completion
+from cluster.api.generate_options import GenerateOptions
 from cluster.errors import CallError
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 

@@ -52,8 +52,8 @@ from kvtransfer.store.messages import (
     ToOwner,
     VerifyRequest,
 )
-from kvtransfer.transports.base import HELLO_CODEC, ChannelHello
 from kvtransfer.transports.onesided import Sync, Unmapped
+from kvtransfer.transports.stream_sockets import HELLO_CODEC, ChannelHello
 from tests.fuzz.message_grammar import MessageGrammar
 from tests.fuzz.mutation import mutate_bytes
 from tests.fuzz.target import FindingError, Target, stderr_in

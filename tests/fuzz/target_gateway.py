@@ -11,7 +11,7 @@ from typing import Any
 from gateway_harness import PROMPT, GatewayHarness, until, write_model
 from patience import WAIT_S
 
-from cluster.api.client import GenerateOptions
+from cluster.api.generate_options import GenerateOptions
 from cluster.errors import CallError
 from tests.fuzz.message_grammar import MessageGrammar
 from tests.fuzz.target import FindingError, Target

@@ -10,12 +10,13 @@ from random import Random
 
 import numpy as np
 
+from kvtransfer.blocks.host_memory import KvMemory
 from kvtransfer.blocks.layout import BlockLayout
-from kvtransfer.blocks.pool import HostPool, KvMemory
+from kvtransfer.blocks.pool import HostPool
 from kvtransfer.errors import PeerGoneError, WireError
 from kvtransfer.messages import OpenLanding, ReplicaIdentity, Shard, TransferReport
-from kvtransfer.protocol.fence import Gate
-from kvtransfer.transports.tcp import StreamReceiver
+from kvtransfer.protocol.gate import Gate
+from kvtransfer.transports.tcp_stream import StreamReceiver
 from tests.fuzz.mutation import EDGE_INTS, mutate_bytes
 from tests.fuzz.target import FindingError, Target, outcome
 

@@ -20,6 +20,7 @@ from workers.messages.rank_channel import BatchEntry, SlotSample, SlotStart, Ste
 from workers.messages.sampling import SamplingParams
 from workers.rank.decode_graphs import graph_sizes
 from workers.rank.device_queue import CpuQueue, CudaQueue, DeviceQueue, Graph, Recorder, Work, make_queue
+from workers.rank.device_steps import DeviceSteps
 from workers.rank.model_runner import ModelRunner
 from workers.rank.progress import Progress
 
@@ -187,8 +188,9 @@ def _squared(matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def test_graphs_of_all_sizes_compute_what_eager_steps_do(make: Make) -> None:
     recorded, eager = make(), make()
     recorded.warm_up()
-    assert recorded._runner._graphs is not None
-    assert recorded._runner._graphs.size_for(MAX_SEQUENCES) == 16
+    steps = recorded._runner.steps
+    assert isinstance(steps, DeviceSteps)
+    assert steps.graphs.size_for(MAX_SEQUENCES) == 16
     plans = [prompts(MAX_SEQUENCES)]
     plans += [StepPlan(2, decodes=packed(range(count))) for count in (1, 2, 3, 5, 8, 9, MAX_SEQUENCES) * 3]
     assert outputs(recorded, plans) == outputs(eager, plans)

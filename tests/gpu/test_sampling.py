@@ -19,8 +19,8 @@ from workers.errors import WorkerError
 from workers.messages.rank_channel import SlotSample
 from workers.messages.sampling import SamplingParams
 from workers.model.noise import gumbel, seed_keys, token_counters
+from workers.rank.candidate_draw import is_apart
 from workers.rank.logits import SlotNeeds, SlotTable, distinct_tokens
-from workers.rank.sampler import is_apart
 
 CPU = torch.device("cpu")
 # The interpreter is slow: three pieces of 64 tokens, of which the last is not full, with 16 candidates each.

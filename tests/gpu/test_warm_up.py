@@ -16,7 +16,7 @@ from workers.messages.rank_channel import BatchEntry, BlockCopy, SlotSample, Slo
 from workers.messages.sampling import SamplingParams
 from workers.model import cuda, native
 from workers.model.host_kv import MODES, OffloadMode
-from workers.rank import model_runner
+from workers.rank import warm_up
 from workers.rank.device_queue import CpuQueue
 from workers.rank.model_runner import ModelRunner
 from workers.rank.step_runner import StepRunner
@@ -49,7 +49,7 @@ def _interpreted(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type == "cpu":
         monkeypatch.setattr(cuda, "DEVICE_TYPES", {"cpu"})
         monkeypatch.setattr(native, "load", lambda: None)
-        monkeypatch.setattr(model_runner, "_WARM_UP_TOKENS", 7)
+        monkeypatch.setattr(warm_up, "WARM_UP_TOKENS", 7)
         monkeypatch.setattr(sampling, "_PIECE", VOCAB)
         monkeypatch.setattr(sampling, "_CANDIDATES", 16)
 

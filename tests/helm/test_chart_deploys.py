@@ -32,9 +32,9 @@ from serving import TINY, free_port
 
 from cluster.api.blocking_client import BlockingAdminClient, BlockingClient
 from cluster.api.channel import ClientCredentials
-from cluster.api.client import GenerateOptions
+from cluster.api.generate_options import GenerateOptions
 from cluster.errors import CallError
-from cluster.stores import IndexServer
+from cluster.index_server import IndexServer
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.rpc.trust import Trust
 

@@ -15,7 +15,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from cluster.cli.main import _ENVIRONMENT
 from cluster.config import ClusterConfig, GatewayConfig
-from cluster.scaling.headroom import ReplicaDemand, shortages
+from cluster.scaling.resource_demand import ReplicaDemand, shortages
 from cluster.scaling.serve_client import MARK_DEPLOYMENT as GATEWAY_DEPLOYMENT
 from cluster.scaling.serve_client import declared_counts
 from cluster.serve.capacity import demands, gateway_bundle

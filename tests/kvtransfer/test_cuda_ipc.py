@@ -39,20 +39,15 @@ from kvtransfer.messages import (
     TransferReport,
     WriterGone,
 )
-from kvtransfer.protocol.fence import Gate
+from kvtransfer.protocol.gate import Gate
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.rpc.trust import Trust
 from kvtransfer.transports import cuda_ipc
-from kvtransfer.transports.base import HELLO_CODEC, TargetRank, WriterRank
-from kvtransfer.transports.cuda_ipc import (
-    HANDLE_BYTES,
-    CudaDriver,
-    CudaIpcListener,
-    Exported,
-    cuda_driver,
-    halves,
-)
+from kvtransfer.transports.base import TargetRank, WriterRank
+from kvtransfer.transports.cuda_driver import HANDLE_BYTES, CudaDriver, Exported, cuda_driver
+from kvtransfer.transports.cuda_ipc import CudaIpcListener, halves
 from kvtransfer.transports.onesided import REQUEST_CODEC, Begin, Unmapped
+from kvtransfer.transports.stream_sockets import HELLO_CODEC
 
 SHARD = LAYOUT.shard
 NUM_BLOCKS = 12

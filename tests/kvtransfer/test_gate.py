@@ -7,7 +7,7 @@ import threading
 from transfer_harness import eventually
 
 from kvtransfer.messages import LandingClosed, OpenLanding, ReplicaIdentity, TransferReport, WriterGone
-from kvtransfer.protocol.fence import Gate, RecentIds
+from kvtransfer.protocol.gate import Gate, RecentIds
 
 WRITER = ReplicaIdentity("w", 1)
 OTHER = ReplicaIdentity("w", 2)

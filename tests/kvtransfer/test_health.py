@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.agent.lanes import PathHealth, PathKey
+from kvtransfer.agent.path_health import PathHealth, PathKey
 from kvtransfer.messages import ReplicaIdentity
 
 SHM = PathKey(ReplicaIdentity("d", 1), 0, "shm")

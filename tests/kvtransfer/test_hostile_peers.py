@@ -14,7 +14,7 @@ import pytest
 from patience import WAIT_S
 from service_harness import BOTH, LAYOUT, NUM_BLOCKS, TARGET, TRUST, WHOLE, WRITER, Rank
 
-from kvtransfer.blocks.pool import mapping_bytes
+from kvtransfer.blocks.host_memory import mapping_bytes
 from kvtransfer.common.host import host_id
 from kvtransfer.messages import Endpoint, Lane, PeerConnectFailed, RankEndpoints
 from kvtransfer.rpc.handshake import (
@@ -25,7 +25,7 @@ from kvtransfer.rpc.handshake import (
     receive_frame,
     send_frame,
 )
-from kvtransfer.transports.base import HELLO_CODEC, ChannelWelcome
+from kvtransfer.transports.stream_sockets import HELLO_CODEC, ChannelWelcome
 
 Serve = Callable[[socket.socket], object]
 

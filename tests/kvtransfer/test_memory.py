@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtransfer.blocks.pool import ALIGNMENT_BYTES, SCRATCH_BYTES, KvMemory, map_shared, mapping_bytes
+from kvtransfer.blocks.host_memory import ALIGNMENT_BYTES, SCRATCH_BYTES, KvMemory, map_shared, mapping_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared by memfd, on Linux only")
 

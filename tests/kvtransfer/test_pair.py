@@ -35,10 +35,10 @@ from kvtransfer.blocks.pool import HostPool
 from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, TransferError
 from kvtransfer.messages import BlockMove, Lane, RankEndpoints, Shard
-from kvtransfer.protocol.fence import OpenedLanding
+from kvtransfer.protocol.gate import OpenedLanding
 from kvtransfer.transports import gloo, nccl
 from kvtransfer.transports.base import TargetRank, WriterRank
-from kvtransfer.transports.pair import TARGET, WRITER, form_pair, open_store
+from kvtransfer.transports.pair_group import TARGET, WRITER, form_pair, open_store
 
 SHARD = LAYOUT.shard
 NUM_BLOCKS = 40
@@ -377,7 +377,7 @@ def test_the_wrong_secret_or_piece_is_refused(ends: Ends) -> None:
 
 
 def test_a_pair_of_which_one_does_not_come_fails_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtransfer.transports.pair.FORM_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("kvtransfer.transports.pair_group.FORM_TIMEOUT_S", 0.2)
     store, address = open_store("127.0.0.1")
     with pytest.raises(PathError, match="no pair within"):
         form_pair(gloo.GlooPair, store, TARGET, "cpu", "127.0.0.1")

@@ -15,8 +15,9 @@ from optional_programs import needs_compiler, uses_compiler
 
 from kvtransfer.blocks import runs
 from kvtransfer.blocks.checksum import checksum
+from kvtransfer.blocks.host_memory import KvMemory
 from kvtransfer.blocks.layout import BlockLayout, Run
-from kvtransfer.blocks.pool import HostPool, KvMemory
+from kvtransfer.blocks.pool import HostPool
 from kvtransfer.blocks.runs import ByteRegion, RunTable, copy_runs, sum_runs
 from kvtransfer.messages import Shard
 

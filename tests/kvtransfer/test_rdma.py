@@ -33,7 +33,8 @@ from kvtransfer.messages import (
     TransferSettings,
     WriterGone,
 )
-from kvtransfer.transports.nixl import Region, Runs, load_nixl, network_devices
+from kvtransfer.transports.nixl import Region, load_nixl, network_devices
+from kvtransfer.transports.registered_memory import Runs
 
 FILL = 0xA5
 needs_nixl = pytest.mark.skipif(

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvtransfer.blocks.pool import mapping_bytes
+from kvtransfer.blocks.host_memory import mapping_bytes
 from kvtransfer.errors import StoreError
 from kvtransfer.messages import Shard
-from kvtransfer.store.dram.arena import SEALS, Arena, Extents
+from kvtransfer.store.dram.arena import SEALS, Arena
+from kvtransfer.store.dram.extents import Extents
 from kvtransfer.store.messages import RecordId, RecordInfo
 from kvtransfer.store.record import HEADER_BYTES, RecordPlace, Writer, encode_header
 

@@ -13,15 +13,11 @@ import pytest
 from store_harness import StoreHarness, eventually
 
 from kvtransfer.common.clock import ManualClock
-from kvtransfer.store.dram.arena import Arena, Prefault
+from kvtransfer.store.dram.arena import Arena
+from kvtransfer.store.dram.prefault import Prefault
 from kvtransfer.store.messages import STORE_PROTOCOL, RankHello
-from kvtransfer.store.server.arena_manager import (
-    SPARE_WAIT_S,
-    UNUSED_WAIT_S,
-    ArenaManager,
-    LocalPeer,
-    send_descriptor,
-)
+from kvtransfer.store.server.arena_manager import SPARE_WAIT_S, UNUSED_WAIT_S, ArenaManager
+from kvtransfer.store.server.listeners import LocalPeer, send_descriptor
 
 
 class Entrance:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtransfer.store.index.redis_client import Breaker
+from kvtransfer.store.index.breaker import Breaker
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvtransfer.store.dram.slot_allocator import ChainKey, ChainLru
+from kvtransfer.store.dram.chain_lru import ChainKey, ChainLru
 
 SPACE = b"space"
 

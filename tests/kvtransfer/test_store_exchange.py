@@ -21,7 +21,7 @@ from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.messages import (
     RecordId,
 )
-from kvtransfer.store.remote.exchange import Wanted
+from kvtransfer.store.remote.owner_link import Wanted
 
 TRANSPORTS = ("shm", "tcp")
 # Payloads: of one granule, exactly one, and more.

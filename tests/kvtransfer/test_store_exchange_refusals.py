@@ -23,7 +23,7 @@ from kvtransfer.store.messages import (
     SendRecords,
     ToOwner,
 )
-from kvtransfer.store.remote.exchange import Wanted
+from kvtransfer.store.remote.owner_link import Wanted
 
 pytestmark = pytest.mark.slow
 

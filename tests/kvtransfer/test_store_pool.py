@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from kvtransfer.blocks import device_pool as device_pool_module
 from kvtransfer.blocks.checksum import checksum
 from kvtransfer.blocks.device_pool import DevicePool
+from kvtransfer.blocks.host_memory import KvMemory
 from kvtransfer.blocks.layout import BlockLayout
-from kvtransfer.blocks.pool import HostPool, KvMemory, KvPool
+from kvtransfer.blocks.pool import HostPool, KvPool
 from kvtransfer.blocks.runs import ByteRegion
 from kvtransfer.messages import Shard
 

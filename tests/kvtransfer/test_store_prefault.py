@@ -16,7 +16,8 @@ from store_harness import StoreHarness, eventually
 
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.store.dram import prefault_process
-from kvtransfer.store.dram.arena import Arena, Prefault
+from kvtransfer.store.dram.arena import Arena
+from kvtransfer.store.dram.prefault import Prefault
 
 MIB = 1 << 20
 

@@ -26,8 +26,9 @@ from service_harness import Hooks
 from kvtransfer.agent.qos import TrafficGovernor
 from kvtransfer.blocks.checksum import checksum
 from kvtransfer.blocks.device_pool import DevicePool
+from kvtransfer.blocks.host_memory import KvMemory
 from kvtransfer.blocks.layout import BlockLayout
-from kvtransfer.blocks.pool import HostPool, KvMemory, KvPool
+from kvtransfer.blocks.pool import HostPool, KvPool
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule, Faults
 from kvtransfer.messages import Shard, TransferSettings

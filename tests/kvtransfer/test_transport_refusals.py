@@ -24,7 +24,7 @@ from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.messages import PROTOCOL_VERSION, PeerConnected, PeerConnectFailed, Shard
 from kvtransfer.rpc.handshake import prove_as_client, receive_frame, send_frame
 from kvtransfer.rpc.trust import Trust
-from kvtransfer.transports.base import HELLO_CODEC, ChannelHello, ChannelRefusal
+from kvtransfer.transports.stream_sockets import HELLO_CODEC, ChannelHello, ChannelRefusal
 
 
 def test_a_path_below_the_floor_is_refused_by_name_or_used_with_a_warning(harness: TransferHarness) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import IO
 
 from kvtransfer.agent.agent import TransferAgent
+from kvtransfer.blocks.host_memory import KvMemory
 from kvtransfer.blocks.layout import BlockLayout
-from kvtransfer.blocks.pool import HostPool, KvMemory, KvPool
+from kvtransfer.blocks.pool import HostPool, KvPool
 from kvtransfer.codec import Codec, Message, framed, read_frame
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule, Faults

@@ -19,8 +19,9 @@ from child_processes import killed_on_error
 from patience import WAIT_S
 
 from kvtransfer.agent.qos import TrafficGovernor
+from kvtransfer.blocks.host_memory import KvMemory
 from kvtransfer.blocks.layout import BlockLayout
-from kvtransfer.blocks.pool import HostPool, KvMemory, KvPool
+from kvtransfer.blocks.pool import HostPool, KvPool
 from kvtransfer.codec import Codec, Message, framed, read_frame
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule, Faults

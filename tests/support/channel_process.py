@@ -21,8 +21,9 @@ from import_path import import_path
 from patience import WAIT_S
 
 from kvtransfer.blocks.device_pool import DevicePool
+from kvtransfer.blocks.host_memory import KvMemory
 from kvtransfer.blocks.layout import BlockLayout
-from kvtransfer.blocks.pool import HostPool, KvMemory, KvPool
+from kvtransfer.blocks.pool import HostPool, KvPool
 from kvtransfer.codec import Codec, Message, framed, read_frame
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule, Faults
@@ -40,7 +41,7 @@ from kvtransfer.messages import (
     TransferSettings,
     WriterGone,
 )
-from kvtransfer.protocol.fence import Gate
+from kvtransfer.protocol.gate import Gate
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.rpc.trust import Trust, TrustFiles
 from kvtransfer.transports import TRANSPORTS

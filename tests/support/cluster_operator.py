@@ -14,7 +14,7 @@ from typing import Any
 from serving import RunningCluster
 
 from cluster.api.blocking_client import BlockingClient
-from cluster.api.client import GenerateOptions
+from cluster.api.generate_options import GenerateOptions
 from cluster.errors import CallError
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.proto.tandem.v1 import inference_pb2 as pb

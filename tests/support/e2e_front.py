@@ -17,7 +17,8 @@ from typing import Any, Self
 from e2e_harness import BLOCK_TOKENS, SINGLE, E2eHarness, Replica, until
 
 from cluster.api.admin_client import AdminClient
-from cluster.api.client import Client, GenerateOptions, GenerateStream, Prompt
+from cluster.api.client import Client, GenerateStream
+from cluster.api.generate_options import GenerateOptions, Prompt
 from cluster.config import ClusterConfig, parse_config
 from cluster.errors import CallError
 from cluster.proto.tandem.v1 import inference_pb2 as pb

@@ -29,7 +29,8 @@ from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.dram.arena import Arena
 from kvtransfer.store.messages import TO_OWNER_CODEC, OwnerHello, RecordId, RecordInfo
 from kvtransfer.store.record import decode_header
-from kvtransfer.store.remote.exchange import Exchange, Wanted, arena_pool
+from kvtransfer.store.remote.exchange import Exchange, arena_pool
+from kvtransfer.store.remote.owner_link import Wanted
 from kvtransfer.store.remote.serve import LeasedRecord
 
 TRUST = Trust.of(bytes(range(32)))

@@ -82,7 +82,7 @@ async def _serve(files: TrustFiles) -> None:
     from kvtransfer.common.clock import SystemClock
     from kvtransfer.common.tasks import SupervisedTasks
     from kvtransfer.rpc.stream import FrameStream, LinkServer
-    from kvtransfer.store.server.arena_manager import (
+    from kvtransfer.store.server.listeners import (
         LocalPeer,
         RemotePeer,
         await_end,

@@ -11,7 +11,7 @@ from collections import Counter
 import grpc
 import grpc.aio
 
-from cluster.api.client import GenerateOptions, generate_request
+from cluster.api.generate_options import GenerateOptions, generate_request
 from cluster.proto.tandem.v1 import inference_pb2_grpc
 
 _PROMPT = "def main(): return the answer"

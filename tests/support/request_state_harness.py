@@ -9,8 +9,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from cluster.errors import RequestError
-from cluster.gateway.attempt import EmbeddingDelta, Output, OutputDelta, PromptLogprobsDelta
 from cluster.gateway.request_state import RequestPhase, RequestState
+from cluster.gateway.sample_output import EmbeddingDelta, Output, OutputDelta, PromptLogprobsDelta
 from cluster.metrics.ended_request import Summary, TimelineEntry
 from cluster.text.preprocess import PreparedRequest, SampleStart, sample_seed
 from cluster.text.sample_text import SampleText

@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from cluster.metrics.gateway_counters import Demand
+from cluster.metrics.demand import Demand
+from cluster.roster.desired_state import DesiredState
 from cluster.roster.messages import RosterView, ScalingChange
-from cluster.roster.state import DesiredState
 from cluster.scaling.config import PoolLimits, ScalingConfig
 from cluster.scaling.policy import ScalingPlan, decide, history_span_s
 from cluster.scaling.reconciler import (

@@ -11,8 +11,9 @@ import numpy as np
 from transfer_harness import Reports, eventually
 
 from kvtransfer.agent.agent import TransferAgent
+from kvtransfer.blocks.host_memory import KvMemory
 from kvtransfer.blocks.layout import BlockLayout, piece_runs
-from kvtransfer.blocks.pool import HostPool, KvMemory
+from kvtransfer.blocks.pool import HostPool
 from kvtransfer.common.clock import Clock, SystemClock
 from kvtransfer.common.faults import Faults
 from kvtransfer.messages import (

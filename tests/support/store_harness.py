@@ -21,8 +21,9 @@ from patience import WAIT_S
 from trust_files import FILES, TRUST
 
 from kvtransfer.agent.qos import TrafficGovernor
+from kvtransfer.blocks.host_memory import KvMemory
 from kvtransfer.blocks.layout import BlockLayout
-from kvtransfer.blocks.pool import HostPool, KvMemory
+from kvtransfer.blocks.pool import HostPool
 from kvtransfer.codec import framed
 from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.faults import FaultRule, Faults

@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from cluster.api.blocking_client import BlockingClient
-from cluster.api.client import Collector, GenerateOptions
+from cluster.api.client import Collector
+from cluster.api.generate_options import GenerateOptions
 
 _BEGUN_TOKENS = 32
 

@@ -13,7 +13,7 @@ import sys
 from kvtransfer.errors import PeerGoneError
 from kvtransfer.rpc.handshake import receive_frame, send_frame
 from kvtransfer.rpc.trust import Trust, TrustFiles
-from kvtransfer.transports.base import HELLO_CODEC, ChannelHello, greet
+from kvtransfer.transports.stream_sockets import HELLO_CODEC, ChannelHello, greet
 
 
 def main() -> None:

@@ -31,8 +31,8 @@ from workers.store_connector.block_loader import (
     FIND_PATIENCE_S,
     SPACE_PATIENCE_S,
     BlockLoader,
-    TierCosts,
 )
+from workers.store_connector.tier_costs import TierCosts
 
 BLOCK_BYTES = 1 << 20
 NO_LIMITS = GroupShares()

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from workers.scheduler.block_tables import HostBlocks
+from workers.scheduler.host_blocks import HostBlocks
 
 
 def test_ids_follow_on_those_of_the_device_and_are_counted() -> None:

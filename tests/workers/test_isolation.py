@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from staged_engine import StagedEngine, ask, engine, finish, plan, right, step, unpack
 
 from workers.messages.link import IsolationReport, Submission
-from workers.scheduler.lifecycle import NUM_STEPS_TO_CLEAR
+from workers.scheduler.isolation import NUM_STEPS_TO_CLEAR
 
 
 def names(side: StagedEngine) -> list[set[str]]:

@@ -10,7 +10,7 @@ from kept_objects import KeptObjects, num_by_type, without_collector
 from replica_harness import MigrationPair, Side
 from staged_engine import VOCABULARY
 
-from kvtransfer.protocol.fence import RecentIds
+from kvtransfer.protocol.gate import RecentIds
 
 NUM_REQUESTS = 100
 

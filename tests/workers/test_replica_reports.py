@@ -10,7 +10,7 @@ from replica_harness import GATEWAY, HERE, PEER, ReplicaHarness
 from kvtransfer.messages import LandingRequest, PushDone
 from workers.disagg.peers import Peers
 from workers.messages.rank_channel import StepPlan
-from workers.replica.gateway_links import ReplicaReports
+from workers.replica.replica_reports import ReplicaReports
 from workers.replica.step_loop import StepLoop
 
 

@@ -21,7 +21,8 @@ from workers.messages.rank_channel import SlotSample, SlotStart
 from workers.messages.sampling import SamplingParams, TokenLogprob
 from workers.model import native
 from workers.model.noise import gumbel, token_counters
-from workers.rank.sampler import Sampled, Sampler, largest
+from workers.rank.candidate_draw import largest
+from workers.rank.sampler import Sampled, Sampler
 
 CPU = torch.device("cpu")
 EOS = (7, 11)

@@ -17,7 +17,7 @@ from workers.model.model_config import ModelConfig, read_model_config
 from workers.model.sizes import ATTENTION_PIECE_FLOPS, ModelWork
 from workers.rank import probe
 from workers.rank.probe import MeasureSizes, device_memory, measure_limits
-from workers.replica.step_loop import Capability, StepStats
+from workers.replica.step_stats import Capability, StepStats
 from workers.scheduler.step import PromptDone, StepOutcome
 from workers.stats_record import BATCH_BOUNDS
 

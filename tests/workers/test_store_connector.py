@@ -11,9 +11,9 @@ from kvtransfer.messages import BlocksRemoved, BlocksStored
 from kvtransfer.store.messages import HELD, REFUSED, PutCommit, PutGrant, PutRequest, StorePutDone, TierEvents
 from workers.scheduler.block_pool import ROOT, BlockPool
 from workers.scheduler.step import FinishedBlock
-from workers.store_connector.block_loader import TierCosts
 from workers.store_connector.block_saver import BlockSaver
-from workers.store_connector.connector import TierView
+from workers.store_connector.tier_costs import TierCosts
+from workers.store_connector.tier_view import TierView
 
 
 class SavingHarness:

@@ -27,8 +27,8 @@ from workers.disagg.kv_sender import KvSender
 from workers.disagg.request_table import ActiveRequest, RequestTable
 from workers.interfaces import EngineControl
 from workers.messages.link import HandOverTarget, Move, MoveEnded, RequestFailed
-from workers.scheduler.lifecycle import Position
 from workers.scheduler.scheduler import Scheduler
+from workers.scheduler.sequence_migration import Position
 from workers.scheduler.step import ChunkDone, StepRates
 
 # How long a landing may wait for blocks at the target; then the gateway chooses again.

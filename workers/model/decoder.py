@@ -151,11 +151,11 @@ class Decoder:
         if (whole := self._native_layers) is not None and whole.serves(plan):
             whole.run(hidden, plan, len(self.layers) if most_layers is None else most_layers)
             return hidden
-        rest: Tensor | None = None
+        residual: Tensor | None = None
         for layer in self.layers[:most_layers]:
-            rest = layer.forward(hidden, plan, rest)
+            residual = layer.forward(hidden, plan, residual)
             plan.marks.mark_layer()
-        return hidden if rest is None else hidden.add_(rest)
+        return hidden if residual is None else hidden.add_(residual)
 
     @functools.cached_property
     def _native_layers(self) -> NativeLayers | None:
@@ -194,16 +194,16 @@ class Embedding:
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, rest: Tensor | None = None
+    x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """Add `rest` to `x` [num_rows, size], in place, where it is given. Scale to unit mean square in float32,
-    round, then multiply by `weight`. The result is written to `out` where it is given."""
+    """Add `residual` to `x` [num_rows, size], in place, where it is given. Scale to unit mean square in
+    float32, round, then multiply by `weight`. The result is written to `out` where it is given."""
     if cuda.serves(x.device):
         from workers.model.cuda import layer_ops
 
-        return layer_ops.rms_norm(x, weight, eps, out, rest)
-    if rest is not None:
-        x.add_(rest)
+        return layer_ops.rms_norm(x, weight, eps, out, residual)
+    if residual is not None:
+        x.add_(residual)
     if native.serves(x.device, x.dtype) and x.stride(-1) == 1:
         kernels = native.load()
         assert kernels is not None
@@ -263,24 +263,27 @@ class DecoderLayer:
         norms = self._input_norm, self._post_norm
         return PackedLayer(qkv, output, gate_up, down, *norms, self._attention, self._eps)
 
-    def forward(self, hidden: Tensor, plan: AttentionPlan, rest: Tensor | None = None) -> Tensor | None:
-        """Add the layer's attention and feed-forward to `hidden` [num_tokens, hidden_size], in place; `rest`
-        is what the layer before has left to add. Returns what this one leaves, None: nothing."""
+    def forward(self, hidden: Tensor, plan: AttentionPlan, residual: Tensor | None = None) -> Tensor | None:
+        """Add the layer's attention and feed-forward to `hidden` [num_tokens, hidden_size], in place.
+
+        `residual` is the product that the layer before left to be added by this layer's first norm. Returns
+        the one that this layer leaves, or None.
+        """
         take, eps = self._workspace.take, self._eps
         normed = take("normed", hidden, hidden.shape[1])
-        normed = rms_norm(hidden, self._input_norm, eps, normed, rest)
+        normed = rms_norm(hidden, self._input_norm, eps, normed, residual)
         qkv = self._qkv(normed, take("qkv", hidden, self._qkv.num_outputs))
         plan.marks.mark()
         mixed = plan.run(self._attention, qkv)
         plan.marks.mark()
-        rest = self.output.add_to(hidden, mixed)
+        residual = self.output.add_to(hidden, mixed)
         plan.marks.mark()
-        normed = rms_norm(hidden, self._post_norm, eps, normed, rest)
+        normed = rms_norm(hidden, self._post_norm, eps, normed, residual)
         gated = self._gate_up.gated(normed, take("gated", hidden, self._gate_up.num_outputs // 2))
         plan.marks.mark()
-        rest = self.down.add_to(hidden, gated)
+        residual = self.down.add_to(hidden, gated)
         plan.marks.mark()
-        return rest
+        return residual
 
 
 def _is_whole(product: Product) -> TypeGuard[PackedLinear]:

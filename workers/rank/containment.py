@@ -109,7 +109,7 @@ class Containment:
             torch.cuda.empty_cache()
         return None
 
-    def insist(self, work: Callable[[], _Result]) -> _Result:
+    def retry_after_freeing_cache(self, work: Callable[[], _Result]) -> _Result:
         """Return the result of `work`, which takes little memory and may be done twice. Where memory lacks,
         what torch keeps is released; raises what a second try raises."""
         try:

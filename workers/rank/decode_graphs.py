@@ -105,14 +105,16 @@ class DecodeGraphs:
         """Compute a step by the graph of a size: its `rows` have one token each and sample for their own
         slots. Returns its end, and at the rank that samples its results."""
         changes = () if self._sampler is None else self._sampler.changes()
-        changes_there = containment.insist(partial(self._batch.stage_for_graph, plan, rows, size, changes))
+        device_changes = containment.retry_after_freeing_cache(
+            partial(self._batch.stage_for_graph, plan, rows, size, changes)
+        )
         if self._sampler is not None:
-            self._sampler.change(changes_there)
+            self._sampler.change(device_changes)
         decoded = self._replay(size)
         if self._sampler is None:
             return self._queue.event(), None
         # The next replay writes to its memory.
-        tokens = containment.insist(decoded.tokens[: rows.num_sequences].clone)
+        tokens = containment.retry_after_freeing_cache(decoded.tokens[: rows.num_sequences].clone)
         drawn = self._logprobs(self._sampler, rows, decoded.logits, tokens, containment)
         copied = self._queue.copy_out(tokens, self._queue.host_memory(tokens))
         return copied.event, Results(copied, drawn)

@@ -22,7 +22,7 @@ from workers.rank.device_queue import DeviceQueue
 from workers.rank.input_batch import Ids, InputBatch, PlannedRows, grown_tables
 
 
-class RowsThere(NamedTuple):
+class DeviceRows(NamedTuple):
     """The rows of a step on the device, int32: what each sequence computes, `slots`, `starts` and `lengths`
     [num_sequences]; the `last_rows` [num_sampling] of the tokens from which sequences sample, and the
     `sample_slots` [num_samples] that do."""
@@ -60,22 +60,22 @@ class DeviceBatch:
 
     def stage(
         self, plan: StepPlan, rows: PlannedRows, more: Sequence[Ids] = ()
-    ) -> tuple[RowsThere, Tensor, list[Tensor]]:
+    ) -> tuple[DeviceRows, Tensor, list[Tensor]]:
         """Copy to the device what `plan` changes, what it computes, `rows` as `InputBatch.change` returns
         them, and `more` arrays. Returns the rows there, the tokens [num_tokens] that go in, and `more`."""
         indices, values = self._changes(plan, self._started_tokens(plan))
         arrays = (*more, *_arrays(rows), _named_tokens(plan), indices, values)
-        *staged, tokens, indices_there, values_there = self._queue.upload(arrays)
-        self._apply(indices_there, values_there)
-        there = RowsThere(*staged[len(more) :])
+        *staged, tokens, device_indices, device_values = self._queue.upload(arrays)
+        self._apply(device_indices, device_values)
+        device_rows = DeviceRows(*staged[len(more) :])
         if plan.decodes:
-            last = self.last_tokens[there.slots[len(plan.entries) :]]
+            last = self.last_tokens[device_rows.slots[len(plan.entries) :]]
             tokens = torch.cat((tokens, last)) if len(tokens) else last
-        return there, tokens, staged[: len(more)]
+        return device_rows, tokens, staged[: len(more)]
 
-    def place(self, rows: PlannedRows) -> RowsThere:
+    def place(self, rows: PlannedRows) -> DeviceRows:
         """Copy rows to the device: some of a step's, of which the plan's changes are there already."""
-        return RowsThere(*self._queue.upload(_arrays(rows)))
+        return DeviceRows(*self._queue.upload(_arrays(rows)))
 
     def stage_for_graph(
         self, plan: StepPlan, rows: PlannedRows, num_rows: int, more: Sequence[Ids] = ()
@@ -90,10 +90,10 @@ class DeviceBatch:
         padded[:, : rows.num_sequences] = rows.slots, rows.starts, rows.lengths, rows.slots
         indices, values = self._changes(plan, slot_to_token)
         arrays = (padded.reshape(-1), indices, values, *more)
-        rows_there, indices_there, values_there, *more_there = self._queue.upload(arrays)
-        self._apply(indices_there, values_there)
-        self.graph_rows[:, :num_rows].copy_(rows_there.view(4, num_rows))
-        return more_there
+        device_rows, device_indices, device_values, *more_on_device = self._queue.upload(arrays)
+        self._apply(device_indices, device_values)
+        self.graph_rows[:, :num_rows].copy_(device_rows.view(4, num_rows))
+        return more_on_device
 
     def pad_graph_rows(self) -> None:
         """Make all rows of `graph_rows` padding."""
@@ -144,7 +144,7 @@ class DeviceBatch:
 
 
 def _arrays(rows: PlannedRows) -> tuple[Ids, ...]:
-    """Return the fields of `RowsThere`."""
+    """Return the fields of `DeviceRows`."""
     last_rows = (np.cumsum(rows.lengths, dtype=np.int32) - 1)[rows.sampling]
     return rows.slots, rows.starts, rows.lengths, last_rows, rows.sample_slots
 

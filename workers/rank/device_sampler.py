@@ -58,14 +58,14 @@ class DeviceSampler(ABC):
 
     @abstractmethod
     def draw(
-        self, logits: Tensor, slots: Slots, slots_there: Tensor, masks: NDArray[np.uint32] | None
+        self, logits: Tensor, slots: Slots, device_slots: Tensor, masks: NDArray[np.uint32] | None
     ) -> Drawn:
         """Draw one token for each slot from float32 `logits` [num_slots, vocab_size], which may be
-        overwritten. `slots_there` are the same `slots` on the device; `masks` as for `Sampler.sample`. A call
-        that fails has changed nothing."""
+        overwritten. `device_slots` are the same `slots` on the device; `masks` as for `Sampler.sample`. A
+        call that fails has changed nothing."""
 
     @abstractmethod
-    def draw_captured(self, logits: Tensor, slots_there: Tensor) -> Tensor:
+    def draw_captured(self, logits: Tensor, device_slots: Tensor) -> Tensor:
         """Draw like `draw`, with nothing at the host that changes from call to call, and without changing the
         logits. A row of slot -1 is left out. Returns int32 [num_slots]."""
 
@@ -100,14 +100,14 @@ class SamplerByHost(DeviceSampler):
         assert not changes
 
     def draw(
-        self, logits: Tensor, slots: Slots, slots_there: Tensor, masks: NDArray[np.uint32] | None
+        self, logits: Tensor, slots: Slots, device_slots: Tensor, masks: NDArray[np.uint32] | None
     ) -> Drawn:
         tokens = logits.new_empty(len(slots), dtype=torch.int32)  # before the tokens are counted
         sampled = self._sampler.sample(logits, slots, masks)
         tokens.copy_(torch.from_numpy(sampled.tokens.view(np.int32)))
         return Drawn(tokens, lambda: sampled.row_to_logprob)
 
-    def draw_captured(self, logits: Tensor, slots_there: Tensor) -> Tensor:
+    def draw_captured(self, logits: Tensor, device_slots: Tensor) -> Tensor:
         raise NotImplementedError("torch reads the slots' parameters at the host")
 
     def logprobs(self, logits: Tensor, slots: Slots, tokens: Tensor) -> RowLogprobs:
@@ -127,7 +127,7 @@ class KernelSampler(DeviceSampler):
         self._vocab_size = vocab_size
         self._queue = queue
         self._table = SlotTable(max_slots, vocab_size, eos_token_ids)
-        self._there = sampling.DeviceSlots(max_slots, vocab_size, queue.device)
+        self._device_slots = sampling.DeviceSlots(max_slots, vocab_size, queue.device)
         self._sample, self._words = sampling.sample, sampling.record_words
         self._started: list[int] = []
 
@@ -141,7 +141,7 @@ class KernelSampler(DeviceSampler):
                 if_it_fails.callback(self._table.free, slot)
             for slot in slots:
                 if self._table.needs(np.array([slot]))[0] & _LISTED:
-                    self._there.start_tokens(slot, *self._table.tokens(slot))
+                    self._device_slots.start_tokens(slot, *self._table.tokens(slot))
             if_it_fails.pop_all()
         self._started += slots
 
@@ -150,7 +150,7 @@ class KernelSampler(DeviceSampler):
 
     def lift_minimum(self, slot: int) -> None:
         self._table.lift_minimum(slot)
-        self._there.lift_minimum(slot)
+        self._device_slots.lift_minimum(slot)
 
     def changes(self) -> tuple[NDArray[np.int32], ...]:
         if not self._started:
@@ -162,21 +162,21 @@ class KernelSampler(DeviceSampler):
     def change(self, changes: Sequence[Tensor]) -> None:
         if changes:
             slots, words = changes
-            self._there.start(slots, words.view(len(slots), -1))
+            self._device_slots.start(slots, words.view(len(slots), -1))
 
     def draw(
-        self, logits: Tensor, slots: Slots, slots_there: Tensor, masks: NDArray[np.uint32] | None
+        self, logits: Tensor, slots: Slots, device_slots: Tensor, masks: NDArray[np.uint32] | None
     ) -> Drawn:
-        masks_there: Tensor | None = None
+        device_masks: Tensor | None = None
         if masks is not None:
             (flat,) = self._queue.upload([masks.view(np.int32).reshape(-1)])
-            masks_there = flat.view(masks.shape)
+            device_masks = flat.view(masks.shape)
         asked = self._asked(logits, slots)  # whatever can fail, before the kernel counts what it draws
-        tokens = self._sample(logits, self._there, slots_there, masks_there)
+        tokens = self._sample(logits, self._device_slots, device_slots, device_masks)
         return Drawn(tokens, dict if asked is None else asked.of(tokens))
 
-    def draw_captured(self, logits: Tensor, slots_there: Tensor) -> Tensor:
-        return self._sample(logits, self._there, slots_there)
+    def draw_captured(self, logits: Tensor, device_slots: Tensor) -> Tensor:
+        return self._sample(logits, self._device_slots, device_slots)
 
     def logprobs(self, logits: Tensor, slots: Slots, tokens: Tensor) -> RowLogprobs:
         asked = self._asked(logits, slots)
@@ -198,15 +198,15 @@ class _AskedLogprobs:
         self, queue: DeviceQueue, logits: Tensor, rows: NDArray[np.int32], num_top: NDArray[np.int32]
     ) -> None:
         self._queue = queue
-        (self._rows_there,) = queue.upload([rows])
-        self._logprobs = Logprobs(logits[self._rows_there], rows, num_top)
-        self._tokens = torch.empty_like(self._rows_there)
-        self._ids = torch.empty_like(self._rows_there, dtype=torch.int64)
+        (self._device_rows,) = queue.upload([rows])
+        self._logprobs = Logprobs(logits[self._device_rows], rows, num_top)
+        self._tokens = torch.empty_like(self._device_rows)
+        self._ids = torch.empty_like(self._device_rows, dtype=torch.int64)
         self._host = queue.host_memory(self._logprobs.table)
 
     def of(self, tokens: Tensor) -> RowLogprobs:
         """Begin to copy out those of `tokens` int32 [num_rows], of all rows of the logits."""
-        torch.index_select(tokens, 0, self._rows_there, out=self._tokens)
+        torch.index_select(tokens, 0, self._device_rows, out=self._tokens)
         self._logprobs.fill(self._ids.copy_(self._tokens))
         table = self._queue.copy_out(self._logprobs.table, self._host)
         return lambda: self._logprobs.read(table.host)

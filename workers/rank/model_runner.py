@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -21,27 +20,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtransfer.blocks.device_pool import DevicePool, transfer_bytes
+from kvtransfer.blocks.host_memory import KvMemory
 from kvtransfer.blocks.layout import BlockLayout
-from kvtransfer.blocks.pool import HostPool, KvMemory, KvPool
+from kvtransfer.blocks.pool import HostPool, KvPool
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.messages import PROTOCOL_VERSION, CompatibilityRecord, Shard
 from workers.errors import CapacityError, WorkerError
 from workers.messages.rank_channel import (
-    BatchEntry,
-    PromptTargets,
-    SlotSample,
-    SlotStart,
     StepPlan,
     StepReport,
-    TableChange,
 )
-from workers.messages.sampling import SamplingParams
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import AttentionBackend
 from workers.model.decoder import load_decoder
 from workers.model.fingerprint import FingerprintTask
-from workers.model.host_kv import MODES, HostKv, OffloadMode, streaming_bytes
+from workers.model.host_kv import HostKv, OffloadMode, streaming_bytes
 from workers.model.model_config import ModelConfig
 from workers.model.parallel import Unfinished, parallelize
 from workers.model.products import refuse_nondeterministic
@@ -56,7 +50,8 @@ from workers.rank.input_batch import InputBatch
 from workers.rank.memory_profile import MemoryMeter, MemoryProfile, largest_steps, trial_blocks
 from workers.rank.step_parts import Executed
 from workers.rank.step_runner import StepRunner
-from workers.rank.tickets import MOST_LAUNCHED, Ticket, launched
+from workers.rank.tickets import Ticket
+from workers.rank.warm_up import NUM_WARM_UP_SLOTS, WARM_UP_TOKENS, WarmUp
 
 _log = logging.getLogger("tandem.rank")
 
@@ -68,25 +63,11 @@ _DTYPES = {
     "float16": torch.float16,
     "fp16": torch.float16,
 }
-_WARM_UP_TOKENS = 48
-# Steps that continue the prompt of the warm-up.
-_NUM_CONTINUED = 2
-# Each is computed by other code.
-_WAYS_TO_SAMPLE = (
-    SamplingParams(temperature=1.0),
-    SamplingParams(),
-    SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.01),
-    SamplingParams(repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1),
-    SamplingParams(logit_bias={0: 1.0}, num_logprobs=1),
-)
 # Of a KV pool in host memory, so much is taken from the start on. The rest, which a replica may never use, is
 # taken when it is first written, which adds a few percent to those steps.
 _POPULATED_BYTES = 1 << 30
-# The context length, in host memory, of the step that decides how blocks there are read.
-_MEASURED_HOST_TOKENS = 4096
 # From which the memory of all graphs is computed.
 _NUM_MEASURED_GRAPHS = 2
-_NUM_MEASURED_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +152,6 @@ class ModelRunner:
         self._faults = faults or Faults()
         self._is_deterministic = is_deterministic
         self._max_sequences = max_sequences
-        # Those that no plan of the engine core uses.
-        self._own_slots = tuple(max_sequences + index for index in range(len(_WAYS_TO_SAMPLE)))
         self._device = device
         self._dtype = dtype
         self._block_tokens = block_tokens
@@ -262,93 +241,17 @@ class ModelRunner:
         """Compute all of a plan in one call, as `StepRunner.logits` describes."""
         return self._runner.logits(plan)
 
-    def warm_up(self, step_tokens: int = _WARM_UP_TOKENS) -> None:
-        """Run what steps consist of, so that no request pays for lazy set-up: above all, every variant of a
-        kernel is compiled, which takes longer than a step may. The ranks of a replica warm up together.
-
-        A prompt is computed, and continued by every way of sampling, alone and beside a chunk of another
-        prompt. Steps of the largest sizes, a chunk of `step_tokens` and a decode of every slot, run through
-        one layer, which has all their shapes. Recording graphs drops the memory that torch keeps of the
-        device and of the host, so steps that take it again come after."""
-        most = min(self.config.max_context_tokens, len(self.kv) * self._block_tokens)
-        self._warm_up_kinds(most)
-        self._runner.record_graphs(self._runner.graph_sizes)
-        if self.host is not None:
-            if self._offload_mode == "auto" and self.attention.can_stage:
-                self._choose_offload_mode(self.host)
-            self._warm_up_host(self.host)
-        self._warm_up_shapes(min(step_tokens, most))
-        if self.runs_ahead:
-            self._runner.queue.keep_staging()
-            self._warm_up_kinds(most)
-
-    def _warm_up_kinds(self, most: int) -> None:
-        """Run a prompt, a step that decodes, and one with a chunk beside sequences that decode, over at most
-        `most` tokens each. As many are under way at a time as when the rank serves."""
-        num_tokens = max(1, min(_WARM_UP_TOKENS, most - _NUM_CONTINUED, self.config.vocab_size))
-        tokens = np.arange(num_tokens, dtype="<u4").tobytes()
-        slots, other = self._own_slots, 0
-        starts = [
-            SlotStart(
-                params, (SlotSample(slot, 0, num_tokens - 1),), tokens if params.penalizes_prompt else b""
-            )
-            for slot, params in zip(slots, _WAYS_TO_SAMPLE, strict=True)
-        ]
-        starts.append(SlotStart(SamplingParams(), (SlotSample(other, 0, 0),)))
-        tables = tuple(self._table(slot, min(num_tokens + _NUM_CONTINUED, most)) for slot in (*slots, other))
-        prefill = BatchEntry(slots[0], 0, num_tokens, tokens, slots)
-        decodes = np.array(slots, dtype="<u4").tobytes()
-        plans = [StepPlan(0, starts=tuple(starts), tables=tables, entries=(prefill,))]
-        if 2 < num_tokens <= most - _NUM_CONTINUED:
-            targets = PromptTargets(0, tokens[8:], 1)
-            chunk = BatchEntry(other, 0, num_tokens - 1, tokens[4:], (other,), targets, pools=True)
-            plans += [StepPlan(0, decodes=decodes), StepPlan(0, entries=(chunk,), decodes=decodes)]
-        plans.append(StepPlan(0, free_slots=(*slots, other)))
-        queued: SimpleQueue[StepPlan | None] = SimpleQueue()
-        for plan in (*plans, None):
-            queued.put(plan)
-        for ticket in launched(queued, self.launch, MOST_LAUNCHED if self.runs_ahead else 1):
-            self.collect(ticket)
-
-    def _warm_up_host(self, host: HostKv) -> None:
-        """Run a step that decodes, and one with a chunk, over tables whose first block is in host memory."""
-        num_tokens = min(self._block_tokens, _WARM_UP_TOKENS)
-        if self.batch.tables.shape[1] < 2 or num_tokens < 2:
-            return
-        host.kv[:1].zero_()
-        slots = (0, *self._own_slots)
-        ids = np.array([host.first_id, 0], "<u4").tobytes()
-        starts = tuple(SlotStart(SamplingParams(), (SlotSample(slot, 0, 0),)) for slot in slots)
-        tables = tuple(TableChange(slot, 0, ids) for slot in slots)
-        self.run(StepPlan(0, starts=starts, tables=tables))
-        lengths = [1] * len(slots), [num_tokens, *[1] * len(self._own_slots)]
-        for step in lengths:
-            entries = tuple(
-                BatchEntry(slot, self._block_tokens, count, bytes(4 * count), ())
-                for slot, count in zip(slots, step, strict=True)
-            )
-            self._runner.rehearse(StepPlan(0, entries=entries))
-        self.run(StepPlan(0, free_slots=slots))
-
-    def _warm_up_shapes(self, num_tokens: int) -> None:
-        """Run a chunk of `num_tokens` and a decode of every slot through one layer, and read a piece of the
-        chunk."""
-        slots = tuple(range(self._max_sequences))
-        starts = tuple(SlotStart(SamplingParams(), (SlotSample(slot, 0, 0),)) for slot in slots)
-        tables = (self._table(0, num_tokens), *(self._table(slot, 1) for slot in slots[1:]))
-        self.run(StepPlan(0, starts=starts, tables=tables))
-        num_read = min(num_tokens, self._runner.rows_of_piece)
-        targets = PromptTargets(0, bytes(4 * num_read), 1)
-        chunk = BatchEntry(0, 0, num_tokens, bytes(4 * num_tokens), (), targets)
-        firsts = tuple(BatchEntry(slot, 0, 1, bytes(4), ()) for slot in slots)
-        for entries in ((chunk,), firsts):
-            self._runner.rehearse(StepPlan(0, entries=entries), most_layers=1)
-        self.run(StepPlan(0, free_slots=slots))
-
-    def _table(self, slot: int, num_tokens: int) -> TableChange:
-        """Give a slot the first blocks of the pool."""
-        num_blocks = -(-num_tokens // self._block_tokens)
-        return TableChange(slot, 0, np.arange(num_blocks, dtype="<u4").tobytes())
+    def warm_up(self, step_tokens: int = WARM_UP_TOKENS) -> None:
+        """Run what steps consist of, as `WarmUp` describes; chunks have up to `step_tokens`."""
+        WarmUp(
+            self._runner,
+            self.host,
+            num_blocks=len(self.kv),
+            max_sequences=self._max_sequences,
+            max_context_tokens=self.config.max_context_tokens,
+            vocab_size=self.config.vocab_size,
+            clock=self._clock,
+        ).run(step_tokens, chooses_offload=self._offload_mode == "auto" and self.attention.can_stage)
 
     def close(self) -> None:
         """Release the pool's memory and leave the groups. Nothing may run afterwards."""
@@ -387,7 +290,7 @@ class ModelRunner:
             self._block_tokens,
             self._clock,
             self._faults,
-            max_slots=self._max_sequences + len(_WAYS_TO_SAMPLE),
+            max_slots=self._max_sequences + NUM_WARM_UP_SLOTS,
             max_context_tokens=max_context_tokens,
             queue=self._queue,
             num_graph_rows=self._max_sequences,
@@ -466,35 +369,6 @@ class ModelRunner:
         if self._offload_mode != "auto":
             host.use(self._offload_mode)
         return host
-
-    def _choose_offload_mode(self, host: HostKv) -> None:
-        """Choose the mode in which a decode step over a long context in host memory is faster. The ranks of a
-        stage measure together, and may choose differently."""
-        num_blocks = min(
-            len(host.kv), -(-_MEASURED_HOST_TOKENS // self._block_tokens), self.batch.tables.shape[1] - 1
-        )
-        host.kv[:num_blocks].zero_()  # memory that was never written is not read from memory
-        ids = np.arange(host.first_id, host.first_id + num_blocks + 1, dtype="<u4")
-        ids[-1] = 0  # where the token is written
-        slot, start = self._own_slots[0], num_blocks * self._block_tokens
-        table = TableChange(slot, 0, ids.tobytes())
-        self.run(
-            StepPlan(0, starts=(SlotStart(SamplingParams(), (SlotSample(slot, 0, 0),)),), tables=(table,))
-        )
-        step = StepPlan(0, entries=(BatchEntry(slot, start, 1, bytes(4), ()),))
-        mode_to_s: dict[OffloadMode, float] = {}
-        for mode in MODES:
-            host.use(mode)
-            times = []
-            for _ in range(_NUM_MEASURED_STEPS):
-                started_at = self._clock.now()
-                self._runner.rehearse(step)
-                times.append(self._clock.now() - started_at)
-            mode_to_s[mode] = min(times)
-        self.run(StepPlan(0, free_slots=(slot,)))
-        host.use(min(reversed(MODES), key=mode_to_s.__getitem__))
-        taken = ", ".join(f"{mode} {time_s * 1e3:.1f} ms" for mode, time_s in mode_to_s.items())
-        _log.info("blocks in host memory are read %s; a step takes: %s", host.mode, taken)
 
 
 def _compatibility(

@@ -139,7 +139,7 @@ class PromptReader:
                 middle = piece.start + num_rows // 2
                 pending += [slice(middle, piece.stop), slice(piece.start, middle)]
         if self._groups.is_sampler:
-            whole = self._containment.insist(partial(torch.cat, tables))
+            whole = self._containment.retry_after_freeing_cache(partial(torch.cat, tables))
             self._tables.append((int(only.indices[0]), targets.num_top, self._copied(whole)))
         return True
 

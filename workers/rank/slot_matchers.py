@@ -312,6 +312,18 @@ class SlotMatchers:
         return hashlib.sha256(mask.data).digest()[:_DIGEST_BYTES]
 
 
+class NoMatchers(SlotMatchers):
+    """Stands for the matchers at ranks that do not sample, or have no grammars."""
+
+    def __init__(self, max_slots: int) -> None:
+        self._slots = {}
+        self._is_bound = np.zeros(max_slots, np.bool_)
+        self._under_way = deque()
+
+    def start(self, start: SlotStart) -> None:
+        """Do nothing: a slot without a matcher may sample anything."""
+
+
 def _failed(rows: PlannedRows, row: int, failure: MatcherFailure) -> FailedEntry:
     return FailedEntry(int(rows.indices[rows.sample_sources[row]]), failure.reason, failure.code)
 

@@ -10,18 +10,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.rank.device_batch import RowsThere
+from workers.rank.device_batch import DeviceRows
 from workers.rank.input_batch import PlannedRows
 from workers.rank.prompt_reader import PromptReadings
 
 
 class StepPart(NamedTuple):
     """Sequences of a step and the inputs of all their tokens, one sequence after another: token ids [T], or
-    hidden states [T, C]. `there` are the rows on the device, where they are known to it already."""
+    hidden states [T, C]. `device_rows` are the rows on the device, where they are known to it already."""
 
     rows: PlannedRows
     inputs: Tensor
-    there: RowsThere | None = None
+    device_rows: DeviceRows | None = None
 
     def only(self, kept: NDArray[np.bool_]) -> StepPart:
         """The part with the sequences that `kept` marks."""
@@ -37,13 +37,13 @@ class StepPart(NamedTuple):
 
 class SamplingPart(NamedTuple):
     """Sequences that sample, one row each: the hidden states [num_rows, C] of their last tokens and, unless
-    an attempt to sample has used them up, logits [num_rows, vocab_size]. `slots_there` are the slots that
+    an attempt to sample has used them up, logits [num_rows, vocab_size]. `device_slots` are the slots that
     sample, where the device knows them already."""
 
     rows: PlannedRows
     hidden: Tensor
     logits: Tensor | None
-    slots_there: Tensor | None = None
+    device_slots: Tensor | None = None
 
     def halves(self) -> tuple[SamplingPart, SamplingPart]:
         middle = self.rows.num_sequences // 2
@@ -62,5 +62,5 @@ class Executed(NamedTuple):
     rows: PlannedRows
     started_at: float
     sampling: list[SamplingPart]
-    there: RowsThere | None = None
+    device_rows: DeviceRows | None = None
     readings: PromptReadings | None = None

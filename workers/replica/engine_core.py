@@ -64,11 +64,13 @@ from workers.messages.link import (
     longest_link_frame,
 )
 from workers.messages.rank_channel import GrammarCompiled, RankReady, RankUp, StepProgress, StepReport
-from workers.replica.gateway_links import GatewayLinks, ReplicaReports
+from workers.replica.gateway_links import GatewayLinks
 from workers.replica.partition import ReplicaSpec, Shape
 from workers.replica.rank_group import RankGroup, RankLauncher
+from workers.replica.replica_reports import ReplicaReports
 from workers.replica.requests import Requests
-from workers.replica.step_loop import Capability, StepLoop, StepStats
+from workers.replica.step_loop import StepLoop
+from workers.replica.step_stats import Capability, StepStats
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
 from workers.store_connector.connector import StoreConnector, reaches_store

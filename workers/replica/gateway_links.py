@@ -10,18 +10,13 @@ cancelled.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.errors import TransferError, shown
-from kvtransfer.messages import KvEvents, KvSnapshot, ReplicaIdentity
+from kvtransfer.messages import KvEvents, KvSnapshot
 from kvtransfer.rpc.stream import FrameStream
-from workers.disagg.kv_receiver import KvReceiver
-from workers.disagg.kv_sender import KvSender
-from workers.disagg.migration import MigrationManager
-from workers.disagg.peers import Peers
 from workers.messages.link import (
     LINK_DOWN_CODEC,
     LINK_UP_CODEC,
@@ -46,11 +41,6 @@ from workers.messages.link import (
     StepFrame,
     TokenDelta,
 )
-from workers.messages.rank_channel import RankReady
-from workers.replica.step_loop import StepLoop
-from workers.scheduler.block_pool import BlockPool
-from workers.scheduler.scheduler import Scheduler
-from workers.store_connector.connector import StoreConnector
 
 GATEWAY_GRACE_S = 3.0
 LOAD_PERIOD_S = 0.2
@@ -237,147 +227,3 @@ def _frame(news: list[News], load: LoadReport | None, queue: QueueReport | None)
         embeddings=tuple(item for item in others if isinstance(item, PromptEmbedding)),
         stalls=tuple(item for item in others if isinstance(item, StallReport)),
     )
-
-
-# ----------------------------------------------------------------------------------------------
-# Reports: statistics, KV events, and whether every block is accounted for.
-
-
-class ReplicaReports:
-    """Makes the reports, each with its sequence number, from the components of the engine core."""
-
-    def __init__(
-        self,
-        *,
-        identity: ReplicaIdentity,
-        pool: BlockPool,
-        scheduler: Scheduler,
-        steps: StepLoop,
-        kv_sender: KvSender,
-        kv_receiver: KvReceiver,
-        migration: MigrationManager,
-        peers: Peers,
-        connector: StoreConnector | None = None,
-        ready: Sequence[RankReady] = (),
-    ) -> None:
-        """`ready` are the reports of all ranks that they have loaded."""
-        self._identity = identity
-        self._pool = pool
-        self._scheduler = scheduler
-        self._steps = steps
-        self._kv_sender = kv_sender
-        self._kv_receiver = kv_receiver
-        self._migration = migration
-        self._peers = peers
-        self._connector = connector
-        self._backend = ", ".join(sorted({rank.backend for rank in ready if rank.backend}))
-        self._load_s = tuple(rank.load_s for rank in ready)
-        self._warm_up_s = tuple(rank.warm_up_s for rank in ready)
-        self._kv_sequence = 0
-        self._load_sequence = 0
-        self._num_steps_checked = 0
-
-    def kv_events(self) -> KvEvents | None:
-        """Changes of the prefix cache, and of the node's store, since the last call; None: there are none."""
-        stored, removed = self._pool.take_events()
-        if self._connector is not None:
-            stored_there, removed_there = self._connector.view.take_events()
-            stored, removed = stored + stored_there, removed + removed_there
-        if not (stored or removed):
-            return None
-        self._kv_sequence += 1
-        return KvEvents(self._identity, self._kv_sequence, stored, removed)
-
-    def kv_snapshot(self) -> KvSnapshot:
-        """The whole content of both; send outstanding events before it."""
-        stored = self._pool.snapshot()
-        if self._connector is not None:
-            stored += self._connector.view.snapshot()
-        return KvSnapshot(self._identity, self._kv_sequence, stored)
-
-    def queue(self) -> QueueReport:
-        """What waits and runs at this moment; who is paused makes way for others, and does not count."""
-        landings = self._kv_receiver.landings
-        return QueueReport(
-            num_running=self._scheduler.num_running - self._scheduler.num_paused,
-            num_waiting=self._scheduler.num_waiting,
-            num_landings=landings.num_open + landings.num_waiting,
-            num_backlog_tokens=self._scheduler.num_backlog_tokens,
-            num_free_blocks=self._pool.num_free,
-            num_context_tokens=self._scheduler.num_context_tokens,
-        )
-
-    def load(self) -> LoadReport:
-        """The state of this moment."""
-        self._load_sequence += 1
-        scheduler, pool, landings = self._scheduler, self._pool, self._kv_receiver.landings
-        pushes = self._kv_sender.sends.counters
-        return LoadReport(
-            identity=self._identity,
-            sequence=self._load_sequence,
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            num_paused=scheduler.num_paused,
-            max_sequences=scheduler.max_sequences,
-            max_batch_tokens=scheduler.max_batch_tokens,
-            num_context_tokens=scheduler.num_context_tokens,
-            num_landings=landings.num_open + landings.num_waiting,
-            num_backlog_tokens=scheduler.num_backlog_tokens,
-            num_free_blocks=pool.num_free,
-            num_cached_blocks=pool.num_cached,
-            num_quarantined_blocks=pool.num_quarantined,
-            num_total_blocks=pool.num_total,
-            num_leaked_blocks=pool.num_references - scheduler.num_references - self._num_other_references,
-            prefill_tok_s=self._steps.rates.prefill_tok_s,
-            decode_step_s=self._steps.rates.decode_step_s,
-            stalled_s=self._steps.stalled_s,
-            num_steps=self._steps.num_steps,
-            num_checksum_failures=self._kv_receiver.num_checksum_failures,
-            num_preemptions=scheduler.num_preemptions,
-            transfer_gb_s=pushes.gb_s,
-            num_moved_bytes={str(each): count for each, count in pushes.num_bytes.items()},
-            num_lost_landings={str(cause): count for cause, count in self._kv_receiver.num_lost.items()},
-            paths=self._peers.paths(),
-            num_offloaded_blocks=scheduler.num_offloaded_blocks,
-            num_waiting_landings=landings.num_waiting,
-            num_moved_streams=self._migration.num_migrated,
-            num_failed_moves=self._migration.num_failed,
-            num_unfilled_tokens=scheduler.num_unfilled_tokens,
-            num_transport_bytes=dict(pushes.num_bytes_by_transport),
-            transport_s=dict(pushes.seconds_by_transport),
-            load_s=self._load_s,
-            backend=self._backend,
-            warm_up_s=self._warm_up_s,
-            **self._steps.costs.coefficients(),
-            **self._steps.stats.totals(),
-            **self._of_the_store(),
-        )
-
-    def _of_the_store(self) -> dict[str, Any]:
-        """The fields that concern the node's store."""
-        connector = self._connector
-        if connector is None:
-            return {}
-        return {
-            "load_tok_s": connector.costs.measured_tok_s,
-            "num_loaded_tokens": dict(connector.loader.num_loaded_tokens),
-            "num_announced_prompts": connector.announced.num_announced,
-            "num_announced_blocks": connector.announced.num_loaded_blocks,
-            "num_stored_blocks": connector.saver.num_stored,
-            "num_unstored_blocks": dict(connector.saver.num_unstored),
-            "num_store_checksum_failures": connector.loader.num_checksum_failures,
-        }
-
-    @property
-    def _num_other_references(self) -> int:
-        """Of landings, and of copies to and from the store."""
-        return self._kv_receiver.landings.num_references + (
-            0 if self._connector is None else self._connector.num_references
-        )
-
-    def check_when_idle(self) -> None:
-        """Assert every invariant of pool, sequences and landings, once after each time of work."""
-        if self._scheduler.is_idle and self._steps.num_steps != self._num_steps_checked:
-            self._num_steps_checked = self._steps.num_steps
-            self._scheduler.check(self._num_other_references)
-            self._kv_receiver.landings.check()

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from kvtransfer.common.group_shares import ShareClaim
 from workers.config import EngineConfig
 from workers.scheduler.block_tables import BlockDemand, BlockTables
-from workers.scheduler.lifecycle import Isolation, Lifecycle
+from workers.scheduler.isolation import Isolation
+from workers.scheduler.lifecycle import Lifecycle
 from workers.scheduler.micro_batches import BatchPause, MicroBatches
 from workers.scheduler.offload import Offloader
 from workers.scheduler.sequence import Hold, LandingState, Phase, Request, Sequence, StoreLoad

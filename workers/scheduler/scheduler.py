@@ -27,14 +27,16 @@ from workers.messages.link import (
 from workers.messages.rank_channel import FailedEntry, GrammarCompiled, GrammarOrder, StepPlan, StepReport
 from workers.messages.sampling import TokenLogprob
 from workers.scheduler.block_pool import BlockPool
-from workers.scheduler.lifecycle import Isolation, Lifecycle, SequenceMigration
+from workers.scheduler.engine_limits import EngineLimits
+from workers.scheduler.isolation import Isolation
+from workers.scheduler.lifecycle import Lifecycle
 from workers.scheduler.micro_batches import BatchPause, MicroBatches
 from workers.scheduler.offload import most_local_tokens
 from workers.scheduler.planner import Planner, landing_needs, load_needs
 from workers.scheduler.sequence import Hold, LandingState, Phase, Sequence, StoreLoad
+from workers.scheduler.sequence_migration import SequenceMigration
 from workers.scheduler.step import (
     ChunkDone,
-    EngineLimits,
     FinishedBlock,
     IssuedPlan,
     LandingNeed,

@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.host import host_id
 from kvtransfer.messages import (
     ITEM_BYTES,
-    BlocksRemoved,
-    BlocksStored,
     CompatibilityRecord,
     ReplicaIdentity,
     Shard,
@@ -52,8 +50,10 @@ from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import LoadNeed, StepRates
 from workers.store_connector.announced import AnnouncedPrompts
-from workers.store_connector.block_loader import BlockLoader, TierCosts
+from workers.store_connector.block_loader import BlockLoader
 from workers.store_connector.block_saver import BlockSaver
+from workers.store_connector.tier_costs import TierCosts
+from workers.store_connector.tier_view import TierView
 
 _ATTACH_PERIOD_S = 2.0
 _ASK_PERIOD_S = 0.5
@@ -347,70 +347,3 @@ def _block_bytes(compatibility: CompatibilityRecord, shard: Shard) -> int:
     num_heads = shard.num_layers * shard.num_heads
     token_bytes = 2 * num_heads * compatibility.head_dim * ITEM_BYTES[compatibility.dtype]
     return token_bytes * compatibility.block_tokens
-
-
-# ----------------------------------------------------------------------------------------------
-# What the store of this node holds, as its owner reports, for the replica's KV events.
-
-
-class TierView:
-    """Key -> tier and parent. After `restart` the next events are the whole of it."""
-
-    def __init__(self) -> None:
-        self._held: dict[bytes, BlocksStored] = {}
-        self._is_whole = True
-        self._stored: dict[bytes, None] = {}
-        self._removed: dict[bytes, None] = {}
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def restart(self) -> None:
-        """Expect the whole content anew: the owner is gone."""
-        self._is_whole = True
-
-    def apply(self, events: TierEvents) -> None:
-        """Take in what changed."""
-        gone = list(events.removed)
-        if self._is_whole:
-            reported = {key for stored in events.stored for key in stored.keys}
-            gone += [key for key in self._held if key not in reported]
-            self._is_whole = False
-        for key in gone:
-            if self._held.pop(key, None) is not None:
-                self._stored.pop(key, None)
-                self._removed[key] = None
-        for stored in events.stored:
-            parent = stored.parent
-            for key in stored.keys:
-                entry = BlocksStored(parent, (key,), stored.tier)
-                if self._held.get(key) != entry:
-                    self._held[key] = entry
-                    self._removed.pop(key, None)
-                    self._stored[key] = None
-                parent = key
-
-    def take_events(self) -> tuple[tuple[BlocksStored, ...], tuple[BlocksRemoved, ...]]:
-        """The net change since the last call; the two parts name disjoint keys."""
-        stored = tuple(_chains(self._held[key] for key in self._stored))
-        removed = (BlocksRemoved(tuple(self._removed), "store"),) if self._removed else ()
-        self._stored, self._removed = {}, {}
-        return stored, removed
-
-    def snapshot(self) -> tuple[BlocksStored, ...]:
-        """All of it."""
-        return tuple(_chains(self._held.values()))
-
-
-def _chains(blocks: Iterable[BlocksStored]) -> Iterable[BlocksStored]:
-    """Single blocks joined where each follows the one before in the same tier."""
-    parent, keys, tier = b"", list[bytes](), ""
-    for block in blocks:
-        if keys and (block.parent != keys[-1] or block.tier != tier):
-            yield BlocksStored(parent, tuple(keys), tier)  # type: ignore[arg-type]
-            keys = []
-        if not keys:
-            parent, tier = block.parent, block.tier
-        keys += block.keys
-    if keys:
-        yield BlocksStored(parent, tuple(keys), tier)  # type: ignore[arg-type]

@@ -7,7 +7,6 @@ are never mistaken for records.
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import errno
 import fcntl
@@ -16,17 +15,13 @@ import mmap
 import os
 import secrets
 import struct
-import sys
-from bisect import bisect_left, insort
 from collections.abc import Iterator
-from pathlib import Path
 
 from kvtransfer.blocks.checksum import checksum
-from kvtransfer.blocks.pool import SCRATCH_BYTES, map_shared, mapping_bytes, populate_write
-from kvtransfer.common.clock import Clock
+from kvtransfer.blocks.host_memory import SCRATCH_BYTES, map_shared, mapping_bytes, populate_write
 from kvtransfer.common.os_errors import os_reason
-from kvtransfer.common.tasks import Spawn
 from kvtransfer.errors import StoreError
+from kvtransfer.store.dram.extents import Extents
 from kvtransfer.store.messages import RecordInfo
 from kvtransfer.store.record import (
     HEADER_BYTES,
@@ -306,148 +301,3 @@ def _written_ranges(fd: int, num_bytes: int) -> Iterator[tuple[int, int]]:
                 return
             first, position = position, num_bytes  # a file of huge pages has no holes to report
         yield first, min(position, num_bytes)
-
-
-# ----------------------------------------------------------------------------------------------
-# Free space of an arena, in granules: best fit, neighbours joined; every operation takes constant time.
-
-
-class Extents:
-    """The free ranges of [0, num_total). `take` uses the smallest range that is large enough, of equal ones
-    the one freed last, because its pages are the likeliest to be in the caches."""
-
-    def __init__(self, num_total: int) -> None:
-        self.num_total = num_total
-        self.num_free = 0
-        self._start_to_count: dict[int, int] = {}
-        self._end_to_start: dict[int, int] = {}
-        self._count_to_starts: dict[int, dict[int, None]] = {}
-        self._counts: list[int] = []  # the keys of _count_to_starts, ascending
-
-    def take(self, count: int) -> int | None:
-        """Take `count` consecutive granules and return the first; None when there are none."""
-        place = bisect_left(self._counts, count)
-        if place == len(self._counts):
-            return None
-        found = self._counts[place]
-        start = next(reversed(self._count_to_starts[found]))
-        self._remove(start, found)
-        if found > count:
-            self._insert(start + count, found - count)
-        return start
-
-    def give(self, start: int, count: int) -> None:
-        """Free the granules [start, start + count), none of which is free."""
-        assert count > 0
-        assert 0 <= start <= self.num_total - count
-        before = self._end_to_start.get(start)
-        if before is not None:
-            self._remove(before, start - before)
-            start, count = before, start + count - before
-        after = self._start_to_count.get(start + count)
-        if after is not None:
-            self._remove(start + count, after)
-            count += after
-        self._insert(start, count)
-
-    def ranges(self) -> list[tuple[int, int]]:
-        """Return all free ranges as (start, count), ascending."""
-        return sorted(self._start_to_count.items())
-
-    def _insert(self, start: int, count: int) -> None:
-        self.num_free += count
-        self._start_to_count[start] = count
-        self._end_to_start[start + count] = start
-        starts = self._count_to_starts.get(count)
-        if starts is None:
-            starts = self._count_to_starts[count] = {}
-            insort(self._counts, count)
-        starts[start] = None
-
-    def _remove(self, start: int, count: int) -> None:
-        self.num_free -= count
-        del self._start_to_count[start]
-        del self._end_to_start[start + count]
-        starts = self._count_to_starts[count]
-        del starts[start]
-        if not starts:
-            del self._count_to_starts[count]
-            del self._counts[bisect_left(self._counts, count)]
-
-
-# ----------------------------------------------------------------------------------------------
-# The arena's memory is populated before records need it: the first write to a page takes many times as long
-# as later ones, and callers that wait for a record would wait for that.
-
-# So much is populated beyond the last record, at most a quarter of the arena.
-PREFAULT_BYTES = 256 << 20
-# Less is not worth a process: the memory of a small arena is populated by its first writes.
-MIN_BYTES = 16 << 20
-_STEP_BYTES = 2 << 20
-
-
-class Prefault:
-    """Populates the memory of one arena beyond its last record."""
-
-    def __init__(self, arena: Arena, spawn: Spawn, clock: Clock) -> None:
-        self._arena = arena
-        self._spawn = spawn
-        self._clock = clock
-        self._prefault_bytes = min(PREFAULT_BYTES, arena.num_bytes // 4)
-        self._num_taken_bytes = _whole_pages(arena.num_used_bytes)
-        self._is_taking = False
-
-    def top_up(self, *, at_once: bool = False) -> None:
-        """Begin to populate more memory if records have used up enough: `at_once`, or when a core idles. If
-        that fails, the first writes populate it."""
-        start, end = self._num_taken_bytes, self._end
-        if not self._is_taking and end - start >= MIN_BYTES:
-            self._is_taking = True
-            self._num_taken_bytes = end
-            self._spawn(self._take(start, end, at_once), "store-pages")
-
-    async def _take(self, start: int, end: int, at_once: bool) -> None:
-        if self._arena.fd < 0:  # closed since
-            return
-        if error := await _take_in_child(self._arena.fd, start, end, at_once):
-            _log.warning("the host tier's memory is not populated ahead of its first writes: %s", error)
-        else:
-            for offset in range(start, end, _STEP_BYTES):
-                self._arena.map_pages(offset, min(_STEP_BYTES, end - offset))
-                await self._clock.sleep(0.0)
-        self._is_taking = False
-
-    @property
-    def _end(self) -> int:
-        return min(_whole_pages(self._arena.num_used_bytes + self._prefault_bytes), self._arena.num_bytes)
-
-
-def _whole_pages(num_bytes: int) -> int:
-    """Round down to the start of a huge page."""
-    return num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-
-
-async def _take_in_child(fd: int, start: int, end: int, at_once: bool) -> str:
-    """Populate a range in a process of its own; return why that failed, or ""."""
-    script = str(Path(__file__).with_name("prefault_process.py"))
-    numbers = (str(number) for number in (fd, start, end, os.getpid(), int(at_once)))
-    try:
-        child = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-I", "-S", script, *numbers),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-            pass_fds=(fd,),
-        )
-    except OSError as error:
-        return str(error)
-    try:
-        _, errors = await child.communicate()
-    finally:
-        if child.returncode is None:
-            child.kill()
-            await child.wait()
-    if child.returncode == 0:
-        return ""
-    return errors.decode(errors="replace").strip() or f"status {child.returncode}"

@@ -17,8 +17,9 @@ from kvtransfer.common.faults import Faults
 from kvtransfer.common.group_shares import GroupShares, GroupUsage
 from kvtransfer.messages import Shard
 from kvtransfer.store.dram.arena import Arena
+from kvtransfer.store.dram.chain_lru import ChainKey
 from kvtransfer.store.dram.record_table import Held, RecordTable
-from kvtransfer.store.dram.slot_allocator import ArenaSlot, ChainKey, SlotAllocator
+from kvtransfer.store.dram.slot_allocator import ArenaSlot, SlotAllocator
 from kvtransfer.store.messages import (
     HELD,
     REFUSED,

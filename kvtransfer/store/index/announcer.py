@@ -8,32 +8,22 @@ is there.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum, auto
 from itertools import islice
 from typing import NamedTuple
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.tasks import wait_first
-from kvtransfer.errors import StoreError
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.store.index.redis_client import IndexAwayError, RedisLink, Script
 from kvtransfer.store.index.values import (
-    LEAVE_SCRIPT,
-    RENEW_SCRIPT,
     STALE_STAMPS,
     STAMP_S,
     UPDATE_SCRIPT,
-    NodeRecord,
-    decode_node,
     encode_change,
     encode_epoch,
-    encode_node,
     key_prefix,
-    node_key,
     node_number,
-    padded,
 )
 from kvtransfer.store.messages import RecordId, RecordInfo, Tier
 
@@ -196,68 +186,3 @@ class Announcer:
                 unwritten.update((record, batch[record]) for record in records)
         self._wrote(next(filter(None, outcomes), None))
         return unwritten
-
-
-# ----------------------------------------------------------------------------------------------
-# This node's record in the index: it lives as long as the node renews it, and shows when Redis forgot.
-
-_LOG = logging.getLogger(__name__)
-_RENEW = Script(RENEW_SCRIPT)
-_LEAVE = Script(LEAVE_SCRIPT)
-
-
-class Renewal(Enum):
-    """What a renewal met."""
-
-    GOOD = auto()
-    # Our record was not there, or an older state of it: Redis was flushed, restarted or restored, or evicted
-    # it, or we were paused for longer than the lease. Our announcements may be lost too.
-    LOST = auto()
-    # A later owner of this node has its record there: ours is not written any more.
-    SUPERSEDED = auto()
-
-
-class NodeLease:
-    """The record of one owner."""
-
-    def __init__(
-        self, link: RedisLink, namespace: str, identity: ReplicaIdentity, address: str, lease_s: float
-    ) -> None:
-        self._link = link
-        self._key = node_key(namespace, node_number(identity.replica_id))
-        self._record = NodeRecord(identity.epoch, 0, address, identity.replica_id)
-        self._lease_s = lease_s
-        # The sequence of the last renewal that was answered; 0: none yet.
-        self._confirmed = 0
-
-    @property
-    def period_s(self) -> float:
-        """How often it is to be renewed."""
-        return self._lease_s / 3
-
-    async def renew(self) -> Renewal:
-        """Write the record for another lease. `IndexAwayError`."""
-        self._record = self._record._replace(sequence=self._record.sequence + 1)
-        sequence = self._record.sequence
-        written = encode_node(self._record)
-        old = _read(await self._link.run(_RENEW, [self._key], [written, int(self._lease_s * 1000)]))
-        if old is not None and old.epoch > self._record.epoch:
-            return Renewal.SUPERSEDED
-        # A renewal whose answer did not come may have been written: `old` may be newer than the confirmed.
-        is_lost = old is None or old.epoch != self._record.epoch or old.sequence < self._confirmed
-        is_first, self._confirmed = self._confirmed == 0, sequence
-        return Renewal.LOST if is_lost and not is_first else Renewal.GOOD
-
-    async def leave(self) -> None:
-        """Delete the record, if it is ours. `IndexAwayError`."""
-        await self._link.run(_LEAVE, [self._key], [padded(self._record.epoch).encode()])
-
-
-def _read(value: bytes | None) -> NodeRecord | None:
-    if value is None:
-        return None
-    try:
-        return decode_node(value)
-    except StoreError as error:
-        _LOG.warning("%s; it was overwritten", error)
-        return None

@@ -17,8 +17,10 @@ from kvtransfer.common.tasks import SupervisedTasks, wait_first
 from kvtransfer.config import StoreSettings
 from kvtransfer.errors import StoreError
 from kvtransfer.messages import ReplicaIdentity, Shard
-from kvtransfer.store.index.announcer import AnnounceLimits, Announcer, NodeLease, Renewal
-from kvtransfer.store.index.redis_client import Breaker, IndexAwayError, RedisLink, redacted
+from kvtransfer.store.index.announcer import AnnounceLimits, Announcer
+from kvtransfer.store.index.breaker import Breaker
+from kvtransfer.store.index.node_lease import NodeLease, Renewal
+from kvtransfer.store.index.redis_client import IndexAwayError, RedisLink, redacted
 from kvtransfer.store.index.values import (
     Entry,
     NodeRecord,

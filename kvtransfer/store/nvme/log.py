@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from kvtransfer.common.clock import Clock
@@ -22,23 +22,21 @@ from kvtransfer.store.messages import PurgeOrder, RecordInfo, TierStat
 from kvtransfer.store.nvme.counters import NvmeCounters
 from kvtransfer.store.nvme.erasure import PurgeJournal, clear_range, gaps_between
 from kvtransfer.store.nvme.recovery import LOCK_NAME, Recovery, direct_flag, lock_folder
-from kvtransfer.store.nvme.segment_table import MAX_RUN_RECORDS, SURVIVING_SHARE, Reservation, SegmentTable
+from kvtransfer.store.nvme.segment_table import SURVIVING_SHARE, SegmentTable
 from kvtransfer.store.nvme.segment_table import Compacted as Compacted
 from kvtransfer.store.nvme.segment_table import Moved as Moved
+from kvtransfer.store.nvme.segment_writer import SegmentWriter
 from kvtransfer.store.nvme.segments import NvmeRef as NvmeRef
 from kvtransfer.store.nvme.segments import (
     PageBuffer,
     Segment,
     SegmentFiles,
     clear_directory,
-    header_page,
     io_error,
     is_header_of,
     read_at,
-    write_at,
     write_directory,
 )
-from kvtransfer.store.nvme.write_gate import WriteGate
 from kvtransfer.store.record import HEADER_BYTES, PAGE_BYTES, decode_header, image_bytes
 
 _log = logging.getLogger(__name__)
@@ -406,163 +404,3 @@ def _described(page: memoryview) -> str:
     except StoreError as error:
         return str(error)
     return f"a record of {header.info.id.key.hex()}"
-
-
-# ----------------------------------------------------------------------------------------------
-# Appends records to segments: reserves space, writes with one system call, seals full segments.
-
-# Whole, page-aligned images; their header pages are not looked at.
-Images = Sequence[tuple[memoryview, RecordInfo]]
-
-
-class _Headers(threading.local):
-    """Buffers of each thread for the header pages of one run."""
-
-    def __init__(self) -> None:
-        view = PageBuffer(MAX_RUN_RECORDS * PAGE_BYTES).view
-        self.pages = [view[start : start + PAGE_BYTES] for start in range(0, len(view), PAGE_BYTES)]
-
-
-class SegmentWriter:
-    """Writes records for any number of threads at once, and counts failures."""
-
-    def __init__(
-        self,
-        files: SegmentFiles,
-        table: SegmentTable,
-        segment_bytes: int,
-        counters: NvmeCounters,
-        faults: Faults,
-    ) -> None:
-        self._files = files
-        self._table = table
-        self._segment_bytes = segment_bytes
-        self._counters = counters
-        self._faults = faults
-        self._growing = threading.Lock()
-        self._gate = WriteGate()
-        self._headers = _Headers()
-
-    def append(self, records: Images, *, is_copy: bool) -> tuple[NvmeRef, ...]:
-        """Write the leading records, as many as the segment takes and at least one. `StoreIoError` when the
-        disk fails, `StoreError` when there is no space; then none of them is held."""
-        with self._gate.writing():
-            return self._append(records, is_copy=is_copy)
-
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        """Let nobody append meanwhile, and wait for those who do."""
-        with self._gate.closed():
-            yield
-
-    def _append(self, records: Images, *, is_copy: bool) -> tuple[NvmeRef, ...]:
-        infos = [info for _, info in records]
-        reservation = self._reserve(infos, is_copy=is_copy)
-        is_written = False
-        try:
-            self._write(reservation, records, is_copy=is_copy)
-            is_written = True
-        except StoreIoError as error:
-            self._counters.failed(error)
-            if isinstance(error.__cause__, FileNotFoundError):  # somebody removed it: the next one is new
-                self._table.give_up(reservation.segment)
-            raise
-        finally:
-            written = infos[: len(reservation.refs)] if is_written else None
-            if self._table.leave(reservation, written, is_copy=is_copy):
-                self.end(reservation.segment)
-        return reservation.refs
-
-    def end(self, segment: Segment | None) -> None:
-        """Seal a segment that the table returned for sealing, if any."""
-        if segment is not None:
-            self.seal(segment)
-            self._table.sealed(segment)
-
-    def seal(self, segment: Segment) -> None:
-        """Write its directory. Without it, the next start reads the whole segment, so failures are only
-        counted."""
-        if not segment.takes_directory:
-            return
-        try:
-            with segment.directory_lock, self._files.using(segment, "sealing") as fd:
-                num_bytes = write_directory(fd, segment, self._table.directory(segment))
-                segment.is_sealed = segment.is_dirty = True
-            self._counters.count(num_written_bytes=num_bytes)
-        except StoreIoError as error:
-            self._counters.failed(error)
-
-    def sync(self, segments: Iterable[Segment]) -> None:
-        """Make what was written to them durable; `StoreIoError` when that is not sure."""
-        for segment in segments:
-            if not segment.is_dirty:
-                continue
-            segment.is_dirty = False
-            try:
-                with self._files.using(segment, "syncing") as fd:
-                    os.fdatasync(fd)
-            except StoreIoError as error:
-                segment.is_dirty = True
-                self._counters.failed(error)
-                raise
-
-    def _reserve(self, infos: Sequence[RecordInfo], *, is_copy: bool) -> Reservation:
-        while (reservation := self._table.reserve(infos)) is None:
-            full = self._table.open_segment
-            before = None
-            with self._growing:
-                if self._table.open_segment is full:  # else another thread has begun one meanwhile
-                    before = self._table.begin(self._new_segment(infos[0], is_copy=is_copy))
-            self.end(before)
-        return reservation
-
-    def _new_segment(self, first: RecordInfo, *, is_copy: bool) -> Segment:
-        """An empty one, in which `first` fits."""
-        num_bytes = image_bytes(first.num_bytes)
-        if Segment(0, self._files.folder, self._segment_bytes).take(num_bytes, first) is None:
-            raise StoreError(
-                f"a record of {num_bytes} bytes does not fit in a segment of {self._segment_bytes}"
-            )
-        if not self._table.may_grow(is_copy=is_copy):
-            self._counters.count(num_refused=1)
-            raise StoreError(f"{self._files.folder} is full until the next compaction")
-        ready = self._table.take_ready()
-        if ready is not None:
-            return ready
-        try:
-            return self._files.create(self._table.next_number(), self._segment_bytes)
-        except StoreIoError as error:
-            self._counters.failed(error)
-            raise
-
-    def _write(self, reservation: Reservation, records: Images, *, is_copy: bool) -> None:
-        segment = reservation.segment
-        buffers: list[memoryview] = []
-        num_bytes = 0
-        for ref, (image, info), page in zip(reservation.refs, records, self._headers.pages, strict=False):
-            page[:] = header_page(info, ref.segment, ref.offset)
-            buffers += (page, image[HEADER_BYTES:])
-            num_bytes += ref.num_bytes
-        num_written = 0
-        self._files.pin(segment)
-        began_at = self._counters.begin(self._counters.writes)
-        try:
-            fd = self._files.fd(segment)
-            is_corrupt = self._faults.at("store.nvme.write")
-            segment.is_dirty = True
-            write_at(fd, buffers, reservation.refs[0].offset)
-            if is_corrupt:
-                _flip_bit(fd, reservation.refs[0].offset + HEADER_BYTES)
-            num_written = num_bytes
-        except OSError as error:
-            raise io_error("writing to", segment.path, error) from error
-        finally:
-            self._counters.end_write(began_at, num_written, is_put=not is_copy)
-            self._files.unpin(segment)
-
-
-def _flip_bit(fd: int, offset: int) -> None:
-    page = PageBuffer(PAGE_BYTES).view
-    read_at(fd, [page], offset)
-    page[0] ^= 1
-    write_at(fd, [page], offset)

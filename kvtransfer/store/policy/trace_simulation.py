@@ -18,7 +18,7 @@ import msgspec
 
 from kvtransfer.errors import StoreError
 from kvtransfer.messages import Shard
-from kvtransfer.store.dram.slot_allocator import ChainKey, ChainLru
+from kvtransfer.store.dram.chain_lru import ChainKey, ChainLru
 from kvtransfer.store.messages import RecordId, RecordInfo
 from kvtransfer.store.policy.nvme_admission import Admission
 

@@ -20,7 +20,8 @@ from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.store.dram.catalog import Catalog
 from kvtransfer.store.messages import HELD, REFUSED, RecordId, RecordInfo
 from kvtransfer.store.record import HEADER_BYTES, decode_header
-from kvtransfer.store.remote.exchange import Exchange, Wanted
+from kvtransfer.store.remote.exchange import Exchange
+from kvtransfer.store.remote.owner_link import Wanted
 from kvtransfer.store.server.disk import Disk
 
 # The record is no longer where it was known to be, or could not be read.

@@ -14,16 +14,18 @@ from kvtransfer.common.tasks import Spawn
 from kvtransfer.config import StoreSettings
 from kvtransfer.messages import CompatibilityRecord, ReplicaIdentity, Shard
 from kvtransfer.rpc.trust import Trust
-from kvtransfer.store.dram.arena import Arena, Prefault, fill_with_zeros
+from kvtransfer.store.dram.arena import Arena, fill_with_zeros
 from kvtransfer.store.dram.catalog import Catalog, Purged
+from kvtransfer.store.dram.prefault import Prefault
 from kvtransfer.store.index.index import Holder, Index
 from kvtransfer.store.messages import PurgeOrder, RecordId, RecordInfo, Tier
 from kvtransfer.store.record import space_id
 from kvtransfer.store.remote.exchange import Exchange, arena_pool
 from kvtransfer.store.remote.serve import LeasedRecord
 from kvtransfer.store.server.catalog_view import CatalogView
-from kvtransfer.store.server.disk import Disk, WriteBehind
+from kvtransfer.store.server.disk import Disk
 from kvtransfer.store.server.loader import GONE, LoadedRecord, RecordLoader, RemoteHolder
+from kvtransfer.store.server.write_behind import WriteBehind
 
 _log = logging.getLogger("tandem.store")
 

@@ -19,22 +19,22 @@ _INDICES = ["tables", "slots", "positions"]
 
 
 def rms_norm(
-    hidden: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, rest: Tensor | None = None
+    hidden: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """Add `rest` to `hidden` [num_rows, size], in place, where it is given; scale to unit mean square, round,
+    """Add `residual` to `hidden` [num_rows, size], in place, where it is given; scale to unit mean square,
     and multiply by `weight` [size]. The result is written to `out` where it is given, which may not be
-    `hidden` if there is a rest."""
+    `hidden` if there is a residual."""
     num_rows, size = hidden.shape
     result = torch.empty_like(hidden) if out is None else out
     assert hidden.stride(1) == result.stride(1) == weight.stride(0) == 1
-    assert rest is None or (rest.stride(1) == 1 and rest.shape == hidden.shape)
+    assert residual is None or (residual.stride(1) == 1 and residual.shape == hidden.shape)
     if not num_rows:
         return result
     block = triton.next_power_of_2(size)
     _rms_norm_kernel[(num_rows,)](
-        hidden, rest, weight, result, hidden.stride(0), rest.stride(0) if rest is not None else 0,
-        result.stride(0), size, eps, HAS_REST=rest is not None, BLOCK=block, num_warps=_num_warps(block),
-        enable_fp_fusion=False,
+        hidden, residual, weight, result, hidden.stride(0), residual.stride(0) if residual is not None else 0,
+        result.stride(0), size, eps, HAS_RESIDUAL=residual is not None, BLOCK=block,
+        num_warps=_num_warps(block), enable_fp_fusion=False,
     )  # fmt: skip
     return result
 
@@ -106,16 +106,16 @@ def _num_warps(num_items: int) -> int:
 
 @triton.jit
 def _rms_norm_kernel(
-    hidden, rest, weight, out, hidden_stride, rest_stride, out_stride, size, eps,
-    HAS_REST: tl.constexpr, BLOCK: tl.constexpr,
+    hidden, residual, weight, out, hidden_stride, residual_stride, out_stride, size, eps,
+    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_there = columns < size
     own = hidden + row * hidden_stride + columns
     x = tl.load(own, mask=is_there, other=0.0)
-    if HAS_REST:
-        added = tl.load(rest + row * rest_stride + columns, mask=is_there, other=0.0)
+    if HAS_RESIDUAL:
+        added = tl.load(residual + row * residual_stride + columns, mask=is_there, other=0.0)
         x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)
         tl.store(own, x, mask=is_there)
     wide = x.to(tl.float32)

@@ -1,0 +1,177 @@
+"""Measure the speed of replicas, the sizes of requests and the rate of their arrivals, from samples."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from cluster.scaling.config import ScalingConfig
+from cluster.scaling.forecast import CountedSpan, Forecast, Moments, forecast, mean_rate, moments
+from cluster.scaling.samples import (
+    DECODE,
+    PREFILL,
+    History,
+    ReplicaSample,
+    ScalingSample,
+    kind_of,
+)
+
+# Of a step's time, taken to be independent of the batch until batches of several sizes were seen.
+_FIXED_SHARE = 0.75
+# That assumption weighs as much as batches that vary by this share of their mean.
+_PRIOR_SPREAD = 0.1
+
+
+class StepCost(NamedTuple):
+    """Seconds of a decode step: `fixed_s + per_sequence_s * batch`."""
+
+    fixed_s: float
+    per_sequence_s: float
+
+    def step_s(self, batch: float) -> float:
+        return self.fixed_s + self.per_sequence_s * batch
+
+    def largest_batch(self, limit_s: float, max_sequences: int) -> int:
+        """The largest batch whose step stays within `limit_s`; at least 1, at most `max_sequences`."""
+        if self.per_sequence_s <= 0:
+            return max_sequences if self.fixed_s <= limit_s else 1
+        fitting = math.floor((limit_s - self.fixed_s) / self.per_sequence_s + 1e-9)
+        return max(1, min(max_sequences, fitting))
+
+
+class MeasuredRates(NamedTuple):
+    """Of the replicas, as measured; None or 0 while nothing was."""
+
+    # Prompt tokens a second that one replica computes while it has some.
+    prefill_tok_s: float
+    step: StepCost | None
+    # The largest at which one decode replica keeps `itl_slo_s`.
+    batch: int
+    # Of one replica that decodes.
+    kv_blocks: float
+    blocks_per_sequence: float
+
+    @property
+    def decode_tok_s(self) -> float:
+        """Tokens a second of one replica at that batch; 0: not known."""
+        return self.batch / self.step.step_s(self.batch) if self.step else 0.0
+
+
+class RequestSizes(NamedTuple):
+    """Of the requests."""
+
+    # Tokens to compute of one prompt, cached ones excluded; None: no prompt was reported yet.
+    prompt: Moments | None
+    # Tokens of one continuation; None: none ended yet.
+    output: Moments | None
+    sequences_per_request: float
+
+
+class ArrivalRates(NamedTuple):
+    """Requests a second: what to expect, and the least that must still fit after a pool shrank."""
+
+    expected: Forecast
+    # The larger of the expected rate and that of the last `down_cool_down_s`.
+    lasting_per_s: float
+
+
+def measured_rates(
+    history: History, config: ScalingConfig, max_sequences: int, now: float, has_prefill: bool
+) -> MeasuredRates:
+    """`max_sequences` is the largest batch that the decode pools' configuration allows."""
+    prefilling, decoding = [], []
+    for sample in history:
+        weight = math.exp(-(now - sample.at) / (config.forecast_s / 2))
+        for replica in sample.replicas:
+            if not replica.is_known:
+                continue
+            kind = kind_of(replica.role, has_prefill=has_prefill)
+            if kind != DECODE and replica.prefill_tok_s > 0:
+                prefilling.append((weight, replica))
+            if kind != PREFILL:
+                decoding.append((weight, replica))
+    step = step_cost(
+        (weight, min(each.num_running, max_sequences), each.decode_step_s) for weight, each in decoding
+    )
+    return MeasuredRates(
+        prefill_tok_s=_prefill_tok_s(prefilling),
+        step=step,
+        batch=step.largest_batch(config.itl_slo_s, max_sequences) if step else max_sequences,
+        kv_blocks=_mean((1.0, float(each.num_total_blocks)) for _, each in decoding),
+        blocks_per_sequence=_blocks_per_sequence(decoding),
+    )
+
+
+def _prefill_tok_s(samples: Sequence[tuple[float, ReplicaSample]]) -> float:
+    """While prompts waited, where they did: a replica with little to do fills its steps less."""
+    loaded = [(weight, each) for weight, each in samples if each.num_backlog_tokens > 0]
+    return _mean((weight, each.prefill_tok_s) for weight, each in loaded or samples)
+
+
+def _blocks_per_sequence(samples: Sequence[tuple[float, ReplicaSample]]) -> float:
+    """Those in use, landings' included, over the sequences that run or land."""
+    busy = [
+        (weight * (each.num_total_blocks - each.num_free_blocks), weight * sequences)
+        for weight, each in samples
+        if (sequences := each.num_running + each.num_landings - each.num_waiting_landings) > 0
+    ]
+    total = sum(sequences for _, sequences in busy)
+    return sum(blocks for blocks, _ in busy) / total if total > 0 else 0.0
+
+
+def step_cost(points: Iterable[tuple[float, int, float]]) -> StepCost | None:
+    """From (weight, batch, step seconds): the line through them, with neither part below 0; None without
+    any. The less the batches vary, the more its slope is the assumed one."""
+    kept = [point for point in points if point[1] > 0 and point[2] > 0]
+    if not kept:
+        return None
+    weights, batches, seconds = (np.array(column, dtype=np.float64) for column in zip(*kept, strict=True))
+    batch = float(np.average(batches, weights=weights))
+    step_s = float(np.average(seconds, weights=weights))
+    variance = float(np.average((batches - batch) ** 2, weights=weights))
+    covariance = float(np.average((batches - batch) * (seconds - step_s), weights=weights))
+    prior = (_PRIOR_SPREAD * batch) ** 2
+    assumed = (1 - _FIXED_SHARE) * step_s / batch
+    slope = min(max((covariance + prior * assumed) / (variance + prior), 0.0), step_s / batch)
+    return StepCost(step_s - slope * batch, slope)
+
+
+def measured_sizes(history: History, now: float, fade_s: float) -> RequestSizes:
+    """Over the whole history, recent samples counting more."""
+    totals = np.zeros(8)
+    for sample in history:
+        asked = sample.demand.values()[:8]
+        totals += math.exp(-(now - sample.at) / fade_s) * np.array(asked, dtype=np.float64)
+    arrived, sequences, prompts, computed, computed_squares, ended, output, output_squares = totals.tolist()
+    return RequestSizes(
+        prompt=moments(prompts, computed, computed_squares),
+        output=moments(ended, output, output_squares),
+        sequences_per_request=sequences / arrived if arrived > 0 else 1.0,
+    )
+
+
+def arrivals(samples: Sequence[ScalingSample]) -> list[CountedSpan]:
+    """Requests between each sample and the one before."""
+    return [
+        CountedSpan(sample.at, sample.at - before.at, sample.demand.num_arrived)
+        for before, sample in itertools.pairwise(samples)
+    ]
+
+
+def measured_arrivals(history: History, config: ScalingConfig, horizon_s: float, now: float) -> ArrivalRates:
+    """`horizon_s`: how far ahead to look, as replicas take that long to start."""
+    spans = arrivals(list(history))
+    expected = forecast(spans, now, horizon_s, config.forecast_s / 2, config.forecast_s / 10)
+    latest = [span for span in spans if span.at > now - config.down_cool_down_s]
+    return ArrivalRates(expected, max(expected.per_s, mean_rate(latest)))
+
+
+def _mean(weighted: Iterable[tuple[float, float]]) -> float:
+    """0 without any."""
+    pairs = list(weighted)
+    total = sum(weight for weight, _ in pairs)
+    return sum(weight * value for weight, value in pairs) / total if total > 0 else 0.0

@@ -1,0 +1,60 @@
+"""Choose between loading and computing a prefix, by the measured rates of the replica's store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+# Until a load was measured, and the owner has measured nothing either.
+ASSUMED_GB_S: Mapping[str, float] = {"dram": 4.0, "nvme": 1.0, "remote": 0.5}
+_WEIGHT = 0.3
+# A load that was not worth it is not measured again; each refusal raises what is believed by this, so that a
+# bad moment does not decide for ever.
+_DRIFT = 1.05
+
+
+class TierCosts:
+    """Tokens a second by tier, as blocks came from there; `block_bytes` are those of all ranks together."""
+
+    def __init__(self, block_tokens: int, block_bytes: int) -> None:
+        self._block_tokens = block_tokens
+        self._block_bytes = block_bytes
+        self._tok_s: dict[str, float] = {}
+        self._owner_gb_s: dict[str, float] = {}
+
+    @property
+    def measured_tok_s(self) -> dict[str, float]:
+        """Of the tiers from which something was loaded."""
+        return dict(self._tok_s)
+
+    def set_store_rates(self, gb_s: Mapping[str, float]) -> None:
+        """The owner's rates, 1e9 bytes a second."""
+        self._owner_gb_s = dict(gb_s)
+
+    def tok_s(self, tier: str) -> float:
+        """What is believed of the tier."""
+        gb_s = self._owner_gb_s.get(tier) or ASSUMED_GB_S[tier]
+        return self._tok_s.get(tier) or gb_s * 1e9 / self._block_bytes * self._block_tokens
+
+    def measured(self, num_blocks_by_tier: Mapping[str, int], seconds: float) -> None:
+        """A load has come: counted for its main tier, unless another had a part in it."""
+        total = sum(num_blocks_by_tier.values())
+        tier, count = max(num_blocks_by_tier.items(), key=lambda item: item[1])
+        if count == total and seconds > 0:
+            tok_s = total * self._block_tokens / seconds
+            old = self._tok_s.get(tier)
+            self._tok_s[tier] = tok_s if old is None else (1 - _WEIGHT) * old + _WEIGHT * tok_s
+
+    def num_worth_loading(self, tiers: Sequence[str], prefill_tok_s: float) -> int:
+        """How many of the leading blocks, which lie in these tiers, to load, so that loading them and
+        computing the rest takes least. All of them while the prefill rate is not known (0)."""
+        if not prefill_tok_s:
+            return len(tiers)
+        best, best_saved, saved = 0, 0.0, 0.0
+        for index, tier in enumerate(tiers):
+            saved += 1 / prefill_tok_s - 1 / self.tok_s(tier)
+            if saved > best_saved:
+                best, best_saved = index + 1, saved
+        for tier in set(tiers[best:]):
+            if tier in self._tok_s:
+                self._tok_s[tier] *= _DRIFT
+        return best
