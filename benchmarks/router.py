@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 from cluster.admission.fair_queue import Flow, Waiting
-from cluster.admission.lane import ReplicaLanes
+from cluster.admission.replica_queue import ReplicaQueues
 from kvtransfer.blocks.keys import TOKEN_BYTES, extend_keys
 from kvtransfer.common.clock import ManualClock, SystemClock
 from kvtransfer.messages import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
@@ -143,22 +143,22 @@ def measure_waits(num_tenants: int, num_calls: int = 500) -> dict[str, object]:
     computes prompts, for each of which requests of so many tenants wait already."""
     clock = ManualClock()
     service = RouterService(RouterConfig(), BLOCK_TOKENS, clock, 0)
-    lanes = ReplicaLanes(service)
+    queues = ReplicaQueues(service)
     for index in range(NUM_REPLICAS // 2):
         identity = ReplicaIdentity(f"r{index:02}", 1)
         service.add_replica(identity, "prefill")
         service.on_load(load_of(identity.replica_id, clock.now(), 10_000))
-        lane = lanes[identity.replica_id]
+        queue = queues[identity.replica_id]
         for number in range(3 * num_tenants):
             flow = Flow(f"t{number % num_tenants}", "standard")
             waiting = Waiting(str(number), flow, 0.1 + number % 7 / 10, clock.now(), 1e9, 0, 100)
-            lane.put(waiting, 1.0 + number % 3, clock.now())
-        lane.blocked(clock.now(), (identity.replica_id,))
+            queue.put(waiting, 1.0 + number % 3, clock.now())
+        queue.blocked(clock.now(), (identity.replica_id,))
     turns = itertools.cycle(Flow(f"t{number}", "standard") for number in range(num_tenants))
 
     def ask() -> None:
         clock.advance(0.001)
-        lanes.waits(next(turns), 1.0, clock.now(), None)
+        queues.waits(next(turns), 1.0, clock.now(), None)
 
     median_us, p99_us = quantiles_us(ask, num_calls)
     return {

@@ -36,16 +36,9 @@ from cluster.admission.displaced import DisplacedRequests
 from cluster.admission.fair_queue import Flow, IndexedHeap, Waiting
 from cluster.admission.held import Candidacy, HeldEffects, HeldLoad, HeldRequest
 from cluster.admission.ladder import Ladder, Pressure, Rung
-from cluster.admission.lane import (
-    WAIT_MARGIN,
-    Lateness,
-    QueuedBytes,
-    ReplicaLane,
-    ReplicaLanes,
-    TtftLimits,
-    Waits,
-    wait_bound,
-)
+from cluster.admission.lateness import WAIT_MARGIN, Lateness, TtftLimits, wait_bound
+from cluster.admission.queued_bytes import QueuedBytes
+from cluster.admission.replica_queue import ReplicaQueue, ReplicaQueues, Waits
 from cluster.admission.retries import RetryQueue
 from cluster.errors import OverloadedError
 from cluster.metrics.admission_stats import AdmissionStats, ClassStats, RungChange
@@ -125,7 +118,7 @@ class RequestAdmission:
         self._seeds = seeds
         self._call_soon = call_soon
         self._on_rung = on_rung
-        self._lanes = ReplicaLanes(router)
+        self._queues = ReplicaQueues(router)
         self._held: dict[str, HeldRequest] = {}
         # By when they are refused, and by when they are routed again.
         self._bounds: IndexedHeap[HeldRequest] = IndexedHeap()
@@ -156,16 +149,16 @@ class RequestAdmission:
 
     def num_waiting(self) -> dict[ServiceClass, int]:
         """Return how many requests of each class wait."""
-        return self._lanes.num_waiting()
+        return self._queues.num_waiting()
 
     def waiting_s(self) -> float:
         """Return the predicted work of all that waits."""
-        return self._lanes.waiting_s()
+        return self._queues.waiting_s()
 
     def held_loads(self) -> dict[str, HeldLoad]:
         """Return by replica what waits here until it can take that. What is behind a request that waits for
         a decode replica waits for one, too: more prefill replicas would not help it."""
-        sides = self._lanes.blocked_sides(self._clock.now(), self._paused)
+        sides = self._queues.blocked_sides(self._clock.now(), self._paused)
         loads: defaultdict[str, HeldLoad] = defaultdict(HeldLoad)
         for held in self._held.values():
             computing = held.decision.compute_id
@@ -301,9 +294,9 @@ class RequestAdmission:
             is_for_all = not replica_id or now >= self._pumped_at + _LOOK_S
             if is_for_all:
                 self._pumped_at = now
-            for name, lane in self._lanes.busy():
-                if is_for_all or not lane.waits_for or replica_id in lane.waits_for:
-                    self._pump_lane(name, lane, now)
+            for name, queue in self._queues.busy():
+                if is_for_all or not queue.waits_for or replica_id in queue.waits_for:
+                    self._pump_queue(name, queue, now)
             if is_for_all:
                 self._reroute(now)
             if self._held:
@@ -329,13 +322,13 @@ class RequestAdmission:
 
     def check(self) -> None:
         """Assert that queues and held requests agree."""
-        assert sum(len(lane.queue) for _, lane in self._lanes.busy()) == len(self._held)
+        assert sum(len(queue.order) for _, queue in self._queues.busy()) == len(self._held)
         for heap in (self._bounds, self._reroutes):
             heap.check()
             assert len(heap) == len(self._held)
         assert all(self._held.get(it.request.request_id) is it for it in self._displaced)
         assert self._has_more or not self._displaced
-        self._lanes.check()
+        self._queues.check()
 
     # --------------------------------------------------------------------------------------- private
 
@@ -348,7 +341,7 @@ class RequestAdmission:
                 flow,
                 f"under this load requests of the class {flow.service_class} with a weight of {weight:g} are "
                 "not taken",
-                max(self._lanes.drain_s(now), self.ladder.earliest_exit_s(Rung.LOW_WEIGHT_SHED, now)),
+                max(self._queues.drain_s(now), self.ladder.earliest_exit_s(Rung.LOW_WEIGHT_SHED, now)),
             )
         if (excess_bytes := self.queued.excess_bytes(num_more_bytes)) > 0:
             num_others = self.num_bytes
@@ -358,7 +351,7 @@ class RequestAdmission:
                 flow,
                 f"the requests that wait in this gateway have {num_others / 1e6:.0f} MB, "
                 f"{self._config.max_queue_mb:g} MB are the most (admission.max_queue_mb)",
-                part * self._lanes.drain_s(now),
+                part * self._queues.drain_s(now),
             )
 
     def _hold(
@@ -389,7 +382,7 @@ class RequestAdmission:
         return wait_bound(settings, candidacy, decision.prediction.prefill_s)
 
     def _waiting(self, request: RouteRequest, candidacy: Candidacy, decision: Decision) -> Waiting:
-        """Return what waits in the lane of its replica."""
+        """Return what waits in the queue of its replica."""
         return Waiting(
             request_id=request.request_id,
             flow=candidacy.flow,
@@ -400,13 +393,13 @@ class RequestAdmission:
             num_tokens=max(request.num_tokens, 1) - decision.prefill_cached_tokens,
         )
 
-    def _pump_lane(self, name: str, lane: ReplicaLane, now: float) -> None:
+    def _pump_queue(self, name: str, queue: ReplicaQueue, now: float) -> None:
         paused = self._paused
         while True:
-            waiting = lane.queue.peek(now, without=paused)
+            waiting = queue.order.peek(now, without=paused)
             if waiting is None and paused is not None and self._is_idle(name):
                 paused = None
-                waiting = lane.queue.peek(now)
+                waiting = queue.order.peek(now)
             if waiting is None:
                 break
             if self._num_left <= 0:
@@ -419,16 +412,16 @@ class RequestAdmission:
                     self._has_moved(held)
                 continue
             if not self._router.has_capacity(waiting.request_id):
-                lane.blocked(now, (held.decision.prefill, held.decision.decode))
+                queue.blocked(now, (held.decision.prefill, held.decision.decode))
                 return
             self._num_left -= 1
-            lane.pop(now, paused)
+            queue.pop(now, paused)
             self._forget(held)
             self.counts.num_released[waiting.flow.service_class] += 1
             self.counts.served.add(*waiting.flow, waiting.cost_s, now)
             self._router.on_submitted(waiting.request_id)
             held.effects.on_released(held)
-        lane.blocked(now, ())
+        queue.blocked(now, ())
 
     @property
     def _paused(self) -> ServiceClass | None:
@@ -479,7 +472,7 @@ class RequestAdmission:
             if self._place_anew(held, now):
                 moved.append(held)
         for replica_id in self._displaced.take_left():
-            self._lanes.forget(replica_id)
+            self._queues.forget(replica_id)
         return moved
 
     def _place_anew(self, held: HeldRequest, now: float) -> bool:
@@ -498,24 +491,24 @@ class RequestAdmission:
     def _put(self, held: HeldRequest) -> None:
         flow = held.candidacy.flow
         self._num_changes += 1
-        lane = self._lanes[held.decision.compute_id]
-        lane.put(held.waiting, self._weight(flow, held.candidacy.weight), held.routed_at)
+        queue = self._queues[held.decision.compute_id]
+        queue.put(held.waiting, self._weight(flow, held.candidacy.weight), held.routed_at)
 
     def _waits(self, candidacy: Candidacy, now: float) -> Waits:
         """Return what a request would wait in the order of each replica."""
         weight = self._weight(candidacy.flow, candidacy.weight)
-        return self._lanes.waits(candidacy.flow, weight, now, self._paused)
+        return self._queues.waits(candidacy.flow, weight, now, self._paused)
 
     def _move_some(self, replica_ids: Iterable[str], now: float) -> None:
         """Let each of these replicas that nothing waits for, and that could take something, have what is next
         in the longest queue, if the router finds that better now: predictions err."""
-        wanted = {name for _, lane in self._lanes.busy() for name in lane.waits_for}
+        wanted = {name for _, queue in self._queues.busy() for name in queue.waits_for}
         for replica_id in replica_ids:
             if replica_id in wanted or not self._router.takes_more(replica_id):
                 continue
-            lanes = (lane for _, lane in self._lanes.busy())
-            longest = max(lanes, key=lambda lane: lane.queue.cost_s, default=None)
-            waiting = longest.queue.peek(now, without=self._paused) if longest is not None else None
+            queues = (queue for _, queue in self._queues.busy())
+            longest = max(queues, key=lambda queue: queue.order.cost_s, default=None)
+            waiting = longest.order.peek(now, without=self._paused) if longest is not None else None
             if waiting is None:
                 return
             held = self._held[waiting.request_id]
@@ -538,7 +531,7 @@ class RequestAdmission:
         with contextlib.suppress(NoReplicaError):  # it stays
             if self._move(held, now):
                 name = held.decision.compute_id
-                self._pump_lane(name, self._lanes[name], now)
+                self._pump_queue(name, self._queues[name], now)
                 self._has_moved(held)
 
     def _has_moved(self, held: HeldRequest) -> None:
@@ -551,7 +544,7 @@ class RequestAdmission:
         it waited nowhere, so that it is not in its own way where it is. Raises `NoReplicaError` where there
         is no place at all; then it stays."""
         held.routed_at = now
-        self._lanes[held.decision.compute_id].drop(held.waiting.request_id, now)
+        self._queues[held.decision.compute_id].drop(held.waiting.request_id, now)
         try:
             better = self._better(held, now)
             if better is not None:
@@ -584,7 +577,7 @@ class RequestAdmission:
         """Whether it waited."""
         if self._held.get(held.waiting.request_id) is not held:
             return False
-        self._lanes[held.decision.compute_id].drop(held.waiting.request_id, self._clock.now())
+        self._queues[held.decision.compute_id].drop(held.waiting.request_id, self._clock.now())
         self._forget(held)
         return True
 
@@ -596,9 +589,9 @@ class RequestAdmission:
         self._reroutes.remove(held)
 
     def _cost_s(self, decision: Decision) -> float:
-        """Return for how long the request occupies the replica that its lane waits for: for computing its
+        """Return for how long the request occupies the replica that its queue waits for: for computing its
         prompt or, where that is longer, for the place of its sequence. The places of replicas that only
-        decode are those of all lanes."""
+        decode are those of all queues."""
         place_s = self._router.load(decision.decode).place_s
         if decision.prefill:
             num_compute, num_decode = self._router.num_by_side()
@@ -611,7 +604,7 @@ class RequestAdmission:
     def _least_wait_s(self, flow: Flow, tenant_weight: float, now: float) -> float:
         """Return the least wait of a request of the flow, of all replicas that it may wait for."""
         weight, paused = self._weight(flow, tenant_weight), self._paused
-        return self._lanes.least_wait_s(flow, weight, now, paused, includes_all=self._prefers_in_time)
+        return self._queues.least_wait_s(flow, weight, now, paused, includes_all=self._prefers_in_time)
 
     def _limits(self, flow: Flow, now: float, arrived_at: float, deadline_at: float | None) -> TtftLimits:
         """Return what a request of the flow may take to its first token."""

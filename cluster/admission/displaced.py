@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 
-from cluster.admission.fair_queue import PRIORITY_S, Flow
+from cluster.admission.fair_queue import ARRIVAL_PER_PRIORITY_S, Flow
 from cluster.admission.held import HeldRequest
 
 
@@ -57,4 +57,4 @@ class DisplacedRequests:
 
 
 def _effective_arrival(held: HeldRequest) -> float:
-    return held.waiting.arrived_at - PRIORITY_S * held.waiting.priority
+    return held.waiting.arrived_at - ARRIVAL_PER_PRIORITY_S * held.waiting.priority

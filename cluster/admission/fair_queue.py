@@ -4,7 +4,7 @@ A flow is a class of one tenant. Flows share the replica's time by their weights
 a flow's *tag* is the virtual time at which its next request may begin, and each request that goes moves it by
 cost / weight. The flow with the least tag is next. A flow that comes back does not claim the time in which it
 was absent: its tag is at least the virtual time, the tag of what went last. Within a flow a higher priority
-goes first, and counts as having arrived `PRIORITY_S` earlier a step, so that it starves nobody.
+goes first, and counts as having arrived `ARRIVAL_PER_PRIORITY_S` earlier a step, so that it starves nobody.
 
 Who has waited as long as its class allows is *due*, and goes before all that are not, the earliest due first.
 That is bounded to `AGED_PART` of the replica's time, and charged to the flow like any turn: a flow that is
@@ -24,7 +24,7 @@ from typing import Generic, NamedTuple, TypeVar
 from workers.messages.link import ServiceClass
 
 # How much earlier a request of one priority more counts as having arrived.
-PRIORITY_S = 1.0
+ARRIVAL_PER_PRIORITY_S = 1.0
 # What requests that are due may take of the replica's time beside the turns of their flows.
 AGED_PART = 0.1
 # So much of that time may be saved up.
@@ -231,7 +231,7 @@ class FairQueue:
         if flow is None:
             flow = self._flows[waiting.flow] = _FlowState(waiting.flow, weight, self._virtual_s)
         flow.weight = weight
-        flow.waiting.put(waiting, waiting.arrived_at - PRIORITY_S * waiting.priority)
+        flow.waiting.put(waiting, waiting.arrived_at - ARRIVAL_PER_PRIORITY_S * waiting.priority)
         flow.cost_s += waiting.cost_s
         flow.came(waiting.cost_s, now)
         if len(flow.waiting) == 1:

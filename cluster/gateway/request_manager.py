@@ -18,7 +18,7 @@ from cluster.admission import read_budget
 from cluster.admission.admission import RequestAdmission
 from cluster.admission.fair_queue import Flow
 from cluster.admission.held import Candidacy, HeldRequest
-from cluster.admission.lane import ByteHold
+from cluster.admission.queued_bytes import ByteHold
 from cluster.admission.quotas import QuotaHold, Quotas
 from cluster.admission.refusal_pace import RefusalPace
 from cluster.admission.retries import EndRate

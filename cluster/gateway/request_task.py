@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from cluster.admission.admission import RequestAdmission
 from cluster.admission.held import Candidacy, HeldRequest
-from cluster.admission.lane import ByteHold
+from cluster.admission.queued_bytes import ByteHold
 from cluster.admission.retries import CAPACITY_WAIT_S, Retry
 from cluster.errors import (
     AbandonedError,

@@ -43,7 +43,7 @@ from kvtransfer.protocol.actions import Landed, LandingAction, Lost, LostCause, 
 from kvtransfer.protocol.gate import RecentIds
 from kvtransfer.protocol.verification import Lanes, ManifestError, Verification
 
-_AGING_S = 10.0  # in which a waiting landing gains one level of priority
+_LANDING_PER_PRIORITY_S = 10.0  # in which a waiting landing gains one level of priority
 _MAX_TRIES = 16  # that find too few free blocks at a time: each has its prefix looked up
 
 
@@ -168,7 +168,10 @@ class LandingTable:
         sharing group that has too little left of its share wait, in order, and hold back nobody else."""
         waiting = [item for item in self._landings.values() if item.state is _State.WAITING]
         waiting.sort(
-            key=lambda item: (-(item.request.priority + (now - item.arrived_at) / _AGING_S), item.arrived_at)
+            key=lambda item: (
+                -(item.request.priority + (now - item.arrived_at) / _LANDING_PER_PRIORITY_S),
+                item.arrived_at,
+            )
         )
         actions: list[LandingAction] = []
         blocked: list[_Landing] = []

@@ -20,7 +20,7 @@ from cluster.admission.config import AdmissionConfig
 from cluster.admission.fair_queue import Flow
 from cluster.admission.held import Candidacy, HeldLoad, HeldRequest
 from cluster.admission.ladder import IDLE_RELEASE_S, Rung
-from cluster.admission.lane import MARGIN, WAIT_MARGIN
+from cluster.admission.lateness import MARGIN, WAIT_MARGIN
 from cluster.errors import DeadlineError, OverloadedError, RetryableError, UnattainableError
 from router.errors import NoReplicaError
 from router.messages import RouteRequest

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cluster.admission.fair_queue import (
     AGED_PART,
-    PRIORITY_S,
+    ARRIVAL_PER_PRIORITY_S,
     FairQueue,
     Flow,
     IndexedHeap,
@@ -144,7 +144,7 @@ def test_a_higher_priority_goes_first_within_its_flow() -> None:
 def test_a_priority_counts_as_so_many_seconds() -> None:
     queue = FairQueue()
     queue.put(waiting("low", arrived_at=0.0), 1.0, 0.0)
-    queue.put(waiting("late", arrived_at=2 * PRIORITY_S + 0.5, priority=2), 1.0, 0.0)
+    queue.put(waiting("late", arrived_at=2 * ARRIVAL_PER_PRIORITY_S + 0.5, priority=2), 1.0, 0.0)
     assert drain(queue) == ["low", "late"]
 
 
@@ -394,8 +394,8 @@ def test_sums_and_order_hold_over_any_operations(
                     it
                     for it in model.values()
                     if it.flow == popped.flow
-                    and it.arrived_at - PRIORITY_S * it.priority
-                    < popped.arrived_at - PRIORITY_S * popped.priority
+                    and it.arrived_at - ARRIVAL_PER_PRIORITY_S * it.priority
+                    < popped.arrived_at - ARRIVAL_PER_PRIORITY_S * popped.priority
                 ]
                 assert not earlier or popped.due_at <= now
                 if popped.flow.service_class == paused:

@@ -12,7 +12,7 @@ from cluster.admission.config import AdmissionConfig
 from cluster.admission.fair_queue import Flow
 from cluster.admission.held import Candidacy, HeldRequest
 from cluster.admission.ladder import Rung
-from cluster.admission.lane import ByteHold
+from cluster.admission.queued_bytes import ByteHold
 from cluster.errors import OverloadedError, RequestError
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import KvSnapshot, ReplicaIdentity

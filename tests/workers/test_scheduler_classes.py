@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from staged_engine import StagedEngine, ask, engine, finish, right, step, unpack
 
 from workers.messages.link import SERVICE_CLASSES, ServiceClass
-from workers.scheduler.sequence import CLASS_DELAY_S, PRIORITY_S
+from workers.scheduler.sequence import CLASS_DELAY_S, DUE_PER_PRIORITY_S
 
 
 def run(side: StagedEngine, outputs: dict[str, list[int]], num_steps: int = 1, now: float = 0.0) -> None:
@@ -52,7 +52,7 @@ def test_nobody_is_overtaken_by_who_comes_so_much_later(
     for name, arrived_at, service_class, priority in asked:
         for other, later_at, other_class, other_priority in asked:
             if place[other] < place[name] and later_at > arrived_at:
-                gained_s = PRIORITY_S * (other_priority - priority)
+                gained_s = DUE_PER_PRIORITY_S * (other_priority - priority)
                 gained_s += CLASS_DELAY_S[service_class] - CLASS_DELAY_S[other_class]
                 assert later_at - arrived_at <= gained_s
 

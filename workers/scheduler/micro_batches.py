@@ -69,11 +69,11 @@ class MicroBatches:
 
 
 # Where not all of them fit into a step, a priority goes so many steps before its turn.
-_PRIORITY_STEPS = 4
+_STEPS_PER_PRIORITY = 4
 
 
 def _turn(sequence: Sequence) -> int:
-    return sequence.last_step - _PRIORITY_STEPS * sequence.request.submission.priority
+    return sequence.last_step - _STEPS_PER_PRIORITY * sequence.request.submission.priority
 
 
 class BatchPause:

@@ -43,10 +43,10 @@ class StoreLoad(Enum):
     DONE = "done"
 
 
-# Who goes first is who will first have waited as long as its class may (`Submission.due_s`), counting a step
-# of priority as so many seconds: nobody waits for ever for others that come later. Where the gateway does not
-# say when that is, it is so long after the arrival.
-PRIORITY_S = 10.0
+# Requests are served in order of their due time: arrival plus the wait that their class allows
+# (`Submission.due_s`, or the delay of their class where the gateway names none). Each step of priority moves
+# it 10 s earlier, so no request starves.
+DUE_PER_PRIORITY_S = 10.0
 CLASS_DELAY_S: dict[ServiceClass, float] = {"interactive": 0.0, "standard": 5.0, "batch": 600.0}
 # A preempted sequence waits before those that have arrived less than so long before it.
 _PREEMPTED_S = 600.0
@@ -88,7 +88,7 @@ class Request:
         due_s = CLASS_DELAY_S[submission.service_class] if submission.due_s is None else submission.due_s
         # From then on it has waited too long, also where its class is paused.
         self.due_at = now + due_s
-        self.urgency = self.due_at - PRIORITY_S * submission.priority
+        self.urgency = self.due_at - DUE_PER_PRIORITY_S * submission.priority
         self.deadline = None if submission.deadline_s is None else now + submission.deadline_s
         self.num_prompt_tokens = len(submission.prompt) // TOKEN_BYTES
         # Its leading tokens whose log-probabilities are reported, or are not asked for. The first has none.

@@ -1,0 +1,176 @@
+"""Queue the requests of a gateway for each replica, and measure how fast each replica takes them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from cluster.admission.fair_queue import FairQueue, Flow, Waiting
+from router.service import RouterService
+from workers.messages.link import SERVICE_CLASSES, ServiceClass
+
+# How fast a replica takes work is remembered for about this, and before any is measured, it is assumed that
+# it took as much as was predicted for so long.
+_RATE_S = 10.0
+_ASSUMED_S = 0.5
+_LEAST_RATE = 0.01
+_MOST_RATE = 4.0
+
+
+class ReplicaQueue:
+    """What waits for one replica, and how fast that takes work: seconds of predicted work a second, measured
+    while something waits that it cannot take."""
+
+    def __init__(self) -> None:
+        self.order = FairQueue()
+        # To be computed, of what waits.
+        self.num_tokens = 0
+        # The replicas one of which cannot take the next request; (): none waits.
+        self.waits_for: tuple[str, ...] = ()
+        # Work taken, and time in which some waited for it; what is long ago counts less.
+        self._taken_s = 0.0
+        self._blocked_s = 0.0
+        self._counted_until = 0.0
+
+    def put(self, waiting: Waiting, weight: float, now: float) -> None:
+        """Let a request wait here."""
+        self.order.put(waiting, weight, now)
+        self.num_tokens += waiting.num_tokens
+
+    def pop(self, now: float, without: ServiceClass | None) -> Waiting | None:
+        """Take out the next request, which the replica takes; None: there is none."""
+        waiting = self.order.pop(now, without=without)
+        if waiting is not None:
+            self.num_tokens -= waiting.num_tokens
+            self._count(now)
+            if self.waits_for:
+                self._taken_s += waiting.cost_s
+        return waiting
+
+    def drop(self, request_id: str, now: float) -> None:
+        """Take out a request that does not wait here any more."""
+        waiting = self.order.drop(request_id, now)
+        if waiting is not None:
+            self.num_tokens -= waiting.num_tokens
+            if not len(self.order):
+                self.blocked(now, ())
+
+    def rate(self, now: float) -> float:
+        """Return how fast the replica takes work."""
+        self._count(now)
+        rate = (self._taken_s + _ASSUMED_S) / (self._blocked_s + _ASSUMED_S)
+        return min(max(rate, _LEAST_RATE), _MOST_RATE)
+
+    def blocked(self, now: float, waits_for: tuple[str, ...]) -> None:
+        """Note which replicas the next request waits for, from now on; (): none."""
+        self._count(now)
+        self.waits_for = waits_for
+
+    def _count(self, now: float) -> None:
+        """Let time pass: in which the next request waits, or in which what was measured is forgotten."""
+        kept = math.exp((self._counted_until - now) / _RATE_S)
+        self._taken_s *= kept
+        self._blocked_s *= kept
+        if self.waits_for:
+            self._blocked_s += _RATE_S * (1 - kept)
+        self._counted_until = now
+
+
+class Waits(NamedTuple):
+    """What a request would wait where others wait already: seconds by replica, and of all that waits in this
+    gateway the part that goes before it."""
+
+    waits: dict[str, float]
+    held_part: float
+
+
+class ReplicaQueues:
+    """The queues of all replicas for which something has waited."""
+
+    def __init__(self, router: RouterService) -> None:
+        self._router = router
+        self._queues: dict[str, ReplicaQueue] = {}
+
+    def __getitem__(self, replica_id: str) -> ReplicaQueue:
+        """Return the queue of a replica, which may be new."""
+        queue = self._queues.get(replica_id)
+        if queue is None:
+            queue = self._queues[replica_id] = ReplicaQueue()
+        return queue
+
+    def busy(self) -> list[tuple[str, ReplicaQueue]]:
+        """Return the queues in which something waits."""
+        return [(name, queue) for name, queue in self._queues.items() if len(queue.order)]
+
+    def blocked_sides(self, now: float, paused: ServiceClass | None) -> dict[str, str]:
+        """Return by replica, of the queues in which something waits, which side cannot take the next request;
+        "": both can (`RouterService.blocked_side`)."""
+        sides: dict[str, str] = {}
+        for name, queue in self.busy():
+            waiting = queue.order.peek(now, without=paused)
+            sides[name] = self._router.blocked_side(waiting.request_id) if waiting is not None else ""
+        return sides
+
+    def forget(self, replica_id: str) -> None:
+        """Forget how fast a replica took work that takes nothing more, unless something waits for it."""
+        if (queue := self._queues.get(replica_id)) is not None and not len(queue.order):
+            del self._queues[replica_id]
+
+    def num_waiting(self) -> dict[ServiceClass, int]:
+        """Return how many requests of each class wait."""
+        total: Counter[ServiceClass] = Counter()
+        for queue in self._queues.values():
+            total.update(queue.order.num_by_class())
+        return {name: total[name] for name in SERVICE_CLASSES}
+
+    def waiting_s(self) -> float:
+        """Return the predicted work of all that waits."""
+        return sum(queue.order.cost_s for queue in self._queues.values())
+
+    def waits(self, flow: Flow, weight: float, now: float, paused: ServiceClass | None) -> Waits:
+        """Return what a request of the flow would wait in the order of each replica."""
+        waits: dict[str, float] = {}
+        before_s = held_s = 0.0
+        for name, queue in self._queues.items():
+            if len(queue.order) and self._router.is_known(name):
+                rate = queue.rate(now)
+                ahead_s = queue.order.ahead_s(flow, weight, now, rate=rate, without=paused)
+                waits[name] = self._router.load(name).submitted_wait_s(queue.num_tokens) + ahead_s / rate
+                before_s += min(ahead_s, queue.order.cost_s)
+                held_s += queue.order.cost_s
+        return Waits(waits, before_s / held_s if held_s else 1.0)
+
+    def least_wait_s(
+        self, flow: Flow, weight: float, now: float, paused: ServiceClass | None, *, includes_all: bool
+    ) -> float:
+        """Return the least wait of all replicas that compute prompts, for what is there, for what other
+        gateways hold, and for what goes before it here; 0 where there is none. `includes_all`: also of those
+        that decode, each of which may compute one, too."""
+        waits = self.waits(flow, weight, now, paused).waits
+        ids = self._router.usable_ids() if includes_all else self._compute_ids()
+        return min((self._wait_s(name, waits) for name in ids), default=0.0)
+
+    def drain_s(self, now: float) -> float:
+        """Return in how many seconds all that waits will have gone, at the rates of all replicas."""
+        queues = (self._queues.get(name) for name in self._compute_ids())
+        rates = [queue.rate(now) if queue is not None else 1.0 for queue in queues]
+        return self.waiting_s() / sum(rates) if rates else 0.0
+
+    def check(self) -> None:
+        """Assert that sums and requests agree."""
+        for queue in self._queues.values():
+            queue.order.check()
+            assert queue.num_tokens == sum(it.num_tokens for it in queue.order)
+
+    def _wait_s(self, replica_id: str, waits: dict[str, float]) -> float:
+        wait_s = waits.get(replica_id)
+        return self._router.load(replica_id).submitted_wait_s(0) if wait_s is None else wait_s
+
+    def _compute_ids(self) -> Iterator[str]:
+        """Return the replicas that may compute a prompt, and decode replicas at which some wait for that."""
+        used = (
+            name for name, queue in self._queues.items() if len(queue.order) and self._router.is_known(name)
+        )
+        return iter({*self._router.compute_ids(), *used})
