@@ -27,7 +27,7 @@ from typing import NamedTuple, Protocol
 from msgspec.structs import asdict, replace
 
 from kvtransfer.common.clock import Clock
-from kvtransfer.common.health import moving_average
+from kvtransfer.common.health import kept_share, moving_average
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import QueueState, ReplicaLoad
 from router.rates import Rates, rates_of
@@ -240,7 +240,7 @@ class _ReplicaLoad:
         """Return what a prefill takes there over what its coefficients say."""
         if self.log_ratio <= 0.0:
             return 1.0
-        kept = math.exp((self.measured_at - now) / _CORRECTION_MEMORY_S)
+        kept = kept_share(now - self.measured_at, _CORRECTION_MEMORY_S)
         return min(math.exp(kept * self.log_ratio), _MOST_CORRECTION)
 
     def correct(self, placement: Placement, took_s: float, now: float) -> None:
@@ -252,7 +252,7 @@ class _ReplicaLoad:
         ratio = (took_s - placement.wait_s) / placement.prefill_s
         log_ratio = math.log(min(max(ratio, _LEAST_RATIO), 1.0 / _LEAST_RATIO))
         weight = _CORRECTION_WEIGHT * placement.prefill_s / (placement.wait_s + placement.prefill_s)
-        known = self.log_ratio * math.exp((self.measured_at - now) / _CORRECTION_MEMORY_S)
+        known = self.log_ratio * kept_share(now - self.measured_at, _CORRECTION_MEMORY_S)
         self.log_ratio, self.measured_at = known + weight * (log_ratio - known), now
         self.touch()
 

@@ -45,13 +45,12 @@ from cluster.metrics.admission_stats import AdmissionStats, ClassStats, RungChan
 from cluster.metrics.gateway_counters import Predicted
 from cluster.metrics.served_time import ServedTime
 from kvtransfer.common.clock import Clock
+from kvtransfer.common.health import spread_s
 from router.errors import NoReplicaError
 from router.messages import Decision, RouteRequest
 from router.service import RouterService
 from workers.messages.link import SERVICE_CLASSES, ServiceClass
 
-# Of the time after which a refused client may come back: it varies by this part in either direction.
-JITTER = 0.25
 _LEAST_RETRY_S = 0.1
 # What waits is routed again when a replica has nothing else to do, no more often than this.
 _MOVE_S = 0.05
@@ -261,7 +260,7 @@ class RequestAdmission:
 
     def retry_after_s(self, drain_s: float) -> float:
         """Return when a client may come back that is refused until something has drained."""
-        return max(_LEAST_RETRY_S, drain_s) * (1 + JITTER * (self._seeds() % 2001 - 1000) / 1000)
+        return spread_s(max(_LEAST_RETRY_S, drain_s), self._seeds())
 
     # --------------------------------------------------------------------------------------- release
 

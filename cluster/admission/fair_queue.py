@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
+from kvtransfer.common.health import kept_share
 from workers.messages.link import ServiceClass
 
 # How much earlier a request of one priority more counts as having arrived.
@@ -136,12 +137,12 @@ class _FlowState:
         return self.cost_s / len(self.waiting) if self.waiting else 0.0
 
     def came(self, work_s: float, now: float) -> None:
-        self.came_s = max(0.0, self.came_s * math.exp((self.counted_until - now) / _INFLOW_S) + work_s)
+        self.came_s = max(0.0, self.came_s * kept_share(now - self.counted_until, _INFLOW_S) + work_s)
         self.counted_until = now
 
     def inflow(self, now: float) -> float:
         """Return the seconds of work that come in a second."""
-        return self.came_s * math.exp((self.counted_until - now) / _INFLOW_S) / _INFLOW_S
+        return self.came_s * kept_share(now - self.counted_until, _INFLOW_S) / _INFLOW_S
 
 
 def work_ahead(own_s: float, others: Iterable[tuple[float, float, float]]) -> float:
@@ -297,7 +298,7 @@ class FairQueue:
         if snapshot is None:
             snapshot = self._snapshots[without] = self._snapshot(now, without)
         # All of what came fades alike.
-        faded = math.exp((snapshot.made_at - now) / _INFLOW_S) / rate
+        faded = kept_share(now - snapshot.made_at, _INFLOW_S) / rate
         # As in `work_ahead`: this is asked of every queue for every request that comes.
         certain_s, growth = own_cost_s, 0.0
         growing: list[tuple[float, float, float]] = []

@@ -3,12 +3,12 @@ wait. Time is an argument."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple
 
 from cluster.admission.fair_queue import Flow
+from kvtransfer.common.health import kept_share
 
 
 class Rung(IntEnum):
@@ -159,5 +159,5 @@ class Pressure:
             del self._asking[next(iter(self._asking))]
         weights = sum(it.weight for it in self._asking.values())
         pressure = sum(it.weight * it.part for it in self._asking.values()) / weights if weights else 0.0
-        self._smoothed += (1 - math.exp(-passed_s / SMOOTHED_S)) * (pressure - self._smoothed)
+        self._smoothed += (1 - kept_share(passed_s, SMOOTHED_S)) * (pressure - self._smoothed)
         self._ladder.update(self._smoothed, now)

@@ -30,6 +30,7 @@ from msgspec import Meta
 from cluster.errors import FieldViolation, InvalidRequestError, QuotaError
 from cluster.identity.config import ANY_TENANT, AuthConfig, TenantLimits
 from kvtransfer.codec import Message, Part
+from kvtransfer.common.health import spread_s
 
 Rate = Literal["requests_per_s", "prompt_tokens_per_s", "output_tokens_per_s"]
 Limit = Rate | Literal["concurrent_tokens"]
@@ -48,8 +49,6 @@ GRACE_S = 1.0
 _IDLE_S = 10.0
 # When concurrent tokens come back is not known.
 _HELD_RETRY_S = 1.0
-# A client comes back so much later than it could, at most.
-_JITTER = 0.25
 # Less is no wait: a client that waits just as long as it was told finds enough.
 _TOLERANCE_S = 1e-6
 _MAX_COUNT = 1 << 53
@@ -469,7 +468,7 @@ class Quotas:
         """Count a refusal, and return its error: the tenant's clients come back one after the other, and none
         too soon."""
         found.num_refused[limit] += 1
-        return QuotaError(because, wait_s * (1 + _JITTER * (self._seeds() % 1001) / 1000), limit)
+        return QuotaError(because, spread_s(wait_s, self._seeds()), limit)
 
     def _count(self, peer: _Peer, record: QuotaRecord, now: float) -> None:
         """Take from the buckets what this gateway has used since its last record."""

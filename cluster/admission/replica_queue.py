@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from cluster.admission.fair_queue import FairQueue, Flow, Waiting
+from kvtransfer.common.health import kept_share
 from router.service import RouterService
 from workers.messages.link import SERVICE_CLASSES, ServiceClass
 
@@ -70,7 +70,7 @@ class ReplicaQueue:
 
     def _count(self, now: float) -> None:
         """Let time pass: in which the next request waits, or in which what was measured is forgotten."""
-        kept = math.exp((self._counted_until - now) / _RATE_S)
+        kept = kept_share(now - self._counted_until, _RATE_S)
         self._taken_s *= kept
         self._blocked_s *= kept
         if self.waits_for:

@@ -30,7 +30,7 @@ from cluster.proto import APPLICATION_KEY
 from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.proto.tandem.v1 import inference_pb2_grpc
-from kvtransfer.common.health import backoff_s
+from kvtransfer.common.health import JITTER, backoff_s, spread_s
 
 __all__ = [
     "Client",
@@ -48,8 +48,6 @@ _FIRST_PATIENCE_S = 10.0
 _PATIENCE_S = 60.0
 _BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 2.0
-# Clients that failed together do not come back together: a pause is up to so much longer.
-_JITTER = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +221,7 @@ class GenerateStream:
         if error.is_refusal:
             until = failing_since + patience_s
             until = until if self._deadline_at is None else min(until, self._deadline_at)
-            return now + (1 + _JITTER) * (error.retry_after_s or 0.0) < until
+            return now + (1 + JITTER) * (error.retry_after_s or 0.0) < until
         return error.code is grpc.StatusCode.UNAVAILABLE
 
     def _resumed_request(self) -> pb.GenerateRequest:
@@ -352,7 +350,7 @@ class Client(GatewayCaller):
         if not error.is_refusal:
             suggested_s = min(suggested_s, _MAX_BACKOFF_S)
         pause_s = max(suggested_s, backoff_s(num_failures, _BACKOFF_S, _MAX_BACKOFF_S))
-        await self.sleep(pause_s * (1 + _JITTER * secrets.randbelow(1001) / 1000))
+        await self.sleep(spread_s(pause_s, secrets.randbits(32)))
 
 
 class Collector:

@@ -21,6 +21,7 @@ from cluster.metrics.ended_request import RoutedAttempt, Summary, TimelineEntry
 from cluster.text.preprocess import PreparedRequest
 from cluster.text.sample_text import SampleText
 from kvtransfer.blocks.keys import TOKEN_BYTES
+from kvtransfer.common.health import spread_s
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import Decision, RouteRequest
 from workers.messages.link import (
@@ -41,8 +42,6 @@ _MAX_HELD_DELTAS = 4096
 _MAX_TIMELINE = 200
 _FLOAT_BYTES = 4
 _UNREADABLE = "sent a stream that cannot be read"
-# Of the time after which a client may come back: it is longer by up to this part.
-_JITTER = 0.25
 
 
 class RequestPhase(Enum):
@@ -553,8 +552,7 @@ class RequestState:
 
     def _spread(self, retry_after_s: float) -> float:
         """Return the time after which the client may come back, so that not all do at once."""
-        drawn = zlib.crc32(self.prepared.request_id.encode()) % 1001 / 1000
-        return retry_after_s * (1 + _JITTER * drawn)
+        return spread_s(retry_after_s, zlib.crc32(self.prepared.request_id.encode()))
 
     def _route_request(self) -> RouteRequest:
         excluded, is_scored = self._retries.excluded(), self._prompt.is_whole

@@ -7,6 +7,7 @@ from collections import defaultdict
 
 from cluster.metrics.admission_stats import FlowStats
 from cluster.metrics.tenant_usage import OTHERS
+from kvtransfer.common.health import kept_share
 
 # Time given so long ago counts 1/e: who is given half of a replica has 30 s.
 SERVED_S = 60.0
@@ -43,14 +44,14 @@ class ServedTime:
         if name not in self._tenants and len(self._tenants) > MOST_TENANTS:
             self._tenants = _largest(self._tenants, MOST_TENANTS // 2)
         served = self._tenants.setdefault(name, defaultdict(float))
-        served[service_class] += cost_s * math.exp((now - self._counted_at) / SERVED_S)
+        served[service_class] += cost_s * kept_share(self._counted_at - now, SERVED_S)
 
     def stats(self, now: float) -> tuple[FlowStats, ...]:
         """Return what the tenants have that were given most, then those of the others together. Nothing,
         where nobody was given anything for `SERVED_S`: all fade alike, so that their shares would stay."""
         if now - self._given_at > SERVED_S:
             return ()
-        kept = math.exp((self._counted_at - now) / SERVED_S)
+        kept = kept_share(now - self._counted_at, SERVED_S)
         return tuple(
             FlowStats(tenant, service_class, served_s * kept)
             for tenant, served in _largest(self._tenants, NUM_TENANTS).items()
@@ -59,7 +60,7 @@ class ServedTime:
         )
 
     def _renew(self, now: float) -> None:
-        kept = math.exp((self._counted_at - now) / SERVED_S)
+        kept = kept_share(now - self._counted_at, SERVED_S)
         self._counted_at = now
         renewed: dict[str, defaultdict[str, float]] = {}
         for tenant, served in self._tenants.items():

@@ -19,6 +19,7 @@ from cluster.scaling.samples import (
     ScalingSample,
     kind_of,
 )
+from kvtransfer.common.health import kept_share
 
 # Of a step's time, taken to be independent of the batch until batches of several sizes were seen.
 _FIXED_SHARE = 0.75
@@ -85,7 +86,7 @@ def measured_rates(
     """`max_sequences` is the largest batch that the decode pools' configuration allows."""
     prefilling, decoding = [], []
     for sample in history:
-        weight = math.exp(-(now - sample.at) / (config.forecast_s / 2))
+        weight = kept_share(now - sample.at, config.forecast_s / 2)
         for replica in sample.replicas:
             if not replica.is_known:
                 continue
@@ -145,7 +146,7 @@ def measured_sizes(history: History, now: float, fade_s: float) -> RequestSizes:
     totals = np.zeros(8)
     for sample in history:
         asked = sample.demand.values()[:8]
-        totals += math.exp(-(now - sample.at) / fade_s) * np.array(asked, dtype=np.float64)
+        totals += kept_share(now - sample.at, fade_s) * np.array(asked, dtype=np.float64)
     arrived, sequences, prompts, computed, computed_squares, ended, output, output_squares = totals.tolist()
     return RequestSizes(
         prompt=moments(prompts, computed, computed_squares),

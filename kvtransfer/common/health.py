@@ -3,15 +3,25 @@ latency and rate."""
 
 from __future__ import annotations
 
+import math
+
 FIRST_S = 1.0
 MAX_S = 60.0
 # 2 to this power exceeds every ratio of a limit to a first pause.
 _MAX_DOUBLINGS = 60
+JITTER = 0.25
+_JITTER_STEPS = 1001
 
 
 def backoff_s(num_failures: int, first_s: float, max_s: float) -> float:
     """Return the pause after `num_failures` (at least 1) failures in a row."""
     return min(first_s * 2.0 ** min(num_failures - 1, _MAX_DOUBLINGS), max_s)
+
+
+def spread_s(pause_s: float, drawn: int) -> float:
+    """Return a pause that is up to `JITTER` longer, by a number that was drawn: those that wait for the same
+    thing do not all come back at once."""
+    return pause_s * (1 + JITTER * (drawn % _JITTER_STEPS) / (_JITTER_STEPS - 1))
 
 
 class Backoff:
@@ -64,6 +74,11 @@ class CoolDown:
 # Busy seconds after which what was counted weighs half.
 _MEMORY_S = 1.0
 _LATENCY_WEIGHT = 0.1
+
+
+def kept_share(elapsed_s: float, memory_s: float) -> float:
+    """Return the share of its weight that a value keeps after `elapsed_s`; after `memory_s` it is 1/e."""
+    return math.exp(-elapsed_s / memory_s)
 
 
 def moving_average(average: float, value: float, weight: float) -> float:

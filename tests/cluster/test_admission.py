@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cluster.admission.admission import JITTER
 from cluster.admission.config import AdmissionConfig
 from cluster.admission.fair_queue import Flow
 from cluster.admission.held import Candidacy, HeldLoad, HeldRequest
 from cluster.admission.ladder import IDLE_RELEASE_S, Rung
 from cluster.admission.lateness import MARGIN, WAIT_MARGIN
 from cluster.errors import DeadlineError, OverloadedError, RetryableError, UnattainableError
+from kvtransfer.common.health import JITTER
 from router.errors import NoReplicaError
 from router.messages import RouteRequest
 from workers.messages.link import SERVICE_CLASSES, ServiceClass

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.agent.path_health import PathHealth, PathKey
+from kvtransfer.common.health import JITTER, kept_share, spread_s
 from kvtransfer.messages import ReplicaIdentity
 
 SHM = PathKey(ReplicaIdentity("d", 1), 0, "shm")
@@ -81,3 +84,22 @@ def test_paths_of_peers_that_are_gone_are_forgotten() -> None:
     health.failed(TCP, "lost", now=21.0)
     assert not any(health.reason(key) for key in gone)
     assert health.reason(TCP)
+
+
+@given(st.floats(0.01, 1e4), st.lists(st.integers(-(1 << 63), 1 << 63), min_size=1, max_size=50))
+def test_a_spread_pause_is_never_shorter_and_at_most_the_jitter_longer(
+    pause_s: float, drawn: list[int]
+) -> None:
+    spread = [spread_s(pause_s, number) for number in drawn]
+    assert all(pause_s <= each <= pause_s * (1 + JITTER) * (1 + 1e-12) for each in spread)
+    assert len({spread_s(1.0, number) for number in range(2000)}) > 1000
+
+
+@given(st.floats(0, 100), st.floats(0, 100), st.floats(0.1, 100))
+def test_what_is_kept_in_two_spans_is_what_is_kept_in_both(
+    first: float, second: float, memory: float
+) -> None:
+    both = kept_share(first + second, memory)
+    assert kept_share(first, memory) * kept_share(second, memory) == pytest.approx(both, rel=1e-9, abs=1e-300)
+    assert kept_share(0.0, memory) == 1.0
+    assert kept_share(memory, memory) == pytest.approx(1 / math.e)
