@@ -25,7 +25,7 @@ from service_harness import Hooks
 
 from kvtransfer.common.faults import FaultRule
 from kvtransfer.rpc.trust import Trust
-from kvtransfer.store import worker
+from kvtransfer.store import owner_connection
 from kvtransfer.store.messages import (
     AttachStore,
     StoreAttached,
@@ -80,7 +80,7 @@ def test_the_pages_of_a_record_are_mapped_once(
     def populate(_: object, offset: int, num_bytes: int) -> None:
         mapped.append(offset)
 
-    monkeypatch.setattr(worker, "populate_read", populate)
+    monkeypatch.setattr(owner_connection, "populate_read", populate)
     with WorkerRank() as rank:
         rank.attach(owner)
         totals = put(rank, arena, 1, [(0, 0), (1, 2)]).sums
