@@ -14,7 +14,7 @@ from gateway_harness import BLOCK_TOKENS, GatewayHarness, Pair, until
 from cluster.api.generate_options import GenerateOptions
 from cluster.doctor import members, serving
 from cluster.doctor.checks import Expected, Severity, look
-from cluster.gateway import prefix_reuse
+from cluster.gateway import history, prefix_reuse
 from cluster.gateway.history import MAX_AGE_S, RequestHistory, percentile
 from cluster.gateway.prefix_reuse import WINDOW_TOKENS, KnownSince, PrefixTracker, Reuse, find_anchors
 from cluster.metrics.ended_request import Caller, EndedRequest, SampleResult, Summary
@@ -144,7 +144,8 @@ def test_tenants_know_nothing_of_each_other() -> None:
 def test_memory_is_bounded_and_heads_are_kept_longest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_reuse, "MAX_KEYS", 40)
     monkeypatch.setattr(prefix_reuse, "MAX_ANCHORS", 40)
-    monkeypatch.setattr(prefix_reuse, "MAX_TENANTS", 3)
+    for module in (history, prefix_reuse):
+        monkeypatch.setattr(module, "MAX_TENANTS", 3)
     book, head = PrefixTracker(BLOCK), drawn(1, 160)
     for number in range(20):
         known = put(book, head + drawn(50 + number, 320))
