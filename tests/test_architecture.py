@@ -245,8 +245,6 @@ RETIRED_WORD = re.compile(
     "house|rooms?|desk|journey|walk|hall|door|visitor|sight|shelf|hands|wishes|lever|keeper|brain|tally|phantom"
     "|elsewhere|lately"
 )
-# An old import path that operators' Serve configurations name.
-KEPT_PATHS = frozenset({"cluster/declared.py"})
 # One file name for one concept of every package, or for one concept at two layers.
 SHARED_FILE_NAMES = frozenset(
     {
@@ -279,8 +277,6 @@ def words_of(name: str) -> set[str]:
 def test_the_field_s_words_are_used() -> None:
     found: dict[str, set[str]] = {}
     for path in ALL:
-        if path.as_posix() in KEPT_PATHS:
-            continue
         names = {path.stem, *path.parent.parts} | {node.name for node in definitions(path)}
         found[str(path)] = {
             name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 
@@ -23,11 +22,6 @@ def test_the_public_names_are_those_of_the_client() -> None:
     assert cluster.CallError is cluster.errors.CallError
     assert all(hasattr(cluster, name) for name in cluster.__all__)
     assert not hasattr(cluster, "no_such_name")
-
-
-def test_the_old_serve_import_path_builds_the_same() -> None:
-    old, new = (importlib.import_module(path) for path in ("cluster.declared", "cluster.serve.entrypoint"))
-    assert old.build is new.build
 
 
 @pytest.mark.parametrize(("code", "loaded"), [(LIGHT, ""), (CLIENT + LIGHT, "grpc")])
