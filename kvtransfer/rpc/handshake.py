@@ -23,7 +23,8 @@ import ssl
 
 from kvtransfer.codec import CONTROL_FRAME_BYTES, LENGTH, Codec, Message, framed
 from kvtransfer.errors import PeerGoneError, ProofError, TransferError, WireError, shown
-from kvtransfer.rpc.mutual_tls import TlsSocket, welcome_failure
+from kvtransfer.rpc.mutual_tls import welcome_failure
+from kvtransfer.rpc.tls_socket import TlsSocket
 from kvtransfer.rpc.trust import Trust
 
 NONCE_BYTES = 16

@@ -34,7 +34,8 @@ from kvtransfer.rpc.handshake import (
     prove_as_async_client,
 )
 from kvtransfer.rpc.listener import ProvenListener
-from kvtransfer.rpc.mutual_tls import TlsLayer, welcome_failure
+from kvtransfer.rpc.mutual_tls import welcome_failure
+from kvtransfer.rpc.tls_layer import TlsLayer
 from kvtransfer.rpc.trust import Trust
 
 LinkKind = Literal["link", "peer"]

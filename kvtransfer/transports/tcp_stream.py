@@ -17,7 +17,7 @@ from kvtransfer.errors import PeerGoneError, WireError
 from kvtransfer.messages import BlockMove, ReplicaIdentity, Shard
 from kvtransfer.protocol.gate import Gate, OpenedLanding
 from kvtransfer.rpc.handshake import receive_exactly, send_frame
-from kvtransfer.rpc.mutual_tls import TlsSocket
+from kvtransfer.rpc.tls_socket import TlsSocket
 from kvtransfer.transports.stream_sockets import (
     ACK_CODEC,
     STALLED_S,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from workers.model import cuda, native
 from workers.model.attention.interface import AttentionShape, SequenceSpan, StepInput
-from workers.model.decoder import DecoderLayer
+from workers.model.decoder_layer import DecoderLayer
 from workers.model.products import Workspace
 from workers.model.weights import LayerWeights, LinearWeights
 

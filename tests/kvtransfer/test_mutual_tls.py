@@ -30,8 +30,9 @@ from kvtransfer.rpc.handshake import (
     wrapped,
 )
 from kvtransfer.rpc.listener import shut_down
-from kvtransfer.rpc.mutual_tls import TlsContexts, TlsFiles, TlsSocket
+from kvtransfer.rpc.mutual_tls import TlsContexts, TlsFiles
 from kvtransfer.rpc.stream import FrameStream, LinkServer, open_link
+from kvtransfer.rpc.tls_socket import TlsSocket
 from kvtransfer.rpc.trust import Trust, TrustFiles
 
 OTHER = Authority("outside")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.messages import Shard
-from kvtransfer.store.server.catalog_view import cover
+from kvtransfer.store.server.shard_cover import cover
 
 NUM_LAYERS, NUM_HEADS = 5, 4
 Cell = tuple[int, int]

@@ -27,7 +27,8 @@ from optional_programs import uses_redis_or_valkey
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import Shard
-from kvtransfer.store.index.index import NODES_S, Holder, Index
+from kvtransfer.store.index.holder_reader import NODES_S, Holder
+from kvtransfer.store.index.index import Index
 from kvtransfer.store.index.values import key_prefix, node_key, node_number
 from kvtransfer.store.messages import IndexStat, RecordInfo, Tier
 

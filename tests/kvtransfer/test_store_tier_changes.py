@@ -10,7 +10,7 @@ from kvtransfer.messages import Shard
 from kvtransfer.store.dram.record_table import Held
 from kvtransfer.store.messages import RecordId, RecordInfo, TierEvents
 from kvtransfer.store.nvme.segments import NvmeRef
-from kvtransfer.store.server.catalog_view import TierChanges, tier_of
+from kvtransfer.store.server.tier_changes import TierChanges, tier_of
 
 WHOLE, LEFT, RIGHT = Shard(0, 2, 0, 4), Shard(0, 2, 0, 2), Shard(0, 2, 2, 4)
 KEYS = [bytes([number]) * 16 for number in range(6)]

@@ -10,45 +10,27 @@ but for logits, which are float32. Products are those of `workers.model.products
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol, TypeGuard
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from workers.model import cuda, native
 from workers.model.attention.interface import (
     AttentionBackend,
     AttentionPlan,
     AttentionShape,
-    LayerAttention,
     StepInput,
 )
-from workers.model.model_config import ModelConfig, RopeConfig, read_model_config
-from workers.model.native_layers import NativeLayers, PackedLayer
-from workers.model.products import Linear, PackedLinear, Workspace, make_linear
+from workers.model.decoder_layer import DecoderLayer, Embedding, rms_norm
+from workers.model.layer_products import Product
+from workers.model.model_config import ModelConfig, read_model_config
+from workers.model.native_layers import NativeLayers
+from workers.model.products import Workspace, make_linear
+from workers.model.rope import rope_frequencies
 from workers.model.sizes import query_heads
-from workers.model.weights import LayerWeights, LinearWeights, ShardSpec, WeightReader
-
-# Maps token ids to rows of the embedding, or hidden states to logits. `workers.model.parallel` replaces both
-# by ones that join the parts of several ranks.
-Product = Callable[[Tensor], Tensor]
-
-
-class AddedProduct(Protocol):
-    """A product whose result is added to the hidden states: of one rank, or joined by
-    `workers.model.parallel`."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Compute the product of x [num_tokens, num_inputs], [num_tokens, hidden_size]."""
-
-    def add_to(self, hidden: Tensor, x: Tensor) -> Tensor | None:
-        """Add the product of x to `hidden` [num_tokens, hidden_size] and return None; or return the product,
-        for the norm that follows to add, where that takes fewer kernels."""
+from workers.model.weights import ShardSpec, WeightReader
 
 
 def load_decoder(
@@ -178,115 +160,3 @@ class Decoder:
     def separate_workspace(self) -> AbstractContextManager[None]:
         """Compute in other scratch memory meanwhile, as `Workspace.separate` describes."""
         return self._workspace.separate()
-
-
-# -------------------------------------------------------------------------- parts of a decoder layer
-
-
-class Embedding:
-    """Maps token ids [num_tokens] to rows [num_tokens, hidden_size] of `table`."""
-
-    def __init__(self, table: Tensor) -> None:
-        self._table = table
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self._table)
-
-
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, residual: Tensor | None = None
-) -> Tensor:
-    """Add `residual` to `x` [num_rows, size], in place, where it is given. Scale to unit mean square in
-    float32, round, then multiply by `weight`. The result is written to `out` where it is given."""
-    if cuda.serves(x.device):
-        from workers.model.cuda import layer_ops
-
-        return layer_ops.rms_norm(x, weight, eps, out, residual)
-    if residual is not None:
-        x.add_(residual)
-    if native.serves(x.device, x.dtype) and x.stride(-1) == 1:
-        kernels = native.load()
-        assert kernels is not None
-        return kernels.rms_norm(x, weight, eps, out)
-    return torch.mul(F.rms_norm(x, (x.shape[-1],), None, eps), weight, out=out)
-
-
-def rope_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> Tensor:
-    """Return the rotation in radians a token, float32 [head_dim / 2]."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    frequencies = 1.0 / (rope.theta**exponents)
-    if rope.rope_type == "default":
-        return frequencies
-    slowed = frequencies / rope.factor
-    if rope.rope_type == "linear":
-        return slowed
-    # llama3: fast dimensions stay, slow ones are slowed down, those between are blended.
-    turns = rope.original_max_positions * frequencies / (2 * math.pi)
-    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    blend = blend.clamp(0.0, 1.0)
-    return (1 - blend) * slowed + blend * frequencies
-
-
-class DecoderLayer:
-    """One layer over a flattened batch. Its KV is layer `index` of the rank's KV. The layers of a decoder
-    share a `workspace`."""
-
-    def __init__(
-        self,
-        weights: LayerWeights,
-        index: int,
-        eps: float,
-        window: int,
-        workspace: Workspace,
-        *,
-        is_deterministic: bool = False,
-    ) -> None:
-        self._eps = eps
-        self._workspace = workspace
-        self._attention = LayerAttention(index, window, weights.q_norm, weights.k_norm, eps)
-        self._input_norm, self._post_norm = weights.input_norm, weights.post_norm
-
-        def linear(part: LinearWeights, *, is_gated: bool = False) -> Linear:
-            return make_linear(part.parts, part.bias, is_gated=is_gated, is_deterministic=is_deterministic)
-
-        self._qkv = linear(weights.qkv)
-        self._gate_up = linear(weights.gate_up, is_gated=True)
-        # With a part of the heads and of the intermediate columns, these compute a part of the sum.
-        self.output: AddedProduct = linear(weights.output)
-        self.down: AddedProduct = linear(weights.down)
-
-    def packed(self) -> PackedLayer | None:
-        """Return what the CPU kernels take of the layer to run it in one call; None where they cannot."""
-        qkv, output, gate_up, down = self._qkv, self.output, self._gate_up, self.down
-        if not (_is_whole(qkv) and _is_whole(output) and _is_whole(gate_up) and _is_whole(down)):
-            return None
-        norms = self._input_norm, self._post_norm
-        return PackedLayer(qkv, output, gate_up, down, *norms, self._attention, self._eps)
-
-    def forward(self, hidden: Tensor, plan: AttentionPlan, residual: Tensor | None = None) -> Tensor | None:
-        """Add the layer's attention and feed-forward to `hidden` [num_tokens, hidden_size], in place.
-
-        `residual` is the product that the layer before left to be added by this layer's first norm. Returns
-        the one that this layer leaves, or None.
-        """
-        take, eps = self._workspace.take, self._eps
-        normed = take("normed", hidden, hidden.shape[1])
-        normed = rms_norm(hidden, self._input_norm, eps, normed, residual)
-        qkv = self._qkv(normed, take("qkv", hidden, self._qkv.num_outputs))
-        plan.marks.mark()
-        mixed = plan.run(self._attention, qkv)
-        plan.marks.mark()
-        residual = self.output.add_to(hidden, mixed)
-        plan.marks.mark()
-        normed = rms_norm(hidden, self._post_norm, eps, normed, residual)
-        gated = self._gate_up.gated(normed, take("gated", hidden, self._gate_up.num_outputs // 2))
-        plan.marks.mark()
-        residual = self.down.add_to(hidden, gated)
-        plan.marks.mark()
-        return residual
-
-
-def _is_whole(product: Product) -> TypeGuard[PackedLinear]:
-    """Whether the kernels compute a product from its rows as they are; one that is joined from several ranks
-    is no such."""
-    return isinstance(product, PackedLinear) and not product.is_padded

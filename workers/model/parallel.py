@@ -8,7 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from workers.model.decoder import AddedProduct, Decoder, Product
+from workers.model.decoder import Decoder
+from workers.model.layer_products import AddedProduct, Product
 from workers.model.sizes import part
 
 

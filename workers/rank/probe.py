@@ -21,14 +21,10 @@ from workers.messages.rank_channel import StageCost
 from workers.model import native
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import AttentionShape, SequenceSpan, StepInput
-from workers.model.decoder import (
-    DecoderLayer,
-    Embedding,
-    rms_norm,
-    rope_frequencies,
-)
+from workers.model.decoder_layer import DecoderLayer, Embedding, rms_norm
 from workers.model.model_config import ModelConfig
 from workers.model.products import Workspace, make_linear
+from workers.model.rope import rope_frequencies
 from workers.model.sizes import kv_heads, part, query_heads
 from workers.model.weights import LayerWeights, LinearWeights
 from workers.stats_record import DeviceMemory

@@ -17,7 +17,8 @@ from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.dram.arena import Arena, fill_with_zeros
 from kvtransfer.store.dram.catalog import Catalog, Purged
 from kvtransfer.store.dram.prefault import Prefault
-from kvtransfer.store.index.index import Holder, Index
+from kvtransfer.store.index.holder_reader import Holder
+from kvtransfer.store.index.index import Index
 from kvtransfer.store.messages import PurgeOrder, RecordId, RecordInfo, Tier
 from kvtransfer.store.record import space_id
 from kvtransfer.store.remote.exchange import Exchange, arena_pool
