@@ -76,7 +76,7 @@ def test_children_import_what_their_parent_imports(tmp_path: Path, monkeypatch: 
 
 def test_no_test_replaces_the_import_path() -> None:
     """But those that run in environments of other people's packages."""
-    allowed = {"tests/clients/test_clients.py", "tests/cluster/test_shared_quotas.py"}
+    allowed = {"tests/clients/test_clients.py", "tests/cluster/admission/test_shared_quotas.py"}
     found = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "tests").rglob("*.py")

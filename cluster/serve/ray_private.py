@@ -1,7 +1,7 @@
 """Every use of Ray beyond its public API, each behind one function.
 
 Such symbols may change with any minor version of Ray, which is why `pyproject.toml` pins one. To move the
-pin, run `tests/cluster/test_ray_private.py` against the new version: it has a test for each symbol.
+pin, run `tests/cluster/serve/test_ray_private.py` against the new version: it has a test for each symbol.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ async def test_the_tokens_of_a_killed_gateway_come_back_when_its_record_expires(
         "asyncio.run(run())\n"
     )
     here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parent / "support"), *sys.path])
+    path = os.pathsep.join([str(here), str(here.parents[1] / "support"), *sys.path])
     other = Member("g1", ["g0", "g1"], server.url, concurrent_tokens=100)
     other.shared.start()
     killed = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path})

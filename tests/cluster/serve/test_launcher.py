@@ -17,7 +17,7 @@ from cluster.serve.local_ray import check_length
 from cluster.serve.private_folder import living_folders
 from kvtransfer.common.clock import SystemClock
 
-TINY = Path(__file__).parents[2] / "models" / "tiny"
+TINY = Path(__file__).parents[3] / "models" / "tiny"
 
 
 def test_files_of_gateways_are_read_before_ray_starts(tmp_path: Path) -> None:

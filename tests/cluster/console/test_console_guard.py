@@ -19,7 +19,7 @@ from cluster.errors import HTTP_STATUS, STATUS_TABLE
 from cluster.http.guards import refused_host
 from kvtransfer.common.clock import ManualClock
 
-STATIC = Path(__file__).resolve().parent.parent.parent / "cluster" / "console" / "static"
+STATIC = Path(__file__).resolve().parents[3] / "cluster" / "console" / "static"
 ORDER = json.dumps({"pool": "decode", "replicas": 3}).encode()
 
 

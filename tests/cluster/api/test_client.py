@@ -371,7 +371,7 @@ def test_a_refused_connection_leaves_no_pending_task(caplog: pytest.LogCaptureFi
 
 
 async def test_the_readmes_example_works(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
     example = readme.split("```python\n")[1].split("```")[0]
     assert example.count('"127.0.0.1:8780"') == 1
     own = example.replace("127.0.0.1:8780", pair.client.address)

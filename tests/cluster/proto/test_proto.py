@@ -13,7 +13,7 @@ from google.protobuf.json_format import MessageToDict
 
 from cluster.proto.tandem.v1 import admin_pb2, inference_pb2
 
-FOLDER = Path(__file__).parents[2] / "cluster/proto"
+FOLDER = Path(__file__).parents[3] / "cluster/proto"
 BUF = Path(sys.executable).with_name("buf")
 
 
