@@ -7,6 +7,7 @@ process, are no failures of a call.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import logging
@@ -52,9 +53,7 @@ def _guarded(handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandl
     """Return the handler, which ends with a status whatever the method raises."""
     behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
-    async def ended(context: Any, error: BaseException) -> None:
-        if not is_failure(error) or isinstance(error, grpc.aio.AbortError):
-            raise error
+    async def end(context: Any, error: BaseException) -> None:
         _log.error("%s failed", method, exc_info=error)
         with contextlib.suppress(grpc.aio.UsageError):  # it has a status already
             await _fail(None, context)
@@ -63,14 +62,18 @@ def _guarded(handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandl
         try:
             return await behaviour(request, context)
         except BaseException as error:
-            await ended(context, error)
+            if _is_an_end(error):
+                raise
+            await end(context, error)
 
     async def stream(request: Any, context: Any) -> Any:
         try:
             async for response in behaviour(request, context):
                 yield response
         except BaseException as error:
-            await ended(context, error)
+            if _is_an_end(error):
+                raise
+            await end(context, error)
 
     if inspect.isasyncgenfunction(behaviour):
         guarded: Any = stream
@@ -80,6 +83,20 @@ def _guarded(handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandl
         return handler
     make = _KINDS[handler.request_streaming, handler.response_streaming]
     return make(guarded, handler.request_deserializer, handler.response_serializer)
+
+
+def _is_an_end(error: BaseException) -> bool:
+    """Whether the call has ended with this: gRPC handles it. gRPC keeps the error with its call, to which the
+    traceback leads back, so the error loses that once it was handled."""
+    if is_failure(error) and not isinstance(error, grpc.aio.AbortError):
+        return False
+    if isinstance(error, grpc.aio.AbortError | asyncio.CancelledError):
+        asyncio.get_running_loop().call_soon(_release, error)
+    return True
+
+
+def _release(error: BaseException) -> None:
+    error.__traceback__ = error.__context__ = error.__cause__ = None
 
 
 async def _fail(request: Any, context: Any) -> None:

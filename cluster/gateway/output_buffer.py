@@ -120,8 +120,7 @@ class OutputBuffer:
         except TimeoutError:
             if not isinstance(self._end, SlowClientError):
                 raise
-            # Not `_end` itself, which would keep what was taken: its traceback leads there.
-            raise SlowClientError(str(self._end), self._end.retry_after_s) from None
+            raise _another(self._end) from None
         finally:
             self._scope = None
 
@@ -148,7 +147,7 @@ class OutputBuffer:
             return output
         assert self._end is not None
         if isinstance(self._end, RequestError):
-            raise self._end
+            raise _another(self._end)
         return self._end
 
     def _next(self) -> Output:
@@ -177,6 +176,14 @@ class OutputBuffer:
         self.num_unread -= weight
         self._taken(sum(map(_num_bytes, deltas)))
         return deltas
+
+
+def _another(error: RequestError) -> RequestError:
+    """Return an error like this one. A buffer that raised the one that it keeps would be in a cycle with it:
+    the traceback leads back here, and to what was taken last."""
+    again = type(error).__new__(type(error), *error.args)
+    again.__dict__.update(error.__dict__)
+    return again
 
 
 def _weight(delta: OutputDelta) -> int:

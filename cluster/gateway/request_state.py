@@ -22,6 +22,7 @@ from cluster.text.preprocess import PreparedRequest
 from cluster.text.sample_text import SampleText
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.health import spread_s
+from kvtransfer.common.weak_calls import weakly
 from kvtransfer.messages import ReplicaIdentity
 from router.messages import Decision, RouteRequest
 from workers.messages.link import (
@@ -111,7 +112,7 @@ class RequestState:
         self._numbers = range(0)
         self._num_hand_overs = 0
         self._retries = RetryPolicy()
-        self._migration = StreamMigration(prepared.request_id, self._note)
+        self._migration = StreamMigration(prepared.request_id, weakly(self._note))
         self._suspicion = Suspicion(prepared.max_attempts)
         # Attempts that ended because a replica leaves or breaks.
         self._num_uncounted = 0

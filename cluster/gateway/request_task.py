@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -34,6 +35,7 @@ from cluster.text.preprocess import PreparedRequest
 from cluster.text.sample_text import SampleText
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.tasks import SupervisedTasks
+from kvtransfer.common.weak_calls import weakly
 from kvtransfer.messages import ReplicaIdentity
 from router.errors import NoReplicaError
 from router.messages import Decision, RouteRequest
@@ -125,7 +127,8 @@ class RequestTask:
         """`unread` counts what waits for the clients of all requests; `held` is the place that `admission`
         has found for the request, where it may have to wait, with its `candidacy`; None: it is not judged.
         `queued` counts its bytes while it is not submitted."""
-        self.state = RequestState(prepared, texts, self, started_at, due_at)
+        # Its parts call it back weakly: a request that is over is in no cycle, and goes at once.
+        self.state = RequestState(prepared, texts, weakref.proxy(self), started_at, due_at)
         self._request_id = prepared.request_id
         self._connections = connections
         self._router = router
@@ -139,7 +142,7 @@ class RequestTask:
         # Where a prompt that waits was announced.
         self._announced_to: ReplicaIdentity | None = None
         self._unread = unread
-        self._buffer = OutputBuffer(unread, self._cut_off)
+        self._buffer = OutputBuffer(unread, weakly(self._cut_off))
         self._timers = SupervisedTasks()
         self._due: deque[Callable[[float], None]] = deque()
         self._later: deque[Callable[[], None]] = deque()
@@ -286,13 +289,15 @@ class RequestTask:
     def _end(self, end: Summary | RequestError, error: RequestError | None) -> None:
         self._has_ended = True
         with contextlib.ExitStack() as steps:  # the last one first, each of them, whatever another raises
-            steps.callback(self._on_end, error)
+            on_end, self._on_end = self._on_end, _has_been_told
+            steps.callback(on_end, error)
             steps.callback(self._buffer.close, end)
             steps.callback(self._timers.cancel)
             if self._queued is not None:
                 steps.callback(self._queued.release)
             if self._retry is not None and self._admission is not None:
-                steps.callback(self._admission.retries.drop, self._retry)
+                retry, self._retry = self._retry, None
+                steps.callback(self._admission.retries.drop, retry)
             steps.callback(self._withdraw)
             if self._held is not None and self._admission is not None:
                 held, self._held = self._held, None
@@ -455,3 +460,7 @@ class RequestTask:
             self._act(act)
 
         self._timers.spawn(wait(), "request-timer")
+
+
+def _has_been_told(error: RequestError | None) -> None:
+    raise AssertionError(f"a request ends once, and not again with {error!r}")
