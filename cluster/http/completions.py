@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -140,6 +141,10 @@ class _PromptOutput:
         return found
 
 
+def _text_offsets(detokenizer: Callable[[], Detokenizer] | None) -> TextOffsets:
+    return TextOffsets(None if detokenizer is None else detokenizer())
+
+
 def _drop_output(response: pb.GenerateResponse) -> None:
     """Remove the one token that a request for its prompt alone has computed."""
     kind = response.WhichOneof("event")
@@ -169,7 +174,7 @@ class CompletionAnswer:
     ) -> None:
         """`detokenizer` makes one of the text that is answered."""
         self._maker = maker
-        self._detokenizer = detokenizer
+        self._offsets = functools.partial(_text_offsets, detokenizer)
         self._prompts = [_PromptOutput(body, self._offsets) for _ in range(num_calls)]
         self._num_samples = body.n or 1
         self._echoes = bool(body.echo)
@@ -182,9 +187,6 @@ class CompletionAnswer:
         self._num_chars: dict[int, int] = {}
         self._index_to_offsets: dict[int, TextOffsets] = {}
         self.num_kept_bytes = 0
-
-    def _offsets(self) -> TextOffsets:
-        return TextOffsets(None if self._detokenizer is None else self._detokenizer())
 
     def take(self, number: int, response: pb.GenerateResponse) -> bytes:
         kind = response.WhichOneof("event")

@@ -165,7 +165,7 @@ class Endpoints:
         stream.headers = lambda: self._headers(served, calls)
         read_budget.divide(len(calls))
         _name_calls(translated.calls, served.request)
-        with contextlib.ExitStack() as ends:
+        with contextlib.ExitStack() as ends, _without_headers_after(stream):
             ends.callback(kept.release)
             try:
                 async with kept.bounded():
@@ -184,10 +184,13 @@ class Endpoints:
                 whole = WholeAnswer(body, kept, self._headers(served, calls))
                 ends.pop_all()  # whoever sends it releases it
                 return whole
-        if stream.has_begun:
-            return await stream.end(answer.failed(problem))
-        problem.headers.update(self._headers(served, calls))
-        raise problem
+        try:
+            if stream.has_begun:
+                return await stream.end(answer.failed(problem))
+            problem.headers.update(self._headers(served, calls))
+            raise problem
+        finally:
+            del problem  # its traceback leads here
 
     async def _run(self, translated: chat.Translated, calls: list[HttpCall]) -> None:
         """Run all calls beside each other, if the tenant may have so many; the first that fails ends the
@@ -225,7 +228,10 @@ class Endpoints:
                 # Nobody has looked at the others.
                 ended.update(number for number, call in enumerate(calls) if call.request_id)
                 self._servicer.give_back_requests(caller_identity().tenant, len(calls) - len(ended))
-            raise first from None
+            try:
+                raise first from None
+            finally:
+                del first  # its traceback leads here
 
     def _headers(self, served: Served, calls: list[HttpCall]) -> dict[str, str]:
         headers = {**calls[0].initial_metadata, **served.limits()}
@@ -303,6 +309,16 @@ class _Writer:
         self._kept.grow(self._answer.num_kept_bytes)
         if events and self._stream is not None:
             await self._stream.send(events)
+
+
+@contextlib.contextmanager
+def _without_headers_after(stream: EventStream) -> Iterator[None]:
+    """Let the stream forget the calls that its headers come from, which write to it: they would be in a
+    cycle."""
+    try:
+        yield
+    finally:
+        stream.headers = dict
 
 
 @contextlib.contextmanager
