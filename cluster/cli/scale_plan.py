@@ -8,13 +8,8 @@ from typing import Any, NamedTuple
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from cluster.cli.terminal import (
-    NONE,
-    made_table,
-)
-from cluster.errors import (
-    ConfigError,
-)
+from cluster.cli.terminal import NONE, made_table
+from cluster.errors import ConfigError
 from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.scaling.resource_demand import add_up, amount_text

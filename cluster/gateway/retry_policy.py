@@ -14,11 +14,7 @@ from cluster.errors import (
 from cluster.text.preprocess import PreparedRequest
 from kvtransfer.common.health import backoff_s
 from kvtransfer.messages import ReplicaIdentity
-from workers.messages.link import (
-    RequestFailed,
-)
-
-# Retries: which replicas to avoid.
+from workers.messages.link import RequestFailed
 
 _BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0

@@ -9,10 +9,7 @@ from cluster.text.output_parsers.pieces import ToolCallDelta
 from cluster.text.preprocess import PreparedRequest, SampleStart
 from cluster.text.sample_text import SampleText
 from kvtransfer.blocks.keys import TOKEN_BYTES
-from workers.messages.link import (
-    PromptLogprobs,
-    TokenDelta,
-)
+from workers.messages.link import PromptLogprobs, TokenDelta
 from workers.messages.sampling import PackedLogprobs, TokenLogprob
 
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvtransfer.messages import ReplicaIdentity
-from workers.messages.link import (
-    HandOverTarget,
-    Move,
-)
+from workers.messages.link import HandOverTarget, Move
 
 # Before the next target is asked for, after a migration that failed.
 RETRY_PAUSE_S = 0.5

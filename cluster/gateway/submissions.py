@@ -9,11 +9,7 @@ from msgspec.structs import replace
 from cluster.gateway.sample_output import PromptProgress, SampleOutput
 from cluster.text.preprocess import PreparedRequest
 from router.messages import RouteRequest
-from workers.messages.link import (
-    HandOverTarget,
-    SampleState,
-    Submission,
-)
+from workers.messages.link import HandOverTarget, SampleState, Submission
 
 
 def by_submission(unfinished: Sequence[SampleOutput]) -> list[list[SampleOutput]]:

@@ -16,12 +16,7 @@ from cluster.admission import read_budget
 from cluster.api.authentication import caller_identity
 from cluster.api.prompt_calls import part_id
 from cluster.api.servicer import InferenceServicer
-from cluster.errors import (
-    InternalError,
-    UnknownModelError,
-    is_failure,
-    own_cancellations,
-)
+from cluster.errors import InternalError, UnknownModelError, is_failure, own_cancellations
 from cluster.gateway.output_buffer import UnreadOutput
 from cluster.http import chat, completions, embeddings, messages, responses
 from cluster.http.answers import Answer, Maker, encode

@@ -1,5 +1,8 @@
-"""What a cluster did over the last hours, a point for each period: throughput, queue, prefix hits, KV and GPU
-memory in use, TTFT and ITL. Two series of points, a fine one and a long one, in bounded memory."""
+"""Keep what a cluster did over the last hours, a point for each period.
+
+A point has throughput, queue, prefix hits, KV and GPU memory in use, TTFT and ITL. There are two series of
+points, a fine one and a long one, in bounded memory.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The fence of a rank. As a writer: which pushes are queued, running or stopped, and when `StopPush` is
-answered (`PushFence`). As a target: who may write which landing (`Gate`).
+"""Keep the pushes of a writing rank: which are queued, running or stopped, and when `StopPush` is answered.
+
+The other half of the fence is the target rank's `Gate` (`kvtransfer.protocol.gate`).
 
     submit -> queued -> start -> running -> end        reports PushDone or PushFailed
                | ^                |   |

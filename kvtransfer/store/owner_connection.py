@@ -17,12 +17,7 @@ from kvtransfer.blocks.host_memory import map_shared, populate_read
 from kvtransfer.blocks.runs import ByteRegion
 from kvtransfer.common.os_errors import os_reason
 from kvtransfer.errors import PeerGoneError, StoreError, TransferError, WireError
-from kvtransfer.rpc.handshake import (
-    HANDSHAKE_TIMEOUT_S,
-    prove_as_client,
-    receive_frame,
-    send_frame,
-)
+from kvtransfer.rpc.handshake import HANDSHAKE_TIMEOUT_S, prove_as_client, receive_frame, send_frame
 from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.messages import (
     FROM_OWNER_CODEC,

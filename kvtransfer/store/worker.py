@@ -23,9 +23,7 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.errors import StoreError, TransferError
 from kvtransfer.messages import TrafficClass
-from kvtransfer.rpc.handshake import (
-    receive_exactly,
-)
+from kvtransfer.rpc.handshake import receive_exactly
 from kvtransfer.rpc.listener import shut_down
 from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.messages import (

@@ -18,17 +18,9 @@ from msgspec import Meta
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.codec import Codec, Message
 from kvtransfer.errors import PathError, PeerGoneError, PushStoppedError, TransferError
-from kvtransfer.messages import (
-    ReplicaIdentity,
-    Shard,
-)
+from kvtransfer.messages import ReplicaIdentity, Shard
 from kvtransfer.protocol.gate import RecentIds
-from kvtransfer.rpc.handshake import (
-    HANDSHAKE_TIMEOUT_S,
-    prove_as_client,
-    receive_frame,
-    send_frame,
-)
+from kvtransfer.rpc.handshake import HANDSHAKE_TIMEOUT_S, prove_as_client, receive_frame, send_frame
 from kvtransfer.rpc.listener import shut_down
 from kvtransfer.rpc.trust import Trust
 

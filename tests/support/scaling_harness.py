@@ -17,12 +17,7 @@ from cluster.roster.desired_state import DesiredState
 from cluster.roster.messages import RosterView, ScalingChange
 from cluster.scaling.config import PoolLimits, ScalingConfig
 from cluster.scaling.policy import ScalingPlan, decide, history_span_s
-from cluster.scaling.reconciler import (
-    Action,
-    Reconciler,
-    RestoreRoles,
-    SetTarget,
-)
+from cluster.scaling.reconciler import Action, Reconciler, RestoreRoles, SetTarget
 from cluster.scaling.samples import History, PoolView, ReplicaSample, ScalingSample
 from cluster.scaling.serve_client import AppTargets, PoolTarget
 from cluster.scaling.simulation import Arrival

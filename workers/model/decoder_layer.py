@@ -9,10 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.model import cuda, native
-from workers.model.attention.interface import (
-    AttentionPlan,
-    LayerAttention,
-)
+from workers.model.attention.interface import AttentionPlan, LayerAttention
 from workers.model.layer_products import AddedProduct, Product
 from workers.model.native_layers import PackedLayer
 from workers.model.products import Linear, PackedLinear, Workspace, make_linear

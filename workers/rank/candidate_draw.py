@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 
 from workers.model.noise import gumbel
-from workers.rank.logits import (
-    NUCLEUS_TOKENS,
-    Warp,
-    nucleus_end,
-)
+from workers.rank.logits import NUCLEUS_TOKENS, Warp, nucleus_end
 
 # More than two ways to sum up to `MOST_COUNTED` probabilities in float32 differ by.
 _MASS_ERROR = 2e-5

@@ -1,7 +1,7 @@
-"""Steps of a rank whose tokens stay on its device (`workers.rank.device_batch`).
+"""Run steps whose tokens stay on the device (`workers.rank.device_batch`).
 
-They feed the next step without the host, which reads them when they have been copied out. Steps of which
-every sequence decodes are replayed from graphs where these were recorded.
+Sampled tokens feed the next step without the host, which reads them when they have been copied out. Steps
+of which every sequence decodes are replayed from graphs where these were recorded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Steps of a rank whose tokens are at the host when a step is computed, as on a CPU."""
+"""Run steps whose tokens are at the host when a step is computed, as on a CPU."""
 
 from __future__ import annotations
 

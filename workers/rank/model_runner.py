@@ -27,10 +27,7 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from kvtransfer.messages import PROTOCOL_VERSION, CompatibilityRecord, Shard
 from workers.errors import CapacityError, WorkerError
-from workers.messages.rank_channel import (
-    StepPlan,
-    StepReport,
-)
+from workers.messages.rank_channel import StepPlan, StepReport
 from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import AttentionBackend
 from workers.model.decoder import load_decoder

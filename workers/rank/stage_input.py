@@ -1,4 +1,4 @@
-"""What a stage computes from: tokens at the first stage, hidden states of the stage before at the others."""
+"""Read the input of a stage: tokens at the first stage, hidden states of the stage before at the others."""
 
 from __future__ import annotations
 

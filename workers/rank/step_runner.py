@@ -20,12 +20,7 @@ from torch import Tensor
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.faults import Faults
 from workers.messages.rank_channel import BlockCopy, StepPlan, StepReport
-from workers.model.attention.interface import (
-    AttentionBackend,
-    AttentionPlan,
-    StepInput,
-    to_device,
-)
+from workers.model.attention.interface import AttentionBackend, AttentionPlan, StepInput, to_device
 from workers.model.decoder import Decoder
 from workers.model.host_kv import HostKv
 from workers.model.parallel import Unfinished
@@ -120,7 +115,6 @@ class StepRunner:
             self._step_faults,
             clock,
         )
-        self._context = context
         self.steps: Steps
         if queue is None:
             assert isinstance(sampler, Sampler | NoSampler)

@@ -1,4 +1,4 @@
-"""The seam between two kinds of ranks: tokens at the host (`HostSteps`), or on a device that runs behind the
+"""Separate two kinds of ranks: tokens at the host (`HostSteps`), or on a device that runs behind the
 host (`DeviceSteps`).
 
 `StepRunner` chooses one when it is made, and knows nothing else of the difference.

@@ -10,10 +10,7 @@ from workers.disagg.kv_receiver import KvReceiver
 from workers.disagg.kv_sender import KvSender
 from workers.disagg.migration import MigrationManager
 from workers.disagg.peers import Peers
-from workers.messages.link import (
-    LoadReport,
-    QueueReport,
-)
+from workers.messages.link import LoadReport, QueueReport
 from workers.messages.rank_channel import RankReady
 from workers.replica.step_loop import StepLoop
 from workers.scheduler.block_pool import BlockPool

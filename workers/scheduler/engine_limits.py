@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from workers.errors import CapacityError
-from workers.messages.link import (
-    Submission,
-)
+from workers.messages.link import Submission
 from workers.scheduler.block_pool import BlockPool
 from workers.scheduler.step import (
     PLAN_BYTES,

@@ -16,11 +16,7 @@ from workers.scheduler.lifecycle import Lifecycle
 from workers.scheduler.micro_batches import BatchPause, MicroBatches
 from workers.scheduler.offload import Offloader
 from workers.scheduler.sequence import Hold, LandingState, Phase, Request, Sequence, StoreLoad
-from workers.scheduler.step import (
-    LandingNeed,
-    LoadNeed,
-    StepBatch,
-)
+from workers.scheduler.step import LandingNeed, LoadNeed, StepBatch
 
 
 class Planner:

@@ -430,7 +430,6 @@ def _names_output(submission: Submission) -> bool:
 
 
 # Upper bounds of what msgpack makes of a message: numbers take 9 bytes, ids and headers 5.
-
 # A slot of `StepPlan.decodes`.
 DECODE_BYTES = 4
 _TABLE_CHANGE_BYTES = 16

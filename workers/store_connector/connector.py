@@ -18,12 +18,7 @@ from collections.abc import Sequence
 
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.host import host_id
-from kvtransfer.messages import (
-    ITEM_BYTES,
-    CompatibilityRecord,
-    ReplicaIdentity,
-    Shard,
-)
+from kvtransfer.messages import ITEM_BYTES, CompatibilityRecord, ReplicaIdentity, Shard
 from kvtransfer.rpc.handshake import draw_id
 from kvtransfer.rpc.trust import Trust
 from kvtransfer.store.messages import (

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvtransfer.messages import (
-    BlocksRemoved,
-    BlocksStored,
-)
-from kvtransfer.store.messages import (
-    TierEvents,
-)
+from kvtransfer.messages import BlocksRemoved, BlocksStored
+from kvtransfer.store.messages import TierEvents
 
 
 class TierView:

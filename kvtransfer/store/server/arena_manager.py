@@ -23,11 +23,7 @@ from kvtransfer.config import StoreSettings
 from kvtransfer.errors import StoreError
 from kvtransfer.store.dram.arena import Arena, arena_bytes
 from kvtransfer.store.dram.prefault import Prefault
-from kvtransfer.store.messages import (
-    STORE_PROTOCOL,
-    ArenaGrant,
-    RankHello,
-)
+from kvtransfer.store.messages import STORE_PROTOCOL, ArenaGrant, RankHello
 from kvtransfer.store.record import Writer
 from kvtransfer.store.server.listeners import (
     LocalPeer,

@@ -222,6 +222,26 @@ async def test_replicas_are_ordered_after_a_question_that_names_their_cost(
     assert front.dashboard.orders == [("decode", 2), ("decode", 1)]
 
 
+async def test_the_cost_of_a_replica_follows_from_its_shape_and_its_pools_gpus(
+    front: ConsoleHarness, browser: Browser
+) -> None:
+    def check() -> None:
+        browser.open(f"{front.page.url}/console")
+        browser.wait_text("#figures", "last minute")
+        assert browser.run(_COST, 1, [10], 0.5) == "0.5 GPUs"
+        assert browser.run(_COST, 1, [10], 1) == "1 GPU"
+        assert browser.run(_COST, 2, [10, 18], 1) == "4 GPUs (tp 2 x 2 stages)"
+        assert browser.run(_COST, 2, [10], 0) == "2 processes on CPUs (tp 2 x 1 stage)"
+
+    await look(check)
+
+
+_COST = """
+const status = {replicas: [{pool: "p", tp: arguments[0], stage_layers: arguments[1]}]};
+return import("/console/pools.js").then((pools) => pools.costOf(status, "p", arguments[2]));
+"""
+
+
 async def test_a_refused_order_says_why(front: ConsoleHarness, browser: Browser) -> None:
     front.dashboard.refusal = (412, "external_scaler_enabled=false")
 

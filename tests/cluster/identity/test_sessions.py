@@ -13,12 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from cluster.errors import UnauthenticatedError
 from cluster.identity.authenticator import Authenticator
 from cluster.identity.config import AuthConfig
-from cluster.identity.ended_sessions import (
-    MAX_ENDED_OF_KEY,
-    MAX_KEYS,
-    EndedSession,
-    EndedSessions,
-)
+from cluster.identity.ended_sessions import MAX_ENDED_OF_KEY, MAX_KEYS, EndedSession, EndedSessions
 from cluster.identity.sessions import Sessions
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.rpc.trust import Trust

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import msgspec
 import pytest
 from console_harness import ConsoleHarness
 from gateway_harness import PROMPT
@@ -12,9 +13,12 @@ from hypothesis import strategies as st
 
 from cluster.api.generate_options import GenerateOptions
 from cluster.console.trend_recorder import TrendRecorder
+from cluster.gateway.replica_connections import ReplicaView
 from cluster.metrics.curves import Second
 from cluster.metrics.trends import FINE, LONG, Gauges, TrendPoint, Trends
 from kvtransfer.common.clock import SystemClock
+from kvtransfer.messages import ReplicaIdentity
+from workers.stats_record import DeviceMemory
 
 NOTHING = Gauges(0, {}, None, 0, 0)
 HOUR = 1_800_000_000 - 1_800_000_000 % LONG.span_s
@@ -99,6 +103,35 @@ async def test_the_gateway_records_what_clients_got(front: ConsoleHarness) -> No
     assert point.ttft is not None
     assert set(point.role_to_kv_share) == {"prefill", "decode"}
     assert point.hit_share is None, "what replicas counted before they were heard has no time"
+
+
+async def test_hits_are_what_grew_and_memory_is_that_of_the_fullest_gpu(front: ConsoleHarness) -> None:
+    """Also of a replica that restarts: its totals begin anew."""
+
+    def view(epoch: int, pool: str, num_queried: int, num_hit: int, used: int) -> ReplicaView:
+        identity = ReplicaIdentity(f"{pool}-0", epoch)
+        replica = front.gateway.connections.views()[0]
+        assert replica.load is not None
+        load = msgspec.structs.replace(
+            replica.load,
+            num_queried_tokens=num_queried,
+            num_hit_tokens={"device": num_hit - 1, "dram": 1} if num_hit else {},
+            memory=(DeviceMemory(used, 100), DeviceMemory(10, 100)),
+        )
+        return ReplicaView(msgspec.structs.replace(replica.record, identity=identity, pool=pool), load=load)
+
+    views: list[ReplicaView] = []
+    recorder = TrendRecorder(
+        front.gateway.fleet.stats, lambda: views, lambda pool: pool == "decode", SystemClock()
+    )
+    totals = [(1, 900, 900), (1, 1000, 925), (2, 50, 50), (2, 150, 50)]
+    for number, (epoch, num_queried, num_hit) in enumerate(totals):
+        views[:] = [view(epoch, "decode", num_queried, num_hit, 60 + number), view(1, "prefill", 0, 0, 99)]
+        await recorder.record(HOUR + number * FINE.period_s)
+    points = recorder.trends.since(HOUR, 300)[1]
+    assert [point.hit_share for point in points] == [None, 0.25, None, 0.0]
+    # The memory of a pool on CPUs is fuller, and no GPU's.
+    assert [point.gpu_memory_share for point in points] == [0.6, 0.61, 0.62, 0.63]
 
 
 async def test_the_page_reads_points_and_wrong_spans_are_refused_by_name(front: ConsoleHarness) -> None:
