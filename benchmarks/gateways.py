@@ -27,9 +27,8 @@ from msgspec.structs import asdict
 
 from cluster.admission.admission import RequestAdmission
 from cluster.admission.config import AdmissionConfig
-from cluster.admission.fair_queue import Flow
-from cluster.admission.held import Candidacy, HeldRequest
-from cluster.errors import OverloadedError
+from cluster.admission.flow import Flow
+from cluster.admission.queued_request import QueuedRequest, Released
 from cluster.gateway.placement_exchange import BATCH_S, FRAME_GAP_S, PeerPlacements, PlacementFeed
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
@@ -106,25 +105,6 @@ class Replica:
         return self.free_at_s, num_cached, KvEvents(self.identity, self.sequence, stored, gone)
 
 
-class Waiting:
-    """What becomes of a request that its gateway's admission has placed."""
-
-    def __init__(self, release: Callable[[Decision], None]) -> None:
-        self._release = release
-
-    def on_released(self, held: HeldRequest) -> None:
-        self._release(held.decision)
-
-    def on_refused(self, error: OverloadedError) -> None:
-        raise error  # none should be, at this load
-
-    def on_moved(self, held: HeldRequest) -> None:
-        """Nothing was announced."""
-
-    def on_unplaced(self, reason: str, retry_after_s: float) -> None:
-        raise AssertionError(reason)
-
-
 class World:
     """Gateways, replicas and what is on its way between them."""
 
@@ -150,7 +130,7 @@ class World:
                 router,
                 self.clock,
                 itertools.count().__next__,
-                lambda call: self.after(0.0, call),
+                lambda at, call: self.after(at - self.clock.now(), call),
             )
             for router in (self.routers if has_admission else [])
         ]
@@ -245,8 +225,14 @@ class World:
             release(self.routers[gateway].route(request))
             return
         admission = self.admissions[gateway]
-        held = admission.admit(request, Candidacy(Flow("t", "standard"), 1.0, 0, arrived_at, None))
-        admission.hold(held, Waiting(release))
+
+        def report(outcome: object) -> None:
+            assert isinstance(outcome, Released), f"none should be refused at this load: {outcome}"
+            release(outcome.decision)
+
+        queued = QueuedRequest(request_id, Flow("t", "standard"), arrived_at, report=report)
+        admission.place(queued, request)
+        admission.wait(queued)
         self._flush(gateway)
 
     def _submit(

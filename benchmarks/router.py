@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
-from cluster.admission.fair_queue import Flow, Waiting
+from cluster.admission.flow import Flow
+from cluster.admission.queued_request import QueuedRequest
 from cluster.admission.replica_queue import ReplicaQueues
 from kvtransfer.blocks.keys import TOKEN_BYTES, extend_keys
 from kvtransfer.common.clock import ManualClock, SystemClock
@@ -151,7 +152,9 @@ def measure_waits(num_tenants: int, num_calls: int = 500) -> dict[str, object]:
         queue = queues[identity.replica_id]
         for number in range(3 * num_tenants):
             flow = Flow(f"t{number % num_tenants}", "standard")
-            waiting = Waiting(str(number), flow, 0.1 + number % 7 / 10, clock.now(), 1e9, 0, 100)
+            waiting = QueuedRequest(
+                str(number), flow, clock.now(), cost_s=0.1 + number % 7 / 10, due_at=1e9, num_tokens=100
+            )
             queue.put(waiting, 1.0 + number % 3, clock.now())
         queue.blocked(clock.now(), (identity.replica_id,))
     turns = itertools.cycle(Flow(f"t{number}", "standard") for number in range(num_tenants))

@@ -18,13 +18,14 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from cluster.admission.admission import RequestAdmission
 from cluster.admission.config import AdmissionConfig
-from cluster.admission.fair_queue import Flow
-from cluster.admission.held import Candidacy, HeldRequest
+from cluster.admission.flow import Flow
 from cluster.admission.ladder import Rung
+from cluster.admission.queued_request import Outcome, QueuedRequest, Refused, Released
 from cluster.errors import OverloadedError
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.common.health import moving_average
@@ -377,26 +378,6 @@ class VirtualReplica:
         sequence.num_blocks = 0
 
 
-class _Effects:
-    """What becomes of a request that is held."""
-
-    def __init__(self, cluster: VirtualCluster, request: VirtualRequest) -> None:
-        self._cluster = cluster
-        self._request = request
-
-    def on_released(self, held: HeldRequest) -> None:
-        self._cluster.submit(self._request, held.decision)
-
-    def on_refused(self, error: OverloadedError) -> None:
-        self._request.refusal, self._request.ended_at = str(error), self._cluster.clock.now()
-
-    def on_moved(self, held: HeldRequest) -> None:
-        pass
-
-    def on_unplaced(self, reason: str, retry_after_s: float) -> None:
-        raise AssertionError("no replica leaves")
-
-
 class VirtualCluster:
     """One gateway and its replicas. `has_admission` False: whatever comes is routed at once."""
 
@@ -422,7 +403,7 @@ class VirtualCluster:
             self.router,
             self.clock,
             lambda: self.random.getrandbits(32),
-            lambda call: self.at(self.clock.now(), call),
+            self.at,
             self._on_rung,
         )
         self.is_batch_paused = False
@@ -488,20 +469,27 @@ class VirtualCluster:
         if not self._has_admission:
             self.submit(request, self.router.route(route_request))
             return request
-        flow = Flow(tenant.name, tenant.service_class)
-        candidacy = Candidacy(flow, tenant.weight, 0, now, None)
+        queued = QueuedRequest(
+            request.request_id, Flow(tenant.name, tenant.service_class), now, weight=tenant.weight
+        )
         try:
-            self.admission.check_early(flow, tenant.weight, now, None, 4 * request.num_prompt)
+            self.admission.check_early(queued, 4 * request.num_prompt)
             capped = self.admission.max_tokens(tenant.service_class, lengths.most_output)
             request.num_output = min(request.num_output, capped)
-            held = self.admission.admit(route_request, candidacy)
+            self.admission.place(queued, route_request)
         except OverloadedError as error:
             request.refusal, request.ended_at = str(error), now
             return request
-
-        self.at(held.refused_at, self.admission.pump)
-        self.admission.hold(held, _Effects(self, request))
+        queued.report = partial(self._on_outcome, request)
+        self.admission.wait(queued)
         return request
+
+    def _on_outcome(self, request: VirtualRequest, outcome: Outcome) -> None:
+        if isinstance(outcome, Released):
+            self.submit(request, outcome.decision)
+        else:
+            assert isinstance(outcome, Refused), "no replica leaves"
+            request.refusal, request.ended_at = str(outcome.error), self.clock.now()
 
     def on_frame(self, replica: VirtualReplica, state: QueueState, news: _News) -> None:
         """Take what a step of a replica brought."""

@@ -1,12 +1,12 @@
 """Which requests a gateway takes, and when what it has taken goes to the replicas. The file is
 over 600 lines because every change of what waits stands in one place.
 
-    admit: route, held --> predicted to be late? --yes--> OverloadedError, with the time of the drain
-                                  | no
-                                  v
-                     FairQueue of the replica that computes it
-                                  |  next in the fair order, and the pair can take it
-    pump, at every sign of that --+--> release: the request's task submits it
+    place: route, queue --> predicted to be late? --yes--> OverloadedError, with the time of the drain
+                                   | no
+                                   v
+                      FairQueue of the replica that computes it
+                                   |  next in the fair order, and the pair can take it
+    pump, at every sign of that ---+--> `Released`: the request's task submits it
 
 A replica is sent no more than some steps of work (`RouterService.has_capacity`); the rest waits here, where
 the order can still change. The prediction of a wait is the work that goes before, over the rate at which the
@@ -29,15 +29,19 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, NoReturn
+
+from msgspec.structs import replace
 
 from cluster.admission.config import AdmissionConfig
 from cluster.admission.displaced import DisplacedRequests
-from cluster.admission.fair_queue import Flow, IndexedHeap, Waiting
-from cluster.admission.held import Candidacy, HeldEffects, HeldLoad, HeldRequest
+from cluster.admission.flow import Flow
 from cluster.admission.ladder import Ladder, Pressure, Rung
 from cluster.admission.lateness import WAIT_MARGIN, Lateness, TtftLimits, wait_bound
 from cluster.admission.queued_bytes import QueuedBytes
+from cluster.admission.queued_load import QueuedLoad
+from cluster.admission.queued_request import QueuedRequest, Refused, Released, Unplaced
 from cluster.admission.replica_queue import ReplicaQueue, ReplicaQueues, Waits
 from cluster.admission.retries import RetryQueue
 from cluster.errors import OverloadedError
@@ -46,6 +50,7 @@ from cluster.metrics.gateway_counters import Predicted
 from cluster.metrics.served_time import ServedTime
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.health import spread_s
+from kvtransfer.common.indexed_heap import IndexedHeap
 from router.errors import NoReplicaError
 from router.messages import Decision, RouteRequest
 from router.service import RouterService
@@ -57,6 +62,10 @@ _MOVE_S = 0.05
 # It is also routed again after this part of the time for which it may wait, so many at once.
 REROUTE_PART = 0.2
 _MOST_REROUTES = 8
+# A request that was submitted later after it was placed has waited.
+AT_ONCE_S = 0.005
+# A retry goes to a replica without capacity after so long: what is known of its load may be wrong.
+CAPACITY_WAIT_S = 2.0
 # Timers may ring so much too early.
 _EARLY_S = 0.002
 # What a pump may refuse, place anew because its replica is gone, and release: some milliseconds of work. The
@@ -106,26 +115,26 @@ class RequestAdmission:
         router: RouterService,
         clock: Clock,
         seeds: Callable[[], int],
-        call_soon: Callable[[Callable[[], None]], object],
+        call_at: Callable[[float, Callable[[], None]], object],
         on_rung: Callable[[Rung], None] = lambda rung: None,
     ) -> None:
-        """`seeds` draws integers, for jitter; `call_soon` calls in the next turn of the event loop what a
-        pump has left; `on_rung` hears of each change of the ladder's rung."""
+        """`seeds` draws integers, for jitter; `call_at` calls at a time of the clock, in a later turn of the
+        event loop; `on_rung` hears of each change of the ladder's rung."""
         self._config = config
         self._router = router
         self._clock = clock
         self._seeds = seeds
-        self._call_soon = call_soon
+        self._call_at = call_at
         self._on_rung = on_rung
         self._queues = ReplicaQueues(router)
-        self._held: dict[str, HeldRequest] = {}
+        self._waiting: dict[str, QueuedRequest] = {}
         # By when they are refused, and by when they are routed again.
-        self._bounds: IndexedHeap[HeldRequest] = IndexedHeap()
-        self._reroutes: IndexedHeap[HeldRequest] = IndexedHeap()
-        self._displaced = DisplacedRequests(
-            lambda held: self._weight(held.candidacy.flow, held.candidacy.weight)
-        )
-        self.queued = QueuedBytes(config.max_queue_mb * 1e6)
+        self._bounds: IndexedHeap[QueuedRequest] = IndexedHeap()
+        self._reroutes: IndexedHeap[QueuedRequest] = IndexedHeap()
+        # When `_wake` is called next, for the least bound.
+        self._wakes_at = math.inf
+        self._displaced = DisplacedRequests(lambda queued: self._weight(queued.flow, queued.weight))
+        self.bytes = QueuedBytes(config.max_queue_mb * 1e6)
         # Puts and removals, and what was predicted since the last one.
         self._num_changes = 0
         self._early: dict[Flow, _EarlyWait] = {}
@@ -133,18 +142,18 @@ class RequestAdmission:
         # What the pump may still do.
         self._num_left = MOST_PER_PUMP
         self._pumped_at = float("-inf")
-        self.retries = RetryQueue(router)
+        self.retries = RetryQueue(router, self._release_retry, self._reroute_retry)
         self.ladder = Ladder(self._moved)
         self._pressure = Pressure(self.ladder)
         self.counts = AdmissionCounts()
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._waiting)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the requests that are not submitted yet, or wait once more."""
-        return self.queued.num_bytes
+        return self.bytes.num_bytes
 
     def num_waiting(self) -> dict[ServiceClass, int]:
         """Return how many requests of each class wait."""
@@ -154,18 +163,18 @@ class RequestAdmission:
         """Return the predicted work of all that waits."""
         return self._queues.waiting_s()
 
-    def held_loads(self) -> dict[str, HeldLoad]:
+    def queued_loads(self) -> dict[str, QueuedLoad]:
         """Return by replica what waits here until it can take that. What is behind a request that waits for
         a decode replica waits for one, too: more prefill replicas would not help it."""
         sides = self._queues.blocked_sides(self._clock.now(), self._paused)
-        loads: defaultdict[str, HeldLoad] = defaultdict(HeldLoad)
-        for held in self._held.values():
-            computing = held.decision.compute_id
+        loads: defaultdict[str, QueuedLoad] = defaultdict(QueuedLoad)
+        for queued in self._waiting.values():
+            computing = queued.decision.compute_id
             if sides[computing] == "decode":
-                loads[held.decision.decode].num_sequences += held.request.num_samples
+                loads[queued.decision.decode].num_sequences += queued.route_request.num_samples
             else:
                 loads[computing].num_prompts += 1
-                loads[computing].num_tokens += held.waiting.num_tokens
+                loads[computing].num_tokens += queued.num_tokens
         return dict(loads)
 
     @property
@@ -203,11 +212,10 @@ class RequestAdmission:
 
     # ------------------------------------------------------------------------------------- admission
 
-    def check_early(
-        self, flow: Flow, weight: float, now: float, deadline_at: float | None, num_bytes: int
-    ) -> None:
+    def check_early(self, queued: QueuedRequest, num_bytes: int) -> None:
         """Raise `OverloadedError` where any request of the flow is refused, or one of this size, or where the
         queues alone make any late: nothing of it has been read yet."""
+        flow, weight, now = queued.flow, queued.weight, queued.arrived_at
         self._check_load(flow, weight, now, num_bytes)
         early = self._early.get(flow)
         if early is None or early.num_changes != self._num_changes or now >= early.at + _EARLY_WAIT_S:
@@ -215,9 +223,9 @@ class RequestAdmission:
             if len(self._early) >= _MAX_EARLY:
                 self._early.clear()
             self._early[flow] = early
-        lateness = Lateness(self._limits(flow, now, now, deadline_at), early.wait_s)
+        lateness = Lateness(self._limits(queued, now), early.wait_s)
         if lateness.excess_s > 0:
-            self._note(flow, weight, early.wait_s, now)
+            self._note(queued, early.wait_s, now)
             self._refuse_late(lateness)
 
     def refuse(self, reason: str, flow: Flow, because: str, drain_s: float) -> NoReturn:
@@ -225,27 +233,39 @@ class RequestAdmission:
         self.counts.num_refused[reason, flow.service_class] += 1
         raise OverloadedError(because, self.retry_after_s(drain_s))
 
-    def admit(self, request: RouteRequest, candidacy: Candidacy) -> HeldRequest:
-        """Place the request, which is held, and whose bytes are counted in `queued`, where it costs least, or
-        least of where it is in time (`_prefers_in_time`); raise `OverloadedError` where it would be late, or
+    def place(self, queued: QueuedRequest, request: RouteRequest) -> None:
+        """Let the request wait where it costs least, or least of where it is in time (`_prefers_in_time`),
+        unless it waits already; its bytes are counted. Raises `OverloadedError` where it would be late, or
         too much waits here, `UnattainableError` or `DeadlineError` where its prompt alone takes too long, and
-        `NoReplicaError` as the router does. One that was accepted before is not judged."""
-        now, flow = self._clock.now(), candidacy.flow
-        if not candidacy.is_accepted:
-            self._check_load(flow, candidacy.weight, now, 0)
-        limits = self._limits(flow, now, candidacy.arrived_at, candidacy.deadline_at)
-        waits = self._waits(candidacy, now)
+        `NoReplicaError` as the router does. One that `is_judged` is not judged again."""
+        if self._waiting.get(queued.request_id) is queued:
+            return
+        now, flow = self._clock.now(), queued.flow
+        if not queued.is_judged:
+            self._check_load(flow, queued.weight, now, 0)
+        limits = self._limits(queued, now)
+        waits = self._waits(queued, now)
         limit = limits.time_limit if self._prefers_in_time else None
         decision = self._router.decide(request, limit=limit, **waits._asdict())
         prefill_s = decision.prediction.prefill_s
         wait_s = decision.prediction.wait_s
-        self._note(flow, candidacy.weight, wait_s, now)
-        if not candidacy.is_accepted:
+        self._note(queued, wait_s, now)
+        if not queued.is_judged:
             alone_s = prefill_s / self._router.load(decision.compute_id).rates.correction
             lateness = Lateness(limits, wait_s, prefill_s, alone_s)
             if lateness.excess_s > 0:
                 self._refuse_late(lateness)
-        return self._hold(request, candidacy, decision, now)
+        queued.is_judged = True
+        queued.route_request = request
+        self._router.place(request, decision, is_held=True)
+        prediction = decision.prediction
+        queued.predicted = Predicted(now - queued.arrived_at + prediction.ttft_s, prediction.step_s)
+        self._set_place(queued, decision)
+        queued.routed_at = now
+        self._waiting[queued.request_id] = queued
+        self._bounds.put(queued, queued.refused_at)
+        self._reroutes.put(queued, now + REROUTE_PART * (queued.refused_at - queued.arrived_at))
+        self._put(queued)
 
     def max_tokens(self, service_class: ServiceClass, max_tokens: int) -> int:
         """Return how many output tokens a request of the class may have on this rung."""
@@ -264,16 +284,41 @@ class RequestAdmission:
 
     # --------------------------------------------------------------------------------------- release
 
-    def hold(self, held: HeldRequest, effects: HeldEffects) -> None:
-        """Release the request when its replicas can take it, which may be now, or refuse it when it has
-        waited as long as its class allows (`HeldRequest.refused_at`, when somebody must call `pump`)."""
-        held.effects = effects
-        self.pump(held.decision.compute_id)
+    def wait(self, queued: QueuedRequest) -> None:
+        """Report one outcome of a placed request: `Released` when its replicas can take it, which may be now,
+        or `Refused` when it has waited as long as its class allows; or `Unplaced` where all of them go."""
+        assert queued.report is not None
+        self.pump(queued.decision.compute_id)
+        if self._waiting.get(queued.request_id) is queued:
+            queued.announce()
 
-    def drop(self, held: HeldRequest) -> None:
-        """Forget a request that ended while it waited."""
-        if self._take_out(held):
-            self._router.on_finished(held.request.request_id)
+    def wait_for_capacity(self, queued: QueuedRequest, request: RouteRequest) -> None:
+        """Place a request again that a replica has refused, and report one outcome: `Released` when the pair
+        can take it, or after `CAPACITY_WAIT_S` wherever it costs least; or `Unplaced`. Raises
+        `NoReplicaError` where there is no place at all."""
+        queued.route_request = request
+        queued.decision = self._router.route(request, is_held=True, held_part=0.0, prefers_capacity=True)
+        queued.refused_at = until = self._clock.now() + CAPACITY_WAIT_S
+
+        def send_anyway() -> None:
+            if queued.refused_at == until and self.retries.drop(queued):
+                self._send_anyway(queued)
+
+        self._call_at(until, send_anyway)
+        self.retries.put(queued)
+
+    def send(self, queued: QueuedRequest, request: RouteRequest) -> None:
+        """Report `Released` now, wherever the request costs least; raise `NoReplicaError` where there is no
+        place: it waits neither for its turn nor for capacity."""
+        decision = self._router.route(request, held_part=0.0)
+        self._report_released(queued, decision)
+
+    def drop(self, queued: QueuedRequest) -> None:
+        """Forget a request that ended, whatever it waits for."""
+        self.bytes.forget(queued)
+        self.retries.drop(queued)
+        if self._take_out(queued):
+            self._router.on_finished(queued.request_id)
             self.pump()
 
     def pump(self, replica_id: str = "") -> None:
@@ -298,15 +343,16 @@ class RequestAdmission:
                     self._pump_queue(name, queue, now)
             if is_for_all:
                 self._reroute(now)
-            if self._held:
+            if self._waiting:
                 self._move_some([replica_id] if not is_for_all else self._router.compute_ids(), now)
-            for held in moved:
-                self._has_moved(held)
+            for queued in moved:
+                self._has_moved(queued)
         finally:
             self._is_pumping = False
         if (self._num_left <= 0 or self._displaced) and not self._has_more:
             self._has_more = True
-            self._call_soon(self._pump_again)
+            self._call_at(self._clock.now(), self._pump_again)
+        self._wake_in_time()
 
     def leave(self, replica_id: str) -> None:
         """Let what waits for a replica that is gone, or should be avoided, wait for others. Where these are
@@ -314,18 +360,18 @@ class RequestAdmission:
         was looked at for another."""
         self.retries.leave(replica_id)
         displaced = [
-            it for it in self._held.values() if replica_id in (it.decision.prefill, it.decision.decode)
+            it for it in self._waiting.values() if replica_id in (it.decision.prefill, it.decision.decode)
         ]
         self._displaced.add(replica_id, displaced)
         self.pump()
 
     def check(self) -> None:
-        """Assert that queues and held requests agree."""
-        assert sum(len(queue.order) for _, queue in self._queues.busy()) == len(self._held)
+        """Assert that queues and waiting requests agree."""
+        assert sum(len(queue.order) for _, queue in self._queues.busy()) == len(self._waiting)
         for heap in (self._bounds, self._reroutes):
             heap.check()
-            assert len(heap) == len(self._held)
-        assert all(self._held.get(it.request.request_id) is it for it in self._displaced)
+            assert len(heap) == len(self._waiting)
+        assert all(self._waiting.get(it.request_id) is it for it in self._displaced)
         assert self._has_more or not self._displaced
         self._queues.check()
 
@@ -342,7 +388,7 @@ class RequestAdmission:
                 "not taken",
                 max(self._queues.drain_s(now), self.ladder.earliest_exit_s(Rung.LOW_WEIGHT_SHED, now)),
             )
-        if (excess_bytes := self.queued.excess_bytes(num_more_bytes)) > 0:
+        if (excess_bytes := self.bytes.excess_bytes(num_more_bytes)) > 0:
             num_others = self.num_bytes
             part = min(1.0, excess_bytes / num_others) if num_others else 1.0
             self.refuse(
@@ -353,74 +399,78 @@ class RequestAdmission:
                 part * self._queues.drain_s(now),
             )
 
-    def _hold(
-        self, request: RouteRequest, candidacy: Candidacy, decision: Decision, now: float
-    ) -> HeldRequest:
-        """Place the request, and let it wait there."""
-        self._router.place(request, decision, is_held=True)
-        prediction = decision.prediction
-        refused_at, bound = self._bound(candidacy, decision)
-        held = HeldRequest(
-            candidacy,
-            request,
-            decision,
-            self._waiting(request, candidacy, decision),
-            predicted=Predicted(now - candidacy.arrived_at + prediction.ttft_s, prediction.step_s),
-            refused_at=refused_at,
-            bound=bound,
-            routed_at=now,
-        )
-        self._held[request.request_id] = held
-        self._bounds.put(held, held.refused_at)
-        self._reroutes.put(held, now + REROUTE_PART * (refused_at - candidacy.arrived_at))
-        self._put(held)
-        return held
-
-    def _bound(self, candidacy: Candidacy, decision: Decision) -> tuple[float, str]:
-        settings = self._config.of(candidacy.flow.service_class)
-        return wait_bound(settings, candidacy, decision.prediction.prefill_s)
-
-    def _waiting(self, request: RouteRequest, candidacy: Candidacy, decision: Decision) -> Waiting:
-        """Return what waits in the queue of its replica."""
-        return Waiting(
-            request_id=request.request_id,
-            flow=candidacy.flow,
-            cost_s=self._cost_s(decision),
-            arrived_at=candidacy.arrived_at,
-            due_at=candidacy.arrived_at + self.aging_s(candidacy.flow.service_class),
-            priority=candidacy.priority,
-            num_tokens=max(request.num_tokens, 1) - decision.prefill_cached_tokens,
-        )
+    def _set_place(self, queued: QueuedRequest, decision: Decision) -> None:
+        """Note where the request will wait, and how it counts there."""
+        settings = self._config.of(queued.flow.service_class)
+        queued.decision = decision
+        queued.refused_at, queued.bound = wait_bound(settings, queued, decision.prediction.prefill_s)
+        queued.cost_s = self._cost_s(decision)
+        queued.num_tokens = max(queued.route_request.num_tokens, 1) - decision.prefill_cached_tokens
+        queued.due_at = queued.arrived_at + self.aging_s(queued.flow.service_class)
 
     def _pump_queue(self, name: str, queue: ReplicaQueue, now: float) -> None:
         paused = self._paused
         while True:
-            waiting = queue.order.peek(now, without=paused)
-            if waiting is None and paused is not None and self._is_idle(name):
+            queued = queue.order.peek(now, without=paused)
+            if queued is None and paused is not None and self._is_idle(name):
                 paused = None
-                waiting = queue.order.peek(now)
-            if waiting is None:
+                queued = queue.order.peek(now)
+            if queued is None:
                 break
             if self._num_left <= 0:
                 return
-            held = self._held[waiting.request_id]
-            if held.effects is None:
+            if queued.report is None:
                 return  # its task is about to begin
-            if waiting.request_id in self._displaced:
-                if self._place_anew(held, now):
-                    self._has_moved(held)
+            if queued.request_id in self._displaced:
+                if self._place_anew(queued, now):
+                    self._has_moved(queued)
                 continue
-            if not self._router.has_capacity(waiting.request_id):
-                queue.blocked(now, (held.decision.prefill, held.decision.decode))
+            if not self._router.has_capacity(queued.request_id):
+                queue.blocked(now, (queued.decision.prefill, queued.decision.decode))
                 return
             self._num_left -= 1
             queue.pop(now, paused)
-            self._forget(held)
-            self.counts.num_released[waiting.flow.service_class] += 1
-            self.counts.served.add(*waiting.flow, waiting.cost_s, now)
-            self._router.on_submitted(waiting.request_id)
-            held.effects.on_released(held)
+            self._forget(queued)
+            self.counts.num_released[queued.flow.service_class] += 1
+            self.counts.served.add(*queued.flow, queued.cost_s, now)
+            self._router.on_submitted(queued.request_id)
+            self._release(queued)
         queue.blocked(now, ())
+
+    def _release(self, queued: QueuedRequest) -> None:
+        """Report a request whose turn it is. What was known of other replicas when it was placed holds only
+        for one that did not wait."""
+        decision = queued.decision
+        if self._clock.now() > queued.routed_at + AT_ONCE_S:
+            decision = replace(decision, most_backlog_tokens=None)
+        self._report_released(queued, decision)
+
+    def _release_retry(self, queued: QueuedRequest) -> None:
+        self._router.on_submitted(queued.request_id)
+        self._report_released(queued, queued.decision)
+
+    def _reroute_retry(self, queued: QueuedRequest) -> None:
+        """Place a retry once more, one of whose replicas is gone or avoided."""
+        self._router.on_finished(queued.request_id)
+        try:
+            self.wait_for_capacity(queued, queued.route_request)
+        except NoReplicaError as error:
+            self._report_unplaced(queued, error)
+
+    def _send_anyway(self, queued: QueuedRequest) -> None:
+        try:
+            self.send(queued, queued.route_request)
+        except NoReplicaError as error:
+            self._report_unplaced(queued, error)
+
+    def _report_released(self, queued: QueuedRequest, decision: Decision) -> None:
+        assert queued.report is not None
+        self.bytes.forget(queued)
+        queued.report(Released(decision))
+
+    def _report_unplaced(self, queued: QueuedRequest, error: NoReplicaError) -> None:
+        if queued.report is not None:
+            queued.report(Unplaced(str(error), error.retry_after_s))
 
     @property
     def _paused(self) -> ServiceClass | None:
@@ -444,59 +494,66 @@ class RequestAdmission:
 
     def _refuse_overdue(self, now: float) -> None:
         while (first := self._bounds.first()) is not None and first[0] <= now + _EARLY_S:
-            held = first[1]
-            effects, flow = held.effects, held.candidacy.flow
-            if effects is None or self._num_left <= 0:
+            queued = first[1]
+            if queued.report is None or self._num_left <= 0:
                 return
             self._num_left -= 1
-            self._take_out(held)
-            self._router.on_finished(held.request.request_id)
-            self.counts.num_refused["aged", flow.service_class] += 1
-            effects.on_refused(
-                OverloadedError(
-                    f"it has waited for {now - held.candidacy.arrived_at:.1f} s, {held.bound}",
-                    self.retry_after_s(self._least_wait_s(flow, held.candidacy.weight, now)),
-                )
-            )
+            self._take_out(queued)
+            self._router.on_finished(queued.request_id)
+            self.counts.num_refused["aged", queued.flow.service_class] += 1
+            least_wait_s = self._least_wait_s(queued.flow, queued.weight, now)
+            because = f"it has waited for {now - queued.arrived_at:.1f} s, {queued.bound}"
+            queued.report(Refused(OverloadedError(because, self.retry_after_s(least_wait_s))))
+
+    def _wake_in_time(self) -> None:
+        """Be called when the next request has waited for as long as it may."""
+        first = self._bounds.first()
+        if first is not None and self._clock.now() < first[0] < self._wakes_at:
+            self._wakes_at = first[0]
+            self._call_at(first[0], partial(self._wake, first[0]))
+
+    def _wake(self, at: float) -> None:
+        if self._wakes_at == at:
+            self._wakes_at = math.inf
+        self.pump()
 
     def _pump_again(self) -> None:
         self._has_more = False
         self.pump()
 
-    def _place_displaced(self, now: float) -> list[HeldRequest]:
+    def _place_displaced(self, now: float) -> list[QueuedRequest]:
         """Place anew, as many as a pump may, what waits for replicas that are gone or avoided. Returns those
         that wait for others now."""
-        moved: list[HeldRequest] = []
-        while self._num_left > 0 and (held := self._displaced.first()) is not None:
-            if self._place_anew(held, now):
-                moved.append(held)
+        moved: list[QueuedRequest] = []
+        while self._num_left > 0 and (queued := self._displaced.first()) is not None:
+            if self._place_anew(queued, now):
+                moved.append(queued)
         for replica_id in self._displaced.take_left():
             self._queues.forget(replica_id)
         return moved
 
-    def _place_anew(self, held: HeldRequest, now: float) -> bool:
+    def _place_anew(self, queued: QueuedRequest, now: float) -> bool:
         """Whether a request that is displaced waits for other replicas now; where there are none, its task
         asks again."""
         self._num_left -= 1
-        self._displaced.remove(held.request.request_id)
+        self._displaced.remove(queued.request_id)
         try:
-            return self._move(held, now)
+            return self._move(queued, now)
         except NoReplicaError as error:
-            if held.effects is not None and self._take_out(held):
-                self._router.on_finished(held.request.request_id)
-                held.effects.on_unplaced(str(error), error.retry_after_s)
+            if queued.report is not None and self._take_out(queued):
+                self._router.on_finished(queued.request_id)
+                self._report_unplaced(queued, error)
             return False
 
-    def _put(self, held: HeldRequest) -> None:
-        flow = held.candidacy.flow
+    def _put(self, queued: QueuedRequest) -> None:
         self._num_changes += 1
-        queue = self._queues[held.decision.compute_id]
-        queue.put(held.waiting, self._weight(flow, held.candidacy.weight), held.routed_at)
+        queue = self._queues[queued.decision.compute_id]
+        queue.put(queued, self._weight(queued.flow, queued.weight), queued.routed_at)
 
-    def _waits(self, candidacy: Candidacy, now: float) -> Waits:
+    def _waits(self, queued: QueuedRequest, now: float) -> Waits:
         """Return what a request would wait in the order of each replica."""
-        weight = self._weight(candidacy.flow, candidacy.weight)
-        return self._queues.waits(candidacy.flow, weight, now, self._paused)
+        weight = self._weight(queued.flow, queued.weight)
+        return self._queues.waits(queued.flow, weight, now, self._paused)
 
     def _move_some(self, replica_ids: Iterable[str], now: float) -> None:
         """Let each of these replicas that nothing waits for, and that could take something, have what is next
@@ -507,12 +564,11 @@ class RequestAdmission:
                 continue
             queues = (queue for _, queue in self._queues.busy())
             longest = max(queues, key=lambda queue: queue.order.cost_s, default=None)
-            waiting = longest.order.peek(now, without=self._paused) if longest is not None else None
-            if waiting is None:
+            queued = longest.order.peek(now, without=self._paused) if longest is not None else None
+            if queued is None:
                 return
-            held = self._held[waiting.request_id]
-            if held.routed_at + _MOVE_S <= now:
-                self._try_move(held, now)
+            if queued.routed_at + _MOVE_S <= now:
+                self._try_move(queued, now)
 
     def _reroute(self, now: float) -> None:
         """Route again, as many as a pump may, what has waited for a part of its bound."""
@@ -520,72 +576,69 @@ class RequestAdmission:
             first = self._reroutes.first()
             if first is None or first[0] > now:
                 return
-            held = first[1]
-            again_s = REROUTE_PART * (held.refused_at - held.candidacy.arrived_at)
-            self._reroutes.put(held, now + again_s)
-            self._try_move(held, now)
+            queued = first[1]
+            again_s = REROUTE_PART * (queued.refused_at - queued.arrived_at)
+            self._reroutes.put(queued, now + again_s)
+            self._try_move(queued, now)
 
-    def _try_move(self, held: HeldRequest, now: float) -> None:
+    def _try_move(self, queued: QueuedRequest, now: float) -> None:
         """Move a request, where that is better, and see whether it goes at once."""
         with contextlib.suppress(NoReplicaError):  # it stays
-            if self._move(held, now):
-                name = held.decision.compute_id
+            if self._move(queued, now):
+                name = queued.decision.compute_id
                 self._pump_queue(name, self._queues[name], now)
-                self._has_moved(held)
+                self._has_moved(queued)
 
-    def _has_moved(self, held: HeldRequest) -> None:
-        """Let the task know, unless the request does not wait any more."""
-        if held.effects is not None and self._held.get(held.request.request_id) is held:
-            held.effects.on_moved(held)
+    def _has_moved(self, queued: QueuedRequest) -> None:
+        """Announce a request to other replicas, unless it does not wait any more."""
+        if queued.report is not None and self._waiting.get(queued.request_id) is queued:
+            queued.announce()
 
-    def _move(self, held: HeldRequest, now: float) -> bool:
+    def _move(self, queued: QueuedRequest, now: float) -> bool:
         """Whether other replicas are better now, for which the request waits from now on: it is priced as if
         it waited nowhere, so that it is not in its own way where it is. Raises `NoReplicaError` where there
         is no place at all; then it stays."""
-        held.routed_at = now
-        self._queues[held.decision.compute_id].drop(held.waiting.request_id, now)
+        queued.routed_at = now
+        self._queues[queued.decision.compute_id].drop(queued.request_id, now)
         try:
-            better = self._better(held, now)
+            better = self._better(queued, now)
             if better is not None:
-                self._router.place(held.request, better, is_held=True)
-                held.decision = better
-                held.refused_at, held.bound = self._bound(held.candidacy, better)
-                self._bounds.put(held, held.refused_at)
-                held.waiting = self._waiting(held.request, held.candidacy, better)
+                self._router.place(queued.route_request, better, is_held=True)
+                self._set_place(queued, better)
+                self._bounds.put(queued, queued.refused_at)
         finally:
-            self._put(held)
+            self._put(queued)
         return better is not None
 
-    def _better(self, held: HeldRequest, now: float) -> Decision | None:
+    def _better(self, queued: QueuedRequest, now: float) -> Decision | None:
         """Return where a request that waits nowhere now would wait better; None: where it was. It does not
         leave a place where it is in time for one where it would be late."""
-        candidacy, request = held.candidacy, held.request
-        limits = self._limits(candidacy.flow, now, candidacy.arrived_at, candidacy.deadline_at)
-        limit, waits = limits.time_limit, self._waits(candidacy, now)._asdict()
+        request = queued.route_request
+        limit, waits = self._limits(queued, now).time_limit, self._waits(queued, now)._asdict()
         if self._prefers_in_time:
-            return self._router.improve(request, held.decision, limit=limit, **waits)
-        better = self._router.improve(request, held.decision, **waits)
+            return self._router.improve(request, queued.decision, limit=limit, **waits)
+        better = self._router.improve(request, queued.decision, **waits)
         if better is None or limit.includes(better.prediction):
             return better
         in_time = self._router.decide(request, limit=limit, **waits)
-        pair = held.decision.prefill, held.decision.decode
+        pair = queued.decision.prefill, queued.decision.decode
         stays = in_time.limit is not None and (in_time.prefill, in_time.decode) == pair
         return None if stays else better
 
-    def _take_out(self, held: HeldRequest) -> bool:
+    def _take_out(self, queued: QueuedRequest) -> bool:
         """Whether it waited."""
-        if self._held.get(held.waiting.request_id) is not held:
+        if self._waiting.get(queued.request_id) is not queued:
             return False
-        self._queues[held.decision.compute_id].drop(held.waiting.request_id, self._clock.now())
-        self._forget(held)
+        self._queues[queued.decision.compute_id].drop(queued.request_id, self._clock.now())
+        self._forget(queued)
         return True
 
-    def _forget(self, held: HeldRequest) -> None:
+    def _forget(self, queued: QueuedRequest) -> None:
         self._num_changes += 1
-        del self._held[held.waiting.request_id]
-        self._displaced.remove(held.waiting.request_id)
-        self._bounds.remove(held)
-        self._reroutes.remove(held)
+        del self._waiting[queued.request_id]
+        self._displaced.remove(queued.request_id)
+        self._bounds.remove(queued)
+        self._reroutes.remove(queued)
 
     def _cost_s(self, decision: Decision) -> float:
         """Return for how long the request occupies the replica that its queue waits for: for computing its
@@ -605,12 +658,13 @@ class RequestAdmission:
         weight, paused = self._weight(flow, tenant_weight), self._paused
         return self._queues.least_wait_s(flow, weight, now, paused, includes_all=self._prefers_in_time)
 
-    def _limits(self, flow: Flow, now: float, arrived_at: float, deadline_at: float | None) -> TtftLimits:
-        """Return what a request of the flow may take to its first token."""
-        settings = self._config.of(flow.service_class)
+    def _limits(self, queued: QueuedRequest, now: float) -> TtftLimits:
+        """Return what the request may take to its first token."""
+        settings = self._config.of(queued.flow.service_class)
         objective_s = settings.max_wait_s if settings.ttft_s is None else settings.ttft_s
-        left_s = math.inf if deadline_at is None else deadline_at - now
-        return TtftLimits(flow, objective_s, left_s, now - arrived_at, settings.refuses_unattainable)
+        left_s = math.inf if queued.deadline_at is None else queued.deadline_at - now
+        elapsed_s = now - queued.arrived_at
+        return TtftLimits(queued.flow, objective_s, left_s, elapsed_s, settings.refuses_unattainable)
 
     def _refuse_late(self, lateness: Lateness) -> NoReturn:
         if (error := lateness.unattainable) is not None:
@@ -618,13 +672,13 @@ class RequestAdmission:
             raise error
         self.refuse("late", lateness.limits.flow, lateness.reason, lateness.excess_s)
 
-    def _note(self, flow: Flow, weight: float, wait_s: float, now: float) -> None:
-        """Note how long a request of the flow would wait, for the pressure."""
-        objective_s = self._config.of(flow.service_class).ttft_s
+    def _note(self, queued: QueuedRequest, wait_s: float, now: float) -> None:
+        """Note how long the request would wait, for the pressure."""
+        objective_s = self._config.of(queued.flow.service_class).ttft_s
         if objective_s is None:
             return
         part = wait_s / (WAIT_MARGIN * objective_s)
-        self._pressure.note(flow, self._weight(flow, weight), part, now)
+        self._pressure.note(queued.flow, self._weight(queued.flow, queued.weight), part, now)
 
     def _moved(self, before: Rung, rung: Rung, pressure: float) -> None:
         _log.warning(

@@ -6,18 +6,19 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 
-from cluster.admission.fair_queue import ARRIVAL_PER_PRIORITY_S, Flow
-from cluster.admission.held import HeldRequest
+from cluster.admission.fair_queue import ARRIVAL_PER_PRIORITY_S
+from cluster.admission.flow import Flow
+from cluster.admission.queued_request import QueuedRequest
 
 
 class DisplacedRequests:
     """In the order in which their turns would come in one queue: by the work of their flow that goes before
     them, over its weight. So the first to be placed are those that could go first."""
 
-    def __init__(self, weight: Callable[[HeldRequest], float]) -> None:
+    def __init__(self, weight: Callable[[QueuedRequest], float]) -> None:
         """`weight` is that of a request's flow."""
         self._weight = weight
-        self._requests: dict[str, HeldRequest] = {}
+        self._requests: dict[str, QueuedRequest] = {}
         self._left: set[str] = set()
 
     def __len__(self) -> int:
@@ -26,21 +27,21 @@ class DisplacedRequests:
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._requests
 
-    def __iter__(self) -> Iterator[HeldRequest]:
+    def __iter__(self) -> Iterator[QueuedRequest]:
         return iter(self._requests.values())
 
-    def add(self, replica_id: str, requests: Iterable[HeldRequest]) -> None:
+    def add(self, replica_id: str, requests: Iterable[QueuedRequest]) -> None:
         """Add what waits for a replica."""
         self._left.add(replica_id)
         before_s: defaultdict[Flow, float] = defaultdict(float)
-        turns: list[tuple[float, HeldRequest]] = []
-        for held in sorted(requests, key=_effective_arrival):
-            flow = held.candidacy.flow
-            turns.append((before_s[flow], held))
-            before_s[flow] += held.waiting.cost_s / self._weight(held)
-        self._requests |= {held.request.request_id: held for _, held in sorted(turns, key=itemgetter(0))}
+        turns: list[tuple[float, QueuedRequest]] = []
+        for queued in sorted(requests, key=_effective_arrival):
+            flow = queued.flow
+            turns.append((before_s[flow], queued))
+            before_s[flow] += queued.cost_s / self._weight(queued)
+        self._requests |= {queued.request_id: queued for _, queued in sorted(turns, key=itemgetter(0))}
 
-    def first(self) -> HeldRequest | None:
+    def first(self) -> QueuedRequest | None:
         """Return the request that is placed next; None: there is none."""
         return next(iter(self._requests.values()), None)
 
@@ -56,5 +57,5 @@ class DisplacedRequests:
         return left
 
 
-def _effective_arrival(held: HeldRequest) -> float:
-    return held.waiting.arrived_at - ARRIVAL_PER_PRIORITY_S * held.waiting.priority
+def _effective_arrival(queued: QueuedRequest) -> float:
+    return queued.arrived_at - ARRIVAL_PER_PRIORITY_S * queued.priority

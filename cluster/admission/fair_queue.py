@@ -14,14 +14,16 @@ Time is an argument.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
+from cluster.admission.flow import Flow
+from cluster.admission.queued_request import QueuedRequest
 from kvtransfer.common.health import kept_share
+from kvtransfer.common.indexed_heap import IndexedHeap
 from workers.messages.link import ServiceClass
 
 # How much earlier a request of one priority more counts as having arrived.
@@ -34,87 +36,8 @@ _MOST_CREDIT_S = 1.0
 _INFLOW_S = 5.0
 # Less inflow than this, in seconds of work a second, is forgotten.
 _LEAST_INFLOW = 1e-3
-# Flows, or entries of a heap, of which nothing is needed and that are not looked for yet.
+# Flows of which nothing is needed and that are not looked for yet.
 _MOST_IDLE = 16
-
-T = TypeVar("T")
-
-
-class IndexedHeap(Generic[T]):
-    """Items by a number each: the least first, and of equal ones whichever came first. Each may be removed or
-    get another number at any time, and what is removed is forgotten."""
-
-    def __init__(self) -> None:
-        # The entry of an item is the one with its ticket; the others are of items that were removed.
-        self._entries: list[tuple[float, int, T]] = []
-        self._tickets: dict[T, int] = {}
-        self._num_put = 0
-
-    def __len__(self) -> int:
-        return len(self._tickets)
-
-    def __iter__(self) -> Iterator[T]:
-        return iter(self._tickets)
-
-    def __contains__(self, item: object) -> bool:
-        return item in self._tickets
-
-    def put(self, item: T, number: float) -> None:
-        """Add the item, or give it another number."""
-        self._num_put += 1
-        self._tickets[item] = self._num_put
-        heapq.heappush(self._entries, (number, self._num_put, item))
-        self._compact()
-
-    def remove(self, item: T) -> bool:
-        """Remove the item; False: it is not there."""
-        if self._tickets.pop(item, None) is None:
-            return False
-        self._compact()
-        return True
-
-    def first(self) -> tuple[float, T] | None:
-        """Return the least number and its item; None: there is none."""
-        entries, tickets = self._entries, self._tickets
-        while entries:
-            number, ticket, item = entries[0]
-            if tickets.get(item) == ticket:
-                return number, item
-            heapq.heappop(entries)
-        return None
-
-    def check(self) -> None:
-        """Assert that every item has an entry, and that there are few others."""
-        current = [item for _, ticket, item in self._entries if self._tickets.get(item) == ticket]
-        assert len(current) == len(self._tickets)
-        assert len(self._entries) <= 2 * len(self._tickets) + _MOST_IDLE
-
-    def _compact(self) -> None:
-        if len(self._entries) > 2 * len(self._tickets) + _MOST_IDLE:
-            self._entries = [it for it in self._entries if self._tickets.get(it[2]) == it[1]]
-            heapq.heapify(self._entries)
-
-
-class Flow(NamedTuple):
-    """Whose requests share a place in the order."""
-
-    tenant: str
-    service_class: ServiceClass
-
-
-@dataclass(slots=True, eq=False)
-class Waiting:
-    """A request that waits. `cost_s` is how long it will occupy the replica."""
-
-    request_id: str
-    flow: Flow
-    cost_s: float
-    arrived_at: float
-    # When it may go before those that have waited less.
-    due_at: float
-    priority: int = 0
-    # Of its prompt, those that must be computed.
-    num_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -126,7 +49,7 @@ class _FlowState:
     weight: float
     tag: float
     # By effective arrival.
-    waiting: IndexedHeap[Waiting] = field(default_factory=IndexedHeap)
+    waiting: IndexedHeap[QueuedRequest] = field(default_factory=IndexedHeap)
     cost_s: float = 0.0
     came_s: float = 0.0
     counted_until: float = 0.0
@@ -198,8 +121,8 @@ class FairQueue:
         self._turns: defaultdict[ServiceClass, IndexedHeap[_FlowState]] = defaultdict(IndexedHeap)
         # No flow of the class may begin sooner, because it was paused until then.
         self._resumed_s: dict[ServiceClass, float] = {}
-        self._due: IndexedHeap[Waiting] = IndexedHeap()
-        self._waiting: dict[str, Waiting] = {}
+        self._due: IndexedHeap[QueuedRequest] = IndexedHeap()
+        self._waiting: dict[str, QueuedRequest] = {}
         self._virtual_s = 0.0
         # When a request was last taken out without its turn: put back at once, it is as if it had never left.
         self._dropped_at = -math.inf
@@ -213,7 +136,7 @@ class FairQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __iter__(self) -> Iterator[Waiting]:
+    def __iter__(self) -> Iterator[QueuedRequest]:
         return iter(list(self._waiting.values()))
 
     @property
@@ -221,60 +144,60 @@ class FairQueue:
         """How many flows are remembered."""
         return len(self._flows)
 
-    def put(self, waiting: Waiting, weight: float, now: float) -> None:
+    def put(self, queued: QueuedRequest, weight: float, now: float) -> None:
         """Append a request to its flow, whose weight is from now on `weight`."""
-        assert waiting.request_id not in self._waiting
+        assert queued.request_id not in self._waiting
         if not self._waiting and now > self._dropped_at:
             self._virtual_s = self._greatest_tag  # nobody owes anything any more
         self._forget_idle(now)
         self._snapshots.clear()
-        flow = self._flows.get(waiting.flow)
+        flow = self._flows.get(queued.flow)
         if flow is None:
-            flow = self._flows[waiting.flow] = _FlowState(waiting.flow, weight, self._virtual_s)
+            flow = self._flows[queued.flow] = _FlowState(queued.flow, weight, self._virtual_s)
         flow.weight = weight
-        flow.waiting.put(waiting, waiting.arrived_at - ARRIVAL_PER_PRIORITY_S * waiting.priority)
-        flow.cost_s += waiting.cost_s
-        flow.came(waiting.cost_s, now)
+        flow.waiting.put(queued, queued.arrived_at - ARRIVAL_PER_PRIORITY_S * queued.priority)
+        flow.cost_s += queued.cost_s
+        flow.came(queued.cost_s, now)
         if len(flow.waiting) == 1:
             self._set_tag(flow, max(flow.tag, self._virtual_s))
-        self.cost_s += waiting.cost_s
-        self._due.put(waiting, waiting.due_at)
-        self._waiting[waiting.request_id] = waiting
+        self.cost_s += queued.cost_s
+        self._due.put(queued, queued.due_at)
+        self._waiting[queued.request_id] = queued
 
-    def peek(self, now: float, *, without: ServiceClass | None = None) -> Waiting | None:
+    def peek(self, now: float, *, without: ServiceClass | None = None) -> QueuedRequest | None:
         """Return who is next; None: nobody. `without` leaves out a class that is paused, unless it is due."""
         due = self._due.first() if self._credit_s >= 0 else None
         if due is not None and due[0] <= now:
             return due[1]
         return self._next_by_turn(without)
 
-    def pop(self, now: float, *, without: ServiceClass | None = None) -> Waiting | None:
+    def pop(self, now: float, *, without: ServiceClass | None = None) -> QueuedRequest | None:
         """Take out who is next, which goes to the replica, and charge its flow; None: nobody."""
-        waiting = self.peek(now, without=without)
-        if waiting is None:
+        queued = self.peek(now, without=without)
+        if queued is None:
             return None
-        flow, has_turn = self._flows[waiting.flow], self._next_by_turn(without) is waiting
+        flow, has_turn = self._flows[queued.flow], self._next_by_turn(without) is queued
         if without is not None:
             self._resumed_s[without] = self._virtual_s  # it does not claim the time of its pause
         tag = self._tag(flow)
         if has_turn:
             self._virtual_s = max(self._virtual_s, tag)
         else:
-            self._credit_s -= waiting.cost_s
-        self._credit_s = min(_MOST_CREDIT_S, self._credit_s + AGED_PART * waiting.cost_s)
-        self._set_tag(flow, tag + waiting.cost_s / flow.weight)
-        self._remove(flow, waiting)
-        return waiting
+            self._credit_s -= queued.cost_s
+        self._credit_s = min(_MOST_CREDIT_S, self._credit_s + AGED_PART * queued.cost_s)
+        self._set_tag(flow, tag + queued.cost_s / flow.weight)
+        self._remove(flow, queued)
+        return queued
 
-    def drop(self, request_id: str, now: float) -> Waiting | None:
+    def drop(self, request_id: str, now: float) -> QueuedRequest | None:
         """Take out a request that does not wait any more; its flow is not charged. None: it is not here."""
-        waiting = self._waiting.get(request_id)
-        if waiting is not None:
-            flow = self._flows[waiting.flow]
-            flow.came(-waiting.cost_s, now)
-            self._remove(flow, waiting)
+        queued = self._waiting.get(request_id)
+        if queued is not None:
+            flow = self._flows[queued.flow]
+            flow.came(-queued.cost_s, now)
+            self._remove(flow, queued)
             self._dropped_at = now
-        return waiting
+        return queued
 
     def ahead_s(
         self,
@@ -362,7 +285,7 @@ class FairQueue:
         self._greatest_tag = max(self._greatest_tag, tag)
         self._turns[flow.key.service_class].put(flow, tag)
 
-    def _next_by_turn(self, without: ServiceClass | None) -> Waiting | None:
+    def _next_by_turn(self, without: ServiceClass | None) -> QueuedRequest | None:
         """Return the next request of the flow whose turn it is."""
         least, turn = math.inf, None
         for name, turns in self._turns.items():
@@ -372,13 +295,13 @@ class FairQueue:
         next_of_flow = turn.waiting.first() if turn is not None else None
         return next_of_flow[1] if next_of_flow is not None else None
 
-    def _remove(self, flow: _FlowState, waiting: Waiting) -> None:
+    def _remove(self, flow: _FlowState, queued: QueuedRequest) -> None:
         self._snapshots.clear()
-        del self._waiting[waiting.request_id]
-        self._due.remove(waiting)
-        flow.waiting.remove(waiting)
-        flow.cost_s -= waiting.cost_s
-        self.cost_s -= waiting.cost_s
+        del self._waiting[queued.request_id]
+        self._due.remove(queued)
+        flow.waiting.remove(queued)
+        flow.cost_s -= queued.cost_s
+        self.cost_s -= queued.cost_s
         if not flow.waiting:
             flow.cost_s = 0.0
             self._turns[flow.key.service_class].remove(flow)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple
 
-from cluster.admission.fair_queue import Flow
+from cluster.admission.flow import Flow
 from kvtransfer.common.health import kept_share
 
 

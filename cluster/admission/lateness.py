@@ -6,8 +6,8 @@ import math
 from typing import NamedTuple
 
 from cluster.admission.config import ClassConfig
-from cluster.admission.fair_queue import Flow
-from cluster.admission.held import Candidacy
+from cluster.admission.flow import Flow
+from cluster.admission.queued_request import QueuedRequest
 from cluster.errors import DeadlineError, RequestError, UnattainableError
 from router.messages import TimeLimit
 
@@ -96,10 +96,10 @@ class Lateness(NamedTuple):
         return UnattainableError(f"{because}, and {limits.shorter_text}: {remedy}")
 
 
-def wait_bound(settings: ClassConfig, candidacy: Candidacy, prefill_s: float) -> tuple[float, str]:
+def wait_bound(settings: ClassConfig, queued: QueuedRequest, prefill_s: float) -> tuple[float, str]:
     """Return until when a request whose prompt takes `prefill_s` to compute may wait, and the reason, for
     people."""
-    name, arrived_at = candidacy.flow.service_class, candidacy.arrived_at
+    name, arrived_at = queued.flow.service_class, queued.arrived_at
     at = arrived_at + settings.max_wait_s
     bound = f"the most for the class (admission.{name}.max_wait_s)"
     ttft_s = math.inf if settings.ttft_s is None else settings.ttft_s
@@ -107,6 +107,6 @@ def wait_bound(settings: ClassConfig, candidacy: Candidacy, prefill_s: float) ->
     if not is_excused and arrived_at + ttft_s - prefill_s < at:
         at = arrived_at + ttft_s - prefill_s
         bound = f"after which it would miss its objective (admission.{name}.ttft_s)"
-    if candidacy.deadline_at is not None and candidacy.deadline_at - prefill_s < at:
-        at, bound = candidacy.deadline_at - prefill_s, "after which it would miss its deadline"
+    if queued.deadline_at is not None and queued.deadline_at - prefill_s < at:
+        at, bound = queued.deadline_at - prefill_s, "after which it would miss its deadline"
     return at, bound

@@ -97,16 +97,6 @@ class RateState(NamedTuple):
     full_in_s: float
 
 
-class QuotaHold:
-    """The concurrent tokens of one request, until they are given back."""
-
-    __slots__ = ("num_tokens", "tenant")
-
-    def __init__(self, tenant: str, num_tokens: int) -> None:
-        self.tenant = tenant
-        self.num_tokens = num_tokens
-
-
 class MovedRequest(NamedTuple):
     """Where a request was that is resumed here: its tokens may be counted there still."""
 
@@ -308,9 +298,9 @@ class Quotas:
         *,
         is_free: bool = False,
         moved: MovedRequest | None = None,
-    ) -> QuotaHold:
-        """Take the prompt of an admitted request, and hold its concurrent tokens until `ended`. `max_tokens`
-        is that of all its samples.
+    ) -> int:
+        """Take the prompt of an admitted request, and reserve its concurrent tokens until `end`. `max_tokens`
+        is that of all its samples. Returns how many tokens were reserved.
 
         Raises `QuotaError`, and `InvalidRequestError` where the request alone exceeds its limit. The prompt
         of one that `is_free` was paid for before. Such a request holds its tokens, or is refused, as any
@@ -318,7 +308,7 @@ class Quotas:
         """
         found = self._find(tenant, now)
         if found is None:
-            return QuotaHold(tenant, 0)
+            return 0
         num_tokens = num_prompt_tokens + max_tokens
         self._check_held(tenant, found, num_tokens, moved)
         if not is_free:
@@ -327,7 +317,7 @@ class Quotas:
             found.take(1, num_prompt_tokens, now, is_shared=not self._is_divided)
         found.held += num_tokens
         found.used_at = now
-        return QuotaHold(tenant, num_tokens)
+        return num_tokens
 
     def produced(self, tenant: str, num_tokens: int, now: float) -> None:
         """Take output that has arrived."""
@@ -335,11 +325,10 @@ class Quotas:
         if found is not None:
             found.take(2, num_tokens, now, is_shared=not self._is_divided)
 
-    def ended(self, hold: QuotaHold) -> None:
-        """Give the concurrent tokens back; again: do nothing."""
-        num_tokens, hold.num_tokens = hold.num_tokens, 0
+    def end(self, tenant: str, num_tokens: int) -> None:
+        """Give the concurrent tokens of a request back."""
         if num_tokens:
-            self._tenants[hold.tenant].held -= num_tokens
+            self._tenants[tenant].held -= num_tokens
 
     def rates(self, tenant: str, now: float) -> dict[Rate, RateState]:
         """Return what is left of the tenant's rates, of those that are limited."""

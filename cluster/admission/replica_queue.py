@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from cluster.admission.fair_queue import FairQueue, Flow, Waiting
+from cluster.admission.fair_queue import FairQueue
+from cluster.admission.flow import Flow
+from cluster.admission.queued_request import QueuedRequest
 from kvtransfer.common.health import kept_share
 from router.service import RouterService
 from workers.messages.link import SERVICE_CLASSES, ServiceClass
@@ -34,26 +36,26 @@ class ReplicaQueue:
         self._blocked_s = 0.0
         self._counted_until = 0.0
 
-    def put(self, waiting: Waiting, weight: float, now: float) -> None:
+    def put(self, queued: QueuedRequest, weight: float, now: float) -> None:
         """Let a request wait here."""
-        self.order.put(waiting, weight, now)
-        self.num_tokens += waiting.num_tokens
+        self.order.put(queued, weight, now)
+        self.num_tokens += queued.num_tokens
 
-    def pop(self, now: float, without: ServiceClass | None) -> Waiting | None:
+    def pop(self, now: float, without: ServiceClass | None) -> QueuedRequest | None:
         """Take out the next request, which the replica takes; None: there is none."""
-        waiting = self.order.pop(now, without=without)
-        if waiting is not None:
-            self.num_tokens -= waiting.num_tokens
+        queued = self.order.pop(now, without=without)
+        if queued is not None:
+            self.num_tokens -= queued.num_tokens
             self._count(now)
             if self.waits_for:
-                self._taken_s += waiting.cost_s
-        return waiting
+                self._taken_s += queued.cost_s
+        return queued
 
     def drop(self, request_id: str, now: float) -> None:
         """Take out a request that does not wait here any more."""
-        waiting = self.order.drop(request_id, now)
-        if waiting is not None:
-            self.num_tokens -= waiting.num_tokens
+        queued = self.order.drop(request_id, now)
+        if queued is not None:
+            self.num_tokens -= queued.num_tokens
             if not len(self.order):
                 self.blocked(now, ())
 
@@ -109,8 +111,8 @@ class ReplicaQueues:
         "": both can (`RouterService.blocked_side`)."""
         sides: dict[str, str] = {}
         for name, queue in self.busy():
-            waiting = queue.order.peek(now, without=paused)
-            sides[name] = self._router.blocked_side(waiting.request_id) if waiting is not None else ""
+            queued = queue.order.peek(now, without=paused)
+            sides[name] = self._router.blocked_side(queued.request_id) if queued is not None else ""
         return sides
 
     def forget(self, replica_id: str) -> None:

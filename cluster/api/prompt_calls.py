@@ -84,7 +84,7 @@ class PromptCalls:
             )
         _check_dimensions(request, self._preprocessor.hidden_size)
         read_budget.divide(len(request.inputs))
-        await self._requests.charge(request.tenant, len(request.inputs))
+        await self._requests.charges.charge(request.tenant, len(request.inputs))
         request_id = request.request_id or draw_request_id(self._gateway_id)
 
         async def one(index: int) -> tuple[NDArray[np.float32], Summary]:
@@ -109,7 +109,7 @@ class PromptCalls:
         check_request(asked, limits)
         context.identity.check_may_use(limits.model_name)
         read_budget.divide(len(request.continuations))
-        await self._requests.charge(request.tenant, len(request.continuations))
+        await self._requests.charges.charge(request.tenant, len(request.continuations))
         request_id = request.request_id or draw_request_id(self._gateway_id)
         prompt = await self._prompt_tokens(asked, limits)
 
@@ -138,7 +138,7 @@ class PromptCalls:
             yield
         except (OverloadedError, UnavailableError):
             num_left = count - len(context.accepted) - len(context.refusals)
-            self._requests.give_back_requests(tenant, num_left)
+            self._requests.charges.give_back(tenant, num_left)
             raise
 
     def _generate(self, request: pb.EmbedRequest | pb.ScoreRequest, request_id: str) -> pb.GenerateRequest:

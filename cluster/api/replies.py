@@ -105,7 +105,7 @@ class StatusService:
             self._status_without_replicas(now, stats),
             self._connections.views(),
             now,
-            self._requests.admission.held_loads(),
+            self._requests.admission.queued_loads(),
         )
 
     def _status_without_replicas(self, now: float, stats: FleetStats) -> admin_pb.StatusResponse:

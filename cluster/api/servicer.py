@@ -68,15 +68,15 @@ class InferenceServicer:
 
     async def charge(self, tenant: str, count: int = 1) -> None:
         """Take the requests of one call from its tenant's quota, all or none; `QuotaError`."""
-        await self._requests.charge(tenant, count)
+        await self._requests.charges.charge(tenant, count)
 
     def give_back_requests(self, tenant: str, count: int = 1) -> None:
         """Give requests of `charge` back of which nothing is done, as there is no room for them."""
-        self._requests.give_back_requests(tenant, count)
+        self._requests.charges.give_back(tenant, count)
 
     async def pace_refusal(self, tenant: str) -> None:
         """Wait before a call is refused by its tenant's quota, if others were refused just before."""
-        await self._requests.pace_refusal(tenant)
+        await self._requests.charges.pace_refusal(tenant)
 
     async def Generate(
         self, request: pb.GenerateRequest, context: Context, *, is_charged: bool = False
@@ -117,7 +117,7 @@ class InferenceServicer:
             is_answered = await self._traffic.answered(request, context, shares)
         finally:
             if is_answered and (is_charged or read_budget.use_paid()):
-                self._requests.give_back_requests(request.tenant)
+                self._requests.charges.give_back(request.tenant)
         return is_answered
 
     def detokenizer(self, request: pb.GenerateRequest) -> Detokenizer:
@@ -163,11 +163,11 @@ class InferenceServicer:
     @contextlib.asynccontextmanager
     async def _charged(self, tenant: str) -> AsyncIterator[None]:
         """Take the request of a call that tokenizes; give it back where there is no room for the call."""
-        await self._requests.charge(tenant)
+        await self._requests.charges.charge(tenant)
         try:
             yield
         except OverloadedError:
-            self._requests.give_back_requests(tenant)
+            self._requests.charges.give_back(tenant)
             raise
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
-from cluster.admission.held import HeldLoad
+from cluster.admission.queued_load import QueuedLoad
 from cluster.gateway.replica_connections import ReplicaView
 from cluster.metrics.replica_stats import load_of
 from cluster.proto.enums import value_of
@@ -66,7 +66,7 @@ class StatusThread:
         status: admin_pb.StatusResponse,
         views: Sequence[ReplicaView],
         now: float,
-        held: Mapping[str, HeldLoad],
+        held: Mapping[str, QueuedLoad],
     ) -> admin_pb.StatusResponse:
         """Add the replicas as they are now to the message. Nobody else may use it meanwhile."""
         looks = [(ReplicaLook.of(view), now - view.load_at) for view in views]
@@ -91,7 +91,7 @@ class StatusThread:
         self,
         status: admin_pb.StatusResponse,
         looks: Sequence[tuple[ReplicaLook, float]],
-        held: Mapping[str, HeldLoad],
+        held: Mapping[str, QueuedLoad],
     ) -> admin_pb.StatusResponse:
         before, self._built = self._built, {}
         for look, age_s in looks:
@@ -110,7 +110,7 @@ class StatusThread:
         return status
 
 
-def _held(load: HeldLoad) -> admin_pb.Held:
+def _held(load: QueuedLoad) -> admin_pb.Held:
     return admin_pb.Held(
         num_prompts=load.num_prompts, num_tokens=load.num_tokens, num_sequences=load.num_sequences
     )

@@ -11,22 +11,18 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Protocol, TypeVarTuple
+from typing import NamedTuple, Protocol, TypeVarTuple
 
-from msgspec.structs import replace
-
-from cluster.admission.admission import RequestAdmission
-from cluster.admission.held import Candidacy, HeldRequest
-from cluster.admission.queued_bytes import ByteHold
-from cluster.admission.retries import CAPACITY_WAIT_S, Retry
+from cluster.admission.queued_bytes import QueuedBytes
+from cluster.admission.queued_request import Outcome, QueuedRequest, Refused, Released
 from cluster.errors import (
     AbandonedError,
     InternalError,
-    OverloadedError,
     RequestError,
     SlowClientError,
     is_failure,
 )
+from cluster.gateway.announcement import Announcement
 from cluster.gateway.output_buffer import MAX_UNREAD, OutputBuffer, UnreadOutput
 from cluster.gateway.request_state import RequestPhase, RequestState
 from cluster.gateway.sample_output import Output
@@ -59,24 +55,8 @@ class Connections(Protocol):
         """Note that the request's attempt is over, or that its stream does not move: it probes no replica."""
 
 
-# Replicas forget what was announced to them 30 s ago.
-ANNOUNCE_AGAIN_S = 20.0
-# A request that was submitted later after it was placed has waited.
-AT_ONCE_S = 0.005
-
-
 class Router(Protocol):
     """What a request needs of `router.service.RouterService`."""
-
-    def route(
-        self,
-        request: RouteRequest,
-        *,
-        is_held: bool = False,
-        held_part: float = 1.0,
-        prefers_capacity: bool = False,
-    ) -> Decision:
-        """Place the request; `NoReplicaError` when there is no place."""
 
     def route_move(self, request: RouteRequest) -> str:
         """Return the decode replica that a running stream must move to; `NoReplicaError` without one."""
@@ -89,6 +69,26 @@ class Router(Protocol):
     def on_finished(self, request_id: str) -> None: ...
 
 
+class PlacementQueue(Protocol):
+    """What a request needs of `cluster.admission.admission.RequestAdmission`."""
+
+    @property
+    def bytes(self) -> QueuedBytes:
+        """Counts the requests that are not submitted."""
+
+    def place(self, queued: QueuedRequest, request: RouteRequest) -> None:
+        """Find a place where the request waits for its turn; `NoReplicaError` where there is none."""
+
+    def wait(self, queued: QueuedRequest) -> None:
+        """Report an outcome of a placed request, now or later."""
+
+    def wait_for_capacity(self, queued: QueuedRequest, request: RouteRequest) -> None:
+        """Report an outcome of a request that a replica has refused, now or later; `NoReplicaError`."""
+
+    def send(self, queued: QueuedRequest, request: RouteRequest) -> None:
+        """Report `Released` now; `NoReplicaError`."""
+
+
 @contextlib.contextmanager
 def ended_by_faults(task: RequestTask) -> Iterator[None]:
     """End a request that has begun when anything is raised within, before somebody reads its output."""
@@ -97,6 +97,16 @@ def ended_by_faults(task: RequestTask) -> Iterator[None]:
     except BaseException:
         task.abandon(InternalError())
         raise
+
+
+class RequestStart(NamedTuple):
+    """A request that begins: `texts` are of its samples, and at `due_at` it has waited as long as its class
+    may (None: as replicas have it). Monotonic seconds."""
+
+    prepared: PreparedRequest
+    texts: Sequence[SampleText]
+    started_at: float
+    due_at: float | None = None
 
 
 class RequestTask:
@@ -109,38 +119,32 @@ class RequestTask:
 
     def __init__(
         self,
-        prepared: PreparedRequest,
-        texts: Sequence[SampleText],
+        start: RequestStart,
+        queued: QueuedRequest,
         *,
         connections: Connections,
         router: Router,
         clock: Clock,
-        on_end: Callable[[RequestError | None], None],
-        started_at: float,
+        admission: PlacementQueue,
         unread: UnreadOutput,
-        admission: RequestAdmission | None = None,
-        candidacy: Candidacy | None = None,
-        held: HeldRequest | None = None,
-        queued: ByteHold | None = None,
-        due_at: float | None = None,
+        on_end: Callable[[RequestError | None], None],
     ) -> None:
-        """`unread` counts what waits for the clients of all requests; `held` is the place that `admission`
-        has found for the request, where it may have to wait, with its `candidacy`; None: it is not judged.
-        `queued` counts its bytes while it is not submitted."""
+        """`queued` is the request's place in `admission`, and whatever it has taken; `unread` counts what
+        waits for the clients of all requests."""
         # Its parts call it back weakly: a request that is over is in no cycle, and goes at once.
-        self.state = RequestState(prepared, texts, weakref.proxy(self), started_at, due_at)
-        self._request_id = prepared.request_id
+        self.state = RequestState(
+            start.prepared, start.texts, weakref.proxy(self), start.started_at, start.due_at
+        )
+        self._request_id = start.prepared.request_id
         self._connections = connections
         self._router = router
         self._clock = clock
         self._on_end = on_end
         self._admission = admission
-        self._candidacy = candidacy
-        self._held = held
         self._queued = queued
-        self._retry: Retry | None = None
-        # Where a prompt that waits was announced.
-        self._announced_to: ReplicaIdentity | None = None
+        self._announcement = Announcement(
+            connections, start.prepared.sharing_group, weakly(self._start_timer), weakly(self._act)
+        )
         self._unread = unread
         self._buffer = OutputBuffer(unread, weakly(self._cut_off))
         self._timers = SupervisedTasks()
@@ -152,13 +156,16 @@ class RequestTask:
     @property
     def waiting_since(self) -> float | None:
         """Since when it has waited for output; None: it has some, or came with some, and went at once."""
-        if self._candidacy is None:
+        if self._queued.goes_at_once:
             return None
         has_output = self.state.num_output_tokens > self.state.prepared.num_resumed_tokens
-        return None if has_output else self._candidacy.arrived_at
+        return None if has_output else self._queued.arrived_at
 
     def begin(self) -> None:
         """Start the state machine and the deadline's timer."""
+        self._queued.report = weakly(self._on_outcome)
+        self._queued.announcer = self._announcement
+        self._queued.on_close(self._announcement.withdraw, self._request_id)
         deadline_at = self.state.prepared.deadline_at
         if deadline_at is not None:
             self._start_timer(deadline_at - self._clock.now(), partial(self.apply, self.state.on_deadline))
@@ -233,9 +240,8 @@ class RequestTask:
     # ------------------------------------------------------------ effects (cluster.gateway.request_state)
 
     def route(self, request: RouteRequest, delay_s: float, *, needs_capacity: bool = False) -> None:
-        if self._queued is not None:
-            self._queued.renew()
-        act = partial(self._route, request, needs_capacity=needs_capacity)
+        self._admission.bytes.count(self._queued, self._queued.num_bytes)
+        act = partial(self._route, request, needs_capacity)
         if delay_s <= 0:
             self._later.append(act)
         else:
@@ -293,15 +299,7 @@ class RequestTask:
             steps.callback(on_end, error)
             steps.callback(self._buffer.close, end)
             steps.callback(self._timers.cancel)
-            if self._queued is not None:
-                steps.callback(self._queued.release)
-            if self._retry is not None and self._admission is not None:
-                retry, self._retry = self._retry, None
-                steps.callback(self._admission.retries.drop, retry)
-            steps.callback(self._withdraw)
-            if self._held is not None and self._admission is not None:
-                held, self._held = self._held, None
-                steps.callback(self._admission.drop, held)
+            steps.callback(self._queued.close)
 
     def _cut_off(self) -> None:
         """End the stream, for whose client most of the unread output of the gateway waits; also when the
@@ -316,143 +314,51 @@ class RequestTask:
         else:
             self.state.on_cancel(error, now)
 
-    def _route(self, request: RouteRequest, *, needs_capacity: bool = False) -> None:
+    # ------------------------------------------------------------------------------------- placement
+
+    def _route(self, request: RouteRequest, needs_capacity: bool) -> None:
+        """Wait in `admission` for replicas: for a turn until it was first sent, then for capacity where a
+        replica has refused it; otherwise go at once."""
         if self.state.phase is not RequestPhase.ROUTING:
             return
-        if self._admission is not None and self._candidacy is not None and not self.state.attempt:
-            self._wait_for_turn(self._admission, self._candidacy, request)
-            return
-        waits = needs_capacity and self._admission is not None
+        admission, queued = self._admission, self._queued
         try:
-            decision = self._router.route(
-                request, is_held=waits, held_part=0.0, prefers_capacity=needs_capacity
-            )
+            if not (self.state.attempt or queued.goes_at_once):
+                admission.place(queued, request)
+                self.state.on_placed()
+                admission.wait(queued)
+            elif needs_capacity:
+                admission.wait_for_capacity(queued, request)
+            else:
+                admission.send(queued, request)
         except NoReplicaError as error:
             self.apply(self.state.on_no_route, str(error), error.retry_after_s)
-            return
-        if waits:
-            self._wait_for_capacity(request, decision)
+        except RequestError as error:
+            self.apply(self.state.on_cancel, error)
+
+    def _on_outcome(self, outcome: Outcome) -> None:
+        """Do what admission has decided (`QueuedRequest.report`)."""
+        if isinstance(outcome, Released):
+            self._act(partial(self._submit_to, outcome.decision))
+        elif isinstance(outcome, Refused):
+            self.apply(self.state.on_cancel, outcome.error)
         else:
-            self._routed(decision)
+            self._act(partial(self._announcement.withdraw, self._request_id))
+            self.apply(self.state.on_no_route, *outcome)
 
-    def _wait_for_turn(
-        self, admission: RequestAdmission, candidacy: Candidacy, request: RouteRequest
-    ) -> None:
-        """Submit a request that was never sent when admission releases it, which finds a place first where
-        there was none."""
-        if self._held is None:
-            try:
-                self._held = admission.admit(request, candidacy)
-            except NoReplicaError as error:
-                self.apply(self.state.on_no_route, str(error), error.retry_after_s)
-                return
-            except RequestError as error:
-                self.apply(self.state.on_cancel, error)
-                return
-            self.state.on_placed()
-        self._candidacy = candidacy._replace(is_accepted=True)
-        self._await_bound(self._held)
-        admission.hold(self._held, self)
-        if self._held is not None:
-            self._announce(self._held)
-            self._repeat_announcement(self._held)
-
-    def _wait_for_capacity(self, request: RouteRequest, decision: Decision) -> None:
-        """Submit the request, which a replica has refused, when the chosen pair can take it; after
-        `CAPACITY_WAIT_S` wherever it costs least."""
-        assert self._admission is not None
-        retries = self._admission.retries
-
-        def route_anyway() -> None:
-            if retries.drop(retry):
-                self._route(request)
-
-        def reroute(_: Retry) -> None:
-            self.release_placement()
-            self._route(request, needs_capacity=True)
-
-        self._retry = retry = Retry(decision, lambda it: self._routed(it.decision), reroute)
-        self._start_timer(CAPACITY_WAIT_S, route_anyway)
-        retries.hold(retry)
-
-    # ------------------------------------------------ effects of admission (cluster.admission.admission)
-
-    def on_released(self, held: HeldRequest) -> None:
-        """Submit the request, which has waited for its turn. What was known of other replicas when it was
-        placed holds only for one that did not wait."""
-        self._held = None
-        has_waited = self._clock.now() > held.routed_at + AT_ONCE_S
-        decision = replace(held.decision, most_backlog_tokens=None) if has_waited else held.decision
-        self._act(partial(self._routed, decision))
-
-    def on_refused(self, error: OverloadedError) -> None:
-        """End the request, which has waited too long for its turn."""
-        self._held = None
-        self.apply(self.state.on_cancel, error)
-
-    def on_moved(self, held: HeldRequest) -> None:
-        """Let the replica that will compute the prompt now load what is stored of it."""
-        self._await_bound(held)
-        self._act(partial(self._announce, held))
-
-    def on_unplaced(self, reason: str, retry_after_s: float) -> None:
-        """Ask admission again later, while patience lasts."""
-        self._held = None
-        self._act(self._withdraw)
-        self.apply(self.state.on_no_route, reason, retry_after_s)
-
-    # ------------------------------------------------------------------------------------------ private
-
-    def _await_bound(self, held: HeldRequest) -> None:
-        """Let admission refuse the request when it has waited for as long as it may."""
-        if self._admission is not None:
-            self._start_timer(held.refused_at - self._clock.now(), self._admission.pump)
-
-    def _repeat_announcement(self, held: HeldRequest) -> None:
-        """Announce the request again while it waits: what nobody repeats is forgotten at a replica."""
-
-        def again() -> None:
-            if self._held is held:
-                self._announce(held)
-                self._repeat_announcement(held)
-
-        if held.request.block_keys:
-            self._start_timer(ANNOUNCE_AGAIN_S, again)
-
-    def _announce(self, held: HeldRequest) -> None:
-        """Let the replica that will compute the prompt load meanwhile what is stored of it, and no other."""
-        request, decision = held.request, held.decision
-        target = self._connections.target(decision.compute_id)
-        if self._announced_to is not None and (target is None or target.identity != self._announced_to):
-            self._withdraw()
-        if target is None or not request.block_keys:
-            return
-        group = self.state.prepared.sharing_group
-        announce = Announce(request.request_id, group, request.num_tokens, request.block_keys)
-        if self._connections.send(target.identity, announce):
-            self._announced_to = target.identity
-
-    def _withdraw(self) -> None:
-        """The prompt that was announced, if any, does not come."""
-        if self._announced_to is not None:
-            replica, self._announced_to = self._announced_to, None
-            self._connections.send(replica, Cancel(self._request_id, 0))
-
-    def _routed(self, decision: Decision) -> None:
+    def _submit_to(self, decision: Decision) -> None:
         prefill = self._connections.target(decision.prefill) if decision.prefill else None
         decode = self._connections.target(decision.decode)
         if decode is None or (decision.prefill and prefill is None):
             self.release_placement()
-            self._withdraw()
+            self._announcement.withdraw(self._request_id)
             self.apply(self.state.on_no_route, "the chosen replica has just gone", 1.0)
             return
-        if self._announced_to != (prefill or decode).identity:
-            self._withdraw()
-        self._announced_to = None
-        if self._queued is not None:
-            self._queued.release()
+        self._announcement.submitted((prefill or decode).identity, self._request_id)
         computes = prefill.identity if prefill is not None and prefill != decode else None
         self.apply(self.state.on_routed, decision, computes, decode)
+
+    # ------------------------------------------------------------------------------------------ private
 
     def _start_timer(self, delay_s: float, act: Callable[[], None]) -> None:
         async def wait() -> None:

@@ -21,6 +21,10 @@ class TenantTerms:
         shares = auth.shares("device_kv_share")
         self._kv_shares = shares if shares.is_limited else None
 
+    def weight(self, tenant: str) -> float:
+        """Return the tenant's weight among the others of a class."""
+        return self._auth.limits(tenant).weight
+
     def service_class(self, request: pb.GenerateRequest, identity: Identity) -> ServiceClass:
         """Return the class of the request; raise `InvalidRequestError` where its tenant may not name it."""
         limits = self._auth.limits(request.tenant)

@@ -25,6 +25,8 @@ from cluster.api.servicer import InferenceServicer, TextCalls
 from cluster.api.store_admin import StoreAdmin
 from cluster.config import ClusterConfig
 from cluster.console.http_server import ConsoleServices, open_console
+from cluster.gateway.acceptance import Acceptance
+from cluster.gateway.call_charges import CallCharges
 from cluster.gateway.fleet import Fleet
 from cluster.gateway.history import RequestHistory
 from cluster.gateway.placement_exchange import SNAPSHOT_WAIT_S, PlacementExchange, PlacementFeed
@@ -32,6 +34,8 @@ from cluster.gateway.replica_connections import ReplicaConnections
 from cluster.gateway.request_manager import RequestManager
 from cluster.gateway.resume_charges import ResumeCharges
 from cluster.gateway.resumed_calls import ResumedCalls
+from cluster.gateway.running_requests import RunningRequests
+from cluster.gateway.tenant_terms import TenantTerms
 from cluster.gateway.traffic_splitter import TrafficSplitter
 from cluster.http.server import HttpServices, open_http
 from cluster.identity.access_control import AccessControl
@@ -197,26 +201,43 @@ class Gateway:
         seeds: Callable[[], int],
     ) -> RequestManager:
         config, clock = self._config, self._clock
-        return RequestManager(
+        counters = _open_counters(config, self.connections)
+        acceptance = Acceptance(
             preprocessor=self._preprocessor,
             connections=self.connections,
-            router=router,
-            clock=clock,
-            max_requests=config.gateway.max_requests,
-            max_unread_mb=config.admission.max_unread_mb,
-            gateway_id=self._gateway_id,
-            auth=config.auth,
-            quotas=quotas,
+            admission=RequestAdmission(config.admission, router, clock, seeds, self._call_at, self._on_rung),
+            charges=CallCharges(quotas, counters, clock),
             resumes=ResumeCharges(
                 ResumeTokens(trust, clock, config.auth.resume_s, self._gateway_id),
                 ResumedCalls(self._gateway_id, clock, lambda claim: self.fleet.judge_resume(claim)),
                 quotas,
             ),
-            on_members=self._on_members,
-            admission=RequestAdmission(config.admission, router, clock, seeds, _call_soon, self._on_rung),
-            observers=_observers(config, history, self._tracer),
-            counters=_open_counters(config, self.connections),
+            terms=TenantTerms(config.auth),
+            running=RunningRequests(self._gateway_id, config.gateway.max_requests, clock.now()),
+            clock=clock,
         )
+        return RequestManager(
+            acceptance,
+            connections=self.connections,
+            router=router,
+            clock=clock,
+            max_unread_mb=config.admission.max_unread_mb,
+            on_members=self._on_members,
+            counters=counters,
+            observers=_observers(config, history, self._tracer),
+        )
+
+    def _call_at(self, at: float, call: Callable[[], None]) -> None:
+        """Call at a time of the clock, in a later turn of the event loop."""
+
+        async def wait() -> None:
+            await self._clock.sleep(at - self._clock.now())
+            call()
+
+        if at <= self._clock.now():
+            asyncio.get_running_loop().call_soon(call)
+        else:
+            self._tasks.spawn(wait(), "admission-timer")
 
     async def status(self) -> admin_pb.StatusResponse:
         """Answer as the call of this name; callers must not change the message."""
@@ -369,11 +390,6 @@ class Gateway:
         if self.connections.has_route() != self._is_serving:
             self._is_serving = not self._is_serving
             self._tasks.spawn(self._ports.set_health(self._is_serving), "gateway-health")
-
-
-def _call_soon(call: Callable[[], None]) -> None:
-    """Call in the next turn of the event loop."""
-    asyncio.get_running_loop().call_soon(call)
 
 
 def _open_key_roots(

@@ -9,10 +9,9 @@ from collections.abc import Callable
 
 from cluster.admission.admission import RequestAdmission
 from cluster.admission.config import AdmissionConfig
-from cluster.admission.fair_queue import Flow
-from cluster.admission.held import Candidacy, HeldRequest
+from cluster.admission.flow import Flow
 from cluster.admission.ladder import Rung
-from cluster.admission.queued_bytes import ByteHold
+from cluster.admission.queued_request import Outcome, QueuedRequest, Refused, Released
 from cluster.errors import OverloadedError, RequestError
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import KvSnapshot, ReplicaIdentity
@@ -92,34 +91,33 @@ class Server:
         world.admission.pump()
 
 
-class NotedEffects:
-    """Notes what becomes of a request that is held."""
+class NotedOutcomes:
+    """Notes what becomes of a request that waits."""
 
-    def __init__(self, world: AdmissionWorld, request_id: str) -> None:
+    def __init__(self, world: AdmissionWorld, queued: QueuedRequest) -> None:
         self._world = world
-        self._request_id = request_id
+        self._queued = queued
+        self._is_announced = False
 
-    def on_released(self, held: HeldRequest) -> None:
-        self._end(self._world.released)
-        compute_id = held.decision.compute_id
-        self._world.servers[compute_id].take(self._request_id, held.request.num_tokens)
+    def __call__(self, outcome: Outcome) -> None:
+        world, name = self._world, self._queued.request_id
+        assert name not in world.ended
+        if isinstance(outcome, Released):
+            world.released[name] = world.clock.now()
+            num_tokens = self._queued.route_request.num_tokens
+            world.servers[outcome.decision.compute_id].take(name, num_tokens)
+        elif isinstance(outcome, Refused):
+            world.refused[name] = world.clock.now()
+            world.errors.append(outcome.error)
+        else:
+            world.unplaced[name] = world.clock.now()
+        self._queued.close()
 
-    def on_refused(self, error: OverloadedError) -> None:
-        self._end(self._world.refused)
-        self._world.errors.append(error)
-
-    def on_moved(self, held: HeldRequest) -> None:
-        self._world.moved.append((self._request_id, held.decision.prefill, held.decision.decode))
-        self._world.at(held.refused_at, self._world.admission.pump)
-
-    def on_unplaced(self, reason: str, retry_after_s: float) -> None:
-        self._end(self._world.unplaced)
-
-    def _end(self, ended: dict[str, float]) -> None:
-        world = self._world
-        assert self._request_id not in {*world.released, *world.refused, *world.unplaced}
-        ended[self._request_id] = world.clock.now()
-        world.queued.pop(self._request_id).release()
+    def announce(self, queued: QueuedRequest) -> None:
+        if self._is_announced:
+            pair = queued.decision.prefill, queued.decision.decode
+            self._world.moved.append((queued.request_id, *pair))
+        self._is_announced = True
 
 
 class AdmissionWorld:
@@ -137,18 +135,18 @@ class AdmissionWorld:
             self.router,
             self.clock,
             lambda: next(draws),
-            lambda call: self.at(self.clock.now(), call),
+            self.at,
             self.rungs.append,
         )
         names = names or tuple(f"r{index}" for index in range(num_replicas))
         self.servers = {name: Server(self, name) for name in names}
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self.candidacies: dict[str, Candidacy] = {}
+        self.requests: dict[str, QueuedRequest] = {}
         self.released: dict[str, float] = {}
         self.refused: dict[str, float] = {}
         self.unplaced: dict[str, float] = {}
-        self.queued: dict[str, ByteHold] = {}
+        # Announced again: the name of the request, its prefill replica and its decode replica.
         self.moved: list[tuple[str, str, str]] = []
         self.errors: list[OverloadedError] = []
         self.ended_early: dict[str, OverloadedError] = {}
@@ -159,6 +157,11 @@ class AdmissionWorld:
             self.router.add_replica(server.identity, role)
             self.router.on_snapshot(KvSnapshot(server.identity, 0, ()))
             self.router.on_load(server.load())
+
+    @property
+    def ended(self) -> set[str]:
+        """The requests of which an outcome was reported."""
+        return {*self.released, *self.refused, *self.unplaced}
 
     def at(self, time_s: float, call: Callable[[], None]) -> None:
         heapq.heappush(self._due, (time_s, next(self._numbers), call))
@@ -193,33 +196,44 @@ class AdmissionWorld:
         num_bytes: int = 100,
         priority: int = 0,
         keys: tuple[bytes, ...] = (),
-    ) -> HeldRequest | None:
+    ) -> QueuedRequest | None:
         """A request comes; None where it is refused."""
-        now = self.clock.now()
-        flow = Flow(tenant, service_class)
-        deadline_at = None if deadline_s is None else now + deadline_s
-        route_request = RouteRequest(request_id, tenant, keys, num_tokens, 16)
-        candidacy = Candidacy(flow, weight, priority, now, deadline_at)
+        queued = self.new(
+            request_id, tenant, service_class, weight=weight, deadline_s=deadline_s, priority=priority
+        )
         try:
-            self.admission.check_early(flow, weight, now, deadline_at, num_bytes)
-            held = self.admission.admit(route_request, candidacy)
+            self.admission.check_early(queued, num_bytes)
+            self.admission.place(queued, RouteRequest(request_id, tenant, keys, num_tokens, 16))
         except OverloadedError as error:
             self.ended_early[request_id] = error
             return None
         except RequestError as error:
             self.unattainable[request_id] = error
             return None
-        self.queued[request_id] = self.admission.queued.hold(num_bytes)
-        self.candidacies[request_id] = candidacy
-        self.at(held.refused_at, self.admission.pump)
-        self.admission.hold(held, NotedEffects(self, request_id))
-        return held
+        self.admission.bytes.count(queued, num_bytes)
+        self.requests[request_id] = queued
+        queued.report = queued.announcer = NotedOutcomes(self, queued)
+        self.admission.wait(queued)
+        return queued
 
-    def drop(self, held: HeldRequest) -> None:
-        """A request that waits ends."""
-        self.admission.drop(held)
-        if (queued := self.queued.pop(held.request.request_id, None)) is not None:
-            queued.release()
+    def new(
+        self,
+        request_id: str,
+        tenant: str = "a",
+        service_class: ServiceClass = "interactive",
+        *,
+        weight: float = 1.0,
+        deadline_s: float | None = None,
+        priority: int = 0,
+    ) -> QueuedRequest:
+        """A request that has come and that admission does not know yet."""
+        now = self.clock.now()
+        deadline_at = None if deadline_s is None else now + deadline_s
+        queued = QueuedRequest(
+            request_id, Flow(tenant, service_class), now, weight, priority, deadline_at=deadline_at
+        )
+        queued.on_close(self.admission.drop, queued)
+        return queued
 
     def ttft_s(self, request_id: str) -> float:
-        return self.first_token_at[request_id] - self.candidacies[request_id].arrived_at
+        return self.first_token_at[request_id] - self.requests[request_id].arrived_at

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from cluster.admission.config import AdmissionConfig
-from cluster.admission.fair_queue import Flow
-from cluster.admission.held import Candidacy, HeldLoad, HeldRequest
+from cluster.admission.flow import Flow
 from cluster.admission.ladder import IDLE_RELEASE_S, Rung
 from cluster.admission.lateness import MARGIN, WAIT_MARGIN
+from cluster.admission.queued_load import QueuedLoad
+from cluster.admission.queued_request import QueuedRequest
 from cluster.errors import DeadlineError, OverloadedError, RetryableError, UnattainableError
 from kvtransfer.common.health import JITTER
 from router.errors import NoReplicaError
@@ -74,19 +75,19 @@ def test_what_waits_is_told_by_the_replica_that_it_waits_for() -> None:
     for index in range(8):
         world.arrive(str(index), num_tokens=100)
     # d0 computes two by itself.
-    assert world.admission.held_loads() == {"p0": HeldLoad(num_prompts=3, num_tokens=300)}
+    assert world.admission.queued_loads() == {"p0": QueuedLoad(num_prompts=3, num_tokens=300)}
     # As soon as no sequence has a place at d0, they wait for that, and p0 would not help them.
     decode = world.servers["d0"]
     decode.num_running = 1000
     world.router.on_load(decode.load())
-    assert world.admission.held_loads() == {"d0": HeldLoad(num_sequences=3)}
+    assert world.admission.queued_loads() == {"d0": QueuedLoad(num_sequences=3)}
     world.run(1.0)
     assert len(world.released) == 5
     decode.num_running = 0
     world.router.on_load(decode.load())
     world.admission.pump()
     world.run()
-    assert world.admission.held_loads() == {}
+    assert world.admission.queued_loads() == {}
     assert len(world.released) == 8
 
 
@@ -121,7 +122,7 @@ def test_a_prompt_that_no_wait_would_help_is_not_told_to_come_back(world: Admiss
     assert world.admission.counts.num_refused == {("unattainable", "interactive"): 1}
     # A deadline of its own counts as well, and another class has more time.
     with pytest.raises(DeadlineError, match="the deadline passed"):
-        world.admission.check_early(Flow("a", "interactive"), 1.0, 0.0, -0.1, 100)
+        world.admission.check_early(world.new("past", deadline_s=-0.1), 100)
     assert world.arrive("hurried", num_tokens=1000, deadline_s=1.0) is None
     assert isinstance(world.unattainable["hurried"], DeadlineError)
     assert "1.0 s are left of the deadline: allow more time" in str(world.unattainable["hurried"])
@@ -202,23 +203,26 @@ def test_the_time_that_passed_counts_against_the_objective_and_not_against_the_d
 ) -> None:
     """What is left of a deadline is less by it already."""
     world.clock.advance(4.0)
-    flow = Flow("a", "interactive")
     for deadline_s, is_taken in ((2.4, True), (2.3, False)):
-        candidacy = Candidacy(flow, 1.0, 0, 0.0, 4.0 + deadline_s)
-        request = RouteRequest(f"left {deadline_s}", "a", (), 2000, 16)
+        queued = world.new(f"left {deadline_s}", deadline_s=deadline_s)
+        queued.arrived_at = 0.0
+        request = RouteRequest(queued.request_id, "a", (), 2000, 16)
         if is_taken:
-            world.drop(world.admission.admit(request, candidacy))
+            world.admission.place(queued, request)
+            queued.close()
             continue
         with pytest.raises(DeadlineError, match=r"2.3 s are left of the deadline"):
-            world.admission.admit(request, candidacy)
+            world.admission.place(queued, request)
     for num_tokens, is_taken in ((4499, True), (4501, False)):  # of 10 s, 0.85 are 8.5
-        candidacy = Candidacy(flow, 1.0, 0, 0.0, None)
-        request = RouteRequest(f"long {num_tokens}", "a", (), num_tokens, 16)
+        queued = world.new(f"long {num_tokens}")
+        queued.arrived_at = 0.0
+        request = RouteRequest(queued.request_id, "a", (), num_tokens, 16)
         if is_taken:
-            world.drop(world.admission.admit(request, candidacy))
+            world.admission.place(queued, request)
+            queued.close()
             continue
         with pytest.raises(OverloadedError, match=r"predicted in 8.5 s, and 10.0 s are the objective"):
-            world.admission.admit(request, candidacy)
+            world.admission.place(queued, request)
 
 
 def test_nobody_waits_until_its_deadline_is_out_of_reach(world: AdmissionWorld) -> None:
@@ -239,7 +243,7 @@ def test_a_request_that_would_be_late_where_it_costs_least_goes_where_it_is_in_t
     world.router.on_load(decode.load())
     for index in range(30):
         world.arrive(str(index), num_tokens=100, service_class="batch")
-    assert {it.compute_id for it in map(world.router.explain, world.candidacies) if it} == {"p0"}
+    assert {it.compute_id for it in map(world.router.explain, world.requests) if it} == {"p0"}
     held = world.arrive("hurried", num_tokens=100, deadline_s=0.2)
     assert held is not None
     assert held.decision.compute_id == "d0"
@@ -255,27 +259,28 @@ def test_a_request_that_would_be_late_where_it_costs_least_goes_where_it_is_in_t
 
 
 def test_what_was_accepted_before_waits_and_is_not_judged(world: AdmissionWorld) -> None:
-    while world.arrive(str(len(world.candidacies))) is not None:
+    while world.arrive(str(len(world.requests))) is not None:
         pass
     world.admission.ladder.rung = Rung.REFUSING
-    candidacy = Candidacy(Flow("a", "batch"), 0.5, 0, -1.0, None, is_accepted=True)
-    held = world.admission.admit(RouteRequest("resumed", "a", (), 1000, 16), candidacy)
+    queued = world.new("resumed", service_class="batch", weight=0.5)
+    queued.arrived_at, queued.is_judged = -1.0, True
+    world.admission.place(queued, RouteRequest("resumed", "a", (), 1000, 16))
     assert world.admission.num_waiting()["batch"] == 1
-    assert held.waiting.arrived_at == -1.0
-    world.drop(held)
+    queued.close()
+    assert world.admission.num_waiting()["batch"] == 0
 
 
 def test_the_queues_alone_refuse_before_a_prompt_is_read(world: AdmissionWorld) -> None:
     for index in range(9):
         world.arrive(str(index), service_class="batch")
-    world.admission.check_early(Flow("b", "interactive"), 1.0, 0.0, None, 100)
+    world.admission.check_early(world.new("b", "b"), 100)
     with pytest.raises(OverloadedError, match="predicted in"):
-        world.admission.check_early(Flow("a", "batch"), 1.0, 0.0, 5.0, 100)
+        world.admission.check_early(world.new("a", "a", "batch", deadline_s=5.0), 100)
 
 
 def test_a_refusal_is_told_from_what_was_predicted_while_nothing_changes(world: AdmissionWorld) -> None:
     """And when something does, or a moment has passed, the waits are predicted anew."""
-    flow, asked = Flow("a", "interactive"), Counter[str]()
+    asked = Counter[str]()
     predict = world.admission._least_wait_s
 
     def counted(of: Flow, weight: float, now: float) -> float:
@@ -283,16 +288,16 @@ def test_a_refusal_is_told_from_what_was_predicted_while_nothing_changes(world: 
         return predict(of, weight, now)
 
     world.admission._least_wait_s = counted  # type: ignore[assignment, method-assign]
-    while world.arrive(f"{world.admission.counts}{len(world.candidacies)}") is not None:
+    while world.arrive(f"{world.admission.counts}{len(world.requests)}") is not None:
         pass
     before = asked["a"]
     for _ in range(100):
         with pytest.raises(OverloadedError):
-            world.admission.check_early(flow, 1.0, world.clock.now(), 0.5, 100)
+            world.admission.check_early(world.new("again", deadline_s=0.5 - world.clock.now()), 100)
     assert asked["a"] <= before + 1
     world.run(1.0)  # one is done
     with pytest.raises(OverloadedError):
-        world.admission.check_early(flow, 1.0, world.clock.now(), 1.5, 100)
+        world.admission.check_early(world.new("again", deadline_s=0.5), 100)
     assert asked["a"] > before
 
 
@@ -344,10 +349,10 @@ def test_who_ends_while_it_waits_makes_way(world: AdmissionWorld) -> None:
     held = [world.arrive(str(index)) for index in range(4)]
     assert list(world.released) == ["0"]
     assert held[1] is not None
-    world.drop(held[1])
-    world.drop(held[1])  # it is gone already
+    held[1].close()
+    held[1].close()  # it is gone already
     assert held[0] is not None
-    world.drop(held[0])  # it was released, and its attempt is its own matter
+    held[0].close()  # it was released, and its attempt is its own matter
     world.run()
     assert list(world.released) == ["0", "2", "3"]
 
@@ -391,8 +396,8 @@ def test_a_replica_that_takes_less_than_predicted_is_sent_less() -> None:
     arrive()
     world.run(120.0)
     late = [name for name in world.first_token_at if world.ttft_s(name) > 10.0]
-    settled = [name for name in late if world.candidacies[name].arrived_at > 30.0]
-    served = [name for name in world.first_token_at if world.candidacies[name].arrived_at > 30.0]
+    settled = [name for name in late if world.requests[name].arrived_at > 30.0]
+    served = [name for name in world.first_token_at if world.requests[name].arrived_at > 30.0]
     assert len(served) > 25
     assert len(settled) <= 0.05 * len(served)
     assert world.ended_early
@@ -468,7 +473,7 @@ def test_a_greedy_tenant_has_its_share_and_the_others_keep_their_objectives() ->
     for tenant in "bcd":
         assert served[tenant] >= 0.95 * 0.8 * 100
     others = [
-        name for name, it in world.candidacies.items() if it.flow.tenant != "greedy" and it.arrived_at < 105.0
+        name for name, it in world.requests.items() if it.flow.tenant != "greedy" and it.arrived_at < 105.0
     ]
     assert [name for name in others if name not in world.first_token_at or world.ttft_s(name) > 10.0] == []
     assert not [name for name in world.ended_early if not name.startswith("greedy")]
@@ -536,14 +541,14 @@ def test_no_request_of_any_class_waits_longer_than_its_bound(
     dropped, once, within its bound."""
     world = AdmissionWorld(num_replicas=2)
     dropped: set[str] = set()
-    held: list[HeldRequest] = []
+    held: list[QueuedRequest] = []
     for number, (gap_s, service_class, tenant, num_tokens, priority, event) in enumerate(given_arrivals):
         world.run(world.clock.now() + gap_s)
         if event in ("slow", "fast"):
             for server in world.servers.values():
                 server.slowness = 10.0 if event == "slow" else 0.5
-        if event == "drop" and held and (last := held[-1].waiting.request_id) not in world.released:
-            world.drop(held[-1])
+        if event == "drop" and held and (last := held[-1].request_id) not in world.released:
+            held[-1].close()
             dropped.add(last)
         taken = world.arrive(
             str(number), num_tokens, str(tenant), service_class, weight=1.0 + tenant, priority=priority
@@ -552,13 +557,14 @@ def test_no_request_of_any_class_waits_longer_than_its_bound(
             held.append(taken)
     world.run()
     assert len(world.admission) == 0
-    for request_id, candidacy in world.candidacies.items():
-        bound_s = CONFIG.of(candidacy.flow.service_class).max_wait_s
+    for queued in held:
+        request_id = queued.request_id
+        bound_s = CONFIG.of(queued.flow.service_class).max_wait_s
         ended_at = world.released.get(request_id, world.refused.get(request_id))
         if request_id in dropped:
             assert request_id not in world.released
             continue
         assert ended_at is not None
-        assert ended_at - candidacy.arrived_at <= bound_s + 0.01
+        assert ended_at - queued.arrived_at <= bound_s + 0.01
     assert world.router.num_placements == 0
     assert {*world.first_token_at} == {*world.released}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cluster.admission.admission import MOST_PER_PUMP, RequestAdmission
 from cluster.admission.config import AdmissionConfig
-from cluster.admission.held import HeldRequest
+from cluster.admission.queued_request import QueuedRequest
 
 
 def test_what_waits_moves_only_where_it_would_wait_less() -> None:
@@ -23,17 +23,17 @@ def test_what_waits_moves_only_where_it_would_wait_less() -> None:
     for _ in range(2):
         for server in world.servers.values():
             server.slowness = 1e6  # nothing ends meanwhile
-    at = {it.request.request_id: it.decision.decode for it in held if it is not None}
+    at = {it.request_id: it.decision.decode for it in held if it is not None}
     assert set(at.values()) == {"r0", "r1"}
     for _ in range(60):
         world.clock.advance(10.0)
         for server in world.servers.values():
             world.router.on_load(server.load())
         world.admission.pump()
-    waiting = [it for it in held if it is not None and it.request.request_id not in world.released]
+    waiting = [it for it in held if it is not None and it.request_id not in world.released]
     assert len(waiting) > 10
-    assert {it.request.request_id: it.decision.decode for it in waiting} == {
-        it.request.request_id: at[it.request.request_id] for it in waiting
+    assert {it.request_id: it.decision.decode for it in waiting} == {
+        it.request_id: at[it.request_id] for it in waiting
     }
 
 
@@ -43,7 +43,7 @@ def test_what_waits_for_a_replica_that_leaves_waits_for_others() -> None:
     world = AdmissionWorld(num_replicas=2)
     held = [it for index in range(6) if (it := world.arrive(str(index))) is not None]
     assert len(world.released) == 2
-    waiting = [it for it in held if it.request.request_id not in world.released]
+    waiting = [it for it in held if it.request_id not in world.released]
     assert {it.decision.decode for it in waiting} == {"r0", "r1"}
     world.router.set_leaving("r0")
     world.admission.leave("r0")
@@ -124,7 +124,7 @@ def test_while_one_request_finds_out_whether_a_replica_is_well_the_others_wait()
 PATIENT = AdmissionConfig.model_validate({"batch": {"max_wait_s": 10_000.0, "aging_s": 9_000.0}})
 
 
-def crowd(world: AdmissionWorld, num_requests: int, tenants: str = "ab") -> list[HeldRequest]:
+def crowd(world: AdmissionWorld, num_requests: int, tenants: str = "ab") -> list[QueuedRequest]:
     """Let requests come of which the replicas take very few."""
     for server in world.servers.values():
         server.slowness = 1e6
@@ -132,7 +132,7 @@ def crowd(world: AdmissionWorld, num_requests: int, tenants: str = "ab") -> list
         world.arrive(f"{tenants[index % len(tenants)]}-{index}", 1000, tenants[index % len(tenants)], "batch")
         for index in range(num_requests)
     ]
-    return [it for it in held if it is not None and it.request.request_id not in world.released]
+    return [it for it in held if it is not None and it.request_id not in world.released]
 
 
 def counted_moves(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], int]:
@@ -140,7 +140,7 @@ def counted_moves(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], obj
     num_moves = 0
     move: Any = RequestAdmission._move
 
-    def counting(self: RequestAdmission, held: HeldRequest, now: float) -> bool:
+    def counting(self: RequestAdmission, held: QueuedRequest, now: float) -> bool:
         nonlocal num_moves
         num_moves += 1
         return bool(move(self, held, now))
@@ -177,7 +177,7 @@ def test_one_turn_of_the_loop_places_few_of_those_that_wait_for_a_replica_that_i
 
 def test_the_first_that_are_placed_are_those_whose_turns_come_first() -> None:
     world = AdmissionWorld(num_replicas=2, config=PATIENT)
-    waiting = [it.request.request_id for it in crowd(world, 200, "aaaaaaab") if it.decision.decode == "r0"]
+    waiting = [it.request_id for it in crowd(world, 200, "aaaaaaab") if it.decision.decode == "r0"]
     world.router.set_leaving("r0")
     world.admission.leave("r0")
     moved = [name for name, _, _ in world.moved]
@@ -244,7 +244,7 @@ def test_whatever_leaves_while_others_are_still_placed_nothing_goes_to_who_is_go
             world.router.set_usable(name, number % 2 == 0)
             world.admission.leave(name)
         elif event == "drop" and held:
-            world.drop(held.pop())
+            held.pop().close()
         elif event == "arrive":
             world.arrive(f"later-{number}", 500, "a", "batch")
         elif world.has_due(world.clock.now() + 1.0):
@@ -253,5 +253,5 @@ def test_whatever_leaves_while_others_are_still_placed_nothing_goes_to_who_is_go
         assert all(world.servers[name].num_taken == num_taken for name, num_taken in gone.items())
     world.run(world.clock.now())
     assert not world.unplaced
-    waiting = [it for it in held if it.request.request_id in world.queued]
+    waiting = [it for it in held if it.request_id not in world.ended]
     assert not [it for it in waiting if it.decision.decode in gone]

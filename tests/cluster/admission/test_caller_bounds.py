@@ -157,7 +157,7 @@ async def test_a_request_is_taken_from_the_bucket_when_its_body_begins(
     harness: GatewayHarness, tmp_path: Path
 ) -> None:
     async with opened(harness, tmp_path, {}) as scene:
-        quotas = scene.front.gateway.requests._quotas
+        quotas = scene.front.gateway.requests.charges.quotas
 
         def level() -> int:
             return int(quotas.rates("flooding", harness.clock.now())["requests_per_s"].level)

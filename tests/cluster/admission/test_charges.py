@@ -67,7 +67,7 @@ class Front(HttpFrontHarness):
 
     def num_taken(self) -> int:
         """Return what was taken since it was last asked, and fill the bucket."""
-        quotas, now = self.gateway.requests._quotas, self.gateway.requests._clock.now()
+        quotas, now = self.gateway.requests.charges.quotas, self.gateway.requests._clock.now()
         num_taken = FULL - round(quotas.rates("", now)["requests_per_s"].level)
         for _ in range(num_taken):
             quotas.withdraw("", 0, now)
@@ -123,7 +123,7 @@ async def test_a_body_that_is_refused_has_taken_one(front: Front) -> None:
 
 
 async def test_what_overload_refuses_takes_nothing(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front.gateway.requests, "_max_requests", 0)
+    monkeypatch.setattr(front.gateway.requests.acceptance.running, "max_requests", 0)
     monkeypatch.setattr(servicer, "MAX_CALLS", 0)
     for name, (path, body, _) in ROUTES.items():
         reply = await front.post(path, body)
@@ -148,7 +148,7 @@ async def test_what_exceeds_the_budget_for_reading_takes_nothing(
 
 
 async def test_what_finds_no_replica_or_a_gateway_that_stops_takes_nothing(front: Front) -> None:
-    front.gateway.requests._is_leaving = True
+    front.gateway.requests.acceptance._is_leaving = True
     for name in GENERATING:
         path, body, _ = ROUTES[name]
         reply = await front.post(path, body)
@@ -162,7 +162,7 @@ async def test_of_a_list_whose_middle_is_refused_by_the_load_the_rest_is_given_b
     """Two are taken, and have cost something."""
     for replica in front.harness.replicas.values():
         replica.script.stop_after = 0
-    front.gateway.requests._max_requests = 2
+    front.gateway.requests.acceptance.running.max_requests = 2
     reply = await front.post("/v1/completions", {"model": "m", "prompt": ["a"] * 6, "max_tokens": 4})
     assert (reply.status, front.num_taken()) == (429, 2), reply.body
     assert await front.call("Embed", pb.EmbedRequest(inputs=[pb.EmbedInput(text="a")] * 40)) is (

@@ -12,11 +12,11 @@ from cluster.admission.fair_queue import (
     AGED_PART,
     ARRIVAL_PER_PRIORITY_S,
     FairQueue,
-    Flow,
-    IndexedHeap,
-    Waiting,
     work_ahead,
 )
+from cluster.admission.flow import Flow
+from cluster.admission.queued_request import QueuedRequest
+from kvtransfer.common.indexed_heap import IndexedHeap
 from workers.messages.link import SERVICE_CLASSES, ServiceClass
 
 NEVER = math.inf
@@ -33,8 +33,9 @@ def waiting(
     due_at: float = NEVER,
     priority: int = 0,
     service_class: ServiceClass = "standard",
-) -> Waiting:
-    return Waiting(request_id, Flow(tenant, service_class), cost_s, arrived_at, due_at, priority)
+) -> QueuedRequest:
+    flow = Flow(tenant, service_class)
+    return QueuedRequest(request_id, flow, arrived_at, priority=priority, cost_s=cost_s, due_at=due_at)
 
 
 def drain(queue: FairQueue, now: float = 0.0) -> list[str]:
@@ -361,7 +362,7 @@ def test_sums_and_order_hold_over_any_operations(
 ) -> None:
     """Against lists: nothing is lost or given twice, and within a flow who is not due goes by arrival and
     priority."""
-    queue, model, now = FairQueue(), dict[str, Waiting](), 0.0
+    queue, model, now = FairQueue(), dict[str, QueuedRequest](), 0.0
     flow = Flow("1", "standard")
     left_out: tuple[ServiceClass | None, ...] = (None, "batch")
     for number, (what, tenant, service_class, cost_s, priority) in enumerate(given_operations):

@@ -12,16 +12,18 @@ import pytest
 
 from cluster.admission.admission import REROUTE_PART, RequestAdmission
 from cluster.admission.config import AdmissionConfig
-from cluster.admission.fair_queue import Flow
-from cluster.admission.held import Candidacy
+from cluster.admission.flow import Flow
+from cluster.admission.queued_request import QueuedRequest
 from cluster.errors import OverloadedError, RequestError
+from cluster.gateway.announcement import ANNOUNCE_AGAIN_S
 from cluster.gateway.circuit_breaker import FIRST_PAUSE_S, NUM_FAILURES, BreakerState, CircuitBreakers
 from cluster.gateway.output_buffer import UnreadOutput
-from cluster.gateway.request_task import ANNOUNCE_AGAIN_S, RequestTask
+from cluster.gateway.request_task import RequestStart, RequestTask
 from cluster.gateway.submissions import first_route_request
 from cluster.text.preprocess import PreparedRequest, SampleStart
 from cluster.text.sample_text import SampleText
 from kvtransfer.common.clock import ManualClock
+from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.messages import KvSnapshot, ReplicaIdentity
 from router.config import RouterConfig
 from router.errors import NoReplicaError
@@ -67,7 +69,18 @@ class Gateway:
             self.report(identity, num_backlog_tokens)
         standard = {"aging_s": 1.0, "max_wait_s": max_wait_s, "ttft_s": max_wait_s}
         config = AdmissionConfig.model_validate({"standard": standard})
-        self.admission = RequestAdmission(config, self.router, self.clock, lambda: 1, lambda call: call())
+        self.tasks = SupervisedTasks()
+        self.admission = RequestAdmission(config, self.router, self.clock, lambda: 1, self.call_at)
+
+    def call_at(self, at: float, call: Callable[[], None]) -> None:
+        async def wait() -> None:
+            await self.clock.sleep(at - self.clock.now())
+            call()
+
+        if at <= self.clock.now():
+            call()
+        else:
+            self.tasks.spawn(wait(), "timer")
 
     def report(self, identity: ReplicaIdentity, num_backlog_tokens: int) -> None:
         self.router.on_load(
@@ -116,22 +129,19 @@ class Gateway:
             samples=(SampleStart(0, 1),),
             deadline_at=None,
         )
-        candidacy = Candidacy(Flow("t", "standard"), 1.0, priority, self.clock.now(), None)
-        held = None
+        queued = QueuedRequest(request_id, Flow("t", "standard"), self.clock.now(), priority=priority)
+        queued.on_close(self.admission.drop, queued)
         with contextlib.suppress(NoReplicaError):
-            held = self.admission.admit(first_route_request(prepared), candidacy)
+            self.admission.place(queued, first_route_request(prepared))
         task = RequestTask(
-            prepared,
-            [SampleText(Nothing())],
+            RequestStart(prepared, [SampleText(Nothing())], self.clock.now()),
+            queued,
             connections=self,
             router=self.router,
             clock=self.clock,
-            on_end=self.errors.append,
-            started_at=self.clock.now(),
-            unread=UnreadOutput(1e9),
             admission=self.admission,
-            candidacy=candidacy,
-            held=held,
+            unread=UnreadOutput(1e9),
+            on_end=self.errors.append,
         )
         task.begin()
         return task

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from cluster.admission.fair_queue import Flow
+from cluster.admission.flow import Flow
 from cluster.admission.ladder import (
     AGAIN_S,
     IDLE_PRESSURE,

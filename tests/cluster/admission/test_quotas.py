@@ -18,7 +18,6 @@ from cluster.admission.quotas import (
     GRACE_S,
     MAX_SHOWN,
     MovedRequest,
-    QuotaHold,
     QuotaRecord,
     Quotas,
     QuotaUse,
@@ -72,9 +71,9 @@ def test_the_prompt_of_a_request_that_is_given_back_was_never_taken() -> None:
     for _ in range(2):
         fleet.sync_all(0.0)
     one, other = fleet.gateways.values()
-    one.ended(one.take_prompt("a", 80, 1, 0.0))
+    one.end("a", one.take_prompt("a", 80, 1, 0.0))
     one.withdraw("a", 80, 0.0)
-    one.ended(one.take_prompt("a", 90, 1, 0.0))
+    one.end("a", one.take_prompt("a", 90, 1, 0.0))
     fleet.sync_all(0.0)
     assert other.rates("a", 0.0)["prompt_tokens_per_s"].level == 10.0
     with pytest.raises(QuotaError):
@@ -134,8 +133,7 @@ def test_concurrent_tokens_come_back_once() -> None:
     quotas.take_prompt("a", 20, 20, 0.0)
     with pytest.raises(QuotaError, match=r"auth\.tenants\.a\.concurrent_tokens.*has 100; .* needs 2 more"):
         quotas.take_prompt("a", 1, 1, 0.0)
-    quotas.ended(first)
-    quotas.ended(first)
+    quotas.end("a", first)
     quotas.take_prompt("a", 30, 30, 0.0)
     with pytest.raises(QuotaError):
         quotas.take_prompt("a", 1, 1, 0.0)
@@ -149,7 +147,7 @@ def test_the_prompt_of_a_free_request_is_not_taken_and_its_tokens_are_held_or_re
     with pytest.raises(QuotaError, match="has 90") as refused:
         quotas.take_prompt("a", 10, 1, 0.0, is_free=True)
     assert refused.value.retry_after_s > 0
-    quotas.ended(hold)
+    quotas.end("a", hold)
     quotas.take_prompt("a", 10, 1, 0.0, is_free=True)
     quotas.take_prompt("a", 1, 1, 0.0)
 
@@ -175,11 +173,11 @@ def test_many_tenants_are_kept_in_a_bounded_table_but_none_that_holds_tokens(
     quotas = Quotas(AuthConfig.model_validate({"tenants": {"*": {"concurrent_tokens": 10}}}))
     hold = quotas.take_prompt("first", 5, 5, 0.0)
     for number in range(100):
-        quotas.ended(quotas.take_prompt(f"t{number}", 5, 5, float(number)))
+        quotas.end(f"t{number}", quotas.take_prompt(f"t{number}", 5, 5, float(number)))
     assert len(quotas.record(100.0).tenants) <= 4
     with pytest.raises(QuotaError):
         quotas.take_prompt("first", 1, 1, 100.0)
-    quotas.ended(hold)
+    quotas.end("first", hold)
     quotas.take_prompt("first", 1, 1, 100.0)
 
 
@@ -202,7 +200,7 @@ def test_operators_see_what_is_used_and_refused_until_the_tenant_is_idle() -> No
     (use,) = quotas.uses(1.0)
     assert use.used == {"requests_per_s": pytest.approx(0.75), "concurrent_tokens": 0.5}
     assert use.num_refused == {"requests_per_s": 3}
-    quotas.ended(hold)
+    quotas.end("a", hold)
     quotas.divide(0, 60.0)
     assert quotas.uses(60.0) == ()
 
@@ -292,7 +290,7 @@ def test_whoever_waits_as_told_is_served_then_and_not_before(
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 40), st.integers(1, 60)), max_size=80))
 def test_held_tokens_are_those_of_the_requests_that_run(steps: list[tuple[bool, int, int]]) -> None:
     quotas = quotas_of(concurrent_tokens=100)
-    running: list[tuple[QuotaHold, int]] = []
+    running: list[tuple[int, int]] = []
     for begins, prompt, max_tokens in steps:
         if begins:
             num_held = sum(num for _, num in running)
@@ -305,8 +303,7 @@ def test_held_tokens_are_those_of_the_requests_that_run(steps: list[tuple[bool, 
                 running.append((hold, prompt + max_tokens))
         elif running:
             hold, _ = running.pop(prompt % len(running))
-            quotas.ended(hold)
-            quotas.ended(hold)
+            quotas.end("a", hold)
     assert sum(it.num_held_tokens for it in quotas.record(0.0).tenants) == sum(num for _, num in running)
 
 
@@ -465,7 +462,7 @@ def test_concurrent_tokens_of_other_gateways_count_and_come_back() -> None:
     fleet.sync_all(0.2)
     with pytest.raises(QuotaError, match="has 90"):
         two.take_prompt("a", 10, 10, 0.2)
-    one.ended(hold)
+    one.end("a", hold)
     fleet.sync_all(0.4)
     two.take_prompt("a", 10, 10, 0.4)
 
@@ -614,7 +611,7 @@ def test_a_gateway_that_stood_still_is_charged_once_when_it_is_back() -> None:
 def test_no_give_back_is_lost_whatever_happens_between_the_gateways(steps: list[tuple[str, int]]) -> None:
     fleet = SharedRecords(3, concurrent_tokens=300)
     names = list(fleet.gateways)
-    running: list[tuple[str, QuotaHold]] = []
+    running: list[tuple[str, int]] = []
     now = 0.0
     for what, which in steps:
         now += PERIOD_S
@@ -624,7 +621,7 @@ def test_no_give_back_is_lost_whatever_happens_between_the_gateways(steps: list[
                 running.append((name, fleet.gateways[name].take_prompt("a", 20, 10, now)))
         elif what == "end" and running:
             ended_at, hold = running.pop(which % len(running))
-            fleet.gateways[ended_at].ended(hold)
+            fleet.gateways[ended_at].end("a", hold)
         elif what == "sync":
             fleet.sync_all(now)
         elif what == "cut":
@@ -632,13 +629,13 @@ def test_no_give_back_is_lost_whatever_happens_between_the_gateways(steps: list[
         else:
             fleet.cut.discard(name)
     for name, hold in running:
-        fleet.gateways[name].ended(hold)
+        fleet.gateways[name].end("a", hold)
     fleet.cut.clear()
     fleet.sync_all(now + 1)
     fleet.sync_all(now + 1)
     for quotas in fleet.gateways.values():
         assert quotas.share == 1.0
-        quotas.ended(quotas.take_prompt("a", 150, 150, now + 1))
+        quotas.end("a", quotas.take_prompt("a", 150, 150, now + 1))
 
 
 @given(

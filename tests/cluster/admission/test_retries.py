@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.admission.retries import EndRate, Retry, RetryQueue
+from cluster.admission.flow import Flow
+from cluster.admission.queued_request import QueuedRequest
+from cluster.admission.retries import EndRate, RetryQueue
 from router.messages import Decision
 
 
@@ -18,82 +18,77 @@ class Capacities:
     def __init__(self, **free: int) -> None:
         self.free = free
         self.placed: dict[str, str] = {}
-        self.submitted: list[str] = []
+        self.released: list[str] = []
         self.rerouted: list[str] = []
+        self.queue = RetryQueue(self, self.release, lambda it: self.rerouted.append(it.request_id))
 
     def has_capacity(self, request_id: str) -> bool:
         return self.free[self.placed[request_id]] > 0
 
-    def on_submitted(self, request_id: str) -> None:
-        self.submitted.append(request_id)
-        self.free[self.placed[request_id]] -= 1
+    def release(self, queued: QueuedRequest) -> None:
+        self.released.append(queued.request_id)
+        self.free[self.placed[queued.request_id]] -= 1
 
-    def retry(self, request_id: str, replica_id: str, release: Callable[[Retry], None]) -> Retry:
+    def retry(self, request_id: str, replica_id: str) -> QueuedRequest:
         self.placed[request_id] = replica_id
-        return Retry(
-            Decision(request_id, "cost", "", replica_id, 0, 0, (), ""),
-            release,
-            lambda it: self.rerouted.append(it.decision.request_id),
-        )
+        queued = QueuedRequest(request_id, Flow("", "standard"), 0.0)
+        queued.decision = Decision(request_id, "cost", "", replica_id, 0, 0, (), "")
+        return queued
 
 
 def test_a_retry_goes_when_its_pair_has_capacity_the_first_refused_first() -> None:
-    capacities, released = Capacities(d0=0, d1=1), []
-    queue = RetryQueue(capacities)
+    capacities = Capacities(d0=0, d1=1)
     for name, replica_id in (("a", "d0"), ("b", "d0"), ("c", "d1")):
-        queue.hold(capacities.retry(name, replica_id, lambda it: released.append(it.decision.request_id)))
-    assert released == ["c"]
+        capacities.queue.put(capacities.retry(name, replica_id))
+    assert capacities.released == ["c"]
     capacities.free["d0"] = 1
-    queue.pump()
-    assert released == ["c", "a"]
+    capacities.queue.pump()
+    assert capacities.released == ["c", "a"]
     capacities.free["d0"] = 1
-    queue.pump()
-    assert released == capacities.submitted == ["c", "a", "b"]
-    assert len(queue) == 0
+    capacities.queue.pump()
+    assert capacities.released == ["c", "a", "b"]
+    assert len(capacities.queue) == 0
 
 
 def test_who_ended_is_forgotten_and_who_waits_for_a_replica_that_goes_is_placed_once_more() -> None:
-    capacities, released = Capacities(d0=0, d1=0), []
-    queue = RetryQueue(capacities)
-    retries = [
-        capacities.retry(name, replica_id, lambda it: released.append(it.decision.request_id))
-        for name, replica_id in (("a", "d0"), ("b", "d0"), ("c", "d1"))
-    ]
+    capacities = Capacities(d0=0, d1=0)
+    queue = capacities.queue
+    retries = [capacities.retry(name, at) for name, at in (("a", "d0"), ("b", "d0"), ("c", "d1"))]
     for retry in retries:
-        queue.hold(retry)
+        queue.put(retry)
     assert queue.drop(retries[0])
     assert not queue.drop(retries[0])
     queue.leave("d0")
     assert capacities.rerouted == ["b"]
-    assert released == capacities.submitted == []
+    assert capacities.released == []
     assert len(queue) == 1
 
 
 @given(st.data())
 def test_every_retry_is_released_or_dropped_once_whatever_a_release_does(data: st.DataObject) -> None:
-    """Also where a release holds the request again, or lets another end."""
+    """Also where a release puts the request back, or lets another end."""
     capacities = Capacities(d0=0, d1=0, d2=0)
-    queue = RetryQueue(capacities)
-    waiting: dict[str, Retry] = {}
-    num_held = num_released = num_dropped = 0
+    waiting: dict[str, QueuedRequest] = {}
+    num_put = num_released = num_dropped = 0
 
-    def release(retry: Retry) -> None:
+    def release(queued: QueuedRequest) -> None:
         nonlocal num_released
-        name = retry.decision.request_id
-        assert waiting.pop(name) is retry
+        name = queued.request_id
+        capacities.release(queued)
+        assert waiting.pop(name) is queued
         num_released += 1
-        if data.draw(st.integers(0, 3)) == 0 and num_held < 40:
-            hold(name)
+        if data.draw(st.integers(0, 3)) == 0 and num_put < 40:
+            put(name)
         elif data.draw(st.booleans()):
             drop()
 
-    def hold(name: str) -> None:
-        nonlocal num_held
-        num_held += 1
-        waiting[name] = retry = capacities.retry(
-            name, data.draw(st.sampled_from(sorted(capacities.free))), release
-        )
-        queue.hold(retry)
+    queue = RetryQueue(capacities, release, lambda it: capacities.rerouted.append(it.request_id))
+
+    def put(name: str) -> None:
+        nonlocal num_put
+        num_put += 1
+        waiting[name] = retry = capacities.retry(name, data.draw(st.sampled_from(sorted(capacities.free))))
+        queue.put(retry)
 
     def drop() -> None:
         nonlocal num_dropped
@@ -102,7 +97,7 @@ def test_every_retry_is_released_or_dropped_once_whatever_a_release_does(data: s
             num_dropped += queue.drop(waiting.pop(name))
 
     for index in range(data.draw(st.integers(1, 12))):
-        hold(f"r{index}")
+        put(f"r{index}")
         action = data.draw(st.integers(0, 3))
         if action == 0:
             drop()
@@ -112,11 +107,11 @@ def test_every_retry_is_released_or_dropped_once_whatever_a_release_does(data: s
         elif action == 2:
             queue.leave(data.draw(st.sampled_from(sorted(capacities.free))))
             rerouted, capacities.rerouted = capacities.rerouted, []
-            num_held -= len(rerouted)
+            num_put -= len(rerouted)
             for name in rerouted:
-                hold(name)
+                put(name)
     assert len(queue) == len(waiting)
-    assert num_held == num_released + num_dropped + len(waiting)
+    assert num_put == num_released + num_dropped + len(waiting)
     assert all(not capacities.has_capacity(name) for name in waiting) or sum(capacities.free.values()) > 0
     for name in capacities.free:
         queue.leave(name)

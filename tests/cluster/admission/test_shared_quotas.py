@@ -212,7 +212,7 @@ async def test_the_tokens_of_a_killed_gateway_come_back_when_its_record_expires(
 
         def can_begin() -> bool:
             try:
-                other.quotas.ended(other.quotas.take_prompt("a", 20, 20, CLOCK.now()))
+                other.quotas.end("a", other.quotas.take_prompt("a", 20, 20, CLOCK.now()))
             except QuotaError:
                 return False
             return True
@@ -403,7 +403,7 @@ async def test_two_gateways_give_one_tenant_one_limit_and_status_says_when_they_
 
 def read_by(requests: Any, name: str) -> int:
     """Return how many requests of another gateway this one knows of."""
-    peer = requests._quotas._peers.get(name)
+    peer = requests.charges.quotas._peers.get(name)
     return sum(it.num_requests for it in peer.records.values()) if peer else 0
 
 
@@ -447,4 +447,4 @@ async def test_a_list_at_one_gateway_is_missing_at_the_others_and_none_is_begun_
 
 def num_counted(gateway: Gateway) -> int:
     """Return how many requests a gateway has counted for the others, without those that it gave back."""
-    return sum(it.used[0] - it.withdrawn[0] for it in gateway.requests._quotas._tenants.values())
+    return sum(it.used[0] - it.withdrawn[0] for it in gateway.requests.charges.quotas._tenants.values())

@@ -62,12 +62,12 @@ COLLABORATORS: dict[str, Fault] = {
     "chat template": Fault(Preprocessor, "render_chat"),
     "grammar": Fault(Preprocessor, "grammar"),
     "preprocessor": Fault(Preprocessor, "prepare"),
-    "admission": Fault(RequestAdmission, "admit"),
+    "admission": Fault(RequestAdmission, "place"),
     "quota of prompts": Fault(Quotas, "take_prompt"),
     "counters": Fault(GatewayCounters, "arrived"),
     "start of the request": Fault(RequestState, "start"),
     "resume token": Fault(ResumeTokens, "issue"),
-    "wait for a turn": Fault(RequestAdmission, "hold"),
+    "wait for a turn": Fault(RequestAdmission, "wait"),
     "routed": Fault(RequestState, "on_routed"),
     "connections": Fault(ReplicaConnections, "send"),
     "prefilled": Fault(RequestState, "on_prefilled"),
@@ -181,11 +181,11 @@ async def nothing_is_held(front: HttpFrontHarness) -> None:
     manager = front.gateway.requests
     await until(lambda: manager.num_running == 0, "no request runs")
     await until(lambda: not front.harness.busy(), "no replica works")
-    await until(lambda: manager.admission.queued.num_bytes == 0, "no bytes are queued")
+    await until(lambda: manager.admission.bytes.num_bytes == 0, "no bytes are queued")
     await until(lambda: manager.unread.num_bytes == 0, "no output is unread")
-    quotas = manager._quotas._tenants
+    quotas = manager.charges.quotas._tenants
     assert {name: it.held for name, it in quotas.items() if it.held} == {}
-    assert manager._num_arriving == 0
+    assert manager.acceptance.running._num_arriving == 0
     assert [it.get_name() for it in asyncio.all_tasks() if it.get_name() == "request-timer"] == []
 
 

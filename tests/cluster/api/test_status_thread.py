@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from gateway_harness import FINGERPRINT, Pair
 
-from cluster.admission.held import HeldLoad
+from cluster.admission.queued_load import QueuedLoad
 from cluster.api.replies import STATUS_S, Fresh
 from cluster.api.status_thread import StatusThread
 from cluster.gateway.replica_connections import ReplicaState, ReplicaView
@@ -62,7 +62,7 @@ def thread() -> Iterator[StatusThread]:
 
 async def test_only_replicas_that_changed_are_built_anew(thread: StatusThread) -> None:
     views = [view(f"d{number}") for number in range(4)]
-    held = {"d1": HeldLoad(3, 300, 1)}
+    held = {"d1": QueuedLoad(3, 300, 1)}
 
     async def looked(now: float) -> admin_pb.StatusResponse:
         return await thread.add_replicas(admin_pb.StatusResponse(), views, now, held)

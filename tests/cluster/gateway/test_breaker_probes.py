@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal, get_args
 
+from admission_at_once import AdmissionAtOnce, request_at_once
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -16,7 +17,7 @@ from request_state_harness import D0, D1, P0, Letters, decision, raw
 from cluster.gateway.circuit_breaker import NUM_FAILURES, STALLED_S, CircuitBreakers
 from cluster.gateway.output_buffer import UnreadOutput
 from cluster.gateway.request_state import RequestPhase
-from cluster.gateway.request_task import RequestTask
+from cluster.gateway.request_task import RequestStart, RequestTask
 from cluster.text.preprocess import PreparedRequest, SampleStart
 from cluster.text.sample_text import SampleText
 from kvtransfer.common.clock import ManualClock
@@ -75,14 +76,14 @@ class Gateway:
             deadline_at=None,
         )
         task = self.tasks[request_id] = RequestTask(
-            prepared,
-            [SampleText(Letters())],
+            RequestStart(prepared, [SampleText(Letters())], self.clock.now()),
+            request_at_once(request_id, self.clock.now()),
             connections=self,
             router=self,
             clock=self.clock,
-            on_end=lambda error: None,
-            started_at=self.clock.now(),
+            admission=AdmissionAtOnce(self),
             unread=UnreadOutput(1e9),
+            on_end=lambda error: None,
         )
         task.begin()
 
@@ -121,8 +122,6 @@ class Gateway:
         self,
         request: RouteRequest,
         *,
-        is_held: bool = False,
-        held_part: float = 1.0,
         prefers_capacity: bool = False,
     ) -> Decision:
         allowed = [it for it in REPLICAS if it in self.linked and it.replica_id not in request.excluded]

@@ -51,7 +51,7 @@ async def test_on_a_rung_that_sheds_a_request_it_is_not_even_tokenized(
         num_read += 1
         raise AssertionError
 
-    monkeypatch.setattr(gateway.requests._preprocessor, "prompt_tokens", read)
+    monkeypatch.setattr(gateway.requests.acceptance._preprocessor, "prompt_tokens", read)
     with pytest.raises(CallError) as caught:
         await generate(harness, address, service_class="batch")
     assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -90,7 +90,7 @@ async def test_a_request_that_waits_does_not_pass_the_others_by_being_resumed(
     accepted = await anext(first)
     assert isinstance(accepted, pb.Accepted)
     await until(lambda: len(gateway.requests.admission) == 1, "it waits")
-    (held,) = gateway.requests.admission._held.values()
+    (held,) = gateway.requests.admission._waiting.values()
     for each in (gateway, other):
         each.requests.admission.ladder.rung = Rung.REFUSING
     calls = []
@@ -103,9 +103,9 @@ async def test_a_request_that_waits_does_not_pass_the_others_by_being_resumed(
         calls.append((channel, call, aiter(call)))
         assert (await anext(calls[-1][2])).WhichOneof("event") == "accepted"
     assert (len(gateway.requests.admission), len(other.requests.admission)) == (1, 1)
-    (last,) = gateway.requests.admission._held.values()
+    (last,) = gateway.requests.admission._waiting.values()
     assert last is not held
-    assert last.waiting.arrived_at == held.waiting.arrived_at
+    assert last.arrived_at == held.arrived_at
     assert not replica.submissions
     replica.script.num_backlog_tokens = 0
     for _, _, responses in calls[2:]:
@@ -123,7 +123,7 @@ async def test_a_request_counts_while_its_prompt_is_read(
 ) -> None:
     await harness.add_replica("d0", "decode")
     gateway, address = await opened(harness, max_queue_mb=0.7)
-    admission, preprocessor = gateway.requests.admission, gateway.requests._preprocessor
+    admission, preprocessor = gateway.requests.admission, gateway.requests.acceptance._preprocessor
     read, goes_on = preprocessor.prompt_tokens, asyncio.Event()
 
     async def slowly(*arguments: Any) -> Any:
@@ -185,7 +185,7 @@ async def test_a_request_that_is_refused_for_the_load_is_not_counted_by_its_quot
         raise OverloadedError("too late", 1.0)
 
     with monkeypatch.context() as patched:
-        patched.setattr(requests.admission, "admit", refuse)
+        patched.setattr(requests.admission, "place", refuse)
         for _ in range(3):
             with pytest.raises(CallError, match="too late"):
                 await generate(harness, address)
@@ -204,7 +204,7 @@ async def test_one_that_waits_in_vain_is_not_counted_by_its_quota(harness: Gatew
     gateway, address = await opened(harness, auth={"tenants": tenants}, standard=standard)
     with pytest.raises(CallError, match="the most for the class"):
         await generate(harness, address)
-    states = gateway.requests._quotas.rates("default", gateway.requests._clock.now())
+    states = gateway.requests.charges.quotas.rates("default", gateway.requests._clock.now())
     assert {name: state.level for name, state in states.items()} == {
         "requests_per_s": pytest.approx(1.0),
         "prompt_tokens_per_s": pytest.approx(10.0),
@@ -236,9 +236,9 @@ async def test_bytes_are_released_whatever_ends_the_acceptance(
         raise RuntimeError("a bug")
 
     for owner, name in (
-        (requests._preprocessor, "prompt_tokens"),
-        (requests.admission, "admit"),
-        (requests._quotas, "take_prompt"),
+        (requests.acceptance._preprocessor, "prompt_tokens"),
+        (requests.admission, "place"),
+        (requests.charges.quotas, "take_prompt"),
     ):
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, break_down)

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from admission_at_once import AdmissionAtOnce, request_at_once
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import AbandonedError, DeadlineError, RequestError, SlowClientError, UnavailableError
 from cluster.gateway.output_buffer import MAX_UNREAD, OutputBuffer, UnreadOutput
 from cluster.gateway.request_state import RequestState
-from cluster.gateway.request_task import RequestTask
+from cluster.gateway.request_task import RequestStart, RequestTask
 from cluster.gateway.sample_output import EmbeddingDelta, OutputDelta, PromptLogprobsDelta
 from cluster.gateway.stream_migration import NO_TARGET_PAUSE_S
 from cluster.metrics.ended_request import Summary
@@ -73,14 +74,7 @@ class Field:
     def release(self, request_id: str) -> None:
         pass
 
-    def route(
-        self,
-        request: RouteRequest,
-        *,
-        is_held: bool = False,
-        held_part: float = 1.0,
-        prefers_capacity: bool = False,
-    ) -> Decision:
+    def route(self, request: RouteRequest, *, prefers_capacity: bool = False) -> Decision:
         usable = [it for it in self.known if it.replica_id not in request.excluded]
         if not usable:
             raise NoReplicaError("nobody", 3.0)
@@ -129,14 +123,14 @@ def make_task(
     )
     ended = Ended()
     task = RequestTask(
-        prepared,
-        [SampleText(Nothing())],
+        RequestStart(prepared, [SampleText(Nothing())], clock.now()),
+        request_at_once("r", clock.now()),
         connections=field,
         router=field,
         clock=clock,
-        on_end=ended,
-        started_at=clock.now(),
+        admission=AdmissionAtOnce(field),
         unread=unread or UnreadOutput(1e9),
+        on_end=ended,
     )
     return task, ended
 

@@ -263,7 +263,7 @@ class Meter:
     @classmethod
     async def steady(cls, gateway: Gateway, num_gateways: int) -> Meter:
         """Return one when the gateway has its part of the limit."""
-        quotas = gateway.requests._quotas
+        quotas = gateway.requests.charges.quotas
         await until(lambda: quotas.share == 1 / num_gateways, "its part")
         return cls(gateway)
 
@@ -273,7 +273,7 @@ class Meter:
 
     def _level(self) -> float:
         requests = self._gateway.requests
-        return requests._quotas.rates("a", requests._clock.now())["requests_per_s"].level
+        return requests.charges.quotas.rates("a", requests._clock.now())["requests_per_s"].level
 
 
 # A hundred requests, and no more. Several gateways divide them.
@@ -313,7 +313,7 @@ async def test_what_a_replica_broke_is_resumed_free_of_charge_once(scripted: Gat
     replica.script.stop_after = 3
     call = await begun(address, asked(), 3)
     await gateway.requests.close()  # ends what runs, as when nothing can serve it
-    gateway.requests._is_leaving = False
+    gateway.requests.acceptance._is_leaving = False
     with pytest.raises(grpc.aio.AioRpcError):
         await call.read()
     replica.script.resume.set()
@@ -332,12 +332,12 @@ async def test_output_that_never_was_is_charged_like_a_prompt(scripted: GatewayH
     replica.script.stop_after = 3
     call = await begun(address, asked(max_tokens=300), 3)
     await gateway.requests.close()
-    gateway.requests._is_leaving = False
+    gateway.requests.acceptance._is_leaving = False
     said = await refusal(address, call.resumed(*[5] * 280))
     assert "auth.tenants.a.prompt_tokens_per_s" in said
     replica.script.resume.set()
     await (await begun(address, call.resumed(*[5] * 50))).close()
-    state = gateway.requests._quotas.rates("a", gateway.requests._clock.now())["prompt_tokens_per_s"]
+    state = gateway.requests.charges.quotas.rates("a", gateway.requests._clock.now())["prompt_tokens_per_s"]
     assert round(state.level) == 2 * limit - NUM_PROMPT - NUM_PROMPT - 50
 
 
@@ -456,7 +456,7 @@ async def test_what_one_gateway_broke_is_free_at_another_once_where_they_share_t
         replica.script.stop_after = 3
         call = await begun(address, asked(), 3)
         await first.requests.close()  # ends what runs, as when nothing can serve it
-        first.requests._is_leaving = False
+        first.requests.acceptance._is_leaving = False
         with pytest.raises(grpc.aio.AioRpcError):
             await call.read()
         replica.script.resume.set()
@@ -472,15 +472,15 @@ async def test_what_one_gateway_broke_is_free_at_another_once_where_they_share_t
 
 
 def _knows_others(gateway: Gateway) -> bool:
-    quotas = gateway.requests._quotas
+    quotas = gateway.requests.charges.quotas
     return quotas.share == 1 and not quotas._is_divided and not quotas.missing
 
 
 def _num_counted(gateway: Gateway) -> int:
     """Return how many requests a gateway has counted for the others, without those that it gave back."""
-    return sum(it.used[0] - it.withdrawn[0] for it in gateway.requests._quotas._tenants.values())
+    return sum(it.used[0] - it.withdrawn[0] for it in gateway.requests.charges.quotas._tenants.values())
 
 
 def _left(gateway: Gateway) -> int:
     requests = gateway.requests
-    return round(requests._quotas.rates("a", requests._clock.now())["requests_per_s"].level)
+    return round(requests.charges.quotas.rates("a", requests._clock.now())["requests_per_s"].level)

@@ -194,7 +194,7 @@ async def test_a_request_over_http_is_charged_where_it_is_answered(apps: TwoApps
     gateways = [apps.front.gateways[0], apps.behind.gateways[0]]
     limits = AuthConfig.model_validate({"tenants": {"*": {"requests_per_s": 1e-6, "burst_s": 1e7}}})
     for gateway in gateways:
-        gateway.requests._quotas = Quotas(limits)
+        gateway.requests.charges.quotas = Quotas(limits)
     url = f"http://127.0.0.1:{gateways[0].http_port}/v1/completions"
     left = 10
     async with aiohttp.ClientSession() as session:
@@ -204,7 +204,7 @@ async def test_a_request_over_http_is_charged_where_it_is_answered(apps: TwoApps
                 assert reply.status == status, await reply.text()
             left -= 0 if status == 400 else len(prompt)
             now = apps.front.clock.now()
-            rates = [gateway.requests._quotas.rates("", now)["requests_per_s"] for gateway in gateways]
+            rates = [gateway.requests.charges.quotas.rates("", now)["requests_per_s"] for gateway in gateways]
             assert [round(rate.level) for rate in rates] == [10, left]
 
 

@@ -390,7 +390,7 @@ async def test_a_stream_finishes_while_its_gateway_leaves(harness: GatewayHarnes
             events = events_of(reply)
             await anext(events)
             stopping = asyncio.create_task(front.gateway.stop())
-            await until(lambda: bool(front.gateway.requests._is_leaving), "it leaves")
+            await until(lambda: bool(front.gateway.requests.acceptance._is_leaving), "it leaves")
             refused = await front.chat()
             assert (refused.status, refused.error["code"]) == (503, "unavailable")
             assert refused.headers["Connection"] == "close"

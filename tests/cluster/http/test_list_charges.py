@@ -28,7 +28,7 @@ def front_of(harness: GatewayHarness, **limits: Any) -> HttpFrontHarness:
 
 def num_left(front: HttpFrontHarness) -> int:
     requests = front.gateway.requests
-    return round(requests._quotas.rates("", requests._clock.now())["requests_per_s"].level)
+    return round(requests.charges.quotas.rates("", requests._clock.now())["requests_per_s"].level)
 
 
 def num_accepted(front: HttpFrontHarness) -> int:
@@ -94,7 +94,7 @@ async def test_calls_that_tokenize_take_a_request(harness: GatewayHarness) -> No
         for number, (path, body) in enumerate(calls.items(), 1):
             assert (await front.post(path, body)).status == 200
             assert num_left(front) == 10 - number, path
-        await front.gateway.requests.charge("", 7)
+        await front.gateway.requests.charges.charge("", 7)
         for path, body in calls.items():
             assert (await front.post(path, body)).status == 429
     assert not front.gateway.requests.num_running
@@ -171,7 +171,7 @@ def test_refusals_of_a_tenant_come_evenly_after_the_first_ones() -> None:
 
 async def test_a_gateway_is_not_kept_busy_by_calls_that_it_refuses(harness: GatewayHarness) -> None:
     async with front_of(harness, **TEN) as front:
-        await front.gateway.requests.charge("", 10)
+        await front.gateway.requests.charges.charge("", 10)
         clock = front.gateway.requests._clock
         began_at = clock.now()
         replies = [await front.post("/v1/completions", {"prompt": ["a"] * 4}) for _ in range(BURST + 4)]

@@ -1,0 +1,14 @@
+"""The unit of fairness: the requests of one tenant in one service class."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from workers.messages.link import ServiceClass
+
+
+class Flow(NamedTuple):
+    """Whose requests share a place in the order."""
+
+    tenant: str
+    service_class: ServiceClass

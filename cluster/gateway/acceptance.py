@@ -1,0 +1,282 @@
+"""Accept a request: check it, charge its tenant, prepare it, and find a place for it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from cluster.admission import read_budget
+from cluster.admission.admission import RequestAdmission
+from cluster.admission.flow import Flow
+from cluster.admission.queued_request import QueuedRequest
+from cluster.errors import (
+    AbandonedError,
+    DeadlineError,
+    DuplicateRequestError,
+    OverloadedError,
+    QuotaError,
+    RequestError,
+    UnavailableError,
+)
+from cluster.gateway.call_charges import CallCharges
+from cluster.gateway.replica_connections import ReplicaConnections
+from cluster.gateway.resume_charges import Charge, ResumeCharges
+from cluster.gateway.resumed_calls import RequestKey
+from cluster.gateway.running_requests import RunningRequests
+from cluster.gateway.submissions import first_route_request
+from cluster.gateway.tenant_terms import TenantTerms
+from cluster.identity.identity import Identity
+from cluster.identity.resume_tokens import resume_digest
+from cluster.metrics.ended_request import Caller
+from cluster.proto.tandem.v1 import inference_pb2 as pb
+from cluster.text.preprocess import PreparedRequest, Preprocessor
+from cluster.text.sample_text import SampleText
+from cluster.text.validation import ServingLimits, check_request
+from kvtransfer.common.clock import Clock
+from router.errors import NoReplicaError
+from workers.messages.link import Pooling, ServiceClass
+from workers.messages.sampling import SamplingParams
+
+
+class NewCall(NamedTuple):
+    """A call as it arrives. The request is the identity's already (`cluster.api.authentication.claim`)."""
+
+    request: pb.GenerateRequest
+    identity: Identity
+    caller: Caller
+    # Monotonic seconds; `deadline_at` None: the client waits for any time.
+    arrived_at: float
+    deadline_at: float | None
+    # With this its prompt is embedded, and nothing is generated.
+    pooling: Pooling | None = None
+    # It was taken from its tenant's requests before, with others.
+    is_charged: bool = False
+
+    @property
+    def tenant(self) -> str:
+        """Whose request it is."""
+        return self.request.tenant
+
+
+class AcceptedRequest(NamedTuple):
+    """A request that will run, in as many attempts as that takes."""
+
+    call: NewCall
+    key: RequestKey
+    prepared: PreparedRequest
+    texts: Sequence[SampleText]
+    queued: QueuedRequest
+    charge: Charge
+    # When it has waited as long as its class may.
+    due_at: float
+    resume_token: str
+
+
+class Acceptance:
+    """Turns calls into accepted requests, or into the `RequestError` that says why it cannot.
+
+    Whatever is taken for a request on the way is given back when a later step refuses it: its bytes, its
+    place and its concurrent tokens (`QueuedRequest.close`); what it was charged, where the refusal is not its
+    tenant's fault; and the grant of a resumed call.
+    """
+
+    def __init__(
+        self,
+        *,
+        preprocessor: Preprocessor,
+        connections: ReplicaConnections,
+        admission: RequestAdmission,
+        charges: CallCharges,
+        resumes: ResumeCharges,
+        terms: TenantTerms,
+        running: RunningRequests,
+        clock: Clock,
+    ) -> None:
+        self.admission = admission
+        self.charges = charges
+        self.resumes = resumes
+        self.running = running
+        self._preprocessor = preprocessor
+        self._connections = connections
+        self._terms = terms
+        self._clock = clock
+        self._is_leaving = False
+
+    def limits(self) -> ServingLimits:
+        """Return what a request may ask for now."""
+        return self._preprocessor.limits(self._connections.max_context_tokens)
+
+    def leave(self) -> None:
+        """Accept no more requests."""
+        self._is_leaving = True
+
+    async def accept(self, call: NewCall) -> AcceptedRequest:
+        """Check, charge, prepare and place the request."""
+        limits = self.limits()
+        check_request(call.request, limits)
+        call.identity.check_may_use(limits.model_name)
+        queued = self._queued_request(call)
+        try:
+            with queued.closed_on_failure():
+                charge = await self._charge(call, queued)
+                try:
+                    return await self._prepare_and_place(call, queued, charge, limits)
+                except (OverloadedError, QuotaError, UnavailableError) as error:
+                    await self._give_back(call, charge, error)
+                    raise
+        except QuotaError as error:
+            await self.charges.refused(call.tenant, error)
+            raise
+
+    def _queued_request(self, call: NewCall) -> QueuedRequest:
+        flow = Flow(call.tenant, self._terms.service_class(call.request, call.identity))
+        weight = self._terms.weight(call.tenant)
+        queued = QueuedRequest(
+            "", flow, call.arrived_at, weight, call.request.priority, deadline_at=call.deadline_at
+        )
+        queued.on_close(self.admission.drop, queued)
+        return queued
+
+    async def _charge(self, call: NewCall, queued: QueuedRequest) -> Charge:
+        """Take one request from the tenant's quota, unless that was done, or the call is free."""
+        request, now = call.request, call.arrived_at
+        is_charged = read_budget.use_paid() or call.is_charged
+        with self._withdrawn_on_overload(call.tenant, now) if is_charged else contextlib.nullcontext():
+            if not request.resume:
+                charge, waits_here = Charge(resume_digest(request)), False
+            else:
+                # They all come at once when another gateway ends.
+                self.running.check_number(queued.flow, self.admission.refuse, now, factor=2)
+                charge = await self.resumes.charge(request, call.identity, now)
+                older = self.running.find((call.tenant, request.request_id))
+                waits_here = older is not None and older.waiting_since is not None
+            if not charge.is_free and not waits_here:
+                self.running.check_number(queued.flow, self.admission.refuse, now)
+                self.admission.check_early(queued, request.ByteSize())
+        if charge.is_free and is_charged:  # when its body was read
+            self.charges.quotas.withdraw(call.tenant, 0, now)
+        elif not charge.is_free and not is_charged:
+            self.charges.quotas.admit(call.tenant, now)
+        return charge
+
+    @contextlib.contextmanager
+    def _withdrawn_on_overload(self, tenant: str, now: float) -> Iterator[None]:
+        try:
+            yield
+        except OverloadedError:
+            self.charges.quotas.withdraw(tenant, 0, now)
+            raise
+
+    async def _give_back(self, call: NewCall, charge: Charge, error: RequestError) -> None:
+        if charge.grant is not None:
+            await self.resumes.resumed.give_back(charge.grant)
+        elif isinstance(error, UnavailableError):  # the caller goes to another gateway
+            self.charges.quotas.withdraw(call.tenant, 0, call.arrived_at)
+
+    async def _prepare_and_place(
+        self, call: NewCall, queued: QueuedRequest, charge: Charge, limits: ServingLimits
+    ) -> AcceptedRequest:
+        request, num_bytes = call.request, call.request.ByteSize()
+        key = call.tenant, request.request_id or self.running.draw_id()
+        self.admission.bytes.count(queued, num_bytes)
+        with self.running.arriving():
+            prepared, texts = await self._prepare(call, key, queued.flow.service_class, limits)
+        queued.request_id = prepared.request_id
+        self._check_still_wanted(call, key)
+        cap = charge.capped_max_tokens
+        if request.resume:
+            self._take_over(call, key, queued, charge)
+        else:
+            cap = self.admission.max_tokens(queued.flow.service_class, prepared.sampling.max_tokens)
+        is_cut = not request.resume and 0 < cap < prepared.sampling.max_tokens
+        prepared = prepared.capped(cap)
+        self.admission.bytes.count(queued, num_bytes + prepared.num_bytes)
+        if not queued.goes_at_once:
+            self._place(queued, prepared, charge)
+        self._take_tokens(queued, prepared, charge)
+        self.admission.counts.num_capped += is_cut
+        token = self.resumes.tokens.issue(
+            call.identity, *key, prepared.seed, charge.digest, prepared.capped_max_tokens
+        )
+        due_at = call.arrived_at + self.admission.aging_s(queued.flow.service_class)
+        return AcceptedRequest(call, key, prepared, texts, queued, charge, due_at, token)
+
+    async def _prepare(
+        self, call: NewCall, key: RequestKey, service_class: ServiceClass, limits: ServingLimits
+    ) -> tuple[PreparedRequest, Sequence[SampleText]]:
+        """Tokenize the prompt, and write what the output must be as a grammar."""
+        prompt = await self._preprocessor.prompt_tokens(call.request, limits)
+        grammar = await self._preprocessor.grammar(call.request, prompt)
+        compatibility = self._connections.compatibility
+        if compatibility is None:
+            raise UnavailableError("no replica has connected to this gateway yet")
+        group = self._terms.sharing_group(call.identity, call.tenant)
+        limits = self._terms.within_share(
+            limits, group, self._connections.min_kv_blocks, compatibility.block_tokens
+        )
+        prepared, texts = await self._preprocessor.prepare(
+            call.request,
+            prompt,
+            limits,
+            request_id=key[1],
+            sharing_group=group,
+            fingerprint=compatibility.model_fingerprint,
+            deadline_at=call.deadline_at,
+            service_class=service_class,
+            grammar=grammar,
+        )
+        if call.pooling is not None:
+            prepared = replace(prepared, pooling=call.pooling, sampling=SamplingParams(max_tokens=1))
+        return prepared, texts
+
+    def _check_still_wanted(self, call: NewCall, key: RequestKey) -> None:
+        """Raise the error of a request that cannot begin any more, after it was prepared."""
+        if self._is_leaving:
+            raise UnavailableError("this gateway is stopping", 0.0)
+        if call.deadline_at is not None and call.deadline_at <= self._clock.now():
+            raise DeadlineError("the deadline passed before the request was accepted")
+        if self.running.find(key) is not None and not call.request.resume:
+            raise DuplicateRequestError(f"request {key[1]!r} is running; choose another id, or resume it")
+
+    def _take_over(self, call: NewCall, key: RequestKey, queued: QueuedRequest, charge: Charge) -> None:
+        """End the call that this one resumes, if it runs here.
+
+        A call that waits here leaves its place to this one, which adds no load, and would pass the others if
+        it got a better one. Another call that is charged is judged as a new one. One that is free was judged
+        before: with output it goes on before all that wait, without any it waits for its turn.
+        """
+        since = None
+        if (older := self.running.find(key)) is not None:
+            since = older.waiting_since
+            older.abandon(AbandonedError("taken over by a call that resumes it"))
+        if since is not None:
+            queued.arrived_at, queued.is_judged = since, True
+        elif charge.is_free:
+            queued.is_judged = True
+            queued.goes_at_once = any(it.token_ids for it in call.request.resume)
+
+    def _place(self, queued: QueuedRequest, prepared: PreparedRequest, charge: Charge) -> None:
+        """Find a place for the request; where no replica is there, its task asks again."""
+        try:
+            with contextlib.suppress(NoReplicaError):
+                self.admission.place(queued, first_route_request(prepared))
+        except RequestError:
+            if not charge.is_free:
+                self.charges.quotas.withdraw(prepared.tenant, 0, self._clock.now())
+            raise
+
+    def _take_tokens(self, queued: QueuedRequest, prepared: PreparedRequest, charge: Charge) -> None:
+        """Take the prompt from its tenant's quota, and its concurrent tokens until it ends."""
+        # The output that a caller claims is computed like a prompt, and part of `max_tokens`.
+        num_claimed = 0 if charge.is_free else prepared.num_claimed_tokens
+        num_tokens = self.charges.quotas.take_prompt(
+            prepared.tenant,
+            prepared.num_prompt_tokens + num_claimed,
+            prepared.sampling.max_tokens * len(prepared.samples) - num_claimed,
+            self._clock.now(),
+            is_free=charge.is_free,
+            moved=charge.moved,
+        )
+        queued.on_close(self.charges.quotas.end, prepared.tenant, num_tokens)
