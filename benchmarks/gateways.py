@@ -32,6 +32,7 @@ from cluster.admission.queued_request import QueuedRequest, Released
 from cluster.gateway.placement_exchange import BATCH_S, FRAME_GAP_S, PeerPlacements, PlacementFeed
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
+from kvtransfer.request_facts import RequestFacts
 from router.config import RouterConfig
 from router.messages import Decision, QueueState, ReplicaLoad, RouteRequest
 from router.service import RouterService
@@ -216,7 +217,9 @@ class World:
             )
             keys = shared + keys[PREFIX_BLOCKS:]
         request_id = str(number)
-        request = RouteRequest(request_id, "t", keys if self.has_prefixes else (), PROMPT_TOKENS, 1)
+        request = RouteRequest(
+            request_id, RequestFacts("t"), keys if self.has_prefixes else (), PROMPT_TOKENS, 1
+        )
 
         def release(decision: Decision) -> None:
             self._submit(gateway, request, decision, keys, arrived_at, may_return=True)

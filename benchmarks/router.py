@@ -28,6 +28,7 @@ from cluster.admission.replica_queue import ReplicaQueues
 from kvtransfer.blocks.keys import TOKEN_BYTES, extend_keys
 from kvtransfer.common.clock import ManualClock, SystemClock
 from kvtransfer.messages import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
+from kvtransfer.request_facts import RequestFacts
 from router.config import RouterConfig
 from router.messages import QueueState, ReplicaLoad, RouteRequest
 from router.native import load_kernel
@@ -108,7 +109,7 @@ def measure_speed(num_tokens: int, with_store: bool, num_calls: int = 2000) -> I
     tokens = bytes(TOKEN_BYTES * num_tokens)
 
     def decide() -> None:
-        service.route(RouteRequest("q", "t", copy, num_tokens, 100))
+        service.route(RouteRequest("q", RequestFacts("t"), copy, num_tokens, 100))
         service.on_finished("q")
 
     def report() -> None:
@@ -259,7 +260,9 @@ def replay(policy: PolicyName, trace: list[TraceRequest]) -> dict[str, object]:
                 backlog = node.backlog_tokens(clock.now())
                 router.on_load(load_of(node.identity.replica_id, clock.now(), backlog))
             router.on_load(load_of("decode", clock.now(), num_running=10**9))
-        decision = router.route(RouteRequest(str(number), "t", request.keys, request.num_tokens, 1))
+        decision = router.route(
+            RouteRequest(str(number), RequestFacts("t"), request.keys, request.num_tokens, 1)
+        )
         node = nodes[decision.prefill]
         num_cached = node.num_cached(request.keys)
         first_token_at_s, events = node.serve(request, num_cached)

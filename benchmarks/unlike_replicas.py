@@ -21,6 +21,7 @@ from typing import Literal
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import KvSnapshot, ReplicaIdentity
+from kvtransfer.request_facts import RequestFacts
 from router.config import RouterConfig
 from router.messages import QueueState, ReplicaLoad, RouteRequest
 from router.service import RouterService
@@ -122,7 +123,7 @@ class World:
             )
             self._ttfts_s.append(replica.serve(arrived_at) - arrived_at)
             return
-        decision = self._router.route(RouteRequest(request_id, "t", (), PROMPT_TOKENS, 1))
+        decision = self._router.route(RouteRequest(request_id, RequestFacts("t"), (), PROMPT_TOKENS, 1))
         replica = self._replicas[decision.compute_id]
 
         def submitted() -> None:

@@ -30,10 +30,10 @@ from cluster.errors import OverloadedError
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.common.health import moving_average
 from kvtransfer.messages import KvSnapshot, ReplicaIdentity
+from kvtransfer.request_facts import RequestFacts, ServiceClass
 from router.config import RouterConfig
 from router.messages import Decision, QueueState, ReplicaLoad, RouteRequest
 from router.service import RouterService
-from workers.messages.link import ServiceClass
 from workers.scheduler.step_costs import FIRST_DECODE_RATIO, NonNegativeFit
 
 BLOCK_TOKENS = 16
@@ -464,7 +464,7 @@ class VirtualCluster:
         request = VirtualRequest(str(len(self.requests)), tenant, *lengths.draw(self.random), now)
         self.requests.append(request)
         route_request = RouteRequest(
-            request.request_id, tenant.name, (), request.num_prompt, lengths.most_output
+            request.request_id, RequestFacts(tenant.name), (), request.num_prompt, lengths.most_output
         )
         if not self._has_admission:
             self.submit(request, self.router.route(route_request))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Literal
 
 from kvtransfer.codec import Message, Part
+from kvtransfer.request_facts import RequestFacts
 
 PROTOCOL_VERSION = 8
 # Bytes of one element, by the dtype's name in a checkpoint and in the configuration.
@@ -136,6 +137,13 @@ class LandingRequest(Message, frozen=True):
     # Its writer still decodes the sequence: what it hands over are as many tokens as it then has, at most
     # `num_tokens`.
     is_growing: bool = False
+    # With sharing_group and priority; None: its writer is of a version that sends these alone.
+    standing: RequestFacts | None = None
+
+    @property
+    def facts(self) -> RequestFacts:
+        """Whose request it is, and how it may be treated."""
+        return self.standing or RequestFacts(sharing_group=self.sharing_group, priority=self.priority)
 
 
 class LandingGrant(Message, frozen=True):

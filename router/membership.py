@@ -119,7 +119,7 @@ class Members:
             for replica_id in order
             if not (member := self._members[replica_id]).is_leaving and replica_id not in request.excluded
         }
-        if not request.decodes:
+        if not request.facts.decodes:
             pinned = request.pinned_prefill or request.pinned_decode
             able = self._preferred(replica_id for replica_id in usable if pinned in ("", replica_id))
             if not able:

@@ -11,6 +11,7 @@ from typing import NamedTuple, overload
 
 from kvtransfer.codec import Part
 from kvtransfer.messages import ReplicaIdentity
+from kvtransfer.request_facts import RequestFacts
 
 
 class ReplicaLoad(Part, frozen=True):
@@ -57,13 +58,13 @@ class QueueState(Part, frozen=True):
 
 class RouteRequest(Part, frozen=True):
     """A request to place. `block_keys` are those of the prompt's full blocks, `excluded` replicas were tried
-    and failed, and `pinned_prefill` and `pinned_decode` ("" if free) are a debug option. Its sharing group
-    may use `kv_share` of each replica's blocks. One that does not decode ends with its prompt: one replica
-    computes it, whatever its role. Where costs are equal, requests of one `session` go to the same replicas,
-    at all gateways. Of one that `is_private` nothing is found later, so that nobody is to expect it."""
+    and failed, and `pinned_prefill` and `pinned_decode` ("" if free) are a debug option. Of its facts: one
+    that does not decode is computed by one replica, whatever its role; where costs are equal, requests of one
+    `session` go to the same replicas, at all gateways; and of one that `is_private` nothing is found later,
+    so that nobody is to expect it."""
 
     request_id: str
-    tenant: str
+    facts: RequestFacts
     block_keys: tuple[bytes, ...]
     num_tokens: int
     max_new_tokens: int
@@ -71,15 +72,11 @@ class RouteRequest(Part, frozen=True):
     excluded: tuple[str, ...] = ()
     pinned_prefill: str = ""
     pinned_decode: str = ""
-    kv_share: float = 1.0
-    decodes: bool = True
-    session: str = ""
-    is_private: bool = False
 
     @property
     def left_keys(self) -> tuple[bytes, ...]:
         """The block keys that will be found where it was placed."""
-        return () if self.is_private else self.block_keys
+        return () if self.facts.is_private else self.block_keys
 
 
 class TimeLimit(NamedTuple):

@@ -365,9 +365,9 @@ class RouterService:
             num_samples=request.num_samples,
             block_tokens=self._block_tokens,
             skip_prefill_tokens=self._config.skip_prefill_tokens,
-            may_stay=not (request.pinned_prefill and request.decodes)
+            may_stay=not (request.pinned_prefill and request.facts.decodes)
             or request.pinned_prefill == request.pinned_decode,
-            kv_share=request.kv_share,
+            kv_share=request.facts.kv_share,
         )
 
     def _decide(
@@ -420,7 +420,7 @@ class RouterService:
             or request.excluded
             or request.pinned_prefill
             or request.pinned_decode
-            or not request.decodes
+            or not request.facts.decodes
         )
         table = self._current_table(request) if is_free_choice else None
         if table is not None:
@@ -486,7 +486,7 @@ class RouterService:
         return candidates if choose(able) is None else able
 
     def _seed(self, request: RouteRequest) -> int:
-        return zlib.crc32((request.session or f"{self._salt} {request.request_id}").encode())
+        return zlib.crc32((request.facts.session or f"{self._salt} {request.request_id}").encode())
 
     def _states(self, ids: Iterable[str]) -> list[tuple[str, CurrentLoad]]:
         return [(each, self._load.state(each)) for each in ids]

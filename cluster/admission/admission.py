@@ -51,10 +51,10 @@ from cluster.metrics.served_time import ServedTime
 from kvtransfer.common.clock import Clock
 from kvtransfer.common.health import spread_s
 from kvtransfer.common.indexed_heap import IndexedHeap
+from kvtransfer.request_facts import SERVICE_CLASSES, ServiceClass
 from router.errors import NoReplicaError
 from router.messages import Decision, RouteRequest
 from router.service import RouterService
-from workers.messages.link import SERVICE_CLASSES, ServiceClass
 
 _LEAST_RETRY_S = 0.1
 # What waits is routed again when a replica has nothing else to do, no more often than this.

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from workers.messages.link import SERVICE_CLASSES, ServiceClass
+from kvtransfer.request_facts import SERVICE_CLASSES, ServiceClass
 
 
 class ClassConfig(BaseModel):

@@ -24,7 +24,7 @@ from cluster.admission.flow import Flow
 from cluster.admission.queued_request import QueuedRequest
 from kvtransfer.common.health import kept_share
 from kvtransfer.common.indexed_heap import IndexedHeap
-from workers.messages.link import ServiceClass
+from kvtransfer.request_facts import ServiceClass
 
 # How much earlier a request of one priority more counts as having arrived.
 ARRIVAL_PER_PRIORITY_S = 1.0

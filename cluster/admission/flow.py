@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from workers.messages.link import ServiceClass
+from kvtransfer.request_facts import ServiceClass
 
 
 class Flow(NamedTuple):

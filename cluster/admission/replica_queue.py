@@ -10,8 +10,8 @@ from cluster.admission.fair_queue import FairQueue
 from cluster.admission.flow import Flow
 from cluster.admission.queued_request import QueuedRequest
 from kvtransfer.common.health import kept_share
+from kvtransfer.request_facts import SERVICE_CLASSES, ServiceClass
 from router.service import RouterService
-from workers.messages.link import SERVICE_CLASSES, ServiceClass
 
 # How fast a replica takes work is remembered for about this, and before any is measured, it is assumed that
 # it took as much as was predicted for so long.

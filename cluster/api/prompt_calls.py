@@ -33,7 +33,7 @@ from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.preprocess import Preprocessor
 from cluster.text.validation import MAX_ID_CHARS, ServingLimits, check_request
 from kvtransfer.common.clock import give_way
-from workers.messages.link import Pooling
+from kvtransfer.request_facts import Pooling
 
 # Of an id's hash, where it stands for the rest of it.
 _DIGEST_CHARS = 32

@@ -44,7 +44,7 @@ from cluster.cli.serving_load import (
 from cluster.cli.terminal import NONE, AsJson, err, made_table, out, run
 from cluster.errors import BenchError
 from kvtransfer.common.clock import Clock, SystemClock
-from workers.messages.link import SERVICE_CLASSES
+from kvtransfer.request_facts import SERVICE_CLASSES
 
 _NUM_BINS = 30
 _NUM_TICKS = 5

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from cluster.admission import read_budget
@@ -35,9 +34,8 @@ from cluster.text.preprocess import PreparedRequest, Preprocessor
 from cluster.text.sample_text import SampleText
 from cluster.text.validation import ServingLimits, check_request
 from kvtransfer.common.clock import Clock
+from kvtransfer.request_facts import Pooling, ServiceClass
 from router.errors import NoReplicaError
-from workers.messages.link import Pooling, ServiceClass
-from workers.messages.sampling import SamplingParams
 
 
 class NewCall(NamedTuple):
@@ -206,30 +204,19 @@ class Acceptance:
     async def _prepare(
         self, call: NewCall, key: RequestKey, service_class: ServiceClass, limits: ServingLimits
     ) -> tuple[PreparedRequest, Sequence[SampleText]]:
-        """Tokenize the prompt, and write what the output must be as a grammar."""
-        prompt = await self._preprocessor.prompt_tokens(call.request, limits)
-        grammar = await self._preprocessor.grammar(call.request, prompt)
         compatibility = self._connections.compatibility
         if compatibility is None:
             raise UnavailableError("no replica has connected to this gateway yet")
-        group = self._terms.sharing_group(call.identity, call.tenant)
-        limits = self._terms.within_share(
-            limits, group, self._connections.min_kv_blocks, compatibility.block_tokens
-        )
-        prepared, texts = await self._preprocessor.prepare(
+        facts = self._terms.facts(call.request, call.identity, service_class, call.pooling)
+        num_share_tokens = int(self._connections.min_kv_blocks * facts.kv_share) * compatibility.block_tokens
+        return await self._preprocessor.prepare(
             call.request,
-            prompt,
-            limits,
+            limits.within_share(facts.kv_share, num_share_tokens),
             request_id=key[1],
-            sharing_group=group,
+            facts=facts,
             fingerprint=compatibility.model_fingerprint,
             deadline_at=call.deadline_at,
-            service_class=service_class,
-            grammar=grammar,
         )
-        if call.pooling is not None:
-            prepared = replace(prepared, pooling=call.pooling, sampling=SamplingParams(max_tokens=1))
-        return prepared, texts
 
     def _check_still_wanted(self, call: NewCall, key: RequestKey) -> None:
         """Raise the error of a request that cannot begin any more, after it was prepared."""
@@ -264,7 +251,7 @@ class Acceptance:
                 self.admission.place(queued, first_route_request(prepared))
         except RequestError:
             if not charge.is_free:
-                self.charges.quotas.withdraw(prepared.tenant, 0, self._clock.now())
+                self.charges.quotas.withdraw(prepared.facts.tenant, 0, self._clock.now())
             raise
 
     def _take_tokens(self, queued: QueuedRequest, prepared: PreparedRequest, charge: Charge) -> None:
@@ -272,11 +259,11 @@ class Acceptance:
         # The output that a caller claims is computed like a prompt, and part of `max_tokens`.
         num_claimed = 0 if charge.is_free else prepared.num_claimed_tokens
         num_tokens = self.charges.quotas.take_prompt(
-            prepared.tenant,
+            prepared.facts.tenant,
             prepared.num_prompt_tokens + num_claimed,
             prepared.sampling.max_tokens * len(prepared.samples) - num_claimed,
             self._clock.now(),
             is_free=charge.is_free,
             moved=charge.moved,
         )
-        queued.on_close(self.charges.quotas.end, prepared.tenant, num_tokens)
+        queued.on_close(self.charges.quotas.end, prepared.facts.tenant, num_tokens)

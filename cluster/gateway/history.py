@@ -55,19 +55,23 @@ class RequestHistory:
         if prepared is None:
             return  # refused
         num_tokens = num_known = 0
-        if not prepared.is_private:
+        if not prepared.facts.is_private:
             num_tokens, num_known = self._prefixes.saw(
-                prepared.tenant, prepared.block_keys, prepared.prompt, request.started_at, request.ended_at
+                prepared.facts.tenant,
+                prepared.block_keys,
+                prepared.prompt,
+                request.started_at,
+                request.ended_at,
             )
         if request.state != "finished" or summary is None or summary.prefill is None:
             return  # also a resumed request that missed nothing
         self._done.append(_done(summary, request.ended_at))
-        if prepared.is_private:
+        if prepared.facts.is_private:
             return
         num_cached = min(summary.prefill.num_cached_tokens, num_tokens)
-        hits = self._hits.setdefault(prepared.tenant, deque(maxlen=MAX_REQUESTS))
+        hits = self._hits.setdefault(prepared.facts.tenant, deque(maxlen=MAX_REQUESTS))
         hits.append(_Hits(num_tokens, num_known, num_cached))
-        self._hits.move_to_end(prepared.tenant)
+        self._hits.move_to_end(prepared.facts.tenant)
         if len(self._hits) > MAX_TENANTS:
             self._hits.popitem(last=False)
 

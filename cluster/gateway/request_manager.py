@@ -36,7 +36,8 @@ from cluster.text.validation import ServingLimits
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
-from workers.messages.link import Cancel, Pooling, StepFrame
+from kvtransfer.request_facts import Pooling
+from workers.messages.link import Cancel, StepFrame
 
 _NUM_STALE = 1024
 _NOBODY = Caller()
@@ -187,7 +188,7 @@ class RequestManager:
             if (task := self._current(source, delta.request_id, delta.attempt)) is not None:
                 self.counters.streamed(source.replica_id, delta, now)
                 num_tokens = len(delta.tokens) // TOKEN_BYTES
-                self.charges.quotas.produced(task.state.prepared.tenant, num_tokens, now)
+                self.charges.quotas.produced(task.state.prepared.facts.tenant, num_tokens, now)
                 task.apply(task.state.on_delta, source, delta)
         for embedding in frame.embeddings:
             if (task := self._current(source, embedding.request_id, embedding.attempt)) is not None:
@@ -291,7 +292,7 @@ class RequestManager:
                 was_refused = isinstance(error, OverloadedError) and not task.state.attempt
                 if was_refused and not charge.is_free:
                     num_taken = prepared.num_prompt_tokens + prepared.num_claimed_tokens
-                    self.charges.quotas.withdraw(prepared.tenant, num_taken, self._clock.now())
+                    self.charges.quotas.withdraw(prepared.facts.tenant, num_taken, self._clock.now())
                 self.resumed.ended(
                     accepted.key,
                     None if was_refused and not charge.is_free else error,
@@ -334,7 +335,7 @@ class RequestManager:
             EndedRequest(
                 request_id=key[1],
                 wire_id=accepted.prepared.request_id,
-                tenant=accepted.prepared.tenant,
+                tenant=accepted.prepared.facts.tenant,
                 caller=accepted.call.caller,
                 state=state,
                 code=to_grpc_status(error).code.name if error else "OK",

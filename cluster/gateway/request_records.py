@@ -74,7 +74,7 @@ def _record(
         started_at=request.started_at,
         decisions=tuple(request.decisions),
         timeline=tuple(request.timeline),
-        tenant=request.prepared.tenant,
+        tenant=request.prepared.facts.tenant,
         num_prompt_tokens=request.prepared.num_prompt_tokens,
         num_output_tokens=request.num_output_tokens,
         num_cached_tokens=request.num_cached_tokens,

@@ -282,7 +282,11 @@ class RequestState:
         """Take the embedding of the prompt, which is the end."""
         if not self.is_current(embedding.attempt):
             return
-        if self.prepared.pooling is None or not embedding.vector or len(embedding.vector) % _FLOAT_BYTES:
+        if (
+            self.prepared.facts.pooling is None
+            or not embedding.vector
+            or len(embedding.vector) % _FLOAT_BYTES
+        ):
             self._retry(f"{source.replica_id} {_UNREADABLE}", [source], now)
             return
         self.first_token_at = now

@@ -143,7 +143,7 @@ class RequestTask:
         self._admission = admission
         self._queued = queued
         self._announcement = Announcement(
-            connections, start.prepared.sharing_group, weakly(self._start_timer), weakly(self._act)
+            connections, start.prepared.facts.sharing_group, weakly(self._start_timer), weakly(self._act)
         )
         self._unread = unread
         self._buffer = OutputBuffer(unread, weakly(self._cut_off))

@@ -28,22 +28,17 @@ def route_request(
 ) -> RouteRequest:
     """Build the router's request for what is left. A prompt that is not yet `is_scored`, though its
     log-probabilities are asked for, is computed whole wherever it is cached."""
-    longest = max(sample.num_tokens for sample in unfinished)
     shortest = min(sample.num_tokens for sample in unfinished)
     return RouteRequest(
         request_id=prepared.request_id,
-        tenant=prepared.tenant,
+        facts=prepared.facts,
         block_keys=prepared.block_keys if is_scored else (),
-        num_tokens=prepared.num_prompt_tokens + longest,
+        num_tokens=prepared.num_prompt_tokens + max(sample.num_tokens for sample in unfinished),
         max_new_tokens=max(1, prepared.sampling.max_tokens - shortest),
         num_samples=len(unfinished),
         excluded=excluded,
         pinned_prefill=prepared.pinned_prefill,
         pinned_decode=prepared.pinned_decode,
-        kv_share=prepared.kv_share,
-        decodes=prepared.pooling is None,
-        session=prepared.session,
-        is_private=prepared.is_private,
     )
 
 
@@ -51,17 +46,13 @@ def first_route_request(prepared: PreparedRequest) -> RouteRequest:
     """Build the router's request for all of a request that begins."""
     return RouteRequest(
         request_id=prepared.request_id,
-        tenant=prepared.tenant,
+        facts=prepared.facts,
         block_keys=prepared.block_keys if PromptProgress(prepared).is_whole else (),
         num_tokens=prepared.num_prompt_tokens,
         max_new_tokens=max(1, prepared.sampling.max_tokens),
         num_samples=len(prepared.samples),
         pinned_prefill=prepared.pinned_prefill,
         pinned_decode=prepared.pinned_decode,
-        kv_share=prepared.kv_share,
-        decodes=prepared.pooling is None,
-        session=prepared.session,
-        is_private=prepared.is_private,
     )
 
 
@@ -82,15 +73,15 @@ def submission(
     `due_at` it has waited as long as its class may."""
     for sample in group:
         sample.begin_attempt()
-    deadline_at, sampling = prepared.deadline_at, prepared.sampling
+    facts, deadline_at, sampling = prepared.facts, prepared.deadline_at, prepared.sampling
     if is_scored and sampling.num_prompt_logprobs is not None:
         sampling = replace(sampling, num_prompt_logprobs=None)
     return Submission(
         request_id=prepared.request_id,
         attempt=number,
-        tenant=prepared.tenant,
-        sharing_group=prepared.sharing_group,
-        priority=prepared.priority,
+        tenant=facts.tenant,
+        sharing_group=facts.sharing_group,
+        priority=facts.priority,
         prompt=prepared.prompt,
         root_key=prepared.root_key,
         block_keys=prepared.block_keys,
@@ -103,9 +94,10 @@ def submission(
         deadline_s=None if deadline_at is None else max(0.0, deadline_at - now),
         due_s=None if due_at is None else due_at - now,
         suspect=suspect,
-        service_class=prepared.service_class,
+        service_class=facts.service_class,
         grammar=prepared.grammar,
-        is_private=prepared.is_private,
-        pooling=prepared.pooling,
+        is_private=facts.is_private,
+        pooling=facts.pooling,
         most_backlog_tokens=most_backlog_tokens,
+        standing=facts,
     )

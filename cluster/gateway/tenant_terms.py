@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from cluster.errors import FieldViolation, InvalidRequestError
 from cluster.identity.config import AuthConfig
 from cluster.identity.identity import Identity
 from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import inference_pb2 as pb
-from cluster.text.validation import ServingLimits
-from workers.messages.link import SERVICE_CLASSES, ServiceClass
+from kvtransfer.request_facts import SERVICE_CLASSES, Pooling, RequestFacts, ServiceClass
 
 
 class TenantTerms:
@@ -40,15 +37,23 @@ class TenantTerms:
             )
         return next(name for name in SERVICE_CLASSES if name == named)
 
-    def sharing_group(self, identity: Identity, tenant: str) -> str:
-        """Return whose prefixes the request shares."""
-        return self._auth.sharing_group(tenant) if identity.names_tenants else identity.sharing_group
-
-    def within_share(
-        self, limits: ServingLimits, group: str, num_blocks: int, block_tokens: int
-    ) -> ServingLimits:
-        """Return the limits of a request of this sharing group, where each replica has so many blocks."""
-        share = 1.0 if self._kv_shares is None or not num_blocks else self._kv_shares.of(group)
-        if share == 1:
-            return limits
-        return replace(limits, kv_share=share, max_share_tokens=int(num_blocks * share) * block_tokens)
+    def facts(
+        self,
+        request: pb.GenerateRequest,
+        identity: Identity,
+        service_class: ServiceClass,
+        pooling: Pooling | None,
+    ) -> RequestFacts:
+        """Return the standing facts of the request."""
+        tenant = request.tenant
+        group = self._auth.sharing_group(tenant) if identity.names_tenants else identity.sharing_group
+        return RequestFacts(
+            tenant=tenant,
+            sharing_group=group,
+            priority=request.priority,
+            service_class=service_class,
+            session=f"{tenant} {request.session_id}" if request.session_id else "",
+            kv_share=1.0 if self._kv_shares is None else self._kv_shares.of(group),
+            is_private=request.cache_control == pb.CACHE_CONTROL_NO_STORE,
+            pooling=pooling,
+        )

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchem
 from cluster.identity.identity import MAX_PRIORITY, TENANT_PATTERN, Role, checked_tenant, is_tenant
 from kvtransfer.common.group_shares import GroupShares
 from kvtransfer.common.patterns import Matches
-from workers.messages.link import ServiceClass
+from kvtransfer.request_facts import ServiceClass
 
 Algorithm = Literal["RS256", "ES256", "EdDSA"]
 ANY_TENANT = "*"

@@ -149,9 +149,9 @@ class GatewayCounters:
     def arrived(self, plan: PreparedRequest, now: float, predicted: Predicted = NOT_PREDICTED) -> None:
         """A request was accepted."""
         num_prompt_tokens = len(plan.prompt) // TOKEN_BYTES
-        self._open[plan.request_id] = _Open(plan.tenant, now, num_prompt_tokens, predicted)
+        self._open[plan.request_id] = _Open(plan.facts.tenant, now, num_prompt_tokens, predicted)
         self.num_prompt_tokens += num_prompt_tokens
-        self.tenants.use(plan.tenant).num_prompt_tokens += num_prompt_tokens
+        self.tenants.use(plan.facts.tenant).num_prompt_tokens += num_prompt_tokens
         self.demand.num_arrived += 1
         self.demand.num_sequences += len(plan.samples)
         counts = self.seconds.second(now).counts

@@ -41,7 +41,7 @@ from cluster.text.tokenizer import ModelText
 from cluster.text.validation import ServingLimits, max_tokens_of, sampling_of
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.clock import Clock
-from workers.messages.link import Pooling, ServiceClass
+from kvtransfer.request_facts import RequestFacts
 from workers.messages.sampling import Grammar, SamplingParams
 from workers.model.model_config import read_model_config
 
@@ -79,10 +79,7 @@ class PreparedRequest:
     """A request, checked and tokenized. `request_id` is unique on the wire, also among resumed calls."""
 
     request_id: str
-    tenant: str
-    # Whose prefixes it shares.
-    sharing_group: str
-    priority: int
+    facts: RequestFacts
     prompt: bytes
     # Where the chain of `block_keys` begins.
     root_key: bytes
@@ -97,21 +94,12 @@ class PreparedRequest:
     patience_s: float = 20.0
     pinned_prefill: str = ""
     pinned_decode: str = ""
-    # Of each replica's KV blocks: what its sharing group may use.
-    kv_share: float = 1.0
-    service_class: ServiceClass = "standard"
     # What `max_tokens` was cut to, by the room that the context has or because of the load; 0: it was not.
     capped_max_tokens: int = 0
     # What the output must be.
     grammar: Grammar | None = None
     # That comes from the tools of the chat alone.
     is_grammar_of_tools: bool = False
-    # Its KV is found by no other request, and not stored.
-    is_private: bool = False
-    # The conversation that it belongs to, among those of all tenants; "": none is named.
-    session: str = ""
-    # The prompt is embedded: no token is generated.
-    pooling: Pooling | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -261,48 +249,42 @@ class Preprocessor:
     async def prepare(
         self,
         request: pb.GenerateRequest,
-        prompt: Prompt,
         limits: ServingLimits,
         *,
         request_id: str,
-        sharing_group: str,
+        facts: RequestFacts,
         fingerprint: bytes,
         deadline_at: float | None,
-        service_class: ServiceClass = "standard",
-        grammar: Grammar | None = None,
     ) -> tuple[PreparedRequest, list[SampleText]]:
-        """Prepare a checked and tokenized request, with the text of each sample so far. `request_id` is the
-        client's, or drawn.
+        """Tokenize a checked request, write what its output must be as a grammar, and return it with the text
+        of each sample so far. `request_id` is the client's, or drawn.
 
-        Raises `InvalidRequestError` when the request is too long.
+        Raises `InvalidRequestError` when the request is too long, and what `prompt_tokens` and `grammar`
+        raise. One whose prompt is embedded has no use for its other sampling parameters.
         """
+        prompt = await self.prompt_tokens(request, limits)
+        grammar = await self.grammar(request, prompt)
         max_tokens = max_tokens_of(request, len(prompt.tokens) // TOKEN_BYTES, limits)
         seed = request.seed if request.HasField("seed") else self._draw_seed()
         read = partial(self._samples, request, seed, max_tokens, request_id, prompt)
         is_short = sum(len(item.token_ids) for item in request.resume) <= _SHORT_TOKENS
         starts, texts = read() if is_short else await self._threads.run(request.tenant, read)
-        chain = self._key_roots.chain(prompt.tokens, fingerprint, sharing_group)
+        chain = self._key_roots.chain(prompt.tokens, fingerprint, facts.sharing_group)
         prepared = PreparedRequest(
             request_id=f"{request_id}~{secrets.token_hex(_UNIQUE_BYTES)}",
-            tenant=request.tenant,
-            sharing_group=sharing_group,
-            priority=request.priority,
+            facts=facts,
             prompt=prompt.tokens,
             root_key=chain.root_key,
             block_keys=chain.block_keys,
-            sampling=sampling_of(request, max_tokens),
+            sampling=sampling_of(request, max_tokens) if facts.decodes else SamplingParams(max_tokens=1),
             samples=tuple(starts),
             deadline_at=deadline_at,
             max_attempts=self._gateway.max_attempts,
             pinned_prefill=request.pins.prefill,
             pinned_decode=request.pins.decode,
-            kv_share=limits.kv_share,
-            service_class=service_class,
             capped_max_tokens=max_tokens if request.max_tokens > max_tokens else 0,
             grammar=grammar,
             is_grammar_of_tools=grammar is not None and not request.HasField("constraint"),
-            is_private=request.cache_control == pb.CACHE_CONTROL_NO_STORE,
-            session=f"{request.tenant} {request.session_id}" if request.session_id else "",
         )
         return prepared, texts
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.errors import FieldViolation, InvalidRequestError, UnknownModelError
@@ -16,7 +16,7 @@ from cluster.identity.identity import MAX_PRIORITY
 from cluster.proto.enums import name_of
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.chat_checks import chat_violations
-from workers.messages.link import SERVICE_CLASSES
+from kvtransfer.request_facts import SERVICE_CLASSES
 from workers.messages.sampling import MAX_GRAMMAR_BYTES, SamplingParams
 
 # A prompt text longer than this times the context is refused before it is tokenized.
@@ -63,6 +63,13 @@ class ServingLimits:
     @property
     def max_prompt_bytes(self) -> int:
         return self.max_context_tokens * MAX_BYTES_PER_TOKEN
+
+    def within_share(self, share: float, num_tokens: int) -> ServingLimits:
+        """Return the limits of a request whose sharing group may use this share of each replica's KV, which
+        is at least so many tokens (0: not known)."""
+        if share == 1 or not num_tokens:
+            return self
+        return replace(self, kv_share=share, max_share_tokens=num_tokens)
 
 
 def check_model(name: str, limits: ServingLimits) -> None:

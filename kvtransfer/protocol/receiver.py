@@ -100,7 +100,7 @@ class LandingTable:
     def num_of(self, group: str | None) -> int:
         """Landings of this sharing group (None: all) that wait or are open."""
         return sum(
-            group is None or landing.request.sharing_group == group
+            group is None or landing.request.facts.sharing_group == group
             for landing in self._landings.values()
             if landing.state in (_State.WAITING, _State.OPEN)
         )
@@ -140,7 +140,10 @@ class LandingTable:
         if request.num_tokens < 1 or request.num_samples < 1 or num_keys > num_full:
             reason = f"{request.num_samples} samples, {request.num_tokens} tokens, {num_keys} block keys"
             return [self._refuse(writer, request, reason, retry_after_s=0.0)]
-        needed, group = self._num_blocks(request.num_tokens) + request.num_samples, request.sharing_group
+        needed, group = (
+            self._num_blocks(request.num_tokens) + request.num_samples,
+            request.facts.sharing_group,
+        )
         if needed > self._pool.num_total:
             reason = f"the prompt needs {needed} blocks, this replica has {self._pool.num_total}"
             return [self._refuse(writer, request, reason, retry_after_s=0.0)]
@@ -169,7 +172,7 @@ class LandingTable:
         waiting = [item for item in self._landings.values() if item.state is _State.WAITING]
         waiting.sort(
             key=lambda item: (
-                -(item.request.priority + (now - item.arrived_at) / _LANDING_PER_PRIORITY_S),
+                -(item.request.facts.priority + (now - item.arrived_at) / _LANDING_PER_PRIORITY_S),
                 item.arrived_at,
             )
         )
@@ -177,7 +180,7 @@ class LandingTable:
         blocked: list[_Landing] = []
         held_groups: dict[str, ShareClaim] = {}
         for landing in waiting:
-            group = landing.request.sharing_group
+            group = landing.request.facts.sharing_group
             if group in held_groups:
                 continue
             if self._pool.has_limit(group) and self._lacks_share(landing):
@@ -376,13 +379,13 @@ class LandingTable:
     def _waiting_groups(self) -> Iterator[str]:
         for landing in self._landings.values():
             if landing.state is _State.WAITING:
-                yield landing.request.sharing_group
+                yield landing.request.facts.sharing_group
 
     def _lacks_share(self, landing: _Landing) -> bool:
         """Whether its group has too little left of its share for a waiting landing, and for the growth of
         what the group runs here. A landing that is the group's only one needs space for the next token."""
         request = landing.request
-        group, held = request.sharing_group, self._pool.match(request.block_keys)
+        group, held = request.facts.sharing_group, self._pool.match(request.block_keys)
         num_blocks = self._num_blocks(request.num_tokens)
         num_needed = num_blocks - len(held) + self._pool.num_to_use(held)
         reserve = self._num_blocks(request.num_tokens + 1) - num_blocks
@@ -403,7 +406,7 @@ class LandingTable:
             self._pool.release(held)
             return False
         landing.held = held
-        landing.blocks = self._pool.allocate(num_needed, landing.request.sharing_group)
+        landing.blocks = self._pool.allocate(num_needed, landing.request.facts.sharing_group)
         landing.pieces = Verification(landing.lanes, len(held), landing.blocks)
         landing.state = _State.OPEN
         landing.lease_end = now + self._config.landing_lease_s

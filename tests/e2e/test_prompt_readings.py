@@ -23,7 +23,7 @@ from cluster.identity.identity import LOCAL
 from cluster.metrics.ended_request import Summary
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 from kvtransfer.common.faults import FaultRule
-from workers.messages.link import Pooling
+from kvtransfer.request_facts import Pooling
 from workers.messages.sampling import TokenLogprob
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

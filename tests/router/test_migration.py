@@ -8,12 +8,13 @@ import pytest
 from router_harness import RouterHarness, keys_of
 
 from kvtransfer.messages import ReplicaIdentity
+from kvtransfer.request_facts import RequestFacts
 from router.errors import NoReplicaError
 from router.messages import RouteRequest
 
 
 def ask(number: int = 0, num_tokens: int = 320, excluded: tuple[str, ...] = ("d0",)) -> RouteRequest:
-    return RouteRequest(f"m{number}", "t", keys_of("a", 10), num_tokens, 64, excluded=excluded)
+    return RouteRequest(f"m{number}", RequestFacts("t"), keys_of("a", 10), num_tokens, 64, excluded=excluded)
 
 
 def test_streams_that_move_at_once_are_spread_over_the_targets() -> None:
@@ -58,7 +59,7 @@ def test_a_move_counts_at_the_target_until_its_report_or_its_end() -> None:
     harness.load("d0", running=1, free=980)
     harness.clock.advance(1.0)
     harness.load("d0", running=1, free=980)
-    moving = RouteRequest(decision.request_id, "t", keys_of("a", 10), 330, 22, excluded=("d0",))
+    moving = RouteRequest(decision.request_id, RequestFacts("t"), keys_of("a", 10), 330, 22, excluded=("d0",))
     assert harness.router.route_move(moving) == "d1"
     state = harness.router._load.state
     assert (state("d0").num_sequences, state("d1").num_sequences) == (1, 1)

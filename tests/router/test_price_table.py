@@ -13,6 +13,7 @@ from optional_programs import needs_compiler
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import BlocksStored, KvSnapshot, ReplicaIdentity
+from kvtransfer.request_facts import RequestFacts
 from router import service
 from router.config import RouterConfig
 from router.messages import Decision, QueueState, ReplicaLoad, RouteRequest, TimeLimit
@@ -82,7 +83,11 @@ def test_the_choice_is_that_of_the_formulas(
                 ReplicaIdentity(names[0], 1), QueueState(number, 0, 1, 100 * number, 500), clock.now()
             )
         request = RouteRequest(
-            f"q{number}", "t", KEYS[: num_tokens // BLOCK_TOKENS], num_tokens, num_new, kv_share=kv_share
+            f"q{number}",
+            RequestFacts("t", kv_share=kv_share),
+            KEYS[: num_tokens // BLOCK_TOKENS],
+            num_tokens,
+            num_new,
         )
         loads = {name: router.load(name) for name in names}
         decision, expected = (

@@ -9,6 +9,7 @@ import pytest
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import BlocksRemoved, BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
+from kvtransfer.request_facts import RequestFacts
 from router.config import RouterConfig
 from router.messages import ReplicaLoad, RouteRequest
 from router.service import RouterService
@@ -88,7 +89,7 @@ def replay(policy: str, gap_s: float = 0.03) -> Outcome:
         for node in nodes.values():
             router.on_load(node.load(clock.now()))
         router.on_load(busy_decode_load(clock.now()))
-        request = RouteRequest(str(number), "t", keys, len(keys) * BLOCK_TOKENS + 1, 1)
+        request = RouteRequest(str(number), RequestFacts("t"), keys, len(keys) * BLOCK_TOKENS + 1, 1)
         node = nodes[router.route(request).prefill]
         num_cached, events = node.serve(keys, clock.now())
         assert router.on_events(events)

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from router_harness import BLOCK_TOKENS, RouterHarness, Tier, keys_of
 
 from kvtransfer.messages import ReplicaIdentity
+from kvtransfer.request_facts import RequestFacts
 from router.config import RouterConfig
 from router.errors import NoReplicaError
 from router.messages import RouteRequest
@@ -159,7 +160,10 @@ def test_streams_that_move_are_spread_where_one_more_costs_nothing() -> None:
     for name in ("d0", "d1", "d2"):
         report = harness.router.load(name).report
         harness.router.on_load(replace(report, decode_base_s=0.01))
-    moves = [RouteRequest(f"m{number}", "t", (), num_tokens=100, max_new_tokens=10) for number in range(9)]
+    moves = [
+        RouteRequest(f"m{number}", RequestFacts("t"), (), num_tokens=100, max_new_tokens=10)
+        for number in range(9)
+    ]
     assert Counter(map(harness.router.route_move, moves)) == {"d0": 3, "d1": 3, "d2": 3}
 
 
@@ -182,7 +186,7 @@ def test_replicas_that_are_not_usable_are_chosen_only_where_nothing_else_is_left
     assert {(it.prefill, it.decode) for it in (harness.route() for _ in range(5))} == {("p1", "d1")}
     assert harness.route(excluded=("d1",)).decode == "d0"
     assert harness.route(pinned_prefill="p0", pinned_decode="d0").decode == "d0"
-    move = RouteRequest("m", "t", (), num_tokens=100, max_new_tokens=10)
+    move = RouteRequest("m", RequestFacts("t"), (), num_tokens=100, max_new_tokens=10)
     assert harness.router.route_move(move) == "d1"
     assert harness.router.route_move(replace(move, excluded=("d1",))) == "d0"
     harness.router.set_usable("p1", False)
@@ -366,7 +370,7 @@ def test_only_a_choice_by_cost_says_with_which_backlog_another_is_better(
     harness.router.set_shared(True)
     for name in ("p0", "p1", "d0"):
         harness.load(name)
-    request = RouteRequest("q", "t", (), 5000, 10)
+    request = RouteRequest("q", RequestFacts("t"), (), 5000, 10)
     decision = harness.router.route(request, prefers_capacity=prefers_capacity)
     assert (decision.most_backlog_tokens is not None) == (policy == "cost" and not prefers_capacity)
 
@@ -454,7 +458,7 @@ def test_a_request_that_is_held_for_long_still_waits_for_its_replica() -> None:
 
 def test_what_was_decided_and_not_placed_leaves_nothing_behind() -> None:
     harness = RouterHarness("b0")
-    request = RouteRequest("q", "t", keys_of("p", 100), 100 * BLOCK_TOKENS, 8)
+    request = RouteRequest("q", RequestFacts("t"), keys_of("p", 100), 100 * BLOCK_TOKENS, 8)
     for _ in range(2):
         decision = harness.router.decide(request)
         assert decision.prefill_cached_tokens == 0
@@ -467,8 +471,8 @@ def test_siblings_of_a_request_that_is_held_follow_it_for_as_long_as_it_is() -> 
     """Longer than a prediction lasts; and not when it ends, or waits for another replica."""
     harness = RouterHarness("b0", "b1")
     keys, num_tokens = keys_of("p", 100), 100 * BLOCK_TOKENS
-    held = RouteRequest("held", "t", keys, num_tokens, 8)
-    sibling = RouteRequest("sibling", "t", keys, num_tokens, 8)
+    held = RouteRequest("held", RequestFacts("t"), keys, num_tokens, 8)
+    sibling = RouteRequest("sibling", RequestFacts("t"), keys, num_tokens, 8)
     at = harness.router.route(held, is_held=True).decode
     other = ({"b0", "b1"} - {at}).pop()
     harness.clock.advance(60.0)
@@ -495,7 +499,7 @@ def test_siblings_of_a_request_that_is_held_follow_it_for_as_long_as_it_is() -> 
 def test_what_was_sent_is_predicted_and_what_waited_with_it_still_expected() -> None:
     harness = RouterHarness("b0")
     keys, num_tokens = keys_of("p", 100), 100 * BLOCK_TOKENS
-    requests = {name: RouteRequest(name, "t", keys, num_tokens, 8) for name in ("a", "b", "c")}
+    requests = {name: RouteRequest(name, RequestFacts("t"), keys, num_tokens, 8) for name in ("a", "b", "c")}
     for name in ("a", "b"):
         harness.router.route(requests[name], is_held=True)
     assert harness.router.decide(requests["c"]).prefill_cached_tokens == num_tokens - 1

@@ -6,6 +6,7 @@ from collections import Counter
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import ReplicaIdentity
+from kvtransfer.request_facts import RequestFacts
 from router.config import RouterConfig
 from router.messages import RouteRequest
 from router.service import RouterService
@@ -20,7 +21,7 @@ def opened(gateway_id: str) -> RouterService:
 
 def chosen(gateway_id: str, request_id: str, session: str = "") -> str:
     """Where a request goes when nothing else is there."""
-    request = RouteRequest(request_id, "t", (), 40, 8, session=session)
+    request = RouteRequest(request_id, RequestFacts("t", session=session), (), 40, 8)
     return opened(gateway_id).route(request).decode
 
 

@@ -15,10 +15,10 @@ from cluster.admission.queued_request import Outcome, QueuedRequest, Refused, Re
 from cluster.errors import OverloadedError, RequestError
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import KvSnapshot, ReplicaIdentity
+from kvtransfer.request_facts import RequestFacts, ServiceClass
 from router.config import RouterConfig
 from router.messages import QueueState, ReplicaLoad, RouteRequest
 from router.service import RouterService
-from workers.messages.link import ServiceClass
 
 TOK_S = 1000.0
 BATCH_TOKENS = 100
@@ -203,7 +203,7 @@ class AdmissionWorld:
         )
         try:
             self.admission.check_early(queued, num_bytes)
-            self.admission.place(queued, RouteRequest(request_id, tenant, keys, num_tokens, 16))
+            self.admission.place(queued, RouteRequest(request_id, RequestFacts(tenant), keys, num_tokens, 16))
         except OverloadedError as error:
             self.ended_early[request_id] = error
             return None

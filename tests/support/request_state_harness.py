@@ -15,13 +15,13 @@ from cluster.metrics.ended_request import Summary, TimelineEntry
 from cluster.text.preprocess import PreparedRequest, SampleStart, sample_seed
 from cluster.text.sample_text import SampleText
 from kvtransfer.messages import ReplicaIdentity
+from kvtransfer.request_facts import Pooling, RequestFacts
 from router.messages import Decision, RouteRequest
 from workers.messages.link import (
     Cancel,
     HandOverReport,
     HandOverTarget,
     Move,
-    Pooling,
     PrefillReport,
     PromptLogprobs,
     StageTimes,
@@ -242,9 +242,7 @@ def make_request(
 ) -> RecordedRequest:
     prepared = PreparedRequest(
         request_id="r",
-        tenant="t",
-        sharing_group="t",
-        priority=0,
+        facts=RequestFacts(tenant="t", sharing_group="t", priority=0, pooling=pooling),
         prompt=raw(list(range(1, num_prompt_tokens + 1))),
         root_key=b"root",
         block_keys=(b"k",),
@@ -252,7 +250,6 @@ def make_request(
         samples=starts or tuple(SampleStart(index, sample_seed(5, index)) for index in range(n)),
         deadline_at=deadline_at,
         max_attempts=max_attempts,
-        pooling=pooling,
         is_grammar_of_tools=is_grammar_of_tools,
     )
     return RecordedRequest(prepared, [SampleText(Letters(), stops) for _ in prepared.samples])

@@ -6,6 +6,7 @@ from typing import Literal
 
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import BlocksStored, KvEvents, KvSnapshot, ReplicaIdentity
+from kvtransfer.request_facts import RequestFacts
 from router.config import RouterConfig
 from router.messages import Decision, ReplicaLoad, RouteRequest
 from router.policies import recompute
@@ -86,14 +87,13 @@ class RouterHarness:
         decision = self.router.route(
             RouteRequest(
                 request_id=f"q{self.num_requests}",
-                tenant="t",
+                facts=RequestFacts(tenant="t", pooling=None if decodes else "last"),
                 block_keys=keys,
                 num_tokens=num_tokens,
                 max_new_tokens=32,
                 excluded=excluded,
                 pinned_prefill=pinned_prefill,
                 pinned_decode=pinned_decode,
-                decodes=decodes,
             ),
             is_held=is_held,
             prefers_capacity=prefers_capacity,

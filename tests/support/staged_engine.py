@@ -23,8 +23,9 @@ from plan_reader import ExpectedSlots, PlanReader, Work
 from kvtransfer.blocks.keys import extend_keys
 from kvtransfer.common.group_shares import GroupShares
 from kvtransfer.messages import ReplicaIdentity
+from kvtransfer.request_facts import ServiceClass
 from workers.config import EngineConfig
-from workers.messages.link import HandOverTarget, SampleState, ServiceClass, Submission
+from workers.messages.link import HandOverTarget, SampleState, Submission
 from workers.messages.rank_channel import EntryEmbedding, EntryLogprobs, StepPlan, StepReport
 from workers.messages.sampling import PackedLogprobs, SamplingParams, TokenLogprob
 from workers.scheduler.block_pool import BlockPool

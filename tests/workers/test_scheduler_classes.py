@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from staged_engine import StagedEngine, ask, engine, finish, right, step, unpack
 
-from workers.messages.link import SERVICE_CLASSES, ServiceClass
+from kvtransfer.request_facts import SERVICE_CLASSES, ServiceClass
 from workers.scheduler.sequence import CLASS_DELAY_S, DUE_PER_PRIORITY_S
 
 

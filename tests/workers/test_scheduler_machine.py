@@ -29,16 +29,10 @@ from staged_engine import (
 from kvtransfer.blocks.keys import extend_keys
 from kvtransfer.common.group_shares import GroupShares
 from kvtransfer.messages import ReplicaIdentity
+from kvtransfer.request_facts import ServiceClass
 from workers.config import EngineConfig
 from workers.errors import OutOfBlocksError
-from workers.messages.link import (
-    HandOverTarget,
-    RequestFailed,
-    SampleState,
-    ServiceClass,
-    Submission,
-    TokenDelta,
-)
+from workers.messages.link import HandOverTarget, RequestFailed, SampleState, Submission, TokenDelta
 from workers.messages.sampling import SamplingParams, TokenLogprob
 from workers.scheduler.step import LandingNeed, PromptDone, StepOutcome
 

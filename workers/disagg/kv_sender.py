@@ -133,13 +133,14 @@ class KvSender:
             landing_id=secrets.token_bytes(16),
             request_id=submission.request_id,
             attempt=submission.attempt,
-            sharing_group=submission.sharing_group,
-            priority=submission.priority,
+            sharing_group=submission.facts.sharing_group,
+            priority=submission.facts.priority,
             block_keys=block_keys,
             num_tokens=num_tokens,
             num_samples=len(submission.samples),
             deadline_s=None if deadline is None else max(0.0, deadline - self._clock.now()),
             is_growing=is_growing,
+            standing=submission.facts,
         )
         self._do(self.sends.ask(request, target.identity, connection_id))
 

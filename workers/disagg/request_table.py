@@ -194,8 +194,8 @@ def _problems(submission: Submission, vocab_size: int) -> Iterator[str]:
         yield "samples: an index is negative"
     if len(samples) > 1 and len({len(sample.output) for sample in samples}) > 1:
         yield "samples: their outputs differ in length"
-    if abs(submission.priority) > _MAX_INT32:
-        yield f"priority: {submission.priority} is beyond {_MAX_INT32}"
+    if abs(submission.facts.priority) > _MAX_INT32:
+        yield f"priority: {submission.facts.priority} is beyond {_MAX_INT32}"
     for name, time_s in (("deadline_s", submission.deadline_s), ("due_s", submission.due_s)):
         if time_s is not None and not math.isfinite(time_s):
             yield f"{name}: {time_s} is no time"
@@ -207,7 +207,7 @@ def _problems(submission: Submission, vocab_size: int) -> Iterator[str]:
 
 def _pooling_problems(submission: Submission) -> Iterator[str]:
     """What an embedding of a prompt cannot be asked for together with."""
-    if submission.pooling is None:
+    if submission.facts.pooling is None:
         return
     if len(submission.samples) != 1 or submission.samples[0].output:
         yield "pooling: a prompt that is embedded has one sample, without output"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from msgspec.structs import replace
 
 from kvtransfer.codec import MAX_FRAME_BYTES, Codec, Message, Part
 from kvtransfer.messages import (
@@ -12,6 +12,7 @@ from kvtransfer.messages import (
     KvSnapshotRequest,
     ReplicaIdentity,
 )
+from kvtransfer.request_facts import Pooling, RequestFacts, ServiceClass
 from workers.messages.sampling import Grammar, PackedLogprobs, SamplingParams, TokenLogprob
 from workers.stats_record import ReplicaStats
 
@@ -20,11 +21,6 @@ RequestKey = tuple[str, int]
 # (gateway id, epoch).
 GatewayKey = tuple[str, int]
 # What a request is for. Under load `batch` is paused first.
-ServiceClass = Literal["interactive", "standard", "batch"]
-SERVICE_CLASSES: tuple[ServiceClass, ...] = get_args(ServiceClass)
-# What is taken of a prompt that is embedded: the last token's hidden state.
-Pooling = Literal["last"]
-
 # Of what comes with a request beside its tokens and keys (a grammar has 256 KiB at most), and of messages
 # that carry none.
 _OTHER_BYTES = 2 << 20
@@ -103,6 +99,25 @@ class Submission(Message, frozen=True):
     grammar: Grammar | None = None
     most_backlog_tokens: int | None = None
     due_s: float | None = None
+    # All of tenant, sharing_group, priority, is_private, service_class and pooling; None: the gateway is of a
+    # version that sends these alone.
+    standing: RequestFacts | None = None
+
+    @property
+    def facts(self) -> RequestFacts:
+        """Whose request it is, and how it may be treated."""
+        return self.standing or RequestFacts(
+            tenant=self.tenant,
+            sharing_group=self.sharing_group,
+            priority=self.priority,
+            service_class=self.service_class,
+            is_private=self.is_private,
+            pooling=self.pooling,
+        )
+
+    def made_private(self) -> Submission:
+        """Return the submission of a request whose KV is found by no other from now on."""
+        return replace(self, is_private=True, standing=replace(self.facts, is_private=True))
 
 
 class Announce(Message, frozen=True):

@@ -118,9 +118,9 @@ class BlockTables:
         num_full = sequence.num_settled // self._block_tokens
         first = sequence.num_registered_blocks
         submission = sequence.request.submission
-        if num_full <= first or submission.is_private:
+        if num_full <= first or submission.facts.is_private:
             return
-        group = submission.sharing_group
+        group = submission.facts.sharing_group
         keys = sequence.block_keys(num_full, self._block_tokens)
         for index in range(first, num_full):
             block_id = sequence.block_ids[index]

@@ -36,7 +36,7 @@ class EngineLimits:
         limit = min(submission.sampling.max_tokens, self.max_context_tokens - num_prompt_tokens)
         if submission.decode:
             return limit
-        num_kv_tokens = min(self.max_local_kv_tokens, self._most_of_share(submission.sharing_group))
+        num_kv_tokens = min(self.max_local_kv_tokens, self._most_of_share(submission.facts.sharing_group))
         return min(limit, num_kv_tokens - num_prompt_tokens)
 
     def _most_of_share(self, group: str) -> int:
@@ -48,7 +48,7 @@ class EngineLimits:
         """Raise `CapacityError`, naming field and numbers, when the request can never run here."""
         num_prompt_tokens = _num_tokens(submission.prompt)
         max_tokens, num_samples = submission.sampling.max_tokens, len(submission.samples)
-        num_keys, group = len(submission.block_keys), submission.sharing_group
+        num_keys, group = len(submission.block_keys), submission.facts.sharing_group
         block_tokens = self.pool.block_tokens
         if num_prompt_tokens == 0:
             raise CapacityError("prompt: it has 0 tokens, at least 1 is needed")

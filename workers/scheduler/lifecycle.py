@@ -122,9 +122,9 @@ class Lifecycle:
 
     def keep_private(self, group: str | None) -> int:
         """KV of this group's requests (None: of all) is theirs alone from now on. How many there are."""
-        chosen = [it for it in self.requests.values() if group in (None, it.submission.sharing_group)]
+        chosen = [it for it in self.requests.values() if group in (None, it.submission.facts.sharing_group)]
         for request in chosen:
-            request.submission = replace(request.submission, is_private=True)
+            request.submission = request.submission.made_private()
         return len(chosen)
 
     def drop(self, request: Request) -> None:

@@ -73,7 +73,7 @@ _STEPS_PER_PRIORITY = 4
 
 
 def _turn(sequence: Sequence) -> int:
-    return sequence.last_step - _STEPS_PER_PRIORITY * sequence.request.submission.priority
+    return sequence.last_step - _STEPS_PER_PRIORITY * sequence.request.submission.facts.priority
 
 
 class BatchPause:
@@ -94,7 +94,7 @@ class BatchPause:
         if not self.is_asked:
             return False
         return any(
-            request.submission.service_class != "batch" and not request.is_held
+            request.submission.facts.service_class != "batch" and not request.is_held
             for request in self._life.requests.values()
         )
 

@@ -62,12 +62,12 @@ class NeededGrammars:
         if num_needed >= MAX_GRAMMARS:
             raise QueueFullError(f"{num_needed} grammars are in use here, which is the limit")
         most = MAX_GRAMMARS - KEPT_FOR_OTHERS
-        if self._tenant_to_num[submission.tenant] >= most:
+        if self._tenant_to_num[submission.facts.tenant] >= most:
             raise QueueFullError(f"{most} grammars of this tenant are in use here, which is its limit")
 
     def arrive(self, request: Request) -> None:
         """Let a request that is new here wait for its grammar, if it has one that is not ready."""
-        grammar, tenant = request.submission.grammar, request.submission.tenant
+        grammar, tenant = request.submission.grammar, request.submission.facts.tenant
         if grammar is None:
             return
         needed = self._digest_to_needed.get(grammar.digest)
@@ -83,7 +83,7 @@ class NeededGrammars:
 
     def leave(self, request: Request) -> None:
         """Release the grammar of a request that is over here, if it was the last one with it."""
-        grammar, tenant = request.submission.grammar, request.submission.tenant
+        grammar, tenant = request.submission.grammar, request.submission.facts.tenant
         if grammar is None:
             return
         needed = self._digest_to_needed[grammar.digest]

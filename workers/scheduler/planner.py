@@ -484,7 +484,7 @@ def load_needs(waiting: Iterable[Sequence], tables: BlockTables, most: int) -> l
             keys, num_held = tables.wanted_keys(sequence)
             sequence.load = StoreLoad.ASKED if num_held < len(keys) else StoreLoad.DONE
             if sequence.load is StoreLoad.ASKED:
-                key, group = sequence.request.key, sequence.request.submission.sharing_group
+                key, group = sequence.request.key, sequence.request.submission.facts.sharing_group
                 needs.append(LoadNeed(*key, sequence.index, group, tuple(keys), num_held))
         num_loading += sequence.load is StoreLoad.ASKED
     return needs

@@ -199,7 +199,7 @@ class Scheduler:
             raise QueueFullError(
                 f"{self.num_waiting} requests wait here, the limit is {self._config.max_waiting}"
             )
-        group = submission.sharing_group
+        group = submission.facts.sharing_group
         if self._pool.has_limit(group):
             most = max(1, self._config.max_waiting * self._pool.limit(group) // self._pool.num_total)
             num_waiting = sum(sequence.sharing_group == group for sequence in self._life.waiting)

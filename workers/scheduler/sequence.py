@@ -5,7 +5,8 @@ from __future__ import annotations
 from enum import Enum
 
 from kvtransfer.blocks.keys import TOKEN_BYTES, extend_keys
-from workers.messages.link import RequestKey, SampleState, ServiceClass, Submission
+from kvtransfer.request_facts import ServiceClass
+from workers.messages.link import RequestKey, SampleState, Submission
 
 
 class Phase(Enum):
@@ -85,17 +86,19 @@ class Request:
         self.key: RequestKey = submission.request_id, submission.attempt
         self.arrival = arrival
         self.arrived_at = now
-        due_s = CLASS_DELAY_S[submission.service_class] if submission.due_s is None else submission.due_s
+        due_s = (
+            CLASS_DELAY_S[submission.facts.service_class] if submission.due_s is None else submission.due_s
+        )
         # From then on it has waited too long, also where its class is paused.
         self.due_at = now + due_s
-        self.urgency = self.due_at - DUE_PER_PRIORITY_S * submission.priority
+        self.urgency = self.due_at - DUE_PER_PRIORITY_S * submission.facts.priority
         self.deadline = None if submission.deadline_s is None else now + submission.deadline_s
         self.num_prompt_tokens = len(submission.prompt) // TOKEN_BYTES
         # Its leading tokens whose log-probabilities are reported, or are not asked for. The first has none.
         is_scored = submission.sampling.num_prompt_logprobs is not None
         self.num_scored_tokens = 1 if is_scored else self.num_prompt_tokens
         # It ends with an embedding of its prompt.
-        self.pools = submission.pooling is not None
+        self.pools = submission.facts.pooling is not None
         # Tokens a sample may have in all: `max_tokens`, clipped to the context.
         self.output_limit = output_limit
         self.landing = LandingState.READY if submission.decode is None else LandingState.NEEDED
@@ -196,6 +199,7 @@ class Sequence:
         "replaced",
         "request",
         "seed",
+        "sharing_group",
         "slot",
         "slot_position",
         "tokens",
@@ -240,20 +244,17 @@ class Sequence:
         self.num_expected_cached_tokens = 0
         # Of `block_ids`: those in the ranks' host memory.
         self.num_offloaded = 0
+        # To whose share of the device its blocks count.
+        self.sharing_group = request.submission.facts.sharing_group
         # While it migrates to another replica: no plan goes beyond so many tokens, and with them it is held.
         self.hold_at = 0
-
-    @property
-    def sharing_group(self) -> str:
-        """To whose share of the device its blocks count."""
-        return self.request.submission.sharing_group
 
     @property
     def is_pausable(self) -> bool:
         """Whether it is of the class `batch`, and nobody waits for it: neither a replica to which it moves,
         nor one that keeps blocks for its hand-over."""
         request = self.request
-        if request.submission.service_class != "batch" or self.hold_at:
+        if request.submission.facts.service_class != "batch" or self.hold_at:
             return False
         return not request.decodes_remotely or request.landing is not LandingState.READY
 

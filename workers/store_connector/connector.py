@@ -185,7 +185,7 @@ class StoreConnector:
             num_tokens = {tier: count * self._pool.block_tokens for tier, count in num_blocks.items()}
             self._scheduler.note_loaded((request_id, attempt), num_tokens)
         if self.is_open and submission.block_keys and self._scheduler.num_waiting > self._max_loading:
-            self.loader.prefetch(submission.sharing_group, submission.block_keys)
+            self.loader.prefetch(submission.facts.sharing_group, submission.block_keys)
 
     def pump(self) -> None:
         """Write what is finished, load what is wanted."""

@@ -23,9 +23,9 @@ from cluster.admission.queued_load import QueuedLoad
 from cluster.admission.queued_request import QueuedRequest
 from cluster.errors import DeadlineError, OverloadedError, RetryableError, UnattainableError
 from kvtransfer.common.health import JITTER
+from kvtransfer.request_facts import SERVICE_CLASSES, RequestFacts, ServiceClass
 from router.errors import NoReplicaError
 from router.messages import RouteRequest
-from workers.messages.link import SERVICE_CLASSES, ServiceClass
 
 
 @pytest.fixture
@@ -206,7 +206,7 @@ def test_the_time_that_passed_counts_against_the_objective_and_not_against_the_d
     for deadline_s, is_taken in ((2.4, True), (2.3, False)):
         queued = world.new(f"left {deadline_s}", deadline_s=deadline_s)
         queued.arrived_at = 0.0
-        request = RouteRequest(queued.request_id, "a", (), 2000, 16)
+        request = RouteRequest(queued.request_id, RequestFacts("a"), (), 2000, 16)
         if is_taken:
             world.admission.place(queued, request)
             queued.close()
@@ -216,7 +216,7 @@ def test_the_time_that_passed_counts_against_the_objective_and_not_against_the_d
     for num_tokens, is_taken in ((4499, True), (4501, False)):  # of 10 s, 0.85 are 8.5
         queued = world.new(f"long {num_tokens}")
         queued.arrived_at = 0.0
-        request = RouteRequest(queued.request_id, "a", (), num_tokens, 16)
+        request = RouteRequest(queued.request_id, RequestFacts("a"), (), num_tokens, 16)
         if is_taken:
             world.admission.place(queued, request)
             queued.close()
@@ -264,7 +264,7 @@ def test_what_was_accepted_before_waits_and_is_not_judged(world: AdmissionWorld)
     world.admission.ladder.rung = Rung.REFUSING
     queued = world.new("resumed", service_class="batch", weight=0.5)
     queued.arrived_at, queued.is_judged = -1.0, True
-    world.admission.place(queued, RouteRequest("resumed", "a", (), 1000, 16))
+    world.admission.place(queued, RouteRequest("resumed", RequestFacts("a"), (), 1000, 16))
     assert world.admission.num_waiting()["batch"] == 1
     queued.close()
     assert world.admission.num_waiting()["batch"] == 0
@@ -330,7 +330,7 @@ def test_what_is_refused_has_computed_nothing(world: AdmissionWorld) -> None:
     world.arrive("before")
     for number in range(3):
         assert world.arrive(f"long{number}", num_tokens=8000, keys=keys) is None
-    request = RouteRequest("again", "a", keys, 8000, 16)
+    request = RouteRequest("again", RequestFacts("a"), keys, 8000, 16)
     assert world.router.decide(request).prefill_cached_tokens == 0
     world.router.check()
 

@@ -17,7 +17,7 @@ from cluster.admission.fair_queue import (
 from cluster.admission.flow import Flow
 from cluster.admission.queued_request import QueuedRequest
 from kvtransfer.common.indexed_heap import IndexedHeap
-from workers.messages.link import SERVICE_CLASSES, ServiceClass
+from kvtransfer.request_facts import SERVICE_CLASSES, ServiceClass
 
 NEVER = math.inf
 # What may be saved up of the time for aged requests.

@@ -25,6 +25,7 @@ from cluster.text.sample_text import SampleText
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.common.tasks import SupervisedTasks
 from kvtransfer.messages import KvSnapshot, ReplicaIdentity
+from kvtransfer.request_facts import RequestFacts
 from router.config import RouterConfig
 from router.errors import NoReplicaError
 from router.messages import QueueState, ReplicaLoad
@@ -119,9 +120,7 @@ class Gateway:
     def begin(self, keys: tuple[bytes, ...] = KEYS, request_id: str = "r", priority: int = 0) -> RequestTask:
         prepared = PreparedRequest(
             request_id=request_id,
-            tenant="t",
-            sharing_group="group",
-            priority=0,
+            facts=RequestFacts(tenant="t", sharing_group="group", priority=0),
             prompt=b"\1\0\0\0" * NUM_TOKENS,
             root_key=b"root",
             block_keys=keys,

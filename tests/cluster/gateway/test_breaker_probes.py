@@ -22,6 +22,7 @@ from cluster.text.preprocess import PreparedRequest, SampleStart
 from cluster.text.sample_text import SampleText
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import ReplicaIdentity
+from kvtransfer.request_facts import RequestFacts
 from router.errors import NoReplicaError
 from router.messages import Decision, RouteRequest
 from workers.messages.link import (
@@ -65,9 +66,7 @@ class Gateway:
         request_id = f"r{len(self.tasks)}"
         prepared = PreparedRequest(
             request_id=request_id,
-            tenant="",
-            sharing_group="",
-            priority=0,
+            facts=RequestFacts(tenant="", sharing_group="", priority=0),
             prompt=raw([1, 2, 3]),
             root_key=b"",
             block_keys=(),

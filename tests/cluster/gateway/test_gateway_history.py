@@ -22,6 +22,7 @@ from cluster.roster.messages import GatewayRecord
 from cluster.text.preprocess import PreparedRequest, SampleStart
 from kvtransfer.blocks.keys import extend_keys, root_key
 from kvtransfer.common.clock import ManualClock, SystemClock
+from kvtransfer.request_facts import RequestFacts
 from workers.messages.link import HandOverReport, PrefillReport, StageTimes
 from workers.messages.sampling import SamplingParams
 
@@ -197,9 +198,7 @@ def ended(
     moved = StageTimes(transfer_start=20.0, transfer_end=20.04)
     plan = PreparedRequest(
         request_id="r",
-        tenant="t",
-        sharing_group="t",
-        priority=0,
+        facts=RequestFacts(tenant="t", sharing_group="t", priority=0),
         prompt=raw(tokens),
         root_key=b"root",
         block_keys=extend_keys(b"root", raw(tokens), BLOCK),
@@ -273,7 +272,8 @@ def test_of_a_private_prompt_only_its_times_are_kept() -> None:
     history = RequestHistory(BLOCK, clock)
     private = ended(clock, drawn(1, 40), cached=32)
     assert private.prepared is not None
-    history.ended(replace(private, prepared=replace(private.prepared, is_private=True)))
+    facts = RequestFacts(is_private=True)
+    history.ended(replace(private, prepared=replace(private.prepared, facts=facts)))
     assert history.summary().num_requests == 1
     assert history.prefixes() == []
     assert not history._prefixes._keys

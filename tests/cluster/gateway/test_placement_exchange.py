@@ -28,6 +28,7 @@ from cluster.gateway.placement_exchange import (
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.errors import WireError
 from kvtransfer.messages import ReplicaIdentity
+from kvtransfer.request_facts import RequestFacts
 from router.config import RouterConfig
 from router.load import REPORT_LAG_S
 from router.messages import ReplicaLoad, RouteRequest
@@ -143,7 +144,10 @@ def test_every_view_equals_the_model_and_nothing_is_left(data: st.DataObject) ->
             # Sometimes another attempt of a request that runs.
             is_retry = bool(own) and data.draw(st.booleans())
             request_id = data.draw(st.sampled_from(own))[1] if is_retry else f"q{number}"
-            request, is_held = RouteRequest(request_id, "t", (), PROMPT_TOKENS, 1), data.draw(st.booleans())
+            request, is_held = (
+                RouteRequest(request_id, RequestFacts("t"), (), PROMPT_TOKENS, 1),
+                data.draw(st.booleans()),
+            )
             decision = member.router.decide(request)
             member.router.place(request, decision, is_held=is_held)
             model[name, request_id] = (decision.compute_id, "held" if is_held else "sent")
@@ -193,7 +197,7 @@ def test_what_another_gateway_holds_takes_no_capacity_and_is_waited_for() -> Non
     group = Group(2)
     holder, other = group.members["g0"].router, group.members["g1"].router
     tokens = 100 * PROMPT_TOKENS  # more than the steps that any replica is sent ahead
-    request = RouteRequest("q", "t", (), tokens, 1)
+    request = RouteRequest("q", RequestFacts("t"), (), tokens, 1)
     decision = holder.decide(request)
     replica_id = decision.compute_id
     holder.place(request, decision, is_held=True)
@@ -223,7 +227,7 @@ def test_that_a_held_request_was_sent_is_announced_even_when_no_other_can_be(
     group.settle()
     holder, other = group.members["g0"].router, group.members["g1"].router
     for number in range(4):
-        request = RouteRequest(f"q{number}", "t", (), PROMPT_TOKENS, 1)
+        request = RouteRequest(f"q{number}", RequestFacts("t"), (), PROMPT_TOKENS, 1)
         holder.place(request, holder.decide(request), is_held=True)
     group.settle()
     assert other.num_placements == 3, "one is beyond the bound"
@@ -238,7 +242,9 @@ def test_that_a_held_request_was_sent_is_announced_even_when_no_other_can_be(
 def test_a_cut_takes_its_placements_along_and_a_reconnection_brings_them_back() -> None:
     group = Group(2)
     group.settle()
-    chosen = group.members["g1"].router.route(RouteRequest("q", "t", (), PROMPT_TOKENS, 1)).decode
+    chosen = (
+        group.members["g1"].router.route(RouteRequest("q", RequestFacts("t"), (), PROMPT_TOKENS, 1)).decode
+    )
     group.settle()
     assert group.members["g0"].backlogs()[chosen] == PROMPT_TOKENS
     group.cut(("g0", "g1"))
@@ -255,7 +261,9 @@ def test_news_of_what_a_report_shows_is_not_counted_again(reported_after_s: floa
     """The report arrives after the placement was made, and before the placement is heard of."""
     group = Group(2)
     group.settle()
-    chosen = group.members["g1"].router.route(RouteRequest("q", "t", (), PROMPT_TOKENS, 1)).decode
+    chosen = (
+        group.members["g1"].router.route(RouteRequest("q", RequestFacts("t"), (), PROMPT_TOKENS, 1)).decode
+    )
     group.clock.advance(reported_after_s)
     follower = group.members["g0"]
     follower.router.on_load(report(chosen, group.clock.now(), PROMPT_TOKENS))
@@ -268,7 +276,9 @@ def test_news_of_what_a_report_shows_is_not_counted_again(reported_after_s: floa
 
 def test_a_replica_that_joins_after_the_snapshot_has_its_placements() -> None:
     group = Group(2)
-    chosen = group.members["g1"].router.route(RouteRequest("q", "t", (), PROMPT_TOKENS, 1)).decode
+    chosen = (
+        group.members["g1"].router.route(RouteRequest("q", RequestFacts("t"), (), PROMPT_TOKENS, 1)).decode
+    )
     follower = group.members["g0"]
     follower.router.remove_replica(chosen)
     group.settle()
@@ -278,7 +288,7 @@ def test_a_replica_that_joins_after_the_snapshot_has_its_placements() -> None:
 
 def test_gateways_with_equal_views_choose_different_replicas() -> None:
     chosen = {
-        member.router.route(RouteRequest(f"q{number}", "t", (), PROMPT_TOKENS, 1)).decode
+        member.router.route(RouteRequest(f"q{number}", RequestFacts("t"), (), PROMPT_TOKENS, 1)).decode
         for number in range(5)
         for member in [Group(1).members["g0"]]
     }
@@ -366,7 +376,7 @@ def test_the_placements_of_one_gateway_are_bounded(monkeypatch: pytest.MonkeyPat
     group.settle()
     sender, follower = group.members["g1"], group.members["g0"]
     for number in range(5):
-        sender.router.route(RouteRequest(f"q{number}", "t", (), PROMPT_TOKENS, 1))
+        sender.router.route(RouteRequest(f"q{number}", RequestFacts("t"), (), PROMPT_TOKENS, 1))
     group.settle()
     assert follower.router.num_placements == 3
     with pytest.raises(WireError, match="more than 3"):
@@ -383,7 +393,7 @@ def test_a_long_snapshot_comes_in_several_frames(monkeypatch: pytest.MonkeyPatch
     group.cut(("g0", "g1"))
     sender, follower = group.members["g1"], group.members["g0"]
     for number in range(20):
-        sender.router.route(RouteRequest(f"q{number}", "t", (), PROMPT_TOKENS, 1))
+        sender.router.route(RouteRequest(f"q{number}", RequestFacts("t"), (), PROMPT_TOKENS, 1))
     group.connect(("g0", "g1"))
     way = group.ways["g0", "g1"]
     assert way is not None

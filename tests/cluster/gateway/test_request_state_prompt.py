@@ -159,8 +159,8 @@ def embedding(attempt: int = 1, vector: bytes = VECTOR) -> PromptEmbedding:
 def test_an_embedding_is_the_end() -> None:
     request = make_request(pooling="last", max_tokens=1)
     asked = routed(request.start(0.0)).request
-    assert (asked.decodes, asked.block_keys) == (False, (b"k",))
-    assert not first_route_request(request.prepared).decodes
+    assert (asked.facts.decodes, asked.block_keys) == (False, (b"k",))
+    assert not first_route_request(request.prepared).facts.decodes
     made = submitted(route(request, None, D0)).submission
     assert (made.pooling, made.decode) == ("last", None)
     request.on_prefilled(prefilled(), 2.0)

@@ -25,6 +25,7 @@ from cluster.text.preprocess import PreparedRequest, SampleStart
 from cluster.text.sample_text import SampleText
 from kvtransfer.common.clock import ManualClock
 from kvtransfer.messages import ReplicaIdentity
+from kvtransfer.request_facts import RequestFacts
 from router.errors import NoReplicaError
 from router.messages import Decision, RouteRequest
 from workers.messages.link import (
@@ -111,9 +112,7 @@ def make_task(
 ) -> tuple[RequestTask, Ended]:
     prepared = PreparedRequest(
         request_id="r",
-        tenant="",
-        sharing_group="",
-        priority=0,
+        facts=RequestFacts(tenant="", sharing_group="", priority=0),
         prompt=tokens(1),
         root_key=b"",
         block_keys=(),

@@ -28,6 +28,7 @@ from cluster.metrics.gateway_counters import (
     cached_by_tier,
 )
 from cluster.text.preprocess import PreparedRequest, SampleStart
+from kvtransfer.request_facts import RequestFacts
 from router.messages import Decision
 from workers.messages.link import HandOverReport, PrefillReport, StageTimes, TokenDelta
 from workers.messages.sampling import SamplingParams
@@ -59,7 +60,14 @@ class Front:
     ) -> None:
         starts = tuple(SampleStart(index, 0) for index in range(samples))
         plan = PreparedRequest(
-            name, tenant, tenant, 0, bytes(4 * prompt), b"", (), SamplingParams(), starts, None
+            name,
+            RequestFacts(tenant, tenant),
+            bytes(4 * prompt),
+            b"",
+            (),
+            SamplingParams(),
+            starts,
+            None,
         )
         self.counters.arrived(plan, now, predicted)
 

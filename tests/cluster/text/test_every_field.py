@@ -281,7 +281,7 @@ GENERATE = {
     "service_class": case(
         "service_class", pb.SERVICE_CLASS_BATCH, lambda it: it.submissions[0].service_class == "batch"
     ),
-    "session_id": case("session_id", "talk", lambda it: it.prepared.session.endswith(" talk")),
+    "session_id": case("session_id", "talk", lambda it: it.prepared.facts.session.endswith(" talk")),
     "cache_control": case(
         "cache_control", pb.CACHE_CONTROL_NO_STORE, lambda it: it.submissions[0].is_private
     ),
