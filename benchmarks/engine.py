@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.random_checkpoint import QWEN3_06B, write_random_checkpoint
-from cluster.cli.bench import cli
+from cluster.bench.bench_command import cli
 from workers.engine_bench.peer_process import INSTALL
 
 MEASURES = ("--prefill", "512,2048", "--decode-batch", "1,4,8,16,16x2048")

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.virtual_cluster import EngineModel, Lengths, Tenant, VirtualCluster, VirtualRequest
 from cluster.admission.config import AdmissionConfig
-from cluster.cli.bench_overload import recovered_after_s
+from cluster.bench.overload_curve import recovered_after_s
 
 MULTIPLES = (0.5, 0.9, 1.2, 2.0, 5.0)
 TPOT_S = 0.4

@@ -34,8 +34,8 @@ from rich.console import Console
 
 from benchmarks.served import ROOT, Service, serving
 from cluster.api.admin_client import AdminClient
-from cluster.cli.bench_grpc import grpc_target
-from cluster.cli.bench_overload import (
+from cluster.bench.grpc_target import grpc_target
+from cluster.bench.overload_curve import (
     MULTIPLES,
     OverloadPlan,
     Runner,
@@ -44,8 +44,8 @@ from cluster.cli.bench_overload import (
     quantile_ms,
     run_overload,
 )
-from cluster.cli.bench_targets import Target
-from cluster.cli.serving_load import BenchRequest, Objectives, Workload, run_sessions
+from cluster.bench.serving_load import BenchRequest, Objectives, Workload, run_sessions
+from cluster.bench.targets import Target
 from cluster.metrics.logs import ACCESS_LOGGER
 from kvtransfer.common.clock import SystemClock
 

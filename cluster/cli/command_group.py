@@ -21,7 +21,7 @@ _MODULES: Mapping[str, tuple[str, str]] = {
     "traffic": ("cluster.cli.traffic", "traffic"),
     "scale": ("cluster.cli.scale", "scale"),
     "doctor": ("cluster.cli.doctor", "doctor"),
-    "bench": ("cluster.cli.bench", "cli"),
+    "bench": ("cluster.bench.bench_command", "cli"),
     "store": ("cluster.cli.store", "cli"),
     "key": ("cluster.cli.key", "cli"),
 }

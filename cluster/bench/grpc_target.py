@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from cluster.api.channel import ClientCredentials
 from cluster.api.client import Client
 from cluster.api.generate_options import GenerateOptions
-from cluster.cli.bench_targets import Target, TargetModel
-from cluster.cli.serving_load import AnswerEnd, BenchPrompt
+from cluster.bench.serving_load import AnswerEnd, BenchPrompt
+from cluster.bench.targets import Target, TargetModel
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 

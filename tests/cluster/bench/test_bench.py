@@ -15,8 +15,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cluster.cli.bench import cli, engine_table
-from cluster.cli.bench_serve import (
+from cluster.bench.bench_command import cli, engine_table
+from cluster.bench.serving_command import (
     LoadOptions,
     bench_table,
     histogram,
@@ -24,7 +24,7 @@ from cluster.cli.bench_serve import (
     planned_runs,
     read_dataset,
 )
-from cluster.cli.serving_load import (
+from cluster.bench.serving_load import (
     BenchPrompt,
     BenchRequest,
     Objectives,

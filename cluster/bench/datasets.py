@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 
 from cluster.api.generate_options import Turn
+from cluster.bench.serving_load import PlannedTurn, Session, poisson_arrivals_s
 from cluster.cli.json_items import json_items
-from cluster.cli.serving_load import PlannedTurn, Session, poisson_arrivals_s
 from cluster.errors import BenchError
 from kvtransfer.errors import StoreError
 from kvtransfer.store.policy.trace_simulation import TRACE_BLOCK_TOKENS, numbered_lines, read_lines

@@ -15,7 +15,7 @@ import msgspec
 
 from cluster.api.channel import ClientCredentials
 from cluster.api.generate_options import Turn
-from cluster.cli.serving_load import AnswerEnd, BenchPrompt
+from cluster.bench.serving_load import AnswerEnd, BenchPrompt
 from cluster.errors import BenchError, CallError
 
 # Token ids that every vocabulary has, where a server does not say how many there are.

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from cluster.cli.bench_datasets import (
+from cluster.bench.datasets import (
     Dataset,
     DatasetSettings,
     Load,
@@ -25,11 +25,9 @@ from cluster.cli.bench_datasets import (
     open_dataset,
     parse_dataset,
 )
-from cluster.cli.bench_grpc import grpc_target
-from cluster.cli.bench_overload import MULTIPLES, OverloadPlan, overload_table, run_overload, verdict
-from cluster.cli.bench_targets import Target, TargetModel, http_target
-from cluster.cli.gateway_options import InferenceOptions, gateway_options, spliced_options
-from cluster.cli.serving_load import (
+from cluster.bench.grpc_target import grpc_target
+from cluster.bench.overload_curve import MULTIPLES, OverloadPlan, overload_table, run_overload, verdict
+from cluster.bench.serving_load import (
     MAX_TURN,
     PERCENTILES,
     BenchRequest,
@@ -41,6 +39,8 @@ from cluster.cli.serving_load import (
     run_sessions,
     summarize,
 )
+from cluster.bench.targets import Target, TargetModel, http_target
+from cluster.cli.gateway_options import InferenceOptions, gateway_options, spliced_options
 from cluster.cli.terminal import NONE, AsJson, err, made_table, out, run
 from cluster.errors import BenchError
 from kvtransfer.common.clock import Clock, SystemClock

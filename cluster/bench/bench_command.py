@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cluster.cli.bench_serve import bench_serve_command
-from cluster.cli.bench_traces import bench_scaling, bench_store
+from cluster.bench.replayed_traces import bench_scaling, bench_store
+from cluster.bench.serving_command import bench_serve_command
 from cluster.cli.terminal import (
     NONE,
     AsJson,

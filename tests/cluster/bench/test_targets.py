@@ -22,10 +22,9 @@ from typer.testing import CliRunner
 
 from cluster.api.channel import ClientCredentials
 from cluster.api.generate_options import Turn
-from cluster.cli.bench import cli
-from cluster.cli.bench_serve import turns_table
-from cluster.cli.bench_targets import Target, TargetModel, http_target, http_url
-from cluster.cli.serving_load import (
+from cluster.bench.bench_command import cli
+from cluster.bench.serving_command import turns_table
+from cluster.bench.serving_load import (
     MAX_TURN,
     AnswerEnd,
     BenchPrompt,
@@ -37,6 +36,7 @@ from cluster.cli.serving_load import (
     run_sessions,
     summarize,
 )
+from cluster.bench.targets import Target, TargetModel, http_target, http_url
 from cluster.errors import CallError
 from kvtransfer.common.clock import ManualClock
 

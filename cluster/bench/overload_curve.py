@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from cluster.cli.serving_load import BenchRequest, Objectives, Workload, by_class, summarize
+from cluster.bench.serving_load import BenchRequest, Objectives, Workload, by_class, summarize
 from cluster.cli.terminal import NONE, made_table
 from cluster.errors import BenchError
 from cluster.gateway.history import percentile

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cluster.api.generate_options import Turn
-from cluster.cli.bench_datasets import (
+from cluster.bench.datasets import (
     Dataset,
     DatasetSettings,
     Load,

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.overload_cluster import Limits
 from benchmarks.overload_cluster import verdict as limits_verdict
-from cluster.cli.bench_overload import (
+from cluster.bench.overload_curve import (
     OverloadPlan,
     of_load,
     overload_table,
@@ -16,7 +16,7 @@ from cluster.cli.bench_overload import (
     run_overload,
     verdict,
 )
-from cluster.cli.serving_load import BenchRequest, Objectives, Workload
+from cluster.bench.serving_load import BenchRequest, Objectives, Workload
 
 OBJECTIVES = Objectives(ttft_ms=1000.0, tpot_ms=100.0)
 CAPACITY_PER_S = 4.0

@@ -1,0 +1,1 @@
+"""`tandem bench`: load on a running cluster, and policies replayed on recorded traces."""
