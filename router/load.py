@@ -68,8 +68,8 @@ class CurrentLoad(NamedTuple):
     num_free_blocks: int
     rates: Rates
     # Of `backlog_tokens` and `num_sequences`: those that gateways still hold.
-    num_held_tokens: int = 0
-    num_held_sequences: int = 0
+    num_queued_tokens: int = 0
+    num_queued_sequences: int = 0
     # How many sequences can run there at once; 0 if unknown.
     num_places: float = 0.0
     # For how long a sequence has such a place, from its first token to its end.
@@ -78,7 +78,7 @@ class CurrentLoad(NamedTuple):
     @property
     def num_sent_sequences(self) -> int:
         """Those that decode there, wait there, or are on their way there: what gateways hold left out."""
-        return self.num_sequences - self.num_held_sequences
+        return self.num_sequences - self.num_queued_sequences
 
     @property
     def place_s(self) -> float:
@@ -90,20 +90,20 @@ class CurrentLoad(NamedTuple):
         """The time until what was sent there has a place, and the next one too."""
         return self.place_wait(0.0)
 
-    def queue(self, held_part: float) -> float:
+    def queue(self, queued_part: float) -> float:
         """Return the time of the backlog, with that part of what gateways hold."""
-        num_sent_tokens = self.backlog_tokens - self.num_held_tokens
-        return (num_sent_tokens + held_part * self.num_held_tokens) * self.rates.token_s
+        num_sent_tokens = self.backlog_tokens - self.num_queued_tokens
+        return (num_sent_tokens + queued_part * self.num_queued_tokens) * self.rates.token_s
 
-    def place_wait(self, held_part: float) -> float:
+    def place_wait(self, queued_part: float) -> float:
         """Return the time until what was sent there, that part of what gateways hold, and one sequence more
         have a place."""
-        num_before = self.num_sent_sequences + held_part * self.num_held_sequences
+        num_before = self.num_sent_sequences + queued_part * self.num_queued_sequences
         return max(0.0, num_before + 1 - self.num_places) * self.place_s
 
-    def submitted_wait_s(self, num_held_tokens: int) -> float:
-        """Return how long a request would wait for all that was placed there, `num_held_tokens` less."""
-        queue_s = (self.backlog_tokens - num_held_tokens) * self.rates.token_s
+    def submitted_wait_s(self, num_queued_tokens: int) -> float:
+        """Return how long a request would wait for all that was placed there, `num_queued_tokens` less."""
+        queue_s = (self.backlog_tokens - num_queued_tokens) * self.rates.token_s
         return max(queue_s, self.submitted_place_wait_s)
 
 
@@ -126,7 +126,7 @@ class Placement:
     prefilled_at: float | None = None
     gateway_id: str = ""
     # It waits in its gateway, and its replicas know nothing of it.
-    is_held: bool = False
+    is_queued: bool = False
     # Of computing it, before any correction, and of loading what is stored; 0: not known.
     prefill_s: float = 0.0
     load_s: float = 0.0
@@ -155,8 +155,8 @@ class _Pending:
     num_prefill_tokens: int = 0
     num_sequences: int = 0
     # Of these: of placements that are held.
-    num_held_tokens: int = 0
-    num_held_sequences: int = 0
+    num_queued_tokens: int = 0
+    num_queued_sequences: int = 0
     # Of those that are not held: only what was sent takes blocks.
     num_sent: int = 0
     num_new_blocks: int = 0
@@ -173,9 +173,9 @@ class _Pending:
     def _count(self, placement: Placement, sign: int) -> None:
         self.num_prefill_tokens += sign * placement.num_prefill_tokens
         self.num_sequences += sign * placement.num_sequences
-        if placement.is_held:
-            self.num_held_tokens += sign * placement.num_prefill_tokens
-            self.num_held_sequences += sign * placement.num_sequences
+        if placement.is_queued:
+            self.num_queued_tokens += sign * placement.num_prefill_tokens
+            self.num_queued_sequences += sign * placement.num_sequences
         else:
             self.num_sent += sign
             self.num_new_blocks += sign * placement.num_new_blocks
@@ -183,11 +183,11 @@ class _Pending:
     def check(self) -> None:
         """Assert that the sums are those of the placements."""
         items = self.placements
-        held, sent = [it for it in items if it.is_held], [it for it in items if not it.is_held]
+        held, sent = [it for it in items if it.is_queued], [it for it in items if not it.is_queued]
         assert self.num_prefill_tokens == sum(item.num_prefill_tokens for item in items)
         assert self.num_sequences == sum(item.num_sequences for item in items)
-        assert self.num_held_tokens == sum(item.num_prefill_tokens for item in held)
-        assert self.num_held_sequences == sum(item.num_sequences for item in held)
+        assert self.num_queued_tokens == sum(item.num_prefill_tokens for item in held)
+        assert self.num_queued_sequences == sum(item.num_sequences for item in held)
         assert self.num_sent == len(sent)
         assert self.num_new_blocks == sum(item.num_new_blocks for item in sent)
 
@@ -260,7 +260,7 @@ class _ReplicaLoad:
         """Drop what the last report shows: routed by then or, if expected, handed over by then."""
         until = self.covered_until
         for pending in (self.computing, self.staying):
-            for placement in [it for it in pending.placements if not it.is_held and it.routed_at <= until]:
+            for placement in [it for it in pending.placements if not it.is_queued and it.routed_at <= until]:
                 pending.drop(placement)
         for placement in [item for item in self.expected.placements if _has_joined(item, until)]:
             self.expected.drop(placement)
@@ -268,7 +268,7 @@ class _ReplicaLoad:
     def count(self, placement: Placement) -> None:
         """Add the placement where the last report does not show it."""
         until = self.covered_until
-        is_shown = placement.routed_at <= until and not placement.is_held
+        is_shown = placement.routed_at <= until and not placement.is_queued
         if placement.compute_id == self.identity.replica_id and not is_shown:
             if placement.prefilled_at is None:
                 self.computing.add(placement)
@@ -302,7 +302,7 @@ class _GatewayPlacements:
         return self._sent.get(request_id) or self._held.get(request_id)
 
     def add(self, placement: Placement) -> None:
-        (self._held if placement.is_held else self._sent)[placement.request_id] = placement
+        (self._held if placement.is_queued else self._sent)[placement.request_id] = placement
 
     def pop(self, request_id: str) -> Placement | None:
         return self._sent.pop(request_id, None) or self._held.pop(request_id, None)
@@ -376,11 +376,11 @@ class LoadTracker:
     def on_submitted(self, request_id: str) -> Placement | None:
         """Note that a request that was held has been sent to its replicas. Returns its placement."""
         placement = self._own.find(request_id)
-        if placement is None or not placement.is_held:
+        if placement is None or not placement.is_queued:
             return None
         self._forget(placement)
         self._own.pop(request_id)
-        placement.is_held, placement.routed_at = False, self._clock.now()
+        placement.is_queued, placement.routed_at = False, self._clock.now()
         self._own.add(placement)
         self._predict(placement)
         self._count(placement)
@@ -407,7 +407,7 @@ class LoadTracker:
         placements = self._placements.setdefault(placement.gateway_id, _GatewayPlacements())
         self._drop_stale(placements)
         placements.add(placement)
-        if not placement.gateway_id and not placement.is_held:
+        if not placement.gateway_id and not placement.is_queued:
             self._predict(placement)
         self._count(placement)
         if self._observer is not None and not placement.gateway_id:
@@ -492,7 +492,7 @@ class LoadTracker:
                 for item in pending.placements:
                     assert self.find(item.request_id, item.gateway_id) is item
         for placements in self._placements.values():
-            sent_at = [it.routed_at for it in placements if not it.is_held and not it.gateway_id]
+            sent_at = [it.routed_at for it in placements if not it.is_queued and not it.gateway_id]
             assert sent_at == sorted(sent_at)
         assert self._changed <= self._replicas.keys()
 
@@ -553,12 +553,14 @@ def _state_of(replica: _ReplicaLoad, others: Callable[[], Iterable[ReplicaLoad]]
     if expected.num_sent > report.num_landings:
         not_landed = 1.0 - report.num_landings / expected.num_sent
         num_new_blocks += round(not_landed * expected.num_new_blocks)
-    num_expected = expected.num_sequences - expected.num_held_sequences
-    num_coming = max(report.num_landings, num_expected) + expected.num_held_sequences + staying.num_sequences
+    num_expected = expected.num_sequences - expected.num_queued_sequences
+    num_coming = (
+        max(report.num_landings, num_expected) + expected.num_queued_sequences + staying.num_sequences
+    )
     num_sequences = report.num_running + report.num_waiting + num_coming
     backlog_tokens = report.num_backlog_tokens + replica.computing.num_prefill_tokens
-    num_held_sequences = staying.num_held_sequences + expected.num_held_sequences
-    num_sent = num_sequences - num_held_sequences
+    num_queued_sequences = staying.num_queued_sequences + expected.num_queued_sequences
+    num_sent = num_sequences - num_queued_sequences
     rates = rates_of(report, num_sent, replica.correction(now), others, replica.context_tokens)
     num_places = _num_places(report) if replica.role != "prefill" else 0.0
     # By position, as `Rates`.
@@ -569,8 +571,8 @@ def _state_of(replica: _ReplicaLoad, others: Callable[[], Iterable[ReplicaLoad]]
         num_sequences,
         report.num_free_blocks - num_new_blocks,
         rates,
-        replica.computing.num_held_tokens,
-        num_held_sequences,
+        replica.computing.num_queued_tokens,
+        num_queued_sequences,
         num_places,
         replica.residence_s or DEFAULT_OUTPUT_TOKENS * rates.step_s,
     )

@@ -195,7 +195,7 @@ class Members:
             return False
         state = self._load.state(replica_id)
         batch_tokens = state.report.max_batch_tokens or DEFAULT_BATCH_TOKENS
-        return state.backlog_tokens - state.num_held_tokens < self._steps_ahead * batch_tokens
+        return state.backlog_tokens - state.num_queued_tokens < self._steps_ahead * batch_tokens
 
     def can_decode(self, replica_id: str, num_new_sequences: int, num_prompt_tokens: int) -> bool:
         """Whether the replica has places and blocks for so much more, or nothing to do."""

@@ -75,7 +75,7 @@ class View(NamedTuple):
 
     match: Match
     waits: Mapping[str, float]
-    held_part: float
+    queued_part: float
     oldest: float
     limit: TimeLimit | None = None
 
@@ -151,10 +151,10 @@ def replica_cost(
     dram: int,
     nvme: int,
     *,
-    held_part: float = 1.0,
+    queued_part: float = 1.0,
 ) -> ReplicaCost:
     """Price a replica with `device` leading blocks of the prompt on its device, and after them `dram` and
-    `nvme` blocks in its node's store. At least one token must be computed, whatever is held. `held_part` of
+    `nvme` blocks in its node's store. At least one token must be computed, whatever is held. `queued_part` of
     what gateways hold goes before the request."""
     rates = state.rates
     matched_tokens = min(device * query.block_tokens, query.num_tokens - 1)
@@ -173,8 +173,8 @@ def replica_cost(
         uncached_tokens=uncached_tokens,
         prefill_s=prefill_s,
         own_s=prefill_s + uncached_tokens * rates.mixed_s,
-        queue_s=state.queue(held_part),
-        place_wait_s=state.place_wait(held_part),
+        queue_s=state.queue(queued_part),
+        place_wait_s=state.place_wait(queued_part),
         dram_tokens=dram_tokens,
         nvme_tokens=nvme_tokens,
         load_s=dram_tokens * rates.dram_s + nvme_tokens * rates.nvme_s,
@@ -189,7 +189,7 @@ def replica_costs(
     for replica_id, state in states:
         device, (dram, nvme) = match.of(replica_id)
         is_stale = state.report.received_at < view.oldest
-        cost = replica_cost(query, state, is_stale, device, dram, nvme, held_part=view.held_part)
+        cost = replica_cost(query, state, is_stale, device, dram, nvme, queued_part=view.queued_part)
         wait_s = view.waits.get(replica_id)
         replicas.append(cost if wait_s is None else cost._replace(queue_s=wait_s))
     return replicas

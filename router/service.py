@@ -169,14 +169,16 @@ class RouterService:
         self,
         request: RouteRequest,
         *,
-        is_held: bool = False,
+        is_queued: bool = False,
         waits: Mapping[str, float] | None = None,
-        held_part: float = 1.0,
+        queued_part: float = 1.0,
         prefers_capacity: bool = False,
     ) -> Decision:
         """`decide`, and `place` the request there."""
-        decision = self.decide(request, waits=waits, held_part=held_part, prefers_capacity=prefers_capacity)
-        self.place(request, decision, is_held=is_held)
+        decision = self.decide(
+            request, waits=waits, queued_part=queued_part, prefers_capacity=prefers_capacity
+        )
+        self.place(request, decision, is_queued=is_queued)
         return decision
 
     def decide(
@@ -184,7 +186,7 @@ class RouterService:
         request: RouteRequest,
         *,
         waits: Mapping[str, float] | None = None,
-        held_part: float = 1.0,
+        queued_part: float = 1.0,
         prefers_capacity: bool = False,
         limit: TimeLimit | None = None,
     ) -> Decision:
@@ -192,10 +194,10 @@ class RouterService:
         as if it were not.
 
         `waits` are seconds by replica, where the request would be computed after that and not after all that
-        is there; elsewhere, and for a place, it waits for `held_part` of what gateways hold.
+        is there; elsewhere, and for a place, it waits for `queued_part` of what gateways hold.
         With `prefers_capacity` those that can take it now go before all others, whatever they cost, and those
         within the `limit` before later ones. Raises `NoReplicaError`, which names the missing side."""
-        return self._decide(request, waits, held_part, limit, prefers_capacity=prefers_capacity)[0]
+        return self._decide(request, waits, queued_part, limit, prefers_capacity=prefers_capacity)[0]
 
     def improve(
         self,
@@ -203,18 +205,18 @@ class RouterService:
         decision: Decision,
         *,
         waits: Mapping[str, float] | None = None,
-        held_part: float = 1.0,
+        queued_part: float = 1.0,
         limit: TimeLimit | None = None,
     ) -> Decision | None:
         """Choose other replicas for a request that waits for those of the decision, where they are better by
         as much as a move is worth, or alone in time; None: they are not. Counts nothing and raises as
         `decide`."""
-        better, gain_s = self._decide(request, waits, held_part, limit, before=decision)
+        better, gain_s = self._decide(request, waits, queued_part, limit, before=decision)
         return better if gain_s > _LEAST_GAIN_S else None
 
-    def place(self, request: RouteRequest, decision: Decision, *, is_held: bool = False) -> None:
+    def place(self, request: RouteRequest, decision: Decision, *, is_queued: bool = False) -> None:
         """Count the request where it was decided, in place of what was counted of it before; one that
-        `is_held` waits here until `on_submitted`."""
+        `is_queued` waits here until `on_submitted`."""
         query = self._query(request)
         compute_id = decision.compute_id
         needed_tokens = query.num_tokens - decision.decode_cached_tokens + query.num_growth_tokens
@@ -229,7 +231,7 @@ class RouterService:
             num_new_blocks=-(-needed_tokens // query.block_tokens),
             num_sequences=query.num_samples,
             routed_at=self._clock.now(),
-            is_held=is_held,
+            is_queued=is_queued,
             prefill_s=decision.prediction.prefill_s / self._load.state(compute_id).rates.correction,
             load_s=decision.prediction.load_s,
         )
@@ -353,7 +355,7 @@ class RouterService:
     def check(self) -> None:
         """Assert the invariants of tree and load tracker, and that what is expected is held."""
         for placement in (*self._expected, *self._unexpected):
-            assert placement.is_held
+            assert placement.is_queued
             assert self._load.find(placement.request_id, placement.gateway_id) is placement
         self._tree.check()
         self._load.check()
@@ -374,7 +376,7 @@ class RouterService:
         self,
         request: RouteRequest,
         waits: Mapping[str, float] | None,
-        held_part: float,
+        queued_part: float,
         limit: TimeLimit | None,
         *,
         prefers_capacity: bool = False,
@@ -389,7 +391,7 @@ class RouterService:
             self._expect_held()
             match = self._tree.match(request.block_keys)
             oldest = self._clock.now() - self._config.stale_load_s
-            view = View(match, waits or {}, held_part, oldest, limit)
+            view = View(match, waits or {}, queued_part, oldest, limit)
             found = self._choose(request, view, prefers_capacity, before)
             if found is None and limit is not None:
                 found = self._choose(request, view._replace(limit=None), prefers_capacity, before)
@@ -399,7 +401,7 @@ class RouterService:
         finally:
             if placement is not None:
                 self._load.resume(placement)
-                if placement.is_held:
+                if placement.is_queued:
                     self._unexpected[placement] = None
 
     def _choose(
@@ -442,7 +444,7 @@ class RouterService:
     def _predict_computed(self, placement: Placement) -> None:
         """Count the prompt as cached where it is computed: for a while, or for as long as the request is
         held, which begins with the next decision, as most are sent before that."""
-        if placement.is_held:
+        if placement.is_queued:
             self._unexpected[placement] = None
             return
         self._tree.predict(placement.compute_id, placement.block_keys)
@@ -462,7 +464,7 @@ class RouterService:
             self._tree.withdraw(expectation)
 
     def _on_dropped(self, placement: Placement) -> None:
-        if placement.is_held:
+        if placement.is_queued:
             self._withdraw(placement)
 
     def _order(self, request: RouteRequest) -> Iterable[str]:
@@ -520,7 +522,7 @@ class RouterService:
             query,
             view.match,
             view.waits,
-            view.held_part,
+            view.queued_part,
             view.oldest,
             seed,
             finds_other=self._is_shared,
@@ -586,7 +588,7 @@ class RouterService:
 def _most_backlog_tokens(state: CurrentLoad, gain_s: float) -> int | None:
     """Return with how many tokens before a request another replica is better, if this one is by `gain_s` with
     what was sent there; None: with any."""
-    num_tokens = state.backlog_tokens - state.num_held_tokens + gain_s / state.rates.token_s
+    num_tokens = state.backlog_tokens - state.num_queued_tokens + gain_s / state.rates.token_s
     return int(num_tokens) if num_tokens < _MOST_BACKLOG_TOKENS else None
 
 

@@ -257,7 +257,7 @@ class RequestAdmission:
                 self._refuse_late(lateness)
         queued.is_judged = True
         queued.route_request = request
-        self._router.place(request, decision, is_held=True)
+        self._router.place(request, decision, is_queued=True)
         prediction = decision.prediction
         queued.predicted = Predicted(now - queued.arrived_at + prediction.ttft_s, prediction.step_s)
         self._set_place(queued, decision)
@@ -297,7 +297,7 @@ class RequestAdmission:
         can take it, or after `CAPACITY_WAIT_S` wherever it costs least; or `Unplaced`. Raises
         `NoReplicaError` where there is no place at all."""
         queued.route_request = request
-        queued.decision = self._router.route(request, is_held=True, held_part=0.0, prefers_capacity=True)
+        queued.decision = self._router.route(request, is_queued=True, queued_part=0.0, prefers_capacity=True)
         queued.refused_at = until = self._clock.now() + CAPACITY_WAIT_S
 
         def send_anyway() -> None:
@@ -310,7 +310,7 @@ class RequestAdmission:
     def send(self, queued: QueuedRequest, request: RouteRequest) -> None:
         """Report `Released` now, wherever the request costs least; raise `NoReplicaError` where there is no
         place: it waits neither for its turn nor for capacity."""
-        decision = self._router.route(request, held_part=0.0)
+        decision = self._router.route(request, queued_part=0.0)
         self._report_released(queued, decision)
 
     def drop(self, queued: QueuedRequest) -> None:
@@ -489,7 +489,8 @@ class RequestAdmission:
             return True
         state = self._router.load(replica_id)
         return (
-            state.num_sequences <= state.num_held_sequences and state.backlog_tokens <= state.num_held_tokens
+            state.num_sequences <= state.num_queued_sequences
+            and state.backlog_tokens <= state.num_queued_tokens
         )
 
     def _refuse_overdue(self, now: float) -> None:
@@ -603,7 +604,7 @@ class RequestAdmission:
         try:
             better = self._better(queued, now)
             if better is not None:
-                self._router.place(queued.route_request, better, is_held=True)
+                self._router.place(queued.route_request, better, is_queued=True)
                 self._set_place(queued, better)
                 self._bounds.put(queued, queued.refused_at)
         finally:

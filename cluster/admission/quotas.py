@@ -48,7 +48,7 @@ GRACE_S = 1.0
 # A tenant with full buckets is forgotten after so long.
 _IDLE_S = 10.0
 # When concurrent tokens come back is not known.
-_HELD_RETRY_S = 1.0
+_RESERVED_RETRY_S = 1.0
 # Less is no wait: a client that waits just as long as it was told finds enough.
 _TOLERANCE_S = 1e-6
 _MAX_COUNT = 1 << 53
@@ -169,13 +169,13 @@ class _Tenant:
         "buckets",
         "count_id",
         "entry",
-        "held",
         "limits",
         "num_refused",
-        "others_held",
+        "others_reserved",
         "output",
         "prompt",
         "requests",
+        "reserved",
         "used",
         "used_at",
         "withdrawn",
@@ -193,7 +193,7 @@ class _Tenant:
         self.used = [0, 0, 0]
         # Of that, what was given back since, and others may have counted.
         self.withdrawn = [0, 0, 0]
-        self.held = self.others_held = 0
+        self.reserved = self.others_reserved = 0
         self.num_refused: Counter[Limit] = Counter()
         self.used_at = now
 
@@ -223,13 +223,13 @@ class _Tenant:
             if bucket is not None:
                 used[rate] = bucket.used(now)
         if (limit := self.limits.concurrent_tokens) is not None:
-            used["concurrent_tokens"] = (self.held + self.others_held) / (limit * share)
+            used["concurrent_tokens"] = (self.reserved + self.others_reserved) / (limit * share)
         return QuotaUse(tenant, used, {name: num for name, num in self.num_refused.items()})
 
     def is_idle(self, now: float) -> bool:
         return (
-            not self.held
-            and not self.others_held
+            not self.reserved
+            and not self.others_reserved
             and now > self.used_at + _IDLE_S
             and all(bucket is None or bucket.is_full(now) for bucket in self.buckets)
         )
@@ -310,12 +310,12 @@ class Quotas:
         if found is None:
             return 0
         num_tokens = num_prompt_tokens + max_tokens
-        self._check_held(tenant, found, num_tokens, moved)
+        self._check_reserved(tenant, found, num_tokens, moved)
         if not is_free:
             if found.prompt is not None and (wait_s := found.prompt.missing_s(num_prompt_tokens, now)):
                 raise self._used_up(tenant, found, "prompt_tokens_per_s", wait_s)
             found.take(1, num_prompt_tokens, now, is_shared=not self._is_divided)
-        found.held += num_tokens
+        found.reserved += num_tokens
         found.used_at = now
         return num_tokens
 
@@ -328,7 +328,7 @@ class Quotas:
     def end(self, tenant: str, num_tokens: int) -> None:
         """Give the concurrent tokens of a request back."""
         if num_tokens:
-            self._tenants[tenant].held -= num_tokens
+            self._tenants[tenant].reserved -= num_tokens
 
     def rates(self, tenant: str, now: float) -> dict[Rate, RateState]:
         """Return what is left of the tenant's rates, of those that are limited."""
@@ -350,9 +350,9 @@ class Quotas:
         """Return what the other gateways have to know."""
         self._forget_idle(now)
         records = [
-            TenantRecord(name, found.count_id, found.used[0], found.used[1], found.used[2], found.held)
+            TenantRecord(name, found.count_id, found.used[0], found.used[1], found.used[2], found.reserved)
             for name, found in self._tenants.items()
-            if found.held or any(found.used)
+            if found.reserved or any(found.used)
         ]
         return QuotaRecord(tuple(records[-MAX_TENANTS:]))
 
@@ -375,14 +375,14 @@ class Quotas:
             if record is not None:
                 self._count(peers[name], record, now)
         self._is_divided = False
-        self._hold_others(peers.values(), now)
+        self._count_others(peers.values(), now)
 
     def divide(self, num_others: int, now: float) -> None:
         """Go on with this gateway's own part of all limits: nothing is known of the other gateways."""
         self._forget_idle(now)
         self._is_divided = True
         self.missing = ()
-        self._hold_others((), now)
+        self._count_others((), now)
         self._set_share(1 / (1 + num_others), now)
 
     # --------------------------------------------------------------------------------------- private
@@ -411,11 +411,13 @@ class Quotas:
 
     def _forget_one(self) -> None:
         """Forget the tenant that was used least recently of those that hold nothing here."""
-        name = next((name for name, found in self._tenants.items() if not found.held), None)
+        name = next((name for name, found in self._tenants.items() if not found.reserved), None)
         if name is not None:
             del self._tenants[name]
 
-    def _check_held(self, tenant: str, found: _Tenant, num_tokens: int, moved: MovedRequest | None) -> None:
+    def _check_reserved(
+        self, tenant: str, found: _Tenant, num_tokens: int, moved: MovedRequest | None
+    ) -> None:
         limit = found.limits.concurrent_tokens
         if limit is None:
             return
@@ -425,24 +427,24 @@ class Quotas:
             raise InvalidRequestError(
                 FieldViolation("max_tokens", f"{problem} at once ({setting}); ask for less")
             )
-        num_held = found.held + found.others_held - self._num_moved(tenant, num_tokens, moved)
-        if num_held and num_held + num_tokens > limit * self.share:
+        num_reserved = found.reserved + found.others_reserved - self._num_moved(tenant, num_tokens, moved)
+        if num_reserved and num_reserved + num_tokens > limit * self.share:
             because = (
                 f"tenant {tenant!r} may have {limit} tokens of prompts and max_tokens at once ({setting}), "
-                f"and has {num_held}; this request needs {num_tokens} more: wait for others to end"
+                f"and has {num_reserved}; this request needs {num_tokens} more: wait for others to end"
             )
-            raise self._refused(found, "concurrent_tokens", because, _HELD_RETRY_S)
+            raise self._refused(found, "concurrent_tokens", because, _RESERVED_RETRY_S)
 
     def _num_moved(self, tenant: str, num_tokens: int, moved: MovedRequest | None) -> int:
         """Return how many of the concurrent tokens of other gateways are counted here no more."""
         if moved is None:
             return 0
-        num_held = sum(
+        num_reserved = sum(
             peer.records[tenant].num_held_tokens
             for name, peer in self._peers.items()
             if not peer.is_missing and tenant in peer.records and moved.is_from(name)
         )
-        return num_held if moved.is_gone else min(num_held, num_tokens)
+        return num_reserved if moved.is_gone else min(num_reserved, num_tokens)
 
     def _used_up(self, tenant: str, found: _Tenant, rate: Rate, wait_s: float, count: int = 1) -> QuotaError:
         """Count a refusal, and return its error."""
@@ -486,16 +488,16 @@ class Quotas:
                     most = bucket.capacity
                 bucket.take(min(amount, most), now)
 
-    def _hold_others(self, peers: Iterable[_Peer], now: float) -> None:
-        tenant_to_held: defaultdict[str, int] = defaultdict(int)
+    def _count_others(self, peers: Iterable[_Peer], now: float) -> None:
+        tenant_to_reserved: defaultdict[str, int] = defaultdict(int)
         for peer in peers:
             for each in () if peer.is_missing else peer.records.values():
-                tenant_to_held[each.tenant] += each.num_held_tokens
+                tenant_to_reserved[each.tenant] += each.num_held_tokens
         for name, tenant in self._tenants.items():
-            tenant.others_held = tenant_to_held.pop(name, 0)
-        for name, num_held in tenant_to_held.items():
-            if num_held and (found := self._find(name, now)) is not None:
-                found.others_held = num_held
+            tenant.others_reserved = tenant_to_reserved.pop(name, 0)
+        for name, num_reserved in tenant_to_reserved.items():
+            if num_reserved and (found := self._find(name, now)) is not None:
+                found.others_reserved = num_reserved
 
     def _set_share(self, share: float, now: float) -> None:
         if share == self.share:

@@ -85,7 +85,7 @@ class Waits(NamedTuple):
     gateway the part that goes before it."""
 
     waits: dict[str, float]
-    held_part: float
+    queued_part: float
 
 
 class ReplicaQueues:

@@ -174,7 +174,7 @@ class PlacementFeed:
         now = self._clock.now()
         if not self.is_followed:
             self.is_followed = True
-            recent = [it for it in placements if it.is_held or now - it.routed_at < STALE_REQUEST_S]
+            recent = [it for it in placements if it.is_queued or now - it.routed_at < STALE_REQUEST_S]
             recent = recent[-MAX_PLACEMENTS:]
             self._announced = {placement.request_id for placement in recent}
         else:
@@ -263,7 +263,7 @@ class PeerPlacements:
                     routed_at=now - change.age_s,
                     prefilled_at=None if change.prefilled_age_s is None else now - change.prefilled_age_s,
                     gateway_id=self._gateway_id,
-                    is_held=change.is_held,
+                    is_queued=change.is_held,
                 )
                 may_predict = self._may_predict(len(change.block_keys), now)
                 self._router.on_remote_routed(placement, is_predicted=may_predict)
@@ -480,7 +480,7 @@ def _placed(placement: Placement, now: float) -> Placed:
         age_s=max(0.0, now - placement.routed_at),
         prefilled_age_s=None if placement.prefilled_at is None else max(0.0, now - placement.prefilled_at),
         block_keys=placement.block_keys[:MAX_KEYS],
-        is_held=placement.is_held,
+        is_held=placement.is_queued,
     )
 
 

@@ -231,9 +231,9 @@ def test_a_prompt_is_computed_between_decodes() -> None:
 
 def test_what_is_held_counts_by_the_part_that_goes_before() -> None:
     base = state("both", backlog=1000, sequences=12)
-    of = base._replace(num_held_tokens=600, num_held_sequences=8, num_places=4.0, residence_s=2.0)
+    of = base._replace(num_queued_tokens=600, num_queued_sequences=8, num_places=4.0, residence_s=2.0)
     for part, tokens, sequences in ((0.0, 400, 4), (0.5, 700, 8), (1.0, 1000, 12)):
-        cost = replica_cost(QUERY, of, False, 0, 0, 0, held_part=part)
+        cost = replica_cost(QUERY, of, False, 0, 0, 0, queued_part=part)
         assert cost.queue_s == pytest.approx(tokens * TOKEN_S)
         assert cost.place_wait_s == pytest.approx((sequences + 1 - 4) * 0.5)
     assert disturbance_s(of, 1.0) == pytest.approx(4.0), "what is held is not disturbed"

@@ -47,7 +47,7 @@ class Bench:
         compute_id: str,
         decode_id: str,
         *,
-        is_held: bool = False,
+        is_queued: bool = False,
         prefill_s: float = 0.0,
     ) -> None:
         now = self.clock.now()
@@ -61,7 +61,7 @@ class Bench:
                 10,
                 1,
                 routed_at=now,
-                is_held=is_held,
+                is_queued=is_queued,
                 prefill_s=prefill_s,
             )
         )
@@ -193,8 +193,8 @@ def test_what_is_held_takes_no_blocks_until_it_is_sent(bench: Bench) -> None:
     bench.report("p")
     bench.report("d")
     for number in range(30):
-        bench.route(f"pair{number}", "p", "d", is_held=True)
-        bench.route(f"alone{number}", "d", "", is_held=True)
+        bench.route(f"pair{number}", "p", "d", is_queued=True)
+        bench.route(f"alone{number}", "d", "", is_queued=True)
     state = bench.tracker.state("d")
     assert state.num_free_blocks == 100
     assert (state.num_sequences, state.num_sent_sequences) == (60, 0)
@@ -249,7 +249,7 @@ def test_a_correction_does_not_outlast_its_measurements(bench: Bench) -> None:
 def test_requests_that_were_predicted_before_the_correction_do_not_add_to_it(bench: Bench) -> None:
     """All were routed at once, and each takes twice its prefill: that teaches 2, not more with each."""
     for number in range(200):
-        bench.route(str(number), "p", "d", is_held=True, prefill_s=1.0)
+        bench.route(str(number), "p", "d", is_queued=True, prefill_s=1.0)
     for number in range(200):
         bench.report("p")
         bench.tracker.on_submitted(str(number))

@@ -62,7 +62,7 @@ def test_the_choice_is_that_of_the_formulas(
     num_new: int,
     kv_share: float,
     salt: str,
-    held_part: float,
+    queued_part: float,
     is_shared: bool,
     limit: TimeLimit | None,
 ) -> None:
@@ -91,10 +91,11 @@ def test_the_choice_is_that_of_the_formulas(
         )
         loads = {name: router.load(name) for name in names}
         decision, expected = (
-            it.decide(request, waits=waits, held_part=held_part, limit=limit) for it in (router, reference)
+            it.decide(request, waits=waits, queued_part=queued_part, limit=limit)
+            for it in (router, reference)
         )
         for it in (router, reference):
-            it.place(request, decision, is_held=number < 2)
+            it.place(request, decision, is_queued=number < 2)
         if decision.limit is not None:
             assert decision.limit == limit
             assert decision.limit.includes(decision.prediction)
@@ -116,7 +117,7 @@ def test_the_choice_is_that_of_the_formulas(
             cost_s += prefill.transfer_s * (decode.uncached_tokens / num_tokens)
         assert f"costs {1e3 * cost_s:.1f} ms" in decision.reason
         if number < 2:
-            _check_moves(router, request, decision, cost_s, waits, held_part, names, limit)
+            _check_moves(router, request, decision, cost_s, waits, queued_part, names, limit)
         compute_id = decision.compute_id
         other_s = min(
             (cost for at, cost in _choices(decision, decision.limit) if at != compute_id), default=math.inf
@@ -125,7 +126,7 @@ def test_the_choice_is_that_of_the_formulas(
             assert decision.most_backlog_tokens is None or other_s < math.inf
             continue
         load = loads[compute_id]
-        num_sent_tokens = load.backlog_tokens - load.num_held_tokens
+        num_sent_tokens = load.backlog_tokens - load.num_queued_tokens
         most = num_sent_tokens + (other_s - cost_s + _SENT_BACK_S) / load.rates.token_s
         if most < 1e9:
             assert decision.most_backlog_tokens is not None
@@ -177,7 +178,7 @@ def _check_moves(
     decision: Decision,
     cost_s: float,
     waits: dict[str, float],
-    held_part: float,
+    queued_part: float,
     names: list[str],
     limit: TimeLimit | None,
 ) -> None:
@@ -185,7 +186,7 @@ def _check_moves(
     time."""
     for before in (("", names[0]), (names[-1], names[0]), (names[0], names[-1])):
         earlier = replace(decision, prefill=before[0], decode=before[1])
-        better = router.improve(request, earlier, waits=waits, held_part=held_part, limit=limit)
+        better = router.improve(request, earlier, waits=waits, queued_part=queued_part, limit=limit)
         gain_s = cost_of(decision.candidates, *before, decision.limit) - cost_s
         if abs(gain_s - _LEAST_GAIN_S) > 1e-9:
             assert (better is not None) == (gain_s > _LEAST_GAIN_S)

@@ -439,7 +439,7 @@ def test_a_request_that_is_held_for_long_still_waits_for_its_replica() -> None:
     """However long its class allows: it is not taken for one whose end was lost."""
     harness = RouterHarness("b0")
     harness.load("b0", backlog=100_000)
-    harness.route(is_held=True)
+    harness.route(is_queued=True)
     held = f"q{harness.num_requests}"
     assert not harness.router.has_capacity(held)
     for _ in range(4):
@@ -448,9 +448,9 @@ def test_a_request_that_is_held_for_long_still_waits_for_its_replica() -> None:
         harness.route()
         harness.router.on_finished(f"q{harness.num_requests}")
         assert not harness.router.has_capacity(held)
-    assert harness.router.load("b0").num_held_tokens > 0
+    assert harness.router.load("b0").num_queued_tokens > 0
     harness.router.on_submitted(held)
-    assert harness.router.load("b0").num_held_tokens == 0
+    assert harness.router.load("b0").num_queued_tokens == 0
     harness.router.on_finished(held)
     harness.router.check()
     assert harness.router.num_placements == 0
@@ -473,7 +473,7 @@ def test_siblings_of_a_request_that_is_held_follow_it_for_as_long_as_it_is() -> 
     keys, num_tokens = keys_of("p", 100), 100 * BLOCK_TOKENS
     held = RouteRequest("held", RequestFacts("t"), keys, num_tokens, 8)
     sibling = RouteRequest("sibling", RequestFacts("t"), keys, num_tokens, 8)
-    at = harness.router.route(held, is_held=True).decode
+    at = harness.router.route(held, is_queued=True).decode
     other = ({"b0", "b1"} - {at}).pop()
     harness.clock.advance(60.0)
     harness.load("b0")
@@ -487,7 +487,7 @@ def test_siblings_of_a_request_that_is_held_follow_it_for_as_long_as_it_is() -> 
     moved = harness.router.improve(held, decision)
     assert moved is not None
     assert moved.decode == other
-    harness.router.place(held, moved, is_held=True)
+    harness.router.place(held, moved, is_queued=True)
     harness.load(at)
     decision = harness.router.decide(sibling)
     assert (decision.decode, decision.prefill_cached_tokens) == (other, num_tokens - 1)
@@ -501,7 +501,7 @@ def test_what_was_sent_is_predicted_and_what_waited_with_it_still_expected() -> 
     keys, num_tokens = keys_of("p", 100), 100 * BLOCK_TOKENS
     requests = {name: RouteRequest(name, RequestFacts("t"), keys, num_tokens, 8) for name in ("a", "b", "c")}
     for name in ("a", "b"):
-        harness.router.route(requests[name], is_held=True)
+        harness.router.route(requests[name], is_queued=True)
     assert harness.router.decide(requests["c"]).prefill_cached_tokens == num_tokens - 1
     harness.router.on_submitted("a")
     harness.router.on_finished("b")

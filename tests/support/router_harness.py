@@ -81,7 +81,7 @@ class RouterHarness:
         *,
         prefers_capacity: bool = False,
         decodes: bool = True,
-        is_held: bool = False,
+        is_queued: bool = False,
     ) -> Decision:
         self.num_requests += 1
         decision = self.router.route(
@@ -95,7 +95,7 @@ class RouterHarness:
                 pinned_prefill=pinned_prefill,
                 pinned_decode=pinned_decode,
             ),
-            is_held=is_held,
+            is_queued=is_queued,
             prefers_capacity=prefers_capacity,
         )
         assert recompute(decision) == (decision.prefill, decision.decode)

@@ -184,7 +184,7 @@ async def nothing_is_held(front: HttpFrontHarness) -> None:
     await until(lambda: manager.admission.bytes.num_bytes == 0, "no bytes are queued")
     await until(lambda: manager.unread.num_bytes == 0, "no output is unread")
     quotas = manager.charges.quotas._tenants
-    assert {name: it.held for name, it in quotas.items() if it.held} == {}
+    assert {name: it.reserved for name, it in quotas.items() if it.reserved} == {}
     assert manager.acceptance.running._num_arriving == 0
     assert [it.get_name() for it in asyncio.all_tasks() if it.get_name() == "request-timer"] == []
 

@@ -144,13 +144,13 @@ def test_every_view_equals_the_model_and_nothing_is_left(data: st.DataObject) ->
             # Sometimes another attempt of a request that runs.
             is_retry = bool(own) and data.draw(st.booleans())
             request_id = data.draw(st.sampled_from(own))[1] if is_retry else f"q{number}"
-            request, is_held = (
+            request, is_queued = (
                 RouteRequest(request_id, RequestFacts("t"), (), PROMPT_TOKENS, 1),
                 data.draw(st.booleans()),
             )
             decision = member.router.decide(request)
-            member.router.place(request, decision, is_held=is_held)
-            model[name, request_id] = (decision.compute_id, "held" if is_held else "sent")
+            member.router.place(request, decision, is_queued=is_queued)
+            model[name, request_id] = (decision.compute_id, "held" if is_queued else "sent")
         elif action == "submit" and own:
             key = data.draw(st.sampled_from(own))
             member.router.on_submitted(key[1])
@@ -181,7 +181,7 @@ def test_every_view_equals_the_model_and_nothing_is_left(data: st.DataObject) ->
     for member in group.members.values():
         assert member.router.num_placements == len(model)
         assert member.backlogs() == expected
-        held = {it: member.router.load(it).num_held_tokens for it in REPLICAS}
+        held = {it: member.router.load(it).num_queued_tokens for it in REPLICAS}
         assert held == expected_held
     for name, request_id in model:
         group.members[name].router.on_finished(request_id)
@@ -200,17 +200,17 @@ def test_what_another_gateway_holds_takes_no_capacity_and_is_waited_for() -> Non
     request = RouteRequest("q", RequestFacts("t"), (), tokens, 1)
     decision = holder.decide(request)
     replica_id = decision.compute_id
-    holder.place(request, decision, is_held=True)
+    holder.place(request, decision, is_queued=True)
     group.settle()
     assert other.takes_more(replica_id)
     assert other.load(replica_id).submitted_wait_s(0) == pytest.approx(10.0), "at 10,000 tokens a second"
     group.clock.advance(1.0)
     other.on_load(report(replica_id, group.clock.now()))  # which cannot show it
-    assert other.load(replica_id).num_held_tokens == tokens
+    assert other.load(replica_id).num_queued_tokens == tokens
     holder.on_submitted("q")
     group.settle()
     assert not other.takes_more(replica_id)
-    assert other.load(replica_id).num_held_tokens == 0
+    assert other.load(replica_id).num_queued_tokens == 0
     group.clock.advance(1.0)
     other.on_load(report(replica_id, group.clock.now()))
     assert other.takes_more(replica_id), "the report shows it"
@@ -228,15 +228,15 @@ def test_that_a_held_request_was_sent_is_announced_even_when_no_other_can_be(
     holder, other = group.members["g0"].router, group.members["g1"].router
     for number in range(4):
         request = RouteRequest(f"q{number}", RequestFacts("t"), (), PROMPT_TOKENS, 1)
-        holder.place(request, holder.decide(request), is_held=True)
+        holder.place(request, holder.decide(request), is_queued=True)
     group.settle()
     assert other.num_placements == 3, "one is beyond the bound"
     holder.on_submitted("q0")
     group.settle()
-    assert sum(other.load(it).num_held_tokens for it in REPLICAS) == 2 * PROMPT_TOKENS
+    assert sum(other.load(it).num_queued_tokens for it in REPLICAS) == 2 * PROMPT_TOKENS
     group.members["g1"].peers["g0"].close()
     assert other.num_placements == 0
-    assert sum(other.load(it).num_held_tokens for it in REPLICAS) == 0
+    assert sum(other.load(it).num_queued_tokens for it in REPLICAS) == 0
 
 
 def test_a_cut_takes_its_placements_along_and_a_reconnection_brings_them_back() -> None:
