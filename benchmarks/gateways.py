@@ -149,7 +149,7 @@ class World:
         for replica in self.replicas.values():
             for router in self.routers:
                 router.add_replica(replica.identity, "both")
-                router.on_snapshot(KvSnapshot(replica.identity, 0, ()))
+                router.tree.apply_snapshot(KvSnapshot(replica.identity, 0, ()))
             self.at(self.random.random() * REPORT_S, lambda replica=replica: self._report(replica))  # type: ignore[misc]
         self.ttfts_s: list[tuple[float, float]] = []
         self.num_hits = self.num_sent_back = 0
@@ -283,14 +283,14 @@ class World:
 
     def _tell(self, events: KvEvents) -> None:
         for router in self.routers:
-            router.on_events(events)
+            router.tree.apply_events(events)
 
     def _tell_queue(self, replica: Replica) -> None:
         state = replica.queue_state(self.clock.now())
 
         def heard() -> None:
             for router in self.routers:
-                router.on_queue(replica.identity, state, self.clock.now())
+                router.loads.on_queue(replica.identity, state, self.clock.now())
             self._pump(replica)
 
         self.after(NETWORK_S, heard)
@@ -304,7 +304,7 @@ class World:
     def _report(self, replica: Replica) -> None:
         load = replica.load(self.clock.now())
         for router in self.routers:
-            router.on_load(load)
+            router.loads.on_load(load)
         self._pump(replica)
         self.after(REPORT_S, lambda: self._report(replica))
 

@@ -101,9 +101,9 @@ def measure_speed(num_tokens: int, with_store: bool, num_calls: int = 2000) -> I
             chains.append(BlocksStored(b"", keys[held:middle], "dram"))
             chains.append(BlocksStored(b"", keys[middle:], "nvme"))
         service.add_replica(identity, "prefill" if index < NUM_REPLICAS // 2 else "decode")
-        service.on_load(load_of(identity.replica_id, clock.now(), index % 7 * 100, index % 5))
+        service.loads.on_load(load_of(identity.replica_id, clock.now(), index % 7 * 100, index % 5))
         tree.add_replica(identity)
-        for target in (service.on_snapshot, tree.apply_snapshot):
+        for target in (service.tree.apply_snapshot, tree.apply_snapshot):
             target(KvSnapshot(identity, 1, tuple(chains)))
     copy = tuple(bytes(bytearray(key)) for key in keys)
     tokens = bytes(TOKEN_BYTES * num_tokens)
@@ -115,7 +115,7 @@ def measure_speed(num_tokens: int, with_store: bool, num_calls: int = 2000) -> I
     def report() -> None:
         for index in range(NUM_REPLICAS):
             queue = QueueState(index % 5, 0, 0, index % 7 * 100, 1_000_000)
-            service.on_queue(ReplicaIdentity(f"r{index:02}", 1), queue, clock.now())
+            service.loads.on_queue(ReplicaIdentity(f"r{index:02}", 1), queue, clock.now())
 
     measures: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         "match": (lambda: tree.match(copy), tuple),
@@ -149,7 +149,7 @@ def measure_waits(num_tenants: int, num_calls: int = 500) -> dict[str, object]:
     for index in range(NUM_REPLICAS // 2):
         identity = ReplicaIdentity(f"r{index:02}", 1)
         service.add_replica(identity, "prefill")
-        service.on_load(load_of(identity.replica_id, clock.now(), 10_000))
+        service.loads.on_load(load_of(identity.replica_id, clock.now(), 10_000))
         queue = queues[identity.replica_id]
         for number in range(3 * num_tenants):
             flow = Flow(f"t{number % num_tenants}", "standard")
@@ -244,7 +244,7 @@ def replay(policy: PolicyName, trace: list[TraceRequest]) -> dict[str, object]:
     nodes = {f"n{index:02}": Node(index, tok_s) for index in range(NUM_NODES)}
     for node in nodes.values():
         router.add_replica(node.identity, "prefill")
-        router.on_snapshot(KvSnapshot(node.identity, 0, ()))
+        router.tree.apply_snapshot(KvSnapshot(node.identity, 0, ()))
     router.add_replica(ReplicaIdentity("decode", 1), "decode")
     ttfts_s: list[float] = []
     due: list[tuple[float, str]] = []
@@ -258,15 +258,15 @@ def replay(policy: PolicyName, trace: list[TraceRequest]) -> dict[str, object]:
                 router.on_finished(request_id)
             for node in nodes.values():
                 backlog = node.backlog_tokens(clock.now())
-                router.on_load(load_of(node.identity.replica_id, clock.now(), backlog))
-            router.on_load(load_of("decode", clock.now(), num_running=10**9))
+                router.loads.on_load(load_of(node.identity.replica_id, clock.now(), backlog))
+            router.loads.on_load(load_of("decode", clock.now(), num_running=10**9))
         decision = router.route(
             RouteRequest(str(number), RequestFacts("t"), request.keys, request.num_tokens, 1)
         )
         node = nodes[decision.prefill]
         num_cached = node.num_cached(request.keys)
         first_token_at_s, events = node.serve(request, num_cached)
-        assert router.on_events(events)
+        assert router.tree.apply_events(events)
         heapq.heappush(due, (first_token_at_s, str(number)))
         ttfts_s.append(first_token_at_s - request.at_s)
         num_hits += num_cached

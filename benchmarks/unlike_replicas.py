@@ -89,7 +89,7 @@ class World:
         self._ttfts_s: list[float] = []
         for replica in self._replicas.values():
             self._router.add_replica(replica.identity, "both")
-            self._router.on_snapshot(KvSnapshot(replica.identity, 0, ()))
+            self._router.tree.apply_snapshot(KvSnapshot(replica.identity, 0, ()))
             self._at(self._random.random() * REPORT_S, lambda it=replica: self._report(it))  # type: ignore[misc]
 
     def run(self, load: float, num_requests: int) -> float:
@@ -136,14 +136,14 @@ class World:
         def heard(state: QueueState) -> None:
             # The two ways over the network are the same for every choice, and left out.
             self._ttfts_s.append(self._clock.now() - arrived_at - 2 * NETWORK_S)
-            self._router.on_queue(replica.identity, state, self._clock.now())
+            self._router.loads.on_queue(replica.identity, state, self._clock.now())
             self._router.on_prefilled(request_id)
             self._router.on_finished(request_id)
 
         self._at(arrived_at + NETWORK_S, submitted)
 
     def _report(self, replica: Replica) -> None:
-        self._router.on_load(replica.load(self._clock.now()))
+        self._router.loads.on_load(replica.load(self._clock.now()))
         self._at(self._clock.now() + REPORT_S, lambda: self._report(replica))
 
 

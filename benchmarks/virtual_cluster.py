@@ -418,8 +418,8 @@ class VirtualCluster:
             replica = VirtualReplica(self, f"r{index:03}", role, model)
             self.replicas[replica.identity.replica_id] = replica
             self.router.add_replica(replica.identity, role)
-            self.router.on_snapshot(KvSnapshot(replica.identity, 0, ()))
-            self.router.on_load(replica.load())
+            self.router.tree.apply_snapshot(KvSnapshot(replica.identity, 0, ()))
+            self.router.loads.on_load(replica.load())
             self.after(self.random.random() * REPORT_S, lambda it=replica: self._report(it))  # type: ignore[misc]
 
     def at(self, time_s: float, call: Callable[[], None]) -> None:
@@ -494,7 +494,7 @@ class VirtualCluster:
     def on_frame(self, replica: VirtualReplica, state: QueueState, news: _News) -> None:
         """Take what a step of a replica brought."""
         now = self.clock.now()
-        self.router.on_queue(replica.identity, state, now)
+        self.router.loads.on_queue(replica.identity, state, now)
         for request in news.first:
             request.first_token_at = now
             self.router.on_prefilled(request.request_id)
@@ -512,7 +512,7 @@ class VirtualCluster:
         self.after(NETWORK_S, lambda: compute.submit(request, decode_id))
 
     def _report(self, replica: VirtualReplica) -> None:
-        self.router.on_load(replica.load())
+        self.router.loads.on_load(replica.load())
         self.after(REPORT_S, lambda: self._report(replica))
 
     def _on_rung(self, rung: Rung) -> None:

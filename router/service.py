@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from kvtransfer.common.clock import Clock
-from kvtransfer.messages import KvEvents, KvSnapshot, ReplicaIdentity
+from kvtransfer.messages import ReplicaIdentity
 from router.config import RouterConfig
 from router.errors import NoReplicaError
 from router.load import CurrentLoad, LoadTracker, Placement, PlacementObserver
@@ -19,8 +19,6 @@ from router.messages import (
     Candidates,
     Decision,
     Prediction,
-    QueueState,
-    ReplicaLoad,
     RouteRequest,
     TimeLimit,
 )
@@ -64,6 +62,9 @@ class RouterService:
     The replica that takes the hand-over counts as holding the prompt only from the first token on, when its
     KV is there.
 
+    Its parts are there to be read, and take what concerns them alone: who may be chosen (`members`), the load
+    of each (`loads`), and who holds which blocks (`tree`).
+
     Members are kept least recently chosen first, and equal costs go to the first: in an idle cluster replicas
     take turns, which fills the caches of all. With a `salt`, the id of the gateway, a hash of it and of the
     request orders them instead: gateways that see the same costs at the same time choose different replicas.
@@ -85,9 +86,9 @@ class RouterService:
         self._clock = clock
         self._policy = make_policy(config, seed)
         self._kernel = load_kernel()
-        self._tree = PrefixTree(clock, config.prediction_ttl_s, self._kernel)
-        self._load = LoadTracker(clock, observer, self._on_dropped)
-        self._members = Members(config, block_tokens, self._load)
+        self.tree = PrefixTree(clock, config.prediction_ttl_s, self._kernel)
+        self.loads = LoadTracker(clock, observer, self._on_dropped)
+        self.members = Members(config, block_tokens, self.loads)
         self._decisions: OrderedDict[str, Decision] = OrderedDict()
         # Of the members of that version; None: of none yet.
         self._table: PriceTable | None = None
@@ -100,70 +101,20 @@ class RouterService:
 
     def add_replica(self, identity: ReplicaIdentity, role: str) -> None:
         """Add a replica that takes requests, or change its role. A new epoch starts with nothing known."""
-        self._members.add(identity, role)
-        self._tree.add_replica(identity)
-        self._load.add_replica(identity, role)
+        self.members.add(identity, role)
+        self.tree.add_replica(identity)
+        self.loads.add_replica(identity, role)
 
     def remove_replica(self, replica_id: str) -> None:
         """Remove a replica that is gone, and free its blocks, its load and its bit in the tree at once."""
-        self._members.remove(replica_id)
-        self._tree.remove_replica(replica_id)
-        self._load.remove_replica(replica_id)
-
-    def set_leaving(self, replica_id: str) -> None:
-        """Send nothing new to this epoch of the replica."""
-        self._members.set_leaving(replica_id)
-
-    def set_usable(self, replica_id: str, is_usable: bool) -> None:
-        """Choose this epoch of the replica only where nothing else is left, or like any other again."""
-        self._members.set_usable(replica_id, is_usable)
+        self.members.remove(replica_id)
+        self.tree.remove_replica(replica_id)
+        self.loads.remove_replica(replica_id)
 
     def set_shared(self, is_shared: bool) -> None:
         """Note whether other gateways place requests at the same replicas: then decisions say with which
         backlog another replica would have been better (`Decision.most_backlog_tokens`)."""
         self._is_shared = is_shared
-
-    def on_load(self, load: ReplicaLoad) -> None:
-        """Take a replica's load report."""
-        self._load.on_load(load)
-
-    def on_queue(self, identity: ReplicaIdentity, queue: QueueState, received_at: float) -> None:
-        """Take what has changed since the replica's last report."""
-        self._load.on_queue(identity, queue, received_at)
-
-    def compute_ids(self) -> Iterator[str]:
-        """Return the replicas that may compute a prompt now (`Members.compute_ids`)."""
-        return self._members.compute_ids()
-
-    def usable_ids(self) -> Iterator[str]:
-        """Return the replicas that may be chosen for a request now (`Members.usable_ids`)."""
-        return self._members.usable_ids()
-
-    def is_known(self, replica_id: str) -> bool:
-        """Whether the replica was added, and not removed since."""
-        return replica_id in self._members
-
-    def num_by_side(self) -> tuple[int, int]:
-        """Return how many replicas may compute prompts, and how many may decode."""
-        return self._members.num_by_side()
-
-    def load(self, replica_id: str) -> CurrentLoad:
-        """Return the load as of now of a replica that was added."""
-        return self._load.state(replica_id)
-
-    def on_events(self, events: KvEvents) -> bool:
-        """Apply events. Returns False if some were missed or never followed: the caller requests a
-        snapshot."""
-        return self._tree.apply_events(events)
-
-    def on_snapshot(self, snapshot: KvSnapshot) -> None:
-        """Replace what the replica is known to hold."""
-        self._tree.apply_snapshot(snapshot)
-
-    def needs_snapshot(self, replica_id: str) -> bool:
-        """Whether events of the replica are ignored: from `add_replica`, or a gap, until a snapshot
-        arrives."""
-        return self._tree.needs_snapshot(replica_id)
 
     def route(
         self,
@@ -221,7 +172,7 @@ class RouterService:
         compute_id = decision.compute_id
         needed_tokens = query.num_tokens - decision.decode_cached_tokens + query.num_growth_tokens
         for replica_id in filter(None, (decision.prefill, decision.decode)):
-            self._members.chosen(replica_id)
+            self.members.chosen(replica_id)
         placement = Placement(
             request_id=request.request_id,
             compute_id=compute_id,
@@ -232,10 +183,10 @@ class RouterService:
             num_sequences=query.num_samples,
             routed_at=self._clock.now(),
             is_queued=is_queued,
-            prefill_s=decision.prediction.prefill_s / self._load.state(compute_id).rates.correction,
+            prefill_s=decision.prediction.prefill_s / self.loads.state(compute_id).rates.correction,
             load_s=decision.prediction.load_s,
         )
-        self._load.on_routed(placement)
+        self.loads.on_routed(placement)
         self._predict_computed(placement)
         self._keep(decision)
 
@@ -243,9 +194,9 @@ class RouterService:
         """Choose the decode replica that a running stream migrates to, and count the stream there instead of
         where it was routed. `on_prefilled` reports that it has migrated, `on_finished` that it does not.
         Ignores pins and policies. Raises `NoReplicaError` if there is none."""
-        decode_ids = self._members.move_ids(request)
+        decode_ids = self.members.move_ids(request)
         query = self._query(request)
-        match = self._tree.match(request.block_keys)
+        match = self.tree.match(request.block_keys)
         view = View(match, {}, 1.0, self._clock.now() - self._config.stale_load_s)
         replicas = replica_costs(query, self._states(decode_ids), view)
         priced = [
@@ -256,10 +207,10 @@ class RouterService:
             priced, key=lambda item: (item[0].cost_s, item[1], item[0].uncached_tokens), default=(None, 0)
         )
         if chosen is None or chosen.cost_s >= NEVER_FITS_S:
-            raise self._members.no_target(request)
-        self._members.chosen(chosen.replica_id)
+            raise self.members.no_target(request)
+        self.members.chosen(chosen.replica_id)
         needed_tokens = chosen.uncached_tokens + query.num_growth_tokens
-        self._load.on_routed(
+        self.loads.on_routed(
             Placement(
                 request_id=request.request_id,
                 compute_id="",
@@ -275,7 +226,7 @@ class RouterService:
 
     def on_submitted(self, request_id: str) -> None:
         """Note that a request that was held has been sent to its replicas."""
-        placement = self._load.on_submitted(request_id)
+        placement = self.loads.on_submitted(request_id)
         if placement is not None:
             self._predict_computed(placement)
 
@@ -285,68 +236,64 @@ class RouterService:
 
     def blocked_side(self, request_id: str) -> Literal["", "prefill", "decode"]:
         """Return which side of a placed request cannot take it now; "": both can (`Members.blocked_side`)."""
-        placement = self._load.placement(request_id)
-        return "" if placement is None else self._members.blocked_side(placement)
+        placement = self.loads.placement(request_id)
+        return "" if placement is None else self.members.blocked_side(placement)
 
     def on_refused(self, replica_id: str) -> None:
         """Note that the replica has refused a request: it has no capacity until its next report."""
-        self._members.on_refused(replica_id, self._clock.now())
-
-    def takes_more(self, replica_id: str) -> bool:
-        """Whether a replica could take another request now, whatever it is."""
-        return self._members.takes_more(replica_id)
+        self.members.on_refused(replica_id, self._clock.now())
 
     def on_prefilled(self, request_id: str) -> None:
         """Note the first token: nothing is left to compute, and the decode side has the KV."""
-        placement = self._load.on_prefilled(request_id)
+        placement = self.loads.on_prefilled(request_id)
         if placement is None:
             return
         if placement.decode_id:
-            self._tree.predict(placement.decode_id, placement.block_keys)
+            self.tree.predict(placement.decode_id, placement.block_keys)
 
     def on_finished(self, request_id: str) -> None:
         """Stop counting a request, or an attempt, that ended in any way. `route` ends the earlier attempt
         itself."""
-        self._load.on_finished(request_id)
+        self.loads.on_finished(request_id)
 
     def on_remote_routed(self, placement: Placement, *, is_predicted: bool) -> None:
         """Count a request that another gateway has placed; `is_predicted` counts its prompt as cached, too,
         as `route` does."""
-        self._load.on_routed(placement)
+        self.loads.on_routed(placement)
         if is_predicted:
             self._predict_computed(placement)
             if placement.decode_id and placement.prefilled_at is not None:
-                self._tree.predict(placement.decode_id, placement.block_keys)
+                self.tree.predict(placement.decode_id, placement.block_keys)
 
     def on_remote_prefilled(
         self, gateway_id: str, request_id: str, prefilled_at: float, *, is_predicted: bool
     ) -> None:
         """Note the first token of another gateway's request, as `on_prefilled` does."""
-        placement = self._load.on_prefilled(request_id, gateway_id, prefilled_at)
+        placement = self.loads.on_prefilled(request_id, gateway_id, prefilled_at)
         if placement is not None and placement.decode_id and is_predicted:
-            self._tree.predict(placement.decode_id, placement.block_keys)
+            self.tree.predict(placement.decode_id, placement.block_keys)
 
     def on_remote_finished(self, gateway_id: str, request_id: str) -> None:
         """Stop counting a request of another gateway."""
-        self._load.on_finished(request_id, gateway_id)
+        self.loads.on_finished(request_id, gateway_id)
 
     def remove_gateway(self, gateway_id: str) -> None:
         """Stop counting all requests of another gateway, which left or is not heard any more."""
-        self._load.remove_gateway(gateway_id)
+        self.loads.remove_gateway(gateway_id)
 
     def own_placements(self) -> Iterator[Placement]:
         """Return what this gateway has placed and not finished, the oldest first."""
-        return self._load.own_placements()
+        return self.loads.own_placements()
 
     @property
     def num_placements(self) -> int:
         """Number of requests of all gateways that are placed and not finished."""
-        return self._load.num_placements
+        return self.loads.num_placements
 
     def num_cached_blocks(self, block_keys: Sequence[bytes]) -> int:
         """Return how many of the leading blocks the replica with most of them has, on its device or in its
         node's store."""
-        return self._tree.match(block_keys).most_blocks
+        return self.tree.match(block_keys).most_blocks
 
     def explain(self, request_id: str) -> Decision | None:
         """Return the request's last decision while it is among the last `NUM_DECISIONS_KEPT`."""
@@ -356,9 +303,9 @@ class RouterService:
         """Assert the invariants of tree and load tracker, and that what is expected is held."""
         for placement in (*self._expected, *self._unexpected):
             assert placement.is_queued
-            assert self._load.find(placement.request_id, placement.gateway_id) is placement
-        self._tree.check()
-        self._load.check()
+            assert self.loads.find(placement.request_id, placement.gateway_id) is placement
+        self.tree.check()
+        self.loads.check()
 
     def _query(self, request: RouteRequest) -> RouteQuery:
         return RouteQuery(
@@ -384,12 +331,12 @@ class RouterService:
     ) -> tuple[Decision, float]:
         """Decide as if the request were counted nowhere; returns as well by how much that is better than what
         was decided `before`, which may not be possible any more."""
-        placement = self._load.suspend(request.request_id)
+        placement = self.loads.suspend(request.request_id)
         if placement is not None:
             self._withdraw(placement)
         try:
             self._expect_held()
-            match = self._tree.match(request.block_keys)
+            match = self.tree.match(request.block_keys)
             oldest = self._clock.now() - self._config.stale_load_s
             view = View(match, waits or {}, queued_part, oldest, limit)
             found = self._choose(request, view, prefers_capacity, before)
@@ -400,7 +347,7 @@ class RouterService:
             return found
         finally:
             if placement is not None:
-                self._load.resume(placement)
+                self.loads.resume(placement)
                 if placement.is_queued:
                     self._unexpected[placement] = None
 
@@ -428,7 +375,7 @@ class RouterService:
         if table is not None:
             choice, gain_s, candidates = self._cheapest(table, request, query, view, before)
         else:
-            prefill_ids, decode_ids = self._members.sides(request, self._order(request))
+            prefill_ids, decode_ids = self.members.sides(request, self._order(request))
             prefills = replica_costs(query, self._states(prefill_ids), view)
             decodes = replica_costs(query, self._states(decode_ids), view)
             candidates = priced = self._policy.candidates(query, prefills, decodes)
@@ -447,12 +394,12 @@ class RouterService:
         if placement.is_queued:
             self._unexpected[placement] = None
             return
-        self._tree.predict(placement.compute_id, placement.block_keys)
+        self.tree.predict(placement.compute_id, placement.block_keys)
         self._withdraw(placement)
 
     def _expect_held(self) -> None:
         for placement in self._unexpected:
-            expectation = self._tree.expect(placement.compute_id, placement.block_keys)
+            expectation = self.tree.expect(placement.compute_id, placement.block_keys)
             if expectation is not None:
                 self._expected[placement] = expectation
         self._unexpected.clear()
@@ -461,7 +408,7 @@ class RouterService:
         """Do not expect its prompt any more: it is sent now, goes somewhere else, or does not come."""
         self._unexpected.pop(placement, None)
         if (expectation := self._expected.pop(placement, None)) is not None:
-            self._tree.withdraw(expectation)
+            self.tree.withdraw(expectation)
 
     def _on_dropped(self, placement: Placement) -> None:
         if placement.is_queued:
@@ -470,9 +417,9 @@ class RouterService:
     def _order(self, request: RouteRequest) -> Iterable[str]:
         """Return all replicas in the order in which those of equal cost are chosen."""
         if not self._salt:
-            return self._members
+            return self.members
         seed = self._seed(request)
-        return sorted(self._members, key=lambda replica_id: hashed(replica_id, seed))
+        return sorted(self.members, key=lambda replica_id: hashed(replica_id, seed))
 
     def _with_capacity(self, query: RouteQuery, candidates: list[Candidate]) -> list[Candidate]:
         """Return the candidates that can take the request now; all, where no choice is among those."""
@@ -480,8 +427,8 @@ class RouterService:
         def has_capacity(candidate: Candidate) -> bool:
             name = candidate.replica_id
             computes, decodes = candidate.side != "decode", candidate.side != "prefill"
-            return (not computes or self._members.can_compute(name)) and (
-                not decodes or self._members.can_decode(name, query.num_samples, query.num_tokens)
+            return (not computes or self.members.can_compute(name)) and (
+                not decodes or self.members.can_decode(name, query.num_samples, query.num_tokens)
             )
 
         able = [candidate for candidate in candidates if has_capacity(candidate)]
@@ -491,17 +438,17 @@ class RouterService:
         return zlib.crc32((request.facts.session or f"{self._salt} {request.request_id}").encode())
 
     def _states(self, ids: Iterable[str]) -> list[tuple[str, CurrentLoad]]:
-        return [(each, self._load.state(each)) for each in ids]
+        return [(each, self.loads.state(each)) for each in ids]
 
     def _current_table(self, request: RouteRequest) -> PriceTable | None:
         """Return the prices of all replicas that take requests; None: there is no compiled code for it."""
         if self._kernel is None:
             return None
-        members, table = self._members, self._table
+        members, table = self.members, self._table
         if table is None or self._table_version != members.version:
             sides = members.sides(request, members)
             self._table = table = PriceTable(
-                self._kernel, self._config, self._block_tokens, self._load, self._tree, *sides, members.turn
+                self._kernel, self._config, self._block_tokens, self.loads, self.tree, *sides, members.turn
             )
             self._table_version = members.version
         table.refresh()

@@ -251,7 +251,7 @@ class RequestAdmission:
         wait_s = decision.prediction.wait_s
         self._note(queued, wait_s, now)
         if not queued.is_judged:
-            alone_s = prefill_s / self._router.load(decision.compute_id).rates.correction
+            alone_s = prefill_s / self._router.loads.state(decision.compute_id).rates.correction
             lateness = Lateness(limits, wait_s, prefill_s, alone_s)
             if lateness.excess_s > 0:
                 self._refuse_late(lateness)
@@ -344,7 +344,7 @@ class RequestAdmission:
             if is_for_all:
                 self._reroute(now)
             if self._waiting:
-                self._move_some([replica_id] if not is_for_all else self._router.compute_ids(), now)
+                self._move_some([replica_id] if not is_for_all else self._router.members.compute_ids(), now)
             for queued in moved:
                 self._has_moved(queued)
         finally:
@@ -485,9 +485,9 @@ class RequestAdmission:
 
     def _is_idle(self, replica_id: str) -> bool:
         """Whether nothing was sent to the replica that has not ended: then it may have what is paused."""
-        if not self._router.is_known(replica_id):
+        if replica_id not in self._router.members:
             return True
-        state = self._router.load(replica_id)
+        state = self._router.loads.state(replica_id)
         return (
             state.num_sequences <= state.num_queued_sequences
             and state.backlog_tokens <= state.num_queued_tokens
@@ -561,7 +561,7 @@ class RequestAdmission:
         in the longest queue, if the router finds that better now: predictions err."""
         wanted = {name for _, queue in self._queues.busy() for name in queue.waits_for}
         for replica_id in replica_ids:
-            if replica_id in wanted or not self._router.takes_more(replica_id):
+            if replica_id in wanted or not self._router.members.takes_more(replica_id):
                 continue
             queues = (queue for _, queue in self._queues.busy())
             longest = max(queues, key=lambda queue: queue.order.cost_s, default=None)
@@ -645,9 +645,9 @@ class RequestAdmission:
         """Return for how long the request occupies the replica that its queue waits for: for computing its
         prompt or, where that is longer, for the place of its sequence. The places of replicas that only
         decode are those of all queues."""
-        place_s = self._router.load(decision.decode).place_s
+        place_s = self._router.loads.state(decision.decode).place_s
         if decision.prefill:
-            num_compute, num_decode = self._router.num_by_side()
+            num_compute, num_decode = self._router.members.num_by_side()
             place_s *= num_compute / max(1, num_decode)
         return max(decision.prediction.prefill_s, place_s, 1e-6)
 

@@ -136,10 +136,12 @@ class ReplicaQueues:
         waits: dict[str, float] = {}
         before_s = held_s = 0.0
         for name, queue in self._queues.items():
-            if len(queue.order) and self._router.is_known(name):
+            if len(queue.order) and name in self._router.members:
                 rate = queue.rate(now)
                 ahead_s = queue.order.ahead_s(flow, weight, now, rate=rate, without=paused)
-                waits[name] = self._router.load(name).submitted_wait_s(queue.num_tokens) + ahead_s / rate
+                waits[name] = (
+                    self._router.loads.state(name).submitted_wait_s(queue.num_tokens) + ahead_s / rate
+                )
                 before_s += min(ahead_s, queue.order.cost_s)
                 held_s += queue.order.cost_s
         return Waits(waits, before_s / held_s if held_s else 1.0)
@@ -151,7 +153,7 @@ class ReplicaQueues:
         gateways hold, and for what goes before it here; 0 where there is none. `includes_all`: also of those
         that decode, each of which may compute one, too."""
         waits = self.waits(flow, weight, now, paused).waits
-        ids = self._router.usable_ids() if includes_all else self._compute_ids()
+        ids = self._router.members.usable_ids() if includes_all else self._compute_ids()
         return min((self._wait_s(name, waits) for name in ids), default=0.0)
 
     def drain_s(self, now: float) -> float:
@@ -168,11 +170,11 @@ class ReplicaQueues:
 
     def _wait_s(self, replica_id: str, waits: dict[str, float]) -> float:
         wait_s = waits.get(replica_id)
-        return self._router.load(replica_id).submitted_wait_s(0) if wait_s is None else wait_s
+        return self._router.loads.state(replica_id).submitted_wait_s(0) if wait_s is None else wait_s
 
     def _compute_ids(self) -> Iterator[str]:
         """Return the replicas that may compute a prompt, and decode replicas at which some wait for that."""
         used = (
-            name for name, queue in self._queues.items() if len(queue.order) and self._router.is_known(name)
+            name for name, queue in self._queues.items() if len(queue.order) and name in self._router.members
         )
-        return iter({*self._router.compute_ids(), *used})
+        return iter({*self._router.members.compute_ids(), *used})

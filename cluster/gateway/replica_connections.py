@@ -173,7 +173,7 @@ class ReplicaConnections:
         self._views: dict[str, ReplicaView] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._watching: list[asyncio.Task[None]] = []
-        self.breakers = CircuitBreakers(router, self._on_breaker, clock.now())
+        self.breakers = CircuitBreakers(router.members, self._on_breaker, clock.now())
         self._num_purges = 0
         self.gateways: tuple[GatewayRecord, ...] = ()
         self.stores: tuple[StoreRecord, ...] = ()
@@ -487,7 +487,7 @@ class ReplicaConnections:
 
     def _set_leaving(self, view: ReplicaView) -> None:
         view.state = ReplicaState.LEAVING
-        self._router.set_leaving(view.record.identity.replica_id)
+        self._router.members.set_leaving(view.record.identity.replica_id)
         if view.hello is not None:
             self._events.on_streams(view.hello.identity, may_stay=False)
 
@@ -514,15 +514,15 @@ class ReplicaConnections:
                 self._on_load(view, message.load)
             elif message.queue is not None:
                 queue = QueueState(**asdict(message.queue))
-                self._router.on_queue(identity, queue, self._clock.now())
+                self._router.loads.on_queue(identity, queue, self._clock.now())
             self._events.on_step(identity, message)
         elif isinstance(message, KvEvents):
-            in_order = self._router.on_events(message)
+            in_order = self._router.tree.apply_events(message)
             if not in_order:
                 self._ask_snapshot(view)
         elif isinstance(message, KvSnapshot):
             view.note = ""
-            self._router.on_snapshot(message)
+            self._router.tree.apply_snapshot(message)
         elif isinstance(message, Leaving):
             self._set_leaving(view)
             self._events.on_members()
@@ -543,7 +543,7 @@ class ReplicaConnections:
         view.paths = load.paths
         self.breakers.reported(load.identity, load.stalled_s, view.load_at)
         num_running = load.num_running - load.num_paused  # as in `QueueReport`: these make way for others
-        self._router.on_load(
+        self._router.loads.on_load(
             ReplicaLoad(
                 identity=load.identity,
                 received_at=view.load_at,

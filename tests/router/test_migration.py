@@ -19,7 +19,7 @@ def ask(number: int = 0, num_tokens: int = 320, excluded: tuple[str, ...] = ("d0
 
 def test_streams_that_move_at_once_are_spread_over_the_targets() -> None:
     harness = RouterHarness("p0", "d0", "d1", "d2", "d3")
-    harness.router.set_leaving("d0")
+    harness.router.members.set_leaving("d0")
     harness.load("d3", running=6)
     chosen = Counter(harness.router.route_move(ask(number, excluded=())) for number in range(12))
     assert chosen == {"d1": 6, "d2": 6}
@@ -31,7 +31,7 @@ def test_streams_that_move_at_once_are_spread_over_the_targets() -> None:
 def test_neither_prefill_nor_leaving_nor_excluded_replicas_are_targets() -> None:
     harness = RouterHarness("p0", "d0", "d1", "b0")
     assert harness.router.route_move(ask(1, excluded=("d0", "b0"))) == "d1"
-    harness.router.set_leaving("d1")
+    harness.router.members.set_leaving("d1")
     assert harness.router.route_move(ask(2)) == "b0"
     harness.router.add_replica(ReplicaIdentity("b0", 1), "prefill")
     with pytest.raises(NoReplicaError):
@@ -61,17 +61,17 @@ def test_a_move_counts_at_the_target_until_its_report_or_its_end() -> None:
     harness.load("d0", running=1, free=980)
     moving = RouteRequest(decision.request_id, RequestFacts("t"), keys_of("a", 10), 330, 22, excluded=("d0",))
     assert harness.router.route_move(moving) == "d1"
-    state = harness.router._load.state
+    state = harness.router.loads.state
     assert (state("d0").num_sequences, state("d1").num_sequences) == (1, 1)
     assert state("d1").num_free_blocks == 1000 - 22
     harness.router.on_finished(decision.request_id)
     assert (state("d1").num_sequences, state("d1").num_free_blocks) == (0, 1000)
     harness.router.route_move(moving)
     harness.router.on_prefilled(decision.request_id)
-    assert harness.router._tree.match(keys_of("a", 10)).device["d1"] == 10
+    assert harness.router.tree.match(keys_of("a", 10)).device["d1"] == 10
     harness.clock.advance(1.0)
     harness.load("d1", running=1, free=978)
     assert (state("d1").num_sequences, state("d1").num_free_blocks) == (1, 978)
     harness.router.on_finished(decision.request_id)
     harness.router.check()
-    assert harness.router._load.num_placements == 0
+    assert harness.router.loads.num_placements == 0

@@ -79,7 +79,7 @@ def test_the_choice_is_that_of_the_formulas(
     names = [f"{it['role']}-{index}" for index, it in enumerate(drawn)]
     for number in range(3):
         for it in (router, reference):
-            it.on_queue(
+            it.loads.on_queue(
                 ReplicaIdentity(names[0], 1), QueueState(number, 0, 1, 100 * number, 500), clock.now()
             )
         request = RouteRequest(
@@ -89,7 +89,7 @@ def test_the_choice_is_that_of_the_formulas(
             num_tokens,
             num_new,
         )
-        loads = {name: router.load(name) for name in names}
+        loads = {name: router.loads.state(name) for name in names}
         decision, expected = (
             it.decide(request, waits=waits, queued_part=queued_part, limit=limit)
             for it in (router, reference)
@@ -147,8 +147,8 @@ def _router(drawn: list[dict[str, object]], clock: ManualClock, salt: str, is_sh
             BlocksStored(b"", KEYS[ends[0] : ends[1]], "dram"),
             BlocksStored(b"", KEYS[ends[1] : ends[2]], "nvme"),
         )
-        router.on_snapshot(KvSnapshot(identity, 1, chains))
-        router.on_load(
+        router.tree.apply_snapshot(KvSnapshot(identity, 1, chains))
+        router.loads.on_load(
             ReplicaLoad(
                 identity=identity,
                 received_at=clock.now() - float(str(it["age_s"])),

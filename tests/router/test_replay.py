@@ -81,18 +81,18 @@ def replay(policy: str, gap_s: float = 0.03) -> Outcome:
     nodes = {f"n{index}": Node(f"n{index}") for index in range(NUM_NODES)}
     for node in nodes.values():
         router.add_replica(node.identity, "prefill")
-        router.on_snapshot(KvSnapshot(node.identity, 0, ()))
+        router.tree.apply_snapshot(KvSnapshot(node.identity, 0, ()))
     router.add_replica(ReplicaIdentity("d", 1), "decode")
     num_hits = num_blocks = 0
     wait_s = 0.0
     for number, keys in enumerate(conversations()):
         for node in nodes.values():
-            router.on_load(node.load(clock.now()))
-        router.on_load(busy_decode_load(clock.now()))
+            router.loads.on_load(node.load(clock.now()))
+        router.loads.on_load(busy_decode_load(clock.now()))
         request = RouteRequest(str(number), RequestFacts("t"), keys, len(keys) * BLOCK_TOKENS + 1, 1)
         node = nodes[router.route(request).prefill]
         num_cached, events = node.serve(keys, clock.now())
-        assert router.on_events(events)
+        assert router.tree.apply_events(events)
         wait_s += node.free_at_s - clock.now()
         num_hits, num_blocks = num_hits + num_cached, num_blocks + len(keys)
         router.on_finished(str(number))

@@ -40,7 +40,7 @@ def test_only_usable_replicas_and_every_decision_can_be_audited(policy: str, dat
             harness.join(name)
             alive.add(name)
         elif action == "leave" and name in alive:
-            harness.router.set_leaving(name)
+            harness.router.members.set_leaving(name)
             leaving.add(name)
         elif action == "go":
             harness.router.remove_replica(name)
@@ -79,7 +79,7 @@ def test_what_does_not_decode_is_computed_by_one_replica_of_any_role(policy: str
     decisions = [harness.route(decodes=False) for _ in range(30)]
     assert {decision.prefill for decision in decisions} == {""}
     assert {decision.decode for decision in decisions} == {"p0", "d0", "b0"}
-    assert harness.router.load("p0").backlog_tokens >= 1000, "it is counted where it is computed"
+    assert harness.router.loads.state("p0").backlog_tokens >= 1000, "it is counted where it is computed"
     for excluded in ("p0", "d0", "b0"):
         assert harness.route(decodes=False, excluded=(excluded,)).decode != excluded
     for prefill, decode in (("p0", ""), ("", "p0")):
@@ -121,7 +121,7 @@ def test_when_all_load_is_stale_the_rest_decides() -> None:
     assert (decision.prefill, decision.decode) in {("p0", "d0"), ("p0", "d1")}
     harness.load("d1")
     harness.clock.advance(0.1)
-    harness.router.set_leaving("p0")
+    harness.router.members.set_leaving("p0")
     assert (harness.route().prefill, harness.route().decode) == ("", "d1"), "alone where the load is known"
 
 
@@ -135,7 +135,7 @@ def test_missing_sides_are_named() -> None:
     with pytest.raises(NoReplicaError, match="no usable decode replica: 0 known"):
         RouterHarness("p0").route()
     harness = RouterHarness("p0", "d0", "d1")
-    harness.router.set_leaving("d0")
+    harness.router.members.set_leaving("d0")
     with pytest.raises(NoReplicaError, match="decode replica: 2 known, 1 leaving, 1 excluded"):
         harness.route(excluded=("d1",))
     with pytest.raises(NoReplicaError, match="prefill replica: 1 known, 0 leaving, 1 excluded; p0"):
@@ -158,8 +158,8 @@ def test_pins_are_obeyed_at_any_cost() -> None:
 def test_streams_that_move_are_spread_where_one_more_costs_nothing() -> None:
     harness = RouterHarness("p0", "d0", "d1", "d2")
     for name in ("d0", "d1", "d2"):
-        report = harness.router.load(name).report
-        harness.router.on_load(replace(report, decode_base_s=0.01))
+        report = harness.router.loads.state(name).report
+        harness.router.loads.on_load(replace(report, decode_base_s=0.01))
     moves = [
         RouteRequest(f"m{number}", RequestFacts("t"), (), num_tokens=100, max_new_tokens=10)
         for number in range(9)
@@ -170,7 +170,7 @@ def test_streams_that_move_are_spread_where_one_more_costs_nothing() -> None:
 def test_a_new_epoch_is_not_leaving_and_holds_nothing() -> None:
     harness = RouterHarness("p0", "d0")
     harness.store("p0", keys_of("x", 10))
-    harness.router.set_leaving("p0")
+    harness.router.members.set_leaving("p0")
     assert harness.route(keys_of("x", 10)).prefill == ""
     harness.join("p0", epoch=2)
     decision = harness.route(keys_of("x", 10))
@@ -181,26 +181,26 @@ def test_replicas_that_are_not_usable_are_chosen_only_where_nothing_else_is_left
     harness = RouterHarness("p0", "p1", "d0", "d1")
     harness.load("p1", backlog=5000)
     harness.load("d1", running=50)
-    harness.router.set_usable("p0", False)
-    harness.router.set_usable("d0", False)
+    harness.router.members.set_usable("p0", False)
+    harness.router.members.set_usable("d0", False)
     assert {(it.prefill, it.decode) for it in (harness.route() for _ in range(5))} == {("p1", "d1")}
     assert harness.route(excluded=("d1",)).decode == "d0"
     assert harness.route(pinned_prefill="p0", pinned_decode="d0").decode == "d0"
     move = RouteRequest("m", RequestFacts("t"), (), num_tokens=100, max_new_tokens=10)
     assert harness.router.route_move(move) == "d1"
     assert harness.router.route_move(replace(move, excluded=("d1",))) == "d0"
-    harness.router.set_usable("p1", False)
+    harness.router.members.set_usable("p1", False)
     assert harness.route().prefill == "", "d1 is a whole engine"
-    harness.router.set_usable("d1", False)
+    harness.router.members.set_usable("d1", False)
     assert harness.route().decode in ("d0", "d1")
-    harness.router.set_usable("p0", True)
-    harness.router.set_usable("d0", True)
+    harness.router.members.set_usable("p0", True)
+    harness.router.members.set_usable("d0", True)
     assert (harness.route().prefill, harness.route().decode) == ("p0", "d0")
 
 
 def test_a_new_epoch_is_usable() -> None:
     harness = RouterHarness("d0", "d1")
-    harness.router.set_usable("d0", False)
+    harness.router.members.set_usable("d0", False)
     assert {harness.route().decode for _ in range(4)} == {"d1"}
     harness.join("d0", epoch=2)
     harness.load("d1", running=100)
@@ -416,15 +416,15 @@ def test_a_replica_that_refused_has_no_capacity_until_it_is_heard_again() -> Non
     decision = harness.route(excluded=("b1",))
     assert harness.router.has_capacity(decision.request_id)
     harness.clock.advance(0.1)
-    assert harness.router.takes_more("b0")
+    assert harness.router.members.takes_more("b0")
     harness.router.on_refused("b0")
     assert not harness.router.has_capacity(decision.request_id)
-    assert not harness.router.takes_more("b0")
+    assert not harness.router.members.takes_more("b0")
     assert harness.route(prefers_capacity=True).decode == "b1"
     harness.clock.advance(0.1)
     harness.load("b0")
     assert harness.router.has_capacity(decision.request_id)
-    assert harness.router.takes_more("b0")
+    assert harness.router.members.takes_more("b0")
     harness.router.on_refused("unheard-of")
     harness.router.on_refused("b0")
     harness.router.remove_replica("b0")
@@ -448,9 +448,9 @@ def test_a_request_that_is_held_for_long_still_waits_for_its_replica() -> None:
         harness.route()
         harness.router.on_finished(f"q{harness.num_requests}")
         assert not harness.router.has_capacity(held)
-    assert harness.router.load("b0").num_queued_tokens > 0
+    assert harness.router.loads.state("b0").num_queued_tokens > 0
     harness.router.on_submitted(held)
-    assert harness.router.load("b0").num_queued_tokens == 0
+    assert harness.router.loads.state("b0").num_queued_tokens == 0
     harness.router.on_finished(held)
     harness.router.check()
     assert harness.router.num_placements == 0

@@ -85,7 +85,7 @@ class Server:
         world = self._world
         world.first_token_at[request_id] = world.clock.now()
         state = QueueState(self.num_running, len(self._queue), 0, self.num_backlog_tokens, 1_000_000)
-        world.router.on_queue(self.identity, state, world.clock.now())
+        world.router.loads.on_queue(self.identity, state, world.clock.now())
         world.router.on_prefilled(request_id)
         world.router.on_finished(request_id)
         world.admission.pump()
@@ -155,8 +155,8 @@ class AdmissionWorld:
         for server in self.servers.values():
             role = {"p": "prefill", "d": "decode", "r": "both"}[server.identity.replica_id[0]]
             self.router.add_replica(server.identity, role)
-            self.router.on_snapshot(KvSnapshot(server.identity, 0, ()))
-            self.router.on_load(server.load())
+            self.router.tree.apply_snapshot(KvSnapshot(server.identity, 0, ()))
+            self.router.loads.on_load(server.load())
 
     @property
     def ended(self) -> set[str]:

@@ -34,7 +34,7 @@ class RouterHarness:
     def join(self, replica: str, epoch: int = 1) -> None:
         role = {"p": "prefill", "d": "decode", "b": "both"}[replica[0]]
         self.router.add_replica(ReplicaIdentity(replica, epoch), role)
-        self.router.on_snapshot(KvSnapshot(ReplicaIdentity(replica, epoch), 0, ()))
+        self.router.tree.apply_snapshot(KvSnapshot(ReplicaIdentity(replica, epoch), 0, ()))
         self.sequences[replica] = 0
         self.load(replica, epoch=epoch)
 
@@ -47,7 +47,7 @@ class RouterHarness:
         epoch: int = 1,
         load_tok_s: dict[str, float] | None = None,
     ) -> None:
-        self.router.on_load(
+        self.router.loads.on_load(
             ReplicaLoad(
                 identity=ReplicaIdentity(replica, epoch),
                 received_at=self.clock.now(),
@@ -69,7 +69,7 @@ class RouterHarness:
         events = KvEvents(
             ReplicaIdentity(replica, 1), self.sequences[replica], (BlocksStored(b"", keys, tier),), ()
         )
-        assert self.router.on_events(events)
+        assert self.router.tree.apply_events(events)
 
     def route(
         self,

@@ -79,12 +79,12 @@ def test_what_waits_is_told_by_the_replica_that_it_waits_for() -> None:
     # As soon as no sequence has a place at d0, they wait for that, and p0 would not help them.
     decode = world.servers["d0"]
     decode.num_running = 1000
-    world.router.on_load(decode.load())
+    world.router.loads.on_load(decode.load())
     assert world.admission.queued_loads() == {"d0": QueuedLoad(num_sequences=3)}
     world.run(1.0)
     assert len(world.released) == 5
     decode.num_running = 0
-    world.router.on_load(decode.load())
+    world.router.loads.on_load(decode.load())
     world.admission.pump()
     world.run()
     assert world.admission.queued_loads() == {}
@@ -240,7 +240,7 @@ def test_a_request_that_would_be_late_where_it_costs_least_goes_where_it_is_in_t
     world = AdmissionWorld(names=("p0", "d0"))
     decode = world.servers["d0"]
     decode.num_running = 100  # streams that a prompt there would delay by 10 s, all together
-    world.router.on_load(decode.load())
+    world.router.loads.on_load(decode.load())
     for index in range(30):
         world.arrive(str(index), num_tokens=100, service_class="batch")
     assert {it.compute_id for it in map(world.router.explain, world.requests) if it} == {"p0"}

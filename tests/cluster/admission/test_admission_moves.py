@@ -28,7 +28,7 @@ def test_what_waits_moves_only_where_it_would_wait_less() -> None:
     for _ in range(60):
         world.clock.advance(10.0)
         for server in world.servers.values():
-            world.router.on_load(server.load())
+            world.router.loads.on_load(server.load())
         world.admission.pump()
     waiting = [it for it in held if it is not None and it.request_id not in world.released]
     assert len(waiting) > 10
@@ -45,7 +45,7 @@ def test_what_waits_for_a_replica_that_leaves_waits_for_others() -> None:
     assert len(world.released) == 2
     waiting = [it for it in held if it.request_id not in world.released]
     assert {it.decision.decode for it in waiting} == {"r0", "r1"}
-    world.router.set_leaving("r0")
+    world.router.members.set_leaving("r0")
     world.admission.leave("r0")
     assert len(world.released) == 2
     assert {it.decision.decode for it in waiting} == {"r1"}
@@ -72,21 +72,21 @@ def test_what_waits_for_a_replica_that_is_avoided_waits_for_others() -> None:
     world = AdmissionWorld(names=("p0", "d0", "d1"))
     for name in ("d0", "d1"):
         world.servers[name].num_running = 1000
-        world.router.on_load(world.servers[name].load())
+        world.router.loads.on_load(world.servers[name].load())
     held = [it for index in range(8) if (it := world.arrive(str(index))) is not None]
     assert not world.released
     assert {it.decision.decode for it in held} == {"d0", "d1"}
-    world.router.set_usable("d0", False)
+    world.router.members.set_usable("d0", False)
     world.admission.leave("d0")
     assert {it.decision.decode for it in held} == {"d1"}
     world.servers["d1"].num_running = 0
-    world.router.on_load(world.servers["d1"].load())
+    world.router.loads.on_load(world.servers["d1"].load())
     world.admission.pump("d1")
     assert world.released
     # The only one that is left is not left.
     world.servers["d1"].num_running = 1000
-    world.router.on_load(world.servers["d1"].load())
-    world.router.set_usable("d1", False)
+    world.router.loads.on_load(world.servers["d1"].load())
+    world.router.members.set_usable("d1", False)
     before = len(world.moved)
     world.admission.leave("d1")
     assert len(world.admission) == len(held) - len(world.released)
@@ -97,23 +97,23 @@ def test_while_one_request_finds_out_whether_a_replica_is_well_the_others_wait()
     world = AdmissionWorld(num_replicas=2)
     for server in world.servers.values():
         server.num_running = 1000
-        world.router.on_load(server.load())
+        world.router.loads.on_load(server.load())
     held = [it for index in range(5) if (it := world.arrive(str(index), num_tokens=10)) is not None]
-    world.router.set_usable("r1", False)
+    world.router.members.set_usable("r1", False)
     world.admission.leave("r1")
     assert {it.decision.decode for it in held} == {"r0"}
-    world.router.set_usable("r1", True)
-    world.router.set_usable("r0", False)
+    world.router.members.set_usable("r1", True)
+    world.router.members.set_usable("r0", False)
     world.servers["r0"].num_running = 0
-    world.router.on_load(world.servers["r0"].load())
+    world.router.loads.on_load(world.servers["r0"].load())
     world.admission.pump()
     assert not world.released, "they wait for a replica that has capacity, and is not usable"
-    world.router.set_usable("r0", True)
+    world.router.members.set_usable("r0", True)
     world.admission.pump("r0")
     assert len(world.released) == 5
-    world.router.set_usable("r0", False)
-    world.router.set_usable("r1", False)
-    assert world.router.takes_more("r0") is False
+    world.router.members.set_usable("r0", False)
+    world.router.members.set_usable("r1", False)
+    assert world.router.members.takes_more("r0") is False
     assert world.arrive("alone", num_tokens=10) is not None
     assert "alone" in world.released, "where nothing else is left it goes there"
 
@@ -178,7 +178,7 @@ def test_one_turn_of_the_loop_places_few_of_those_that_wait_for_a_replica_that_i
 def test_the_first_that_are_placed_are_those_whose_turns_come_first() -> None:
     world = AdmissionWorld(num_replicas=2, config=PATIENT)
     waiting = [it.request_id for it in crowd(world, 200, "aaaaaaab") if it.decision.decode == "r0"]
-    world.router.set_leaving("r0")
+    world.router.members.set_leaving("r0")
     world.admission.leave("r0")
     moved = [name for name, _, _ in world.moved]
     assert len(moved) == MOST_PER_PUMP < len(waiting)
@@ -205,12 +205,12 @@ def test_what_reaches_its_bound_at_once_is_refused_in_several_turns() -> None:
 def test_many_that_a_replica_takes_at_once_go_in_several_turns() -> None:
     world = AdmissionWorld(config=PATIENT)
     world.servers["r0"].num_running = 1000
-    world.router.on_load(world.servers["r0"].load())
+    world.router.loads.on_load(world.servers["r0"].load())
     for index in range(100):
         world.arrive(str(index), 1, service_class="batch")
     assert not world.released
     world.servers["r0"].num_running = 0
-    world.router.on_load(world.servers["r0"].load())
+    world.router.loads.on_load(world.servers["r0"].load())
     world.admission.pump()
     assert len(world.released) == MOST_PER_PUMP
     world.run(world.clock.now())
@@ -238,10 +238,10 @@ def test_whatever_leaves_while_others_are_still_placed_nothing_goes_to_who_is_go
         name = f"r{index}"
         if event == "leave" and name not in gone:
             gone[name] = world.servers[name].num_taken
-            world.router.set_leaving(name)
+            world.router.members.set_leaving(name)
             world.admission.leave(name)
         elif event == "avoid":
-            world.router.set_usable(name, number % 2 == 0)
+            world.router.members.set_usable(name, number % 2 == 0)
             world.admission.leave(name)
         elif event == "drop" and held:
             held.pop().close()

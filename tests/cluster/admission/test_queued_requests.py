@@ -61,11 +61,11 @@ class Gateway:
         self.errors: list[RequestError | None] = []
         self.gone: set[str] = set()
         self.router = RouterService(RouterConfig(), 16, self.clock, 1, salt="g")
-        self.breakers = CircuitBreakers(self.router, lambda replica, breaker: None, 0.0)
+        self.breakers = CircuitBreakers(self.router.members, lambda replica, breaker: None, 0.0)
         self.identities = [ReplicaIdentity(f"d{index}", 1) for index in range(num_replicas)]
         for identity in self.identities:
             self.router.add_replica(identity, "both")
-            self.router.on_snapshot(KvSnapshot(identity, 0, ()))
+            self.router.tree.apply_snapshot(KvSnapshot(identity, 0, ()))
             self.breakers.joined(identity)
             self.report(identity, num_backlog_tokens)
         standard = {"aging_s": 1.0, "max_wait_s": max_wait_s, "ttft_s": max_wait_s}
@@ -84,7 +84,7 @@ class Gateway:
             self.tasks.spawn(wait(), "timer")
 
     def report(self, identity: ReplicaIdentity, num_backlog_tokens: int) -> None:
-        self.router.on_load(
+        self.router.loads.on_load(
             ReplicaLoad(
                 identity=identity,
                 received_at=self.clock.now(),
@@ -158,7 +158,7 @@ async def test_a_request_that_waits_is_announced_once_and_then_submitted() -> No
     task = gateway.begin()
     assert gateway.sent == [Announce("r", "group", NUM_TOKENS, KEYS)]
     gateway.admission.pump()
-    gateway.router.on_queue(D0, QueueState(0, 0, 0, 0, 1000), gateway.clock.now())
+    gateway.router.loads.on_queue(D0, QueueState(0, 0, 0, 0, 1000), gateway.clock.now())
     gateway.admission.pump()
     assert [type(message) for message in gateway.sent] == [Announce, Submission]
     task.abandon()

@@ -64,12 +64,12 @@ class Member:
         self.router = RouterService(RouterConfig(), 64, clock, 1, salt=name, observer=self.feed)
         for replica_id in REPLICAS:
             self.router.add_replica(ReplicaIdentity(replica_id, 1), "both")
-            self.router.on_load(report(replica_id, clock.now()))
+            self.router.loads.on_load(report(replica_id, clock.now()))
         self.peers = {it: PeerPlacements(it, self.router, clock) for it in names if it != name}
 
     def backlogs(self) -> dict[str, float]:
         """What a decision would count at each replica."""
-        return {replica_id: self.router.load(replica_id).backlog_tokens for replica_id in REPLICAS}
+        return {replica_id: self.router.loads.state(replica_id).backlog_tokens for replica_id in REPLICAS}
 
 
 class Group:
@@ -181,7 +181,7 @@ def test_every_view_equals_the_model_and_nothing_is_left(data: st.DataObject) ->
     for member in group.members.values():
         assert member.router.num_placements == len(model)
         assert member.backlogs() == expected
-        held = {it: member.router.load(it).num_queued_tokens for it in REPLICAS}
+        held = {it: member.router.loads.state(it).num_queued_tokens for it in REPLICAS}
         assert held == expected_held
     for name, request_id in model:
         group.members[name].router.on_finished(request_id)
@@ -202,18 +202,20 @@ def test_what_another_gateway_holds_takes_no_capacity_and_is_waited_for() -> Non
     replica_id = decision.compute_id
     holder.place(request, decision, is_queued=True)
     group.settle()
-    assert other.takes_more(replica_id)
-    assert other.load(replica_id).submitted_wait_s(0) == pytest.approx(10.0), "at 10,000 tokens a second"
+    assert other.members.takes_more(replica_id)
+    assert other.loads.state(replica_id).submitted_wait_s(0) == pytest.approx(10.0), (
+        "at 10,000 tokens a second"
+    )
     group.clock.advance(1.0)
-    other.on_load(report(replica_id, group.clock.now()))  # which cannot show it
-    assert other.load(replica_id).num_queued_tokens == tokens
+    other.loads.on_load(report(replica_id, group.clock.now()))  # which cannot show it
+    assert other.loads.state(replica_id).num_queued_tokens == tokens
     holder.on_submitted("q")
     group.settle()
-    assert not other.takes_more(replica_id)
-    assert other.load(replica_id).num_queued_tokens == 0
+    assert not other.members.takes_more(replica_id)
+    assert other.loads.state(replica_id).num_queued_tokens == 0
     group.clock.advance(1.0)
-    other.on_load(report(replica_id, group.clock.now()))
-    assert other.takes_more(replica_id), "the report shows it"
+    other.loads.on_load(report(replica_id, group.clock.now()))
+    assert other.members.takes_more(replica_id), "the report shows it"
     holder.on_finished("q")
     group.settle()
     assert other.num_placements == 0
@@ -233,10 +235,10 @@ def test_that_a_held_request_was_sent_is_announced_even_when_no_other_can_be(
     assert other.num_placements == 3, "one is beyond the bound"
     holder.on_submitted("q0")
     group.settle()
-    assert sum(other.load(it).num_queued_tokens for it in REPLICAS) == 2 * PROMPT_TOKENS
+    assert sum(other.loads.state(it).num_queued_tokens for it in REPLICAS) == 2 * PROMPT_TOKENS
     group.members["g1"].peers["g0"].close()
     assert other.num_placements == 0
-    assert sum(other.load(it).num_queued_tokens for it in REPLICAS) == 0
+    assert sum(other.loads.state(it).num_queued_tokens for it in REPLICAS) == 0
 
 
 def test_a_cut_takes_its_placements_along_and_a_reconnection_brings_them_back() -> None:
@@ -266,11 +268,11 @@ def test_news_of_what_a_report_shows_is_not_counted_again(reported_after_s: floa
     )
     group.clock.advance(reported_after_s)
     follower = group.members["g0"]
-    follower.router.on_load(report(chosen, group.clock.now(), PROMPT_TOKENS))
+    follower.router.loads.on_load(report(chosen, group.clock.now(), PROMPT_TOKENS))
     group.clock.advance(0.05)
     group.settle()
     assert follower.backlogs()[chosen] == PROMPT_TOKENS * (1 if is_shown else 2)
-    follower.router.on_load(report(chosen, group.clock.now(), PROMPT_TOKENS))
+    follower.router.loads.on_load(report(chosen, group.clock.now(), PROMPT_TOKENS))
     assert follower.backlogs()[chosen] == PROMPT_TOKENS
 
 
