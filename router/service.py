@@ -4,11 +4,11 @@ used from one thread."""
 from __future__ import annotations
 
 import zlib
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from kvtransfer.common.clock import Clock
+from kvtransfer.common.recent_map import RecentMap
 from kvtransfer.messages import ReplicaIdentity
 from router.config import RouterConfig
 from router.errors import NoReplicaError
@@ -89,7 +89,7 @@ class RouterService:
         self.tree = PrefixTree(clock, config.prediction_ttl_s, self._kernel)
         self.loads = LoadTracker(clock, observer, self._on_dropped)
         self.members = Members(config, block_tokens, self.loads)
-        self._decisions: OrderedDict[str, Decision] = OrderedDict()
+        self._decisions: RecentMap[str, Decision] = RecentMap(NUM_DECISIONS_KEPT)
         # Of the members of that version; None: of none yet.
         self._table: PriceTable | None = None
         self._table_version = 0
@@ -526,10 +526,7 @@ class RouterService:
         )
 
     def _keep(self, decision: Decision) -> None:
-        self._decisions.pop(decision.request_id, None)
-        self._decisions[decision.request_id] = decision
-        if len(self._decisions) > NUM_DECISIONS_KEPT:
-            self._decisions.popitem(last=False)
+        self._decisions.put(decision.request_id, decision)
 
 
 def _most_backlog_tokens(state: CurrentLoad, gain_s: float) -> int | None:

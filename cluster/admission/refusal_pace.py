@@ -6,7 +6,7 @@ Without I/O: times are arguments.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from kvtransfer.common.recent_map import RecentMap
 
 # Refusals of one tenant: so many at once, and then one in each period.
 BURST = 16
@@ -21,12 +21,10 @@ class RefusalPace:
 
     def __init__(self) -> None:
         # When the next refusal would be due if they came evenly.
-        self._tenant_to_due: OrderedDict[str, float] = OrderedDict()
+        self._tenant_to_due: RecentMap[str, float] = RecentMap(_MAX_TENANTS)
 
     def delay_s(self, tenant: str, now: float) -> float:
         """Count a refusal, and return how long it has to wait."""
         due_at = max(self._tenant_to_due.pop(tenant, 0.0), now - BURST * PERIOD_S)
-        self._tenant_to_due[tenant] = min(due_at + PERIOD_S, now + MAX_DELAY_S)
-        if len(self._tenant_to_due) > _MAX_TENANTS:
-            self._tenant_to_due.popitem(last=False)
+        self._tenant_to_due.put(tenant, min(due_at + PERIOD_S, now + MAX_DELAY_S))
         return max(0.0, due_at - now)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ from cluster.gateway.prefix_reuse import MAX_TENANTS, PrefixTracker
 from cluster.metrics.ended_request import EndedRequest, Summary
 from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from kvtransfer.common.clock import Clock
+from kvtransfer.common.recent_map import RecentMap
 
 MAX_REQUESTS = 256
 MAX_AGE_S = 600.0
@@ -46,7 +47,7 @@ class RequestHistory:
         self._clock = clock
         self._prefixes = PrefixTracker(block_tokens)
         self._done: deque[_Done] = deque(maxlen=MAX_REQUESTS)
-        self._hits: OrderedDict[str, deque[_Hits]] = OrderedDict()
+        self._hits: RecentMap[str, deque[_Hits]] = RecentMap(MAX_TENANTS)
 
     def ended(self, request: EndedRequest) -> None:
         """Record a request. However it ended, its prompt counts as known from now on, unless it is private:
@@ -69,11 +70,8 @@ class RequestHistory:
         if prepared.facts.is_private:
             return
         num_cached = min(summary.prefill.num_cached_tokens, num_tokens)
-        hits = self._hits.setdefault(prepared.facts.tenant, deque(maxlen=MAX_REQUESTS))
+        hits = self._hits.use(prepared.facts.tenant, lambda: deque(maxlen=MAX_REQUESTS))
         hits.append(_Hits(num_tokens, num_known, num_cached))
-        self._hits.move_to_end(prepared.facts.tenant)
-        if len(self._hits) > MAX_TENANTS:
-            self._hits.popitem(last=False)
 
     def summary(self) -> admin_pb.RecentRequests:
         """Return percentiles, and the stages of slow requests, of the last ten minutes."""

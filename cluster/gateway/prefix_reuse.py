@@ -6,13 +6,15 @@ Keeps hashes and counts only. Sans-I/O, bounded, not thread-safe.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvtransfer.common.recent_map import RecentMap
 
 # Of each tenant: the latest count.
 MAX_PROMPTS = 200
@@ -98,7 +100,7 @@ class PrefixTracker:
         # When the first prompt with it ended.
         self._keys = KnownSince(MAX_KEYS)
         self._anchors = KnownSince(MAX_ANCHORS)
-        self._prompts: OrderedDict[str, deque[_Prompt]] = OrderedDict()
+        self._prompts: RecentMap[str, deque[_Prompt]] = RecentMap(MAX_TENANTS)
 
     def saw(
         self, tenant: str, block_keys: Sequence[bytes], prompt: bytes, began_at: float, ended_at: float
@@ -131,10 +133,7 @@ class PrefixTracker:
         return tuple(_reuse(tenant, prompts) for tenant, prompts in busiest)
 
     def _of(self, tenant: str) -> deque[_Prompt]:
-        prompts = self._prompts.setdefault(tenant, deque(maxlen=MAX_PROMPTS))
-        self._prompts.move_to_end(tenant)
-        if len(self._prompts) > MAX_TENANTS:
-            self._prompts.popitem(last=False)
+        prompts = self._prompts.use(tenant, lambda: deque(maxlen=MAX_PROMPTS))
         return prompts
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVarTuple
@@ -35,6 +34,7 @@ from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.text.validation import ServingLimits
 from kvtransfer.blocks.keys import TOKEN_BYTES
 from kvtransfer.common.clock import Clock
+from kvtransfer.common.recent_map import RecentMap
 from kvtransfer.messages import ReplicaIdentity
 from kvtransfer.request_facts import Pooling
 from workers.messages.link import Cancel, StepFrame
@@ -92,7 +92,7 @@ class RequestManager:
         # What is done for many requests at once.
         self._slices = LoopSlices()
         self._records = RequestRecords(self._running.latest)
-        self._stale: OrderedDict[tuple[ReplicaIdentity, str, int], None] = OrderedDict()
+        self._stale: RecentMap[tuple[ReplicaIdentity, str, int], None] = RecentMap(_NUM_STALE)
 
     @property
     def resumed(self) -> ResumedCalls:
@@ -276,9 +276,7 @@ class RequestManager:
             return task
         key = (source, request_id, attempt)
         if key not in self._stale:
-            self._stale[key] = None
-            if len(self._stale) > _NUM_STALE:
-                self._stale.popitem(last=False)
+            self._stale.put(key, None)
             self._connections.send(source, Cancel(request_id, attempt))
         return None
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from itertools import islice
 
 from cluster.errors import UnknownRequestError
 from cluster.gateway.request_task import RequestTask
 from cluster.gateway.resumed_calls import RequestKey
 from cluster.metrics.ended_request import RequestInfo
+from kvtransfer.common.recent_map import RecentMap
 
 # Ended requests that are remembered.
 NUM_RECORDS = 1024
@@ -19,14 +19,11 @@ class RequestRecords:
 
     def __init__(self, running: dict[RequestKey, RequestTask]) -> None:
         self._running = running
-        self._ended: OrderedDict[RequestKey, RequestInfo] = OrderedDict()
+        self._ended: RecentMap[RequestKey, RequestInfo] = RecentMap(NUM_RECORDS)
 
     def ended(self, key: RequestKey, task: RequestTask, state: str, reason: str, now: float) -> None:
         """Remember how a request has ended."""
-        self._ended.pop(key, None)
-        self._ended[key] = _record(key, task, state, reason, now)
-        if len(self._ended) > NUM_RECORDS:
-            self._ended.popitem(last=False)
+        self._ended.put(key, _record(key, task, state, reason, now))
 
     def find(self, request_id: str, tenant: str | None) -> RequestInfo:
         """Return what is known of a running or recent request of the tenant, or raise `UnknownRequestError`.

@@ -10,7 +10,6 @@ import asyncio
 import hashlib
 import logging
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -33,6 +32,7 @@ from cluster.proto.tandem.v1 import inference_pb2 as pb
 from cluster.roster.messages import GatewayRecord, SetTraffic
 from cluster.roster.state import RosterClient, ScalingRoster
 from kvtransfer.common.clock import Clock
+from kvtransfer.common.recent_map import RecentMap
 
 # Metadata of a request that a gateway passes on: it is answered where it arrives.
 RELAYED_KEY = "tandem-relayed-by"
@@ -171,7 +171,7 @@ class TrafficSplitter:
         self._channels = RelayChannels(certificate)
         self._calls: set[Any] = set()
         # Of forwarded requests, by tenant and id.
-        self._relayed_to: OrderedDict[tuple[str, str], GatewayRecord] = OrderedDict()
+        self._relayed_to: RecentMap[tuple[str, str], GatewayRecord] = RecentMap(_NUM_REMEMBERED)
         self._is_leaving = self._is_closed = False
 
     @property
@@ -336,9 +336,7 @@ class TrafficSplitter:
         return self._others[app]
 
     def _remember(self, key: tuple[str, str], gateway: GatewayRecord) -> None:
-        self._relayed_to[key] = gateway
-        if len(self._relayed_to) > _NUM_REMEMBERED:
-            self._relayed_to.popitem(last=False)
+        self._relayed_to.put(key, gateway)
 
     def _ended(
         self, request: pb.GenerateRequest, context: Context, app: str, code: grpc.StatusCode, began_at: float

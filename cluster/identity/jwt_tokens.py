@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from cluster.identity.config import AuthConfig, JwtConfig
 from cluster.identity.identity import ROLES, Identity, Role, is_tenant
 from cluster.identity.watched_file import WatchedFile
 from kvtransfer.common.clock import Clock
+from kvtransfer.common.recent_map import RecentMap
 
 FIELD = "auth.jwt.keys_file"
 # Verified tokens that are remembered, because a signature takes long to verify.
@@ -48,7 +48,7 @@ class JwtVerifier:
         self._settings = settings
         self._config = config
         self._clock = clock
-        self._verified: OrderedDict[bytes, Identity] = OrderedDict()
+        self._verified: RecentMap[bytes, Identity] = RecentMap(MAX_REMEMBERED)
         self._version = self.keys.version
 
     def identify(self, token: str) -> Identity:
@@ -60,9 +60,7 @@ class JwtVerifier:
         known = self._verified.get(digest)
         if known is None:
             known = self._identity(self._claims(token))
-            self._verified[digest] = known
-            if len(self._verified) > MAX_REMEMBERED:
-                self._verified.popitem(last=False)
+            self._verified.put(digest, known)
         assert known.expires_at is not None
         if self._clock.wall() >= known.expires_at + self._settings.leeway_s:
             self._verified.pop(digest, None)

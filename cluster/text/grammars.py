@@ -42,6 +42,7 @@ from cluster.text.output_parsers.tool_grammar import (
 )
 from cluster.text.tag_grammar import Tag, tags_grammar
 from kvtransfer.codec import Codec, Message
+from kvtransfer.common.recent_map import RecentMap
 from workers.grammar_limits import parser_limits
 from workers.messages.sampling import MAX_GRAMMAR_BYTES, Grammar
 
@@ -123,7 +124,7 @@ class GrammarCompiler:
         )
         self._tenants = PartyTurns()
         # Tenants whose orders took too long lately, and how many more of theirs are made apart.
-        self._tenant_to_watched: OrderedDict[str, int] = OrderedDict()
+        self._tenant_to_watched: RecentMap[str, int] = RecentMap(_MAX_WATCHED_TENANTS)
         self._results: OrderedDict[bytes, GrammarMade | GrammarRefused] = OrderedDict()
         self._num_bytes = 0
         self._making: dict[bytes, asyncio.Task[GrammarMade | GrammarRefused]] = {}
@@ -190,9 +191,7 @@ class GrammarCompiler:
             return GrammarRefused(str(error))
 
     def _watch(self, tenant: str, num_orders: int) -> None:
-        self._tenant_to_watched[tenant] = num_orders
-        if len(self._tenant_to_watched) > _MAX_WATCHED_TENANTS:
-            self._tenant_to_watched.popitem(last=False)
+        self._tenant_to_watched.put(tenant, num_orders)
 
     def _keep(self, key: bytes, done: asyncio.Task[GrammarMade | GrammarRefused]) -> None:
         del self._making[key]

@@ -191,9 +191,10 @@ def test_a_signature_is_verified_once(
 
 
 def test_what_is_remembered_is_bounded(
-    verifier: Verifier, issuers: dict[str, Issuer], monkeypatch: pytest.MonkeyPatch
+    issuers: dict[str, Issuer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jwt_tokens, "MAX_REMEMBERED", 3)
+    verifier = Verifier(write_jwks(tmp_path / "keys.json", list(issuers.values())))
     for number in range(10):
         verifier.identify(issuers["EdDSA"].token(exp=FAR, sub=f"s{number}"))
     assert verifier.authenticator._jwt is not None
