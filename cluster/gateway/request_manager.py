@@ -129,7 +129,9 @@ class RequestManager:
         except RequestError as error:
             self._observe_refused(call, error)
             raise
-        task, prepared = self._begin(accepted), accepted.prepared
+        with accepted.queued.closed_on_failure():
+            task = self._begin(accepted)
+        prepared = accepted.prepared
         return Accepted(
             task, accepted.key[1], prepared.seed, prepared.num_prompt_tokens, accepted.resume_token
         )
