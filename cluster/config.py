@@ -262,8 +262,8 @@ class GatewayConfig(_Settings):
     @model_validator(mode="before")
     @classmethod
     def _others_beside_the_port(cls, fields: Any) -> Any:
-        """Default to free ports for console, operators and HTTP where `port` is set: those of two gateways
-        would collide."""
+        """Default to free ports for console, operators and HTTP where `port` is set: the fixed ports of two
+        gateways would collide."""
         default = cls.model_fields["port"].default
         if isinstance(fields, dict) and fields.get("port", default) != default:
             http = fields.get("http", {})

@@ -507,7 +507,7 @@ class RequestAdmission:
             queued.report(Refused(OverloadedError(because, self.retry_after_s(least_wait_s))))
 
     def _wake_in_time(self) -> None:
-        """Be called when the next request has waited for as long as it may."""
+        """Schedule a wake-up for when the next request has waited for as long as it may."""
         first = self._bounds.first()
         if first is not None and self._clock.now() < first[0] < self._wakes_at:
             self._wakes_at = first[0]

@@ -76,7 +76,7 @@ class AdmissionConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _over_defaults(cls, fields: Any) -> Any:
-        """What a class is given leaves the rest of that class as it is by default."""
+        """Merge the given settings of each class over its defaults."""
         if not isinstance(fields, dict):
             return fields
         given = {name: fields[name] for name in SERVICE_CLASSES if isinstance(fields.get(name), dict)}

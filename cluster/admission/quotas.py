@@ -378,7 +378,7 @@ class Quotas:
         self._count_others(peers.values(), now)
 
     def divide(self, num_others: int, now: float) -> None:
-        """Go on with this gateway's own part of all limits: nothing is known of the other gateways."""
+        """Continue with this gateway's own part of all limits: nothing is known of the other gateways."""
         self._forget_idle(now)
         self._is_divided = True
         self.missing = ()

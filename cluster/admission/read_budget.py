@@ -155,7 +155,7 @@ def pass_on() -> None:
 
 
 def divide(num_parts: int) -> None:
-    """Say of how many requests the call of this task consists."""
+    """Note how many requests the call of this task consists of."""
     if (hold := _current.get()) is not None:
         hold.divide(num_parts)
 

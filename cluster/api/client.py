@@ -84,7 +84,7 @@ class PromptParts:
         self._num_call_chars = 0
 
     def begin_call(self) -> None:
-        """The parts come from their beginning now."""
+        """Note that the parts come from their beginning now."""
         self._num_call_chars = 0
 
     def new(self, part: pb.PromptPart) -> pb.PromptPart | None:
@@ -140,7 +140,7 @@ class GenerateStream:
         return self.events()
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """What iterating gives; closing the generator early cancels the request."""
+        """Yield the events of the request; closing the generator early cancels the request."""
         num_failures, failing_since, before = 0, 0.0, ""
         while True:
             num_tokens = self._num_tokens()
@@ -171,7 +171,7 @@ class GenerateStream:
             self._client.leave_address(self._address)
 
     async def _attempt(self) -> AsyncGenerator[Event, None]:
-        """The events of one call that are new."""
+        """Yield the new events of one call."""
         timeout_s = None
         if self._deadline_at is not None:
             timeout_s = max(0.001, self._deadline_at - self._client.clock.now())
@@ -273,7 +273,7 @@ class Client(GatewayCaller):
         timeout_s: float | None = None,
         resume: bool = True,
     ) -> Completion:
-        """The whole result at once."""
+        """Return the whole result at once."""
         collector = Collector()
         async for event in self.generate(prompt, options, timeout_s=timeout_s, resume=resume):
             collector.add(event)
@@ -287,7 +287,7 @@ class Client(GatewayCaller):
         dimensions: int | None = None,
         timeout_s: float | None = None,
     ) -> list[list[float]]:
-        """The embedding of each text, or of each list of token ids."""
+        """Return the embedding of each text, or of each list of token ids."""
         request = pb.EmbedRequest(
             inputs=[embed_input(item) for item in inputs], normalize=normalize, dimensions=dimensions
         )
@@ -301,7 +301,7 @@ class Client(GatewayCaller):
         *,
         timeout_s: float | None = None,
     ) -> list[pb.ContinuationScore]:
-        """How likely each continuation of the prompt is."""
+        """Return how likely each continuation of the prompt is."""
         asked = generate_request(prompt, GenerateOptions())
         request = pb.ScoreRequest(continuations=[embed_input(item) for item in continuations])
         match asked.WhichOneof("prompt"):
@@ -332,20 +332,20 @@ class Client(GatewayCaller):
         return list(reply.models)
 
     async def explain(self, request_id: str) -> pb.ExplainResponse:
-        """Where a running or recent request of this caller's tenant went, and why."""
+        """Return where a running or recent request of this caller's tenant went, and why."""
         reply: pb.ExplainResponse = await self._unary("Explain", pb.ExplainRequest(request_id=request_id))
         return reply
 
     async def requests(self, limit: int | None = None) -> list[pb.RequestSummary]:
-        """The running and recent requests of this caller's tenant, the latest arrivals first."""
+        """Return the running and recent requests of this caller's tenant, the latest arrivals first."""
         reply: pb.ListRequestsResponse = await self._unary(
             "ListRequests", pb.ListRequestsRequest(limit=limit)
         )
         return list(reply.requests)
 
     async def pause(self, error: CallError, num_failures: int) -> None:
-        """Before another try: as the gateway suggests, at least the growing pause of our own. What is
-        unavailable may be there earlier than was suggested; a refusal is obeyed."""
+        """Wait before another try: as the gateway suggests, at least for the growing pause of our own. An
+        unavailable service may be back earlier than suggested; a refusal is obeyed."""
         suggested_s = error.retry_after_s or 0.0
         if not error.is_refusal:
             suggested_s = min(suggested_s, _MAX_BACKOFF_S)
@@ -380,7 +380,7 @@ class Collector:
         return sum(len(output.token_ids) for output in self._outputs.values())
 
     def completion(self) -> Completion:
-        """The result; only after `Finished` was added."""
+        """Return the result; to be called only after `Finished` was added."""
         assert self._finished is not None
         outputs = [self._outputs.get(end.sample, _Output()) for end in self._finished.samples]
         return Completion(

@@ -69,7 +69,8 @@ _APART = ("pinned_prefill", "pinned_decode", "service_class", "no_store")
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
-    """The message; `InvalidRequestError` names an option, or the prompt, that does not fit in its field."""
+    """Return the message; `InvalidRequestError` names an option, or the prompt, that does not fit in its
+    field."""
     request = pb.GenerateRequest(
         service_class=_value("service_class", pb.ServiceClass, options.service_class)
     )
@@ -92,7 +93,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
 
 
 def chat_prompt(turns: Sequence[Any]) -> pb.ChatPrompt:
-    """The message of a chat made of `Turn`s."""
+    """Return the message of a chat made of `Turn`s."""
     chat = pb.ChatPrompt()
     for index, (role, content) in enumerate(turns):
         message = chat.messages.add(role=_value(f"chat.messages[{index}].role", pb.Role, role))
@@ -107,7 +108,7 @@ def embed_input(item: str | Sequence[int]) -> pb.EmbedInput:
 
 
 def _value(field: str, kind: Any, name: str) -> Any:
-    """The value of an enum by its short name."""
+    """Return the value of an enum by its short name."""
     try:
         return value_of(kind, name)
     except KeyError:
@@ -116,7 +117,7 @@ def _value(field: str, kind: Any, name: str) -> Any:
 
 
 def _message(kind: Any, name: str, value: Any) -> Any:
-    """A message of this kind with one field set; None leaves it absent."""
+    """Return a message of this kind with one field set; None leaves it absent."""
     try:
         return kind(**{name: value})
     except (TypeError, ValueError) as error:

@@ -31,7 +31,7 @@ _log = logging.getLogger("tandem.gateway")
 def open_server(
     gateway: GatewayConfig, interceptors: Sequence[grpc.aio.ServerInterceptor], max_message_bytes: int
 ) -> grpc.aio.Server:
-    """A gRPC server that listens nowhere yet."""
+    """Return a gRPC server that does not listen yet."""
     options = [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", -1),
@@ -66,7 +66,7 @@ class ClientPort:
         self._descriptors = set()
 
     def num_connections(self) -> int:
-        """Clients that are connected now."""
+        """Return the number of clients that are connected now."""
         return sum(
             connection.status == psutil.CONN_ESTABLISHED and connection.laddr.port == self.number
             for connection in psutil.Process().net_connections("tcp")
@@ -124,7 +124,8 @@ def open_certificate(
 async def open_health(
     gateway: GatewayConfig, servicer: health.aio.HealthServicer, *, is_shared: bool = False
 ) -> grpc.aio.Server | None:
-    """The server of `health_port`, started; None when there shall be none. `is_shared` as for `bind`."""
+    """Start and return the server of `health_port`; None when there shall be none. `is_shared` as for
+    `bind`."""
     if gateway.health_port is None:
         return None
     server = grpc.aio.server(options=[("grpc.so_reuseport", int(gateway.takes_over))])
@@ -154,7 +155,8 @@ class Certificate:
         self._given = self._current
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Every handshake asks `_changed`, so that a renewed certificate is used without a restart."""
+        """Return credentials whose every handshake calls `_changed`, so that a renewed certificate is used
+        without a restart."""
         return grpc.dynamic_ssl_server_credentials(
             self._configuration(),
             self._changed,
@@ -162,12 +164,12 @@ class Certificate:
         )
 
     def chain(self) -> str:
-        """PEM of the certificate chain that the next handshake shows; reads the files."""
+        """Read the files, and return the PEM of the certificate chain that the next handshake shows."""
         self._refresh()
         return self._current[0].decode("ascii", "replace")
 
     def pair(self) -> tuple[bytes, bytes]:
-        """PEM of the chain and of its key, as the files were when they were read last."""
+        """Return the PEM of the chain and of its key, as the files were when they were read last."""
         return self._current[0], self._current[1]
 
     def ssl_context(self) -> ssl.SSLContext:
@@ -200,7 +202,8 @@ class Certificate:
         return context
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """What the files hold now, where it is new and complete; None: go on with what was last given."""
+        """Return the contents of the files where they are new and complete; None: keep those that were given
+        last."""
         self._refresh()
         if self._current == self._given:
             return None
@@ -237,8 +240,8 @@ class Certificate:
 
 
 def _check_pair(cert: bytes, key: bytes) -> None:
-    """`StartError` unless the key is that of the certificate: not while one of the two files is replaced
-    already and the other is not."""
+    """Raise `StartError` unless the key is that of the certificate, which it is not while only one of the two
+    files is replaced already."""
     try:
         chain, private = load_pem_x509_certificates(cert), load_pem_private_key(key, None)
         is_pair = chain[0].public_key() == private.public_key()
@@ -252,7 +255,7 @@ _TAKEN = "the port is taken, or the address is not one of this host"
 
 
 def _listeners() -> set[tuple[int, int]]:
-    """(file descriptor, port) of each socket on which this process listens."""
+    """Return (file descriptor, port) of each socket on which this process listens."""
     return {
         (connection.fd, connection.laddr.port)
         for connection in psutil.Process().net_connections("tcp")

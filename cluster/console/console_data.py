@@ -167,7 +167,8 @@ class ConsoleApi:
 
 
 def _request(gateway_id: str, request: ListedRequest, now: float) -> dict[str, Any]:
-    """Times are milliseconds, null while not known; `age_s` counts from the request's arrival."""
+    """Return the fields of a request. Times are milliseconds, null while not known; `age_s` counts from the
+    request's arrival."""
     return {
         "request_id": request.request_id,
         "gateway_id": gateway_id,

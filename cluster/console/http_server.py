@@ -498,7 +498,7 @@ def refused_order(headers: Mapping[str, str]) -> tuple[int, str] | None:
 
 
 def _place(origin: str) -> str:
-    """`host:port` of an Origin header; "" where it has none ("null")."""
+    """Return the `host:port` of an Origin header; "" where it has none ("null")."""
     try:
         return urlsplit(origin).netloc.lower()
     except ValueError:

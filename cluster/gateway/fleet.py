@@ -341,8 +341,8 @@ class Fleet:
         )
 
     async def end_session(self, ended: EndedSession) -> dict[str, str]:
-        """Have no gateway accept the session any more; returns why one may for now, by the id of each that
-        does not answer. Those are told again until they do."""
+        """Make every gateway refuse the session. Return, by the id of each gateway that does not answer, why
+        it may still accept the session; those gateways are told again until they answer."""
         message = SessionEnded(*ended)
         reached, missing = await self._ask(
             dict.fromkeys(self._known_peers(), message), Noted, is_patient=True
@@ -539,7 +539,8 @@ class _Peer:
         return self._pause.reason
 
     async def _exchange(self, query: Query) -> Answer | FleetRefusal:
-        """Without an answer, for whatever reason, the stream ends: a late one would be taken for the next."""
+        """Send the query, and return the answer. Without an answer, for whatever reason, the stream ends: a
+        late answer would be taken for that of the next query."""
         stream, self._stream = self._stream, None
         try:
             if stream is None or stream.closed:

@@ -412,7 +412,7 @@ class PlacementExchange:
     # -------------------------------------------------------------------------------- what others place
 
     async def _follow(self, followed: _Followed) -> None:
-        """Hear the placements of another gateway for as long as this task is not cancelled."""
+        """Receive the placements of another gateway until this task is cancelled."""
         backoff = Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S)
         name = followed.record.gateway_id
         while True:

@@ -164,7 +164,7 @@ _POWERS: dict[int, NDArray[np.uint64]] = {}
 
 
 def _powers(base: int) -> NDArray[np.uint64]:
-    """base^0, base^1, ... modulo 2^64."""
+    """Return base^0, base^1, ... modulo 2^64."""
     if base not in _POWERS:
         factors = np.full(MAX_TOKENS, base & _MASK, dtype=np.uint64)
         factors[0] = 1
@@ -173,7 +173,7 @@ def _powers(base: int) -> NDArray[np.uint64]:
 
 
 def _salt(tenant: str) -> int:
-    """Anchors of one tenant are never found by another's prompts."""
+    """Return the salt of a tenant's anchors, so that another tenant's prompts never find them."""
     return int.from_bytes(hashlib.blake2b(tenant.encode(), digest_size=7).digest(), "little")
 
 

@@ -92,7 +92,7 @@ class StreamMigration:
         return True
 
     def excluded(self) -> tuple[str, ...]:
-        """Ids of replicas that cannot be the target that is asked for now."""
+        """Return the ids of replicas that cannot be the target that is requested now."""
         self._is_seeking = False
         assert self.decode is not None
         return tuple(sorted({self.decode.replica_id, *self._refused}))

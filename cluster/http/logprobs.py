@@ -187,7 +187,7 @@ def _ranked(item: pb.TokenLogprob) -> dict[str, RankedLogprob]:
 
 
 def _likeliest(item: pb.TokenLogprob) -> dict[str, float]:
-    """The likeliest tokens; the one that was chosen is there, also where it is none of them."""
+    """Return the likeliest tokens; the chosen token is included, also where it is none of them."""
     chosen = next((top.logprob for top in item.top if top.token_id == item.token_id), item.logprob)
     found = {item.text: chosen}
     for top in item.top:  # of those that look the same, the likelier comes first

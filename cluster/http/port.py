@@ -112,7 +112,7 @@ class HttpPort:
         return int(self._runner.addresses[0][1])
 
     def num_connections(self) -> int:
-        """Clients that are connected now."""
+        """Return the number of clients that are connected now."""
         server = self._runner.server
         return 0 if server is None else len(server.connections)
 

@@ -180,7 +180,7 @@ class HttpFront:
         await self._port.stop_accepting()
 
     def num_connections(self) -> int:
-        """Clients that are connected now."""
+        """Return the number of clients that are connected now."""
         return self._port.num_connections()
 
     async def stop(self) -> None:

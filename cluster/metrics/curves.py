@@ -41,7 +41,7 @@ class Spread:
         return self
 
     def quantile(self, share: float) -> float:
-        """The value that `share` of the values do not exceed; 0 without values."""
+        """Return the value that `share` of the values do not exceed; 0 without values."""
         wanted = max(1, math.ceil(share * self.num_values))
         so_far = 0
         for bucket in sorted(self.buckets):

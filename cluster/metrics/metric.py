@@ -87,7 +87,8 @@ def metric(
     scale: float = 1.0,
     buckets: tuple[float, ...] = (),
 ) -> Metric:
-    """The name says which kind it is; `by` are labels beside those of its group."""
+    """Return a metric, whose name says which kind it is; `by` are labels in addition to those of its
+    group."""
     kind: Kind = "histogram" if buckets else "counter" if name.endswith("_total") else "gauge"
     return Metric(name, kind, (*labels, *by.split()), unit, help_, why_empty, buckets, field, scale)
 

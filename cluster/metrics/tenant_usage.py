@@ -85,7 +85,7 @@ class TenantUsageTable:
             self._name(name)
 
     def series(self) -> dict[str, TenantUse]:
-        """By label value."""
+        """Return the use of tenants by label value."""
         return {**self._named, OTHERS: self._others}
 
     def _name(self, name: str) -> TenantUse:

@@ -94,7 +94,8 @@ class RemoteRoster:
             await self._call("tell_start", STARTING_CODEC.encode(starting))
 
     async def view(self, after_version: int, timeout_s: float) -> RosterView:
-        """The last view when the actor is away or rebuilding, after a wait, so that callers do not spin."""
+        """Return the roster's view; when the actor is away or rebuilding, the last view, after a wait, so
+        that callers do not spin."""
         if self._last.version > after_version:
             after_version, timeout_s = self._last.version, 0.0
         try:

@@ -59,7 +59,7 @@ class DesiredState:
         self._own: set[tuple[str, str]] = set()
 
     def fill(self, view: RosterView) -> RosterView:
-        """The view of the members, with the desired state added."""
+        """Return the view of the members, with the desired state added."""
         return RosterView(
             version=view.version,
             replicas=view.replicas,
@@ -77,7 +77,7 @@ class DesiredState:
         )
 
     def change(self, order: RosterOrder) -> bool:
-        """Carry out an order."""
+        """Carry out an order; return whether it changed anything."""
         before = self.fill(_NOBODY)
         match order:
             case SetDesired(pool, num_replicas, pinned):

@@ -43,7 +43,8 @@ class RosterClient(Protocol):
         """Remove the member in this life or an earlier one; that life cannot register again."""
 
     async def view(self, after_version: int, timeout_s: float) -> RosterView:
-        """The view, at once when newer than `after_version`, else when it changes or after `timeout_s`."""
+        """Return the view, at once when newer than `after_version`, else when it changes or after
+        `timeout_s`."""
 
 
 class ScalingRoster(RosterClient, Protocol):
@@ -81,7 +82,8 @@ class Roster:
         return self._desired.fill(members)
 
     def register(self, record: MemberRecord, now: float) -> bool:
-        """False when the record's epoch is over: a newer one is registered, or this one was removed."""
+        """Register the member; False when the record's epoch is over: a newer one is registered, or this one
+        was removed."""
         known = self._members.get(record.member_id)
         removed_epoch = self._removed_epoch.get(record.member_id)
         if known is not None and record.epoch < known.epoch:
@@ -95,7 +97,7 @@ class Roster:
         return True
 
     def remove(self, member_id: str, epoch: int) -> bool:
-        """True when the member was registered with this epoch or an earlier one, and now is not."""
+        """Remove the member; True when it was registered with this epoch or an earlier one."""
         self._removed_epoch[member_id] = max(epoch, self._removed_epoch.pop(member_id, epoch))
         if len(self._removed_epoch) > NUM_REMOVED:
             del self._removed_epoch[next(iter(self._removed_epoch))]

@@ -42,8 +42,8 @@ class KeptCounts:
         self._is_away = False
 
     async def left(self, config: ClusterConfig, seen: AppTargets, view: RosterView) -> KnownCounts:
-        """What an earlier Ray cluster left and the roster lacks, for pools that Serve has deployed with just
-        that count; empty from the second time on."""
+        """Return the counts that an earlier Ray cluster left and the roster lacks, for pools that Serve has
+        deployed with just that count; empty from the second time on."""
         if self._is_read or not seen.pools:
             return KnownCounts()
         try:

@@ -90,8 +90,8 @@ class PolicyView:
         self.shortages = self.shortages_at(0)
 
     def shortages_at(self, num_ago: int) -> dict[str, Shortage]:
-        """By kind: the shortages that stood before the latest `num_ago` samples. A prefill queue that waits
-        for decode is decode's shortage."""
+        """Return by kind the shortages that stood before the latest `num_ago` samples. A prefill queue that
+        waits for decode is decode's shortage."""
         fast = self._signals(num_ago)
         found = {kind: fast.shortage(kind) for kind in self.kinds}
         if fast.is_blocked():
@@ -99,12 +99,12 @@ class PolicyView:
         return {kind: shortage for kind, shortage in found.items() if shortage is not None}
 
     def blocked_queue(self) -> Shortage | None:
-        """The prefill queue that stands because prompts wait for decode; it is none of `shortages`."""
+        """Return the prefill queue that stands because prompts wait for decode; it is none of `shortages`."""
         fast = self._signals()
         return fast.shortage(PREFILL) if PREFILL in self.kinds and fast.is_blocked() else None
 
     def _signals(self, num_ago: int = 0) -> ReactiveSignals:
-        """Over the half minute before the latest `num_ago` samples."""
+        """Return the signals over the half minute before the latest `num_ago` samples."""
         samples = self.history.since(self.latest.at - WINDOW_S - num_ago * self.config.interval_s)
         return ReactiveSignals(
             samples[: len(samples) - num_ago],
@@ -124,13 +124,13 @@ class PolicyView:
         )
 
     def needs(self) -> dict[str, ReplicaNeed]:
-        """By kind: what the expected demand needs. Too short a history says nothing."""
+        """Return by kind the replicas that the expected demand needs. Too short a history says nothing."""
         if self.history.covered_s < self.config.forecast_s / 10:
             return dict.fromkeys(self.kinds, ReplicaNeed(None, ""))
         return forecast_replicas(self._load(self.work.expected.per_s), self.config, self._reach)
 
     def lasting_needs(self) -> dict[str, ReplicaNeed]:
-        """The same with the latest demand and a margin above it: no pool shrinks below that."""
+        """Return the needs with the latest demand and a margin above it: no pool shrinks below these."""
         return forecast_replicas(self._load(HYSTERESIS * self.work.lasting_per_s), self.config, self._reach)
 
     def _load(self, per_s: float) -> ExpectedLoad:

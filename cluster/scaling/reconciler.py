@@ -81,7 +81,7 @@ class Reconciler:
         now: float,
         wall: float,
     ) -> list[Action]:
-        """What to do about what Serve has in mind; `autoscaled` pools are held without a pin.
+        """Return what to do about the targets of Serve; `autoscaled` pools are held without a pin.
 
         `seen` None (the application is absent) and an application that is being deleted change nothing.
         """
@@ -103,7 +103,8 @@ class Reconciler:
         return before + [pull for pull in judge.pulls if self._may_pull(pull.pool, now)]
 
     def order(self, move: ScalingChange) -> list[Action]:
-        """A move of our own, decided on what the last look saw: recorded first, then carried out."""
+        """Return the actions of a move of our own, decided on the state that the last look saw: it is
+        recorded first, then carried out."""
         return [
             RestoreRoles(f"pool {move.pool} goes from {move.before} to {move.after}"),
             SetDesired(move.pool, move.after, pinned=False),
@@ -112,7 +113,8 @@ class Reconciler:
         ]
 
     def ordered(self, move: ScalingChange) -> list[Action]:
-        """An operator's move that Serve has taken already, or that leaves its target as it is."""
+        """Return the actions of an operator's move that Serve has taken already, or that leaves its target as
+        it is."""
         actions: list[Action] = [SetDesired(move.pool, move.after, pinned=True), move]
         if move.before != move.after:
             actions.insert(0, RestoreRoles(f"{move.by} set pool {move.pool} to {move.after}"))
@@ -173,14 +175,15 @@ class _Comparison:
             self._ordered(pool, desired, seen.target)
 
     def forget_removed(self, there: Mapping[str, PoolTarget]) -> None:
-        """A pool that a deploy removed shall not be remembered when another adds one of its name."""
+        """Forget the pools that a deploy removed: they shall not be remembered when another deploy adds one
+        of their name."""
         self.actions += [ForgetPool(pool) for pool in self._roster.desired if pool not in there]
 
     def _follows_the_file(self, pool: str) -> bool:
         return pool not in self._roster.pinned and pool not in self._autoscaled
 
     def _declared_anew(self, pool: str, seen: PoolTarget, before: int) -> None:
-        """Another count in the configuration is an order for the pools that are nobody's choice."""
+        """Take another count in the configuration as an order for a pool whose count nobody has chosen."""
         assert seen.declared is not None
         if self._roster.desired.get(pool, seen.target) != seen.declared or seen.target != seen.declared:
             self.actions.append(SetDesired(pool, seen.declared, pinned=False))

@@ -28,7 +28,7 @@ return 1
 
 
 def counts_key(namespace: str, life: str) -> str:
-    """Under which the counts of the application with this life (`cluster.serve.entrypoint`) are kept."""
+    """Return the key of the counts of the application with this life (`cluster.serve.entrypoint`)."""
     return f"{namespace}:counts:{life}"
 
 
@@ -41,7 +41,8 @@ class RedisCounts:
         self._key = key.encode()
 
     async def read(self) -> KnownCounts | None:
-        """What was written last; None where nothing was. Raises `WireError` for what is none of ours."""
+        """Return the counts that were written last; None where there are none. Raise `WireError` for contents
+        that are not ours."""
         frame = await self._run(_READ)
         return COUNTS_CODEC.decode(frame) if isinstance(frame, bytes) else None
 

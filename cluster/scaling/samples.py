@@ -56,7 +56,8 @@ class DemandMeter:
         self._sum = Demand()
 
     def add(self, gateway: str, totals: Demand) -> None:
-        """`gateway` names it with its epoch. What it counted before it was first heard is not of now."""
+        """Add the totals of a gateway; `gateway` names it with its epoch. Its counts from before it was first
+        heard are left out."""
         before = self._latest.get(gateway)
         if before is not None:
             self._sum = self._sum.plus(totals.since(before))
@@ -67,7 +68,7 @@ class DemandMeter:
         self._latest = {name: totals for name, totals in self._latest.items() if name in gateways}
 
     def take(self) -> Demand:
-        """Since the last call."""
+        """Return the demand since the last call."""
         taken, self._sum = self._sum, Demand()
         return taken
 
@@ -85,7 +86,7 @@ class ScalingSample(NamedTuple):
     demand: Demand
 
     def num_ready(self, pool: str) -> int:
-        """Of its own, those in another role included."""
+        """Return the number of the pool's own ready replicas, including those in another role."""
         return sum(replica.pool == pool for replica in self.replicas)
 
 
@@ -115,12 +116,13 @@ def may_prefill(pools: Sequence[PoolView]) -> bool:
 
 
 def kind_of(role: str, *, has_prefill: bool) -> str:
-    """What a role does in this cluster."""
+    """Return what a role does in this cluster."""
     return BOTH if role == DECODE and not has_prefill else role
 
 
 def last_changes(pool: str, moves: Sequence[ScalingChange]) -> tuple[float | None, float | None]:
-    """`grew_at` and `changed_at` of a pool, from the moves of all pools; changes of a role are none."""
+    """Return `grew_at` and `changed_at` of a pool, from the moves of all pools; changes of a role do not
+    count."""
     own = [move for move in moves if move.pool == pool and move.after != move.before]
     grown = [move.at for move in own if move.after > move.before]
     return max(grown, default=None), max((move.at for move in own), default=None)
@@ -136,7 +138,8 @@ class History:
         self._start_s: dict[str, float] = {}
 
     def add(self, sample: ScalingSample) -> None:
-        """Times grow; a sample from before the latest one (the clock was set back) starts afresh."""
+        """Add a sample. Times grow; a sample from before the latest one (the clock was set back) starts a new
+        history."""
         if self._samples and sample.at <= self._samples[-1].at:
             self._samples.clear()
             self._starting_since.clear()
@@ -154,7 +157,7 @@ class History:
             self._start_s[pool] = sample.at - since
 
     def start_s(self, pool: str) -> float:
-        """How long it took at last until what was ordered for the pool was ready."""
+        """Return how long the last order for the pool took until its replicas were ready."""
         return self._start_s.get(pool, _DEFAULT_START_S)
 
     @property
@@ -167,7 +170,7 @@ class History:
         return self._samples[-1].at - self._samples[0].at if self._samples else 0.0
 
     def since(self, at: float) -> list[ScalingSample]:
-        """The samples from this time on, oldest first."""
+        """Return the samples from this time on, oldest first."""
         found = []
         for sample in reversed(self._samples):
             if sample.at < at:

@@ -80,12 +80,12 @@ class Scaler:
         self.configure(config)
 
     def configure(self, config: ClusterConfig) -> None:
-        """Go on with this configuration: of a later deploy."""
+        """Continue with this configuration, of a later deploy."""
         self._config = config
         self._history = History(history_span_s(config.scaling))
 
     def report(self, gateway: str, status: admin_pb.StatusResponse) -> None:
-        """What this gateway sees now; `gateway` names it with its epoch."""
+        """Note what this gateway sees now; `gateway` names it with its epoch."""
         self._reports.add(gateway, status, self._clock.now())
 
     async def run(self) -> None:
@@ -102,7 +102,7 @@ class Scaler:
             await self._clock.sleep(self._config.scaling.interval_s)
 
     async def tick(self) -> None:
-        """One look. `DashboardError` or `RosterAwayError`: nothing, or not all, could be done."""
+        """Look once. `DashboardError` or `RosterAwayError`: nothing, or not all, could be done."""
         async with self._turn:
             view = await self._roster.view(0, 0.0)
             if view.version == 0:
@@ -285,5 +285,5 @@ class Scaler:
 
 
 def move_fields(move: ScalingChange) -> tuple[str, int, int, str, str]:
-    """For a line of text: pool, before, after, by whom, why."""
+    """Return the fields for a line of text: pool, before, after, by whom, why."""
     return move.pool, move.before, move.after, move.by, move.reason

@@ -35,7 +35,7 @@ _MAX_TEXT_CHARS = 300
 
 
 def deployment_name(pool: str) -> str:
-    """The Serve deployment of a pool."""
+    """Return the name of a pool's Serve deployment."""
     return f"{_POOL_PREFIX}{pool}"
 
 
@@ -86,7 +86,7 @@ class ServeClient:
         await self._session.close()
 
     async def application(self) -> AppTargets | None:
-        """What Serve has in mind for the pools; None while it does not know the application."""
+        """Return the targets of Serve for the pools; None while Serve does not know the application."""
         text = await self._ask("GET", "/api/serve/applications/")
         try:
             instance = msgspec.json.decode(text, type=_Instance)
@@ -102,11 +102,11 @@ class ServeClient:
         await self._ask("POST", path, {"target_num_replicas": num_replicas}, pool)
 
     async def get(self, path: str) -> bytes:
-        """The body of another of the dashboard's answers."""
+        """Return the body of another of the dashboard's answers."""
         return (await self._ask("GET", path)).encode()
 
     async def _ask(self, method: str, path: str, body: dict[str, int] | None = None, pool: str = "") -> str:
-        """The text of the answer; `pool` is the one that the request is about."""
+        """Return the text of the answer; `pool` is the one that the request is about."""
         assert self._session is not None
         try:
             async with self._session.request(
@@ -197,7 +197,7 @@ def _targets(found: _Application) -> AppTargets:
 
 
 def declared_counts(user_config: Any) -> dict[str, int]:
-    """The counts in the `user_config` of the gateways; what cannot be one is left out."""
+    """Return the counts in the `user_config` of the gateways; values that cannot be counts are left out."""
     counts = user_config.get(REPLICAS_KEY) if isinstance(user_config, dict) else None
     if not isinstance(counts, dict):
         return {}
@@ -205,9 +205,9 @@ def declared_counts(user_config: Any) -> dict[str, int]:
 
 
 def _mark(found: _Application) -> str:
-    """Our own, drawn when the application is built, and for declarative deploys the time of the deploy, since
-    those may reset targets without building again. Serve draws the time of others anew when its controller
-    restarts, so it says nothing there."""
+    """Return our own mark, drawn when the application is built, and for declarative deploys also the time of
+    the deploy, since those may reset targets without building again. Serve draws the time of others again
+    when its controller restarts, so that time says nothing there."""
     gateway = found.deployments.get(MARK_DEPLOYMENT)
     config = gateway.deployment_config.user_config if gateway is not None else None
     own = str(config.get(MARK_KEY, "")) if isinstance(config, dict) else ""
@@ -230,7 +230,7 @@ def _pool(deployment: _Deployment, declared: int | None) -> PoolTarget:
 
 
 def _answer_of(text: str) -> str:
-    """The dashboard's own words: the `error` of its JSON, or the beginning of its text."""
+    """Return the dashboard's own words: the `error` of its JSON, or the beginning of its text."""
     try:
         fields = msgspec.json.decode(text)
     except msgspec.MsgspecError:

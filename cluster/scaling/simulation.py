@@ -182,7 +182,8 @@ class SimulatedCluster:
     # ------------------------------------------------------------------------------------ orders
 
     def scale(self, pool: str, count: int) -> None:
-        """New replicas are ready after `start_s`; those that leave finish what they have."""
+        """Set the count of a pool. New replicas are ready after `start_s`; those that leave finish their
+        requests."""
         self.desired[pool] = count
         own = [each for each in self.replicas if each.pool == pool and not each.is_leaving]
         for _ in range(count - len(own)):
@@ -194,7 +195,8 @@ class SimulatedCluster:
             self._reroute(replica)
 
     def set_role(self, replica_id: str, role: str) -> None:
-        """What it runs it finishes; prompts that have not begun go to other replicas."""
+        """Set the role of a replica, which finishes its running requests; prompts that have not begun go to
+        other replicas."""
         for replica in self.replicas:
             if replica.replica_id == replica_id:
                 replica.role = role
@@ -217,7 +219,7 @@ class SimulatedCluster:
     # ------------------------------------------------------------------------------------ one time step
 
     def submit(self, arrival: Arrival) -> None:
-        """It is at a prefill replica at once."""
+        """Submit a request, which is at a prefill replica at once."""
         job = SimulatedRequest(arrival, arrival.prompt_tokens, arrival.output_tokens)
         self.outcomes.jobs.append(job)
         self._counted.num_arrived += 1
@@ -225,14 +227,14 @@ class SimulatedCluster:
         self._queue(job)
 
     def _queue(self, job: SimulatedRequest) -> None:
-        """At the replica with the least backlog; while none is ready, at one that will be."""
+        """Queue a request at the replica with the least backlog; while none is ready, at one that will be."""
         able = self._of_kinds(PREFILL, BOTH) or self._starting() or self.replicas
         chosen = min(able, key=lambda each: (each.backlog_tokens, each.replica_id))
         chosen.prompts.append(job)
         chosen.queued_tokens += job.remaining_prompt
 
     def advance(self) -> None:
-        """One tick of everything."""
+        """Advance everything by one tick."""
         for replica in self.replicas:
             replica.num_refused = 0
         for replica in list(self.replicas):
@@ -262,7 +264,7 @@ class SimulatedCluster:
                 self._begin_prompt(replica)
 
     def _begin_prompt(self, replica: SimulatedReplica) -> None:
-        """The next one that has space is computed; the one after it asks for space meanwhile."""
+        """Begin the next prompt that has space; the one after it requests space at the same time."""
         if replica.granted is None:
             self._request_space(replica)
         if replica.computing is None and replica.granted is not None:
@@ -270,7 +272,8 @@ class SimulatedCluster:
             self._request_space(replica)
 
     def _request_space(self, replica: SimulatedReplica) -> None:
-        """For the first in line; it waits at the decode replica that has most."""
+        """Request space for the first prompt in line, which waits at the decode replica with the most
+        space."""
         able = self._of_kinds(DECODE, BOTH)
         if not replica.prompts or not able:
             return
@@ -335,7 +338,7 @@ class SimulatedCluster:
         replica.held_tokens -= job.kv_tokens
 
     def _preempt(self, replica: SimulatedReplica) -> None:
-        """The last that joined computes its prompt and output again, somewhere."""
+        """Make the sequence that joined last compute its prompt and output again, on any replica."""
         entry = max(replica.batch, key=lambda item: item[1])
         replica.batch.remove(entry)
         heapq.heapify(replica.batch)
@@ -435,7 +438,7 @@ def replay(
     config: ScalingConfig,
     scheme: Policy = decide,
 ) -> Replayed:
-    """The trace from its beginning until all is answered. `pools` say what there is at the start."""
+    """Replay the trace from its beginning until all is answered. `pools` are those at the start."""
     return _Replay(pools, model, config, scheme).run(sorted(arrivals))
 
 
@@ -478,7 +481,7 @@ class _Replay:
         )
 
     def _look(self) -> None:
-        """What the scaler does at each tick: look, decide, carry out."""
+        """Look, decide and carry out, as the scaler does at each tick."""
         sample = self._cluster.take_sample()
         self._history.add(sample)
         plan = self._scheme(self._history, self._config, self._views(), sample.at)
@@ -503,7 +506,7 @@ class _Replay:
         self._changes.append(ScalingChange(at, move.pool, move.before, move.after, "autoscaler", move.reason))
 
     def _switch(self, replica_id: str, pool: str, role: str) -> None:
-        """`role` "": back to its pool's."""
+        """Switch the role of a replica; `role` "": back to its pool's."""
         if role:
             self._assigned[replica_id] = pool, self._cluster.now
         else:
@@ -530,7 +533,7 @@ class _Replay:
 def keep_counts(
     history: History, config: ScalingConfig, pools: Sequence[PoolView], now: float
 ) -> ScalingPlan:
-    """Nothing is ever changed."""
+    """Return a plan without any change."""
     return ScalingPlan()
 
 

@@ -37,7 +37,7 @@ def named_token_file(environment: Mapping[str, str]) -> str:
 
 
 def token_place(environment: Mapping[str, str]) -> str:
-    """Say where Ray finds its token."""
+    """Return in words where Ray finds its token."""
     if is_disabled(environment):
         return f"none: {_MODE} is disabled"
     if environment.get(_TOKEN):
@@ -52,7 +52,7 @@ def draw_token(folder: PrivateFolder) -> Path:
 
 @contextlib.contextmanager
 def using_token_file(path: Path | str) -> Iterator[None]:
-    """Have Ray read its token from this file, in this process and in those that it starts."""
+    """Make Ray read its token from this file, in this process and in those that it starts."""
     before = os.environ.get(_PATH)
     os.environ[_PATH] = str(path)
     forget_token()

@@ -147,7 +147,8 @@ RESULT_CODEC: Codec[Rendered | RenderRefused] = Codec(Rendered | RenderRefused)
 
 
 def load_chat_template(model_dir: Path) -> ChatTemplate | None:
-    """From files in the model's folder, else `tokenizer_config.json`; None when the model has none."""
+    """Load the template from files in the model's folder, else from `tokenizer_config.json`; None when the
+    model has none."""
     path = model_dir / "tokenizer_config.json"
     config = read_json(path) if path.is_file() else {}
     sources = _template_files(model_dir)
@@ -251,7 +252,7 @@ class _TemplateNamespace(jinja2.utils.Namespace):
 
 
 def render(order: RenderOrder) -> Rendered | RenderRefused:
-    """What the child does with an order: as transformers' `apply_chat_template`, plus the bound of output.
+    """Render an order in the child: as transformers' `apply_chat_template` does, plus the bound of output.
 
     The arguments of a call that are no JSON object, because a limit cut them, go to the template as text. One
     that can write an object alone gets them as its only value.
@@ -318,14 +319,14 @@ def _with_stand_ins(message: dict[str, Any], stand_ins: StandIns) -> dict[str, A
 
 
 def _messages(chat: Chat, source: str, cut_arguments_key: str) -> list[dict[str, Any]]:
-    """The turns as the template knows them."""
+    """Return the turns as the template knows them."""
     turns = chat.turns if _KNOWS_DEVELOPER.search(source) else _without_developer(chat.turns)
     return [_message(turn, cut_arguments_key) for turn in turns]
 
 
 def _without_developer(turns: tuple[ChatTurn, ...]) -> list[ChatTurn]:
-    """What the developer says is said by the system, in one turn with what that says just before or behind:
-    few templates show a second one."""
+    """Return the turns with the developer's given to the system, merged with the system's own turn just
+    before or behind: few templates show a second one."""
     found: list[ChatTurn] = []
     was_developer = False
     for turn in turns:
@@ -405,7 +406,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Without the HTML escapes of jinja2's own filter."""
+    """Return the value as JSON, without the HTML escapes of jinja2's own filter."""
     stand_ins: StandIns | None = context.get(_STAND_INS)
     text = json.dumps(
         value,

@@ -38,10 +38,10 @@ class Detokenizer(Protocol):
     """Token ids in, text out, one sample. Never emits half a character."""
 
     def push(self, token: int) -> str:
-        """The text that is certain after this token and was not returned before."""
+        """Return the text that is certain after this token and was not returned before."""
 
     def flush(self) -> str:
-        """The rest, at the end; incomplete characters as U+FFFD."""
+        """Return the rest, at the end; incomplete characters as U+FFFD."""
 
 
 class ModelText:
@@ -85,16 +85,16 @@ class ModelText:
         return special_tokens(self._tokenizer, template, named)
 
     def marked_prompt_encoder(self, special: Collection[str]) -> MarkedPromptEncoder:
-        """What encodes prompts in which some of these special tokens are plain text."""
+        """Return an encoder of prompts in which some of these special tokens are plain text."""
         return MarkedPromptEncoder(self._tokenizer, special)
 
     def token_text(self, token: int) -> str:
-        """The name of a token in the vocabulary; "" where it has none."""
+        """Return the name of a token in the vocabulary; "" where it has none."""
         return self._tokenizer.id_to_token(token) or ""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> bytes:
-        """The token ids of `text`; with the tokens that the model expects around it, unless told not to.
-        `InvalidRequestError` where the library fails on it, as its regex engine may on long runs."""
+        """Return the token ids of `text`; with the tokens that the model expects around it, unless told not
+        to. `InvalidRequestError` where the library fails on it, as its regex engine may on long runs."""
         with self.encoding(len(text)):
             return self._encode(text, add_special_tokens=add_special_tokens)
 
@@ -127,7 +127,7 @@ class ModelText:
         return tokens.tobytes()
 
     def decode(self, tokens: bytes, *, keep_special_tokens: bool = False) -> str:
-        """The text of all `tokens` at once; `InvalidRequestError` where the library fails on them."""
+        """Return the text of all `tokens` at once; `InvalidRequestError` where the library fails on them."""
         ids = np.frombuffer(tokens, dtype="<u4").tolist()
         try:
             with panics_as_errors:
@@ -139,7 +139,7 @@ class ModelText:
         return str(text)
 
     def detokenizer(self, kept: Collection[str] = (), *, keeps_all: bool = False) -> Detokenizer:
-        """A fresh one, for one sample; it leaves out special tokens that are not `kept`."""
+        """Return a new detokenizer, for one sample; it leaves out special tokens that are not `kept`."""
         skipped = set() if keeps_all else self._skipped
         if kept and skipped:
             with panics_as_errors:
@@ -149,7 +149,7 @@ class ModelText:
         return WindowDetokenizer(self._tokenizer, skipped, self._token_to_byte)
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of one token by itself."""
+        """Return the bytes of one token by itself."""
         if self._token_bytes is not None:
             return self._token_bytes[token] if token < len(self._token_bytes) else b""
         if token in self._token_to_byte:
@@ -242,7 +242,7 @@ class WindowDetokenizer:
 
 
 def _byte_table(tokenizer: Any) -> list[bytes]:
-    """The bytes of each token id; b"" where there is none."""
+    """Return the bytes of each token id; b"" where there is none."""
     char_to_byte = {char: byte for byte, char in _byte_chars().items()}
     table = [b""] * (max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1)
     for token, index in tokenizer.get_vocab(with_added_tokens=True).items():
@@ -254,14 +254,15 @@ def _byte_table(tokenizer: Any) -> list[bytes]:
 
 
 def _byte_tokens(tokenizer: Any) -> dict[int, bytes]:
-    """The tokens `<0x00>` to `<0xFF>` of vocabularies that spell unknown characters in bytes."""
+    """Return the tokens `<0x00>` to `<0xFF>` of vocabularies that spell unknown characters in bytes."""
     names = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
     ids = {tokenizer.token_to_id(name): byte for name, byte in names.items()}
     return {token: byte for token, byte in ids.items() if token is not None}
 
 
 def _byte_chars() -> dict[int, str]:
-    """The printable character that stands for each byte in byte-level vocabularies (as GPT-2 chose them)."""
+    """Return the printable character that stands for each byte in byte-level vocabularies (as GPT-2 chose
+    them)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}

@@ -219,10 +219,10 @@ class _Calls:
         raise NotImplementedError
 
     def _ended(self) -> None:
-        """A call is complete."""
+        """Handle a complete call."""
 
     def _broke(self) -> None:
-        """What began as a call was none."""
+        """Handle text that began as a call and was none."""
 
     def _last(self, held: str) -> list[Piece]:
         """Return what the held text is, at the end of the answer outside of calls."""
