@@ -37,14 +37,14 @@ from workers.model.model_config import ModelConfig
 Role = Literal["prefill", "decode", "both"]
 Device = Literal["cpu", "cuda"]
 DtypeName = Literal["fp32", "bf16", "fp16"]
-# Of a replica, in each direction: peers refuse replicas of more.
+# The largest number of ranks of a replica, in each direction: peers refuse replicas of more.
 MAX_RANKS = 1024
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _SMALL_CONTEXT_TOKENS = 4096
 _RAY_RESOURCES = {"CPU", "GPU", "memory", "object_store_memory"}
 
 
-# Keys that had another name.
+# Keys that had another name before.
 _RENAMED: dict[Location, str] = {
     ("scaling", "lend_roles"): "is called change_roles now; rename it",
     ("scaling", "lend_after_s"): "is called role_change_after_s now; rename it",
@@ -62,11 +62,11 @@ def _only_custom(resources: dict[str, float]) -> dict[str, float]:
     return resources
 
 
-# By name, what is asked of Ray beside CPUs and GPUs, in units of at least 1/10000.
+# Amounts of resources besides CPUs and GPUs to request from Ray, by name, in units of at least 1/10000.
 CustomResources = Annotated[dict[str, Annotated[float, Field(ge=1e-4)]], AfterValidator(_only_custom)]
 
 
-# Of a pool or an application.
+# The name of a pool or an application.
 Name = Annotated[
     str,
     Matches(
@@ -92,7 +92,7 @@ class PoolConfig(_Settings):
     device: Device = "cpu"
     # The device of each stage, where they differ; empty: `device` for all.
     devices: tuple[Device, ...] = ()
-    # Of activations and KV. `auto`: what the checkpoint was saved in, but on CPUs bf16 for 16 bits where all
+    # The dtype of activations and KV. `auto`: that of the checkpoint, but on CPUs bf16 for 16 bits where all
     # nodes compute it without emulation (x86 with AVX2, Arm with BF16), else fp32 (`cluster.dtypes`).
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     # The dtype of weights in products, which is part of the KV's identity. `auto`: `dtype`; no other is
@@ -198,7 +198,7 @@ class GatewayConfig(_Settings):
     # Where operators' calls (`tandem.v1.Admin`) are answered, on `host`; 0: a free one. As for the console, a
     # free one where another `port` is set and this is not.
     admin_port: int = Field(default=8782, ge=0, le=65535)
-    # The HTTP port beside `port`.
+    # The HTTP port next to `port`.
     http: HttpConfig = HttpConfig()
     # Where the other gateways ask this one, on `transfer.data_host`; 0: a free one, which a gateway also has
     # while it takes over from another one on its host.

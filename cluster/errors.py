@@ -202,7 +202,7 @@ class CallError(ClusterError):
         super().__init__(f"{code.name}: {message}")
         self.code = code
         self.message = message
-        # From RetryInfo; None: the gateway does not suggest to try again.
+        # From RetryInfo; None: the gateway does not suggest trying again.
         self.retry_after_s = retry_after_s
         # The bad fields of an INVALID_ARGUMENT.
         self.fields = fields

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-# Attributes of a record: more fields, and the message of a JSON line where the text repeats the fields.
+# The attributes of a record that hold more fields, and the message of a JSON line where the text repeats the
+# fields.
 MORE = "more_fields"
 SUMMARY = "summary"
 

@@ -36,7 +36,7 @@ MIN_GRANULE_BYTES = 4 << 10
 MAX_GRANULE_BYTES = 1 << 20
 # Without such devices a store does not offer `rdma`, and need not load what it takes (torch among it).
 _INFINIBAND = Path("/sys/class/infiniband")
-# At least so many granules a record takes, so that little of the last one is wasted.
+# The least number of granules that a record takes, so that little of the last one is wasted.
 _GRANULES_A_RECORD = 8
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
 _GB = 1e9

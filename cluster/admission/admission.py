@@ -57,25 +57,25 @@ from router.messages import Decision, RouteRequest
 from router.service import RouterService
 
 _LEAST_RETRY_S = 0.1
-# What waits is routed again when a replica has nothing else to do, no more often than this.
+# Waiting requests are routed again when a replica has nothing else to do, no more often than this.
 _MOVE_S = 0.05
-# It is also routed again after this part of the time for which it may wait, so many at once.
+# They are also routed again after this part of the time for which they may wait, at most this number at once.
 REROUTE_PART = 0.2
 _MOST_REROUTES = 8
 # A request that was submitted later after it was placed has waited.
 AT_ONCE_S = 0.005
-# A retry goes to a replica without capacity after so long: what is known of its load may be wrong.
+# A retry goes to a replica without capacity after this time: its known load may be wrong.
 CAPACITY_WAIT_S = 2.0
-# Timers may ring so much too early.
+# Timers may ring too early by this much.
 _EARLY_S = 0.002
-# What a pump may refuse, place anew because its replica is gone, and release: some milliseconds of work. The
-# rest is done in later turns of the event loop.
+# The number of requests that a pump may refuse, place again because their replica is gone, and release: some
+# milliseconds of work. The rest is done in later turns of the event loop.
 MOST_PER_PUMP = 8
-# How often all is looked at that waits.
+# How often all waiting requests are looked at.
 _LOOK_S = 0.1
 # Flows whose least wait is remembered.
 _MAX_EARLY = 1000
-# While nothing comes or goes, the least wait of a flow holds for so long: a refusal costs next to nothing.
+# While nothing comes or goes, the least wait of a flow holds for this time: a refusal costs next to nothing.
 _EARLY_WAIT_S = 0.02
 
 # Changes of the rung that are shown.
@@ -96,12 +96,12 @@ class _EarlyWait(NamedTuple):
 class AdmissionCounts:
     """Totals since the start of the gateway, and who was served lately."""
 
-    # By reason ("late", "unattainable", "bytes", "shed", "aged", "requests") and class.
+    # Counts by reason ("late", "unattainable", "bytes", "shed", "aged", "requests") and class.
     num_refused: Counter[tuple[str, ServiceClass]] = field(default_factory=Counter)
     num_capped: int = 0
     num_released: Counter[ServiceClass] = field(default_factory=Counter)
     served: ServedTime = field(default_factory=ServedTime)
-    # By the rung that was taken, and the latest.
+    # Changes by the rung that was taken, and the latest changes.
     num_rung_changes: Counter[str] = field(default_factory=Counter)
     rung_changes: deque[RungChange] = field(default_factory=lambda: deque(maxlen=NUM_CHANGES_KEPT))
 
@@ -128,18 +128,18 @@ class RequestAdmission:
         self._on_rung = on_rung
         self._queues = ReplicaQueues(router)
         self._waiting: dict[str, QueuedRequest] = {}
-        # By when they are refused, and by when they are routed again.
+        # Requests by the time at which they are refused, and by the time at which they are routed again.
         self._bounds: IndexedHeap[QueuedRequest] = IndexedHeap()
         self._reroutes: IndexedHeap[QueuedRequest] = IndexedHeap()
-        # When `_wake` is called next, for the least bound.
+        # The time of the next call of `_wake`, for the least bound.
         self._wakes_at = math.inf
         self._displaced = DisplacedRequests(lambda queued: self._weight(queued.flow, queued.weight))
         self.bytes = QueuedBytes(config.max_queue_mb * 1e6)
-        # Puts and removals, and what was predicted since the last one.
+        # Puts and removals, and the predictions since the last one.
         self._num_changes = 0
         self._early: dict[Flow, _EarlyWait] = {}
         self._is_pumping = self._has_more = False
-        # What the pump may still do.
+        # The number of requests that the pump may still handle.
         self._num_left = MOST_PER_PUMP
         self._pumped_at = float("-inf")
         self.retries = RetryQueue(router, self._release_retry, self._reroute_retry)

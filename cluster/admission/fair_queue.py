@@ -26,17 +26,17 @@ from kvtransfer.common.health import kept_share
 from kvtransfer.common.indexed_heap import IndexedHeap
 from kvtransfer.request_facts import ServiceClass
 
-# How much earlier a request of one priority more counts as having arrived.
+# How much earlier a request counts as having arrived for each step of priority.
 ARRIVAL_PER_PRIORITY_S = 1.0
-# What requests that are due may take of the replica's time beside the turns of their flows.
+# The part of the replica's time that due requests may take besides the turns of their flows.
 AGED_PART = 0.1
-# So much of that time may be saved up.
+# The amount of that time that may be saved up.
 _MOST_CREDIT_S = 1.0
-# For about how long it is remembered what has come.
+# The time for which arrived work is remembered, roughly.
 _INFLOW_S = 5.0
 # Less inflow than this, in seconds of work a second, is forgotten.
 _LEAST_INFLOW = 1e-3
-# Flows of which nothing is needed and that are not looked for yet.
+# Flows without work or debts that are not dropped yet.
 _MOST_IDLE = 16
 
 
@@ -48,7 +48,7 @@ class _FlowState:
     key: Flow
     weight: float
     tag: float
-    # By effective arrival.
+    # Requests by effective arrival.
     waiting: IndexedHeap[QueuedRequest] = field(default_factory=IndexedHeap)
     cost_s: float = 0.0
     came_s: float = 0.0
@@ -90,7 +90,7 @@ def _least_work(certain_s: float, growth: float, growing: list[tuple[float, floa
     """Return the least x that is `certain_s` + `growth` * x, until flows come to their shares: when x is so
     much, what comes of a flow for each x, and how much that is in all."""
     if not certain_s:
-        return 0.0  # it goes at once, whatever would come meanwhile
+        return 0.0  # it goes at once, whatever else arrives
     growing.sort()
     for ends_at, coming, most_s in growing:
         if growth < 1 and certain_s / (1 - growth) <= ends_at:
@@ -114,21 +114,22 @@ class FairQueue:
     """What waits for one replica. Not thread-safe."""
 
     def __init__(self) -> None:
-        # Those of which something waits, that owe turns or have brought something lately, and some more.
+        # Flows that have waiting requests, owe turns or have brought work recently, and some more.
         self._flows: dict[Flow, _FlowState] = {}
         self._most_flows = _MOST_IDLE
-        # Of which something waits, by tag.
+        # Flows with waiting requests, by tag.
         self._turns: defaultdict[ServiceClass, IndexedHeap[_FlowState]] = defaultdict(IndexedHeap)
         # No flow of the class may begin sooner, because it was paused until then.
         self._resumed_s: dict[ServiceClass, float] = {}
         self._due: IndexedHeap[QueuedRequest] = IndexedHeap()
         self._waiting: dict[str, QueuedRequest] = {}
         self._virtual_s = 0.0
-        # When a request was last taken out without its turn: put back at once, it is as if it had never left.
+        # When a request was last taken out without its turn: a request that is put back at once counts as
+        # never removed.
         self._dropped_at = -math.inf
-        # Of all tags.
+        # The greatest tag of all flows.
         self._greatest_tag = 0.0
-        # By the class that is left out, until something changes.
+        # Snapshots by the class that is left out, until something changes.
         self._snapshots: dict[ServiceClass | None, _Snapshot] = {}
         self._credit_s = 0.0
         self.cost_s = 0.0
@@ -220,9 +221,9 @@ class FairQueue:
         snapshot = self._snapshots.get(without)
         if snapshot is None:
             snapshot = self._snapshots[without] = self._snapshot(now, without)
-        # All of what came fades alike.
+        # All arrived work fades alike.
         faded = kept_share(now - snapshot.made_at, _INFLOW_S) / rate
-        # As in `work_ahead`: this is asked of every queue for every request that comes.
+        # As in `work_ahead`: this runs for every queue and every new request.
         certain_s, growth = own_cost_s, 0.0
         growing: list[tuple[float, float, float]] = []
         for state, its_tag, its_weight, cost_s, share_s, inflow in snapshot.flows:

@@ -21,7 +21,7 @@ class Rung(IntEnum):
     TOKENS_CAPPED = 2
     # New requests of the class `batch`, and of tenants whose weight is below 1, are refused.
     LOW_WEIGHT_SHED = 3
-    # Who is predicted to miss its objective is refused, as on every rung: now that is so for most.
+    # Requests that are predicted to miss their objective are refused, as on every rung: on this one most are.
     REFUSING = 4
 
 
@@ -32,14 +32,14 @@ THRESHOLDS = {
     Rung.LOW_WEIGHT_SHED: 0.8,
     Rung.REFUSING: 1.0,
 }
-# A rung is left when the pressure has been below this part of its threshold for so long, or when hardly
-# anything has waited for less long.
+# A rung is left when the pressure has been below this part of its threshold for this time, or when hardly
+# anything has waited for this shorter time.
 RELEASE_PART = 0.8
 RELEASE_S = 5.0
 IDLE_PRESSURE = 0.1
 IDLE_RELEASE_S = 1.0
-# A rung that is needed again so soon after it was left was left too early: the times until it is left are
-# twice as long then, up to so many times, until it was left for good.
+# A rung that is needed again within this time was left too early: the times until it is left are then twice
+# as long, up to this factor, until it was left for good.
 AGAIN_S = 60.0
 MOST_PATIENCE = 8
 
@@ -48,7 +48,7 @@ MOST_PATIENCE = 8
 # very different times.
 _PERIOD_S = 0.1
 SMOOTHED_S = 1.5
-# How long a flow counts in it after its last request, and how many do.
+# The time for which a flow counts in the average after its last request, and the number of flows that do.
 _ASKING_S = 5.0
 _MAX_ASKING = 1000
 

@@ -11,8 +11,8 @@ from cluster.admission.queued_request import QueuedRequest
 from cluster.errors import DeadlineError, RequestError, UnattainableError
 from router.messages import TimeLimit
 
-# A request is refused when its wait is predicted to take more than `WAIT_MARGIN` of its objective, or of what
-# is left of its deadline, or its first token more than `MARGIN`: predictions err, those of waits the most.
+# A request is refused when its wait is predicted to take more than `WAIT_MARGIN` of its objective, or of the
+# rest of its deadline, or its first token more than `MARGIN`: predictions err, those of waits the most.
 WAIT_MARGIN = 0.7
 MARGIN = 0.85
 

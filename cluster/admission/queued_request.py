@@ -59,11 +59,12 @@ class QueuedRequest:
     weight: float = 1.0
     priority: int = 0
     deadline_at: float | None = None
-    # What it takes in this gateway's memory while it waits.
+    # The bytes that the request takes in this gateway's memory while it waits.
     num_bytes: int = 0
-    # It was judged before: it waits for its turn like all others, but is not refused because of the load.
+    # The request was judged before: it waits for its turn like all others, but is not refused because of the
+    # load.
     is_judged: bool = False
-    # It goes on with output it has, and waits for no turn.
+    # The request goes on with output it has, and waits for no turn.
     goes_at_once: bool = False
 
     # How it is routed, and where it would go: set by `RequestAdmission.place`.
@@ -71,7 +72,8 @@ class QueuedRequest:
     decision: Decision = field(init=False)
     routed_at: float = -math.inf
     predicted: Predicted = NOT_PREDICTED
-    # For how long it will occupy its replica, and the tokens of its prompt that must be computed.
+    # The time for which the request will occupy its replica, and the tokens of its prompt that must be
+    # computed.
     cost_s: float = 0.0
     num_tokens: int = 0
     # When it may go before those that have waited less.
@@ -80,7 +82,7 @@ class QueuedRequest:
     refused_at: float = math.inf
     bound: str = ""
 
-    # Hears of each outcome. None until somebody is there who can submit the request.
+    # Called with each outcome. None until somebody is there who can submit the request.
     report: Callable[[Outcome], None] | None = None
     announcer: PromptAnnouncer | None = None
     _holds: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)

@@ -39,17 +39,18 @@ _RATES: dict[Rate, str] = {
     "prompt_tokens_per_s": "prompt tokens",
     "output_tokens_per_s": "output tokens",
 }
-# Tenants whose buckets are kept at once; beyond it those that were used least recently start full again.
+# Tenants whose buckets are kept at once; beyond that number, those that were used least recently start full
+# again.
 MAX_TENANTS = 1024
-# Of `uses`: those with the most refusals, then those that have used most.
+# The number of entries in `uses`: those with the most refusals, then those that have used most.
 MAX_SHOWN = 16
-# A gateway whose record is missing for so long is taken for one that cannot be counted.
+# A gateway whose record is missing for this time is taken for one that cannot be counted.
 GRACE_S = 1.0
-# A tenant with full buckets is forgotten after so long.
+# A tenant with full buckets is forgotten after this time.
 _IDLE_S = 10.0
-# When concurrent tokens come back is not known.
+# The time to a retry: it is not known when concurrent tokens come back.
 _RESERVED_RETRY_S = 1.0
-# Less is no wait: a client that waits just as long as it was told finds enough.
+# A shorter wait is none: a client that waits just for the time it was told finds enough.
 _TOLERANCE_S = 1e-6
 _MAX_COUNT = 1 << 53
 _MAX_NAME_CHARS = 256
@@ -61,7 +62,7 @@ class TenantRecord(Part, frozen=True):
     """What a gateway has counted of one tenant; all but `num_held_tokens` only grows."""
 
     tenant: Annotated[str, Meta(max_length=_MAX_NAME_CHARS)]
-    # Another one than before: the counts began anew, at 0.
+    # An id that differs from the one before: the counts began again, at 0.
     count_id: Count
     num_requests: Count
     num_prompt_tokens: Count
@@ -80,7 +81,7 @@ class QuotaUse(Part, frozen=True):
     """What one tenant has used of its limits, by limit, for operators."""
 
     tenant: Annotated[str, Meta(max_length=_MAX_NAME_CHARS)]
-    # The part that is not there now: 1 or more is all of it.
+    # The part that is used up now: 1 or more is all of it.
     used: dict[str, float]
     # Requests that were refused since the tenant was last idle.
     num_refused: dict[str, int]
@@ -89,18 +90,18 @@ class QuotaUse(Part, frozen=True):
 class RateState(NamedTuple):
     """What is left of one rate of a tenant at this gateway."""
 
-    # What the bucket holds when it is full.
+    # The content of the full bucket.
     capacity: float
-    # What may be used now; below zero: more than that was.
+    # The amount that may be used now; below zero: more than that was.
     level: float
-    # Until the bucket is full.
+    # The time until the bucket is full.
     full_in_s: float
 
 
 class MovedRequest(NamedTuple):
     """Where a request was that is resumed here: its tokens may be counted there still."""
 
-    # Whether it was at the gateway with this id.
+    # Whether the request was at the gateway with this id.
     is_from: Callable[[str], bool]
     # That gateway does not answer: nothing runs there any more, whatever its last record says.
     is_gone: bool
@@ -189,9 +190,9 @@ class _Tenant:
         self.prompt = _bucket(limits.prompt_tokens_per_s, limits.burst_s, share, now)
         self.output = _bucket(limits.output_tokens_per_s, limits.burst_s, share, now)
         self.buckets = (self.requests, self.prompt, self.output)
-        # Since `count_id`: requests, prompt tokens, output tokens.
+        # The use since `count_id`: requests, prompt tokens, output tokens.
         self.used = [0, 0, 0]
-        # Of that, what was given back since, and others may have counted.
+        # The part of the use that was given back since, and that others may have counted.
         self.withdrawn = [0, 0, 0]
         self.reserved = self.others_reserved = 0
         self.num_refused: Counter[Limit] = Counter()
@@ -482,7 +483,7 @@ class Quotas:
                 if bucket is None:
                     continue
                 most = math.inf
-                if self._is_divided:  # it may have shared its limits meanwhile with others than this one
+                if self._is_divided:  # it may have shared its limits since with others than this one
                     most = bucket.rate * GRACE_S
                 elif not was_read:  # more may be in its record than it used since it is known here
                     most = bucket.capacity

@@ -20,7 +20,7 @@ from cluster.errors import OverloadedError
 
 # How long a call waits for others to be read. Most are read within milliseconds.
 WAIT_S = 1.0
-# When a caller that is refused may try again: bodies that do not arrive are given up by then, or later.
+# When a refused caller may try again: bodies that do not arrive are given up by then, or later.
 _RETRY_AFTER_S = 2.0
 
 _current: ContextVar[ReadHold | None] = ContextVar("read_hold", default=None)

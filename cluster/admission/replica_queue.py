@@ -13,8 +13,8 @@ from kvtransfer.common.health import kept_share
 from kvtransfer.request_facts import SERVICE_CLASSES, ServiceClass
 from router.service import RouterService
 
-# How fast a replica takes work is remembered for about this, and before any is measured, it is assumed that
-# it took as much as was predicted for so long.
+# The time for which the rate at which a replica takes work is remembered, roughly; before any rate is
+# measured, the replica is assumed to have taken as much as was predicted for `_ASSUMED_S`.
 _RATE_S = 10.0
 _ASSUMED_S = 0.5
 _LEAST_RATE = 0.01
@@ -27,11 +27,11 @@ class ReplicaQueue:
 
     def __init__(self) -> None:
         self.order = FairQueue()
-        # To be computed, of what waits.
+        # Tokens to be computed of the waiting requests.
         self.num_tokens = 0
-        # The replicas one of which cannot take the next request; (): none waits.
+        # The replicas that cannot take the next request; (): none waits.
         self.waits_for: tuple[str, ...] = ()
-        # Work taken, and time in which some waited for it; what is long ago counts less.
+        # Work taken, and time in which some work waited to be taken; older values count less.
         self._taken_s = 0.0
         self._blocked_s = 0.0
         self._counted_until = 0.0

@@ -9,7 +9,7 @@ from typing import Protocol
 from cluster.admission.queued_request import QueuedRequest
 from kvtransfer.common.health import moving_average
 
-# Between the ends of two requests: the bounds, and the weight of the newest in the average.
+# Bounds of the time between the ends of two requests, and the weight of the newest in the average.
 _LEAST_GAP_S = 1e-3
 _MOST_GAP_S = 10.0
 _GAP_WEIGHT = 0.1
@@ -72,7 +72,7 @@ class EndRate:
 
     def __init__(self, now: float) -> None:
         self._last_at = now
-        # Between two ends; 0: not known.
+        # The time between two ends; 0: not known.
         self._gap_s = 0.0
 
     def add(self, now: float) -> None:

@@ -78,7 +78,7 @@ METHOD_ACCESS: Mapping[str, MethodAccess] = {
     **{f"/{_REFLECTION.full_name}/{method.name}": "identified" for method in _REFLECTION.methods},
 }
 
-# What the methods of this project take.
+# The type of the messages that the methods of this project take.
 _METHOD_TO_KIND: Mapping[str, Any] = {
     f"/{service.full_name}/{method.name}": method.input_type
     for file in (pb.DESCRIPTOR, admin_pb.DESCRIPTOR)

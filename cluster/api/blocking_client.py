@@ -19,7 +19,7 @@ from kvtransfer.common.clock import Clock
 
 T = TypeVar("T")
 C = TypeVar("C", bound=GatewayCaller)
-# How long calls may take to end when their client is closed: that takes a few milliseconds.
+# The time that calls may take to end when their client is closed: that takes a few milliseconds.
 _END_S = 5.0
 
 

@@ -34,7 +34,7 @@ _CHANNEL_OPTIONS: list[tuple[str, int]] = [
 class ClientCredentials:
     """Who calls, and whom the caller trusts. All of it is optional."""
 
-    # An API key or a JWT, or what returns the one to use now: it is called before each call.
+    # An API key or a JWT, or a function that returns the one to use now: it is called before each call.
     bearer: str | Callable[[], str] = ""
     # PEM of the authorities that gateways at `tls://` are trusted by; by default those that gRPC trusts
     # (GRPC_DEFAULT_SSL_ROOTS_FILE_PATH of the environment, or its own list).
@@ -57,7 +57,7 @@ class GatewayCaller:
     """Calls one service of several gateways, at the current one. Use it inside one event loop; `async with`
     closes it."""
 
-    # Of the service.
+    # The stub of the service.
     stub_type: ClassVar[type[Any]]
 
     def __init__(

@@ -78,7 +78,7 @@ class PromptParts:
     """Finds what of the prompt's parts is new: a call that resumes without output gives them again."""
 
     def __init__(self) -> None:
-        # Received in all calls together, and the text received in the present one.
+        # Tokens received in all calls together, and the text received in the present one.
         self._num_tokens = 0
         self._num_chars = 0
         self._num_call_chars = 0
@@ -145,7 +145,7 @@ class GenerateStream:
         while True:
             num_tokens = self._num_tokens()
             try:
-                # Closed at once: later, the client that it belongs to may be closed.
+                # The attempt is closed at once: later, the client that it belongs to may be closed.
                 async with aclosing(self._attempt()) as attempt:
                     async for event in attempt:
                         yield event

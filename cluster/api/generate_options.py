@@ -50,7 +50,7 @@ class GenerateOptions:
     request_id: str = ""
     pinned_prefill: str = ""
     pinned_decode: str = ""
-    # What the output must look like.
+    # The required form of the output.
     constraint: pb.Constraint | None = None
     prompt_logprobs: int | None = None
     echo: bool = False
@@ -59,7 +59,7 @@ class GenerateOptions:
     include_usage: bool = False
     separate_reasoning: bool | None = None
     truncate_prompt_tokens: int | None = None
-    # Names a conversation.
+    # The name of a conversation.
     session_id: str = ""
     # Whether the KV of this request is kept from others, and not stored.
     no_store: bool = False

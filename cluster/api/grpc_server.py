@@ -40,8 +40,9 @@ def open_server(
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.ping_timeout_ms", 10_000),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-        # What a call may send before its message is asked for. By default gRPC raises it, by what it measures
-        # of the network, to megabytes for each call; once the message is asked for, all of it may come.
+        # The bytes that a call may send before its message is requested. By default gRPC raises this limit,
+        # by its measurements of the network, to megabytes for each call; once the message is requested, all
+        # of it may come.
         ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
         ("grpc.http2.bdp_probe", 0),
     ]
@@ -151,7 +152,7 @@ class Certificate:
             self._files["auth.certificates.ca_file"] = ca_file
         self._current = self._read()
         _check_pair(*self._current[:2])
-        # What the server was given last.
+        # The configuration that the server was given last.
         self._given = self._current
 
     def credentials(self) -> grpc.ServerCredentials:

@@ -15,18 +15,18 @@ from kvtransfer.common.clock import give_way
 
 # A shorter message is parsed within a few milliseconds, whatever is in it.
 SHORT_MESSAGE_BYTES = 128 << 10
-# In a message and all within it: a chat of the most messages and tools has fewer.
+# Fields in a message and all within it: a chat of the most messages and tools has fewer.
 MAX_FIELDS = 1 << 16
 # Numbers in lists, such as token ids; more of them where the context and its samples are larger.
 MAX_VALUES = 5 << 17
-# Counted before the event loop may run again.
+# Bytes counted before the event loop may run again.
 _FIELDS_AT_ONCE = 1024
 _MAX_VARINT_BYTES = 10
-# Of a tag: how the field is written. Of any byte of a varint: that another one follows.
+# Bits of a tag: how the field is written. Bit of any byte of a varint: another byte follows.
 _WIRE_TYPE, _IS_LONG = 7, 128
 _IS_LONG_OR_WIRE_TYPE = _IS_LONG | _WIRE_TYPE
 
-# What a field holds: a message, or numbers of so many bytes ("varint": of any number).
+# The content of a field: a message, or numbers of this many bytes ("varint": of any number).
 _Held = Any | Literal["varint", 4, 8]  # the descriptors of protobuf's runtimes have no type in common
 _WIDTHS: Mapping[int, Literal["varint", 4, 8] | None] = {
     FieldDescriptor.TYPE_STRING: None,

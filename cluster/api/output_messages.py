@@ -19,7 +19,7 @@ from kvtransfer.blocks.keys import TOKEN_BYTES
 from workers.messages.link import PrefillReport
 from workers.messages.sampling import TokenLogprob
 
-# Of the prompt, in one message.
+# Tokens of the prompt in one message.
 _PART_TOKENS = 2048
 _NUM_CACHED_TEXTS = 1 << 16
 

@@ -35,19 +35,19 @@ from cluster.text.validation import MAX_ID_CHARS, ServingLimits, check_request
 from kvtransfer.common.clock import give_way
 from kvtransfer.request_facts import Pooling
 
-# Of an id's hash, where it stands for the rest of it.
+# Characters of an id's hash, where the hash stands for the rest of the id.
 _DIGEST_CHARS = 32
-# Inputs of one call.
+# The largest number of inputs of one call.
 MAX_INPUTS = 256
-# Of one call, at once.
+# Inputs of one call that run at once.
 _NUM_AT_ONCE = 32
-# For each place of a continuation: the chosen token's and the likeliest one's.
+# Alternatives for each place of a continuation: the chosen token and the likeliest one.
 _NUM_TOP = 1
 
 T = TypeVar("T")
 
 
-# What `Generate` calls an input, and what a call with several inputs has under its own name.
+# The names that `Generate` gives to an input, which a call with several inputs replaces by its own.
 _INPUT_FIELDS = frozenset(("prompt", "token_ids"))
 
 
@@ -59,7 +59,7 @@ class CallContext:
     caller: Caller
     time_left_s: Callable[[], float | None]
     accepted: list[Accepted] = field(default_factory=list)
-    # Why others were not accepted.
+    # The reasons why other inputs were not accepted.
     refusals: list[RequestError] = field(default_factory=list)
 
     def usage(self) -> pb.Usage | None:

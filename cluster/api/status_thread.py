@@ -56,7 +56,7 @@ class StatusThread:
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "status")
-        # By replica; for the thread alone.
+        # Messages by replica; for the thread alone.
         self._built: dict[str, tuple[ReplicaLook, admin_pb.Replica]] = {}
         # Messages of replicas built since the start.
         self.num_built = 0

@@ -23,17 +23,17 @@ from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.scaling.orders import Operations
 from kvtransfer.common.clock import Clock
 
-# Of each kind, running and ended, in one answer.
+# Requests of each kind, running and ended, in one answer.
 MAX_REQUESTS = 100
 _STATUS_AGE_S = 0.5
 _STORES_AGE_S = 2.0
 _PATHS_AGE_S = 5.0
 _METRICS_AGE_S = 1.0
 MIN_TREND_S = 60
-# In one answer: a longer table would not be read.
+# Paths in one answer: a longer table would not be read.
 MAX_PATHS = 10_000
 
-# Of `GatewayTotals`: those that the page shows.
+# The fields of `GatewayTotals` that the page shows.
 _TOTALS = ("num_running", "num_finished", "num_failed", "num_cancelled")
 
 # Sets and counts everything that the gateway exports.
@@ -144,7 +144,7 @@ class ConsoleApi:
     async def _make_status(self) -> str:
         reply = await self._status_service.status()
         nodes = (await self._store_stat.get()).nodes if reply.stores else []
-        # In a thread: with many replicas this would delay the tokens of this event loop.
+        # A thread is used because with many replicas this would delay the tokens of this event loop.
         return await asyncio.to_thread(lambda: json.dumps(status_json(reply, nodes)))
 
     async def _make_metrics(self) -> bytes:

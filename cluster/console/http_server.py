@@ -59,7 +59,7 @@ _MAX_SPAN_DIGITS = 9
 _log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-# Is told who sends the request.
+# A handler that gets the identity of the request's sender.
 IdentifiedHandler = Callable[[web.Request, Identity], Awaitable[web.StreamResponse]]
 Method = Literal["GET", "POST"]
 RouteAccess = Role | Literal["open"]

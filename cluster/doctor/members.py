@@ -16,10 +16,10 @@ GROUP = "members"
 # Replicas report several times a second.
 _LATE_S = 3.0
 _YOUNG_S = 300.0
-# A gateway that runs for so long has seen the first start of all replicas.
+# A gateway that runs for this time has seen the first start of all replicas.
 _SETTLED_S = 600.0
 _MAX_SKEW_S = 1.0
-# In one finding.
+# Tenants in one finding.
 _MAX_TENANTS = 5
 _LOCAL = tuple(f"{host}:" for host in LOOPBACK)
 

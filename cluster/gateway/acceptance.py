@@ -67,7 +67,7 @@ class AcceptedRequest(NamedTuple):
     texts: Sequence[SampleText]
     queued: QueuedRequest
     charge: Charge
-    # When it has waited as long as its class may.
+    # The time at which the request has waited for as long as its class may.
     due_at: float
     resume_token: str
 

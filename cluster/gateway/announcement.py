@@ -41,7 +41,7 @@ class Announcement:
         self._start_timer = start_timer
         self._act = act
         self._replica: ReplicaIdentity | None = None
-        # Counts the places for which it was announced: the announcement of an earlier one ends.
+        # The number of places for which the prompt was announced: the announcement of an earlier one ends.
         self._round = 0
 
     def announce(self, queued: QueuedRequest) -> None:

@@ -19,17 +19,17 @@ from kvtransfer.messages import ReplicaIdentity
 
 # Failures in a row that open a breaker.
 NUM_FAILURES = 3
-# A replica from which nothing has come for so long is stopped, and so is one whose ranks have made no
-# progress for so long by its own reports.
+# A replica from which nothing has come for this time is stopped, and so is one whose ranks have made no
+# progress for this time by its own reports.
 SILENT_S = 1.0
 STALLED_S = 1.0
 # The pause of an open breaker, doubled with every opening in a row; a breaker that has been closed for
-# `FORGET_S` begins anew.
+# `FORGET_S` starts again.
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0
 FORGET_S = 60.0
-# How often silence is counted, and the most that one turn may count: while this process did not run, what
-# came meanwhile was not read.
+# How often silence is counted, and the most that one turn may count: while this process did not run, incoming
+# messages were not read.
 TURN_S = 0.1
 _MAX_TURN_S = 2 * TURN_S
 NOTE = "circuit breaker"
@@ -62,7 +62,7 @@ class CircuitBreaker:
 
     def __init__(self) -> None:
         self.state = BreakerState.CLOSED
-        # What opened it; "" while it is closed.
+        # The cause of the opening; "" while the breaker is closed.
         self.reason = ""
         self.is_stopped = False
         self._needs_probe = False
@@ -161,7 +161,7 @@ class _Watched:
     is_connected: bool = True
     silent_s: float = 0.0
     stalled_s: float = 0.0
-    # What the router knows.
+    # The router's view of the replica.
     is_usable: bool = True
 
 

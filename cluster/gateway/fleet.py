@@ -47,12 +47,12 @@ from kvtransfer.rpc.trust import Trust
 FLEET_PROTOCOL = 2
 # How long a gateway may take to answer.
 ANSWER_S = 2.0
-# Of the running requests, and of the ended ones, in one answer.
+# The number of running requests, and of ended ones, in one answer.
 MAX_LISTED = 1000
 # No query is longer: ids and tenants are bounded.
 MAX_QUERY_BYTES = 4096
 MAX_ANSWER_BYTES = 16 << 20
-# A gateway that did not answer is not asked again for so long, except where a request went.
+# The pause before a gateway that did not answer is queried again, except where a request went.
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 8.0
 # The time between two messages about the end of a session to gateways that were not reached, or not known.
@@ -118,7 +118,7 @@ class ListedRequest(Part, frozen=True):
     num_output_tokens: int
     num_cached_tokens: int
     num_attempts: int
-    # Of the last attempt; `prefill` is "" where the decode replica prefills by itself.
+    # The replica of the last attempt; `prefill` is "" where the decode replica prefills by itself.
     prefill: str
     decode: str
 
@@ -175,7 +175,7 @@ class StatsAnswer(Message, frozen=True):
     wall: float
     totals: GatewayTotals
     seconds: tuple[SecondCounts, ...]
-    # Of tenants with limits.
+    # The use of tenants with limits.
     quotas: tuple[QuotaUse, ...] = ()
 
 
@@ -199,22 +199,22 @@ class FleetRequests(NamedTuple):
     clock of the gateway that asked."""
 
     requests: list[tuple[str, ListedRequest]]
-    # Why there are none, by the id of each gateway that did not answer.
+    # The reasons, by the id of each gateway that did not answer.
     missing: dict[str, str]
 
 
 class FleetStats(NamedTuple):
     """What happened at all gateways together."""
 
-    # By this gateway's clock as unix time, oldest first.
+    # Seconds by this gateway's clock as unix time, oldest first.
     seconds: list[Second]
     curves: Curves
     minute: Window
-    # By gateway id.
+    # Totals by gateway id.
     totals: dict[str, GatewayTotals]
     # As in `FleetRequests`.
     missing: dict[str, str]
-    # What tenants use of their limits, those that were refused most first.
+    # The tenants' use of their limits, those that were refused most first.
     quotas: tuple[QuotaUse, ...] = ()
 
 
@@ -375,7 +375,7 @@ class Fleet:
         none."""
         given: dict[str, _Timed[A]] = {}
         missing: dict[str, str] = {}
-        peers = dict(self._peers)  # which may leave meanwhile
+        peers = dict(self._peers)  # some may leave during the call
 
         async def ask(name: str, query: Query) -> None:
             if name == self._gateway_id:
@@ -497,7 +497,7 @@ class _Peer:
         self._stream: FrameStream | None = None
         self._turn = asyncio.Lock()
         self._pause = CoolDown(_FIRST_PAUSE_S, _MAX_PAUSE_S)
-        # By their numbers: all that it has sent and that is not too old.
+        # Seconds by their numbers: all that the gateway has sent and that are not too old.
         self._seconds: dict[int, SecondCounts] = {}
 
     def is_at(self, record: GatewayRecord) -> bool:

@@ -121,7 +121,7 @@ def _done(summary: Summary, ended_at: float) -> _Done:
         queue_ms=1e3 * summary.queue_s,
         prefill_ms=1e3 * summary.prefill_s,
         transfer_ms=1e3 * summary.transfer_s,
-        # Samples are decoded beside each other.
+        # Samples are decoded in parallel.
         tpot_ms=1e3 * summary.decode_s * len(summary.samples) / num_after_first
         if num_after_first > 0
         else 0.0,

@@ -16,15 +16,15 @@ from cluster.text.output_parsers.pieces import joined_calls
 from kvtransfer.blocks.keys import TOKEN_BYTES
 
 # Tokens, each with its log-probabilities counted too, that one stream holds for a client that does not read.
-# A slower client is cut off with RESOURCE_EXHAUSTED; no other stream waits for it meanwhile.
+# A slower client is cut off with RESOURCE_EXHAUSTED; no other stream waits for that client.
 MAX_UNREAD = 65536
-# The same of what waits and is sent as one message.
+# The same for waiting output that is sent as one message.
 MAX_MERGED = 4096
-# What output takes in memory: a delta beside its texts, a log-probability, and an alternative to its token.
+# The memory that output takes: a delta without its texts, a log-probability, and an alternative to its token.
 _DELTA_BYTES = 176
 _LOGPROB_BYTES = 112
 _TOP_BYTES = 120
-# A part of a tool call beside its arguments.
+# The memory of a part of a tool call without its arguments.
 _CALL_BYTES = 240
 
 

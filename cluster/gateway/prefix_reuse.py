@@ -16,14 +16,15 @@ from numpy.typing import NDArray
 
 from kvtransfer.common.recent_map import RecentMap
 
-# Of each tenant: the latest count.
+# Prompts of each tenant: the latest count.
 MAX_PROMPTS = 200
 MAX_TENANTS = 64
 MAX_KEYS = 1 << 15
 MAX_ANCHORS = 1 << 15
-# Of a prompt: what comes after is not looked at.
+# Tokens of a prompt: those behind are not looked at.
 MAX_TOKENS = 1 << 13
-# An anchor is the hash of so many tokens in a row, wherever they stand; one window of `_ONE_OF` is kept.
+# An anchor is the hash of this number of tokens in a row, wherever they stand; one window of `_ONE_OF` is
+# kept.
 WINDOW_TOKENS = 16
 _ONE_OF = 8
 _BASE = 0x9E3779B97F4A7C15

@@ -94,7 +94,7 @@ class SampleOutput:
         self.finish = start.finish
         self.held: dict[int, TokenDelta] = {}
         self.is_decoding = False
-        # Ended by a stop string, which its replica does not know.
+        # A stop string, which the replica does not know, ended the sample.
         self.was_cut = False
         # What the grammar allowed behind the last token; b"": not known.
         self.mask_digest = b""

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from kvtransfer.messages import ReplicaIdentity
 from workers.messages.link import HandOverTarget, Move
 
-# Before the next target is asked for, after a migration that failed.
+# The pause before the next target is requested, after a migration that failed.
 RETRY_PAUSE_S = 0.5
-# Before a target is asked for again, after there was none.
+# The pause before a target is requested again, after there was none.
 NO_TARGET_PAUSE_S = 1.0
 # How long the source of a migration may take to report its outcome after the target was lost.
 OVERDUE_S = 5.0

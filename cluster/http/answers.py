@@ -22,7 +22,7 @@ FINISH_NAMES: Mapping[int, str] = {
 }
 
 encode = msgspec.json.Encoder().encode
-# A string beside its characters, in a list.
+# Bytes of a string besides its characters, in a list.
 _PART_BYTES = 64
 
 
@@ -164,7 +164,7 @@ class CallOutput(Generic[K]):
         self._make_logprobs = logprobs
         self._of_prompt = of_prompt
         self._prompt_texts: list[str] = []
-        # How much is kept.
+        # The bytes that are kept.
         self.num_bytes = 0
 
     def add(self, response: pb.GenerateResponse) -> None:

@@ -46,7 +46,8 @@ _log = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
 
 
-# A longer body is read beside the event loop, and an answer with more tokens is written there.
+# A longer body is read in another thread than the event loop's, and an answer with more tokens is written
+# there.
 SHORT_BODY_BYTES = 64 << 10
 _SHORT_TOKENS = 4096
 # `code` of the errors of calls that were refused by no fault of their caller.
@@ -220,7 +221,7 @@ class Endpoints:
         except BaseExceptionGroup as failed:
             first = failed.exceptions[0]
             if isinstance(first, HttpProblem) and first.code in _REFUSED_FOR_LOAD:
-                # Nobody has looked at the others.
+                # The other calls were not looked at.
                 ended.update(number for number, call in enumerate(calls) if call.request_id)
                 self._servicer.give_back_requests(caller_identity().tenant, len(calls) - len(ended))
             try:

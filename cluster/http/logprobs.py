@@ -14,7 +14,7 @@ from cluster.text.tokenizer import Detokenizer
 
 _encode = msgspec.json.Encoder().encode
 _NULL = msgspec.Raw(b"null")
-# A number or an offset in a list.
+# Bytes of a number or an offset in a list.
 _NUMBER_BYTES = 24
 
 
@@ -48,7 +48,7 @@ class CompletionLogprobs(msgspec.Struct):
     text_offset: list[int]
     token_logprobs: list[float | None]
     tokens: list[str]
-    # By their texts: the likeliest tokens, and the one that was chosen.
+    # The likeliest tokens and the chosen one, by their texts.
     top_logprobs: list[dict[str, float] | None]
 
 
@@ -141,7 +141,7 @@ class LogprobLists:
         self._offsets: list[int] = []
         self._logprobs: list[float | None] = []
         self._tokens: list[str] = []
-        # Each as JSON.
+        # Entries as JSON.
         self._top: list[Any] = []
 
     def __bool__(self) -> bool:

@@ -75,7 +75,7 @@ class TenantLimits(_Settings):
     max_priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     # Names of the models that it may use; empty: all.
     models: tuple[str, ...] = ()
-    # Its part of the replicas' time, beside the tenants whose requests wait too.
+    # The tenant's part of the replicas' time, next to the other tenants whose requests wait.
     weight: float = Field(default=1.0, gt=0)
     # The class of its requests that name none, and the classes that they may name; empty: all.
     default_class: ServiceClass = "standard"
@@ -131,7 +131,7 @@ class AuthConfig(_Settings):
     keys_file: Path | None = None
     jwt: JwtConfig | None = None
     certificates: CertificateConfig | None = None
-    # By tenant; "*" is for those without an entry.
+    # Limits by tenant; "*" is for tenants without an entry.
     tenants: dict[str, TenantLimits] = {}
     # How long after `accepted` a client may resume a stream.
     resume_s: float = Field(default=3600.0, gt=0)

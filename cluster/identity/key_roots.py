@@ -33,7 +33,7 @@ from kvtransfer.common.os_errors import os_reason
 
 SECRET_BYTES = 32
 FIELD = "auth.key_root_file"
-# The name of a file that was not configured, beside the NVMe records whose keys depend on it.
+# The name of a file that was not configured, in the folder of the NVMe records whose keys depend on it.
 KEPT_NAME = "key-root"
 FILE_MODE = 0o600
 

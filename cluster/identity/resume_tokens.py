@@ -27,7 +27,7 @@ _MAC_BYTES = 32
 _HEAD = struct.Struct(">III")
 # Seconds since 1970 that a token can hold: until 2106.
 _MAX_TIME = (1 << 32) - 1
-# Of a token's proof: enough to tell the token from all others.
+# Bytes of a token's proof: enough to tell the token from all others.
 _KEY_BYTES = 16
 # How long a relayed call may take from one gateway to the next, their clocks' difference included.
 RELAY_S = 60.0
@@ -37,13 +37,13 @@ _FIELD = "resume_token"
 class ResumeToken(NamedTuple):
     """What a token says beside what it proves."""
 
-    # Tells it from every other token.
+    # A proof that tells the token from every other.
     key: bytes
     # `gateway_tag` of the gateway that ran the call; 0: it is of a version that did not name itself.
     issuer: int
     # Unix time.
     expires_at: int
-    # What `max_tokens` was cut to; 0: it was not.
+    # The value to which `max_tokens` was cut; 0: it was not.
     capped_max_tokens: int
 
 

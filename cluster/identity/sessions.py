@@ -34,7 +34,7 @@ class _Claims(Part, frozen=True):
     """What a cookie says."""
 
     key_id: str
-    # Differs between two keys of one id.
+    # A mark that differs between two keys of one id.
     key_mark: str
     # Unix time.
     ends_at: float

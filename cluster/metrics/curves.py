@@ -15,7 +15,7 @@ from kvtransfer.codec import Part
 RING_S = 330
 # How far back `curves` goes.
 CURVE_S = 300
-# Of one bucket of a `Spread` to the next: a quantile is off by at most 1 %.
+# The factor from one bucket of a `Spread` to the next: a quantile is off by at most 1 %.
 _GROWTH = 1.02
 _LEAST = 1e-6
 
@@ -76,7 +76,7 @@ class Window(Part, frozen=True):
 
     window_s: float
     num_arrived: int = 0
-    # Of the requests that arrived.
+    # Prompt tokens of the requests that arrived.
     num_prompt_tokens: int = 0
     # Prompt tokens that prefill had to compute: those that were not cached anywhere.
     num_computed_tokens: int = 0
@@ -95,7 +95,7 @@ class Window(Part, frozen=True):
     pool_to_prompts: dict[str, int] = {}
 
 
-# Of `Window`: the fields that are counted.
+# The fields of `Window` that are counted.
 COUNTED = tuple(name for name in Window.__struct_fields__ if name.startswith("num_"))
 
 
@@ -103,12 +103,12 @@ class SecondCounts(Part, frozen=True):
     """One second of one gateway, as gateways send it to each other."""
 
     at: int
-    # By field of `Window`.
+    # Counts by field of `Window`.
     counts: dict[str, int]
-    # By bucket of a `Spread`.
+    # Times by bucket of a `Spread`.
     ttft: dict[int, int]
     itl: dict[int, int]
-    # As in `Window`.
+    # Prompts as in `Window`.
     pool_to_prompts: dict[str, int] = {}
 
 
@@ -117,11 +117,11 @@ class Second:
     """One second: of one gateway, or of several."""
 
     at: int
-    # By field of `Window`.
+    # Counts by field of `Window`.
     counts: Counter[str] = field(default_factory=Counter)
     ttft: Spread = field(default_factory=Spread)
     itl: Spread = field(default_factory=Spread)
-    # As in `Window`.
+    # Prompts as in `Window`.
     pool_to_prompts: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: SecondCounts) -> None:

@@ -16,9 +16,9 @@ from workers.messages.link import HandOverReport, PrefillReport
 class Caller:
     """Identifies the caller from its credentials, the connection and its metadata; "": unknown."""
 
-    # Of its identity, such as `key:k3vq7yab`.
+    # The name of its identity, such as `key:k3vq7yab`.
     name: str = ""
-    # As gRPC writes it, such as `ipv4:127.0.0.1:40112`.
+    # The address as gRPC writes it, such as `ipv4:127.0.0.1:40112`.
     peer: str = ""
     # W3C Trace Context.
     traceparent: str = ""
@@ -34,7 +34,7 @@ class SampleResult:
     index: int
     finish: str
     num_tokens: int
-    # Of `num_tokens`.
+    # The reasoning tokens among `num_tokens`.
     num_reasoning_tokens: int = 0
 
 
@@ -52,11 +52,11 @@ class Summary:
     decode_replica: str
     prefill: PrefillReport | None
     hand_over: HandOverReport | None
-    # Of the stream, from one decode replica to another, in the last attempt.
+    # Moves of the stream, from one decode replica to another, in the last attempt.
     num_moves: int = 0
-    # What `max_tokens` was cut to; 0: it was not.
+    # The value to which `max_tokens` was cut; 0: it was not.
     capped_max_tokens: int = 0
-    # Of the samples' tokens: those that the caller brought to resume the request.
+    # The samples' tokens that the caller brought to resume the request.
     num_resumed_tokens: int = 0
 
     @property
@@ -118,7 +118,7 @@ class RequestInfo(Part, frozen=True):
     tenant: str = ""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
-    # Of the prompt, in the last attempt.
+    # The cached tokens of the prompt, in the last attempt.
     num_cached_tokens: int = 0
     # 0: there is none yet.
     first_token_at: float = 0.0
@@ -132,7 +132,7 @@ class EndedRequest:
 
     # The client's, or the one it was given; "" when it was refused without one.
     request_id: str
-    # What replicas know it by; "" when it was refused before it had one.
+    # The id by which replicas know the request; "" when it was refused before it had one.
     wire_id: str
     tenant: str
     caller: Caller
@@ -143,11 +143,11 @@ class EndedRequest:
     reason: str
     started_at: float
     ended_at: float
-    # What it came to, finished or not; None when it was refused.
+    # The outcome, finished or not; None when the request was refused.
     summary: Summary | None = None
     decisions: tuple[RoutedAttempt, ...] = ()
     timeline: tuple[TimelineEntry, ...] = ()
-    # What it asked for; None when it was refused.
+    # The request as it was prepared; None when it was refused.
     prepared: PreparedRequest | None = None
 
     @property

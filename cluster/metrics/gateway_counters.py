@@ -20,7 +20,7 @@ from router.messages import Decision
 from workers.messages.link import PrefillReport, TokenDelta
 
 _NO_CAPACITY = "resource_exhausted"
-# A replica that is gone keeps its histograms for so long after its last request.
+# The time for which a replica that is gone keeps its histograms after its last request.
 _FORGET_S = 600.0
 
 
@@ -92,9 +92,9 @@ class ReplicaCounters:
     def __init__(self, pool: str) -> None:
         self.pool = pool
         self.used_at = 0.0
-        # By metric name.
+        # Histograms by metric name.
         self.histograms = {name: Histogram(bounds) for name, bounds in REQUEST_TIMES.items()}
-        # By code of `RequestFailed`.
+        # Failures by code of `RequestFailed`.
         self.num_attempt_failures: Counter[str] = Counter()
         # Attempts that the router placed here, by side: "prefill", "decode", or "local" for both.
         self.num_routed: Counter[str] = Counter()
@@ -122,9 +122,9 @@ class GatewayCounters:
         self._itl_slo_s = itl_slo_s
         self._open: dict[str, _Open] = {}
         self.seconds = SecondRing()
-        # By replica id.
+        # Counters by replica id.
         self.replicas: dict[str, ReplicaCounters] = {}
-        # By state ("finished", "failed", "cancelled", "refused": never accepted) and gRPC status.
+        # Requests by state ("finished", "failed", "cancelled", "refused": never accepted) and gRPC status.
         self.num_requests: Counter[tuple[str, str]] = Counter()
         # Finished requests that took more than one attempt.
         self.num_retried = 0
@@ -136,10 +136,11 @@ class GatewayCounters:
         self.num_output_tokens = 0
         # Prompt tokens by the tier where their KV was when the request came.
         self.num_cached_tokens: Counter[str] = Counter()
-        # By transport ("none": nothing had to move).
+        # Hand-overs by transport ("none": nothing had to move).
         self.num_hand_overs: Counter[str] = Counter()
         self.num_hand_over_bytes: Counter[str] = Counter()
-        # Of all attempts that ended: what the router expected to be cached where it placed the prompt.
+        # The tokens that the router expected to be cached where it placed the prompt, over all attempts that
+        # ended.
         self.num_expected_cached_tokens = 0
         self.tenants = TenantUsageTable()
         self.demand = Demand()

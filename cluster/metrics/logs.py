@@ -14,7 +14,7 @@ from cluster.log_fields import MORE, SUMMARY, about
 from cluster.metrics.config import LogConfig
 from cluster.metrics.ended_request import EndedRequest, RelayedRequest
 
-# Of the access log.
+# The name of the access log.
 ACCESS_LOGGER = "tandem.access"
 
 _ROOTS = ("tandem", "cluster", "router", "workers", "kvtransfer", "opentelemetry")

@@ -31,9 +31,9 @@ class Gauges(NamedTuple):
     """What the replicas and the queues of all gateways report at one moment."""
 
     num_waiting: int
-    # Blocks in use of all blocks, by the replicas' role.
+    # The share of KV blocks in use, by the replicas' role.
     role_to_kv_share: Mapping[str, float]
-    # Of the GPU whose memory is fullest; None without GPUs.
+    # The GPU's share whose memory is fullest; None without GPUs.
     gpu_memory_share: float | None
     # Since the last report: prompt tokens that could have been cached, and those that were.
     num_queried_tokens: int

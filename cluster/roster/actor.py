@@ -12,7 +12,7 @@ from cluster.roster.state import EXPIRE_S, REBUILD_S, RENEW_S, LocalRoster
 from kvtransfer.codec import Codec
 from kvtransfer.common.clock import Clock
 
-# How long what a replica tells while it starts is shown.
+# The time for which the reports of a starting replica are shown.
 STARTING_S = 5.0
 
 
@@ -27,7 +27,7 @@ class RosterActor:
         first_version = int(clock.wall() * 1000)
         self._clock = clock
         self._roster = LocalRoster(clock, first_version=first_version, expire_s=EXPIRE_S)
-        # By replica: what it told, and when.
+        # Reports by replica, with their times.
         self._starting: dict[str, tuple[StartingReplica, float]] = {}
         self._complete_at = clock.now() + (REBUILD_S if restarted else 0.0)
 

@@ -55,7 +55,7 @@ class DesiredState:
         self._targets: dict[str, int] = {}
         self._declared: dict[str, int] = {}
         self._deploy_mark = ""
-        # Kind and key of what was ordered in this life.
+        # The kind and key of each order of this life.
         self._own: set[tuple[str, str]] = set()
 
     def fill(self, view: RosterView) -> RosterView:

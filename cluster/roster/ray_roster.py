@@ -17,7 +17,7 @@ from cluster.roster.actor import STARTING_CODEC, VIEW_CODEC, RemoteRoster, Roste
 from cluster.roster.messages import RosterView, StartingReplica
 from kvtransfer.common.clock import SystemClock
 
-# Of all our named actors.
+# The namespace of all our named actors.
 NAMESPACE = "tandem"
 _CALL_S = 5.0
 

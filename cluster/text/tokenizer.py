@@ -81,7 +81,8 @@ class ModelText:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     def special_tokens(self, template: str, named: Collection[str]) -> frozenset[str]:
-        """The texts that are commands in a prompt of this chat template; some are `named` so elsewhere."""
+        """Return the texts that are commands in a prompt of this chat template; some are `named` so
+        elsewhere."""
         return special_tokens(self._tokenizer, template, named)
 
     def marked_prompt_encoder(self, special: Collection[str]) -> MarkedPromptEncoder:

@@ -88,7 +88,7 @@ class PlainParser:
 
     @property
     def is_reasoning(self) -> bool:
-        """Nothing is."""
+        """No text is reasoning."""
         return False
 
     def push(self, text: str) -> list[Piece]:
@@ -96,5 +96,5 @@ class PlainParser:
         return [Content(text)] if text else []
 
     def flush(self, *, is_cut: bool = False) -> list[Piece]:
-        """Nothing was held."""
+        """Return nothing: no text was held."""
         return []
