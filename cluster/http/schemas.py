@@ -166,7 +166,7 @@ class StreamOptions(Body, kw_only=True):
     include_usage: bool | None = None
     # Usage with each chunk.
     continuous_usage_stats: bool | None = None
-    # An effect only where random bytes hide lengths of chunks, which are not sent here.
+    # A field about random bytes that hide lengths of chunks, which are not sent here.
     include_obfuscation: Ignored = None
 
 

@@ -33,7 +33,7 @@ class Gauges(NamedTuple):
     num_waiting: int
     # The share of KV blocks in use, by the replicas' role.
     role_to_kv_share: Mapping[str, float]
-    # The GPU's share whose memory is fullest; None without GPUs.
+    # The memory share of the GPU whose memory is fullest; None without GPUs.
     gpu_memory_share: float | None
     # Since the last report: prompt tokens that could have been cached, and those that were.
     num_queried_tokens: int

@@ -13,7 +13,7 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.errors import WireError
 from kvtransfer.store.index.redis_client import IndexAwayError
 
-# How often what has not changed is written again: its server may have lost it.
+# How often unchanged counts are written again: their server may have lost them.
 WRITE_AGAIN_S = 60.0
 _log = logging.getLogger(__name__)
 

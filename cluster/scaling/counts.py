@@ -15,11 +15,11 @@ from kvtransfer.codec import Part
 class KnownCounts(Part, frozen=True):
     """What was ordered of the pools of an application, as far as it is known."""
 
-    # By pool; absent where nobody ordered anything.
+    # Ordered counts by pool; absent where nobody ordered anything.
     desired: dict[str, int] = {}
     # Pools whose count an operator chose.
     pinned: tuple[str, ...] = ()
-    # By pool: the count in the configuration that was followed then.
+    # The count by pool in the configuration that was followed then.
     declared: dict[str, int] = {}
 
 

@@ -39,7 +39,7 @@ class Forecast(NamedTuple):
     """An expected rate and where it comes from."""
 
     per_s: float
-    # Of the whole history, recent samples counting more.
+    # The mean rate over the whole history, in which recent samples count more.
     mean_per_s: float
     # 0 where the change of the rate cannot be distinguished from noise.
     trend_per_s2: float

@@ -10,7 +10,7 @@ from cluster.scaling.forecast import TAIL, Moments, tail_crowd, tail_wait_s
 from cluster.scaling.measured_rates import MeasuredRates, RequestSizes
 from cluster.scaling.samples import BOTH, DECODE, PREFILL
 
-# Of the KV blocks that may be in use at the 90th percentile: below it nothing waits for blocks.
+# The share of the KV blocks that may be in use at the 90th percentile: below it nothing waits for blocks.
 _KV_SHARE = 0.9
 
 

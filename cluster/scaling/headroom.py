@@ -19,7 +19,7 @@ from cluster.scaling.serve_client import ServeClient, deployment_name
 _LIMIT = 10_000
 # Bundles of a replica of one stage: the engine core's and the stage's, which share a node.
 _ONE_STAGE = 2
-# Resources that no replica asks, or that Ray derives from others.
+# Resources that no replica requests, or that Ray derives from others.
 _HIDDEN = ("node:", "memory", "object_store_memory", "bundle")
 
 

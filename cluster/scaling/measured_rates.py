@@ -21,7 +21,8 @@ from cluster.scaling.samples import (
 )
 from kvtransfer.common.health import kept_share
 
-# Of a step's time, taken to be independent of the batch until batches of several sizes were seen.
+# The share of a step's time that is taken to be independent of the batch until batches of several sizes were
+# seen.
 _FIXED_SHARE = 0.75
 # That assumption weighs as much as batches that vary by this share of their mean.
 _PRIOR_SPREAD = 0.1
@@ -50,9 +51,9 @@ class MeasuredRates(NamedTuple):
     # Prompt tokens a second that one replica computes while it has some.
     prefill_tok_s: float
     step: StepCost | None
-    # The largest at which one decode replica keeps `itl_slo_s`.
+    # The largest batch at which one decode replica keeps `itl_slo_s`.
     batch: int
-    # Of one replica that decodes.
+    # The blocks of one replica that decodes.
     kv_blocks: float
     blocks_per_sequence: float
 

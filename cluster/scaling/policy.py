@@ -26,7 +26,7 @@ from cluster.scaling.samples import BOTH, DECODE, PREFILL, History, PoolView
 
 __all__ = ["Policy", "PoolMove", "RoleAssignment", "RoleReturn", "ScalingPlan", "decide", "history_span_s"]
 
-# Decides what to change: `decide`, or what it is compared with.
+# A policy decides what to change: `decide`, or one to compare with it.
 Policy = Callable[[History, ScalingConfig, Sequence[PoolView], float], ScalingPlan]
 _MIN_STALE_S = 10.0
 

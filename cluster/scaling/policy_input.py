@@ -37,11 +37,11 @@ from cluster.scaling.samples import (
     may_prefill,
 )
 
-# By home role: the other one that a replica may play.
+# The other role that a replica may play, by home role.
 OTHER_ROLE = {PREFILL: DECODE, DECODE: PREFILL}
 # A pool shrinks only where the smaller one could serve this much more than the demand.
 HYSTERESIS = 1.2
-# Of the samples that must show could do with one replica less.
+# The share of the samples that must show that one replica less would do.
 _SPARE_SHARE = 0.9
 
 
@@ -50,11 +50,11 @@ class ReplicaKind(NamedTuple):
 
     name: str
     pools: tuple[PoolView, ...]
-    # At home, those that play the other role included.
+    # The replicas at home, including those that play the other role.
     num_desired: int
     num_assigned: int
     num_borrowed: int
-    # The most that limits and operators allow.
+    # The largest number that limits and operators allow.
     reach: int
 
     @property
@@ -175,8 +175,8 @@ class PolicyView:
             return False
         if kind == PREFILL:
             return True
-        # Streams that last long get slower with fewer replicas, but stay: what counts is whether batches
-        # and blocks have space for them. New arrivals are the forecast's part.
+        # Streams that last long get slower with fewer replicas, but stay: the question is whether batches and
+        # blocks have space for them. New arrivals are the forecast's part.
         load = self.config.target_load
         sequences = max(1.0, load * num_left * self.rates.batch)
         has_batch = side.num_running + side.num_waiting <= sequences
@@ -208,7 +208,7 @@ def _most(pool: PoolView) -> int:
 
 
 # ----------------------------------------------------------------------------------------------
-# What the policy decides.
+# The decisions of the policy.
 
 
 class PoolMove(NamedTuple):

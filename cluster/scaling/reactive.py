@@ -22,7 +22,7 @@ NUM_SAMPLES = 3
 WINDOW_S = 30.0
 # Free share of the KV blocks below which landings soon wait.
 KV_NEAR_FULL = 0.1
-# Of the recent samples: when decode was full in so many, the prefill queue is decode's doing.
+# The share of the recent samples with a full decode side from which on the prefill queue is decode's doing.
 _BLOCKED_SHARE = 0.3
 # First tokens, or gaps, that must have been seen before the share of late ones counts.
 _MIN_OUTCOMES = 20
@@ -141,7 +141,7 @@ class ReactiveSignals:
         allowed_s = slo_s - own_s if own_s < slo_s else slo_s
         # How long the backlog keeps the replicas busy.
         queue_s = min(side.num_backlog_tokens / side.prefill_tok_s for side in sides)
-        # Refusals keep the queue as short as the objectives of the classes ask for.
+        # Refusals keep the queue as short as the objectives of the classes require.
         if refused <= TAIL and queue_s <= (allowed_s / 2 if late > TAIL else allowed_s):
             return None
         latest = sides[-1]
@@ -169,7 +169,7 @@ class ReactiveSignals:
         arriving_tok_s = arrived * each_s
         clear_s = max(self._start_s, self._config.up_cool_down_s, self._config.ttft_slo_s)
         each_tok_s = side.prefill_tok_s / side.num_replicas
-        # By what is more than the chance of a few arrivals: it is drawn out over the time of a start.
+        # Growth by more than the chance of a few arrivals: it is drawn out over the time of a start.
         growing_tok_s = max(0.0, (arrived - math.sqrt(arrived)) * each_s - side.prefill_tok_s)
         backlog = side.num_backlog_tokens + growing_tok_s * self._start_s
         needed = math.ceil((arriving_tok_s + backlog / clear_s) / each_tok_s)
@@ -252,7 +252,7 @@ class ReactiveSignals:
         gets free now and then, and is taken at once."""
         sides = [side_of(sample, DECODE, has_prefill=self._has_prefill) for sample in self._samples]
         count = sides[-1].num_replicas if sides else 0
-        # Since replicas came or went: what was before says nothing of now.
+        # The sides since replicas came or went: earlier ones say nothing of now.
         stable = list(itertools.takewhile(lambda side: side.num_replicas == count, reversed(sides)))
         is_often = sum(map(self._is_full, stable)) > _BLOCKED_SHARE * len(stable)
         return self._kv_space(DECODE) is not None or (len(stable) >= NUM_SAMPLES and is_often)

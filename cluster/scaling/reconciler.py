@@ -27,7 +27,7 @@ from cluster.roster.messages import ForgetPool, Observed, RosterOrder, RosterVie
 from cluster.scaling.serve_client import AppTargets, PoolTarget
 from kvtransfer.common.health import Backoff
 
-# For so long after a deploy was seen its resets may come.
+# The time after a deploy was seen in which its resets may come.
 SETTLE_S = 5.0
 _MIN_RETRY_S = 2.0
 _MAX_RETRY_S = 60.0
@@ -198,7 +198,7 @@ class _Comparison:
             return
         before = seen.configured if last is None else last
         if pool in self._autoscaled and last is None:
-            # Nobody remembers anything: this may be an earlier life's own choice, and is free to move.
+            # Nobody remembers a choice: this may be an earlier life's own, and is free to move.
             self.actions.append(SetDesired(pool, seen.target, pinned=False))
         else:
             self._ordered(pool, before, seen.target)

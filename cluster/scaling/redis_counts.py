@@ -13,7 +13,7 @@ from kvtransfer.store.index.redis_client import RedisLink, Script
 COUNTS_CODEC: Codec[KnownCounts] = Codec(KnownCounts)
 
 _ANSWER_S = 5.0
-# What nobody writes again, because the application is gone, is dropped after so long.
+# Counts that nobody writes again, because the application is gone, are dropped after this time.
 _KEEP_S = 30 * 24 * 3600
 _READ = Script("return redis.call('HGET', KEYS[1], 'counts')")
 _WRITE = Script(

@@ -28,11 +28,11 @@ class ReplicaSample(ReplicaStats, frozen=True, kw_only=True):
 
     replica_id: str
     pool: str
-    # The one in effect; its pool has its home role.
+    # The role in effect; the replica's pool has its home role.
     role: str
     # How old the statistics are.
     age_s: float = 0.0
-    # Of `num_waiting`: sequences that gateways hold until it can decode them.
+    # The sequences among `num_waiting` that gateways hold until the replica can decode them.
     num_held_sequences: int = 0
 
     @property
@@ -78,11 +78,11 @@ class ScalingSample(NamedTuple):
 
     # Unix time, as in `ScalingChange`.
     at: float
-    # By pool: how many replicas are asked for.
+    # The desired number of replicas by pool.
     desired: dict[str, int]
-    # Those in state "ready": connected, and not leaving.
+    # The replicas in state "ready": connected, and not leaving.
     replicas: tuple[ReplicaSample, ...]
-    # Since the sample before.
+    # The demand since the sample before.
     demand: Demand
 
     def num_ready(self, pool: str) -> int:
@@ -94,10 +94,10 @@ class PoolView(NamedTuple):
     """What the policy must know of a pool beside the samples."""
 
     name: str
-    # Its home role.
+    # The pool's home role.
     role: str
     desired: int
-    # Of `engine`: how many sequences a step of one replica may hold.
+    # `engine.max_sequences`: how many sequences a step of one replica may hold.
     max_sequences: int
     block_tokens: int
     # None: the autoscaler does not move it.
@@ -106,7 +106,7 @@ class PoolView(NamedTuple):
     # Unix time of its latest growth, by whomever; None: not known of any.
     grew_at: float | None = None
     changed_at: float | None = None
-    # Its replicas that hold a lease for another role: id, and Unix time since when.
+    # The pool's replicas that hold a lease for another role: id, and Unix time since when.
     assigned: tuple[tuple[str, float], ...] = ()
 
 

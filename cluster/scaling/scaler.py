@@ -47,7 +47,7 @@ from cluster.scaling.samples import History
 from cluster.scaling.serve_client import AppTargets, ServeClient
 from kvtransfer.common.clock import Clock
 
-# A gateway that missed so many is not looked at.
+# A gateway that missed this number of reports is not looked at.
 _MISSED_REPORTS = 4
 _NUMBER = re.compile(r"[\d.]+")
 _log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Scaler:
         self._reports = GatewayReports()
         self._problem = ""
         self._notes: tuple[str, ...] = ()
-        # A look and an order never run at the same time: both begin with what Serve has in mind.
+        # A look and an order never run at the same time: both begin with the targets of Serve.
         self._turn = asyncio.Lock()
         self.configure(config)
 
@@ -145,7 +145,7 @@ class Scaler:
             self._check_decodes({pool: target.target for pool, target in seen.pools.items()}, order.counts)
             if order.is_dry_run:
                 return done
-            # What others have ordered meanwhile comes first, under their name.
+            # Orders that others gave since then come first, under their name.
             await self._look(seen, await self._known_view(), client)
             ordered: list[str] = []
             for change in done.changes:

@@ -43,21 +43,23 @@ class PoolTarget(NamedTuple):
     """What Serve has in mind for a pool."""
 
     target: int
-    # Of the last deploy: what a deploy sets the target to.
+    # The count of the last deploy, to which a deploy sets the target.
     configured: int
     num_running: int = 0
     # Replicas by Serve's state, such as STARTING, RUNNING, STOPPING.
     states: dict[str, int] = {}
-    # In the configuration of the last deploy, which binds the desired count in its place; None: unknown.
+    # The count in the configuration of the last deploy, which binds the desired count in its place; None:
+    # unknown.
     declared: int | None = None
 
 
 class AppTargets(NamedTuple):
     """One application as Serve sees it."""
 
-    # Serve's, such as DEPLOYING, RUNNING, DELETING.
+    # Serve's status, such as DEPLOYING, RUNNING, DELETING.
     status: str
-    # Another one: the application was deployed again, so targets may have been reset.
+    # A mark that differs from the one before: the application was deployed again, so targets may have been
+    # reset.
     deploy_mark: str
     is_scalable: bool
     pools: dict[str, PoolTarget]

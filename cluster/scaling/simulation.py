@@ -42,7 +42,7 @@ class Arrival(NamedTuple):
 
     # Seconds since the trace's start.
     at: float
-    # To compute.
+    # Tokens to compute.
     prompt_tokens: int
     output_tokens: int
 
@@ -67,7 +67,7 @@ class SimulatedRequest:
     remaining_output: int
     first_at: float | None = None
     end_at: float | None = None
-    # Where its KV has space.
+    # The replica where the request's KV has space.
     target: SimulatedReplica | None = None
 
     @property
@@ -87,17 +87,18 @@ class SimulatedReplica:
     model: ServiceModel
     is_leaving: bool = False
     prompts: deque[SimulatedRequest] = field(default_factory=deque)
-    # Their sum.
+    # The sum of the prompts' tokens.
     queued_tokens: float = 0.0
     computing: SimulatedRequest | None = None
-    # The next to be computed: it has its space.
+    # The next prompt to be computed: it has its space.
     granted: SimulatedRequest | None = None
-    # With their KV here, for a slot of the batch.
+    # Requests with their KV here, for a slot of the batch.
     waiting: deque[SimulatedRequest] = field(default_factory=deque)
     # A heap: progress at its end, order of joining.
     batch: list[tuple[float, int, SimulatedRequest]] = field(default_factory=list)
     progress: float = 0.0
-    # KV of all that runs here, waits or is landing, without what the batch generated since it joined.
+    # KV of all requests that run here, wait or are landing, without the tokens that the batch generated since
+    # each joined.
     held_tokens: float = 0.0
     # The sum over the batch.
     joined_progress: float = 0.0
@@ -150,7 +151,7 @@ class SimulatedReplica:
 class Outcomes:
     """What became of the requests; gaps are those between tokens of a sequence."""
 
-    # By pool: the time that its replicas existed, starting and leaving ones included.
+    # The time that the replicas of each pool existed, starting and leaving ones included.
     replica_s: dict[str, float]
     jobs: list[SimulatedRequest] = field(default_factory=list)
     num_gaps: float = 0.0
@@ -188,7 +189,7 @@ class SimulatedCluster:
         own = [each for each in self.replicas if each.pool == pool and not each.is_leaving]
         for _ in range(count - len(own)):
             self._add(pool, ready_at=self.now + self._model.start_s)
-        # Those that serve least go first: starting ones, then by what they hold.
+        # Those that serve least go first: starting replicas, then by the KV and prompts that they hold.
         own.sort(key=lambda each: (each.ready_at <= self.now, each.used_tokens + each.backlog_tokens))
         for replica in own[: max(0, len(own) - count)]:
             replica.is_leaving = True
@@ -379,9 +380,9 @@ class SimulatedCluster:
 
 
 # ----------------------------------------------------------------------------------------------
-# The replay: what the scaler and the roster do, around a simulated cluster.
+# The replay: the work of the scaler and of the roster, around a simulated cluster.
 
-# After the last arrival the replay continues for at most so long.
+# The longest time for which the replay continues after the last arrival.
 _TAIL_S = 3600.0
 
 
@@ -392,9 +393,9 @@ class Replayed(Outcomes):
     # Moves of counts.
     changes: list[ScalingChange]
     role_changes: list[tuple[float, str]]
-    # Desired, at every look.
+    # The desired counts, at every look.
     counts: list[tuple[float, dict[str, int]]]
-    # Each once, when it first stood.
+    # Each note once, when it first stood.
     notes: list[tuple[float, str]]
     config: ScalingConfig = field(repr=False)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from cluster.config import GatewayConfig, PoolConfig
 from cluster.scaling.resource_demand import QUANTUM, ReplicaDemand
 
-# CPUs that an engine core asks: it waits for its ranks and for the network most of the time.
+# CPUs that an engine core requests: it waits for its ranks and for the network most of the time.
 ENGINE_CORE_CPUS = 0.05
 GATEWAY_CPUS = 0.05
 
@@ -33,7 +33,7 @@ def plan_cpus(
         fixed += pool.replicas * ENGINE_CORE_CPUS
         if pool.cpus_per_rank is None:
             num_auto += pool.replicas * pool.num_ranks
-            fixed += pool.replicas * ENGINE_CORE_CPUS  # of the replica added later
+            fixed += pool.replicas * ENGINE_CORE_CPUS  # that of the replica added later
         else:
             fixed += pool.replicas * pool.num_ranks * pool.cpus_per_rank
     share = max((num_cpus - fixed) / max(2 * num_auto, 1), 0.0)

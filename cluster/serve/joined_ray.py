@@ -43,7 +43,7 @@ AUTO = "auto"
 _REACH_S = 5.0
 _PROBE_S = 1.0
 _PROBE_EVERY_S = 0.5
-# How long nobody may listen at the address of a GCS before its Ray cluster has ended.
+# The time for which nobody may listen at the address of a GCS before its Ray cluster has ended.
 REFUSED_S = 3.0
 # The same where another GCS may take its place, or where its host does not answer: Ray itself ends the
 # processes of the cluster, this one too, after a minute.

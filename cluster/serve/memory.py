@@ -32,13 +32,13 @@ from workers.model.rank_memory import (
 )
 from workers.model.sizes import part
 
-# Of a replica's engine core, or of a gateway.
+# The memory of a replica's engine core, or of a gateway.
 ENGINE_CORE_BYTES = 150_000_000
-# Of a Ray node with Serve, and of what it starts in advance.
+# The memory of a Ray node with Serve, and of the processes that it starts in advance.
 RAY_BYTES = 1_000_000_000
-# That any process of ours has open: libraries, logs, Ray's connections.
+# The files that any process of ours has open: libraries, logs, Ray's connections.
 FILES_OF_A_PROCESS = 256
-# Where `kv_tokens` is `auto` and the machine does not report its memory.
+# Tokens where `kv_tokens` is `auto` and the machine does not report its memory.
 _UNKNOWN_KV_TOKENS = 16384
 
 
@@ -73,8 +73,8 @@ class PoolNeed(NamedTuple):
     num_threads: int
     tp: int
     block_tokens: int
-    # The KV of each replica, and why it is so where it is `auto` ("": it is configured). With `auto`, what a
-    # GPU has left is not known here: the least is counted.
+    # The KV of each replica, and the reason where it is `auto` ("": it is configured). With `auto`, the
+    # memory that a GPU has left is not known here: the least is counted.
     kv_tokens: int
     kv_reason: str = ""
 
@@ -112,10 +112,10 @@ class ClusterNeed(NamedTuple):
     """Represents what the whole configuration takes."""
 
     pools: tuple[PoolNeed, ...]
-    # Of one node.
+    # The bytes of one node.
     store_bytes: int
     num_gateways: int
-    # Of the process that opens most.
+    # The files of the process that opens most.
     open_files: int
 
     @property

@@ -28,7 +28,7 @@ class RayOwner(NamedTuple):
     """Represents who listens at the address of a Ray cluster on this host."""
 
     user_id: int
-    # None: a process of another user, into which this one cannot look.
+    # None: a process of another user, which this one cannot inspect.
     process: psutil.Process | None
 
     @property

@@ -31,17 +31,17 @@ from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve.schema import ServeApplicationSchema
 
 _CONTROLLER_S = 30.0
-# The ports of the metrics of the dashboard and of the autoscaler, which have fixed ones otherwise.
+# Settings of the ports of metrics of the dashboard and of the autoscaler, which are fixed otherwise.
 _METRICS_PORTS = ("DASHBOARD_METRIC_PORT", "AUTOSCALER_METRIC_PORT")
 _LISTEN_PORT = "dashboard_agent_listen_port"
-# What `RayParams` calls those of a node's agents.
+# The names that `RayParams` gives to the ports of a node's agents.
 _AGENT_PORTS = (
     _LISTEN_PORT,
     "metrics_agent_port",
     "metrics_export_port",
     "runtime_env_agent_port",
 )
-# Below those that the kernel gives to whoever asks for any.
+# Ports below those that the kernel gives to processes that request any.
 _OWN_PORTS = range(20_000, 32_000)
 # How long processes of a local Ray cluster live without its GCS, which is not restarted.
 _GIVE_UP_S = 5

@@ -118,7 +118,7 @@ class ScalerHandle:
         try:
             async with asyncio.timeout(_CALL_S):
                 actor = await self._reach()
-                # What the scaler uses, small enough to be passed inside Ray's call.
+                # The part that the scaler uses, small enough to be passed inside Ray's call.
                 part = admin_pb.StatusResponse(replicas=status.replicas, demand=status.demand)
                 mark = await actor.report.remote(self._gateway, part.SerializeToString())
                 if mark < self._mark:

@@ -30,9 +30,9 @@ class ServeRun(msgspec.Struct, frozen=True):
     file: str
     # host:port.
     gateways: tuple[str, ...]
-    # Of operators, host:port; tls://host:port where the gateways speak TLS.
+    # Addresses for operators, host:port; tls://host:port where the gateways speak TLS.
     admins: tuple[str, ...]
-    # Of the Ray cluster, host:port.
+    # The address of the Ray cluster, host:port.
     ray: str
     # URL; "": none.
     dashboard: str

@@ -25,7 +25,7 @@ _MAX_CHARS = 1 << 18
 
 _ARGUMENTS = rf'\{{\s*"{_KEY}": ?"{_VALUES[0]}"\s*\}}'
 _OBJECT = rf'\{{\s*"name": ?"{_NAME}", ?"%s": ?{_ARGUMENTS}'
-# What the first call looks like.
+# The form of the first call.
 _NOTATIONS: Mapping[CallNotation, re.Pattern[str]] = {
     "hermes": re.compile(rf"<tool_call>\s*{_OBJECT % 'arguments'}\s*\}}\s*</tool_call>"),
     "llama3": re.compile(rf"{_OBJECT % 'parameters'}\s*\}}"),

@@ -38,7 +38,7 @@ _OPEN_END = "\ue000continued\ue000"
 # OpenAI's later name for the role; few templates know it, and others drop such a turn, or refuse it.
 _SYSTEM, _DEVELOPER, _ASSISTANT = "system", "developer", "assistant"
 _KNOWS_DEVELOPER = re.compile(rf"""['"]{_DEVELOPER}['"]""")
-# What a tool without parameters takes, and under which name arguments that are no object are shown.
+# The schema of a tool without parameters, and the name under which arguments that are no object are shown.
 NO_PARAMETERS = {"type": "object", "properties": {}}
 _CUT_ARGUMENTS = "arguments"
 # A variable for our own filters, which no template can name.
@@ -47,7 +47,7 @@ _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 # Names of templates, where a model has several.
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# Whatever else a template makes Python raise ends the child, which the parent reports and replaces.
+# Any other exception of a template in Python ends the child, which the parent reports and replaces.
 _RENDER_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -95,7 +95,7 @@ class Chat(Part, frozen=True):
     turns: tuple[ChatTurn, ...]
     tools: tuple[ChatTool, ...] = ()
     add_generation_prompt: bool = True
-    # The last turn is left open.
+    # Whether the last turn is left open.
     continue_final_message: bool = False
     template_args_json: str = ""
 

@@ -74,7 +74,7 @@ def _arguments_schema(tool: pb.Tool, *, is_held: bool) -> str:
         return ""
     try:
         return json.dumps(without_notes(json.loads(tool.parameters_json)))
-    except RecursionError:  # whoever compiles it says so
+    except RecursionError:  # the compiler of the grammar reports it
         return tool.parameters_json
 
 

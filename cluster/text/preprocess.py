@@ -48,9 +48,9 @@ from workers.model.model_config import read_model_config
 _MASK = (1 << 64) - 1
 # More output of a resumed request is worth a thread: reading it takes some 20 us a token.
 _SHORT_TOKENS = 256
-# Of a request beside its prompt, the keys of its blocks and its grammar.
+# Memory of a request without its prompt, the keys of its blocks and its grammar.
 _REQUEST_BYTES = 4096
-# What makes the id of a call unique among all that have the client's id.
+# The part that makes the id of a call unique among all that have the client's id.
 _UNIQUE_BYTES = 8
 
 
@@ -81,7 +81,7 @@ class PreparedRequest:
     request_id: str
     facts: RequestFacts
     prompt: bytes
-    # Where the chain of `block_keys` begins.
+    # The beginning of the chain of `block_keys`.
     root_key: bytes
     block_keys: tuple[bytes, ...]
     sampling: SamplingParams
@@ -94,11 +94,12 @@ class PreparedRequest:
     patience_s: float = 20.0
     pinned_prefill: str = ""
     pinned_decode: str = ""
-    # What `max_tokens` was cut to, by the room that the context has or because of the load; 0: it was not.
+    # The value to which `max_tokens` was cut, by the room that the context has or because of the load; 0: it
+    # was not.
     capped_max_tokens: int = 0
-    # What the output must be.
+    # The required form of the output.
     grammar: Grammar | None = None
-    # That comes from the tools of the chat alone.
+    # Whether the grammar comes from the tools of the chat alone.
     is_grammar_of_tools: bool = False
 
     @property

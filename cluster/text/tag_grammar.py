@@ -18,7 +18,7 @@ from kvtransfer.codec import Part
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-# How special tokens are written.
+# The notation of special tokens.
 _MARKER = re.compile(r"<[^<>\s]{1,64}>|\[[^\[\]\s]{1,64}\]")
 _NUM_SHOWN = 100
 

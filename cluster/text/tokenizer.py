@@ -25,7 +25,7 @@ from workers.errors import CheckpointError
 REPLACEMENT = "\ufffd"
 # A longer text is worth a thread, so that the event loop goes on.
 SHORT_CHARS = 4096
-# Where a short text has taken so long, the model's pattern is such that any may: each gets a thread then.
+# Where a short text has taken this time, the model's pattern is such that any may: each gets a thread then.
 _SLOW_S = 0.1
 # A character has at most 4 bytes; more waiting tokens than this are no character that is still to come.
 _MAX_WAITING_TOKENS = 8
@@ -60,7 +60,7 @@ class ModelText:
         self._anchor: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
         self._num_anchor_chars = len(tokenizer.decode(self._anchor, skip_special_tokens=False))
         self._clock = SystemClock()
-        # A text of at most so many characters may be encoded on an event loop.
+        # The length up to which a text may be encoded on an event loop.
         self.short_chars = SHORT_CHARS
 
     @classmethod
@@ -117,7 +117,7 @@ class ModelText:
     def _encode(self, text: str, *, add_special_tokens: bool) -> bytes:
         if len(text) <= self.short_chars:
             ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        else:  # unlike `encode`, lets other threads run meanwhile
+        else:  # unlike `encode`, lets other threads run at the same time
             (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
             ids = encoding.ids
         tokens = np.empty(len(ids), dtype="<u4")
@@ -132,7 +132,7 @@ class ModelText:
         ids = np.frombuffer(tokens, dtype="<u4").tolist()
         try:
             with panics_as_errors:
-                # Unlike `decode`, lets other threads run meanwhile.
+                # Unlike `decode`, this lets other threads run at the same time.
                 (text,) = self._tokenizer.decode_batch([ids], skip_special_tokens=not keep_special_tokens)
         except Exception as error:  # the library raises no class of its own
             problem = "the model's tokenizer cannot decode these"

@@ -30,9 +30,9 @@ MAX_LOGIT_BIAS = 100.0
 MAX_PENALTY = 2.0
 MAX_CHOICES = 1024
 MAX_TAGS = 128
-# Of a request, or of a session.
+# The length of the id of a request, or of a session.
 MAX_ID_CHARS = 128
-# A sample that is resumed has ended like this, or not.
+# The ends of a resumed sample; "": it has not ended.
 FINISH_REASONS = ("", "stop", "length", "tool_calls")
 
 _MAX_FLOAT32 = 3.4028234e38
@@ -55,8 +55,8 @@ class ServingLimits:
     allow_pins: bool
     # Whether `max_tokens` is cut to what there is room for; otherwise the request is refused.
     caps_max_tokens: bool = True
-    # What the request's sharing group may use of each replica's KV, and the tokens that fit it at every
-    # replica (0: no limit).
+    # The share of each replica's KV that the request's sharing group may use, and the tokens that fit it at
+    # every replica (0: no limit).
     kv_share: float = 1.0
     max_share_tokens: int = 0
 
@@ -79,7 +79,7 @@ def check_model(name: str, limits: ServingLimits) -> None:
 
 
 _UNKNOWN = 1 << 62
-# What no gateway accepts is refused by these.
+# Limits that refuse only values that no gateway accepts.
 _ANYWHERE = ServingLimits(
     model_name="",
     vocab_size=_UNKNOWN,

@@ -22,17 +22,18 @@ class ParserNeeds(NamedTuple):
     separates_reasoning: bool
 
 
-# By the ids of the calls, and whether an answer may have several.
+# Makers of parsers by name, called with the ids of the calls, the needs, and whether an answer may have
+# several calls.
 _TOOL_PARSERS: dict[str, Callable[[CallIds, ParserNeeds, bool], OutputParser]] = {
     "hermes": lambda ids, _, several: MarkedCalls(ids, allows_several=several),
     "llama3": lambda ids, needs, several: BareCalls(ids, frozenset(needs.tools), allows_several=several),
-    # Whose templates all know several.
+    # Families whose templates all know several.
     "mistral": lambda ids, _, __: ListedCalls(ids),
     "qwen3_coder": lambda ids, needs, several: TaggedCalls(ids, needs.tools, allows_several=several),
     # Calls that are demanded of a model without a notation of its own.
     "json": lambda ids, needs, several: BareCalls(ids, frozenset(needs.tools), allows_several=several),
 }
-# What each notation writes as special tokens, which the text must keep.
+# The special tokens that each notation writes, which the text must keep.
 _TOOL_TOKENS = {
     "hermes": ("<tool_call>", "</tool_call>"),
     "llama3": ("<|python_tag|>",),

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 STRING = "string"
-# How Python, and so many a template, writes what JSON writes otherwise.
+# The spelling of Python, and of many templates, for values that JSON writes otherwise.
 _AS_JSON: Mapping[str, str] = {"True": "true", "False": "false", "None": "null"}
 _MAX_DEPTH = 16
 

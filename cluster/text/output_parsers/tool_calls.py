@@ -17,10 +17,10 @@ from cluster.text.output_parsers.pieces import (
     without_end,
 )
 
-# Of a call, before its arguments.
+# The length of a call before its arguments.
 _MAX_HEADER_CHARS = 256
 _NAME_PART = re.compile(r"[A-Za-z0-9_.-]*")
-# What stands between calls of Llama 3.
+# Characters that stand between calls of Llama 3.
 _SEPARATORS = " \t\r\n;"
 
 
@@ -165,7 +165,7 @@ class _Calls:
         self._num_calls = 0
         self._call: _Call | None = None
         self._held = ""
-        # Nothing that comes now belongs to the answer.
+        # Whether the answer is over: later text does not belong to it.
         self._is_over = False
 
     @property
@@ -191,7 +191,7 @@ class _Calls:
         held, self._held = self._held, ""
         if self._call is not None:
             return joined([*self._call.flush(is_cut=is_cut), Content(held)])
-        # What is held may be the beginning of a marker, or white space before one.
+        # Held text may be the beginning of a marker, or white space before one.
         return [] if is_cut else joined(self._last(held))
 
     def _next(self) -> list[Piece] | None:

@@ -35,7 +35,7 @@ _CALL_END = "</tool_call>"
 _ARGS, _CALL_ID = "[ARGS]", "[CALL_ID]"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 _VALUE_END = f"\n{_PARAMETER_END}\n"
-# Demands on strings, which a value that is plain text is not held to.
+# Demands on strings, which do not apply to a value that is plain text.
 _OF_TEXT = frozenset(("minLength", "maxLength", "pattern", "format"))
 _TERMINALS = (
     "TEXT: /(.|\\n)*/",
