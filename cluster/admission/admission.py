@@ -85,7 +85,7 @@ _log = logging.getLogger(__name__)
 
 
 class _EarlyWait(NamedTuple):
-    """The least wait of a flow at that time, after so many changes of what waits."""
+    """The least wait of a flow at that time, after this number of changes of the waiting requests."""
 
     at: float
     num_changes: int
@@ -94,7 +94,7 @@ class _EarlyWait(NamedTuple):
 
 @dataclass(slots=True)
 class AdmissionCounts:
-    """Totals since the start of the gateway, and who was served lately."""
+    """Totals since the start of the gateway, and the recently served tenants."""
 
     # Counts by reason ("late", "unattainable", "bytes", "shed", "aged", "requests") and class.
     num_refused: Counter[tuple[str, ServiceClass]] = field(default_factory=Counter)
@@ -179,7 +179,7 @@ class RequestAdmission:
 
     @property
     def num_refused(self) -> int:
-        """How many requests were refused since the start because of the load."""
+        """The number of requests that were refused since the start because of the load."""
         counts = self.counts.num_refused.items()
         return sum(count for (reason, _), count in counts if reason != "unattainable")
 
@@ -286,7 +286,8 @@ class RequestAdmission:
 
     def wait(self, queued: QueuedRequest) -> None:
         """Report one outcome of a placed request: `Released` when its replicas can take it, which may be now,
-        or `Refused` when it has waited as long as its class allows; or `Unplaced` where all of them go."""
+        or `Refused` when it has waited for the time that its class allows; or `Unplaced` where all of them
+        go."""
         assert queued.report is not None
         self.pump(queued.decision.compute_id)
         if self._waiting.get(queued.request_id) is queued:
@@ -355,9 +356,9 @@ class RequestAdmission:
         self._wake_in_time()
 
     def leave(self, replica_id: str) -> None:
-        """Let what waits for a replica that is gone, or should be avoided, wait for others. Where these are
-        no better it stays; where there are none, its task asks again. Nothing goes to the replica before it
-        was looked at for another."""
+        """Let the requests that wait for a replica that is gone, or should be avoided, wait for others. A
+        request stays where the others are no better; where there are none, its task looks again. Nothing goes
+        to the replica before the request was looked at for another."""
         self.retries.leave(replica_id)
         displaced = [
             it for it in self._waiting.values() if replica_id in (it.decision.prefill, it.decision.decode)
@@ -379,7 +380,7 @@ class RequestAdmission:
 
     def _check_load(self, flow: Flow, weight: float, now: float, num_more_bytes: int) -> None:
         """Raise `OverloadedError` where requests of the flow are not taken on this rung, or where too much
-        waits with so many bytes more."""
+        waits with this many bytes more."""
         if self.ladder.rung >= Rung.LOW_WEIGHT_SHED and (flow.service_class == "batch" or weight < 1):
             self.refuse(
                 "shed",
@@ -523,8 +524,8 @@ class RequestAdmission:
         self.pump()
 
     def _place_displaced(self, now: float) -> list[QueuedRequest]:
-        """Place anew, as many as a pump may, what waits for replicas that are gone or avoided. Returns those
-        that wait for others now."""
+        """Place again, as many as a pump may, the requests that wait for replicas that are gone or avoided.
+        Return those that wait for others now."""
         moved: list[QueuedRequest] = []
         while self._num_left > 0 and (queued := self._displaced.first()) is not None:
             if self._place_anew(queued, now):
@@ -534,8 +535,8 @@ class RequestAdmission:
         return moved
 
     def _place_anew(self, queued: QueuedRequest, now: float) -> bool:
-        """Whether a request that is displaced waits for other replicas now; where there are none, its task
-        asks again."""
+        """Return whether a displaced request waits for other replicas now; where there are none, its task
+        looks again."""
         self._num_left -= 1
         self._displaced.remove(queued.request_id)
         try:

@@ -11,7 +11,7 @@ from kvtransfer.request_facts import SERVICE_CLASSES, ServiceClass
 
 
 class ClassConfig(BaseModel):
-    """What requests of one class are promised, and what they may take."""
+    """The promises to requests of one class, and their limits."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -43,7 +43,7 @@ class ClassConfig(BaseModel):
 
 
 class AdmissionConfig(BaseModel):
-    """Which requests are taken, and how many wait where."""
+    """The rules of which requests are taken, and how many wait where."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -12,8 +12,8 @@ from cluster.admission.queued_request import QueuedRequest
 
 
 class DisplacedRequests:
-    """In the order in which their turns would come in one queue: by the work of their flow that goes before
-    them, over its weight. So the first to be placed are those that could go first."""
+    """Displaced requests in the order in which their turns would come in one queue: by the work of their flow
+    that goes before them, over its weight. So the first to be placed are those that could go first."""
 
     def __init__(self, weight: Callable[[QueuedRequest], float]) -> None:
         """`weight` is that of a request's flow."""

@@ -42,8 +42,8 @@ _MOST_IDLE = 16
 
 @dataclass(slots=True, eq=False)
 class _FlowState:
-    """What waits of a flow, when its next turn is, and the work that has come to it lately, less what left
-    without its turn: what is long ago counts less."""
+    """The waiting requests of a flow, the time of its next turn, and its recent work, less the work that left
+    without its turn: older work counts less."""
 
     key: Flow
     weight: float
@@ -103,15 +103,15 @@ def _least_work(certain_s: float, growth: float, growing: list[tuple[float, floa
 
 
 class _Snapshot(NamedTuple):
-    """What the flows of a queue are like until something changes: the state, tag, weight and waiting work of
-    each, its mean request, and the work that came in a second when this was made."""
+    """The flows of a queue until something changes: the state, tag, weight and waiting work of each, its mean
+    request, and the work that came in a second when this was made."""
 
     flows: list[tuple[_FlowState, float, float, float, float, float]]
     made_at: float
 
 
 class FairQueue:
-    """What waits for one replica. Not thread-safe."""
+    """The requests that wait for one replica. Not thread-safe."""
 
     def __init__(self) -> None:
         # Flows that have waiting requests, owe turns or have brought work recently, and some more.
@@ -142,7 +142,7 @@ class FairQueue:
 
     @property
     def num_flows(self) -> int:
-        """How many flows are remembered."""
+        """The number of flows that are remembered."""
         return len(self._flows)
 
     def put(self, queued: QueuedRequest, weight: float, now: float) -> None:
@@ -210,9 +210,9 @@ class FairQueue:
         without: ServiceClass | None = None,
     ) -> float:
         """Return the work that goes before a request of this flow that arrives now, where the replica takes
-        `rate` seconds of it a second: what waits in the flow, and what other flows may do until then by their
-        weights, `without` left out. They do what waits of them, and what will come meanwhile, as it came
-        lately."""
+        `rate` seconds of it a second: the work that waits in the flow, and the work that other flows may do
+        until then by their weights, `without` left out. They do their waiting work, and the work that will
+        come in that time, at their recent rates."""
         own = self._flows.get(flow)
         own_cost_s, tag = (
             (own.cost_s, max(self._virtual_s, own.tag)) if own is not None else (0.0, self._virtual_s)
@@ -310,7 +310,7 @@ class FairQueue:
             self.cost_s = 0.0
 
     def _forget_idle(self, now: float) -> None:
-        """Forget flows of which nothing waits, that would begin at once and that have brought nothing lately,
+        """Forget flows without waiting requests that would begin at once and have brought no work recently,
         when there may be as many of them as of the others."""
         if len(self._flows) < self._most_flows:
             return

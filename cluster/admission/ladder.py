@@ -123,7 +123,7 @@ def _is_past(since: float | None, duration_s: float, now: float) -> bool:
 
 
 class _Asking(NamedTuple):
-    """What the latest request of a flow would have waited, in parts of what it may."""
+    """The wait that the latest request of a flow would have had, in parts of its longest wait."""
 
     at: float
     weight: float
@@ -131,9 +131,9 @@ class _Asking(NamedTuple):
 
 
 class Pressure:
-    """What moves a ladder: the waits of new requests, in parts of what they may wait, as the mean of the
-    flows that have asked lately, by their weights, averaged over time. One that waits for its own many
-    requests counts as one."""
+    """The force that moves a ladder: the waits of new requests, in parts of their longest waits, as the mean
+    of the recent flows, by their weights, averaged over time. A flow that waits for its own many requests
+    counts as one."""
 
     def __init__(self, ladder: Ladder) -> None:
         self._ladder = ladder

@@ -59,7 +59,7 @@ Count = Annotated[int, Meta(ge=0, le=_MAX_COUNT)]
 
 
 class TenantRecord(Part, frozen=True):
-    """What a gateway has counted of one tenant; all but `num_held_tokens` only grows."""
+    """A gateway's counts of one tenant; all but `num_held_tokens` only grow."""
 
     tenant: Annotated[str, Meta(max_length=_MAX_NAME_CHARS)]
     # An id that differs from the one before: the counts began again, at 0.
@@ -72,13 +72,13 @@ class TenantRecord(Part, frozen=True):
 
 
 class QuotaRecord(Message, frozen=True):
-    """What a gateway has counted, for the others."""
+    """A gateway's counts, for the others."""
 
     tenants: Annotated[tuple[TenantRecord, ...], Meta(max_length=MAX_TENANTS)]
 
 
 class QuotaUse(Part, frozen=True):
-    """What one tenant has used of its limits, by limit, for operators."""
+    """One tenant's use of its limits, by limit, for operators."""
 
     tenant: Annotated[str, Meta(max_length=_MAX_NAME_CHARS)]
     # The part that is used up now: 1 or more is all of it.
@@ -88,7 +88,7 @@ class QuotaUse(Part, frozen=True):
 
 
 class RateState(NamedTuple):
-    """What is left of one rate of a tenant at this gateway."""
+    """The rest of one rate of a tenant at this gateway."""
 
     # The content of the full bucket.
     capacity: float
@@ -99,7 +99,7 @@ class RateState(NamedTuple):
 
 
 class MovedRequest(NamedTuple):
-    """Where a request was that is resumed here: its tokens may be counted there still."""
+    """The earlier place of a request that is resumed here: its tokens may be counted there still."""
 
     # Whether the request was at the gateway with this id.
     is_from: Callable[[str], bool]
@@ -283,8 +283,8 @@ class Quotas:
 
     def withdraw(self, tenant: str, num_prompt_tokens: int, now: float, count: int = 1) -> None:
         """Give an admitted request back that is not taken, or not submitted, by no fault of its tenant, with
-        so many tokens of its prompt, or `count` of them. Other gateways may have counted it: the next one is
-        counted in its place."""
+        this many tokens of its prompt, or `count` of them. Other gateways may have counted it: the next one
+        is counted in its place."""
         found = self._find(tenant, now)
         if found is not None:
             for kind, amount in enumerate((count, num_prompt_tokens)):

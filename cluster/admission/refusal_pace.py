@@ -17,7 +17,7 @@ _MAX_TENANTS = 1024
 
 
 class RefusalPace:
-    """When each refusal of a tenant may be answered."""
+    """The times at which refusals of a tenant may be answered."""
 
     def __init__(self) -> None:
         # When the next refusal would be due if they came evenly.

@@ -22,8 +22,8 @@ _MOST_RATE = 4.0
 
 
 class ReplicaQueue:
-    """What waits for one replica, and how fast that takes work: seconds of predicted work a second, measured
-    while something waits that it cannot take."""
+    """The requests that wait for one replica, and the rate at which the replica takes work: seconds of
+    predicted work a second, measured while some work waits that the replica cannot take."""
 
     def __init__(self) -> None:
         self.order = FairQueue()
@@ -81,8 +81,8 @@ class ReplicaQueue:
 
 
 class Waits(NamedTuple):
-    """What a request would wait where others wait already: seconds by replica, and of all that waits in this
-    gateway the part that goes before it."""
+    """The wait of a request where others wait already: seconds by replica, and the part of all waiting work
+    in this gateway that goes before the request."""
 
     waits: dict[str, float]
     queued_part: float

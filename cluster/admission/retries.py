@@ -16,7 +16,7 @@ _GAP_WEIGHT = 0.1
 
 
 class CapacityView(Protocol):
-    """What a queue of retries needs of `router.service.RouterService`."""
+    """The part of `router.service.RouterService` that a queue of retries needs."""
 
     def has_capacity(self, request_id: str) -> bool:
         """Whether the replicas of a placed request can take it now."""
@@ -68,7 +68,7 @@ class RetryQueue:
 
 
 class EndRate:
-    """How often a request ends, which makes a place for another."""
+    """The rate at which requests end, each of which makes a place for another."""
 
     def __init__(self, now: float) -> None:
         self._last_at = now
@@ -81,6 +81,6 @@ class EndRate:
         self._last_at = now
 
     def next_s(self, now: float) -> float:
-        """Return in how many seconds the next request is likely to end: requests that have run for long may
-        run for as long again."""
+        """Return the seconds until the next request is likely to end: requests that have run for long may run
+        for the same time again."""
         return min(max(self._gap_s, now - self._last_at), _MOST_GAP_S)

@@ -91,7 +91,7 @@ class SharedQuotas:
 
     @property
     def note(self) -> str:
-        """Why limits are divided among gateways instead of shared; "" where they are shared."""
+        """The reason why limits are divided among gateways instead of shared; "" where they are shared."""
         share = self._quotas.share
         if share == 1:
             return ""

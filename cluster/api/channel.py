@@ -32,7 +32,7 @@ _CHANNEL_OPTIONS: list[tuple[str, int]] = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientCredentials:
-    """Who calls, and whom the caller trusts. All of it is optional."""
+    """The identity of the caller, and the authorities that the caller trusts. All of it is optional."""
 
     # An API key or a JWT, or a function that returns the one to use now: it is called before each call.
     bearer: str | Callable[[], str] = ""

@@ -402,7 +402,7 @@ class Collector:
 
 @dataclass(slots=True)
 class _Output:
-    """What was received of one sample."""
+    """The received output of one sample."""
 
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)

@@ -12,7 +12,7 @@ from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 
 class Turn(NamedTuple):
-    """One message of a chat prompt."""
+    """A message of a chat prompt."""
 
     role: str
     content: str

@@ -59,8 +59,8 @@ class ClientPort:
         self._descriptors = descriptors
 
     def stop_accepting(self) -> None:
-        """Take no new connection; those that are open stay. gRPC itself can only end both, and then fails
-        calls that arrive meanwhile."""
+        """Take no new connection; open ones stay. gRPC itself can only end both, and then fails calls that
+        arrive at that time."""
         for descriptor in self._descriptors:
             with socket.socket(fileno=os.dup(descriptor)) as listener:
                 listener.shutdown(socket.SHUT_RDWR)

@@ -40,7 +40,7 @@ _WIDTHS: Mapping[int, Literal["varint", 4, 8] | None] = {
 
 
 class _MalformedError(Exception):
-    """The bytes are no message; parsing ends here too, and says so."""
+    """The bytes are no message; parsing fails on them, too."""
 
 
 async def check_fields(message: bytes, kind: Any, max_values: int) -> None:

@@ -31,7 +31,8 @@ def max_message_bytes(config: ClusterConfig, context_tokens: int) -> int:
 
 
 def _bounded(config: ClusterConfig, num_bytes: int) -> int:
-    """Return the bytes with what is beside the prompt, as far as one caller may have them read."""
+    """Return the bytes with those of everything besides the prompt, as far as one caller may have them
+    read."""
     admission = config.admission
     most = min(admission.max_caller_reading_mb, admission.max_reading_mb) * 1e6 * _CALLER_PART
     return min(num_bytes + _OTHER_BYTES, int(most))

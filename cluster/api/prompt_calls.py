@@ -53,7 +53,7 @@ _INPUT_FIELDS = frozenset(("prompt", "token_ids"))
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """Who calls, how many seconds are left of the call now, and the requests that it has begun."""
+    """The caller, the seconds that are left of the call now, and the requests that it has begun."""
 
     identity: Identity
     caller: Caller

@@ -270,8 +270,8 @@ _NUM_TOKENS = 4096
 
 
 class TextCalls:
-    """Runs Tokenize and Detokenize in their own threads, beside the event loop and the threads of Generate.
-    Tenants take turns there.
+    """Runs Tokenize and Detokenize in their own threads, apart from the event loop and the threads of
+    Generate.
 
     A call beyond `MAX_CALLS`, or `MAX_TENANT_CALLS` of its tenant, raises `OverloadedError`.
     """

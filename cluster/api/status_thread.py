@@ -29,7 +29,7 @@ _NUM_PATHS = 64
 
 
 class ReplicaLook(NamedTuple):
-    """What a replica's message is made of; nothing of it is changed later."""
+    """The parts of a replica's message; none of them is changed later."""
 
     record: ReplicaRecord
     state: str
@@ -52,7 +52,7 @@ class ReplicaLook(NamedTuple):
 
 
 class StatusThread:
-    """Builds messages for one gateway, one at a time, from the event loop that asks."""
+    """Builds messages for one gateway, one at a time, from the calling event loop."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "status")
@@ -68,7 +68,8 @@ class StatusThread:
         now: float,
         held: Mapping[str, QueuedLoad],
     ) -> admin_pb.StatusResponse:
-        """Add the replicas as they are now to the message. Nobody else may use it meanwhile."""
+        """Add the replicas as they are now to the message. Nobody else may use the message at the same
+        time."""
         looks = [(ReplicaLook.of(view), now - view.load_at) for view in views]
         return await self._run(lambda: self._add(status, looks, held))
 

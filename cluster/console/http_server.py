@@ -84,7 +84,7 @@ ROUTE_ACCESS: Mapping[tuple[Method, str], RouteAccess] = {
 
 
 class ConsoleServices(NamedTuple):
-    """What the console needs of its gateway."""
+    """The parts of its gateway that the console needs."""
 
     status: StatusService
     fleet: Fleet

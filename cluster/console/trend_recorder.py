@@ -27,8 +27,8 @@ class _Prompts(NamedTuple):
 
 
 class TrendRecorder:
-    """Keeps `trends` up to date while `run` runs. `stats` asks all gateways; `views` are the replicas that
-    this gateway hears, and `has_gpus` tells of a pool whether its ranks have any."""
+    """Keeps `trends` up to date while `run` runs. `stats` queries all gateways; `views` are the replicas that
+    this gateway hears, and `has_gpus` returns of a pool whether its ranks have any."""
 
     def __init__(
         self,

@@ -129,7 +129,7 @@ def _pair(cert_field: str, cert_file: Path, key_field: str, key_file: Path) -> _
 
 def _read(path: Path) -> list[x509.Certificate]:
     """Return the certificates of a PEM file; `ValueError` when a part of one cannot be read, which is parsed
-    only when somebody asks for it."""
+    only on access."""
     try:
         found = x509.load_pem_x509_certificates(path.read_bytes())
         for certificate in found:

@@ -245,7 +245,7 @@ class Acceptance:
             queued.goes_at_once = any(it.token_ids for it in call.request.resume)
 
     def _place(self, queued: QueuedRequest, prepared: PreparedRequest, charge: Charge) -> None:
-        """Find a place for the request; where no replica is there, its task asks again."""
+        """Find a place for the request; where no replica is there, its task looks again."""
         try:
             with contextlib.suppress(NoReplicaError):
                 self.admission.place(queued, first_route_request(prepared))

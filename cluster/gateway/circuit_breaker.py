@@ -146,7 +146,7 @@ class CircuitBreaker:
 
 
 class UsableReplicas(Protocol):
-    """What breakers need of `router.service.RouterService`."""
+    """The part of `router.service.RouterService` that breakers need."""
 
     def set_usable(self, replica_id: str, is_usable: bool) -> None:
         """Choose the replica only where nothing else is left, or like any other again."""
@@ -154,7 +154,7 @@ class UsableReplicas(Protocol):
 
 @dataclass(slots=True)
 class _Watched:
-    """One replica with its breaker, and how long it has stood still."""
+    """A replica with its breaker, and the time for which it has stood still."""
 
     identity: ReplicaIdentity
     breaker: CircuitBreaker
@@ -227,7 +227,7 @@ class CircuitBreakers:
             watched.silent_s = 0.0
 
     def reported(self, replica: ReplicaIdentity, stalled_s: float, now: float) -> None:
-        """Take what a load report says of the ranks' progress."""
+        """Take the ranks' progress from a load report."""
         watched = self._find(replica)
         if watched is None:
             return

@@ -79,7 +79,7 @@ class ExplainQuery(Message, frozen=True):
 
 
 class ListQuery(Message, frozen=True):
-    """Asks for so many running requests, and as many that ended; `tenant` None: of all tenants."""
+    """Queries this many running requests, and as many that ended; `tenant` None: of all tenants."""
 
     limit: int
     tenant: str | None
@@ -98,7 +98,7 @@ class FleetRefusal(Message, frozen=True):
 
 
 class ExplainAnswer(Message, frozen=True):
-    """What is known of the request; None: nothing. `now` is the sender's clock, whose times these are."""
+    """The known facts of the request; None: nothing. `now` is the sender's clock, whose times these are."""
 
     now: float
     found: RequestInfo | None
@@ -147,7 +147,7 @@ class ResumeJudged(Message, frozen=True):
 
 
 class Noted(Message, frozen=True):
-    """Answers what asks for nothing; `now` as in `ExplainAnswer`."""
+    """Answers a message that queries nothing; `now` as in `ExplainAnswer`."""
 
     now: float
 
@@ -204,7 +204,7 @@ class FleetRequests(NamedTuple):
 
 
 class FleetStats(NamedTuple):
-    """What happened at all gateways together."""
+    """The statistics of all gateways together."""
 
     # Seconds by this gateway's clock as unix time, oldest first.
     seconds: list[Second]
@@ -434,7 +434,7 @@ class Fleet:
             stream.send(self._answer_frame(frame))
 
     def _answer_frame(self, frame: bytes) -> bytes:
-        """Return the answer to a query, or a refusal of what a gateway of another version asks."""
+        """Return the answer to a query, or a refusal of a query by a gateway of another version."""
         try:
             query = _query(frame)
         except UnknownMessageError as error:
@@ -506,7 +506,7 @@ class _Peer:
 
     @property
     def newest_second(self) -> int:
-        """The last second that it sent, of which more may be counted meanwhile."""
+        """The last second that the gateway sent, of which more may be counted since."""
         return max(self._seconds, default=0)
 
     def keep(self, seconds: Sequence[SecondCounts]) -> tuple[SecondCounts, ...]:

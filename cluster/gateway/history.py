@@ -51,7 +51,7 @@ class RequestHistory:
 
     def ended(self, request: EndedRequest) -> None:
         """Record a request. However it ended, its prompt counts as known from now on, unless it is private:
-        then nothing is kept of it beside times."""
+        then nothing is kept of it besides times."""
         prepared, summary = request.prepared, request.summary
         if prepared is None:
             return  # refused

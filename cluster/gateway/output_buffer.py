@@ -29,11 +29,13 @@ _CALL_BYTES = 240
 
 
 class WaitingOutput(Protocol):
-    """What waits for one client: an `OutputBuffer`, or an answer that is kept until it is whole."""
+    """The output that waits for one client: an `OutputBuffer`, or an answer that is kept until it is
+    whole."""
 
     @property
     def num_unread_bytes(self) -> int:
-        """How much is counted now: what waits, and what was taken and may not be read yet."""
+        """The bytes that are counted now: waiting output, and output that was taken and may not be read
+        yet."""
 
     @property
     def cut_off(self) -> Callable[[], None]:
@@ -83,7 +85,7 @@ class OutputBuffer:
 
     @property
     def num_unread_bytes(self) -> int:
-        """How much waits, with what was taken last."""
+        """The bytes that wait, with those that were taken last."""
         return self.num_waiting_bytes + self._num_taken_bytes
 
     def put(self, delta: Output) -> None:

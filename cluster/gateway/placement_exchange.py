@@ -94,7 +94,7 @@ class Placed(Message, frozen=True):
 
 
 class Prefilled(Message, frozen=True):
-    """The first token of a request came so many seconds ago."""
+    """The first token of a request came this many seconds ago."""
 
     request_id: str
     age_s: float
@@ -114,7 +114,7 @@ class PlacementSnapshot(Message, frozen=True):
 
 
 class PlacementDelta(Message, frozen=True):
-    """What has changed, in order."""
+    """The changes, in order."""
 
     changes: tuple[Placed | Prefilled | Finished, ...]
 
@@ -279,7 +279,7 @@ class PeerPlacements:
                 self._router.on_remote_finished(self._gateway_id, request_id)
 
     def _may_predict(self, num_keys: int, now: float) -> bool:
-        """Count predicted keys, of which the tree takes only so many in a period from one gateway."""
+        """Count predicted keys, of which the tree takes a limited number in a period from one gateway."""
         if now >= self._period_ends_at:
             self._period_ends_at, self._num_predicted_keys = now + _PREDICTED_PERIOD_S, 0
         self._num_predicted_keys += num_keys

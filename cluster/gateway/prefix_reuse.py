@@ -56,9 +56,9 @@ class Reuse(NamedTuple):
 
 
 class KnownSince:
-    """When each of the numbers used last was first seen: of at least half as many as `limit`, and at most of
-    `limit`. Two dictionaries that take turns hold them, for some 80 bytes each: in an `OrderedDict` each took
-    twice that, and a gateway grew for minutes until it was full."""
+    """The times at which the numbers that were used last were first seen: of at least half as many as
+    `limit`, and at most of `limit`. Two dictionaries that take turns hold them, for some 80 bytes each: in an
+    `OrderedDict` each took twice that, and a gateway grew for minutes until it was full."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit // 2

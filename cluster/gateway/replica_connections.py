@@ -75,7 +75,7 @@ _log = logging.getLogger(__name__)
 
 
 class ConnectionEvents(Protocol):
-    """What hears of the replicas' news: `cluster.gateway.request_manager.RequestManager`."""
+    """The receiver of the replicas' news: `cluster.gateway.request_manager.RequestManager`."""
 
     def on_step(self, source: ReplicaIdentity, frame: StepFrame) -> None:
         """Handle what a replica reports of a step."""
@@ -109,7 +109,7 @@ class ReplicaState(StrEnum):
 
 @dataclass(slots=True)
 class ReplicaView:
-    """What a gateway knows of one replica of the roster. `hello` is None until it was connected."""
+    """A gateway's knowledge of one replica of the roster. `hello` is None until it was connected."""
 
     record: ReplicaRecord
     state: ReplicaState = ReplicaState.CONNECTING

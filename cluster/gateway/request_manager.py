@@ -96,7 +96,7 @@ class RequestManager:
 
     @property
     def resumed(self) -> ResumedCalls:
-        """What this gateway knows of calls that may be resumed free of charge."""
+        """The gateway's knowledge of calls that may be resumed free of charge."""
         return self.acceptance.resumes.resumed
 
     @property

@@ -88,7 +88,7 @@ class RequestState:
         now: float,
         due_at: float | None = None,
     ) -> None:
-        """At `due_at` the request has waited as long as its class may (None: as replicas have it)."""
+        """At `due_at` the request has waited for the time that its class may (None: as replicas have it)."""
         assert len(texts) == len(prepared.samples)
         self.prepared = prepared
         self.phase = RequestPhase.NEW
@@ -124,12 +124,12 @@ class RequestState:
 
     @property
     def num_output_tokens(self) -> int:
-        """Of all samples, including what a resumed request came with."""
+        """The output tokens of all samples, including those that a resumed request came with."""
         return sum(sample.num_tokens for sample in self._samples.values())
 
     @property
     def num_cached_tokens(self) -> int:
-        """Of the prompt: not computed in the last attempt."""
+        """The tokens of the prompt that were not computed in the last attempt."""
         return self._prefill_report.num_cached_tokens if self._prefill_report else 0
 
     def is_current(self, number: int) -> bool:

@@ -14,7 +14,7 @@ from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 
 class Charge(NamedTuple):
-    """What a call is charged: as a new one, or nothing, as it continues a call that the cluster broke."""
+    """The charge of a call: that of a new one, or nothing, as it continues a call that the cluster broke."""
 
     # The digest of all fields that decide the tokens of the request.
     digest: bytes
@@ -30,7 +30,7 @@ class Charge(NamedTuple):
 
     @property
     def moved(self) -> MovedRequest | None:
-        """Where the request was before; None: here, or nowhere."""
+        """The place where the request was before; None: here, or nowhere."""
         if self.grant is None or not self.grant.has_moved:
             return None
         return MovedRequest(self.grant.is_from, self.grant.is_issuer_gone)

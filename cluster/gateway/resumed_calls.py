@@ -59,7 +59,7 @@ class ResumeClaim(Message, frozen=True):
 
 
 class OtherGateways(NamedTuple):
-    """What the other gateways say of a claim."""
+    """The answers of the other gateways about a claim."""
 
     # No gateway that answered objects.
     is_free: bool
@@ -81,7 +81,7 @@ class ResumeGrant(NamedTuple):
 
 
 class ResumedCalls:
-    """What one gateway knows of calls that were broken, and of resume tokens that were used."""
+    """A gateway's knowledge of calls that were broken, and of resume tokens that were used."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class _TokensByTenant:
 
 
 class _UsedTokens:
-    """Those of one tenant."""
+    """The used tokens of one tenant."""
 
     def __init__(self, dropped_until: int) -> None:
         # Tokens in the order of their use.

@@ -20,7 +20,7 @@ class Refuse(Protocol):
 
 
 class RunningRequests:
-    """At most `max_requests`, with those that are about to begin."""
+    """The running requests, at most `max_requests`, with those that are about to begin."""
 
     def __init__(self, gateway_id: str, max_requests: int, now: float) -> None:
         self.max_requests = max_requests

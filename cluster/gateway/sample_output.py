@@ -50,7 +50,7 @@ Output = OutputDelta | PromptLogprobsDelta | EmbeddingDelta
 
 
 class PromptProgress:
-    """How far the log-probabilities of a request's prompt have come, of all attempts together. A call that
+    """The progress of the log-probabilities of a request's prompt, over all attempts together. A call that
     resumes with output has had them."""
 
     def __init__(self, prepared: PreparedRequest) -> None:
@@ -85,7 +85,7 @@ class PromptProgress:
 
 
 class SampleOutput:
-    """One continuation of the prompt: its seed, its output, and deltas that arrived early."""
+    """A continuation of the prompt: its seed, its output, and deltas that arrived early."""
 
     def __init__(self, start: SampleStart, text: SampleText) -> None:
         self.index = start.index

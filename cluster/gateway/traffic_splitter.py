@@ -127,7 +127,7 @@ class RemoteApp:
 
 
 class _Answer(NamedTuple):
-    """How a forwarded call ended, as `context.abort` takes it."""
+    """The end of a forwarded call, as `context.abort` takes it."""
 
     code: grpc.StatusCode
     details: str = ""

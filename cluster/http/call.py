@@ -41,8 +41,8 @@ class AbortedCall(Exception):
 
 
 class HttpCall:
-    """What the servicer uses of `grpc.aio.ServicerContext`. `on_event` takes each message, and returns when
-    the next may come."""
+    """The part of `grpc.aio.ServicerContext` that the servicer uses. `on_event` takes each message, and
+    returns when the next may come."""
 
     def __init__(self, request: web.Request, on_event: OnEvent | None = None) -> None:
         self._request = request

@@ -119,7 +119,7 @@ class _Completion(msgspec.Struct):
 
 
 class _PromptOutput:
-    """What the call of one prompt has brought."""
+    """The output of the call of one prompt."""
 
     def __init__(self, body: CompletionRequest, offsets: Callable[[], TextOffsets]) -> None:
         self._echoes = bool(body.echo)

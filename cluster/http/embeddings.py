@@ -55,7 +55,7 @@ class _Embeddings(msgspec.Struct):
 
 
 class _Tokens(msgspec.Struct):
-    """vLLM's."""
+    """A body of vLLM's."""
 
     count: int
     max_model_len: int

@@ -189,7 +189,7 @@ class Endpoints:
             del problem  # its traceback leads here
 
     async def _run(self, translated: chat.Translated, calls: list[HttpCall]) -> None:
-        """Run all calls beside each other, if the tenant may have so many; the first that fails ends the
+        """Run all calls at the same time, if the tenant may have this number; the first that fails ends the
         others."""
 
         ended: set[int] = set()
@@ -291,8 +291,8 @@ class Endpoints:
 
 
 class _Writer:
-    """Takes what the calls of one answer bring: writes it to the stream, if there is one, and counts what is
-    kept of it, which nobody reads meanwhile."""
+    """Takes the messages of the calls of one answer: writes them to the stream, if there is one, and counts
+    the kept bytes of the answer, which nobody reads before its end."""
 
     def __init__(self, answer: Answer, kept: KeptOutput, stream: EventStream | None) -> None:
         self._answer = answer

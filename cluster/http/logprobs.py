@@ -25,7 +25,7 @@ class TopLogprob(msgspec.Struct):
 
 
 class ContentLogprob(msgspec.Struct):
-    """Of a token of a chat's answer."""
+    """The log-probability of a token of a chat's answer."""
 
     token: str
     logprob: float
@@ -34,7 +34,7 @@ class ContentLogprob(msgspec.Struct):
 
 
 class RankedLogprob(msgspec.Struct):
-    """vLLM's: of a token of a prompt."""
+    """vLLM's form of the log-probability of a token of a prompt."""
 
     logprob: float
     # From 1; null: it is not among those that were asked for.
@@ -43,7 +43,7 @@ class RankedLogprob(msgspec.Struct):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Of the tokens of a completion, in lists of the same length."""
+    """The log-probabilities of the tokens of a completion, in lists of the same length."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -75,7 +75,7 @@ class KeptLogprobs(Protocol):
 
 
 class NoLogprobs:
-    """For answers without any."""
+    """The keeper for answers without log-probabilities."""
 
     num_bytes = 0
 
@@ -84,7 +84,7 @@ class NoLogprobs:
 
 
 class ContentLogprobs:
-    """Those of a chat's answer, each a `ContentLogprob` as JSON."""
+    """The log-probabilities of a chat's answer, each a `ContentLogprob` as JSON."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -97,7 +97,7 @@ class ContentLogprobs:
 
 
 class RankedLogprobs:
-    """Those of a prompt, each `RankedLogprob`s as JSON; the first token has none."""
+    """The log-probabilities of a prompt, each `RankedLogprob`s as JSON; the first token has none."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -133,7 +133,7 @@ class TextOffsets:
 
 
 class LogprobLists:
-    """Those of a completion, in lists: what stands in `top_logprobs` as JSON."""
+    """The log-probabilities of a completion, in lists: the entries of `top_logprobs` as JSON."""
 
     def __init__(self, offsets: TextOffsets | None = None) -> None:
         self.num_bytes = 0
@@ -165,8 +165,8 @@ class LogprobLists:
         self._top += others._top
 
     def lists(self, num_chars: int | None) -> CompletionLogprobs:
-        """Return the lists; what a stop string cut off begins at the end of the text, which has so many
-        characters (None: that is not known yet)."""
+        """Return the lists; tokens that a stop string cut off begin at the end of the text, which has this
+        many characters (None: not known yet)."""
         offsets = self._offsets if num_chars is None else [min(it, num_chars) for it in self._offsets]
         return CompletionLogprobs(offsets, self._logprobs, self._tokens, self._top)
 

@@ -124,7 +124,7 @@ class OutputFormat(Body, kw_only=True):
 
 
 class OutputConfig(Body, kw_only=True):
-    """What the output must look like, and how much the model is to do for it."""
+    """The required form of the output, and the effort of the model for it."""
 
     effort: str | None = None
     format: OutputFormat | None = None
@@ -245,7 +245,7 @@ def _set_choice(chat: pb.ChatPrompt, choice: ChosenTool) -> None:
 
 
 def _add_turn(chat: pb.ChatPrompt, message: TurnMessage, field: str, names: dict[str, str]) -> None:
-    """Append what a message says: results of tools are turns of their own, before the rest of it."""
+    """Append the content of a message: results of tools are turns of their own, before the rest of it."""
     names[f"chat.messages[{len(chat.messages)}]"] = field
     roles = {"user": pb.ROLE_USER, "assistant": pb.ROLE_ASSISTANT, "system": pb.ROLE_SYSTEM}
     if message.role not in roles:

@@ -32,7 +32,7 @@ _PROBE_AFTER_S, _PROBE_EVERY_S, _NUM_PROBES = 10, 5, 2
 
 
 class HttpBounds(NamedTuple):
-    """What a connection may take before a request of it is served."""
+    """The limits of a connection before a request of it is served."""
 
     # The request line and each header.
     max_header_bytes: int

@@ -158,7 +158,7 @@ def _token_id(text: str) -> int:
 
 
 def set_constraint(request: pb.GenerateRequest, body: SampledRequest, names: dict[str, str]) -> None:
-    """Set what the output must look like, from the one field that says so."""
+    """Set the required form of the output, from the one field that names it."""
     given = {
         "response_format": body.response_format,
         "structured_outputs": body.structured_outputs,

@@ -125,7 +125,7 @@ class _EventTop(msgspec.Struct):
 
 
 class _EventLogprob(msgspec.Struct):
-    """Of a token in an event, which has no bytes, as OpenAI's has none."""
+    """The log-probability of a token in an event, which has no bytes, as OpenAI's has none."""
 
     token: str
     logprob: float
@@ -138,7 +138,7 @@ class _EventLogprob(msgspec.Struct):
 
 
 class _ItemLogprobs:
-    """Those of an item's tokens, each as JSON already: in the item, and in events."""
+    """The log-probabilities of an item's tokens, each as JSON already: in the item, and in events."""
 
     def __init__(self) -> None:
         self.items: list[Any] = []

@@ -85,7 +85,7 @@ class OfferedFunction(Body, kw_only=True):
 
 
 class TextFormat(Body, kw_only=True, omit_defaults=True):
-    """What the output must look like."""
+    """The required form of the output."""
 
     type: str
     name: Ignored = None
@@ -254,7 +254,7 @@ def _add_item(chat: pb.ChatPrompt, item: InputItem, field: str, names: dict[str,
 
 
 def _own_turn(chat: pb.ChatPrompt, *, is_new: bool = False) -> pb.ChatMessage:
-    """Return the assistant's turn that is being told: the last one, where that is the assistant's."""
+    """Return the assistant's turn that is being converted: the last one, where that is the assistant's."""
     if not is_new and chat.messages and chat.messages[-1].role == pb.ROLE_ASSISTANT:
         return chat.messages[-1]
     return chat.messages.add(role=pb.ROLE_ASSISTANT)

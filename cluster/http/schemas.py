@@ -58,8 +58,8 @@ B = TypeVar("B", bound=Body)
 
 
 def decode(body: bytes, kind: type[B], refused: Mapping[str, str]) -> B:
-    """Return the request; `InvalidRequestError` names the bad field by its path. `refused` says of fields
-    that exist elsewhere what to do without them."""
+    """Return the request; `InvalidRequestError` names the bad field by its path. `refused` gives the
+    alternatives to fields that exist elsewhere."""
     body = body.removeprefix(codecs.BOM_UTF8)
     check_shape(body)
     if len(body) > _SHORT_BODY_BYTES:
@@ -161,7 +161,7 @@ def _shortened(error: Exception) -> str:
 
 
 class StreamOptions(Body, kw_only=True):
-    """What a stream has beside the output."""
+    """The content of a stream besides the output."""
 
     include_usage: bool | None = None
     # Usage with each chunk.
@@ -171,7 +171,7 @@ class StreamOptions(Body, kw_only=True):
 
 
 class JsonSchema(Body, kw_only=True):
-    """Of `response_format`."""
+    """The JSON schema of `response_format`."""
 
     name: str | None = None
     description: Ignored = None
@@ -188,7 +188,7 @@ class TagStructure(Body, kw_only=True):
 
 
 class ResponseFormat(Body, kw_only=True):
-    """What the output must look like, as OpenAI's API says it."""
+    """The required form of the output, in the words of OpenAI's API."""
 
     # One of text, json_object, json_schema and structural_tag.
     type: str
@@ -198,7 +198,7 @@ class ResponseFormat(Body, kw_only=True):
 
 
 class StructuredOutputs(Body, kw_only=True):
-    """The same, as vLLM says it: one of these."""
+    """The same in the words of vLLM: one of these."""
 
     json: dict[str, Any] | str | bool | None = None
     regex: str | None = None
@@ -293,7 +293,7 @@ class ChatMessage(Body, kw_only=True):
 
 
 class SampledRequest(Body, kw_only=True):
-    """What chats and completions have in common."""
+    """The fields that chats and completions have in common."""
 
     model: str | None = None
     stream: bool | None = None

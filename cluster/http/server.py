@@ -93,7 +93,7 @@ _HEADERS: Mapping[str, str] = {
 
 
 class HttpServices(NamedTuple):
-    """What the HTTP port needs of its gateway."""
+    """The parts of its gateway that the HTTP port needs."""
 
     servicer: InferenceServicer
     connections: ReplicaConnections
@@ -171,8 +171,7 @@ class HttpFront:
         return await self._port.start(is_shared=is_shared)
 
     def leave(self) -> None:
-        """Send clients to the other gateways: whoever probes is told, and connections end with their
-        requests."""
+        """Send clients to the other gateways: health checks fail, and connections end with their requests."""
         self._is_leaving = True
 
     async def stop_accepting(self) -> None:

@@ -62,7 +62,7 @@ _log = logging.getLogger(AUDIT_LOGGER)
 
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
-    """One act. Texts longer than `MAX_CHARS` are cut, and lists longer than `MAX_ITEMS`."""
+    """An act. Texts longer than `MAX_CHARS` are cut, and lists longer than `MAX_ITEMS`."""
 
     # The name of the identity; `NOBODY`.
     who: str
@@ -177,7 +177,7 @@ def _text(value: str) -> str:
 
 class _AuditFile(RotatingFileHandler):
     """The file of one process, which only its user can read. Another process may remove the file when it is
-    the oldest of the folder: the next entry begins it anew."""
+    the oldest of the folder: the next entry starts a new one."""
 
     def __init__(self, folder: Path, prefix: str, name: str, max_bytes: int, keep: int) -> None:
         folder.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ _METADATA = "the metadata `authorization: Bearer KEY`"
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a call shows: the value of `authorization`, and the names of a certificate that TLS has
+    """The credentials of a call: the value of `authorization`, and the names of a certificate that TLS has
     verified."""
 
     authorization: str = ""

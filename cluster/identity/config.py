@@ -56,8 +56,8 @@ class CertificateIdentity(_Settings):
 
 
 class CertificateConfig(_Settings):
-    """Asks clients for a certificate in TLS. It is required of every client of these ports, also where an API
-    key says who calls; a client without one can use `gateway.health_port` alone."""
+    """Requests a certificate from clients in TLS. It is required of every client of these ports, also where
+    an API key identifies the caller; a client without one can use `gateway.health_port` alone."""
 
     # PEM of the authorities whose client certificates are accepted. Read again when it changes; relative to
     # the file that names it.

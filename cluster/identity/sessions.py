@@ -31,7 +31,7 @@ _MAC_BYTES = 32
 
 
 class _Claims(Part, frozen=True):
-    """What a cookie says."""
+    """The content of a cookie."""
 
     key_id: str
     # A mark that differs between two keys of one id.

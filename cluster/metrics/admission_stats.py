@@ -17,7 +17,7 @@ class ClassStats(Part, frozen=True):
 
 
 class FlowStats(Part, frozen=True):
-    """What a tenant's requests of one class were given lately: seconds of the replicas' time."""
+    """The recent share of a tenant's requests of one class: seconds of the replicas' time."""
 
     # "other": the tenants that have no place of their own here.
     tenant: str

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class LogConfig(BaseModel):
-    """What the processes of the service write to standard error, which Ray keeps in files."""
+    """The lines that the processes of the service write to standard error, which Ray keeps in files."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -56,7 +56,7 @@ def _bucket(value: float) -> int:
 
 
 class Point(NamedTuple):
-    """One second of a curve; times in seconds, `at` is unix time."""
+    """A second of a curve; times in seconds, `at` is unix time."""
 
     at: float
     p50: float
@@ -72,7 +72,7 @@ class Curves(NamedTuple):
 
 
 class Window(Part, frozen=True):
-    """What happened in the last `window_s` seconds. Quantiles are 0 without values."""
+    """The events of the last `window_s` seconds. Quantiles are 0 without values."""
 
     window_s: float
     num_arrived: int = 0
@@ -100,7 +100,7 @@ COUNTED = tuple(name for name in Window.__struct_fields__ if name.startswith("nu
 
 
 class SecondCounts(Part, frozen=True):
-    """One second of one gateway, as gateways send it to each other."""
+    """A second of one gateway, as gateways send it to each other."""
 
     at: int
     # Counts by field of `Window`.
@@ -114,7 +114,7 @@ class SecondCounts(Part, frozen=True):
 
 @dataclass(slots=True)
 class Second:
-    """One second: of one gateway, or of several."""
+    """A second: of one gateway, or of several."""
 
     at: int
     # Counts by field of `Window`.

@@ -37,7 +37,7 @@ class Demand:
         self.computed_tokens_squared += num_computed_tokens**2
 
     def ended(self, output_lengths: Iterable[int]) -> None:
-        """Count the continuations of a request that ended, each after so many tokens."""
+        """Count the continuations of a request that ended, each after this many tokens."""
         for num_tokens in output_lengths:
             self.num_ended += 1
             self.num_output_tokens += num_tokens

@@ -29,7 +29,7 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class SampleResult:
-    """How one sample ended."""
+    """The end of one sample."""
 
     index: int
     finish: str
@@ -70,13 +70,13 @@ class Summary:
 
     @property
     def decode_s(self) -> float:
-        """From the first token to the end."""
+        """The time from the first token to the end."""
         return self.finished_at - self.first_token_at
 
     @property
     def queue_s(self) -> float:
-        """At the replica, until the prompt was first scheduled. Like the next two it is a difference of times
-        of one host: hosts' clocks are not comparable. 0: not known, or did not happen."""
+        """The time at the replica until the prompt was first scheduled. Like the next two it is a difference
+        of times of one host: hosts' clocks are not comparable. 0: not known, or did not happen."""
         return _span_s(self.prefill.times.arrived, self.prefill.times.scheduled) if self.prefill else 0.0
 
     @property
@@ -85,7 +85,7 @@ class Summary:
 
     @property
     def transfer_s(self) -> float:
-        """What writing the KV to the decode replica took, by the writer's clock."""
+        """The time that writing the KV to the decode replica took, by the writer's clock."""
         moved = self.hand_over
         return moved.num_moved_bytes / moved.transfer_gb_s / 1e9 if moved and moved.transfer_gb_s else 0.0
 
@@ -106,8 +106,8 @@ class RoutedAttempt(Part, frozen=True):
 
 
 class RequestInfo(Part, frozen=True):
-    """What is known of a request. `state` is "running", "finished", "cancelled" or "failed"; times are those
-    of the gateway's clock."""
+    """The known facts of a request. `state` is "running", "finished", "cancelled" or "failed"; times are
+    those of the gateway's clock."""
 
     request_id: str
     state: str
@@ -128,7 +128,7 @@ class RequestInfo(Part, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """One request, ended. Times are seconds of the gateway's monotonic clock."""
+    """A request that has ended. Times are seconds of the gateway's monotonic clock."""
 
     # The client's, or the one it was given; "" when it was refused without one.
     request_id: str

@@ -115,7 +115,7 @@ class GatewayCounters:
         ttft_slo_s: float = math.inf,
         itl_slo_s: float = math.inf,
     ) -> None:
-        """What is slower than the two objectives counts as late."""
+        """A request or gap that is slower than its objective counts as late."""
         self._pool_of = pool_of
         self._token_bytes = token_bytes
         self._ttft_slo_s = ttft_slo_s

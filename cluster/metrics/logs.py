@@ -78,8 +78,8 @@ _access_log = logging.getLogger(ACCESS_LOGGER)
 
 
 def log_access(ended: EndedRequest) -> None:
-    """Log the line of an ended request, as an `Observer`. The line says in text what `access_fields` says in
-    JSON."""
+    """Log the line of an ended request, as an `Observer`: the text of the fields that `access_fields` gives
+    as JSON."""
     fields = access_fields(ended)
     path = f" {fields['prefill_replica']} -> {fields['decode_replica']}" if fields["decode_replica"] else ""
     ttft = f"{fields['ttft_ms']} ms" if fields["ttft_ms"] is not None else "none"

@@ -59,7 +59,7 @@ def request_stages(ended: EndedRequest) -> Stage:
 
 @dataclass(slots=True)
 class _Attempt:
-    """What the timeline says of one attempt; `ran` is None while it looked for a place."""
+    """The events of one attempt in the timeline; `ran` is None while it looked for a place."""
 
     route: Stage
     ran: Stage | None = None

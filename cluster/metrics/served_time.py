@@ -32,7 +32,7 @@ class ServedTime:
         self._given_at = -math.inf
 
     def __len__(self) -> int:
-        """How many tenants are counted by name, and the others as one."""
+        """The number of tenants that are counted by name, and the others as one."""
         return len(self._tenants)
 
     def add(self, tenant: str, service_class: str, cost_s: float, now: float) -> None:

@@ -28,7 +28,7 @@ LONG = Series(60, 6 * 3600)
 
 
 class Gauges(NamedTuple):
-    """What the replicas and the queues of all gateways report at one moment."""
+    """The values that the replicas and the queues of all gateways report at one moment."""
 
     num_waiting: int
     # The share of KV blocks in use, by the replicas' role.
@@ -41,8 +41,8 @@ class Gauges(NamedTuple):
 
 
 class TrendPoint(NamedTuple):
-    """One period that begins at `at`, in unix time. Gauges are the highest of the period; what nothing was
-    measured of is None or empty."""
+    """A period that begins at `at`, in unix time. Gauges are the highest of the period; values that were not
+    measured are None or empty."""
 
     at: int
     output_tok_s: float

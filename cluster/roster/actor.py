@@ -17,7 +17,9 @@ STARTING_S = 5.0
 
 
 class RosterActor:
-    """What runs in the roster's actor: `LocalRoster` behind frames.
+    """The content of the roster's actor: `LocalRoster` behind frames. A restarted actor shows its view only
+    after `REBUILD_S`, when every living member has registered again; until then `view` answers version 0,
+    which watchers ignore.
 
     A restarted actor shows its view only after `REBUILD_S`, when every living member has registered again;
     until then `view` answers version 0, which watchers ignore.
@@ -48,7 +50,7 @@ class RosterActor:
         self._starting[starting.replica_id] = starting, self._clock.now()
 
     async def starting(self) -> list[bytes]:
-        """Return the replicas that have lately told what they start with."""
+        """Return the replicas that have recently reported how they start."""
         since = self._clock.now() - STARTING_S
         self._starting = {name: told for name, told in self._starting.items() if told[1] >= since}
         return [STARTING_CODEC.encode(starting) for starting, _ in self._starting.values()]

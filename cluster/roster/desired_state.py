@@ -32,7 +32,7 @@ _NOBODY = RosterView(version=0)
 
 
 class DesiredPool(NamedTuple):
-    """What is wanted of a pool, and whether an operator said so."""
+    """The desired count of a pool, and whether an operator chose it."""
 
     num_replicas: int
     pinned: bool

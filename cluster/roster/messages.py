@@ -104,7 +104,7 @@ class RoleLease(Message, frozen=True):
 
 
 class ScalingChange(Message, frozen=True):
-    """One change of a desired count or of a role, as it was decided."""
+    """A change of a desired count or of a role, as it was decided."""
 
     # Unix time.
     at: float

@@ -34,7 +34,7 @@ REBUILD_S = 6.0
 
 
 class RosterClient(Protocol):
-    """What a replica or a gateway sees of the roster."""
+    """The view that a replica or a gateway has of the roster."""
 
     async def register(self, record: MemberRecord) -> bool:
         """Register, update or renew. False: a newer life of this id is registered, so the caller is over."""
@@ -48,7 +48,7 @@ class RosterClient(Protocol):
 
 
 class ScalingRoster(RosterClient, Protocol):
-    """What the scaler and the commands see of the roster."""
+    """The view that the scaler and the commands have of the roster."""
 
     async def change(self, order: RosterOrder) -> None:
         """Remember the order; `RosterAwayError` when it could not be recorded."""
@@ -180,6 +180,6 @@ class LocalRoster:
 async def keep_registered(
     register: Callable[[], Awaitable[bool]], clock: Clock, renew_s: float = RENEW_S
 ) -> None:
-    """Renew a registration until cancelled; returns when the roster says that this life is over."""
+    """Renew a registration until cancelled; return when the roster answers that this life is over."""
     while await register():
         await clock.sleep(renew_s)

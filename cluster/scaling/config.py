@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class PoolLimits(BaseModel):
-    """How far the autoscaler may move one pool. Operators may go beyond."""
+    """The limits within which the autoscaler may move one pool. Operators may go beyond."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

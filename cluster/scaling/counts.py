@@ -13,7 +13,7 @@ from kvtransfer.codec import Part
 
 
 class KnownCounts(Part, frozen=True):
-    """What was ordered of the pools of an application, as far as it is known."""
+    """The ordered counts of the pools of an application, as far as they are known."""
 
     # Ordered counts by pool; absent where nobody ordered anything.
     desired: dict[str, int] = {}

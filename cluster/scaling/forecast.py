@@ -28,7 +28,7 @@ _Floats = npt.NDArray[np.float64]
 
 
 class CountedSpan(NamedTuple):
-    """What came in the `length_s` seconds that end at `at`."""
+    """The number of arrivals in the `length_s` seconds that end at `at`."""
 
     at: float
     length_s: float
@@ -48,7 +48,7 @@ class Forecast(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """Mean and squared coefficient of variation of what one request asks for."""
+    """Mean and squared coefficient of variation of the demand of one request."""
 
     mean: float
     variation: float

@@ -15,7 +15,8 @@ _KV_SHARE = 0.9
 
 
 class ReplicaNeed(NamedTuple):
-    """How many replicas, and why; None: what it would follow from was not measured yet."""
+    """The number of replicas, and the reason; None: the values that it would follow from were not measured
+    yet."""
 
     num_replicas: int | None
     reason: str
@@ -47,7 +48,8 @@ class ExpectedLoad(NamedTuple):
 
     @property
     def num_sequences(self) -> float | None:
-        """That decode at a time, on average, when every step is as long as in the largest batch."""
+        """The sequences that decode at a time, on average, when every step is as long as in the largest
+        batch."""
         if self.output_tok_s is None or self.rates.step is None:
             return None
         return self.output_tok_s * self.rates.step.step_s(self.rates.batch)

@@ -32,7 +32,7 @@ class Headroom(NamedTuple):
     bundles: dict[str, tuple[dict[str, float], ...]]
 
     def shortages(self, added: Mapping[str, int]) -> list[str]:
-        """Return why so many more replicas of each pool cannot be placed; empty when they can, or it is
+        """Return why this many more replicas of each pool cannot be placed; empty when they can, or it is
         unknown."""
         wanted = [
             ReplicaDemand(pool, self.bundles[pool], may_spread=len(self.bundles[pool]) > _ONE_STAGE)

@@ -46,7 +46,7 @@ class StepCost(NamedTuple):
 
 
 class MeasuredRates(NamedTuple):
-    """Of the replicas, as measured; None or 0 while nothing was."""
+    """The measured rates of the replicas; None or 0 while nothing was measured."""
 
     # Prompt tokens a second that one replica computes while it has some.
     prefill_tok_s: float
@@ -64,7 +64,7 @@ class MeasuredRates(NamedTuple):
 
 
 class RequestSizes(NamedTuple):
-    """Of the requests."""
+    """The sizes of the requests."""
 
     # Tokens to compute of one prompt, cached ones excluded; None: no prompt was reported yet.
     prompt: Moments | None

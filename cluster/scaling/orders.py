@@ -48,7 +48,7 @@ class ReleaseOrder(Message, frozen=True):
 
 
 class PoolChange(Part, frozen=True):
-    """What an order does to one pool."""
+    """The effect of an order on one pool."""
 
     pool: str
     # Serve's target before the order.
@@ -96,7 +96,7 @@ ORDER_ANSWER_CODEC: Codec[OrderDone | OrderRefused] = Codec(OrderDone | OrderRef
 
 
 class Operations(NamedTuple):
-    """What the process around a gateway can do for an operator."""
+    """The orders that the process around a gateway can carry out for an operator."""
 
     # A URL such as `http://127.0.0.1:8265`; "" when the Ray cluster has none; `DashboardAwayError`.
     dashboard_url: Callable[[], Awaitable[str]]

@@ -69,7 +69,7 @@ def decide(history: History, config: ScalingConfig, pools: Sequence[PoolView], n
 
 
 class _Target(NamedTuple):
-    """How many replicas a kind should have at home, and why."""
+    """The number of replicas that a kind should have at home, and the reason."""
 
     num_replicas: int
     reason: str

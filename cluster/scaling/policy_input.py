@@ -59,7 +59,7 @@ class ReplicaKind(NamedTuple):
 
     @property
     def num_effective(self) -> int:
-        """Those that do this work once all that was ordered is ready."""
+        """The replicas that do this work once all that was ordered is ready."""
         return self.num_desired - self.num_assigned + self.num_borrowed
 
 
@@ -124,7 +124,8 @@ class PolicyView:
         )
 
     def needs(self) -> dict[str, ReplicaNeed]:
-        """Return by kind the replicas that the expected demand needs. Too short a history says nothing."""
+        """Return by kind the replicas that the expected demand needs; None where the history is too short to
+        tell."""
         if self.history.covered_s < self.config.forecast_s / 10:
             return dict.fromkeys(self.kinds, ReplicaNeed(None, ""))
         return forecast_replicas(self._load(self.work.expected.per_s), self.config, self._reach)
@@ -144,7 +145,7 @@ class PolicyView:
         return side_of(sample, kind, has_prefill=self.has_prefill)
 
     def can_spare(self, kind: str, for_s: float, num_spared: int = 1) -> bool:
-        """Whether so many replicas less than there are would have done in the samples since then."""
+        """Return whether this many replicas less than there are would have done in the samples since then."""
         samples = self.history.since(self.now - for_s)
         num_left = self.side(kind, self.latest).num_replicas - num_spared
         if num_left < 1 or not samples or self._were_late(kind, samples):
@@ -238,7 +239,7 @@ class RoleReturn(NamedTuple):
 
 
 class ScalingPlan(NamedTuple):
-    """What to do now: role changes first, then the moves. `notes` say what prevents more."""
+    """The actions for now: role changes first, then the moves. `notes` give the reasons that prevent more."""
 
     moves: tuple[PoolMove, ...] = ()
     role_changes: tuple[RoleAssignment | RoleReturn, ...] = ()

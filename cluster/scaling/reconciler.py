@@ -54,7 +54,7 @@ Action = RosterOrder | RestoreRoles | SetTarget
 
 @dataclass(slots=True)
 class _Retry:
-    """Of a client that could not be pulled."""
+    """A retry of a client that could not be pulled."""
 
     backoff: Backoff = field(default_factory=lambda: Backoff(_MIN_RETRY_S, _MAX_RETRY_S))
     not_before: float = 0.0
@@ -147,7 +147,7 @@ class Reconciler:
 
 
 class _Comparison:
-    """One look: collects the changes for the roster, and the targets to set in Serve after that."""
+    """A look: collects the changes for the roster, and the targets to set in Serve after that."""
 
     def __init__(self, roster: RosterView, autoscaled: set[str], is_settled: bool, wall: float) -> None:
         self._roster = roster

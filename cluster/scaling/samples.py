@@ -49,7 +49,7 @@ class ReplicaSample(ReplicaStats, frozen=True, kw_only=True):
 
 
 class DemandMeter:
-    """Sums the counters of all gateways, and says what came since it was last asked."""
+    """Sums the counters of all gateways, and returns the demand since the last call."""
 
     def __init__(self) -> None:
         self._latest: dict[str, Demand] = {}
@@ -74,7 +74,7 @@ class DemandMeter:
 
 
 class ScalingSample(NamedTuple):
-    """One look at everything."""
+    """A look at everything."""
 
     # Unix time, as in `ScalingChange`.
     at: float
@@ -91,7 +91,7 @@ class ScalingSample(NamedTuple):
 
 
 class PoolView(NamedTuple):
-    """What the policy must know of a pool beside the samples."""
+    """The policy's knowledge of a pool besides the samples."""
 
     name: str
     # The pool's home role.
@@ -166,7 +166,7 @@ class History:
 
     @property
     def covered_s(self) -> float:
-        """From the oldest sample to the latest."""
+        """The time from the oldest sample to the latest."""
         return self._samples[-1].at - self._samples[0].at if self._samples else 0.0
 
     def since(self, at: float) -> list[ScalingSample]:

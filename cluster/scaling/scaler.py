@@ -54,7 +54,8 @@ _log = logging.getLogger(__name__)
 
 
 class Scaler:
-    """One application's. `open_client` finds Ray's dashboard, which may move with the head node."""
+    """The scaler of one application. `open_client` finds Ray's dashboard, which may move with the head
+    node."""
 
     def __init__(
         self,

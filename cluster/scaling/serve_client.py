@@ -40,7 +40,7 @@ def deployment_name(pool: str) -> str:
 
 
 class PoolTarget(NamedTuple):
-    """What Serve has in mind for a pool."""
+    """Serve's target for a pool."""
 
     target: int
     # The count of the last deploy, to which a deploy sets the target.
@@ -54,7 +54,7 @@ class PoolTarget(NamedTuple):
 
 
 class AppTargets(NamedTuple):
-    """One application as Serve sees it."""
+    """An application as Serve sees it."""
 
     # Serve's status, such as DEPLOYING, RUNNING, DELETING.
     status: str

@@ -48,7 +48,7 @@ class Arrival(NamedTuple):
 
 
 class ServiceModel(NamedTuple):
-    """One replica of any role."""
+    """A model of one replica of any role."""
 
     prefill_tok_s: float = 8000.0
     step: StepCost = StepCost(0.012, 0.0004)
@@ -72,7 +72,7 @@ class SimulatedRequest:
 
     @property
     def kv_tokens(self) -> float:
-        """When it joins its batch: the prompt and what was generated before."""
+        """The KV when the request joins its batch: the prompt and the output so far."""
         return self.arrival.prompt_tokens + self.arrival.output_tokens - self.remaining_output
 
 
@@ -149,7 +149,7 @@ class SimulatedReplica:
 
 @dataclass(slots=True)
 class Outcomes:
-    """What became of the requests; gaps are those between tokens of a sequence."""
+    """The outcomes of the requests; gaps are those between tokens of a sequence."""
 
     # The time that the replicas of each pool existed, starting and leaving ones included.
     replica_s: dict[str, float]
@@ -388,7 +388,7 @@ _TAIL_S = 3600.0
 
 @dataclass(slots=True, kw_only=True)
 class Replayed(Outcomes):
-    """How a trace went."""
+    """The outcome of a trace."""
 
     # Moves of counts.
     changes: list[ScalingChange]
@@ -401,23 +401,23 @@ class Replayed(Outcomes):
 
     @property
     def ttfts_s(self) -> list[float]:
-        """Of those that had a first token."""
+        """The times to the first token of the requests that had one."""
         return [job.first_at - job.arrival.at for job in self.jobs if job.first_at is not None]
 
     @property
     def ttft_share(self) -> float:
-        """Of all requests: those with their first token in time."""
+        """The share of all requests with their first token in time."""
         in_time = sum(ttft_s <= self.config.ttft_slo_s for ttft_s in self.ttfts_s)
         return in_time / max(len(self.jobs), 1)
 
     @property
     def itl_share(self) -> float:
-        """Of all gaps between tokens: those that were short enough."""
+        """The share of all gaps between tokens that were short enough."""
         return 1 - self.num_late_gaps / self.num_gaps if self.num_gaps else 1.0
 
     @property
     def good_share(self) -> float:
-        """Of all requests: those in time with the first token and, on average, with the others."""
+        """The share of all requests in time with the first token and, on average, with the others."""
         return sum(self._is_good(job) for job in self.jobs) / max(len(self.jobs), 1)
 
     def _is_good(self, job: SimulatedRequest) -> bool:
@@ -444,7 +444,7 @@ def replay(
 
 
 class _Replay:
-    """One run: the cluster, and what the scaler actor and the roster remember."""
+    """A run: the cluster, and the memory of the scaler actor and the roster."""
 
     def __init__(
         self, pools: Sequence[PoolView], model: ServiceModel, config: ScalingConfig, scheme: Policy
@@ -548,7 +548,7 @@ class TargetQueue:
     def __call__(
         self, history: History, config: ScalingConfig, pools: Sequence[PoolView], now: float
     ) -> ScalingPlan:
-        """One move a pool at most."""
+        """Move a pool by one at most."""
         moves = [self._move(history, config, pool, now) for pool in pools]
         return ScalingPlan(tuple(move for move in moves if move is not None))
 
