@@ -12,7 +12,7 @@ SUMMARY = "summary"
 
 def about(request_id: str, more: Mapping[str, object]) -> dict[str, object]:
     """Return the argument `extra` of a logging call: the request that the line is about, and more fields,
-    which only JSON lines contain; the message says what people need."""
+    which only JSON lines contain; the message has the part for people."""
     return {"request_id": request_id, MORE: more}
 
 

@@ -158,8 +158,8 @@ def check_store(store: StoreConfig, *, memory_bytes: int) -> None:
 
 class NvmeFolder:
     """Represents a store's own folder below the configured one: the first free of `<host>-<app>-0`, `-1`,
-    ..., so that a restarted cluster, whose nodes have other ids, finds the earlier records. A lock beside the
-    folder, which ends with the process, keeps other stores of the host out."""
+    ..., so that a restarted cluster, whose nodes have other ids, finds the earlier records. A lock next to
+    the folder, which ends with the process, keeps other stores of the host out."""
 
     def __init__(self, parent: Path, host: str, app: str) -> None:
         """Take the first folder where none can be locked (the disk is gone, or read-only before the first

@@ -48,7 +48,7 @@ class Answer(Protocol):
 
 
 class Maker(msgspec.Struct):
-    """The facts about an answer that its fields state."""
+    """The facts that an answer states about itself."""
 
     # "" until the request is accepted.
     request_id: str

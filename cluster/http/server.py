@@ -171,7 +171,8 @@ class HttpFront:
         return await self._port.start(is_shared=is_shared)
 
     def leave(self) -> None:
-        """Send clients to the other gateways: health checks fail, and connections end with their requests."""
+        """Send clients to the other gateways: probes learn that this one leaves, and connections end with
+        their requests."""
         self._is_leaving = True
 
     async def stop_accepting(self) -> None:

@@ -61,7 +61,7 @@ class Summary:
 
     @property
     def ttft_s(self) -> float:
-        """From acceptance to the first token."""
+        """The time from acceptance to the first token."""
         return self.first_token_at - self.started_at
 
     @property
@@ -152,7 +152,7 @@ class EndedRequest:
 
     @property
     def ttft_s(self) -> float | None:
-        """Time to the first token; None without one."""
+        """The time from acceptance to the first token."""
         if self.summary is None or not self.num_output_tokens:
             return None
         return self.summary.first_token_at - self.started_at

@@ -548,7 +548,7 @@ class TargetQueue:
     def __call__(
         self, history: History, config: ScalingConfig, pools: Sequence[PoolView], now: float
     ) -> ScalingPlan:
-        """Move a pool by one at most."""
+        """Return at most one move for each pool."""
         moves = [self._move(history, config, pool, now) for pool in pools]
         return ScalingPlan(tuple(move for move in moves if move is not None))
 

@@ -46,7 +46,7 @@ def plan_cpus(
 
 
 def rank_resources(pool: PoolConfig, cpus_per_rank: float, stage: int) -> dict[str, float]:
-    """Return what one rank of the stage asks."""
+    """Return the resources that one rank of the stage requests."""
     resources = {"CPU": cpus_per_rank}
     if pool.stage_devices[stage] == "cuda":
         resources["GPU"] = pool.num_gpus_per_rank
@@ -62,7 +62,7 @@ def bundles(pool: PoolConfig, cpus_per_rank: float) -> list[dict[str, float]]:
 
 
 def gateway_bundle(gateway: GatewayConfig) -> dict[str, float]:
-    """Return what one gateway asks."""
+    """Return the resources that one gateway requests."""
     return {"CPU": GATEWAY_CPUS} | gateway.resources
 
 

@@ -6,8 +6,8 @@ import gc
 
 
 def leave_out_started() -> None:
-    """Leave out of garbage collection what has been made until now, which a collection takes some 50 ms to
-    look through.
+    """Leave out of garbage collection all objects that have been made until now, which a collection takes
+    some 50 ms to look through.
 
     Old objects are looked at only when a quarter as many have become old since the last time. The second
     collection counts them anew, without those that are left out: else what is in a cycle would stay until

@@ -263,7 +263,8 @@ def _node_ids(gcs: RayOwner | None) -> list[str]:
 
 
 def _listener_of(path: str) -> psutil.Process | None:
-    """Return the process that listens at a unix socket, as the kernel says; None where it cannot be seen."""
+    """Return the process that listens at a unix socket, by the kernel's account; None where it cannot be
+    seen."""
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(path)

@@ -193,8 +193,8 @@ class Service:
         return self._wait_until_serving(report, interrupted)
 
     def _hide_secrets(self) -> None:
-        """Replace what must not pass through Ray by the paths of files: secrets that are drawn here, and a
-        Redis URL with a password. The root of block keys stays beside the NVMe records that it names, if
+        """Replace values that must not pass through Ray by the paths of files: secrets that are drawn here,
+        and a Redis URL with a password. The root of block keys stays with the NVMe records that it names, if
         there are any; all else is removed at the end."""
         config = self._config
         if config.secret_file is None:

@@ -336,7 +336,7 @@ def _kv_bytes(
 
 
 def _cpu_shares(config: ClusterConfig, node: NodeResources) -> dict[str, float]:
-    """Return which share of the node's CPUs a replica of each pool asks."""
+    """Return the share of the node's CPUs that a replica of each pool requests."""
     num_cpus = max(node.total.get("CPU", 0.0), 1e-9)
     return {
         pool.name: (ENGINE_CORE_CPUS + pool.num_ranks * node.cpus[pool.name]) / num_cpus
@@ -345,7 +345,7 @@ def _cpu_shares(config: ClusterConfig, node: NodeResources) -> dict[str, float]:
 
 
 def _fixed_bytes(need: PoolNeed) -> int:
-    """Return the host memory of a replica beside its KV, the rounding of the pools' mappings included."""
+    """Return the host memory of a replica without its KV, the rounding of the pools' mappings included."""
     on_cpu = [rank for rank in need.ranks if rank.device == "cpu"]
     kv = sum(rank.kv_bytes for rank in on_cpu)
     return need.replica_bytes - kv + len(on_cpu) * (mapping_bytes(0) + ALIGNMENT_BYTES)
@@ -409,7 +409,7 @@ def _open_files(config: ClusterConfig) -> int:
 
 def check_container_memory(config: ClusterConfig, pool_name: str, machine: Machine) -> None:
     """Raise `ConfigError` where the control group of this process has less memory than one replica of the
-    pool, or its smallest stage, takes beside the node's store. Without a limit nothing is checked.
+    pool, or its smallest stage, takes in addition to the node's store. Without a limit nothing is checked.
 
     Only what is certainly taken is counted; where it exceeds the limit, the kernel would end a process later,
     when the store or the KV pool fills.

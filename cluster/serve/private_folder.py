@@ -115,8 +115,8 @@ def _try_lock(folder: Path, kind: int) -> int | None:
 
 
 def _remove(folder: Path) -> Path | None:
-    """Remove the folder but for the logs of its Ray session, and return where those are now. What a process
-    that is just ending writes meanwhile is removed by the next start."""
+    """Remove the folder but for the logs of its Ray session, and return where those are now. Files that an
+    ending process writes in the meantime are removed by the next start."""
     kept = None
     for logs in (folder / RAY_FOLDER).glob("session_*/logs"):
         if not logs.parent.is_symlink():

@@ -79,7 +79,7 @@ class RayRankLauncher:
 
 
 class RayRankHandle:
-    """Implements `RankHandle`: the rank runs as long as its one call."""
+    """Implements `RankHandle`: the rank runs for the time of its one call."""
 
     def __init__(
         self,

@@ -78,7 +78,8 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def _is_own_gcs(process: psutil.Process) -> bool:
-    """Whether the kernel says that this user has started it; only then its program and arguments count."""
+    """Return whether, by the kernel's account, this user has started it; only then its program and arguments
+    count."""
     ids = process.uids()
     return {ids.real, ids.effective, ids.saved} == {os.geteuid()} and Path(process.exe()).name == _GCS
 

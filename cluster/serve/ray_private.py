@@ -98,7 +98,7 @@ def ray_token() -> str:
 
 
 def forget_token() -> None:
-    """Make Ray read its token again, from where the environment says now."""
+    """Make Ray read its token again, from the place that the environment names now."""
     loader: Any = ray._raylet
     loader.AuthenticationTokenLoader.instance().reset_cache()
 

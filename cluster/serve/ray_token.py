@@ -20,12 +20,12 @@ _NUM_BYTES = 32
 
 
 def names_token(environment: Mapping[str, str]) -> bool:
-    """Whether the environment says which token to use, or that there is none."""
+    """Whether the environment names the token to use, or sets that there is none."""
     return bool(environment.get(_TOKEN) or environment.get(_PATH)) or is_disabled(environment)
 
 
 def is_disabled(environment: Mapping[str, str]) -> bool:
-    """Whether the environment says that Ray uses no token."""
+    """Whether the environment makes Ray use no token."""
     return environment.get(_MODE, "").lower() == "disabled"
 
 

@@ -41,7 +41,7 @@ class ServeRun(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """What people know it by."""
+        """The name by which people know the run."""
         at = datetime.datetime.fromtimestamp(self.started_at).strftime("%Y-%m-%d %H:%M:%S")
         gateways = ", ".join(self.gateways)
         return f"{self.app!r} at {gateways} (process {self.process_id}, since {at}, Ray {self.ray})"
@@ -83,8 +83,8 @@ def runs_of(config: ClusterConfig, file: Path | None, runs: Sequence[ServeRun]) 
 
 
 def only_run(config: ClusterConfig, file: Path | None, runs: Sequence[ServeRun]) -> ServeRun | None:
-    """Return the one run that the configuration means, None where there is none; `StartError` asks which of
-    several is meant."""
+    """Return the one run that the configuration means, None where there is none; `StartError` lists
+    several."""
     found = runs_of(config, file, runs)
     if len(found) > 1:
         names = "; ".join(run.text for run in found)

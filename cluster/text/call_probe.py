@@ -75,7 +75,7 @@ class CallProbe:
         return parsers.with_notation(notation_in(one)) if self._finds_notation else parsers
 
     async def _rendered(self, num_calls: int, wall_s: float) -> str:
-        """Return what the template makes of a chat with so many calls, behind the question; "" where it
+        """Return the output of the template for a chat with this many calls, behind the question; "" where it
         refuses that."""
         assert self._renderer is not None
         result = await self._renderer.try_render(_probe_chat(num_calls), wall_s=wall_s, max_chars=_MAX_CHARS)

@@ -109,7 +109,7 @@ def _template_args_violations(text: str) -> Iterator[FieldViolation]:
 
 
 def parsed_json(text: str) -> Any:
-    """Return what the text says; None where it is not JSON, or nested too deeply."""
+    """Return the value of the text; None where the text is not JSON, or nested too deeply."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

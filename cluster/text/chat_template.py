@@ -70,7 +70,7 @@ class CalledTool(Part, frozen=True):
 
 
 class ChatTurn(Part, frozen=True):
-    """One message of a conversation."""
+    """A message of a conversation."""
 
     role: str
     content: str
@@ -203,7 +203,7 @@ class ChatRenderer:
         self._process = BoundedProcess("cluster.text.chat_template", timeout_s=render_timeout_s)
 
     async def render(self, chat: Chat, *, wall_s: float, max_chars: int, party: str = "") -> Rendered:
-        """Return the prompt; `TemplateError` says what the template did. Parties take turns."""
+        """Return the prompt; `TemplateError` describes the template's failure. Parties take turns."""
         result: Rendered | RenderRefused
         try:
             result = await self.try_render(chat, wall_s=wall_s, max_chars=max_chars, party=party)

@@ -75,7 +75,7 @@ _JSON_STYLE: JsonCompileOptions = {
 
 
 class OutputConstraint(Message, frozen=True):
-    """What the output must look like: `text` is a JSON schema, a regular expression, a grammar in GBNF or in
+    """The required form of the output: `text` is a JSON schema, a regular expression, a grammar in GBNF or in
     Lark's syntax; `choices` and `tags` with `triggers` go with their kinds. The kind "anything" demands
     nothing of the content. `reasoning` may precede it, and `calls` are made instead of it or behind it."""
 
@@ -95,7 +95,7 @@ class GrammarMade(Message, frozen=True):
 
 
 class GrammarRefused(Message, frozen=True):
-    """Why there is none, and the tool whose schema is the reason ("": none)."""
+    """The reason why there is no grammar, and the tool whose schema is the reason ("": none)."""
 
     reason: str
     tool: str = ""
@@ -106,7 +106,7 @@ _RESULT_CODEC: Codec[GrammarMade | GrammarRefused] = Codec(GrammarMade | Grammar
 
 
 class Vocabulary(NamedTuple):
-    """What tokens there are: the model's tokenizer, how many ids it has, and those that end an answer."""
+    """The tokens of the model: its tokenizer, the number of its ids, and the tokens that end an answer."""
 
     tokenizer: Path
     size: int
@@ -225,7 +225,7 @@ def _num_bytes(result: GrammarMade | GrammarRefused) -> int:
 
 
 class _Refusal(Exception):
-    """The order cannot be carried out; the text says why."""
+    """The order cannot be carried out; the text gives the reason."""
 
 
 def grammar_text(order: OutputConstraint, special_token: SpecialToken, *, is_bounded: bool = True) -> str:

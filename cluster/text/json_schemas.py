@@ -38,7 +38,7 @@ MAX_PROPERTIES = 4000
 
 
 class SchemaError(ValueError):
-    """No grammar can be made of the schema; the text says why."""
+    """No grammar can be made of the schema; the text gives the reason."""
 
 
 def without_notes(schema: Any) -> Any:
@@ -106,7 +106,7 @@ def _without_null(alternatives: Any) -> Any:
 
 
 def _allows_null(alternative: Any) -> bool:
-    """Whether null is one of several types of an alternative, whatever else it says."""
+    """Whether null is one of several types of an alternative, whatever else it demands."""
     return (
         isinstance(alternative, dict)
         and isinstance(types := alternative.get("type"), list)

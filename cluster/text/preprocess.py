@@ -56,7 +56,7 @@ _UNIQUE_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class SampleStart:
-    """A sample as the client asks for it; `output` and `finish` are empty unless the request resumes."""
+    """A sample as the client requests it; `output` and `finish` are empty unless the request resumes."""
 
     index: int
     seed: int
@@ -109,19 +109,19 @@ class PreparedRequest:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes while it waits, beside the client's message."""
+        """The bytes that the request takes while it waits, without the client's message."""
         num_grammar_bytes = 0 if self.grammar is None else len(self.grammar.text)
         return len(self.prompt) + sum(map(len, self.block_keys)) + num_grammar_bytes + _REQUEST_BYTES
 
     @property
     def num_resumed_tokens(self) -> int:
-        """How many tokens of output a resuming caller brought."""
+        """The number of output tokens that a resuming caller brought."""
         return sum(len(it.output) for it in self.samples) // TOKEN_BYTES
 
     @property
     def num_claimed_tokens(self) -> int:
-        """How many tokens of output a resuming caller brought that are computed once more: those of samples
-        that have not ended."""
+        """The number of output tokens that a resuming caller brought that are computed once more: those of
+        samples that have not ended."""
         return sum(len(it.output) for it in self.samples if not it.finish) // TOKEN_BYTES
 
     @property
@@ -130,7 +130,7 @@ class PreparedRequest:
         return self.samples[0].seed
 
     def capped(self, max_tokens: int) -> PreparedRequest:
-        """Return the request with at most so many tokens of output a sample; 0: as it is."""
+        """Return the request with at most this many tokens of output a sample; 0: unchanged."""
         if not 0 < max_tokens < self.sampling.max_tokens:
             return self
         samples = tuple(
@@ -204,7 +204,7 @@ class Preprocessor:
 
     @property
     def hidden_size(self) -> int:
-        """How many values an embedding has."""
+        """The number of values that an embedding has."""
         return self._model.hidden_size
 
     def limits(self, max_context_tokens: int) -> ServingLimits:

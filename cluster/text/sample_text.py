@@ -66,9 +66,9 @@ class StopStrings:
 
 
 class TextStep(NamedTuple):
-    """What `SampleText.push` made of a delta: how many of its tokens count, their text, the finish, and what
-    stands apart from the text. `matched_stop` is the stop string or stop token that ended the sample; None
-    while it goes on, and at the model's own end."""
+    """The result of `SampleText.push` for a delta: how many of its tokens count, their text, the finish, and
+    parts that stand apart from the text. `matched_stop` is the stop string or stop token that ended the
+    sample; None while it goes on, and at the model's own end."""
 
     num_tokens: int
     text: str

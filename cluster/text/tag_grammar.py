@@ -24,7 +24,7 @@ _NUM_SHOWN = 100
 
 
 class Tag(Part, frozen=True):
-    """What may follow a trigger in free text: `begin`, JSON by `json_schema`, `end`."""
+    """A possible sequel of a trigger in free text: `begin`, JSON by `json_schema`, `end`."""
 
     begin: str
     json_schema: str

@@ -24,8 +24,8 @@ class TextThreads:
         self._turns = PartyTurns()
 
     async def run(self, party: str, work: Callable[[], T]) -> T:
-        """Return what `work` returns in a thread. A caller that is cancelled meanwhile keeps its turn until
-        the thread is free."""
+        """Return the result of `work` in a thread. A caller that is cancelled before the end keeps its turn
+        until the thread is free."""
         async with self._turns.turn_of(party):
             job = self._executor.submit(work)
             done = asyncio.wrap_future(job)
@@ -42,7 +42,7 @@ class TextThreads:
 
 
 async def _ended(done: asyncio.Future[T]) -> None:
-    """Return when the work has ended, however often this task is cancelled meanwhile."""
+    """Return when the work has ended, however often this task is cancelled before."""
     while not done.done():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([done])

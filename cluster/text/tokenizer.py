@@ -77,7 +77,7 @@ class ModelText:
 
     @property
     def vocab_size(self) -> int:
-        """With added tokens; the model's own may be larger."""
+        """The size with added tokens; the model's own may be larger."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     def special_tokens(self, template: str, named: Collection[str]) -> frozenset[str]:
@@ -101,7 +101,7 @@ class ModelText:
 
     @contextlib.contextmanager
     def encoding(self, num_chars: int) -> Iterator[None]:
-        """Encode so many characters within, by whatever calls of the library: what these raise is an
+        """Encode this number of characters within, by whatever calls of the library: their exceptions become
         `InvalidRequestError`."""
         began_at = self._clock.now()
         try:
@@ -162,7 +162,8 @@ class ModelText:
 
 
 class ByteDetokenizer:
-    """For byte-level vocabularies, where a token is a run of bytes: exactly what decoding at once gives."""
+    """Detokenizes byte-level vocabularies, where a token is a run of bytes: exactly what decoding at once
+    gives."""
 
     def __init__(self, token_bytes: Sequence[bytes], skipped: set[int]) -> None:
         self._token_bytes = token_bytes
@@ -179,7 +180,10 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For all other vocabularies: decodes a short window twice, without and with the new tokens.
+    """Detokenizes all other vocabularies: decodes a short window twice, without and with the new tokens. A
+    character that is spelled in byte tokens waits for its last byte; where there are none, text that ends in
+    U+FFFD waits for a few tokens. The text is what decoding at once gives, except that characters stay
+    emitted when a later byte makes their run invalid.
 
     A character that is spelled in byte tokens waits for its last byte; where there are none, text that ends
     in U+FFFD waits for a few tokens. The text is what decoding at once gives, except that characters stay

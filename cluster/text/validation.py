@@ -45,7 +45,7 @@ _NUM_SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class ServingLimits:
-    """What a request may ask for; from the configuration, the model and the connected replicas."""
+    """The limits of a request; from the configuration, the model and the connected replicas."""
 
     model_name: str
     vocab_size: int
@@ -66,7 +66,7 @@ class ServingLimits:
 
     def within_share(self, share: float, num_tokens: int) -> ServingLimits:
         """Return the limits of a request whose sharing group may use this share of each replica's KV, which
-        is at least so many tokens (0: not known)."""
+        is at least this number of tokens (0: not known)."""
         if share == 1 or not num_tokens:
             return self
         return replace(self, kv_share=share, max_share_tokens=num_tokens)

@@ -15,8 +15,8 @@ from cluster.text.output_parsers.tool_grammar import CallNotation, ReasoningRule
 
 
 class ParserNeeds(NamedTuple):
-    """What one request wants of the parsers: `tools` are those that may be called, by their names the JSON
-    schemas of their arguments ("": any)."""
+    """The demands of one request on the parsers: `tools` are those that may be called, by their names the
+    JSON schemas of their arguments ("": any)."""
 
     tools: Mapping[str, str]
     separates_reasoning: bool
@@ -64,8 +64,8 @@ class OutputParsers:
 
     @staticmethod
     def choose(template: str | None, tools: ToolParserName, reasoning: ReasoningParserName) -> OutputParsers:
-        """Return those of the configuration; where that says "auto", those that marks in the source of the
-        chat template name."""
+        """Return the parsers of the configuration; where that is "auto", those that marks in the source of
+        the chat template name."""
         source = template or ""
         return OutputParsers(
             _tools_of(source) if tools == "auto" else tools,
@@ -86,13 +86,13 @@ class OutputParsers:
 
     @property
     def call_notation(self) -> CallNotation | None:
-        """How the model writes calls; None where it has no notation for them."""
+        """The notation of the model's calls; None where it has none for them."""
         notation = _CALL_NOTATIONS.get(self.tools)
         return "mistral_args" if notation == "mistral" and self.marks_arguments else notation
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """What the model's answers mark their parts with."""
+        """The marks of the parts in the model's answers."""
         return (*_TOOL_TOKENS.get(self.tools, ()), *_REASONING_MARKERS.get(self.reasoning, ()))
 
     def reasoning_rules(self, prompt: str, continued: str = "") -> ReasoningRules | None:

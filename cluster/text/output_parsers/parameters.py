@@ -61,7 +61,7 @@ def kind_of(value: Any) -> str:
 
 
 def as_json(text: str, kinds: Kinds) -> str:
-    """Return what the text of a value of these kinds says, as JSON: a string where it is nothing else."""
+    """Return the value of a text of these kinds as JSON: a string where it is nothing else."""
     plain = text.strip()
     plain = _AS_JSON.get(plain, plain)
     if kinds is None or kinds - {STRING}:

@@ -155,7 +155,7 @@ class _NamedCallText:
 
 
 class _Calls:
-    """What the notations have in common: content, then calls, one after another."""
+    """The common part of the notations: content, then calls, one after another."""
 
     def __init__(self, ids: CallIds, *, allows_several: bool = True) -> None:
         """A further call is dropped, with all behind it, where the model can make one alone, because its
@@ -233,8 +233,8 @@ class _Calls:
 
 
 class MarkedCalls(_Calls):
-    """Each call is JSON between two markers, as Hermes and Qwen write it. White space before a call and
-    beside the markers belongs to nothing."""
+    """Reads calls in JSON between two markers each, as Hermes and Qwen write them. White space before a call
+    and next to the markers belongs to nothing."""
 
     _start, _end = "<tool_call>", "</tool_call>"
 

@@ -50,7 +50,7 @@ _TERMINALS = (
 
 
 class ToolSchemaError(ValueError):
-    """The arguments of a tool cannot be what its schema says; the text has the reason."""
+    """The arguments of a tool cannot be what its schema demands; the text has the reason."""
 
     def __init__(self, tool: str, reason: str) -> None:
         super().__init__(reason)
@@ -67,7 +67,7 @@ class CallableTool(Part, frozen=True):
 
 
 class CallRules(Part, frozen=True):
-    """Which calls an answer may have. Where calls are not required, it may be text instead, or begin with
+    """The calls that an answer may have. Where calls are not required, it may be text instead, or begin with
     text. Nothing follows calls."""
 
     notation: CallNotation
