@@ -207,9 +207,9 @@ class GatewayConfig(_Settings):
     console_hosts: tuple[str, ...] = ()
     # Gateways; several on one host need port 0.
     replicas: int = Field(default=1, ge=1)
-    # How long a leaving gateway lets its streams finish while other gateways take what is new; what still
-    # runs then ends with UNAVAILABLE. When the whole application stops, streams have as long as the replicas
-    # that compute them.
+    # How long a leaving gateway lets its streams finish while other gateways take new requests; streams that
+    # still run then end with UNAVAILABLE. When the whole application stops, streams have the time of the
+    # replicas that compute them.
     drain_s: float = Field(default=120.0, ge=0)
     # A rolling update starts each new gateway before the one it replaces leaves: where `port` is fixed, at
     # the same port of the same host. It takes resources for one more; false: the old one leaves first.

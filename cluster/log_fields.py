@@ -1,4 +1,4 @@
-"""Fields of a line of the log beside its text, which only JSON lines contain (`cluster.metrics.logs`)."""
+"""Fields of a line of the log besides its text, which only JSON lines contain (`cluster.metrics.logs`)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which requests a gateway takes, and when what it has taken goes to the replicas. The file is
-over 600 lines because every change of what waits stands in one place.
+"""The requests that a gateway takes, and the times at which they go to the replicas.
+The file is over 600 lines because every change of the waiting requests stands in one place.
 
     place: route, queue --> predicted to be late? --yes--> OverloadedError, with the time of the drain
                                    | no
@@ -10,13 +10,13 @@ over 600 lines because every change of what waits stands in one place.
 
 A replica is sent no more than some steps of work (`RouterService.has_capacity`); the rest waits here, where
 the order can still change. The prediction of a wait is the work that goes before, over the rate at which the
-replica has lately taken work from here. The work of a request is the time of its prefill or, where that is
-longer, of its place among the sequences that decode, as long as those that ended lately had one. Where a
+replica has recently taken work from here. The work of a request is the time of its prefill or, where that is
+longer, of its place among the sequences that decode, for the time that recently ended ones had one. Where a
 prediction turns out to be wrong, because the replica became slower or others are served first, the request is
-placed anew: after each part of the time that it may wait, and when another replica has nothing to do. When it
-has waited so long that it would be late, or as long as its class allows, it is refused: none waits longer.
+placed again: after each part of the time that it may wait, and when another replica has nothing to do. When
+its wait would make it late, or has reached the limit of its class, it is refused: none waits longer.
 
-Retries, migrations and calls that resume what the cluster broke are not judged: they were taken already. What
+Retries, migrations and calls that resume broken ones are not judged: they were taken already. A request that
 a replica has refused waits in `retries` for one that has capacity, and goes before the rest. Not thread-safe;
 time comes from a `Clock`.
 """
@@ -160,12 +160,12 @@ class RequestAdmission:
         return self._queues.num_waiting()
 
     def waiting_s(self) -> float:
-        """Return the predicted work of all that waits."""
+        """Return the predicted work of all waiting requests."""
         return self._queues.waiting_s()
 
     def queued_loads(self) -> dict[str, QueuedLoad]:
-        """Return by replica what waits here until it can take that. What is behind a request that waits for
-        a decode replica waits for one, too: more prefill replicas would not help it."""
+        """Return by replica the load that waits here until it can take that. Requests behind one that waits
+        for a decode replica wait for one, too: more prefill replicas would not help them."""
         sides = self._queues.blocked_sides(self._clock.now(), self._paused)
         loads: defaultdict[str, QueuedLoad] = defaultdict(QueuedLoad)
         for queued in self._waiting.values():
@@ -184,7 +184,7 @@ class RequestAdmission:
         return sum(count for (reason, _), count in counts if reason != "unattainable")
 
     def stats(self) -> AdmissionStats:
-        """Return what people and metrics are shown."""
+        """Return the statistics for people and metrics."""
         now, num_waiting = self._clock.now(), self.num_waiting()
         refused: dict[str, dict[str, int]] = {name: {} for name in SERVICE_CLASSES}
         for (reason, name), count in self.counts.num_refused.items():
@@ -323,9 +323,9 @@ class RequestAdmission:
             self.pump()
 
     def pump(self, replica_id: str = "") -> None:
-        """Refuse what has waited too long, and release what the replicas can take now, in the fair order of
-        each. With news of one replica alone, only what waits for that is looked at, most of the time. What is
-        more than `MOST_PER_PUMP` is done in the next turns of the event loop."""
+        """Refuse requests that have waited too long, and release those that the replicas can take now, in the
+        fair order of each. With news of one replica alone, only the requests that wait for that are looked
+        at, most of the time. Work beyond `MOST_PER_PUMP` is done in the next turns of the event loop."""
         if self._is_pumping:
             return
         self._is_pumping = True
@@ -439,8 +439,8 @@ class RequestAdmission:
         queue.blocked(now, ())
 
     def _release(self, queued: QueuedRequest) -> None:
-        """Report a request whose turn it is. What was known of other replicas when it was placed holds only
-        for one that did not wait."""
+        """Report a request whose turn it is. The facts about other replicas that were known when it was
+        placed hold only for a request that did not wait."""
         decision = queued.decision
         if self._clock.now() > queued.routed_at + AT_ONCE_S:
             decision = replace(decision, most_backlog_tokens=None)
@@ -485,7 +485,8 @@ class RequestAdmission:
         return self.ladder.rung is Rung.NORMAL
 
     def _is_idle(self, replica_id: str) -> bool:
-        """Whether nothing was sent to the replica that has not ended: then it may have what is paused."""
+        """Return whether nothing was sent to the replica that has not ended: then it may have the paused
+        requests."""
         if replica_id not in self._router.members:
             return True
         state = self._router.loads.state(replica_id)
@@ -508,7 +509,7 @@ class RequestAdmission:
             queued.report(Refused(OverloadedError(because, self.retry_after_s(least_wait_s))))
 
     def _wake_in_time(self) -> None:
-        """Schedule a wake-up for when the next request has waited for as long as it may."""
+        """Schedule a wake-up for the end of the time that the next request may wait."""
         first = self._bounds.first()
         if first is not None and self._clock.now() < first[0] < self._wakes_at:
             self._wakes_at = first[0]
@@ -553,13 +554,13 @@ class RequestAdmission:
         queue.put(queued, self._weight(queued.flow, queued.weight), queued.routed_at)
 
     def _waits(self, queued: QueuedRequest, now: float) -> Waits:
-        """Return what a request would wait in the order of each replica."""
+        """Return the wait of a request in the order of each replica."""
         weight = self._weight(queued.flow, queued.weight)
         return self._queues.waits(queued.flow, weight, now, self._paused)
 
     def _move_some(self, replica_ids: Iterable[str], now: float) -> None:
-        """Let each of these replicas that nothing waits for, and that could take something, have what is next
-        in the longest queue, if the router finds that better now: predictions err."""
+        """Let each of these replicas that nothing waits for, and that could take something, have the next
+        request of the longest queue, if the router finds that better now: predictions err."""
         wanted = {name for _, queue in self._queues.busy() for name in queue.waits_for}
         for replica_id in replica_ids:
             if replica_id in wanted or not self._router.members.takes_more(replica_id):
@@ -573,7 +574,7 @@ class RequestAdmission:
                 self._try_move(queued, now)
 
     def _reroute(self, now: float) -> None:
-        """Route again, as many as a pump may, what has waited for a part of its bound."""
+        """Route again, as many as a pump may, the requests that have waited for a part of their bound."""
         for _ in range(_MOST_REROUTES):
             first = self._reroutes.first()
             if first is None or first[0] > now:
@@ -661,7 +662,7 @@ class RequestAdmission:
         return self._queues.least_wait_s(flow, weight, now, paused, includes_all=self._prefers_in_time)
 
     def _limits(self, queued: QueuedRequest, now: float) -> TtftLimits:
-        """Return what the request may take to its first token."""
+        """Return the limits of the request's time to its first token."""
         settings = self._config.of(queued.flow.service_class)
         objective_s = settings.max_wait_s if settings.ttft_s is None else settings.ttft_s
         left_s = math.inf if queued.deadline_at is None else queued.deadline_at - now

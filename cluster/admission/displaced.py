@@ -1,4 +1,4 @@
-"""Requests that are to be placed anew, because a replica that they wait for is gone or avoided."""
+"""Requests that are to be placed again, because a replica that they wait for is gone or avoided."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DisplacedRequests:
         return iter(self._requests.values())
 
     def add(self, replica_id: str, requests: Iterable[QueuedRequest]) -> None:
-        """Add what waits for a replica."""
+        """Add the requests that wait for a replica."""
         self._left.add(replica_id)
         before_s: defaultdict[Flow, float] = defaultdict(float)
         turns: list[tuple[float, QueuedRequest]] = []

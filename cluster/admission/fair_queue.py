@@ -1,12 +1,15 @@
-"""The order in which what waits for one replica goes there: weighted fair queueing of flows, with aging.
+"""The order in which the requests that wait for one replica go there: weighted fair queueing of flows, with
+aging.
 
 A flow is a class of one tenant. Flows share the replica's time by their weights (start-time fair queueing):
 a flow's *tag* is the virtual time at which its next request may begin, and each request that goes moves it by
 cost / weight. The flow with the least tag is next. A flow that comes back does not claim the time in which it
-was absent: its tag is at least the virtual time, the tag of what went last. Within a flow a higher priority
-goes first, and counts as having arrived `ARRIVAL_PER_PRIORITY_S` earlier a step, so that it starves nobody.
+was absent: its tag is at least the virtual time, the tag of the request that went last. Within a flow a
+higher priority goes first, and counts as having arrived `ARRIVAL_PER_PRIORITY_S` earlier a step, so that it
+starves nobody.
 
-Who has waited as long as its class allows is *due*, and goes before all that are not, the earliest due first.
+A request that has waited for the time that its class allows is *due*, and goes before all that are not, the
+earliest due first.
 That is bounded to `AGED_PART` of the replica's time, and charged to the flow like any turn: a flow that is
 given more than it can be served, all of which is due at some time, takes nothing from the shares of others.
 Time is an argument.
@@ -69,10 +72,10 @@ class _FlowState:
 
 
 def work_ahead(own_s: float, others: Iterable[tuple[float, float, float]]) -> float:
-    """Return the work that goes before a request: the least x that is `own_s` + what other flows do of it,
-    each of them min(cost_s + coming * x, share_s): the work that waits, what comes while a second of work is
-    done, and the most that the flow's weight allows."""
-    # certain_s + growth * x, as long as no more of the others come to their share.
+    """Return the work that goes before a request: the least x that is `own_s` + the work that other flows do
+    of it, each of them min(cost_s + coming * x, share_s): the work that waits, the work that comes while a
+    second of work is done, and the most that the flow's weight allows."""
+    # certain_s + growth * x, until another flow comes to its share.
     certain_s, growth = own_s, 0.0
     growing: list[tuple[float, float, float]] = []
     for cost_s, coming, share_s in others:
@@ -87,8 +90,8 @@ def work_ahead(own_s: float, others: Iterable[tuple[float, float, float]]) -> fl
 
 
 def _least_work(certain_s: float, growth: float, growing: list[tuple[float, float, float]]) -> float:
-    """Return the least x that is `certain_s` + `growth` * x, until flows come to their shares: when x is so
-    much, what comes of a flow for each x, and how much that is in all."""
+    """Return the least x that is `certain_s` + `growth` * x, until flows come to their shares: the x at which
+    each does, the work that comes of a flow for each x, and its sum."""
     if not certain_s:
         return 0.0  # it goes at once, whatever else arrives
     growing.sort()
@@ -166,14 +169,15 @@ class FairQueue:
         self._waiting[queued.request_id] = queued
 
     def peek(self, now: float, *, without: ServiceClass | None = None) -> QueuedRequest | None:
-        """Return who is next; None: nobody. `without` leaves out a class that is paused, unless it is due."""
+        """Return the next request; None: there is none. `without` leaves out a class that is paused, unless
+        it is due."""
         due = self._due.first() if self._credit_s >= 0 else None
         if due is not None and due[0] <= now:
             return due[1]
         return self._next_by_turn(without)
 
     def pop(self, now: float, *, without: ServiceClass | None = None) -> QueuedRequest | None:
-        """Take out who is next, which goes to the replica, and charge its flow; None: nobody."""
+        """Take out the next request, which goes to the replica, and charge its flow; None: there is none."""
         queued = self.peek(now, without=without)
         if queued is None:
             return None

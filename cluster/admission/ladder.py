@@ -143,7 +143,7 @@ class Pressure:
         self._smoothed = 0.0
 
     def note(self, flow: Flow, weight: float, part: float, now: float) -> None:
-        """Note what part of its time a request of the flow would wait."""
+        """Note the part of its time that a request of the flow would wait."""
         self._asking.pop(flow, None)
         self._asking[flow] = _Asking(now, weight, part)
         if len(self._asking) > _MAX_ASKING:

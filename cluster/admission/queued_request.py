@@ -78,7 +78,7 @@ class QueuedRequest:
     num_tokens: int = 0
     # When it may go before those that have waited less.
     due_at: float = math.inf
-    # When it has waited for as long as it may; `bound` names what says so.
+    # The end of the time that it may wait; `bound` names the limit.
     refused_at: float = math.inf
     bound: str = ""
 
@@ -97,8 +97,8 @@ class QueuedRequest:
         self._holds.callback(release, *args)
 
     def close(self) -> None:
-        """Give back all that the request has taken, what was taken last first, whatever one of them raises;
-        again: do nothing."""
+        """Give back all that the request has taken, the last first, whatever one of the steps raises; again:
+        do nothing."""
         self._holds.close()
 
     @contextlib.contextmanager

@@ -108,8 +108,8 @@ class MovedRequest(NamedTuple):
 
 
 class TokenBucket:
-    """Holds what may be used now: grows by `rate` a second up to `burst_s` seconds' worth, of both the part
-    `share`. Starts full."""
+    """Holds the amount that may be used now: grows by `rate` a second up to `burst_s` seconds' worth, of both
+    the part `share`. Starts full."""
 
     __slots__ = ("_at", "_level", "_share", "capacity", "rate")
 
@@ -121,7 +121,7 @@ class TokenBucket:
         self._at = now
 
     def level(self, now: float) -> float:
-        """Return what may be used; below zero: more than that was."""
+        """Return the amount that may be used; below zero: more than that was."""
         if now > self._at:
             share = self._share
             level = self._level + (now - self._at) * self.rate * share
@@ -148,7 +148,7 @@ class TokenBucket:
         return 1 - self.level(now) / (self.capacity * self._share)
 
     def state(self, now: float) -> RateState:
-        """Return what a client may know of it."""
+        """Return the part of it that a client may know."""
         return RateState(self.capacity * self._share, self.level(now), self.missing_s(math.inf, now))
 
     def is_full(self, now: float) -> bool:
@@ -332,7 +332,7 @@ class Quotas:
             self._tenants[tenant].reserved -= num_tokens
 
     def rates(self, tenant: str, now: float) -> dict[Rate, RateState]:
-        """Return what is left of the tenant's rates, of those that are limited."""
+        """Return the rest of the tenant's rates, of those that are limited."""
         found = self._find(tenant, now)
         if found is None:
             return {}
@@ -348,7 +348,7 @@ class Quotas:
     # ------------------------------------------------------------------------ between the gateways
 
     def record(self, now: float) -> QuotaRecord:
-        """Return what the other gateways have to know."""
+        """Return the counts that the other gateways have to know."""
         self._forget_idle(now)
         records = [
             TenantRecord(name, found.count_id, found.used[0], found.used[1], found.used[2], found.reserved)
@@ -358,7 +358,7 @@ class Quotas:
         return QuotaRecord(tuple(records[-MAX_TENANTS:]))
 
     def merge(self, records: Mapping[str, QuotaRecord | None], now: float) -> None:
-        """Count what each other known gateway has used since the last time; None: it has no record."""
+        """Count the use of each other known gateway since the last time; None: it has no record."""
         peers: dict[str, _Peer] = {}
         missing = []
         for name, record in records.items():
@@ -463,7 +463,7 @@ class Quotas:
         return QuotaError(because, spread_s(wait_s, self._seeds()), limit)
 
     def _count(self, peer: _Peer, record: QuotaRecord, now: float) -> None:
-        """Take from the buckets what this gateway has used since its last record."""
+        """Take from the buckets the use of this gateway since its last record."""
         before, was_read = peer.records, peer.was_read
         peer.was_read = True
         peer.records = {each.tenant: each for each in record.tenants}
@@ -515,7 +515,7 @@ class Quotas:
 
 
 def merged_uses(parts: Iterable[QuotaUse]) -> tuple[QuotaUse, ...]:
-    """Return what tenants use at several gateways. Each of these has counted what the others know; what one
+    """Return the use of tenants at several gateways. Each of these has counted what the others know; what one
     has refused is its own."""
     tenant_to_use: dict[str, QuotaUse] = {}
     for part in parts:

@@ -41,7 +41,8 @@ class ReadBudget:
 
     @contextlib.contextmanager
     def open(self, party: str) -> Iterator[ReadHold]:
-        """Yield what a call of this party holds, until the block ends; `pass_on` finds it in between."""
+        """Yield the bytes that a call of this party holds, until the block ends; `pass_on` finds it in
+        between."""
         hold = ReadHold(self, party)
         token = _current.set(hold)
         try:
@@ -51,7 +52,7 @@ class ReadBudget:
             hold.release()
 
     def num_party_bytes(self, party: str) -> int:
-        """Return what this party holds now."""
+        """Return the bytes that this party holds now."""
         return self._party_to_bytes[party]
 
     async def take(self, party: str, num_bytes: int) -> None:

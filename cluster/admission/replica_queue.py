@@ -128,11 +128,11 @@ class ReplicaQueues:
         return {name: total[name] for name in SERVICE_CLASSES}
 
     def waiting_s(self) -> float:
-        """Return the predicted work of all that waits."""
+        """Return the predicted work of all waiting requests."""
         return sum(queue.order.cost_s for queue in self._queues.values())
 
     def waits(self, flow: Flow, weight: float, now: float, paused: ServiceClass | None) -> Waits:
-        """Return what a request of the flow would wait in the order of each replica."""
+        """Return the wait of a request of the flow in the order of each replica."""
         waits: dict[str, float] = {}
         before_s = held_s = 0.0
         for name, queue in self._queues.items():
@@ -157,7 +157,7 @@ class ReplicaQueues:
         return min((self._wait_s(name, waits) for name in ids), default=0.0)
 
     def drain_s(self, now: float) -> float:
-        """Return in how many seconds all that waits will have gone, at the rates of all replicas."""
+        """Return in how many seconds all waiting requests will have gone, at the rates of all replicas."""
         queues = (self._queues.get(name) for name in self._compute_ids())
         rates = [queue.rate(now) if queue is not None else 1.0 for queue in queues]
         return self.waiting_s() / sum(rates) if rates else 0.0

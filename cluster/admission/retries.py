@@ -24,7 +24,7 @@ class CapacityView(Protocol):
 
 class RetryQueue:
     """The retries of one gateway, in the order of the refusals. Each goes when the pair that was chosen for
-    it can take it, before whatever was never sent. Not thread-safe."""
+    it can take it, before any request that was never sent. Not thread-safe."""
 
     def __init__(
         self,
@@ -55,13 +55,13 @@ class RetryQueue:
         return is_waiting
 
     def pump(self) -> None:
-        """Release what can be taken now."""
+        """Release the retries that can be taken now."""
         for queued in list(self._waiting.values()):
             if self._router.has_capacity(queued.request_id) and self.drop(queued):
                 self._release(queued)
 
     def leave(self, replica_id: str) -> None:
-        """Place once more what waits for a replica that is gone, or should be avoided."""
+        """Place once more the retries that wait for a replica that is gone, or should be avoided."""
         for queued in list(self._waiting.values()):
             if replica_id in (queued.decision.prefill, queued.decision.decode) and self.drop(queued):
                 self._reroute(queued)

@@ -102,7 +102,7 @@ class SharedQuotas:
         return f"tenants' limits are divided among the gateways, {share:.0%} of each applies here: {because}"
 
     def uses(self, now: float) -> tuple[QuotaUse, ...]:
-        """Return what tenants use now, of all gateways as far as it is known here."""
+        """Return the tenants' use now, of all gateways as far as it is known here."""
         return self._quotas.uses(now)
 
     async def _run(self) -> None:

@@ -40,7 +40,7 @@ def tenant_shares(admissions: Iterable[admin_pb.AdmissionStatus]) -> list[Tenant
 
 
 def class_shares(shares: Iterable[TenantShare]) -> dict[str, float]:
-    """Return what each class had, of all tenants together."""
+    """Return the part that each class had, of all tenants together."""
     total: dict[str, float] = {}
     for tenant in shares:
         for name, share in tenant.class_to_share.items():

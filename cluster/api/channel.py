@@ -104,7 +104,7 @@ class GatewayCaller:
         return self._addresses[self._current]
 
     async def sleep(self, seconds: float) -> None:
-        """Wait so long, or until the client is closed, which is a `CallError` of CANCELLED."""
+        """Wait for this time, or until the client is closed, which is a `CallError` of CANCELLED."""
         pause = asyncio.ensure_future(self.clock.sleep(seconds))
         self._pauses.add(pause)
         try:

@@ -75,7 +75,8 @@ Event = pb.Accepted | pb.PromptPart | pb.Delta | pb.Finished
 
 
 class PromptParts:
-    """Finds what of the prompt's parts is new: a call that resumes without output gives them again."""
+    """Finds the new ones among the prompt's parts: a call that resumes without output gives the others
+    again."""
 
     def __init__(self) -> None:
         # Tokens received in all calls together, and the text received in the present one.
@@ -88,7 +89,7 @@ class PromptParts:
         self._num_call_chars = 0
 
     def new(self, part: pb.PromptPart) -> pb.PromptPart | None:
-        """Return what of a part has not come before; None where that is nothing."""
+        """Return the part of the message that has not come before; None where there is none."""
         num_known = self._num_tokens - part.first_index
         num_known_chars = self._num_chars - self._num_call_chars
         self._num_call_chars += len(part.text)

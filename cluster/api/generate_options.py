@@ -1,4 +1,4 @@
-"""Represent what a caller of the Python client asks for: a prompt, its options, and their message."""
+"""Represent the request of a caller of the Python client: a prompt, its options, and their message."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ async def open_health(
 
 
 class Certificate:
-    """A PEM chain and its key in files that whoever renews them replaces; with `ca_file`, clients must show
+    """A PEM chain and its key in files that are replaced on renewal; with `ca_file`, clients must show
     certificates of these authorities."""
 
     def __init__(self, cert_file: Path, key_file: Path, ca_file: Path | None = None) -> None:
@@ -212,7 +212,7 @@ class Certificate:
         return self._configuration()
 
     def _refresh(self) -> None:
-        """Take over what the files hold now, where it is complete."""
+        """Take over the content of the files now, where it is complete."""
         try:
             now = self._read()
             if now == self._current:

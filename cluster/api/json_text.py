@@ -26,8 +26,8 @@ def as_dict(message: Any) -> dict[str, Any]:
     """Return every field, also those at 0, under its name in the .proto; 64-bit integers as numbers, enums by
     their short names, bytes in base64. Fields that may be absent, and are, are left out.
 
-    protobuf's own MessageToDict writes 64-bit integers as strings and takes ten times as long, which a
-    gateway that is asked for its status every second would feel.
+    protobuf's own MessageToDict writes 64-bit integers as strings and takes ten times the time, which is too
+    slow for a gateway whose status is read every second.
     """
     return {
         name: convert(getattr(message, name))

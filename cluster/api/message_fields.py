@@ -91,7 +91,8 @@ def _too_many(most: int, what: str) -> InvalidRequestError:
 
 @functools.cache
 def _fields_of(kind: Any) -> Mapping[int, _Held]:
-    """Return what the fields of a message hold that have a length, by number; texts are not among them."""
+    """Return the contents of the fields of a message that have a length, by number; texts are not among
+    them."""
     found: dict[int, _Held] = {}
     for field in kind.fields:
         held = field.message_type or _WIDTHS.get(field.type, "varint")
@@ -101,7 +102,7 @@ def _fields_of(kind: Any) -> Mapping[int, _Held]:
 
 
 def _field_at(message: bytes, at: int, end: int) -> tuple[int, int, int]:
-    """Return the tag of the field that begins here, and where what it holds begins and ends."""
+    """Return the tag of the field that begins here, and where its content begins and ends."""
     tag, at = _varint_at(message, at, end)
     match tag & _WIRE_TYPE:
         case 0:

@@ -63,7 +63,7 @@ class CallContext:
     refusals: list[RequestError] = field(default_factory=list)
 
     def usage(self) -> pb.Usage | None:
-        """Return what the call has used so far; None where nothing of it was accepted."""
+        """Return the usage of the call so far; None where nothing of it was accepted."""
         return _usage([item.task.summary() for item in self.accepted]) if self.accepted else None
 
 
@@ -179,7 +179,7 @@ class PromptCalls:
     def _collector(
         self, request: pb.GenerateRequest
     ) -> Callable[[Accepted], Awaitable[list[pb.TokenLogprob]]]:
-        """Return what collects the log-probabilities of a request's prompt."""
+        """Return the collector of the log-probabilities of a request's prompt."""
 
         async def collect(accepted: Accepted) -> list[pb.TokenLogprob]:
             messages = OutputMessages(request, accepted, self._preprocessor.text)
@@ -241,7 +241,7 @@ def _check_inputs(field: str, inputs: Sequence[pb.EmbedInput]) -> None:
 
 @contextlib.contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Name the input in what is wrong with it."""
+    """Name the input in the errors about it."""
     try:
         yield
     except InvalidRequestError as error:
@@ -316,7 +316,7 @@ def _shaped(vector: NDArray[np.float32], request: pb.EmbedRequest) -> NDArray[np
 
 
 def _score(parts: list[pb.TokenLogprob], num_prompt_tokens: int) -> pb.ContinuationScore:
-    """Return the score of what follows the prompt."""
+    """Return the score of the text that follows the prompt."""
     tokens = parts[num_prompt_tokens:]
     return pb.ContinuationScore(
         logprob=sum(item.logprob for item in tokens),
@@ -327,7 +327,7 @@ def _score(parts: list[pb.TokenLogprob], num_prompt_tokens: int) -> pb.Continuat
 
 
 def _usage(summaries: Sequence[Summary]) -> pb.Usage:
-    """Return what requests used together."""
+    """Return the usage of the requests together."""
     total = pb.Usage()
     for summary in summaries:
         usage = usage_of(summary)

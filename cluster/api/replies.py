@@ -157,7 +157,7 @@ class StatusService:
 
 
 def scale_reply(done: OrderDone) -> admin_pb.ScaleResponse:
-    """Return what an order changes."""
+    """Return the changes of an order."""
     return admin_pb.ScaleResponse(
         pools=[
             admin_pb.PoolChange(
@@ -325,7 +325,7 @@ class Fresh(Generic[T]):
         self._making: asyncio.Task[T] | None = None
 
     async def get(self) -> T:
-        """Return the value, or raise what making it raised."""
+        """Return the value, or raise the error of making it."""
         if self._making is None or (self._making.done() and self._is_old()):
             self._making = asyncio.create_task(self._make_it())
         return await asyncio.shield(self._making)

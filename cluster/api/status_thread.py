@@ -1,6 +1,6 @@
-"""Build the replicas' part of a status, and the paths between them, in a thread beside the event loop.
+"""Build the replicas' part of a status, and the paths between them, in a thread apart from the event loop.
 
-The loop passes what it knows by reference. Messages are built from that, and only those that changed.
+The loop passes its data by reference. Messages are built from that, and only those that changed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ReplicaLook(NamedTuple):
 
     @staticmethod
     def of(view: ReplicaView) -> ReplicaLook:
-        """Take what is known of the replica now."""
+        """Take the facts that are known of the replica now."""
         hello, record = view.hello, view.record
         role_epoch = hello.role_epoch if hello else record.role_epoch
         note = "; ".join(filter(None, (view.note, view.avoided)))

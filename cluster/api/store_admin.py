@@ -1,4 +1,4 @@
-"""The gateway's side of `tandem store`: every node's store is asked, and each that does not answer is
+"""The gateway's side of `tandem store`: every node's store is queried, and each that does not answer is
 named."""
 
 from __future__ import annotations

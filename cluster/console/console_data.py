@@ -78,7 +78,7 @@ class ConsoleApi:
         self.metrics = Fresh(self._make_metrics, _METRICS_AGE_S, clock)
 
     async def about(self) -> dict[str, Any]:
-        """Return what does not change while the gateway runs, and the dashboard's address."""
+        """Return the facts that do not change while the gateway runs, and the dashboard's address."""
         scaling = self._config.scaling
         return {
             "gateway_id": self._gateway_id,
@@ -99,7 +99,7 @@ class ConsoleApi:
         return {"requests": requests, "missing": found.missing}
 
     async def explain(self, request_id: str, tenant: str | None) -> dict[str, Any]:
-        """Return what `tandem explain --json` prints; `UnknownRequestError` for an unknown request."""
+        """Return the output of `tandem explain --json`; `UnknownRequestError` for an unknown request."""
         return as_dict(await self._status_service.explain(request_id, tenant))
 
     async def curves(self) -> dict[str, Any]:

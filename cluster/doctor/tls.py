@@ -18,7 +18,7 @@ from cluster.doctor.checks import Check, CheckContext, CheckResult, error, note,
 
 _RENEW = "renew the files: a running process reads them again"
 # What was read after the results that were found on the way; empty: it could not be read.
-# What the library raises beside `ValueError`.
+# The library's exceptions besides `ValueError`.
 _UNREADABLE = (
     x509.InvalidVersion,
     x509.DuplicateExtension,

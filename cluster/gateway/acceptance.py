@@ -67,7 +67,7 @@ class AcceptedRequest(NamedTuple):
     texts: Sequence[SampleText]
     queued: QueuedRequest
     charge: Charge
-    # The time at which the request has waited for as long as its class may.
+    # The end of the time that a request of its class may wait.
     due_at: float
     resume_token: str
 

@@ -169,7 +169,7 @@ class CircuitBreakers:
     """The breakers of all replicas that a gateway knows, and the clocks of their silence.
 
     Silence is counted in turns of `advance` rather than by the clock: it is not the replica's while this
-    process itself does not run. A life keeps its breaker when its Link breaks; a later life begins anew.
+    process itself does not run. A life keeps its breaker when its Link breaks; a later life gets a new one.
     """
 
     def __init__(

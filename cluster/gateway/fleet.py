@@ -8,7 +8,7 @@ are, and what happened second by second.
 Every gateway listens on a port of its own for this (`GatewayRecord.fleet`), for connections that prove the
 cluster secret. A gateway that does not answer within `ANSWER_S` is named, and the others' answers are used.
 
-The file is over 600 lines because every question stands beside its answer.
+The file is over 600 lines because every question stands next to its answer.
 """
 
 from __future__ import annotations
@@ -278,9 +278,9 @@ class Fleet:
         """Return what is known of a running or recent request of the tenant (None: of any) at any gateway;
         `UnknownRequestError` when nothing is.
 
-        The gateway that drew the id is asked before the others. These are asked where it does not know the
-        request or where the request failed there, since clients resume requests at any gateway, and for ids
-        that clients chose.
+        The gateway that drew the id is queried before the others. These are queried where it does not know
+        the request or where the request failed there, since clients resume requests at any gateway, and for
+        ids that clients chose.
         """
         peers = self._known_peers()
         drawn_by = next((it for it in (self._gateway_id, *peers) if is_drawn_by(it, request_id)), None)

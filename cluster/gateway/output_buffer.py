@@ -66,9 +66,10 @@ class UnreadOutput:
 
 
 class OutputBuffer:
-    """Output on its way to the client. What was read of the prompt comes first. Tokens that wait are merged
-    per sample, so a slow reader gets fewer, longer deltas; the end comes last. What was taken last counts as
-    unread until the next is asked for, or the reader is cut off, which ends what it does in `reading`."""
+    """Output on its way to the client. The values of the prompt that were read come first. Tokens that wait
+    are merged per sample, so a slow reader gets fewer, longer deltas; the end comes last. The output that was
+    taken last counts as unread until the next is taken, or the reader is cut off, which ends its work in
+    `reading`."""
 
     def __init__(self, unread: UnreadOutput, cut_off: Callable[[], None]) -> None:
         """`cut_off` is called when this is the slowest reader, and too much waits."""
@@ -101,8 +102,8 @@ class OutputBuffer:
         self._unread.added(self, num_bytes)
 
     def close(self, end: Summary | RequestError) -> None:
-        """Append the end; `SlowClientError` drops what waits before it, and ends what is done in `reading`,
-        so that what was taken is dropped too."""
+        """Append the end; `SlowClientError` drops the output that waits before it, and ends the work in
+        `reading`, so that output that was taken is dropped too."""
         if isinstance(end, SlowClientError) and not isinstance(self._end, SlowClientError):
             self.discard()
             self.release()
@@ -127,7 +128,7 @@ class OutputBuffer:
             self._scope = None
 
     def discard(self) -> None:
-        """Drop what waits: nobody will read it."""
+        """Drop the waiting output: nobody will read it."""
         self._of_prompt.clear()
         self._waiting.clear()
         num_bytes, self.num_waiting_bytes, self.num_unread = self.num_waiting_bytes, 0, 0
@@ -165,7 +166,7 @@ class OutputBuffer:
         self._num_taken_bytes += num_bytes
 
     def _take(self) -> list[OutputDelta]:
-        """Take what waits of the sample whose turn it is, as much as goes into one message."""
+        """Take the waiting output of the sample whose turn it is, as much as goes into one message."""
         sample = next(iter(self._waiting))
         queue = self._waiting.pop(sample)
         deltas: list[OutputDelta] = []

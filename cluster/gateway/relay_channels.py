@@ -39,8 +39,7 @@ class _Opened(NamedTuple):
 
 
 class RelayChannels:
-    """Channels to the gateways that requests are relayed to, one each. A gateway's certificate is trusted
-    because the roster has it, whoever signed it and for whatever name.
+    """Channels to the gateways that requests are relayed to, one each.
 
     A gateway's certificate is trusted because the roster has it, whoever signed it and for whatever name.
     """

@@ -299,7 +299,7 @@ class RequestState:
         sample = self._samples.get(delta.sample)
         if not self.is_current(delta.attempt) or sample is None or sample.finish:
             return
-        # What the first token says comes after all that is asked of the prompt.
+        # The content of the first token comes after all requested values of the prompt.
         is_early = delta.first_index == 0 and not self._prompt.is_whole
         if is_early or len(delta.tokens) % TOKEN_BYTES or len(sample.held) >= _MAX_HELD_DELTAS:
             self._retry(f"{source.replica_id} {_UNREADABLE}", [source], now)

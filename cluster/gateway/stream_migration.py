@@ -22,7 +22,7 @@ class StreamMigration:
            ^                  |
            +------- fail -----+    (the target is left out next time)
 
-    `RequestState` reports what happens. A method that returns True asks for a new target: the caller must
+    `RequestState` reports the events. A method that returns True requests a new target: the caller must
     schedule one. `note(now, name, detail)` adds to the timeline.
     """
 

@@ -160,10 +160,9 @@ def add_key(
     models: tuple[str, ...] | None = None,
     note: str = "",
 ) -> str:
-    """Add a key to the file, which is made where it is missing; return the key, which nothing keeps. `draw`
-    returns this many random bytes. `ConfigError` when the file cannot be used, or a field is wrong.
+    """Add a key to the file, which is made where it is missing; return the key, which nothing keeps.
 
-    `draw` returns so many random bytes. `ConfigError` when the file cannot be used, or a field is wrong.
+    `draw` returns this many random bytes. `ConfigError` when the file cannot be used, or a field is wrong.
     """
     with _changing(path) as keys:
         known = {entry.id for entry in keys}

@@ -36,7 +36,7 @@ class RungChange(Part, frozen=True):
 
 
 class AdmissionStats(Part, frozen=True):
-    """The ladder, and what waits in a gateway."""
+    """The ladder, and the requests that wait in a gateway."""
 
     rung: int = 0
     # "normal", "batch_paused", "tokens_capped", "low_weight_shed" or "refusing".

@@ -1,4 +1,4 @@
-"""Record how much of the replicas' time each tenant and class was given lately."""
+"""Record the recent part of the replicas' time that each tenant and class was given."""
 
 from __future__ import annotations
 

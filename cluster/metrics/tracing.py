@@ -93,7 +93,7 @@ class RequestTracer:
         self._send(root, _parent(ended), unix_offset_s, SpanKind.SERVER)
 
     async def stop(self) -> None:
-        """Send what waits, for a few seconds at most."""
+        """Send the waiting traces, for a few seconds at most."""
         stopping = asyncio.to_thread(self._provider.shutdown)
         try:
             async with asyncio.timeout(_STOP_S):

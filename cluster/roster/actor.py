@@ -17,9 +17,7 @@ STARTING_S = 5.0
 
 
 class RosterActor:
-    """The content of the roster's actor: `LocalRoster` behind frames. A restarted actor shows its view only
-    after `REBUILD_S`, when every living member has registered again; until then `view` answers version 0,
-    which watchers ignore.
+    """The content of the roster's actor: `LocalRoster` behind frames.
 
     A restarted actor shows its view only after `REBUILD_S`, when every living member has registered again;
     until then `view` answers version 0, which watchers ignore.

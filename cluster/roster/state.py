@@ -1,8 +1,8 @@
-"""Who serves: replicas, gateways and stores register here and everyone watches by long poll.
+"""The members that serve: replicas, gateways and stores register here, and everyone watches by long poll.
 
 `Roster` is the pure state. `LocalRoster` carries it in process (tests, simulation); `cluster.roster.actor`
-has the class that becomes a named Ray actor, and what calls it. A member renews its registration
-periodically, which also fills a restarted actor again; meanwhile the members' last view stays in force.
+has the class that becomes a named Ray actor, and its caller. A member renews its registration periodically,
+which also fills a restarted actor again; until then the members' last view stays in force.
 """
 
 from __future__ import annotations

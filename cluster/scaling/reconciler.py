@@ -1,15 +1,15 @@
-"""Whose count is right when Serve's target differs from the desired one: sans-I/O, one look at a time.
+"""Decide which count is right when Serve's target differs from the desired one: sans-I/O, one look at a time.
 
-Serve says only what its targets are, not who set them. The rest follows from what the roster remembers:
+Serve reports only its targets, not who set them. The rest follows from the memory of the roster:
 
     target == desired                         nothing to do
     target as at the last look                our own order has not arrived: pull the client (again)
     target as configured, after a deploy      the deploy has reset it: restore the desired count
     anything else                             an operator's order: that is desired now, and pinned
 
-A deploy of ours binds the desired counts, so that it resets nothing; what the configuration itself says
-stands beside them (`PoolTarget.declared`). Where that changes, pools that nobody pinned and that are not
-autoscaled follow it.
+A deploy of ours binds the desired counts, so that it resets nothing; the counts of the configuration itself
+stand next to them (`PoolTarget.declared`). Where these change, pools that nobody pinned and that are not
+autoscaled follow them.
 
 So a look is right after any restart of the scaler, of the roster or of Serve's controller. Two things cannot
 be distinguished: an operator who orders just the configured count within `SETTLE_S` of a deploy from Serve,

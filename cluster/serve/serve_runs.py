@@ -1,7 +1,6 @@
 """The records of this user's `tandem serve` that run on this host, by which other commands find the cluster
-that they are pointed at. No process of another user is asked: a record is a file of mode 0600 in the private
-folder of its run, which is locked while that lives.
-"""
+that they are pointed at. No process of another user is contacted: a record is a file of mode 0600 in the
+private folder of its run, which is locked while that lives."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ _NOTATIONS: Mapping[CallNotation, re.Pattern[str]] = {
 
 
 class CallProbe:
-    """Finds out how the answers of one model have tool calls. The template is asked once, when that is first
-    needed; until then there are the parsers that its marks say."""
+    """Finds out how the answers of one model have tool calls. The template is tried once, when that is first
+    needed; until then the parsers are those that its marks name."""
 
     def __init__(
         self, parsers: OutputParsers, renderer: ChatRenderer | None, *, finds_notation: bool

@@ -1,4 +1,4 @@
-"""Threads for work on what callers send, beside the event loop, in which parties take turns."""
+"""Threads for work on callers' input, apart from the event loop, in which parties take turns."""
 
 from __future__ import annotations
 
@@ -47,4 +47,4 @@ async def _ended(done: asyncio.Future[T]) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([done])
     if not done.cancelled():
-        done.exception()  # nobody else asks for it
+        done.exception()  # nobody else retrieves it

@@ -180,10 +180,7 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """Detokenizes all other vocabularies: decodes a short window twice, without and with the new tokens. A
-    character that is spelled in byte tokens waits for its last byte; where there are none, text that ends in
-    U+FFFD waits for a few tokens. The text is what decoding at once gives, except that characters stay
-    emitted when a later byte makes their run invalid.
+    """Detokenizes all other vocabularies: decodes a short window twice, without and with the new tokens.
 
     A character that is spelled in byte tokens waits for its last byte; where there are none, text that ends
     in U+FFFD waits for a few tokens. The text is what decoding at once gives, except that characters stay
