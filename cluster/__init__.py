@@ -34,7 +34,7 @@ _NAME_TO_MODULE = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is public when it is asked for, so that importing a part of `cluster` costs no more."""
+    """Import a public name on its first use, so that importing a part of `cluster` costs no more."""
     if name not in _NAME_TO_MODULE:
         raise AttributeError(f"module 'cluster' has no attribute {name!r}")
     return getattr(importlib.import_module(_NAME_TO_MODULE[name]), name)

@@ -37,14 +37,14 @@ from workers.model.model_config import ModelConfig
 Role = Literal["prefill", "decode", "both"]
 Device = Literal["cpu", "cuda"]
 DtypeName = Literal["fp32", "bf16", "fp16"]
-# Of a replica, in each direction: peers refuse replicas of more.
+# The largest number of ranks of a replica, in each direction: peers refuse replicas of more.
 MAX_RANKS = 1024
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _SMALL_CONTEXT_TOKENS = 4096
 _RAY_RESOURCES = {"CPU", "GPU", "memory", "object_store_memory"}
 
 
-# Keys that had another name.
+# Keys that had another name before.
 _RENAMED: dict[Location, str] = {
     ("scaling", "lend_roles"): "is called change_roles now; rename it",
     ("scaling", "lend_after_s"): "is called role_change_after_s now; rename it",
@@ -62,11 +62,11 @@ def _only_custom(resources: dict[str, float]) -> dict[str, float]:
     return resources
 
 
-# By name, what is asked of Ray beside CPUs and GPUs, in units of at least 1/10000.
+# Amounts of resources besides CPUs and GPUs to request from Ray, by name, in units of at least 1/10000.
 CustomResources = Annotated[dict[str, Annotated[float, Field(ge=1e-4)]], AfterValidator(_only_custom)]
 
 
-# Of a pool or an application.
+# The name of a pool or an application.
 Name = Annotated[
     str,
     Matches(
@@ -92,7 +92,7 @@ class PoolConfig(_Settings):
     device: Device = "cpu"
     # The device of each stage, where they differ; empty: `device` for all.
     devices: tuple[Device, ...] = ()
-    # Of activations and KV. `auto`: what the checkpoint was saved in, but on CPUs bf16 for 16 bits where all
+    # The dtype of activations and KV. `auto`: that of the checkpoint, but on CPUs bf16 for 16 bits where all
     # nodes compute it without emulation (x86 with AVX2, Arm with BF16), else fp32 (`cluster.dtypes`).
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     # The dtype of weights in products, which is part of the KV's identity. `auto`: `dtype`; no other is
@@ -198,7 +198,7 @@ class GatewayConfig(_Settings):
     # Where operators' calls (`tandem.v1.Admin`) are answered, on `host`; 0: a free one. As for the console, a
     # free one where another `port` is set and this is not.
     admin_port: int = Field(default=8782, ge=0, le=65535)
-    # The HTTP port beside `port`.
+    # The HTTP port next to `port`.
     http: HttpConfig = HttpConfig()
     # Where the other gateways ask this one, on `transfer.data_host`; 0: a free one, which a gateway also has
     # while it takes over from another one on its host.
@@ -207,9 +207,9 @@ class GatewayConfig(_Settings):
     console_hosts: tuple[str, ...] = ()
     # Gateways; several on one host need port 0.
     replicas: int = Field(default=1, ge=1)
-    # How long a leaving gateway lets its streams finish while other gateways take what is new; what still
-    # runs then ends with UNAVAILABLE. When the whole application stops, streams have as long as the replicas
-    # that compute them.
+    # How long a leaving gateway lets its streams finish while other gateways take new requests; streams that
+    # still run then end with UNAVAILABLE. When the whole application stops, streams have the time of the
+    # replicas that compute them.
     drain_s: float = Field(default=120.0, ge=0)
     # A rolling update starts each new gateway before the one it replaces leaves: where `port` is fixed, at
     # the same port of the same host. It takes resources for one more; false: the old one leaves first.
@@ -262,8 +262,8 @@ class GatewayConfig(_Settings):
     @model_validator(mode="before")
     @classmethod
     def _others_beside_the_port(cls, fields: Any) -> Any:
-        """Default to free ports for console, operators and HTTP where `port` is set: those of two gateways
-        would collide."""
+        """Default to free ports for console, operators and HTTP where `port` is set: the fixed ports of two
+        gateways would collide."""
         default = cls.model_fields["port"].default
         if isinstance(fields, dict) and fields.get("port", default) != default:
             http = fields.get("http", {})

@@ -100,8 +100,8 @@ class TemplateRefusedError(TemplateError):
 
 
 class GrammarError(RequestError):
-    """No grammar can be made of what the output must look like; the text, which may have words of the caller,
-    says why."""
+    """No grammar can be made of the required form of the output; the text, which may have words of the
+    caller, gives the reason."""
 
     @property
     def logged(self) -> str:
@@ -133,7 +133,7 @@ class ForbiddenError(RequestError):
 
 
 class RetryableError(RequestError):
-    """A later or repeated call may succeed; `retry_after_s` says when to try."""
+    """A later or repeated call may succeed; `retry_after_s` is the time until then."""
 
     def __init__(self, reason: str, retry_after_s: float = 1.0) -> None:
         super().__init__(reason)
@@ -180,7 +180,7 @@ class InternalError(RequestError):
 
 
 class OrderError(RequestError):
-    """The cluster cannot do what an operator has ordered: the text says what would have to change."""
+    """The cluster cannot do what an operator has ordered: the text names the necessary change."""
 
 
 class AbandonedError(RequestError):
@@ -202,7 +202,7 @@ class CallError(ClusterError):
         super().__init__(f"{code.name}: {message}")
         self.code = code
         self.message = message
-        # From RetryInfo; None: the gateway does not suggest to try again.
+        # From RetryInfo; None: the gateway does not suggest trying again.
         self.retry_after_s = retry_after_s
         # The bad fields of an INVALID_ARGUMENT.
         self.fields = fields
@@ -230,7 +230,7 @@ class StoreAwayError(ClusterError):
 
 
 class DashboardError(ClusterError):
-    """Ray's dashboard did not do what was asked; the text says what to do."""
+    """Ray's dashboard did not carry out the request; the text gives a remedy."""
 
 
 class DashboardAwayError(DashboardError):
@@ -362,7 +362,7 @@ def own_cancellations() -> Iterator[None]:
 
 
 class GrpcStatus(NamedTuple):
-    """What `context.abort` takes."""
+    """The arguments of `context.abort`."""
 
     code: grpc.StatusCode
     message: str

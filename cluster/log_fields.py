@@ -1,17 +1,18 @@
-"""Fields of a line of the log beside its text, which only JSON lines contain (`cluster.metrics.logs`)."""
+"""Fields of a line of the log besides its text, which only JSON lines contain (`cluster.metrics.logs`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# Attributes of a record: more fields, and the message of a JSON line where the text repeats the fields.
+# The attributes of a record that hold more fields, and the message of a JSON line where the text repeats the
+# fields.
 MORE = "more_fields"
 SUMMARY = "summary"
 
 
 def about(request_id: str, more: Mapping[str, object]) -> dict[str, object]:
     """Return the argument `extra` of a logging call: the request that the line is about, and more fields,
-    which only JSON lines contain; the message says what people need."""
+    which only JSON lines contain; the message has the part for people."""
     return {"request_id": request_id, MORE: more}
 
 

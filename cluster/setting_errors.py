@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 Location = tuple[int | str, ...]
 _MAX_SHOWN_CHARS = 60
-# What pydantic calls a kind of error, in our words; the names in braces are of its context.
+# The project's wording for kinds of errors by pydantic's names; the names in braces are of its context.
 _WORDS: Mapping[str, str] = {
     "missing": "is missing; it has no default",
     "greater_than": "must be more than {gt}",

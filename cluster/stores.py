@@ -36,7 +36,7 @@ MIN_GRANULE_BYTES = 4 << 10
 MAX_GRANULE_BYTES = 1 << 20
 # Without such devices a store does not offer `rdma`, and need not load what it takes (torch among it).
 _INFINIBAND = Path("/sys/class/infiniband")
-# At least so many granules a record takes, so that little of the last one is wasted.
+# The least number of granules that a record takes, so that little of the last one is wasted.
 _GRANULES_A_RECORD = 8
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
 _GB = 1e9
@@ -158,8 +158,8 @@ def check_store(store: StoreConfig, *, memory_bytes: int) -> None:
 
 class NvmeFolder:
     """Represents a store's own folder below the configured one: the first free of `<host>-<app>-0`, `-1`,
-    ..., so that a restarted cluster, whose nodes have other ids, finds the earlier records. A lock beside the
-    folder, which ends with the process, keeps other stores of the host out."""
+    ..., so that a restarted cluster, whose nodes have other ids, finds the earlier records. A lock next to
+    the folder, which ends with the process, keeps other stores of the host out."""
 
     def __init__(self, parent: Path, host: str, app: str) -> None:
         """Take the first folder where none can be locked (the disk is gone, or read-only before the first

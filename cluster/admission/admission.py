@@ -1,5 +1,5 @@
-"""Which requests a gateway takes, and when what it has taken goes to the replicas. The file is
-over 600 lines because every change of what waits stands in one place.
+"""The requests that a gateway takes, and the times at which they go to the replicas.
+The file is over 600 lines because every change of the waiting requests stands in one place.
 
     place: route, queue --> predicted to be late? --yes--> OverloadedError, with the time of the drain
                                    | no
@@ -10,13 +10,13 @@ over 600 lines because every change of what waits stands in one place.
 
 A replica is sent no more than some steps of work (`RouterService.has_capacity`); the rest waits here, where
 the order can still change. The prediction of a wait is the work that goes before, over the rate at which the
-replica has lately taken work from here. The work of a request is the time of its prefill or, where that is
-longer, of its place among the sequences that decode, as long as those that ended lately had one. Where a
+replica has recently taken work from here. The work of a request is the time of its prefill or, where that is
+longer, of its place among the sequences that decode, for the time that recently ended ones had one. Where a
 prediction turns out to be wrong, because the replica became slower or others are served first, the request is
-placed anew: after each part of the time that it may wait, and when another replica has nothing to do. When it
-has waited so long that it would be late, or as long as its class allows, it is refused: none waits longer.
+placed again: after each part of the time that it may wait, and when another replica has nothing to do. When
+its wait would make it late, or has reached the limit of its class, it is refused: none waits longer.
 
-Retries, migrations and calls that resume what the cluster broke are not judged: they were taken already. What
+Retries, migrations and calls that resume broken ones are not judged: they were taken already. A request that
 a replica has refused waits in `retries` for one that has capacity, and goes before the rest. Not thread-safe;
 time comes from a `Clock`.
 """
@@ -57,25 +57,25 @@ from router.messages import Decision, RouteRequest
 from router.service import RouterService
 
 _LEAST_RETRY_S = 0.1
-# What waits is routed again when a replica has nothing else to do, no more often than this.
+# Waiting requests are routed again when a replica has nothing else to do, no more often than this.
 _MOVE_S = 0.05
-# It is also routed again after this part of the time for which it may wait, so many at once.
+# They are also routed again after this part of the time for which they may wait, at most this number at once.
 REROUTE_PART = 0.2
 _MOST_REROUTES = 8
 # A request that was submitted later after it was placed has waited.
 AT_ONCE_S = 0.005
-# A retry goes to a replica without capacity after so long: what is known of its load may be wrong.
+# A retry goes to a replica without capacity after this time: its known load may be wrong.
 CAPACITY_WAIT_S = 2.0
-# Timers may ring so much too early.
+# Timers may ring too early by this much.
 _EARLY_S = 0.002
-# What a pump may refuse, place anew because its replica is gone, and release: some milliseconds of work. The
-# rest is done in later turns of the event loop.
+# The number of requests that a pump may refuse, place again because their replica is gone, and release: some
+# milliseconds of work. The rest is done in later turns of the event loop.
 MOST_PER_PUMP = 8
-# How often all is looked at that waits.
+# How often all waiting requests are looked at.
 _LOOK_S = 0.1
 # Flows whose least wait is remembered.
 _MAX_EARLY = 1000
-# While nothing comes or goes, the least wait of a flow holds for so long: a refusal costs next to nothing.
+# While nothing comes or goes, the least wait of a flow holds for this time: a refusal costs next to nothing.
 _EARLY_WAIT_S = 0.02
 
 # Changes of the rung that are shown.
@@ -85,7 +85,7 @@ _log = logging.getLogger(__name__)
 
 
 class _EarlyWait(NamedTuple):
-    """The least wait of a flow at that time, after so many changes of what waits."""
+    """The least wait of a flow at that time, after this number of changes of the waiting requests."""
 
     at: float
     num_changes: int
@@ -94,14 +94,14 @@ class _EarlyWait(NamedTuple):
 
 @dataclass(slots=True)
 class AdmissionCounts:
-    """Totals since the start of the gateway, and who was served lately."""
+    """Totals since the start of the gateway, and the recently served tenants."""
 
-    # By reason ("late", "unattainable", "bytes", "shed", "aged", "requests") and class.
+    # Counts by reason ("late", "unattainable", "bytes", "shed", "aged", "requests") and class.
     num_refused: Counter[tuple[str, ServiceClass]] = field(default_factory=Counter)
     num_capped: int = 0
     num_released: Counter[ServiceClass] = field(default_factory=Counter)
     served: ServedTime = field(default_factory=ServedTime)
-    # By the rung that was taken, and the latest.
+    # Changes by the rung that was taken, and the latest changes.
     num_rung_changes: Counter[str] = field(default_factory=Counter)
     rung_changes: deque[RungChange] = field(default_factory=lambda: deque(maxlen=NUM_CHANGES_KEPT))
 
@@ -128,18 +128,18 @@ class RequestAdmission:
         self._on_rung = on_rung
         self._queues = ReplicaQueues(router)
         self._waiting: dict[str, QueuedRequest] = {}
-        # By when they are refused, and by when they are routed again.
+        # Requests by the time at which they are refused, and by the time at which they are routed again.
         self._bounds: IndexedHeap[QueuedRequest] = IndexedHeap()
         self._reroutes: IndexedHeap[QueuedRequest] = IndexedHeap()
-        # When `_wake` is called next, for the least bound.
+        # The time of the next call of `_wake`, for the least bound.
         self._wakes_at = math.inf
         self._displaced = DisplacedRequests(lambda queued: self._weight(queued.flow, queued.weight))
         self.bytes = QueuedBytes(config.max_queue_mb * 1e6)
-        # Puts and removals, and what was predicted since the last one.
+        # Puts and removals, and the predictions since the last one.
         self._num_changes = 0
         self._early: dict[Flow, _EarlyWait] = {}
         self._is_pumping = self._has_more = False
-        # What the pump may still do.
+        # The number of requests that the pump may still handle.
         self._num_left = MOST_PER_PUMP
         self._pumped_at = float("-inf")
         self.retries = RetryQueue(router, self._release_retry, self._reroute_retry)
@@ -160,12 +160,12 @@ class RequestAdmission:
         return self._queues.num_waiting()
 
     def waiting_s(self) -> float:
-        """Return the predicted work of all that waits."""
+        """Return the predicted work of all waiting requests."""
         return self._queues.waiting_s()
 
     def queued_loads(self) -> dict[str, QueuedLoad]:
-        """Return by replica what waits here until it can take that. What is behind a request that waits for
-        a decode replica waits for one, too: more prefill replicas would not help it."""
+        """Return by replica the load that waits here until it can take that. Requests behind one that waits
+        for a decode replica wait for one, too: more prefill replicas would not help them."""
         sides = self._queues.blocked_sides(self._clock.now(), self._paused)
         loads: defaultdict[str, QueuedLoad] = defaultdict(QueuedLoad)
         for queued in self._waiting.values():
@@ -179,12 +179,12 @@ class RequestAdmission:
 
     @property
     def num_refused(self) -> int:
-        """How many requests were refused since the start because of the load."""
+        """The number of requests that were refused since the start because of the load."""
         counts = self.counts.num_refused.items()
         return sum(count for (reason, _), count in counts if reason != "unattainable")
 
     def stats(self) -> AdmissionStats:
-        """Return what people and metrics are shown."""
+        """Return the statistics for people and metrics."""
         now, num_waiting = self._clock.now(), self.num_waiting()
         refused: dict[str, dict[str, int]] = {name: {} for name in SERVICE_CLASSES}
         for (reason, name), count in self.counts.num_refused.items():
@@ -286,7 +286,8 @@ class RequestAdmission:
 
     def wait(self, queued: QueuedRequest) -> None:
         """Report one outcome of a placed request: `Released` when its replicas can take it, which may be now,
-        or `Refused` when it has waited as long as its class allows; or `Unplaced` where all of them go."""
+        or `Refused` when it has waited for the time that its class allows; or `Unplaced` where all of them
+        go."""
         assert queued.report is not None
         self.pump(queued.decision.compute_id)
         if self._waiting.get(queued.request_id) is queued:
@@ -322,9 +323,9 @@ class RequestAdmission:
             self.pump()
 
     def pump(self, replica_id: str = "") -> None:
-        """Refuse what has waited too long, and release what the replicas can take now, in the fair order of
-        each. With news of one replica alone, only what waits for that is looked at, most of the time. What is
-        more than `MOST_PER_PUMP` is done in the next turns of the event loop."""
+        """Refuse requests that have waited too long, and release those that the replicas can take now, in the
+        fair order of each. With news of one replica alone, only the requests that wait for that are looked
+        at, most of the time. Work beyond `MOST_PER_PUMP` is done in the next turns of the event loop."""
         if self._is_pumping:
             return
         self._is_pumping = True
@@ -355,9 +356,9 @@ class RequestAdmission:
         self._wake_in_time()
 
     def leave(self, replica_id: str) -> None:
-        """Let what waits for a replica that is gone, or should be avoided, wait for others. Where these are
-        no better it stays; where there are none, its task asks again. Nothing goes to the replica before it
-        was looked at for another."""
+        """Let the requests that wait for a replica that is gone, or should be avoided, wait for others. A
+        request stays where the others are no better; where there are none, its task looks again. Nothing goes
+        to the replica before the request was looked at for another."""
         self.retries.leave(replica_id)
         displaced = [
             it for it in self._waiting.values() if replica_id in (it.decision.prefill, it.decision.decode)
@@ -379,7 +380,7 @@ class RequestAdmission:
 
     def _check_load(self, flow: Flow, weight: float, now: float, num_more_bytes: int) -> None:
         """Raise `OverloadedError` where requests of the flow are not taken on this rung, or where too much
-        waits with so many bytes more."""
+        waits with this many bytes more."""
         if self.ladder.rung >= Rung.LOW_WEIGHT_SHED and (flow.service_class == "batch" or weight < 1):
             self.refuse(
                 "shed",
@@ -438,8 +439,8 @@ class RequestAdmission:
         queue.blocked(now, ())
 
     def _release(self, queued: QueuedRequest) -> None:
-        """Report a request whose turn it is. What was known of other replicas when it was placed holds only
-        for one that did not wait."""
+        """Report a request whose turn it is. The facts about other replicas that were known when it was
+        placed hold only for a request that did not wait."""
         decision = queued.decision
         if self._clock.now() > queued.routed_at + AT_ONCE_S:
             decision = replace(decision, most_backlog_tokens=None)
@@ -484,7 +485,8 @@ class RequestAdmission:
         return self.ladder.rung is Rung.NORMAL
 
     def _is_idle(self, replica_id: str) -> bool:
-        """Whether nothing was sent to the replica that has not ended: then it may have what is paused."""
+        """Return whether nothing was sent to the replica that has not ended: then it may have the paused
+        requests."""
         if replica_id not in self._router.members:
             return True
         state = self._router.loads.state(replica_id)
@@ -507,7 +509,7 @@ class RequestAdmission:
             queued.report(Refused(OverloadedError(because, self.retry_after_s(least_wait_s))))
 
     def _wake_in_time(self) -> None:
-        """Be called when the next request has waited for as long as it may."""
+        """Schedule a wake-up for the end of the time that the next request may wait."""
         first = self._bounds.first()
         if first is not None and self._clock.now() < first[0] < self._wakes_at:
             self._wakes_at = first[0]
@@ -523,8 +525,8 @@ class RequestAdmission:
         self.pump()
 
     def _place_displaced(self, now: float) -> list[QueuedRequest]:
-        """Place anew, as many as a pump may, what waits for replicas that are gone or avoided. Returns those
-        that wait for others now."""
+        """Place again, as many as a pump may, the requests that wait for replicas that are gone or avoided.
+        Return those that wait for others now."""
         moved: list[QueuedRequest] = []
         while self._num_left > 0 and (queued := self._displaced.first()) is not None:
             if self._place_anew(queued, now):
@@ -534,8 +536,8 @@ class RequestAdmission:
         return moved
 
     def _place_anew(self, queued: QueuedRequest, now: float) -> bool:
-        """Whether a request that is displaced waits for other replicas now; where there are none, its task
-        asks again."""
+        """Return whether a displaced request waits for other replicas now; where there are none, its task
+        looks again."""
         self._num_left -= 1
         self._displaced.remove(queued.request_id)
         try:
@@ -552,13 +554,13 @@ class RequestAdmission:
         queue.put(queued, self._weight(queued.flow, queued.weight), queued.routed_at)
 
     def _waits(self, queued: QueuedRequest, now: float) -> Waits:
-        """Return what a request would wait in the order of each replica."""
+        """Return the wait of a request in the order of each replica."""
         weight = self._weight(queued.flow, queued.weight)
         return self._queues.waits(queued.flow, weight, now, self._paused)
 
     def _move_some(self, replica_ids: Iterable[str], now: float) -> None:
-        """Let each of these replicas that nothing waits for, and that could take something, have what is next
-        in the longest queue, if the router finds that better now: predictions err."""
+        """Let each of these replicas that nothing waits for, and that could take something, have the next
+        request of the longest queue, if the router finds that better now: predictions err."""
         wanted = {name for _, queue in self._queues.busy() for name in queue.waits_for}
         for replica_id in replica_ids:
             if replica_id in wanted or not self._router.members.takes_more(replica_id):
@@ -572,7 +574,7 @@ class RequestAdmission:
                 self._try_move(queued, now)
 
     def _reroute(self, now: float) -> None:
-        """Route again, as many as a pump may, what has waited for a part of its bound."""
+        """Route again, as many as a pump may, the requests that have waited for a part of their bound."""
         for _ in range(_MOST_REROUTES):
             first = self._reroutes.first()
             if first is None or first[0] > now:
@@ -660,7 +662,7 @@ class RequestAdmission:
         return self._queues.least_wait_s(flow, weight, now, paused, includes_all=self._prefers_in_time)
 
     def _limits(self, queued: QueuedRequest, now: float) -> TtftLimits:
-        """Return what the request may take to its first token."""
+        """Return the limits of the request's time to its first token."""
         settings = self._config.of(queued.flow.service_class)
         objective_s = settings.max_wait_s if settings.ttft_s is None else settings.ttft_s
         left_s = math.inf if queued.deadline_at is None else queued.deadline_at - now

@@ -19,7 +19,7 @@ class CallerLimits:
         self.max_calls = max_calls
         self.max_connections = max_connections
         self._party_to_calls: Counter[str] = Counter()
-        # By party and connection: what needs the connection.
+        # Holders of a connection, by party and connection.
         self._connections: defaultdict[str, Counter[Hashable]] = defaultdict(Counter)
 
     @contextlib.contextmanager

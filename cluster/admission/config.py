@@ -11,7 +11,7 @@ from kvtransfer.request_facts import SERVICE_CLASSES, ServiceClass
 
 
 class ClassConfig(BaseModel):
-    """What requests of one class are promised, and what they may take."""
+    """The promises to requests of one class, and their limits."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -22,10 +22,11 @@ class ClassConfig(BaseModel):
     # miss it on an idle replica too. By default only where `ttft_s` is given: otherwise such a request is
     # judged by its wait alone.
     refuses_unattainable: bool = False
-    # Its part of the replicas' time, beside the weights of the other classes and of the tenants that wait.
+    # The class's part of the replicas' time, next to the weights of the other classes and of the tenants that
+    # wait.
     weight: float = Field(default=1.0, gt=0)
-    # A request that has waited so long goes before all that have waited less, in a tenth of the replicas'
-    # time beside the turns of its tenant.
+    # A request that has waited for this time goes before all that have waited less, in a tenth of the
+    # replicas' time besides the turns of its tenant.
     aging_s: float = Field(default=60.0, gt=0)
     # No request waits longer in a gateway: it is refused, at once where that can be predicted.
     max_wait_s: float = Field(default=3600.0, gt=0)
@@ -42,7 +43,7 @@ class ClassConfig(BaseModel):
 
 
 class AdmissionConfig(BaseModel):
-    """Which requests are taken, and how many wait where."""
+    """The rules of which requests are taken, and how many wait where."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -53,14 +54,14 @@ class AdmissionConfig(BaseModel):
         ttft_s=30.0, refuses_unattainable=False, weight=4.0, aging_s=15.0, max_wait_s=30.0
     )
     batch: ClassConfig = ClassConfig(ttft_s=None, weight=1.0, aging_s=600.0, max_wait_s=3600.0)
-    # Of the requests of one gateway that are not submitted yet, in all: as they arrived, their prompts and
+    # The bytes of all requests of one gateway that are not submitted yet: as they arrived, their prompts and
     # grammars.
     max_queue_mb: float = Field(default=256.0, gt=0)
     # Output that waits in one gateway for clients to read it, in all. The slowest reader is cut off first.
     max_unread_mb: float = Field(default=256.0, gt=0)
     # Bodies and messages that one gateway reads at once, or has read and not yet judged: of all callers, and
-    # of one, a tenant with all its keys. Taken before the first byte is read: the length that a body
-    # announces, or the largest allowed where nobody knows it yet.
+    # of one, a tenant with all its keys. The bytes are taken before the first one is read: the length that a
+    # body announces, or the largest allowed where the length is unknown.
     max_reading_mb: float = Field(default=256.0, gt=0)
     max_caller_reading_mb: float = Field(default=32.0, gt=0)
     # Calls of one caller at one gateway, over gRPC and HTTP, and its connections; None: twice
@@ -76,7 +77,7 @@ class AdmissionConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _over_defaults(cls, fields: Any) -> Any:
-        """What a class is given leaves the rest of that class as it is by default."""
+        """Merge the given settings of each class over its defaults."""
         if not isinstance(fields, dict):
             return fields
         given = {name: fields[name] for name in SERVICE_CLASSES if isinstance(fields.get(name), dict)}

@@ -1,4 +1,4 @@
-"""Requests that are to be placed anew, because a replica that they wait for is gone or avoided."""
+"""Requests that are to be placed again, because a replica that they wait for is gone or avoided."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from cluster.admission.queued_request import QueuedRequest
 
 
 class DisplacedRequests:
-    """In the order in which their turns would come in one queue: by the work of their flow that goes before
-    them, over its weight. So the first to be placed are those that could go first."""
+    """Displaced requests in the order in which their turns would come in one queue: by the work of their flow
+    that goes before them, over its weight. So the first to be placed are those that could go first."""
 
     def __init__(self, weight: Callable[[QueuedRequest], float]) -> None:
         """`weight` is that of a request's flow."""
@@ -31,7 +31,7 @@ class DisplacedRequests:
         return iter(self._requests.values())
 
     def add(self, replica_id: str, requests: Iterable[QueuedRequest]) -> None:
-        """Add what waits for a replica."""
+        """Add the requests that wait for a replica."""
         self._left.add(replica_id)
         before_s: defaultdict[Flow, float] = defaultdict(float)
         turns: list[tuple[float, QueuedRequest]] = []

@@ -1,12 +1,15 @@
-"""The order in which what waits for one replica goes there: weighted fair queueing of flows, with aging.
+"""The order in which the requests that wait for one replica go there: weighted fair queueing of flows, with
+aging.
 
 A flow is a class of one tenant. Flows share the replica's time by their weights (start-time fair queueing):
 a flow's *tag* is the virtual time at which its next request may begin, and each request that goes moves it by
 cost / weight. The flow with the least tag is next. A flow that comes back does not claim the time in which it
-was absent: its tag is at least the virtual time, the tag of what went last. Within a flow a higher priority
-goes first, and counts as having arrived `ARRIVAL_PER_PRIORITY_S` earlier a step, so that it starves nobody.
+was absent: its tag is at least the virtual time, the tag of the request that went last. Within a flow a
+higher priority goes first, and counts as having arrived `ARRIVAL_PER_PRIORITY_S` earlier a step, so that it
+starves nobody.
 
-Who has waited as long as its class allows is *due*, and goes before all that are not, the earliest due first.
+A request that has waited for the time that its class allows is *due*, and goes before all that are not, the
+earliest due first.
 That is bounded to `AGED_PART` of the replica's time, and charged to the flow like any turn: a flow that is
 given more than it can be served, all of which is due at some time, takes nothing from the shares of others.
 Time is an argument.
@@ -26,29 +29,29 @@ from kvtransfer.common.health import kept_share
 from kvtransfer.common.indexed_heap import IndexedHeap
 from kvtransfer.request_facts import ServiceClass
 
-# How much earlier a request of one priority more counts as having arrived.
+# How much earlier a request counts as having arrived for each step of priority.
 ARRIVAL_PER_PRIORITY_S = 1.0
-# What requests that are due may take of the replica's time beside the turns of their flows.
+# The part of the replica's time that due requests may take besides the turns of their flows.
 AGED_PART = 0.1
-# So much of that time may be saved up.
+# The amount of that time that may be saved up.
 _MOST_CREDIT_S = 1.0
-# For about how long it is remembered what has come.
+# The time for which arrived work is remembered, roughly.
 _INFLOW_S = 5.0
 # Less inflow than this, in seconds of work a second, is forgotten.
 _LEAST_INFLOW = 1e-3
-# Flows of which nothing is needed and that are not looked for yet.
+# Flows without work or debts that are not dropped yet.
 _MOST_IDLE = 16
 
 
 @dataclass(slots=True, eq=False)
 class _FlowState:
-    """What waits of a flow, when its next turn is, and the work that has come to it lately, less what left
-    without its turn: what is long ago counts less."""
+    """The waiting requests of a flow, the time of its next turn, and its recent work, less the work that left
+    without its turn: older work counts less."""
 
     key: Flow
     weight: float
     tag: float
-    # By effective arrival.
+    # Requests by effective arrival.
     waiting: IndexedHeap[QueuedRequest] = field(default_factory=IndexedHeap)
     cost_s: float = 0.0
     came_s: float = 0.0
@@ -69,10 +72,10 @@ class _FlowState:
 
 
 def work_ahead(own_s: float, others: Iterable[tuple[float, float, float]]) -> float:
-    """Return the work that goes before a request: the least x that is `own_s` + what other flows do of it,
-    each of them min(cost_s + coming * x, share_s): the work that waits, what comes while a second of work is
-    done, and the most that the flow's weight allows."""
-    # certain_s + growth * x, as long as no more of the others come to their share.
+    """Return the work that goes before a request: the least x that is `own_s` + the work that other flows do
+    of it, each of them min(cost_s + coming * x, share_s): the work that waits, the work that comes while a
+    second of work is done, and the most that the flow's weight allows."""
+    # certain_s + growth * x, until another flow comes to its share.
     certain_s, growth = own_s, 0.0
     growing: list[tuple[float, float, float]] = []
     for cost_s, coming, share_s in others:
@@ -87,10 +90,10 @@ def work_ahead(own_s: float, others: Iterable[tuple[float, float, float]]) -> fl
 
 
 def _least_work(certain_s: float, growth: float, growing: list[tuple[float, float, float]]) -> float:
-    """Return the least x that is `certain_s` + `growth` * x, until flows come to their shares: when x is so
-    much, what comes of a flow for each x, and how much that is in all."""
+    """Return the least x that is `certain_s` + `growth` * x, until flows come to their shares: the x at which
+    each does, the work that comes of a flow for each x, and its sum."""
     if not certain_s:
-        return 0.0  # it goes at once, whatever would come meanwhile
+        return 0.0  # it goes at once, whatever else arrives
     growing.sort()
     for ends_at, coming, most_s in growing:
         if growth < 1 and certain_s / (1 - growth) <= ends_at:
@@ -103,32 +106,33 @@ def _least_work(certain_s: float, growth: float, growing: list[tuple[float, floa
 
 
 class _Snapshot(NamedTuple):
-    """What the flows of a queue are like until something changes: the state, tag, weight and waiting work of
-    each, its mean request, and the work that came in a second when this was made."""
+    """The flows of a queue until something changes: the state, tag, weight and waiting work of each, its mean
+    request, and the work that came in a second when this was made."""
 
     flows: list[tuple[_FlowState, float, float, float, float, float]]
     made_at: float
 
 
 class FairQueue:
-    """What waits for one replica. Not thread-safe."""
+    """The requests that wait for one replica. Not thread-safe."""
 
     def __init__(self) -> None:
-        # Those of which something waits, that owe turns or have brought something lately, and some more.
+        # Flows that have waiting requests, owe turns or have brought work recently, and some more.
         self._flows: dict[Flow, _FlowState] = {}
         self._most_flows = _MOST_IDLE
-        # Of which something waits, by tag.
+        # Flows with waiting requests, by tag.
         self._turns: defaultdict[ServiceClass, IndexedHeap[_FlowState]] = defaultdict(IndexedHeap)
         # No flow of the class may begin sooner, because it was paused until then.
         self._resumed_s: dict[ServiceClass, float] = {}
         self._due: IndexedHeap[QueuedRequest] = IndexedHeap()
         self._waiting: dict[str, QueuedRequest] = {}
         self._virtual_s = 0.0
-        # When a request was last taken out without its turn: put back at once, it is as if it had never left.
+        # When a request was last taken out without its turn: a request that is put back at once counts as
+        # never removed.
         self._dropped_at = -math.inf
-        # Of all tags.
+        # The greatest tag of all flows.
         self._greatest_tag = 0.0
-        # By the class that is left out, until something changes.
+        # Snapshots by the class that is left out, until something changes.
         self._snapshots: dict[ServiceClass | None, _Snapshot] = {}
         self._credit_s = 0.0
         self.cost_s = 0.0
@@ -141,7 +145,7 @@ class FairQueue:
 
     @property
     def num_flows(self) -> int:
-        """How many flows are remembered."""
+        """The number of flows that are remembered."""
         return len(self._flows)
 
     def put(self, queued: QueuedRequest, weight: float, now: float) -> None:
@@ -165,14 +169,15 @@ class FairQueue:
         self._waiting[queued.request_id] = queued
 
     def peek(self, now: float, *, without: ServiceClass | None = None) -> QueuedRequest | None:
-        """Return who is next; None: nobody. `without` leaves out a class that is paused, unless it is due."""
+        """Return the next request; None: there is none. `without` leaves out a class that is paused, unless
+        it is due."""
         due = self._due.first() if self._credit_s >= 0 else None
         if due is not None and due[0] <= now:
             return due[1]
         return self._next_by_turn(without)
 
     def pop(self, now: float, *, without: ServiceClass | None = None) -> QueuedRequest | None:
-        """Take out who is next, which goes to the replica, and charge its flow; None: nobody."""
+        """Take out the next request, which goes to the replica, and charge its flow; None: there is none."""
         queued = self.peek(now, without=without)
         if queued is None:
             return None
@@ -209,9 +214,9 @@ class FairQueue:
         without: ServiceClass | None = None,
     ) -> float:
         """Return the work that goes before a request of this flow that arrives now, where the replica takes
-        `rate` seconds of it a second: what waits in the flow, and what other flows may do until then by their
-        weights, `without` left out. They do what waits of them, and what will come meanwhile, as it came
-        lately."""
+        `rate` seconds of it a second: the work that waits in the flow, and the work that other flows may do
+        until then by their weights, `without` left out. They do their waiting work, and the work that will
+        come in that time, at their recent rates."""
         own = self._flows.get(flow)
         own_cost_s, tag = (
             (own.cost_s, max(self._virtual_s, own.tag)) if own is not None else (0.0, self._virtual_s)
@@ -220,9 +225,9 @@ class FairQueue:
         snapshot = self._snapshots.get(without)
         if snapshot is None:
             snapshot = self._snapshots[without] = self._snapshot(now, without)
-        # All of what came fades alike.
+        # All arrived work fades alike.
         faded = kept_share(now - snapshot.made_at, _INFLOW_S) / rate
-        # As in `work_ahead`: this is asked of every queue for every request that comes.
+        # As in `work_ahead`: this runs for every queue and every new request.
         certain_s, growth = own_cost_s, 0.0
         growing: list[tuple[float, float, float]] = []
         for state, its_tag, its_weight, cost_s, share_s, inflow in snapshot.flows:
@@ -309,7 +314,7 @@ class FairQueue:
             self.cost_s = 0.0
 
     def _forget_idle(self, now: float) -> None:
-        """Forget flows of which nothing waits, that would begin at once and that have brought nothing lately,
+        """Forget flows without waiting requests that would begin at once and have brought no work recently,
         when there may be as many of them as of the others."""
         if len(self._flows) < self._most_flows:
             return

@@ -21,7 +21,7 @@ class Rung(IntEnum):
     TOKENS_CAPPED = 2
     # New requests of the class `batch`, and of tenants whose weight is below 1, are refused.
     LOW_WEIGHT_SHED = 3
-    # Who is predicted to miss its objective is refused, as on every rung: now that is so for most.
+    # Requests that are predicted to miss their objective are refused, as on every rung: on this one most are.
     REFUSING = 4
 
 
@@ -32,14 +32,14 @@ THRESHOLDS = {
     Rung.LOW_WEIGHT_SHED: 0.8,
     Rung.REFUSING: 1.0,
 }
-# A rung is left when the pressure has been below this part of its threshold for so long, or when hardly
-# anything has waited for less long.
+# A rung is left when the pressure has been below this part of its threshold for this time, or when hardly
+# anything has waited for this shorter time.
 RELEASE_PART = 0.8
 RELEASE_S = 5.0
 IDLE_PRESSURE = 0.1
 IDLE_RELEASE_S = 1.0
-# A rung that is needed again so soon after it was left was left too early: the times until it is left are
-# twice as long then, up to so many times, until it was left for good.
+# A rung that is needed again within this time was left too early: the times until it is left are then twice
+# as long, up to this factor, until it was left for good.
 AGAIN_S = 60.0
 MOST_PATIENCE = 8
 
@@ -48,7 +48,7 @@ MOST_PATIENCE = 8
 # very different times.
 _PERIOD_S = 0.1
 SMOOTHED_S = 1.5
-# How long a flow counts in it after its last request, and how many do.
+# The time for which a flow counts in the average after its last request, and the number of flows that do.
 _ASKING_S = 5.0
 _MAX_ASKING = 1000
 
@@ -123,7 +123,7 @@ def _is_past(since: float | None, duration_s: float, now: float) -> bool:
 
 
 class _Asking(NamedTuple):
-    """What the latest request of a flow would have waited, in parts of what it may."""
+    """The wait that the latest request of a flow would have had, in parts of its longest wait."""
 
     at: float
     weight: float
@@ -131,9 +131,9 @@ class _Asking(NamedTuple):
 
 
 class Pressure:
-    """What moves a ladder: the waits of new requests, in parts of what they may wait, as the mean of the
-    flows that have asked lately, by their weights, averaged over time. One that waits for its own many
-    requests counts as one."""
+    """The force that moves a ladder: the waits of new requests, in parts of their longest waits, as the mean
+    of the recent flows, by their weights, averaged over time. A flow that waits for its own many requests
+    counts as one."""
 
     def __init__(self, ladder: Ladder) -> None:
         self._ladder = ladder
@@ -143,7 +143,7 @@ class Pressure:
         self._smoothed = 0.0
 
     def note(self, flow: Flow, weight: float, part: float, now: float) -> None:
-        """Note what part of its time a request of the flow would wait."""
+        """Note the part of its time that a request of the flow would wait."""
         self._asking.pop(flow, None)
         self._asking[flow] = _Asking(now, weight, part)
         if len(self._asking) > _MAX_ASKING:

@@ -11,15 +11,15 @@ from cluster.admission.queued_request import QueuedRequest
 from cluster.errors import DeadlineError, RequestError, UnattainableError
 from router.messages import TimeLimit
 
-# A request is refused when its wait is predicted to take more than `WAIT_MARGIN` of its objective, or of what
-# is left of its deadline, or its first token more than `MARGIN`: predictions err, those of waits the most.
+# A request is refused when its wait is predicted to take more than `WAIT_MARGIN` of its objective, or of the
+# rest of its deadline, or its first token more than `MARGIN`: predictions err, those of waits the most.
 WAIT_MARGIN = 0.7
 MARGIN = 0.85
 
 
 class TtftLimits(NamedTuple):
-    """What a request that came here `elapsed_s` ago may take to its first token: the objective of its class
-    from its arrival on, and what is left of its deadline."""
+    """The limits of the time to the first token of a request that came here `elapsed_s` ago: the objective of
+    its class from its arrival on, and the rest of its deadline."""
 
     flow: Flow
     objective_s: float
@@ -48,8 +48,8 @@ class TtftLimits(NamedTuple):
 
 
 class Lateness(NamedTuple):
-    """A request that would wait for `wait_s` until its prompt is computed, which takes `prefill_s`, beside
-    its limits. On a replica that nothing slows down, its prompt would take `alone_s`."""
+    """A request that would wait for `wait_s` until its prompt is computed, which takes `prefill_s`, with its
+    limits. On a replica that nothing slows down, its prompt would take `alone_s`."""
 
     limits: TtftLimits
     wait_s: float
@@ -58,7 +58,7 @@ class Lateness(NamedTuple):
 
     @property
     def excess_s(self) -> float:
-        """By how much it is too late; at most 0: it is not."""
+        """The time by which the request is too late; at most 0: it is not."""
         limit = self.limits.time_limit
         ttft_s = MARGIN * self.limits.left_s if self.is_excused else limit.ttft_s
         return max(self.wait_s - limit.wait_s, self.wait_s + self.prefill_s - ttft_s)
@@ -70,7 +70,7 @@ class Lateness(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Which limit the first token is late for."""
+        """The limit that the first token would miss."""
         limits, ttft_s = self.limits, self.wait_s + self.prefill_s
         if not limits.is_deadline_shorter:  # the objective is from its arrival on
             if self.is_excused:

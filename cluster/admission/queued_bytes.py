@@ -6,7 +6,7 @@ from cluster.admission.queued_request import QueuedRequest
 
 
 class QueuedBytes:
-    """The bytes of all requests of a gateway that are not submitted yet, or are placed anew: those that are
+    """The bytes of all requests of a gateway that are not submitted yet, or are placed again: those that are
     prepared, and those that wait for their turn, for capacity or for any replica."""
 
     def __init__(self, max_bytes: float) -> None:
@@ -15,7 +15,7 @@ class QueuedBytes:
         self._counted: set[QueuedRequest] = set()
 
     def count(self, queued: QueuedRequest, num_bytes: int) -> None:
-        """Count the request with so many bytes from now on, until `forget`."""
+        """Count the request with this many bytes from now on, until `forget`."""
         self.forget(queued)
         queued.num_bytes = num_bytes
         self.num_bytes += num_bytes
@@ -28,5 +28,5 @@ class QueuedBytes:
             self.num_bytes -= queued.num_bytes
 
     def excess_bytes(self, num_more: int) -> float:
-        """Return by how much it is too much with so many more."""
+        """Return the bytes beyond the limit with this many more."""
         return self.num_bytes + num_more - self.max_bytes

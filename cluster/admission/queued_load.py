@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class QueuedLoad:
-    """What waits in a gateway for one replica."""
+    """The load that waits in a gateway for one replica."""
 
     # Requests whose prompts it will compute, and the tokens of these that are not cached.
     num_prompts: int = 0

@@ -59,11 +59,12 @@ class QueuedRequest:
     weight: float = 1.0
     priority: int = 0
     deadline_at: float | None = None
-    # What it takes in this gateway's memory while it waits.
+    # The bytes that the request takes in this gateway's memory while it waits.
     num_bytes: int = 0
-    # It was judged before: it waits for its turn like all others, but is not refused because of the load.
+    # The request was judged before: it waits for its turn like all others, but is not refused because of the
+    # load.
     is_judged: bool = False
-    # It goes on with output it has, and waits for no turn.
+    # The request goes on with output it has, and waits for no turn.
     goes_at_once: bool = False
 
     # How it is routed, and where it would go: set by `RequestAdmission.place`.
@@ -71,16 +72,17 @@ class QueuedRequest:
     decision: Decision = field(init=False)
     routed_at: float = -math.inf
     predicted: Predicted = NOT_PREDICTED
-    # For how long it will occupy its replica, and the tokens of its prompt that must be computed.
+    # The time for which the request will occupy its replica, and the tokens of its prompt that must be
+    # computed.
     cost_s: float = 0.0
     num_tokens: int = 0
     # When it may go before those that have waited less.
     due_at: float = math.inf
-    # When it has waited for as long as it may; `bound` names what says so.
+    # The end of the time that it may wait; `bound` names the limit.
     refused_at: float = math.inf
     bound: str = ""
 
-    # Hears of each outcome. None until somebody is there who can submit the request.
+    # Called with each outcome. None until somebody is there who can submit the request.
     report: Callable[[Outcome], None] | None = None
     announcer: PromptAnnouncer | None = None
     _holds: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -95,8 +97,8 @@ class QueuedRequest:
         self._holds.callback(release, *args)
 
     def close(self) -> None:
-        """Give back all that the request has taken, what was taken last first, whatever one of them raises;
-        again: do nothing."""
+        """Give back all that the request has taken, the last first, whatever one of the steps raises; again:
+        do nothing."""
         self._holds.close()
 
     @contextlib.contextmanager

@@ -39,17 +39,18 @@ _RATES: dict[Rate, str] = {
     "prompt_tokens_per_s": "prompt tokens",
     "output_tokens_per_s": "output tokens",
 }
-# Tenants whose buckets are kept at once; beyond it those that were used least recently start full again.
+# Tenants whose buckets are kept at once; beyond that number, those that were used least recently start full
+# again.
 MAX_TENANTS = 1024
-# Of `uses`: those with the most refusals, then those that have used most.
+# The number of entries in `uses`: those with the most refusals, then those that have used most.
 MAX_SHOWN = 16
-# A gateway whose record is missing for so long is taken for one that cannot be counted.
+# A gateway whose record is missing for this time is taken for one that cannot be counted.
 GRACE_S = 1.0
-# A tenant with full buckets is forgotten after so long.
+# A tenant with full buckets is forgotten after this time.
 _IDLE_S = 10.0
-# When concurrent tokens come back is not known.
+# The time to a retry: it is not known when concurrent tokens come back.
 _RESERVED_RETRY_S = 1.0
-# Less is no wait: a client that waits just as long as it was told finds enough.
+# A shorter wait is none: a client that waits just for the time it was told finds enough.
 _TOLERANCE_S = 1e-6
 _MAX_COUNT = 1 << 53
 _MAX_NAME_CHARS = 256
@@ -58,10 +59,10 @@ Count = Annotated[int, Meta(ge=0, le=_MAX_COUNT)]
 
 
 class TenantRecord(Part, frozen=True):
-    """What a gateway has counted of one tenant; all but `num_held_tokens` only grows."""
+    """A gateway's counts of one tenant; all but `num_held_tokens` only grow."""
 
     tenant: Annotated[str, Meta(max_length=_MAX_NAME_CHARS)]
-    # Another one than before: the counts began anew, at 0.
+    # An id that differs from the one before: the counts began again, at 0.
     count_id: Count
     num_requests: Count
     num_prompt_tokens: Count
@@ -71,44 +72,44 @@ class TenantRecord(Part, frozen=True):
 
 
 class QuotaRecord(Message, frozen=True):
-    """What a gateway has counted, for the others."""
+    """A gateway's counts, for the others."""
 
     tenants: Annotated[tuple[TenantRecord, ...], Meta(max_length=MAX_TENANTS)]
 
 
 class QuotaUse(Part, frozen=True):
-    """What one tenant has used of its limits, by limit, for operators."""
+    """One tenant's use of its limits, by limit, for operators."""
 
     tenant: Annotated[str, Meta(max_length=_MAX_NAME_CHARS)]
-    # The part that is not there now: 1 or more is all of it.
+    # The part that is used up now: 1 or more is all of it.
     used: dict[str, float]
     # Requests that were refused since the tenant was last idle.
     num_refused: dict[str, int]
 
 
 class RateState(NamedTuple):
-    """What is left of one rate of a tenant at this gateway."""
+    """The rest of one rate of a tenant at this gateway."""
 
-    # What the bucket holds when it is full.
+    # The content of the full bucket.
     capacity: float
-    # What may be used now; below zero: more than that was.
+    # The amount that may be used now; below zero: more than that was.
     level: float
-    # Until the bucket is full.
+    # The time until the bucket is full.
     full_in_s: float
 
 
 class MovedRequest(NamedTuple):
-    """Where a request was that is resumed here: its tokens may be counted there still."""
+    """The earlier place of a request that is resumed here: its tokens may be counted there still."""
 
-    # Whether it was at the gateway with this id.
+    # Whether the request was at the gateway with this id.
     is_from: Callable[[str], bool]
     # That gateway does not answer: nothing runs there any more, whatever its last record says.
     is_gone: bool
 
 
 class TokenBucket:
-    """Holds what may be used now: grows by `rate` a second up to `burst_s` seconds' worth, of both the part
-    `share`. Starts full."""
+    """Holds the amount that may be used now: grows by `rate` a second up to `burst_s` seconds' worth, of both
+    the part `share`. Starts full."""
 
     __slots__ = ("_at", "_level", "_share", "capacity", "rate")
 
@@ -120,7 +121,7 @@ class TokenBucket:
         self._at = now
 
     def level(self, now: float) -> float:
-        """Return what may be used; below zero: more than that was."""
+        """Return the amount that may be used; below zero: more than that was."""
         if now > self._at:
             share = self._share
             level = self._level + (now - self._at) * self.rate * share
@@ -147,7 +148,7 @@ class TokenBucket:
         return 1 - self.level(now) / (self.capacity * self._share)
 
     def state(self, now: float) -> RateState:
-        """Return what a client may know of it."""
+        """Return the part of it that a client may know."""
         return RateState(self.capacity * self._share, self.level(now), self.missing_s(math.inf, now))
 
     def is_full(self, now: float) -> bool:
@@ -189,9 +190,9 @@ class _Tenant:
         self.prompt = _bucket(limits.prompt_tokens_per_s, limits.burst_s, share, now)
         self.output = _bucket(limits.output_tokens_per_s, limits.burst_s, share, now)
         self.buckets = (self.requests, self.prompt, self.output)
-        # Since `count_id`: requests, prompt tokens, output tokens.
+        # The use since `count_id`: requests, prompt tokens, output tokens.
         self.used = [0, 0, 0]
-        # Of that, what was given back since, and others may have counted.
+        # The part of the use that was given back since, and that others may have counted.
         self.withdrawn = [0, 0, 0]
         self.reserved = self.others_reserved = 0
         self.num_refused: Counter[Limit] = Counter()
@@ -282,8 +283,8 @@ class Quotas:
 
     def withdraw(self, tenant: str, num_prompt_tokens: int, now: float, count: int = 1) -> None:
         """Give an admitted request back that is not taken, or not submitted, by no fault of its tenant, with
-        so many tokens of its prompt, or `count` of them. Other gateways may have counted it: the next one is
-        counted in its place."""
+        this many tokens of its prompt, or `count` of them. Other gateways may have counted it: the next one
+        is counted in its place."""
         found = self._find(tenant, now)
         if found is not None:
             for kind, amount in enumerate((count, num_prompt_tokens)):
@@ -331,7 +332,7 @@ class Quotas:
             self._tenants[tenant].reserved -= num_tokens
 
     def rates(self, tenant: str, now: float) -> dict[Rate, RateState]:
-        """Return what is left of the tenant's rates, of those that are limited."""
+        """Return the rest of the tenant's rates, of those that are limited."""
         found = self._find(tenant, now)
         if found is None:
             return {}
@@ -347,7 +348,7 @@ class Quotas:
     # ------------------------------------------------------------------------ between the gateways
 
     def record(self, now: float) -> QuotaRecord:
-        """Return what the other gateways have to know."""
+        """Return the counts that the other gateways have to know."""
         self._forget_idle(now)
         records = [
             TenantRecord(name, found.count_id, found.used[0], found.used[1], found.used[2], found.reserved)
@@ -357,7 +358,7 @@ class Quotas:
         return QuotaRecord(tuple(records[-MAX_TENANTS:]))
 
     def merge(self, records: Mapping[str, QuotaRecord | None], now: float) -> None:
-        """Count what each other known gateway has used since the last time; None: it has no record."""
+        """Count the use of each other known gateway since the last time; None: it has no record."""
         peers: dict[str, _Peer] = {}
         missing = []
         for name, record in records.items():
@@ -378,7 +379,7 @@ class Quotas:
         self._count_others(peers.values(), now)
 
     def divide(self, num_others: int, now: float) -> None:
-        """Go on with this gateway's own part of all limits: nothing is known of the other gateways."""
+        """Continue with this gateway's own part of all limits: nothing is known of the other gateways."""
         self._forget_idle(now)
         self._is_divided = True
         self.missing = ()
@@ -462,7 +463,7 @@ class Quotas:
         return QuotaError(because, spread_s(wait_s, self._seeds()), limit)
 
     def _count(self, peer: _Peer, record: QuotaRecord, now: float) -> None:
-        """Take from the buckets what this gateway has used since its last record."""
+        """Take from the buckets the use of this gateway since its last record."""
         before, was_read = peer.records, peer.was_read
         peer.was_read = True
         peer.records = {each.tenant: each for each in record.tenants}
@@ -482,7 +483,7 @@ class Quotas:
                 if bucket is None:
                     continue
                 most = math.inf
-                if self._is_divided:  # it may have shared its limits meanwhile with others than this one
+                if self._is_divided:  # it may have shared its limits since with others than this one
                     most = bucket.rate * GRACE_S
                 elif not was_read:  # more may be in its record than it used since it is known here
                     most = bucket.capacity
@@ -514,7 +515,7 @@ class Quotas:
 
 
 def merged_uses(parts: Iterable[QuotaUse]) -> tuple[QuotaUse, ...]:
-    """Return what tenants use at several gateways. Each of these has counted what the others know; what one
+    """Return the use of tenants at several gateways. Each of these has counted what the others know; what one
     has refused is its own."""
     tenant_to_use: dict[str, QuotaUse] = {}
     for part in parts:

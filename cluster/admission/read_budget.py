@@ -20,15 +20,15 @@ from cluster.errors import OverloadedError
 
 # How long a call waits for others to be read. Most are read within milliseconds.
 WAIT_S = 1.0
-# When a caller that is refused may try again: bodies that do not arrive are given up by then, or later.
+# When a refused caller may try again: bodies that do not arrive are given up by then, or later.
 _RETRY_AFTER_S = 2.0
 
 _current: ContextVar[ReadHold | None] = ContextVar("read_hold", default=None)
 
 
 class ReadBudget:
-    """What all callers of a gateway, and each of them, may have read at once. A party is one caller: a tenant
-    with all its keys, or an identity without a tenant."""
+    """The limit of the bytes that all callers of a gateway, and each of them, may have read at once. A party
+    is one caller: a tenant with all its keys, or an identity without a tenant."""
 
     def __init__(self, max_bytes: int, max_party_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -41,7 +41,8 @@ class ReadBudget:
 
     @contextlib.contextmanager
     def open(self, party: str) -> Iterator[ReadHold]:
-        """Yield what a call of this party holds, until the block ends; `pass_on` finds it in between."""
+        """Yield the bytes that a call of this party holds, until the block ends; `pass_on` finds it in
+        between."""
         hold = ReadHold(self, party)
         token = _current.set(hold)
         try:
@@ -51,11 +52,11 @@ class ReadBudget:
             hold.release()
 
     def num_party_bytes(self, party: str) -> int:
-        """Return what this party holds now."""
+        """Return the bytes that this party holds now."""
         return self._party_to_bytes[party]
 
     async def take(self, party: str, num_bytes: int) -> None:
-        """Count so many bytes more, once there is room; raise `OverloadedError` where there is none within
+        """Count this many bytes more, once there is room; raise `OverloadedError` where there is none within
         `WAIT_S`."""
         if self._fits(party, num_bytes):
             self._count(party, num_bytes)
@@ -77,7 +78,7 @@ class ReadBudget:
             del self._waiting[granted]
 
     def give_back(self, party: str, num_bytes: int) -> None:
-        """Stop counting so many bytes, and let those go on that wait and fit now, in their order."""
+        """Stop counting this many bytes, and let the waiting calls that fit now go on, in their order."""
         self.num_bytes -= num_bytes
         self._party_to_bytes[party] -= num_bytes
         if not self._party_to_bytes[party]:
@@ -110,7 +111,7 @@ class ReadBudget:
 
 
 class ReadHold:
-    """What one call holds of the budget."""
+    """The part of the budget that one call holds."""
 
     __slots__ = ("_budget", "_num_parts", "_party", "is_paid", "num_bytes")
 
@@ -123,19 +124,19 @@ class ReadHold:
         self.is_paid = False
 
     async def take(self, num_bytes: int) -> None:
-        """Hold so many bytes more; raise `OverloadedError` where there is no room for them."""
+        """Hold this many bytes more; raise `OverloadedError` where there is no room for them."""
         await self._budget.take(self._party, num_bytes)
         self.num_bytes += num_bytes
 
     def shrink(self, num_bytes: int) -> None:
-        """Hold no more than so many bytes."""
+        """Hold no more than this many bytes."""
         excess = self.num_bytes - num_bytes
         if excess > 0:
             self.num_bytes = num_bytes
             self._budget.give_back(self._party, excess)
 
     def divide(self, num_parts: int) -> None:
-        """Expect so many requests to be passed on, of which each releases its part."""
+        """Expect this many requests to be passed on, of which each releases its part."""
         self._num_parts = num_parts
 
     def pass_on(self) -> None:
@@ -155,7 +156,7 @@ def pass_on() -> None:
 
 
 def divide(num_parts: int) -> None:
-    """Say of how many requests the call of this task consists."""
+    """Note how many requests the call of this task consists of."""
     if (hold := _current.get()) is not None:
         hold.divide(num_parts)
 

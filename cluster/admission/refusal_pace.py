@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kvtransfer.common.recent_map import RecentMap
 
-# Refusals of one tenant: so many at once, and then one in each period.
+# Refusals of one tenant: this number at once, and then one in each period.
 BURST = 16
 PERIOD_S = 0.05
 # No refusal waits for longer, however many do.
@@ -17,7 +17,7 @@ _MAX_TENANTS = 1024
 
 
 class RefusalPace:
-    """When each refusal of a tenant may be answered."""
+    """The times at which refusals of a tenant may be answered."""
 
     def __init__(self) -> None:
         # When the next refusal would be due if they came evenly.

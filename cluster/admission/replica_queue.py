@@ -13,8 +13,8 @@ from kvtransfer.common.health import kept_share
 from kvtransfer.request_facts import SERVICE_CLASSES, ServiceClass
 from router.service import RouterService
 
-# How fast a replica takes work is remembered for about this, and before any is measured, it is assumed that
-# it took as much as was predicted for so long.
+# The time for which the rate at which a replica takes work is remembered, roughly; before any rate is
+# measured, the replica is assumed to have taken as much as was predicted for `_ASSUMED_S`.
 _RATE_S = 10.0
 _ASSUMED_S = 0.5
 _LEAST_RATE = 0.01
@@ -22,16 +22,16 @@ _MOST_RATE = 4.0
 
 
 class ReplicaQueue:
-    """What waits for one replica, and how fast that takes work: seconds of predicted work a second, measured
-    while something waits that it cannot take."""
+    """The requests that wait for one replica, and the rate at which the replica takes work: seconds of
+    predicted work a second, measured while some work waits that the replica cannot take."""
 
     def __init__(self) -> None:
         self.order = FairQueue()
-        # To be computed, of what waits.
+        # Tokens to be computed of the waiting requests.
         self.num_tokens = 0
-        # The replicas one of which cannot take the next request; (): none waits.
+        # The replicas that cannot take the next request; (): none waits.
         self.waits_for: tuple[str, ...] = ()
-        # Work taken, and time in which some waited for it; what is long ago counts less.
+        # Work taken, and time in which some work waited to be taken; older values count less.
         self._taken_s = 0.0
         self._blocked_s = 0.0
         self._counted_until = 0.0
@@ -81,8 +81,8 @@ class ReplicaQueue:
 
 
 class Waits(NamedTuple):
-    """What a request would wait where others wait already: seconds by replica, and of all that waits in this
-    gateway the part that goes before it."""
+    """The wait of a request where others wait already: seconds by replica, and the part of all waiting work
+    in this gateway that goes before the request."""
 
     waits: dict[str, float]
     queued_part: float
@@ -128,11 +128,11 @@ class ReplicaQueues:
         return {name: total[name] for name in SERVICE_CLASSES}
 
     def waiting_s(self) -> float:
-        """Return the predicted work of all that waits."""
+        """Return the predicted work of all waiting requests."""
         return sum(queue.order.cost_s for queue in self._queues.values())
 
     def waits(self, flow: Flow, weight: float, now: float, paused: ServiceClass | None) -> Waits:
-        """Return what a request of the flow would wait in the order of each replica."""
+        """Return the wait of a request of the flow in the order of each replica."""
         waits: dict[str, float] = {}
         before_s = held_s = 0.0
         for name, queue in self._queues.items():
@@ -157,7 +157,7 @@ class ReplicaQueues:
         return min((self._wait_s(name, waits) for name in ids), default=0.0)
 
     def drain_s(self, now: float) -> float:
-        """Return in how many seconds all that waits will have gone, at the rates of all replicas."""
+        """Return in how many seconds all waiting requests will have gone, at the rates of all replicas."""
         queues = (self._queues.get(name) for name in self._compute_ids())
         rates = [queue.rate(now) if queue is not None else 1.0 for queue in queues]
         return self.waiting_s() / sum(rates) if rates else 0.0

@@ -9,14 +9,14 @@ from typing import Protocol
 from cluster.admission.queued_request import QueuedRequest
 from kvtransfer.common.health import moving_average
 
-# Between the ends of two requests: the bounds, and the weight of the newest in the average.
+# Bounds of the time between the ends of two requests, and the weight of the newest in the average.
 _LEAST_GAP_S = 1e-3
 _MOST_GAP_S = 10.0
 _GAP_WEIGHT = 0.1
 
 
 class CapacityView(Protocol):
-    """What a queue of retries needs of `router.service.RouterService`."""
+    """The part of `router.service.RouterService` that a queue of retries needs."""
 
     def has_capacity(self, request_id: str) -> bool:
         """Whether the replicas of a placed request can take it now."""
@@ -24,7 +24,7 @@ class CapacityView(Protocol):
 
 class RetryQueue:
     """The retries of one gateway, in the order of the refusals. Each goes when the pair that was chosen for
-    it can take it, before whatever was never sent. Not thread-safe."""
+    it can take it, before any request that was never sent. Not thread-safe."""
 
     def __init__(
         self,
@@ -55,24 +55,24 @@ class RetryQueue:
         return is_waiting
 
     def pump(self) -> None:
-        """Release what can be taken now."""
+        """Release the retries that can be taken now."""
         for queued in list(self._waiting.values()):
             if self._router.has_capacity(queued.request_id) and self.drop(queued):
                 self._release(queued)
 
     def leave(self, replica_id: str) -> None:
-        """Place once more what waits for a replica that is gone, or should be avoided."""
+        """Place once more the retries that wait for a replica that is gone, or should be avoided."""
         for queued in list(self._waiting.values()):
             if replica_id in (queued.decision.prefill, queued.decision.decode) and self.drop(queued):
                 self._reroute(queued)
 
 
 class EndRate:
-    """How often a request ends, which makes a place for another."""
+    """The rate at which requests end, each of which makes a place for another."""
 
     def __init__(self, now: float) -> None:
         self._last_at = now
-        # Between two ends; 0: not known.
+        # The time between two ends; 0: not known.
         self._gap_s = 0.0
 
     def add(self, now: float) -> None:
@@ -81,6 +81,6 @@ class EndRate:
         self._last_at = now
 
     def next_s(self, now: float) -> float:
-        """Return in how many seconds the next request is likely to end: requests that have run for long may
-        run for as long again."""
+        """Return the seconds until the next request is likely to end: requests that have run for long may run
+        for the same time again."""
         return min(max(self._gap_s, now - self._last_at), _MOST_GAP_S)

@@ -25,11 +25,11 @@ from kvtransfer.store.index.redis_client import IndexAwayError, RedisLink
 PERIOD_S = 0.2
 # The record of a gateway that no longer writes it.
 EXPIRY_S = 2.0
-# After so long without an answer Redis counts as away.
+# Redis counts as away after this time without an answer.
 _ANSWER_S = 0.5
 _LONGEST_PAUSE_S = 5.0
 _CANCEL_AGAIN_S = 0.1
-# Of one record; a tenant takes some 100 bytes.
+# The size of one record; a tenant takes some 100 bytes.
 MAX_RECORD_BYTES = 1 << 20
 # Other gateways whose records are read.
 _MAX_GATEWAYS = 1024
@@ -91,7 +91,7 @@ class SharedQuotas:
 
     @property
     def note(self) -> str:
-        """Why limits are divided among gateways instead of shared; "" where they are shared."""
+        """The reason why limits are divided among gateways instead of shared; "" where they are shared."""
         share = self._quotas.share
         if share == 1:
             return ""
@@ -102,7 +102,7 @@ class SharedQuotas:
         return f"tenants' limits are divided among the gateways, {share:.0%} of each applies here: {because}"
 
     def uses(self, now: float) -> tuple[QuotaUse, ...]:
-        """Return what tenants use now, of all gateways as far as it is known here."""
+        """Return the tenants' use now, of all gateways as far as it is known here."""
         return self._quotas.uses(now)
 
     async def _run(self) -> None:
@@ -154,7 +154,7 @@ class SharedQuotas:
     def _log_change(self) -> None:
         """Log that limits are divided, once for each cause, and that they are shared again."""
         note = self.note
-        # What Redis says of one outage differs from try to try.
+        # Redis words one outage differently from try to try.
         state = f"{self._quotas.share} {'away' if self._away else self._quotas.missing}" if note else ""
         if state == self._logged:
             return

@@ -29,7 +29,7 @@ class AdminClient(GatewayCaller):
         return reply
 
     async def paths(self, replica_ids: Sequence[str] = ()) -> list[admin_pb.ReplicaPaths]:
-        """The measured paths from these replicas, by default from all."""
+        """Return the measured paths from these replicas, by default from all."""
         call = self.stub().Paths(
             admin_pb.PathsRequest(replica_ids=replica_ids), timeout=UNARY_TIMEOUT_S, metadata=self.metadata()
         )
@@ -39,13 +39,13 @@ class AdminClient(GatewayCaller):
             raise call_error(error) from error
 
     async def explain(self, request_id: str, tenant: str | None = None) -> pb.ExplainResponse:
-        """Where a running or recent request went, and why. `tenant` None: the latest with this id."""
+        """Return where a running or recent request went, and why. `tenant` None: the latest with this id."""
         request = pb.ExplainRequest(request_id=request_id, tenant=tenant)
         reply: pb.ExplainResponse = await self._unary("Explain", request)
         return reply
 
     async def requests(self, limit: int | None = None) -> pb.ListRequestsResponse:
-        """The running and recent requests of all tenants, the latest arrivals first."""
+        """Return the running and recent requests of all tenants, the latest arrivals first."""
         reply: pb.ListRequestsResponse = await self._unary(
             "ListRequests", pb.ListRequestsRequest(limit=limit)
         )
@@ -62,7 +62,8 @@ class AdminClient(GatewayCaller):
     async def store_verify(
         self, request: admin_pb.StoreVerifyRequest, timeout_s: float | None = None
     ) -> admin_pb.StoreVerifyResponse:
-        """Reads all that matches, which may take as long as a disk takes; without `timeout_s` no limit."""
+        """Read all matching records, which may take as much time as the disk needs; without `timeout_s` there
+        is no limit."""
         reply: admin_pb.StoreVerifyResponse = await self._unary("StoreVerify", request, timeout_s)
         return reply
 

@@ -12,8 +12,8 @@ from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 
 class TenantShare(NamedTuple):
-    """A tenant's part of the replicas' time that was given lately, and what each of its classes had: `share`
-    is the sum of these."""
+    """A tenant's recent part of the replicas' time, and the parts of its classes: `share` is the sum of
+    these."""
 
     tenant: str
     share: float
@@ -40,7 +40,7 @@ def tenant_shares(admissions: Iterable[admin_pb.AdmissionStatus]) -> list[Tenant
 
 
 def class_shares(shares: Iterable[TenantShare]) -> dict[str, float]:
-    """Return what each class had, of all tenants together."""
+    """Return the part that each class had, of all tenants together."""
     total: dict[str, float] = {}
     for tenant in shares:
         for name, share in tenant.class_to_share.items():

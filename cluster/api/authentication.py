@@ -78,7 +78,7 @@ METHOD_ACCESS: Mapping[str, MethodAccess] = {
     **{f"/{_REFLECTION.full_name}/{method.name}": "identified" for method in _REFLECTION.methods},
 }
 
-# What the methods of this project take.
+# The type of the messages that the methods of this project take.
 _METHOD_TO_KIND: Mapping[str, Any] = {
     f"/{service.full_name}/{method.name}": method.input_type
     for file in (pb.DESCRIPTOR, admin_pb.DESCRIPTOR)
@@ -91,7 +91,7 @@ _arrived_at: ContextVar[float] = ContextVar("arrived_at", default=0.0)
 
 
 def caller_identity() -> Identity:
-    """Return who makes the call that this task serves."""
+    """Return the identity that makes the call that this task serves."""
     return _caller.get()
 
 
@@ -102,8 +102,8 @@ def headers_arrived_at() -> float:
 
 
 def set_caller(identity: Identity, arrived_at: float) -> None:
-    """Name who makes the call that this task serves, and when its headers were there, where the call did not
-    come through `Authentication`."""
+    """Set the caller that makes the call that this task serves, and the time when its headers were there,
+    where the call did not come through `Authentication`."""
     _caller.set(identity)
     _arrived_at.set(arrived_at)
 
@@ -132,7 +132,7 @@ class Authentication(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        """Return what serves the call: the method's own handler, or one that refuses."""
+        """Return the handler that serves the call: the method's own, or one that refuses."""
         _arrived_at.set(self._clock.now())
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
@@ -340,7 +340,7 @@ def _check(identity: Identity, access: MethodAccess) -> None:
 
 
 async def abort(context: Context, error: RequestError, usage: pb.Usage | None = None) -> NoReturn:
-    """End the call with the status of the error, and what the request has used."""
+    """End the call with the status of the error, and the usage of the request."""
     status = to_grpc_status(error, usage)
     await context.abort(status.code, status.message, status.trailing_metadata)
     raise AssertionError("abort does not return")

@@ -19,7 +19,7 @@ from kvtransfer.common.clock import Clock
 
 T = TypeVar("T")
 C = TypeVar("C", bound=GatewayCaller)
-# How long calls may take to end when their client is closed: that takes a few milliseconds.
+# The time that calls may take to end when their client is closed: that takes a few milliseconds.
 _END_S = 5.0
 
 
@@ -183,7 +183,7 @@ class BlockingAdminClient(BlockingCaller[AdminClient]):
         return self._wait(self._client.status())
 
     def paths(self, replica_ids: Sequence[str] = ()) -> list[admin_pb.ReplicaPaths]:
-        """The measured paths from these replicas, by default from all."""
+        """Return the measured paths from these replicas, by default from all."""
         return self._wait(self._client.paths(replica_ids))
 
     def explain(self, request_id: str, tenant: str | None = None) -> pb.ExplainResponse:

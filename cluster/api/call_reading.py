@@ -22,8 +22,8 @@ Context = Any
 
 
 class CallReading:
-    """The bounds of what callers may have running and read at once at one gateway. `context_tokens` is the
-    model's context."""
+    """The bounds of the calls that callers may have running and read at once at one gateway. `context_tokens`
+    is the model's context."""
 
     def __init__(self, config: ClusterConfig, context_tokens: int) -> None:
         admission, gateway = config.admission, config.gateway
@@ -42,7 +42,7 @@ class CallReading:
 
     @contextlib.contextmanager
     def call(self, identity: Identity, connection: Hashable = None) -> Iterator[ReadHold]:
-        """Count a call of this identity, and its connection, while the block runs; yield what it holds of the
+        """Count a call of this identity, and its connection, while the block runs; yield its part of the
         budget. Raise `OverloadedError` where the caller has too many."""
         party = identity.party
         with contextlib.ExitStack() as ends:
@@ -56,7 +56,7 @@ class CallReading:
         """Return the one message of a gRPC call, not yet parsed. Raise the `RequestError` that says why it is
         not read.
 
-        gRPC names the length of a message to nobody, and receives all of it once it is asked for; before, it
+        gRPC does not tell the length of a message, and receives all of it once it is read; before, it
         receives no more than its window of flow control. So there must be room for the largest.
         """
         await hold.take(self.max_message_bytes)

@@ -32,9 +32,9 @@ _CHANNEL_OPTIONS: list[tuple[str, int]] = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientCredentials:
-    """Who calls, and whom the caller trusts. All of it is optional."""
+    """The identity of the caller, and the authorities that the caller trusts. All of it is optional."""
 
-    # An API key or a JWT, or what returns the one to use now: it is called before each call.
+    # An API key or a JWT, or a function that returns the one to use now: it is called before each call.
     bearer: str | Callable[[], str] = ""
     # PEM of the authorities that gateways at `tls://` are trusted by; by default those that gRPC trusts
     # (GRPC_DEFAULT_SSL_ROOTS_FILE_PATH of the environment, or its own list).
@@ -57,7 +57,7 @@ class GatewayCaller:
     """Calls one service of several gateways, at the current one. Use it inside one event loop; `async with`
     closes it."""
 
-    # Of the service.
+    # The stub of the service.
     stub_type: ClassVar[type[Any]]
 
     def __init__(
@@ -104,7 +104,7 @@ class GatewayCaller:
         return self._addresses[self._current]
 
     async def sleep(self, seconds: float) -> None:
-        """Wait so long, or until the client is closed, which is a `CallError` of CANCELLED."""
+        """Wait for this time, or until the client is closed, which is a `CallError` of CANCELLED."""
         pause = asyncio.ensure_future(self.clock.sleep(seconds))
         self._pauses.add(pause)
         try:
@@ -116,7 +116,7 @@ class GatewayCaller:
             raise closed_error()
 
     def channel(self) -> Any:
-        """Of the current address."""
+        """Return the channel to the current address."""
         if self.is_closed:
             raise closed_error()
         if self.address not in self._channels:
@@ -124,16 +124,16 @@ class GatewayCaller:
         return self._channels[self.address]
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Of each call: who calls."""
+        """Return the metadata of each call, which identifies the caller."""
         return self._credentials.metadata()
 
     def leave_address(self, failed: str) -> None:
-        """Go on at the next address, unless another stream has left `failed` already."""
+        """Continue at the next address, unless another stream has left `failed` already."""
         if self.address == failed:
             self._current = (self._current + 1) % len(self._addresses)
 
     def stub(self) -> Any:
-        """Of the service, at the current address."""
+        """Return a stub of the service at the current address."""
         return self.stub_type(self.channel())
 
     async def _unary(self, method: str, request: Any, timeout_s: float | None = UNARY_TIMEOUT_S) -> Any:
@@ -158,12 +158,12 @@ class GatewayCaller:
 
 
 def closed_error() -> CallError:
-    """What the calls of a client end with when it is closed."""
+    """Return the error with which the calls of a closed client end."""
     return CallError(grpc.StatusCode.CANCELLED, "this client was closed")
 
 
 def call_error(error: Any) -> CallError:
-    """The `CallError` of an `AioRpcError`."""
+    """Return the `CallError` of an `AioRpcError`."""
     trailing = tuple(error.trailing_metadata() or ())
     return CallError(
         error.code(),

@@ -75,20 +75,21 @@ Event = pb.Accepted | pb.PromptPart | pb.Delta | pb.Finished
 
 
 class PromptParts:
-    """Finds what of the prompt's parts is new: a call that resumes without output gives them again."""
+    """Finds the new ones among the prompt's parts: a call that resumes without output gives the others
+    again."""
 
     def __init__(self) -> None:
-        # Received in all calls together, and the text received in the present one.
+        # Tokens received in all calls together, and the text received in the present one.
         self._num_tokens = 0
         self._num_chars = 0
         self._num_call_chars = 0
 
     def begin_call(self) -> None:
-        """The parts come from their beginning now."""
+        """Note that the parts come from their beginning now."""
         self._num_call_chars = 0
 
     def new(self, part: pb.PromptPart) -> pb.PromptPart | None:
-        """Return what of a part has not come before; None where that is nothing."""
+        """Return the part of the message that has not come before; None where there is none."""
         num_known = self._num_tokens - part.first_index
         num_known_chars = self._num_chars - self._num_call_chars
         self._num_call_chars += len(part.text)
@@ -140,12 +141,12 @@ class GenerateStream:
         return self.events()
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """What iterating gives; closing the generator early cancels the request."""
+        """Yield the events of the request; closing the generator early cancels the request."""
         num_failures, failing_since, before = 0, 0.0, ""
         while True:
             num_tokens = self._num_tokens()
             try:
-                # Closed at once: later, the client that it belongs to may be closed.
+                # The attempt is closed at once: later, the client that it belongs to may be closed.
                 async with aclosing(self._attempt()) as attempt:
                     async for event in attempt:
                         yield event
@@ -171,7 +172,7 @@ class GenerateStream:
             self._client.leave_address(self._address)
 
     async def _attempt(self) -> AsyncGenerator[Event, None]:
-        """The events of one call that are new."""
+        """Yield the new events of one call."""
         timeout_s = None
         if self._deadline_at is not None:
             timeout_s = max(0.001, self._deadline_at - self._client.clock.now())
@@ -273,7 +274,7 @@ class Client(GatewayCaller):
         timeout_s: float | None = None,
         resume: bool = True,
     ) -> Completion:
-        """The whole result at once."""
+        """Return the whole result at once."""
         collector = Collector()
         async for event in self.generate(prompt, options, timeout_s=timeout_s, resume=resume):
             collector.add(event)
@@ -287,7 +288,7 @@ class Client(GatewayCaller):
         dimensions: int | None = None,
         timeout_s: float | None = None,
     ) -> list[list[float]]:
-        """The embedding of each text, or of each list of token ids."""
+        """Return the embedding of each text, or of each list of token ids."""
         request = pb.EmbedRequest(
             inputs=[embed_input(item) for item in inputs], normalize=normalize, dimensions=dimensions
         )
@@ -301,7 +302,7 @@ class Client(GatewayCaller):
         *,
         timeout_s: float | None = None,
     ) -> list[pb.ContinuationScore]:
-        """How likely each continuation of the prompt is."""
+        """Return how likely each continuation of the prompt is."""
         asked = generate_request(prompt, GenerateOptions())
         request = pb.ScoreRequest(continuations=[embed_input(item) for item in continuations])
         match asked.WhichOneof("prompt"):
@@ -332,20 +333,20 @@ class Client(GatewayCaller):
         return list(reply.models)
 
     async def explain(self, request_id: str) -> pb.ExplainResponse:
-        """Where a running or recent request of this caller's tenant went, and why."""
+        """Return where a running or recent request of this caller's tenant went, and why."""
         reply: pb.ExplainResponse = await self._unary("Explain", pb.ExplainRequest(request_id=request_id))
         return reply
 
     async def requests(self, limit: int | None = None) -> list[pb.RequestSummary]:
-        """The running and recent requests of this caller's tenant, the latest arrivals first."""
+        """Return the running and recent requests of this caller's tenant, the latest arrivals first."""
         reply: pb.ListRequestsResponse = await self._unary(
             "ListRequests", pb.ListRequestsRequest(limit=limit)
         )
         return list(reply.requests)
 
     async def pause(self, error: CallError, num_failures: int) -> None:
-        """Before another try: as the gateway suggests, at least the growing pause of our own. What is
-        unavailable may be there earlier than was suggested; a refusal is obeyed."""
+        """Wait before another try: as the gateway suggests, at least for the growing pause of our own. An
+        unavailable service may be back earlier than suggested; a refusal is obeyed."""
         suggested_s = error.retry_after_s or 0.0
         if not error.is_refusal:
             suggested_s = min(suggested_s, _MAX_BACKOFF_S)
@@ -380,7 +381,7 @@ class Collector:
         return sum(len(output.token_ids) for output in self._outputs.values())
 
     def completion(self) -> Completion:
-        """The result; only after `Finished` was added."""
+        """Return the result; to be called only after `Finished` was added."""
         assert self._finished is not None
         outputs = [self._outputs.get(end.sample, _Output()) for end in self._finished.samples]
         return Completion(
@@ -402,7 +403,7 @@ class Collector:
 
 @dataclass(slots=True)
 class _Output:
-    """What was received of one sample."""
+    """The received output of one sample."""
 
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Represent what a caller of the Python client asks for: a prompt, its options, and their message."""
+"""Represent the request of a caller of the Python client: a prompt, its options, and their message."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 
 class Turn(NamedTuple):
-    """One message of a chat prompt."""
+    """A message of a chat prompt."""
 
     role: str
     content: str
@@ -50,7 +50,7 @@ class GenerateOptions:
     request_id: str = ""
     pinned_prefill: str = ""
     pinned_decode: str = ""
-    # What the output must look like.
+    # The required form of the output.
     constraint: pb.Constraint | None = None
     prompt_logprobs: int | None = None
     echo: bool = False
@@ -59,7 +59,7 @@ class GenerateOptions:
     include_usage: bool = False
     separate_reasoning: bool | None = None
     truncate_prompt_tokens: int | None = None
-    # Names a conversation.
+    # The name of a conversation.
     session_id: str = ""
     # Whether the KV of this request is kept from others, and not stored.
     no_store: bool = False
@@ -69,7 +69,8 @@ _APART = ("pinned_prefill", "pinned_decode", "service_class", "no_store")
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
-    """The message; `InvalidRequestError` names an option, or the prompt, that does not fit in its field."""
+    """Return the message; `InvalidRequestError` names an option, or the prompt, that does not fit in its
+    field."""
     request = pb.GenerateRequest(
         service_class=_value("service_class", pb.ServiceClass, options.service_class)
     )
@@ -92,7 +93,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
 
 
 def chat_prompt(turns: Sequence[Any]) -> pb.ChatPrompt:
-    """The message of a chat made of `Turn`s."""
+    """Return the message of a chat made of `Turn`s."""
     chat = pb.ChatPrompt()
     for index, (role, content) in enumerate(turns):
         message = chat.messages.add(role=_value(f"chat.messages[{index}].role", pb.Role, role))
@@ -107,7 +108,7 @@ def embed_input(item: str | Sequence[int]) -> pb.EmbedInput:
 
 
 def _value(field: str, kind: Any, name: str) -> Any:
-    """The value of an enum by its short name."""
+    """Return the value of an enum by its short name."""
     try:
         return value_of(kind, name)
     except KeyError:
@@ -116,7 +117,7 @@ def _value(field: str, kind: Any, name: str) -> Any:
 
 
 def _message(kind: Any, name: str, value: Any) -> Any:
-    """A message of this kind with one field set; None leaves it absent."""
+    """Return a message of this kind with one field set; None leaves it absent."""
     try:
         return kind(**{name: value})
     except (TypeError, ValueError) as error:

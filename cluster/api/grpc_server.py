@@ -31,7 +31,7 @@ _log = logging.getLogger("tandem.gateway")
 def open_server(
     gateway: GatewayConfig, interceptors: Sequence[grpc.aio.ServerInterceptor], max_message_bytes: int
 ) -> grpc.aio.Server:
-    """A gRPC server that listens nowhere yet."""
+    """Return a gRPC server that does not listen yet."""
     options = [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", -1),
@@ -40,8 +40,9 @@ def open_server(
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.ping_timeout_ms", 10_000),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-        # What a call may send before its message is asked for. By default gRPC raises it, by what it measures
-        # of the network, to megabytes for each call; once the message is asked for, all of it may come.
+        # The bytes that a call may send before its message is requested. By default gRPC raises this limit,
+        # by its measurements of the network, to megabytes for each call; once the message is requested, all
+        # of it may come.
         ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
         ("grpc.http2.bdp_probe", 0),
     ]
@@ -58,15 +59,15 @@ class ClientPort:
         self._descriptors = descriptors
 
     def stop_accepting(self) -> None:
-        """Take no new connection; those that are open stay. gRPC itself can only end both, and then fails
-        calls that arrive meanwhile."""
+        """Take no new connection; open ones stay. gRPC itself can only end both, and then fails calls that
+        arrive at that time."""
         for descriptor in self._descriptors:
             with socket.socket(fileno=os.dup(descriptor)) as listener:
                 listener.shutdown(socket.SHUT_RDWR)
         self._descriptors = set()
 
     def num_connections(self) -> int:
-        """Clients that are connected now."""
+        """Return the number of clients that are connected now."""
         return sum(
             connection.status == psutil.CONN_ESTABLISHED and connection.laddr.port == self.number
             for connection in psutil.Process().net_connections("tcp")
@@ -124,7 +125,8 @@ def open_certificate(
 async def open_health(
     gateway: GatewayConfig, servicer: health.aio.HealthServicer, *, is_shared: bool = False
 ) -> grpc.aio.Server | None:
-    """The server of `health_port`, started; None when there shall be none. `is_shared` as for `bind`."""
+    """Start and return the server of `health_port`; None when there shall be none. `is_shared` as for
+    `bind`."""
     if gateway.health_port is None:
         return None
     server = grpc.aio.server(options=[("grpc.so_reuseport", int(gateway.takes_over))])
@@ -141,7 +143,7 @@ async def open_health(
 
 
 class Certificate:
-    """A PEM chain and its key in files that whoever renews them replaces; with `ca_file`, clients must show
+    """A PEM chain and its key in files that are replaced on renewal; with `ca_file`, clients must show
     certificates of these authorities."""
 
     def __init__(self, cert_file: Path, key_file: Path, ca_file: Path | None = None) -> None:
@@ -150,11 +152,12 @@ class Certificate:
             self._files["auth.certificates.ca_file"] = ca_file
         self._current = self._read()
         _check_pair(*self._current[:2])
-        # What the server was given last.
+        # The configuration that the server was given last.
         self._given = self._current
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Every handshake asks `_changed`, so that a renewed certificate is used without a restart."""
+        """Return credentials whose every handshake calls `_changed`, so that a renewed certificate is used
+        without a restart."""
         return grpc.dynamic_ssl_server_credentials(
             self._configuration(),
             self._changed,
@@ -162,12 +165,12 @@ class Certificate:
         )
 
     def chain(self) -> str:
-        """PEM of the certificate chain that the next handshake shows; reads the files."""
+        """Read the files, and return the PEM of the certificate chain that the next handshake shows."""
         self._refresh()
         return self._current[0].decode("ascii", "replace")
 
     def pair(self) -> tuple[bytes, bytes]:
-        """PEM of the chain and of its key, as the files were when they were read last."""
+        """Return the PEM of the chain and of its key, as the files were when they were read last."""
         return self._current[0], self._current[1]
 
     def ssl_context(self) -> ssl.SSLContext:
@@ -200,7 +203,8 @@ class Certificate:
         return context
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """What the files hold now, where it is new and complete; None: go on with what was last given."""
+        """Return the contents of the files where they are new and complete; None: keep those that were given
+        last."""
         self._refresh()
         if self._current == self._given:
             return None
@@ -208,7 +212,7 @@ class Certificate:
         return self._configuration()
 
     def _refresh(self) -> None:
-        """Take over what the files hold now, where it is complete."""
+        """Take over the content of the files now, where it is complete."""
         try:
             now = self._read()
             if now == self._current:
@@ -237,8 +241,8 @@ class Certificate:
 
 
 def _check_pair(cert: bytes, key: bytes) -> None:
-    """`StartError` unless the key is that of the certificate: not while one of the two files is replaced
-    already and the other is not."""
+    """Raise `StartError` unless the key is that of the certificate, which it is not while only one of the two
+    files is replaced already."""
     try:
         chain, private = load_pem_x509_certificates(cert), load_pem_private_key(key, None)
         is_pair = chain[0].public_key() == private.public_key()
@@ -252,7 +256,7 @@ _TAKEN = "the port is taken, or the address is not one of this host"
 
 
 def _listeners() -> set[tuple[int, int]]:
-    """(file descriptor, port) of each socket on which this process listens."""
+    """Return (file descriptor, port) of each socket on which this process listens."""
     return {
         (connection.fd, connection.laddr.port)
         for connection in psutil.Process().net_connections("tcp")

@@ -23,11 +23,11 @@ def status_json(
 
 
 def as_dict(message: Any) -> dict[str, Any]:
-    """Every field, also those at 0, under its name in the .proto; 64-bit integers as numbers, enums by their
-    short names, bytes in base64. Fields that may be absent, and are, are left out.
+    """Return every field, also those at 0, under its name in the .proto; 64-bit integers as numbers, enums by
+    their short names, bytes in base64. Fields that may be absent, and are, are left out.
 
-    protobuf's own MessageToDict writes 64-bit integers as strings and takes ten times as long, which a
-    gateway that is asked for its status every second would feel.
+    protobuf's own MessageToDict writes 64-bit integers as strings and takes ten times the time, which is too
+    slow for a gateway whose status is read every second.
     """
     return {
         name: convert(getattr(message, name))
@@ -48,7 +48,8 @@ def _fields(descriptor: Any) -> tuple[_Field, ...]:
 
 
 def _converter(field: Any) -> Callable[[Any], Any]:
-    """For the API's kinds of fields: numbers, texts, messages, lists and maps of these."""
+    """Return the converter of one of the API's kinds of fields: numbers, texts, messages, lists and maps of
+    these."""
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         convert = _converter(field.message_type.fields_by_name["value"])
         return lambda entries: {str(key): convert(value) for key, value in entries.items()}
@@ -68,7 +69,7 @@ def _single(field: Any) -> Callable[[Any], Any]:
 
 
 def _finite(value: float) -> float | str:
-    """JSON has no other numbers; protobuf writes these texts, and reads them."""
+    """Return the number, or where JSON has no such number, the text that protobuf writes and reads for it."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -15,18 +15,18 @@ from kvtransfer.common.clock import give_way
 
 # A shorter message is parsed within a few milliseconds, whatever is in it.
 SHORT_MESSAGE_BYTES = 128 << 10
-# In a message and all within it: a chat of the most messages and tools has fewer.
+# Fields in a message and all within it: a chat of the most messages and tools has fewer.
 MAX_FIELDS = 1 << 16
 # Numbers in lists, such as token ids; more of them where the context and its samples are larger.
 MAX_VALUES = 5 << 17
-# Counted before the event loop may run again.
+# Bytes counted before the event loop may run again.
 _FIELDS_AT_ONCE = 1024
 _MAX_VARINT_BYTES = 10
-# Of a tag: how the field is written. Of any byte of a varint: that another one follows.
+# Bits of a tag: how the field is written. Bit of any byte of a varint: another byte follows.
 _WIRE_TYPE, _IS_LONG = 7, 128
 _IS_LONG_OR_WIRE_TYPE = _IS_LONG | _WIRE_TYPE
 
-# What a field holds: a message, or numbers of so many bytes ("varint": of any number).
+# The content of a field: a message, or numbers of this many bytes ("varint": of any number).
 _Held = Any | Literal["varint", 4, 8]  # the descriptors of protobuf's runtimes have no type in common
 _WIDTHS: Mapping[int, Literal["varint", 4, 8] | None] = {
     FieldDescriptor.TYPE_STRING: None,
@@ -40,7 +40,7 @@ _WIDTHS: Mapping[int, Literal["varint", 4, 8] | None] = {
 
 
 class _MalformedError(Exception):
-    """The bytes are no message; parsing ends here too, and says so."""
+    """The bytes are no message; parsing fails on them, too."""
 
 
 async def check_fields(message: bytes, kind: Any, max_values: int) -> None:
@@ -91,7 +91,8 @@ def _too_many(most: int, what: str) -> InvalidRequestError:
 
 @functools.cache
 def _fields_of(kind: Any) -> Mapping[int, _Held]:
-    """Return what the fields of a message hold that have a length, by number; texts are not among them."""
+    """Return the contents of the fields of a message that have a length, by number; texts are not among
+    them."""
     found: dict[int, _Held] = {}
     for field in kind.fields:
         held = field.message_type or _WIDTHS.get(field.type, "varint")
@@ -101,7 +102,7 @@ def _fields_of(kind: Any) -> Mapping[int, _Held]:
 
 
 def _field_at(message: bytes, at: int, end: int) -> tuple[int, int, int]:
-    """Return the tag of the field that begins here, and where what it holds begins and ends."""
+    """Return the tag of the field that begins here, and where its content begins and ends."""
     tag, at = _varint_at(message, at, end)
     match tag & _WIRE_TYPE:
         case 0:

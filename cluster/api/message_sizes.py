@@ -6,13 +6,14 @@ from __future__ import annotations
 from cluster.config import ClusterConfig
 from cluster.text.validation import MAX_BYTES_PER_TOKEN
 
-# Beside the prompt: tools, a grammar, and what else a request says, also where a list has several prompts.
+# Everything besides the prompt: tools, a grammar, and other fields of a request, also where a list has
+# several prompts.
 _OTHER_BYTES = 4 << 20
-# Text in JSON takes so many times its bytes where all that is not ASCII is escaped, as Python's `json` does.
+# The factor by which JSON enlarges text where all that is not ASCII is escaped, as Python's `json` does.
 _JSON_GROWTH = 3
 # A token id of the output so far, in a call that resumes a request.
 _TOKEN_BYTES = 5
-# Of what one caller may have read at once, at most this is one request.
+# The part that one request may have of what one caller may have read at once.
 _CALLER_PART = 0.5
 
 
@@ -30,7 +31,8 @@ def max_message_bytes(config: ClusterConfig, context_tokens: int) -> int:
 
 
 def _bounded(config: ClusterConfig, num_bytes: int) -> int:
-    """Return the bytes with what is beside the prompt, as far as one caller may have them read."""
+    """Return the bytes with those of everything besides the prompt, as far as one caller may have them
+    read."""
     admission = config.admission
     most = min(admission.max_caller_reading_mb, admission.max_reading_mb) * 1e6 * _CALLER_PART
     return min(num_bytes + _OTHER_BYTES, int(most))

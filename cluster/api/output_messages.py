@@ -19,7 +19,7 @@ from kvtransfer.blocks.keys import TOKEN_BYTES
 from workers.messages.link import PrefillReport
 from workers.messages.sampling import TokenLogprob
 
-# Of the prompt, in one message.
+# Tokens of the prompt in one message.
 _PART_TOKENS = 2048
 _NUM_CACHED_TEXTS = 1 << 16
 
@@ -40,7 +40,7 @@ class OutputMessages:
             self._echo = text.detokenizer(keeps_all=request.keep_special_tokens)
 
     def first(self) -> Iterator[pb.GenerateResponse]:
-        """Yield what comes before any output of the engine."""
+        """Yield the messages before any output of the engine."""
         accepted = self._accepted
         yield pb.GenerateResponse(
             accepted=pb.Accepted(
@@ -158,7 +158,7 @@ def _tool_call(call: ToolCallDelta) -> pb.ToolCallDelta:
 
 
 def usage_of(summary: Summary) -> pb.Usage:
-    """Return what the request used, finished or not."""
+    """Return the usage of the request, finished or not."""
     return pb.Usage(
         prompt_tokens=summary.num_prompt_tokens,
         cached=_cached(summary.prefill),

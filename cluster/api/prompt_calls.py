@@ -35,35 +35,35 @@ from cluster.text.validation import MAX_ID_CHARS, ServingLimits, check_request
 from kvtransfer.common.clock import give_way
 from kvtransfer.request_facts import Pooling
 
-# Of an id's hash, where it stands for the rest of it.
+# Characters of an id's hash, where the hash stands for the rest of the id.
 _DIGEST_CHARS = 32
-# Inputs of one call.
+# The largest number of inputs of one call.
 MAX_INPUTS = 256
-# Of one call, at once.
+# Inputs of one call that run at once.
 _NUM_AT_ONCE = 32
-# For each place of a continuation: the chosen token's and the likeliest one's.
+# Alternatives for each place of a continuation: the chosen token and the likeliest one.
 _NUM_TOP = 1
 
 T = TypeVar("T")
 
 
-# What `Generate` calls an input, and what a call with several inputs has under its own name.
+# The names that `Generate` gives to an input, which a call with several inputs replaces by its own.
 _INPUT_FIELDS = frozenset(("prompt", "token_ids"))
 
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """Who calls, how many seconds are left of the call now, and the requests that it has begun."""
+    """The caller, the seconds that are left of the call now, and the requests that it has begun."""
 
     identity: Identity
     caller: Caller
     time_left_s: Callable[[], float | None]
     accepted: list[Accepted] = field(default_factory=list)
-    # Why others were not accepted.
+    # The reasons why other inputs were not accepted.
     refusals: list[RequestError] = field(default_factory=list)
 
     def usage(self) -> pb.Usage | None:
-        """Return what the call has used so far; None where nothing of it was accepted."""
+        """Return the usage of the call so far; None where nothing of it was accepted."""
         return _usage([item.task.summary() for item in self.accepted]) if self.accepted else None
 
 
@@ -179,7 +179,7 @@ class PromptCalls:
     def _collector(
         self, request: pb.GenerateRequest
     ) -> Callable[[Accepted], Awaitable[list[pb.TokenLogprob]]]:
-        """Return what collects the log-probabilities of a request's prompt."""
+        """Return the collector of the log-probabilities of a request's prompt."""
 
         async def collect(accepted: Accepted) -> list[pb.TokenLogprob]:
             messages = OutputMessages(request, accepted, self._preprocessor.text)
@@ -241,7 +241,7 @@ def _check_inputs(field: str, inputs: Sequence[pb.EmbedInput]) -> None:
 
 @contextlib.contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Name the input in what is wrong with it."""
+    """Name the input in the errors about it."""
     try:
         yield
     except InvalidRequestError as error:
@@ -316,7 +316,7 @@ def _shaped(vector: NDArray[np.float32], request: pb.EmbedRequest) -> NDArray[np
 
 
 def _score(parts: list[pb.TokenLogprob], num_prompt_tokens: int) -> pb.ContinuationScore:
-    """Return the score of what follows the prompt."""
+    """Return the score of the text that follows the prompt."""
     tokens = parts[num_prompt_tokens:]
     return pb.ContinuationScore(
         logprob=sum(item.logprob for item in tokens),
@@ -327,7 +327,7 @@ def _score(parts: list[pb.TokenLogprob], num_prompt_tokens: int) -> pb.Continuat
 
 
 def _usage(summaries: Sequence[Summary]) -> pb.Usage:
-    """Return what requests used together."""
+    """Return the usage of the requests together."""
     total = pb.Usage()
     for summary in summaries:
         usage = usage_of(summary)

@@ -46,7 +46,7 @@ class PublicPorts:
         self._health: Any = None
         self._servers: list[grpc.aio.Server] = []
         self._health_server: grpc.aio.Server | None = None
-        # After `listen`.
+        # Present after `listen`.
         self.clients: ClientPort | None = None
         self.admin_port = 0
 

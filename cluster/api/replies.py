@@ -29,10 +29,10 @@ from cluster.text.preprocess import Preprocessor
 from kvtransfer.common.clock import Clock
 from router.messages import Decision
 
-# Of the running and of the ended ones each, in one list of requests.
+# The number of running requests, and of ended ones, in one list of requests.
 DEFAULT_REQUESTS = 100
 MAX_REQUESTS = 1000
-# How old a status may be. Replicas report about as often.
+# The largest age of a status. Replicas report about as often.
 STATUS_S = 0.2
 _PACKAGES = ("tandem-serve", "ray", "torch", "grpcio", "tokenizers", "msgspec")
 
@@ -65,7 +65,7 @@ class StatusService:
         self._versions = _versions()
         self._thread = StatusThread()
         self._status = Fresh(self._make_status, STATUS_S, clock)
-        # What happened at all gateways; as old as a status.
+        # Totals of all gateways; as old as a status.
         self.stats: Fresh[FleetStats] = Fresh(fleet.stats, STATUS_S, clock)
 
     def configure(self, config: ClusterConfig) -> None:
@@ -157,7 +157,7 @@ class StatusService:
 
 
 def scale_reply(done: OrderDone) -> admin_pb.ScaleResponse:
-    """Return what an order changes."""
+    """Return the changes of an order."""
     return admin_pb.ScaleResponse(
         pools=[
             admin_pb.PoolChange(
@@ -325,7 +325,7 @@ class Fresh(Generic[T]):
         self._making: asyncio.Task[T] | None = None
 
     async def get(self) -> T:
-        """Return the value, or raise what making it raised."""
+        """Return the value, or raise the error of making it."""
         if self._making is None or (self._making.done() and self._is_old()):
             self._making = asyncio.create_task(self._make_it())
         return await asyncio.shield(self._making)

@@ -121,7 +121,7 @@ class InferenceServicer:
         return is_answered
 
     def detokenizer(self, request: pb.GenerateRequest) -> Detokenizer:
-        """Return what makes the text of an answer that is nothing but text."""
+        """Return the maker of the text of an answer that is nothing but text."""
         has_tags = request.constraint.HasField("structural_tags")
         kept = tag_markers(tags_of(request.constraint)) if has_tags else ()
         return self._texts.text.detokenizer(kept, keeps_all=request.keep_special_tokens)
@@ -202,8 +202,8 @@ async def _send_headers(context: Context) -> None:
 
 
 async def _end_behind_output(context: Context, status: GrpcStatus) -> None:
-    """End a call of `Generate` with the status of its error. The client reads what was written before first;
-    after `STATUS_WAIT_S`, gRPC alone waits for that, and the handler ends."""
+    """End a call of `Generate` with the status of its error. The client reads all output that was written
+    before; after `STATUS_WAIT_S`, gRPC alone waits for that, and the handler ends."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(STATUS_WAIT_S):
             await context.abort(status.code, status.message, status.trailing_metadata)
@@ -216,7 +216,7 @@ def _call_context(context: Context) -> CallContext:
 
 
 def caller_of(context: Context, identity: Identity) -> Caller:
-    """Return who calls, from where, and the trace that the call belongs to."""
+    """Return the caller, its address, and the trace that the call belongs to."""
     metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
     return Caller(
         name=identity.name,
@@ -270,8 +270,8 @@ _NUM_TOKENS = 4096
 
 
 class TextCalls:
-    """Runs Tokenize and Detokenize in their own threads, beside the event loop and the threads of Generate.
-    Tenants take turns there.
+    """Runs Tokenize and Detokenize in their own threads, apart from the event loop and the threads of
+    Generate.
 
     A call beyond `MAX_CALLS`, or `MAX_TENANT_CALLS` of its tenant, raises `OverloadedError`.
     """

@@ -1,6 +1,6 @@
-"""Build the replicas' part of a status, and the paths between them, in a thread beside the event loop.
+"""Build the replicas' part of a status, and the paths between them, in a thread apart from the event loop.
 
-The loop passes what it knows by reference. Messages are built from that, and only those that changed.
+The loop passes its data by reference. Messages are built from that, and only those that changed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NUM_PATHS = 64
 
 
 class ReplicaLook(NamedTuple):
-    """What a replica's message is made of; nothing of it is changed later."""
+    """The parts of a replica's message; none of them is changed later."""
 
     record: ReplicaRecord
     state: str
@@ -40,7 +40,7 @@ class ReplicaLook(NamedTuple):
 
     @staticmethod
     def of(view: ReplicaView) -> ReplicaLook:
-        """Take what is known of the replica now."""
+        """Take the facts that are known of the replica now."""
         hello, record = view.hello, view.record
         role_epoch = hello.role_epoch if hello else record.role_epoch
         note = "; ".join(filter(None, (view.note, view.avoided)))
@@ -52,11 +52,11 @@ class ReplicaLook(NamedTuple):
 
 
 class StatusThread:
-    """Builds messages for one gateway, one at a time, from the event loop that asks."""
+    """Builds messages for one gateway, one at a time, from the calling event loop."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "status")
-        # By replica; for the thread alone.
+        # Messages by replica; for the thread alone.
         self._built: dict[str, tuple[ReplicaLook, admin_pb.Replica]] = {}
         # Messages of replicas built since the start.
         self.num_built = 0
@@ -68,7 +68,8 @@ class StatusThread:
         now: float,
         held: Mapping[str, QueuedLoad],
     ) -> admin_pb.StatusResponse:
-        """Add the replicas as they are now to the message. Nobody else may use it meanwhile."""
+        """Add the replicas as they are now to the message. Nobody else may use the message at the same
+        time."""
         looks = [(ReplicaLook.of(view), now - view.load_at) for view in views]
         return await self._run(lambda: self._add(status, looks, held))
 

@@ -1,4 +1,4 @@
-"""The gateway's side of `tandem store`: every node's store is asked, and each that does not answer is
+"""The gateway's side of `tandem store`: every node's store is queried, and each that does not answer is
 named."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from kvtransfer.store.messages import (
 # A store that takes longer to report its state hangs.
 STAT_S = 3.0
 _CONNECT_S = 3.0
-# Of the caller's deadline, kept for the answer that names the stores that were late.
+# A part of the caller's deadline that is kept for the answer that names the late stores.
 _MARGIN_S = 0.5
 
 M = TypeVar("M", admin_pb.StoreTier, admin_pb.StoreIndex)

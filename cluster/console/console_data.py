@@ -23,17 +23,17 @@ from cluster.proto.tandem.v1 import admin_pb2 as admin_pb
 from cluster.scaling.orders import Operations
 from kvtransfer.common.clock import Clock
 
-# Of each kind, running and ended, in one answer.
+# Requests of each kind, running and ended, in one answer.
 MAX_REQUESTS = 100
 _STATUS_AGE_S = 0.5
 _STORES_AGE_S = 2.0
 _PATHS_AGE_S = 5.0
 _METRICS_AGE_S = 1.0
 MIN_TREND_S = 60
-# In one answer: a longer table would not be read.
+# Paths in one answer: a longer table would not be read.
 MAX_PATHS = 10_000
 
-# Of `GatewayTotals`: those that the page shows.
+# The fields of `GatewayTotals` that the page shows.
 _TOTALS = ("num_running", "num_finished", "num_failed", "num_cancelled")
 
 # Sets and counts everything that the gateway exports.
@@ -78,7 +78,7 @@ class ConsoleApi:
         self.metrics = Fresh(self._make_metrics, _METRICS_AGE_S, clock)
 
     async def about(self) -> dict[str, Any]:
-        """Return what does not change while the gateway runs, and the dashboard's address."""
+        """Return the facts that do not change while the gateway runs, and the dashboard's address."""
         scaling = self._config.scaling
         return {
             "gateway_id": self._gateway_id,
@@ -99,7 +99,7 @@ class ConsoleApi:
         return {"requests": requests, "missing": found.missing}
 
     async def explain(self, request_id: str, tenant: str | None) -> dict[str, Any]:
-        """Return what `tandem explain --json` prints; `UnknownRequestError` for an unknown request."""
+        """Return the output of `tandem explain --json`; `UnknownRequestError` for an unknown request."""
         return as_dict(await self._status_service.explain(request_id, tenant))
 
     async def curves(self) -> dict[str, Any]:
@@ -144,7 +144,7 @@ class ConsoleApi:
     async def _make_status(self) -> str:
         reply = await self._status_service.status()
         nodes = (await self._store_stat.get()).nodes if reply.stores else []
-        # In a thread: with many replicas this would delay the tokens of this event loop.
+        # A thread is used because with many replicas this would delay the tokens of this event loop.
         return await asyncio.to_thread(lambda: json.dumps(status_json(reply, nodes)))
 
     async def _make_metrics(self) -> bytes:
@@ -167,7 +167,8 @@ class ConsoleApi:
 
 
 def _request(gateway_id: str, request: ListedRequest, now: float) -> dict[str, Any]:
-    """Times are milliseconds, null while not known; `age_s` counts from the request's arrival."""
+    """Return the fields of a request. Times are milliseconds, null while not known; `age_s` counts from the
+    request's arrival."""
     return {
         "request_id": request.request_id,
         "gateway_id": gateway_id,

@@ -59,7 +59,7 @@ _MAX_SPAN_DIGITS = 9
 _log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-# Is told who sends the request.
+# A handler that gets the identity of the request's sender.
 IdentifiedHandler = Callable[[web.Request, Identity], Awaitable[web.StreamResponse]]
 Method = Literal["GET", "POST"]
 RouteAccess = Role | Literal["open"]
@@ -84,7 +84,7 @@ ROUTE_ACCESS: Mapping[tuple[Method, str], RouteAccess] = {
 
 
 class ConsoleServices(NamedTuple):
-    """What the console needs of its gateway."""
+    """The parts of its gateway that the console needs."""
 
     status: StatusService
     fleet: Fleet
@@ -132,7 +132,7 @@ def _add_route(app: web.Application, method: Method, path: str, handler: Handler
 
 
 class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of what the page sends: JSON objects with these fields and no other."""
+    """Base of the page's messages: JSON objects with these fields and no other."""
 
 
 class _SignIn(_Body, frozen=True):
@@ -240,7 +240,7 @@ class Console:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse what the console's page would not send, and turn every refusal into JSON."""
+        """Refuse requests that the console's page would not send, and turn every refusal into JSON."""
         response: web.StreamResponse
         if is_versionless(request):
             response = _error(400, VERSIONLESS)
@@ -268,7 +268,7 @@ class Console:
     # -------------------------------------------------------------------------------- who is signed in
 
     def _allowed(self, access: RouteAccess, handler: IdentifiedHandler) -> Handler:
-        """Return the handler for those who have the role."""
+        """Return the handler for callers who have the role."""
         assert access != "open"
 
         async def answer(request: web.Request) -> web.StreamResponse:
@@ -284,7 +284,7 @@ class Console:
         return answer
 
     def _identify(self, request: web.Request) -> Identity:
-        """Return who sends the request: by the header that programs send, or by the session's cookie."""
+        """Return the identity of the sender: by the header that programs send, or by the session's cookie."""
         authenticator = self._access.authenticator
         if not authenticator.is_required or "Authorization" in request.headers:
             return authenticator.identify(
@@ -389,7 +389,7 @@ class Console:
     def _recorded(
         self, request: web.Request, identity: Identity, what: Mapping[str, object]
     ) -> Iterator[None]:
-        """Record what is done within, and how it ended."""
+        """Record the work that is done within, and how it ended."""
         try:
             yield
         except RequestError as error:
@@ -427,7 +427,7 @@ async def _read(request: web.Request, kind: type[B]) -> B:
 
 
 def _answers(read: Callable[[], Awaitable[dict[str, Any] | str]]) -> IdentifiedHandler:
-    """Return a handler that answers with what `read` returns: JSON, or the fields of a JSON object."""
+    """Return a handler that answers with the value of `read`: JSON, or the fields of a JSON object."""
 
     async def answer(request: web.Request, identity: Identity) -> web.Response:
         return _json(await read())
@@ -498,7 +498,7 @@ def refused_order(headers: Mapping[str, str]) -> tuple[int, str] | None:
 
 
 def _place(origin: str) -> str:
-    """`host:port` of an Origin header; "" where it has none ("null")."""
+    """Return the `host:port` of an Origin header; "" where it has none ("null")."""
     try:
         return urlsplit(origin).netloc.lower()
     except ValueError:

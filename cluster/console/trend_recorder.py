@@ -14,7 +14,7 @@ from cluster.metrics.trends import FINE, Gauges, Trends
 from kvtransfer.common.clock import Clock
 from kvtransfer.messages import ReplicaIdentity
 
-# After the end of a period: the other gateways' clocks are not quite the same.
+# The delay after the end of a period: the other gateways' clocks are not quite the same.
 _LATE_S = 1.0
 _log = logging.getLogger(__name__)
 
@@ -27,8 +27,8 @@ class _Prompts(NamedTuple):
 
 
 class TrendRecorder:
-    """Keeps `trends` up to date while `run` runs. `stats` asks all gateways; `views` are the replicas that
-    this gateway hears, and `has_gpus` tells of a pool whether its ranks have any."""
+    """Keeps `trends` up to date while `run` runs. `stats` queries all gateways; `views` are the replicas that
+    this gateway hears, and `has_gpus` returns of a pool whether its ranks have any."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class TrendRecorder:
                 continue
             now = _Prompts(load.num_queried_tokens, sum(load.num_hit_tokens.values()))
             self._prompts[view.record.identity] = now
-            # What a replica counted before this gateway heard it is of no known time.
+            # Counts of a replica from before this gateway heard it are of no known time.
             last = before.get(view.record.identity, now)
             num_queried += now.num_queried - last.num_queried
             num_hit += now.num_hit - last.num_hit

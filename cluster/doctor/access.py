@@ -17,7 +17,7 @@ from cluster.identity.key_roots import KEPT_NAME, parse_key_roots
 from kvtransfer.rpc.trust import MIN_SECRET_BYTES
 
 GROUP = "access"
-# What ends within this time is to be renewed.
+# Credentials that end within this time are to be renewed.
 SOON_DAYS = 14.0
 DAY_S = 86_400.0
 _NEW_KEY = "`tandem key new --tenant TENANT` makes one"

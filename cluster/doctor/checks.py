@@ -132,7 +132,7 @@ class Check(NamedTuple, Generic[C]):
 
     name: str
     group: str
-    # For the documentation: what is looked at.
+    # The subject of the check, for the documentation.
     question: str
     look: Callable[[C], Iterable[CheckResult]]
 
@@ -183,7 +183,7 @@ class Live:
     stores_before: Sequence[admin_pb.StoreNodeStat]
     gateways: Sequence[GatewayReply]
     expected: Expected
-    # Of this command.
+    # The version of this command.
     version: str = ""
     paths: Sequence[admin_pb.ReplicaPaths] = ()
 

@@ -17,7 +17,7 @@ from cluster.dtypes import computes_bf16, resolve_dtype, vector_unit
 from cluster.serve.capacity import ENGINE_CORE_CPUS, GATEWAY_CPUS
 from cluster.serve.machine import Machine, read, whole_number
 
-# The one that everything has run on.
+# The GPU that everything has run on.
 _VALIDATED_GPU = "NVIDIA H100"
 _PROCESSORS, _DEVICES = "processors", "devices"
 _VECTOR_FLAGS = ("avx2", "asimd")

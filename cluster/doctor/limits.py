@@ -16,9 +16,9 @@ GROUP = "limits and memory"
 # Ray raises the soft limit of open files as far as this and the hard limit allow.
 _RAY_RAISES_TO = 65536
 _MIN_PROCESSES = 4096
-# Of Ray's object store, as `tandem serve` starts it.
+# The size of Ray's object store, as `tandem serve` starts it.
 _RAY_SHM_BYTES = 128 << 20
-# Of a GPU's memory for weights and KV; the rest is for what is not counted.
+# The share of a GPU's memory for weights and KV; the rest is for memory that is not counted.
 _DEVICE_SHARE = 0.9
 
 

@@ -16,10 +16,10 @@ GROUP = "members"
 # Replicas report several times a second.
 _LATE_S = 3.0
 _YOUNG_S = 300.0
-# A gateway that runs for so long has seen the first start of all replicas.
+# A gateway that runs for this time has seen the first start of all replicas.
 _SETTLED_S = 600.0
 _MAX_SKEW_S = 1.0
-# In one finding.
+# Tenants in one finding.
 _MAX_TENANTS = 5
 _LOCAL = tuple(f"{host}:" for host in LOOPBACK)
 
@@ -155,7 +155,8 @@ def gateways(live: Live) -> Iterator[CheckResult]:
 
 
 def admission(live: Live) -> Iterator[CheckResult]:
-    """Report what each gateway does under load, what waits there, and who is refused and served."""
+    """Report the state of each gateway under load, its waiting requests, and the refused and served
+    tenants."""
     before = {it.gateway_id: _num_refused(it.admission) for it in live.before.gateways}
     for gateway in live.status.gateways:
         if not gateway.HasField("admission"):
@@ -188,7 +189,7 @@ def _num_refused(stats: admin_pb.AdmissionStatus) -> int:
 
 
 def _admission_text(stats: admin_pb.AdmissionStatus) -> str:
-    """Return what waits and was refused by class, and the tenants that were served most."""
+    """Return the numbers of waiting and refused requests by class, and the tenants that were served most."""
     waiting, refused = [], []
     for it in stats.classes:
         name = name_of(pb.ServiceClass, it.service_class)

@@ -47,7 +47,7 @@ def config_json(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def weights(context: CheckContext) -> Iterator[CheckResult]:
-    """Check that every file that the index names exists, and is as long as its header says."""
+    """Check that every file that the index names exists, and has the length that its header gives."""
     try:
         files = weight_files(context.config.model)
         problems = [problem for file in files if (problem := file_problem(file))]

@@ -16,7 +16,7 @@ from cluster.doctor.checks import Check, CheckContext, Finding, Severity
 
 # Wherever the replicas run, their nodes have the model's folder at the same path.
 _OF_THE_MODEL = model.CHECKS
-# Of the host that runs them.
+# Checks of the host that runs the replicas.
 _OF_THE_HOST: tuple[Check[CheckContext], ...] = tuple(
     check
     for check in (*network.CHECKS, *limits.CHECKS, *storage.CHECKS)

@@ -25,7 +25,7 @@ _BLOCKS_A_LOOKUP = 64
 _MIN_VERSION = (6, 2)
 _MAX_SKEW_S = 1.0
 _FORGETTING = ("allkeys-lru", "allkeys-lfu", "volatile-lru", "volatile-lfu", "volatile-ttl")
-# Of the index's server, for each block that a node holds.
+# Memory of the index's server for each block that a node holds.
 _BYTES_A_BLOCK = 200
 _FULL = 0.8
 _OWN_SERVER = (

@@ -18,7 +18,7 @@ from cluster.doctor.checks import Check, CheckContext, CheckResult, error, note,
 
 _RENEW = "renew the files: a running process reads them again"
 # What was read after the results that were found on the way; empty: it could not be read.
-# What the library raises beside `ValueError`.
+# The library's exceptions besides `ValueError`.
 _UNREADABLE = (
     x509.InvalidVersion,
     x509.DuplicateExtension,
@@ -129,7 +129,7 @@ def _pair(cert_field: str, cert_file: Path, key_field: str, key_file: Path) -> _
 
 def _read(path: Path) -> list[x509.Certificate]:
     """Return the certificates of a PEM file; `ValueError` when a part of one cannot be read, which is parsed
-    only when somebody asks for it."""
+    only on access."""
     try:
         found = x509.load_pem_x509_certificates(path.read_bytes())
         for certificate in found:

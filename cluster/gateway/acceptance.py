@@ -67,7 +67,7 @@ class AcceptedRequest(NamedTuple):
     texts: Sequence[SampleText]
     queued: QueuedRequest
     charge: Charge
-    # When it has waited as long as its class may.
+    # The end of the time that a request of its class may wait.
     due_at: float
     resume_token: str
 
@@ -245,7 +245,7 @@ class Acceptance:
             queued.goes_at_once = any(it.token_ids for it in call.request.resume)
 
     def _place(self, queued: QueuedRequest, prepared: PreparedRequest, charge: Charge) -> None:
-        """Find a place for the request; where no replica is there, its task asks again."""
+        """Find a place for the request; where no replica is there, its task looks again."""
         try:
             with contextlib.suppress(NoReplicaError):
                 self.admission.place(queued, first_route_request(prepared))

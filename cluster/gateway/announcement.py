@@ -15,7 +15,7 @@ ANNOUNCE_AGAIN_S = 20.0
 
 
 class AnnouncedTo(Protocol):
-    """What an announcement needs of `cluster.gateway.replica_connections.ReplicaConnections`."""
+    """The part of `cluster.gateway.replica_connections.ReplicaConnections` that an announcement needs."""
 
     def target(self, replica_id: str) -> HandOverTarget | None:
         """Return the connected replica of this id; None when there is none."""
@@ -25,7 +25,8 @@ class AnnouncedTo(Protocol):
 
 
 class Announcement:
-    """The announcement of one prompt: the replica loads meanwhile what is stored of it."""
+    """The announcement of one prompt: the replica loads the stored KV of the prompt before its request
+    comes."""
 
     def __init__(
         self,
@@ -34,14 +35,14 @@ class Announcement:
         start_timer: Callable[[float, Callable[[], None]], None],
         act: Callable[[Callable[[], None]], None],
     ) -> None:
-        """`start_timer` calls after so many seconds, `act` now; what is raised within ends this request
+        """`start_timer` calls after this many seconds, `act` now; an exception within ends this request
         alone."""
         self._connections = connections
         self._sharing_group = sharing_group
         self._start_timer = start_timer
         self._act = act
         self._replica: ReplicaIdentity | None = None
-        # Counts the places for which it was announced: the announcement of an earlier one ends.
+        # The number of places for which the prompt was announced: the announcement of an earlier one ends.
         self._round = 0
 
     def announce(self, queued: QueuedRequest) -> None:

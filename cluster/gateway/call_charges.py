@@ -21,8 +21,8 @@ class CallCharges:
 
     async def charge(self, tenant: str, count: int = 1) -> None:
         """Take the requests of a call from its tenant's quota, before anything of it is done; raise
-        `QuotaError` where there are not so many. Prompts are accepted with `is_charged` then. What was taken
-        when the reading of the call began is one of them."""
+        `QuotaError` where the quota has fewer. Prompts are accepted with `is_charged` then. The request that
+        was taken when the reading of the call began is one of them."""
         now = self._clock.now()
         if read_budget.use_paid():
             self.quotas.withdraw(tenant, 0, now)

@@ -19,17 +19,17 @@ from kvtransfer.messages import ReplicaIdentity
 
 # Failures in a row that open a breaker.
 NUM_FAILURES = 3
-# A replica from which nothing has come for so long is stopped, and so is one whose ranks have made no
-# progress for so long by its own reports.
+# A replica from which nothing has come for this time is stopped, and so is one whose ranks have made no
+# progress for this time by its own reports.
 SILENT_S = 1.0
 STALLED_S = 1.0
 # The pause of an open breaker, doubled with every opening in a row; a breaker that has been closed for
-# `FORGET_S` begins anew.
+# `FORGET_S` starts again.
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0
 FORGET_S = 60.0
-# How often silence is counted, and the most that one turn may count: while this process did not run, what
-# came meanwhile was not read.
+# How often silence is counted, and the most that one turn may count: while this process did not run, incoming
+# messages were not read.
 TURN_S = 0.1
 _MAX_TURN_S = 2 * TURN_S
 NOTE = "circuit breaker"
@@ -62,7 +62,7 @@ class CircuitBreaker:
 
     def __init__(self) -> None:
         self.state = BreakerState.CLOSED
-        # What opened it; "" while it is closed.
+        # The cause of the opening; "" while the breaker is closed.
         self.reason = ""
         self.is_stopped = False
         self._needs_probe = False
@@ -146,7 +146,7 @@ class CircuitBreaker:
 
 
 class UsableReplicas(Protocol):
-    """What breakers need of `router.service.RouterService`."""
+    """The part of `router.service.RouterService` that breakers need."""
 
     def set_usable(self, replica_id: str, is_usable: bool) -> None:
         """Choose the replica only where nothing else is left, or like any other again."""
@@ -154,14 +154,14 @@ class UsableReplicas(Protocol):
 
 @dataclass(slots=True)
 class _Watched:
-    """One replica with its breaker, and how long it has stood still."""
+    """A replica with its breaker, and the time for which it has stood still."""
 
     identity: ReplicaIdentity
     breaker: CircuitBreaker
     is_connected: bool = True
     silent_s: float = 0.0
     stalled_s: float = 0.0
-    # What the router knows.
+    # The router's view of the replica.
     is_usable: bool = True
 
 
@@ -169,7 +169,7 @@ class CircuitBreakers:
     """The breakers of all replicas that a gateway knows, and the clocks of their silence.
 
     Silence is counted in turns of `advance` rather than by the clock: it is not the replica's while this
-    process itself does not run. A life keeps its breaker when its Link breaks; a later life begins anew.
+    process itself does not run. A life keeps its breaker when its Link breaks; a later life gets a new one.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class CircuitBreakers:
             watched.silent_s = 0.0
 
     def reported(self, replica: ReplicaIdentity, stalled_s: float, now: float) -> None:
-        """Take what a load report says of the ranks' progress."""
+        """Take the ranks' progress from a load report."""
         watched = self._find(replica)
         if watched is None:
             return

@@ -8,7 +8,7 @@ are, and what happened second by second.
 Every gateway listens on a port of its own for this (`GatewayRecord.fleet`), for connections that prove the
 cluster secret. A gateway that does not answer within `ANSWER_S` is named, and the others' answers are used.
 
-The file is over 600 lines because every question stands beside its answer.
+The file is over 600 lines because every question stands next to its answer.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from kvtransfer.rpc.trust import Trust
 FLEET_PROTOCOL = 2
 # How long a gateway may take to answer.
 ANSWER_S = 2.0
-# Of the running requests, and of the ended ones, in one answer.
+# The number of running requests, and of ended ones, in one answer.
 MAX_LISTED = 1000
 # No query is longer: ids and tenants are bounded.
 MAX_QUERY_BYTES = 4096
 MAX_ANSWER_BYTES = 16 << 20
-# A gateway that did not answer is not asked again for so long, except where a request went.
+# The pause before a gateway that did not answer is queried again, except where a request went.
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 8.0
 # The time between two messages about the end of a session to gateways that were not reached, or not known.
@@ -79,7 +79,7 @@ class ExplainQuery(Message, frozen=True):
 
 
 class ListQuery(Message, frozen=True):
-    """Asks for so many running requests, and as many that ended; `tenant` None: of all tenants."""
+    """Queries this many running requests, and as many that ended; `tenant` None: of all tenants."""
 
     limit: int
     tenant: str | None
@@ -98,7 +98,7 @@ class FleetRefusal(Message, frozen=True):
 
 
 class ExplainAnswer(Message, frozen=True):
-    """What is known of the request; None: nothing. `now` is the sender's clock, whose times these are."""
+    """The known facts of the request; None: nothing. `now` is the sender's clock, whose times these are."""
 
     now: float
     found: RequestInfo | None
@@ -118,7 +118,7 @@ class ListedRequest(Part, frozen=True):
     num_output_tokens: int
     num_cached_tokens: int
     num_attempts: int
-    # Of the last attempt; `prefill` is "" where the decode replica prefills by itself.
+    # The replica of the last attempt; `prefill` is "" where the decode replica prefills by itself.
     prefill: str
     decode: str
 
@@ -147,7 +147,7 @@ class ResumeJudged(Message, frozen=True):
 
 
 class Noted(Message, frozen=True):
-    """Answers what asks for nothing; `now` as in `ExplainAnswer`."""
+    """Answers a message that queries nothing; `now` as in `ExplainAnswer`."""
 
     now: float
 
@@ -175,7 +175,7 @@ class StatsAnswer(Message, frozen=True):
     wall: float
     totals: GatewayTotals
     seconds: tuple[SecondCounts, ...]
-    # Of tenants with limits.
+    # The use of tenants with limits.
     quotas: tuple[QuotaUse, ...] = ()
 
 
@@ -199,22 +199,22 @@ class FleetRequests(NamedTuple):
     clock of the gateway that asked."""
 
     requests: list[tuple[str, ListedRequest]]
-    # Why there are none, by the id of each gateway that did not answer.
+    # The reasons, by the id of each gateway that did not answer.
     missing: dict[str, str]
 
 
 class FleetStats(NamedTuple):
-    """What happened at all gateways together."""
+    """The statistics of all gateways together."""
 
-    # By this gateway's clock as unix time, oldest first.
+    # Seconds by this gateway's clock as unix time, oldest first.
     seconds: list[Second]
     curves: Curves
     minute: Window
-    # By gateway id.
+    # Totals by gateway id.
     totals: dict[str, GatewayTotals]
     # As in `FleetRequests`.
     missing: dict[str, str]
-    # What tenants use of their limits, those that were refused most first.
+    # The tenants' use of their limits, those that were refused most first.
     quotas: tuple[QuotaUse, ...] = ()
 
 
@@ -278,9 +278,9 @@ class Fleet:
         """Return what is known of a running or recent request of the tenant (None: of any) at any gateway;
         `UnknownRequestError` when nothing is.
 
-        The gateway that drew the id is asked before the others. These are asked where it does not know the
-        request or where the request failed there, since clients resume requests at any gateway, and for ids
-        that clients chose.
+        The gateway that drew the id is queried before the others. These are queried where it does not know
+        the request or where the request failed there, since clients resume requests at any gateway, and for
+        ids that clients chose.
         """
         peers = self._known_peers()
         drawn_by = next((it for it in (self._gateway_id, *peers) if is_drawn_by(it, request_id)), None)
@@ -341,8 +341,8 @@ class Fleet:
         )
 
     async def end_session(self, ended: EndedSession) -> dict[str, str]:
-        """Have no gateway accept the session any more; returns why one may for now, by the id of each that
-        does not answer. Those are told again until they do."""
+        """Make every gateway refuse the session. Return, by the id of each gateway that does not answer, why
+        it may still accept the session; those gateways are told again until they answer."""
         message = SessionEnded(*ended)
         reached, missing = await self._ask(
             dict.fromkeys(self._known_peers(), message), Noted, is_patient=True
@@ -375,7 +375,7 @@ class Fleet:
         none."""
         given: dict[str, _Timed[A]] = {}
         missing: dict[str, str] = {}
-        peers = dict(self._peers)  # which may leave meanwhile
+        peers = dict(self._peers)  # some may leave during the call
 
         async def ask(name: str, query: Query) -> None:
             if name == self._gateway_id:
@@ -434,7 +434,7 @@ class Fleet:
             stream.send(self._answer_frame(frame))
 
     def _answer_frame(self, frame: bytes) -> bytes:
-        """Return the answer to a query, or a refusal of what a gateway of another version asks."""
+        """Return the answer to a query, or a refusal of a query by a gateway of another version."""
         try:
             query = _query(frame)
         except UnknownMessageError as error:
@@ -497,7 +497,7 @@ class _Peer:
         self._stream: FrameStream | None = None
         self._turn = asyncio.Lock()
         self._pause = CoolDown(_FIRST_PAUSE_S, _MAX_PAUSE_S)
-        # By their numbers: all that it has sent and that is not too old.
+        # Seconds by their numbers: all that the gateway has sent and that are not too old.
         self._seconds: dict[int, SecondCounts] = {}
 
     def is_at(self, record: GatewayRecord) -> bool:
@@ -506,7 +506,7 @@ class _Peer:
 
     @property
     def newest_second(self) -> int:
-        """The last second that it sent, of which more may be counted meanwhile."""
+        """The last second that the gateway sent, of which more may be counted since."""
         return max(self._seconds, default=0)
 
     def keep(self, seconds: Sequence[SecondCounts]) -> tuple[SecondCounts, ...]:
@@ -539,7 +539,8 @@ class _Peer:
         return self._pause.reason
 
     async def _exchange(self, query: Query) -> Answer | FleetRefusal:
-        """Without an answer, for whatever reason, the stream ends: a late one would be taken for the next."""
+        """Send the query, and return the answer. Without an answer, for whatever reason, the stream ends: a
+        late answer would be taken for that of the next query."""
         stream, self._stream = self._stream, None
         try:
             if stream is None or stream.closed:

@@ -51,7 +51,7 @@ class RequestHistory:
 
     def ended(self, request: EndedRequest) -> None:
         """Record a request. However it ended, its prompt counts as known from now on, unless it is private:
-        then nothing is kept of it beside times."""
+        then nothing is kept of it besides times."""
         prepared, summary = request.prepared, request.summary
         if prepared is None:
             return  # refused
@@ -121,7 +121,7 @@ def _done(summary: Summary, ended_at: float) -> _Done:
         queue_ms=1e3 * summary.queue_s,
         prefill_ms=1e3 * summary.prefill_s,
         transfer_ms=1e3 * summary.transfer_s,
-        # Samples are decoded beside each other.
+        # Samples are decoded in parallel.
         tpot_ms=1e3 * summary.decode_s * len(summary.samples) / num_after_first
         if num_after_first > 0
         else 0.0,

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 
-# Each may place a request anew, which takes a few hundred microseconds.
+# Each may place a request again, which takes a few hundred microseconds.
 MOST_CALLS = 8
 
 

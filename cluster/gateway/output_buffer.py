@@ -16,24 +16,26 @@ from cluster.text.output_parsers.pieces import joined_calls
 from kvtransfer.blocks.keys import TOKEN_BYTES
 
 # Tokens, each with its log-probabilities counted too, that one stream holds for a client that does not read.
-# A slower client is cut off with RESOURCE_EXHAUSTED; no other stream waits for it meanwhile.
+# A slower client is cut off with RESOURCE_EXHAUSTED; no other stream waits for that client.
 MAX_UNREAD = 65536
-# The same of what waits and is sent as one message.
+# The same for waiting output that is sent as one message.
 MAX_MERGED = 4096
-# What output takes in memory: a delta beside its texts, a log-probability, and an alternative to its token.
+# The memory that output takes: a delta without its texts, a log-probability, and an alternative to its token.
 _DELTA_BYTES = 176
 _LOGPROB_BYTES = 112
 _TOP_BYTES = 120
-# A part of a tool call beside its arguments.
+# The memory of a part of a tool call without its arguments.
 _CALL_BYTES = 240
 
 
 class WaitingOutput(Protocol):
-    """What waits for one client: an `OutputBuffer`, or an answer that is kept until it is whole."""
+    """The output that waits for one client: an `OutputBuffer`, or an answer that is kept until it is
+    whole."""
 
     @property
     def num_unread_bytes(self) -> int:
-        """How much is counted now: what waits, and what was taken and may not be read yet."""
+        """The bytes that are counted now: waiting output, and output that was taken and may not be read
+        yet."""
 
     @property
     def cut_off(self) -> Callable[[], None]:
@@ -64,9 +66,10 @@ class UnreadOutput:
 
 
 class OutputBuffer:
-    """Output on its way to the client. What was read of the prompt comes first. Tokens that wait are merged
-    per sample, so a slow reader gets fewer, longer deltas; the end comes last. What was taken last counts as
-    unread until the next is asked for, or the reader is cut off, which ends what it does in `reading`."""
+    """Output on its way to the client. The values of the prompt that were read come first. Tokens that wait
+    are merged per sample, so a slow reader gets fewer, longer deltas; the end comes last. The output that was
+    taken last counts as unread until the next is taken, or the reader is cut off, which ends its work in
+    `reading`."""
 
     def __init__(self, unread: UnreadOutput, cut_off: Callable[[], None]) -> None:
         """`cut_off` is called when this is the slowest reader, and too much waits."""
@@ -83,7 +86,7 @@ class OutputBuffer:
 
     @property
     def num_unread_bytes(self) -> int:
-        """How much waits, with what was taken last."""
+        """The bytes that wait, with those that were taken last."""
         return self.num_waiting_bytes + self._num_taken_bytes
 
     def put(self, delta: Output) -> None:
@@ -99,8 +102,8 @@ class OutputBuffer:
         self._unread.added(self, num_bytes)
 
     def close(self, end: Summary | RequestError) -> None:
-        """Append the end; `SlowClientError` drops what waits before it, and ends what is done in `reading`,
-        so that what was taken is dropped too."""
+        """Append the end; `SlowClientError` drops the output that waits before it, and ends the work in
+        `reading`, so that output that was taken is dropped too."""
         if isinstance(end, SlowClientError) and not isinstance(self._end, SlowClientError):
             self.discard()
             self.release()
@@ -125,7 +128,7 @@ class OutputBuffer:
             self._scope = None
 
     def discard(self) -> None:
-        """Drop what waits: nobody will read it."""
+        """Drop the waiting output: nobody will read it."""
         self._of_prompt.clear()
         self._waiting.clear()
         num_bytes, self.num_waiting_bytes, self.num_unread = self.num_waiting_bytes, 0, 0
@@ -163,7 +166,7 @@ class OutputBuffer:
         self._num_taken_bytes += num_bytes
 
     def _take(self) -> list[OutputDelta]:
-        """Take what waits of the sample whose turn it is, as much as goes into one message."""
+        """Take the waiting output of the sample whose turn it is, as much as goes into one message."""
         sample = next(iter(self._waiting))
         queue = self._waiting.pop(sample)
         deltas: list[OutputDelta] = []

@@ -32,8 +32,9 @@ from router.load import STALE_REQUEST_S, Placement
 from router.service import RouterService
 
 PLACEMENT_PROTOCOL = 2
-# A new placement is sent at once, for others may choose the same replica meanwhile, but not sooner than
-# `FRAME_GAP_S` after the frame before. First tokens and ends wait for so long for others to go with them.
+# A new placement is sent at once, since others may choose the same replica at the same time, but not sooner
+# than `FRAME_GAP_S` after the frame before. First tokens and ends wait for this time so that others can go
+# with them.
 BATCH_S = 0.005
 FRAME_GAP_S = 0.001
 # How long a new gateway waits for the placements of the others before it serves.
@@ -43,15 +44,16 @@ _FULL_FRAME_BYTES = 256 << 10
 MAX_PLACEMENT_FRAME_BYTES = 2 << 20
 # A follower that leaves more than this unread is cut off, and gets a snapshot when it comes again.
 _MAX_UNSENT_BYTES = 8 << 20
-# Of one gateway. A request beyond is not announced: it counts at the others once its replica reports it.
+# Placements of one gateway. A request beyond is not announced: it counts at the others once its replica
+# reports it.
 MAX_PLACEMENTS = 16_384
-# Of the prompt of one placement; what is beyond is not predicted elsewhere.
+# Keys of the prompt of one placement; the keys beyond are not predicted elsewhere.
 MAX_KEYS = 16_384
 _MAX_KEY_BYTES = 64
 _MAX_ID_CHARS = 256
-# Of one placement: tokens, blocks and sequences.
+# Counts of one placement: tokens, blocks and sequences.
 MAX_COUNT = 1 << 24
-# The predictions of one gateway in a period of so many seconds.
+# The predictions of one gateway in a period of this many seconds.
 _MAX_PREDICTED_KEYS = 1 << 20
 _PREDICTED_PERIOD_S = 5.0
 _FIRST_PAUSE_S = 0.1
@@ -92,7 +94,7 @@ class Placed(Message, frozen=True):
 
 
 class Prefilled(Message, frozen=True):
-    """The first token of a request came so many seconds ago."""
+    """The first token of a request came this many seconds ago."""
 
     request_id: str
     age_s: float
@@ -112,7 +114,7 @@ class PlacementSnapshot(Message, frozen=True):
 
 
 class PlacementDelta(Message, frozen=True):
-    """What has changed, in order."""
+    """The changes, in order."""
 
     changes: tuple[Placed | Prefilled | Finished, ...]
 
@@ -132,7 +134,7 @@ class PlacementFeed:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._changes: list[tuple[Callable[[Placement, float], Change], Placement]] = []
-        # Those that the followers know of.
+        # Placements that the followers know of.
         self._announced: set[str] = set()
         self.is_followed = False
         # Set while there is something to send, and something that should be sent at once.
@@ -277,7 +279,7 @@ class PeerPlacements:
                 self._router.on_remote_finished(self._gateway_id, request_id)
 
     def _may_predict(self, num_keys: int, now: float) -> bool:
-        """Count predicted keys, of which the tree takes only so many in a period from one gateway."""
+        """Count predicted keys, of which the tree takes a limited number in a period from one gateway."""
         if now >= self._period_ends_at:
             self._period_ends_at, self._num_predicted_keys = now + _PREDICTED_PERIOD_S, 0
         self._num_predicted_keys += num_keys
@@ -412,7 +414,7 @@ class PlacementExchange:
     # -------------------------------------------------------------------------------- what others place
 
     async def _follow(self, followed: _Followed) -> None:
-        """Hear the placements of another gateway for as long as this task is not cancelled."""
+        """Receive the placements of another gateway until this task is cancelled."""
         backoff = Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S)
         name = followed.record.gateway_id
         while True:

@@ -16,14 +16,15 @@ from numpy.typing import NDArray
 
 from kvtransfer.common.recent_map import RecentMap
 
-# Of each tenant: the latest count.
+# Prompts of each tenant: the latest count.
 MAX_PROMPTS = 200
 MAX_TENANTS = 64
 MAX_KEYS = 1 << 15
 MAX_ANCHORS = 1 << 15
-# Of a prompt: what comes after is not looked at.
+# Tokens of a prompt: those behind are not looked at.
 MAX_TOKENS = 1 << 13
-# An anchor is the hash of so many tokens in a row, wherever they stand; one window of `_ONE_OF` is kept.
+# An anchor is the hash of this number of tokens in a row, wherever they stand; one window of `_ONE_OF` is
+# kept.
 WINDOW_TOKENS = 16
 _ONE_OF = 8
 _BASE = 0x9E3779B97F4A7C15
@@ -55,9 +56,9 @@ class Reuse(NamedTuple):
 
 
 class KnownSince:
-    """When each of the numbers used last was first seen: of at least half as many as `limit`, and at most of
-    `limit`. Two dictionaries that take turns hold them, for some 80 bytes each: in an `OrderedDict` each took
-    twice that, and a gateway grew for minutes until it was full."""
+    """The times at which the numbers that were used last were first seen: of at least half as many as
+    `limit`, and at most of `limit`. Two dictionaries that take turns hold them, for some 80 bytes each: in an
+    `OrderedDict` each took twice that, and a gateway grew for minutes until it was full."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit // 2
@@ -164,7 +165,7 @@ _POWERS: dict[int, NDArray[np.uint64]] = {}
 
 
 def _powers(base: int) -> NDArray[np.uint64]:
-    """base^0, base^1, ... modulo 2^64."""
+    """Return base^0, base^1, ... modulo 2^64."""
     if base not in _POWERS:
         factors = np.full(MAX_TOKENS, base & _MASK, dtype=np.uint64)
         factors[0] = 1
@@ -173,7 +174,7 @@ def _powers(base: int) -> NDArray[np.uint64]:
 
 
 def _salt(tenant: str) -> int:
-    """Anchors of one tenant are never found by another's prompts."""
+    """Return the salt of a tenant's anchors, so that another tenant's prompts never find them."""
     return int.from_bytes(hashlib.blake2b(tenant.encode(), digest_size=7).digest(), "little")
 
 

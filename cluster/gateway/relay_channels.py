@@ -39,7 +39,7 @@ class _Opened(NamedTuple):
 
 
 class RelayChannels:
-    """One channel to each gateway that requests are relayed to.
+    """Channels to the gateways that requests are relayed to, one each.
 
     A gateway's certificate is trusted because the roster has it, whoever signed it and for whatever name.
     """

@@ -62,10 +62,10 @@ _HELLO_TIMEOUT_S = 10.0
 _ROUTED = tuple(name for name in ReplicaLoad.__struct_fields__ if name in ReplicaStats.__struct_fields__)
 # An engine core reports several times a second. The Link of one that is silent for this long is closed.
 SILENCE_S = 8.0
-# Streams are resumed elsewhere when a replica has stood still for so long, and certainly not because of the
+# Streams are resumed elsewhere when a replica has stood still for this time, and certainly not because of the
 # network.
 STREAMS_S = 2.0
-# No submission is added to so many bytes that wait on a Link.
+# No submission is added when this number of bytes waits on a Link.
 MAX_UNSENT_BYTES = 8 << 20
 
 # A replica answers a purge between two steps.
@@ -75,7 +75,7 @@ _log = logging.getLogger(__name__)
 
 
 class ConnectionEvents(Protocol):
-    """What hears of the replicas' news: `cluster.gateway.request_manager.RequestManager`."""
+    """The receiver of the replicas' news: `cluster.gateway.request_manager.RequestManager`."""
 
     def on_step(self, source: ReplicaIdentity, frame: StepFrame) -> None:
         """Handle what a replica reports of a step."""
@@ -109,12 +109,12 @@ class ReplicaState(StrEnum):
 
 @dataclass(slots=True)
 class ReplicaView:
-    """What a gateway knows of one replica of the roster. `hello` is None until it was connected."""
+    """A gateway's knowledge of one replica of the roster. `hello` is None until it was connected."""
 
     record: ReplicaRecord
     state: ReplicaState = ReplicaState.CONNECTING
     note: str = ""
-    # Why requests avoid it: the note of its circuit breaker.
+    # The reason why requests avoid the replica: the note of its circuit breaker.
     avoided: str = ""
     hello: ReplicaHello | None = None
     load: LoadReport | None = None
@@ -177,9 +177,9 @@ class ReplicaConnections:
         self._num_purges = 0
         self.gateways: tuple[GatewayRecord, ...] = ()
         self.stores: tuple[StoreRecord, ...] = ()
-        # The latest.
+        # The latest view of the roster.
         self.roster_view = RosterView(version=0)
-        # What the connected replicas agree on; that of the first one.
+        # The properties that the connected replicas agree on; those of the first one.
         self.compatibility: CompatibilityRecord | None = None
         # The bytes of KV of one token; 0 before the first replica has connected.
         self._token_bytes = 0
@@ -286,7 +286,7 @@ class ReplicaConnections:
         answer: asyncio.Future[CachePurged] = asyncio.get_running_loop().create_future()
         if _send(view.stream, PurgeCache(number, group)):
             view.purges[number] = answer
-            # Also when nobody waits any more.
+            # The purge is forgotten also when nobody waits any more.
             answer.add_done_callback(lambda _: view.purges.pop(number, None))
         else:
             answer.set_exception(PeerGoneError(view.note or "no link to it yet"))

@@ -13,7 +13,7 @@ from workers.messages.link import Cancel, Move, Submission
 
 
 class RequestEffects(Protocol):
-    """What a request's state machine has done to the world around it.
+    """The effects of a request's state machine on the world around it.
 
     A transition changes its state first and calls the effects last; no effect may call the machine back
     before the transition has returned.

@@ -41,7 +41,7 @@ from workers.messages.link import Cancel, StepFrame
 
 _NUM_STALE = 1024
 _NOBODY = Caller()
-# Of the id and the tenant of a refused request, which may be of any length.
+# Characters of the id and the tenant of a refused request, which may be of any length.
 _MAX_LOGGED_CHARS = 128
 
 _log = logging.getLogger(__name__)
@@ -89,14 +89,14 @@ class RequestManager:
         self._clock = clock
         self._members_changed = on_members
         self._observers = (counters.ended, *observers)
-        # What is done for many requests at once.
+        # Work on many requests at once.
         self._slices = LoopSlices()
         self._records = RequestRecords(self._running.latest)
         self._stale: RecentMap[tuple[ReplicaIdentity, str, int], None] = RecentMap(_NUM_STALE)
 
     @property
     def resumed(self) -> ResumedCalls:
-        """What this gateway knows of calls that may be resumed free of charge."""
+        """The gateway's knowledge of calls that may be resumed free of charge."""
         return self.acceptance.resumes.resumed
 
     @property

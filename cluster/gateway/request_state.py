@@ -88,7 +88,7 @@ class RequestState:
         now: float,
         due_at: float | None = None,
     ) -> None:
-        """At `due_at` the request has waited as long as its class may (None: as replicas have it)."""
+        """At `due_at` the request has waited for the time that its class may (None: as replicas have it)."""
         assert len(texts) == len(prepared.samples)
         self.prepared = prepared
         self.phase = RequestPhase.NEW
@@ -124,12 +124,12 @@ class RequestState:
 
     @property
     def num_output_tokens(self) -> int:
-        """Of all samples, including what a resumed request came with."""
+        """The output tokens of all samples, including those that a resumed request came with."""
         return sum(sample.num_tokens for sample in self._samples.values())
 
     @property
     def num_cached_tokens(self) -> int:
-        """Of the prompt: not computed in the last attempt."""
+        """The tokens of the prompt that were not computed in the last attempt."""
         return self._prefill_report.num_cached_tokens if self._prefill_report else 0
 
     def is_current(self, number: int) -> bool:
@@ -299,7 +299,7 @@ class RequestState:
         sample = self._samples.get(delta.sample)
         if not self.is_current(delta.attempt) or sample is None or sample.finish:
             return
-        # What the first token says comes after all that is asked of the prompt.
+        # The content of the first token comes after all requested values of the prompt.
         is_early = delta.first_index == 0 and not self._prompt.is_whole
         if is_early or len(delta.tokens) % TOKEN_BYTES or len(sample.held) >= _MAX_HELD_DELTAS:
             self._retry(f"{source.replica_id} {_UNREADABLE}", [source], now)
@@ -464,7 +464,7 @@ class RequestState:
     # ---------------------------------------------------------------------- transitions they share
 
     def _moved(self, first_index: int, now: float) -> None:
-        """The target has the stream."""
+        """Note that the target has the stream."""
         target, lost = self._migration.target, self._migration.target_lost
         seeks = self._migration.switch(first_index, now)
         if target is not None and lost:
@@ -475,7 +475,7 @@ class RequestState:
             self._effects.schedule_move(0.0)
 
     def _lost(self, replica: ReplicaIdentity, reason: str, now: float, *, has_it: bool) -> None:
-        """A replica is gone that may have had the request, and may be so because of it."""
+        """Handle the loss of a replica that may have had the request, and may be lost because of it."""
         is_suspect = (
             has_it and not self._migration.is_leaving(replica) and self._suspicion.may_have_broken(replica)
         )
@@ -491,7 +491,7 @@ class RequestState:
         is_suspect: bool,
         gone: ReplicaIdentity | None = None,
     ) -> None:
-        """A replica broke: end the attempt, and the request where it `is_suspect` once too often."""
+        """End the attempt because a replica broke, and the request where it `is_suspect` once too often."""
         error = self._suspicion.broke(reason) if is_suspect else None
         if error is not None:
             self._note(now, "attempt failed", reason)
@@ -528,7 +528,7 @@ class RequestState:
         self._effects.route(request, delay_s, needs_capacity=refused)
 
     def _finish(self, now: float, output: Sequence[Output] = ()) -> None:
-        """Every sample is finished, with this last output."""
+        """End the request, whose samples are all finished, with this last output."""
         self._note(now, "finished", f"after {self.attempt} attempts")
         # A sample that a stop string ended still runs on its replica.
         was_cut = any(sample.was_cut for sample in self._samples.values())
@@ -547,7 +547,7 @@ class RequestState:
         self._effects.fail(error)
 
     def _end_attempt(self, cancels: Sequence[tuple[ReplicaIdentity, Cancel]]) -> None:
-        """Effects alone: stop the attempt where it runs, and release it at the router."""
+        """Stop the attempt where it runs, and release it at the router, by effects alone."""
         for replica, cancel in cancels:
             self._effects.cancel(replica, cancel)
         if self.attempt:
@@ -564,7 +564,7 @@ class RequestState:
         return route_request(self.prepared, self._unfinished(), excluded, is_scored=is_scored)
 
     def _cancels(self, gone: ReplicaIdentity | None) -> list[tuple[ReplicaIdentity, Cancel]]:
-        """What stops the running attempt everywhere but on `gone`."""
+        """Return the messages that stop the running attempt everywhere but on `gone`."""
         if self.phase is not RequestPhase.RUNNING:
             return []
         return [
@@ -578,7 +578,7 @@ class RequestState:
         return [sample for sample in self._samples.values() if not sample.finish]
 
     def _members(self) -> list[ReplicaIdentity]:
-        """The replicas of the running attempt."""
+        """Return the replicas of the running attempt."""
         return [member for member in (self._prefill, self._migration.decode) if member is not None]
 
     def _is_missed(self, replica: ReplicaIdentity) -> bool:

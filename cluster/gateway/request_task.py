@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 class Connections(Protocol):
-    """What a request needs of `cluster.gateway.replica_connections.ReplicaConnections`."""
+    """The part of `cluster.gateway.replica_connections.ReplicaConnections` that a request needs."""
 
     def target(self, replica_id: str) -> HandOverTarget | None:
         """Return the connected replica of this id; None when there is none."""
@@ -56,7 +56,7 @@ class Connections(Protocol):
 
 
 class Router(Protocol):
-    """What a request needs of `router.service.RouterService`."""
+    """The part of `router.service.RouterService` that a request needs."""
 
     def route_move(self, request: RouteRequest) -> str:
         """Return the decode replica that a running stream must move to; `NoReplicaError` without one."""
@@ -70,7 +70,7 @@ class Router(Protocol):
 
 
 class PlacementQueue(Protocol):
-    """What a request needs of `cluster.admission.admission.RequestAdmission`."""
+    """The part of `cluster.admission.admission.RequestAdmission` that a request needs."""
 
     @property
     def bytes(self) -> QueuedBytes:
@@ -100,8 +100,8 @@ def ended_by_faults(task: RequestTask) -> Iterator[None]:
 
 
 class RequestStart(NamedTuple):
-    """A request that begins: `texts` are of its samples, and at `due_at` it has waited as long as its class
-    may (None: as replicas have it). Monotonic seconds."""
+    """A request that begins: `texts` are of its samples, and at `due_at` it has waited for the time that its
+    class may (None: as replicas have it). Monotonic seconds."""
 
     prepared: PreparedRequest
     texts: Sequence[SampleText]
@@ -155,7 +155,8 @@ class RequestTask:
 
     @property
     def waiting_since(self) -> float | None:
-        """Since when it has waited for output; None: it has some, or came with some, and went at once."""
+        """The time since which the request has waited for output; None: it has some, or came with some, and
+        went at once."""
         if self._queued.goes_at_once:
             return None
         has_output = self.state.num_output_tokens > self.state.prepared.num_resumed_tokens

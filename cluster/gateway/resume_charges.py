@@ -14,13 +14,13 @@ from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 
 class Charge(NamedTuple):
-    """What a call is charged: as a new one, or nothing, as it continues a call that the cluster broke."""
+    """The charge of a call: that of a new one, or nothing, as it continues a call that the cluster broke."""
 
-    # Of all that decides the tokens of the request.
+    # The digest of all fields that decide the tokens of the request.
     digest: bytes
     # None: it is charged.
     grant: ResumeGrant | None = None
-    # What `max_tokens` was cut to where the request began; 0: it was not.
+    # The value to which `max_tokens` was cut where the request began; 0: it was not.
     capped_max_tokens: int = 0
 
     @property
@@ -30,7 +30,7 @@ class Charge(NamedTuple):
 
     @property
     def moved(self) -> MovedRequest | None:
-        """Where the request was before; None: here, or nowhere."""
+        """The place where the request was before; None: here, or nowhere."""
         if self.grant is None or not self.grant.has_moved:
             return None
         return MovedRequest(self.grant.is_from, self.grant.is_issuer_gone)

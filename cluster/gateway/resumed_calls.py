@@ -31,7 +31,7 @@ from cluster.identity.resume_tokens import ResumeToken, gateway_tag
 from kvtransfer.codec import Message
 from kvtransfer.common.clock import Clock
 
-# Of one tenant: tokens that were used, and calls that this gateway broke.
+# Entries of one tenant: tokens that were used, and calls that this gateway broke.
 MAX_USED = 4096
 MAX_BROKEN = 4096
 # Tenants of which either is remembered.
@@ -59,7 +59,7 @@ class ResumeClaim(Message, frozen=True):
 
 
 class OtherGateways(NamedTuple):
-    """What the other gateways say of a claim."""
+    """The answers of the other gateways about a claim."""
 
     # No gateway that answered objects.
     is_free: bool
@@ -81,7 +81,7 @@ class ResumeGrant(NamedTuple):
 
 
 class ResumedCalls:
-    """What one gateway knows of calls that were broken, and of resume tokens that were used."""
+    """A gateway's knowledge of calls that were broken, and of resume tokens that were used."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class _TokensByTenant:
 
     def __init__(self) -> None:
         self._tenants: OrderedDict[str, _UsedTokens] = OrderedDict()
-        # Of tenants that are not known any more.
+        # The latest expiry among the tokens of tenants that were dropped.
         self._dropped_until = 0
 
     def add(self, tenant: str, key: bytes, expires_at: int, wall: float) -> bool:
@@ -198,10 +198,10 @@ class _TokensByTenant:
 
 
 class _UsedTokens:
-    """Those of one tenant."""
+    """The used tokens of one tenant."""
 
     def __init__(self, dropped_until: int) -> None:
-        # In the order of their use.
+        # Tokens in the order of their use.
         self.key_to_expiry: OrderedDict[bytes, int] = OrderedDict()
         self._dropped_until = dropped_until
 

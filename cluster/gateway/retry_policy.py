@@ -21,7 +21,7 @@ MAX_BACKOFF_S = 2.0
 
 
 def backoff(num_failures: int) -> float:
-    """Return the seconds before the next attempt, after so many that failed."""
+    """Return the seconds before the next attempt, after this many that failed."""
     return backoff_s(num_failures + 1, _BACKOFF_S, MAX_BACKOFF_S)
 
 

@@ -20,12 +20,12 @@ class Refuse(Protocol):
 
 
 class RunningRequests:
-    """At most `max_requests`, with those that are about to begin."""
+    """The running requests, at most `max_requests`, with those that are about to begin."""
 
     def __init__(self, gateway_id: str, max_requests: int, now: float) -> None:
         self.max_requests = max_requests
         self._gateway_id = gateway_id
-        # By the id on the wire, which is new for every call, and by the tenant and the client's own id.
+        # Tasks by the id on the wire, which is new for every call, and by the tenant and the client's own id.
         self.tasks: dict[str, RequestTask] = {}
         self.latest: dict[RequestKey, RequestTask] = {}
         self._num_arriving = 0

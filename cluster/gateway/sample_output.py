@@ -50,7 +50,7 @@ Output = OutputDelta | PromptLogprobsDelta | EmbeddingDelta
 
 
 class PromptProgress:
-    """How far the log-probabilities of a request's prompt have come, of all attempts together. A call that
+    """The progress of the log-probabilities of a request's prompt, over all attempts together. A call that
     resumes with output has had them."""
 
     def __init__(self, prepared: PreparedRequest) -> None:
@@ -85,7 +85,7 @@ class PromptProgress:
 
 
 class SampleOutput:
-    """One continuation of the prompt: its seed, its output, and deltas that arrived early."""
+    """A continuation of the prompt: its seed, its output, and deltas that arrived early."""
 
     def __init__(self, start: SampleStart, text: SampleText) -> None:
         self.index = start.index
@@ -94,7 +94,7 @@ class SampleOutput:
         self.finish = start.finish
         self.held: dict[int, TokenDelta] = {}
         self.is_decoding = False
-        # Ended by a stop string, which its replica does not know.
+        # A stop string, which the replica does not know, ended the sample.
         self.was_cut = False
         # What the grammar allowed behind the last token; b"": not known.
         self.mask_digest = b""

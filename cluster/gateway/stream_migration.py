@@ -7,9 +7,9 @@ from collections.abc import Callable
 from kvtransfer.messages import ReplicaIdentity
 from workers.messages.link import HandOverTarget, Move
 
-# Before the next target is asked for, after a migration that failed.
+# The pause before the next target is requested, after a migration that failed.
 RETRY_PAUSE_S = 0.5
-# Before a target is asked for again, after there was none.
+# The pause before a target is requested again, after there was none.
 NO_TARGET_PAUSE_S = 1.0
 # How long the source of a migration may take to report its outcome after the target was lost.
 OVERDUE_S = 5.0
@@ -22,7 +22,7 @@ class StreamMigration:
            ^                  |
            +------- fail -----+    (the target is left out next time)
 
-    `RequestState` reports what happens. A method that returns True asks for a new target: the caller must
+    `RequestState` reports the events. A method that returns True requests a new target: the caller must
     schedule one. `note(now, name, detail)` adds to the timeline.
     """
 
@@ -92,7 +92,7 @@ class StreamMigration:
         return True
 
     def excluded(self) -> tuple[str, ...]:
-        """Ids of replicas that cannot be the target that is asked for now."""
+        """Return the ids of replicas that cannot be the target that is requested now."""
         self._is_seeking = False
         assert self.decode is not None
         return tuple(sorted({self.decode.replica_id, *self._refused}))

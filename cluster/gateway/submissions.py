@@ -69,8 +69,8 @@ def submission(
     due_at: float | None = None,
 ) -> Submission:
     """Begin an attempt of the samples of `group`, as they are now. The log-probabilities of a prompt that
-    `is_scored` are not asked for again. A replica with more than `most_backlog_tokens` sends it back. At
-    `due_at` it has waited as long as its class may."""
+    `is_scored` are not requested again. A replica with more than `most_backlog_tokens` sends it back. At
+    `due_at` it has waited for the time that its class may."""
     for sample in group:
         sample.begin_attempt()
     facts, deadline_at, sampling = prepared.facts, prepared.deadline_at, prepared.sampling

@@ -8,7 +8,7 @@ from cluster.errors import PoisonRequestError
 from kvtransfer.messages import ReplicaIdentity
 from workers.messages.link import IsolationReport
 
-# As many replicas may break under a request that is not cleared in between.
+# The number of replicas that may break under a request that is not cleared in between.
 _NUM_BREAKS = 2
 _MAX_REASON_CHARS = 300
 

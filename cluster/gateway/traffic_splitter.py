@@ -127,7 +127,7 @@ class RemoteApp:
 
 
 class _Answer(NamedTuple):
-    """How a forwarded call ended, as `context.abort` takes it."""
+    """The end of a forwarded call, as `context.abort` takes it."""
 
     code: grpc.StatusCode
     details: str = ""
@@ -170,7 +170,7 @@ class TrafficSplitter:
         self._relays = relays
         self._channels = RelayChannels(certificate)
         self._calls: set[Any] = set()
-        # Of forwarded requests, by tenant and id.
+        # Destinations of forwarded requests, by tenant and id.
         self._relayed_to: RecentMap[tuple[str, str], GatewayRecord] = RecentMap(_NUM_REMEMBERED)
         self._is_leaving = self._is_closed = False
 

@@ -22,7 +22,7 @@ FINISH_NAMES: Mapping[int, str] = {
 }
 
 encode = msgspec.json.Encoder().encode
-# A string beside its characters, in a list.
+# Bytes of a string besides its characters, in a list.
 _PART_BYTES = 64
 
 
@@ -48,7 +48,7 @@ class Answer(Protocol):
 
 
 class Maker(msgspec.Struct):
-    """What an answer says of itself."""
+    """The facts that an answer states about itself."""
 
     # "" until the request is accepted.
     request_id: str
@@ -122,7 +122,7 @@ K = TypeVar("K", bound=KeptLogprobs)
 
 
 class SampleAnswer(Generic[K]):
-    """What one sample has brought."""
+    """The output of one sample."""
 
     def __init__(self, logprobs: K) -> None:
         self.texts: list[str] = []
@@ -154,8 +154,8 @@ class SampleAnswer(Generic[K]):
 
 
 class CallOutput(Generic[K]):
-    """What one call of `Generate` has brought. `logprobs` makes what keeps the log-probabilities of a sample,
-    `of_prompt` are those that keep the prompt's."""
+    """The output of one call of `Generate`. `logprobs` makes the keeper of a sample's log-probabilities,
+    `of_prompt` are the keepers of the prompt's."""
 
     def __init__(self, logprobs: Callable[[], K], *of_prompt: KeptLogprobs) -> None:
         self.request_id = ""
@@ -164,7 +164,7 @@ class CallOutput(Generic[K]):
         self._make_logprobs = logprobs
         self._of_prompt = of_prompt
         self._prompt_texts: list[str] = []
-        # How much is kept.
+        # The bytes that are kept.
         self.num_bytes = 0
 
     def add(self, response: pb.GenerateResponse) -> None:
@@ -204,7 +204,7 @@ class CallOutput(Generic[K]):
 
 
 def num_text_bytes(delta: pb.Delta) -> int:
-    """Return what of a delta is kept, beside its log-probabilities: a string for each text."""
+    """Return the bytes that are kept of a delta, apart from its log-probabilities: a string for each text."""
     calls = sum(_PART_BYTES + len(part.arguments) for part in delta.tool_calls)
     texts = sum(_PART_BYTES + len(text) for text in (delta.text, delta.reasoning) if text)
     return calls + texts

@@ -13,19 +13,19 @@ from cluster.text.chat_checks import MAX_JSON_BYTES
 from cluster.text.validation import MAX_LOGIT_BIASES, MAX_STOP_CHARS, MAX_STOP_TOKEN_IDS, MAX_STOPS
 from workers.messages.sampling import MAX_GRAMMAR_BYTES
 
-# Levels of lists and objects within each other: far less than what ends a stack.
+# Levels of lists and objects within each other: far fewer than would exhaust a stack.
 MAX_DEPTH = 256
-# Lists and objects are what takes long to make; a chat of the most messages and tools has fewer.
+# Lists and objects take the most time to make; a chat of the most messages and tools has fewer.
 MAX_CONTAINERS = 1 << 16
-# Enough for a prompt as token ids, or for the inputs of embeddings together. Making so many takes some 10 ms,
-# for which nothing else runs.
+# Enough for a prompt as token ids, or for the inputs of embeddings together. This number takes some 10 ms to
+# make, during which nothing else runs.
 MAX_VALUES = 5 << 17
-# Of fields whose entries hold no text, such as numbers: how many there may be, and what they are.
+# Limits of fields whose entries hold no text, such as numbers: how many there may be, and what they are.
 _MAX_ENTRIES: Mapping[str, tuple[int, str]] = {
     "logit_bias": (MAX_LOGIT_BIASES, "entries"),
     "stop_token_ids": (MAX_STOP_TOKEN_IDS, "tokens"),
 }
-# A character is at most 12 bytes as JSON; what is only spaces between values is not counted to be there.
+# A character is at most 12 bytes as JSON; spaces between values are not counted.
 _JSON_CHAR_BYTES = 12
 _STOP_BYTES = MAX_STOPS * (MAX_STOP_CHARS + 1) * _JSON_CHAR_BYTES
 _CONSTRAINT_BYTES = 2 * MAX_GRAMMAR_BYTES
@@ -43,14 +43,14 @@ _MAX_BYTES: Mapping[str, int] = {
         ),
         _CONSTRAINT_BYTES,
     ),
-    # Definitions of tools beside their names and types, and how they are to be used.
+    # Definitions of tools without their names and types, and how they are to be used.
     "tools": 2 * MAX_JSON_BYTES,
     "chat_template_kwargs": 2 * MAX_JSON_BYTES,
 }
-# Counted at once.
+# Bytes counted at once.
 _PART_BYTES = 1 << 18
 
-# What each character is: a quote, a comma, or what opens or closes a level.
+# The meaning of each character: a quote, a comma, or the opening or closing of a level.
 _IS_QUOTE, _IS_COMMA, _IS_OPENING = (np.zeros(256, np.uint8) for _ in range(3))
 _IS_QUOTE[ord('"')] = _IS_COMMA[ord(",")] = 1
 _STEPS = np.zeros(256, np.int8)

@@ -18,7 +18,7 @@ from cluster.identity.certificates import names_of_peer
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 API_KEY_HEADER = "x-api-key"
-# Passed on with a request that another application answers, and into traces.
+# Headers passed on with a request that another application answers, and into traces.
 _PASSED_ON = ("traceparent", "tracestate")
 
 Metadata = tuple[tuple[str, str | bytes], ...]
@@ -41,13 +41,13 @@ class AbortedCall(Exception):
 
 
 class HttpCall:
-    """What the servicer uses of `grpc.aio.ServicerContext`. `on_event` takes each message, and returns when
-    the next may come."""
+    """The part of `grpc.aio.ServicerContext` that the servicer uses. `on_event` takes each message, and
+    returns when the next may come."""
 
     def __init__(self, request: web.Request, on_event: OnEvent | None = None) -> None:
         self._request = request
         self._on_event = on_event
-        # What gRPC would send before the first message.
+        # The metadata that gRPC would send before the first message.
         self.initial_metadata: dict[str, str] = {}
         # "" until the request is accepted.
         self.request_id = ""

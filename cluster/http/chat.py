@@ -128,7 +128,7 @@ class _Message(msgspec.Struct):
     content: str | None
     refusal: None = None
     tool_calls: list[_ToolCall] | UnsetType = UNSET
-    # What the model thought, where its output shows that: vLLM's.
+    # vLLM's: the model's reasoning, where its output shows that.
     reasoning_content: str | UnsetType = UNSET
 
 
@@ -143,20 +143,20 @@ class _Choice(msgspec.Struct):
     logprobs: _Logprobs | None
     # One of stop, length, tool_calls and content_filter.
     finish_reason: str
-    # What of `stop` or `stop_token_ids` ended the output: vLLM's.
+    # vLLM's: the entry of `stop` or `stop_token_ids` that ended the output.
     stop_reason: str | int | UnsetType = UNSET
 
 
 class _Completion(msgspec.Struct):
-    # Ends with the id of the request.
+    # An id that ends with the id of the request.
     id: str
-    # In seconds of Unix time.
+    # The time in seconds of Unix time.
     created: int
     model: str
     choices: list[_Choice]
     usage: Usage
     object: str = "chat.completion"
-    # Of each token of the prompt, by the ids of tokens: vLLM's.
+    # vLLM's: log-probabilities of each token of the prompt, by the ids of tokens.
     prompt_logprobs: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
 
 
@@ -183,7 +183,7 @@ class _Chunk(msgspec.Struct):
     object: str = "chat.completion.chunk"
     # With include_usage, in the last chunk; with continuous_usage_stats, so far, in each.
     usage: Usage | UnsetType | None = UNSET
-    # In the first chunk: vLLM's.
+    # vLLM's: in the first chunk.
     prompt_logprobs: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
 
 

@@ -103,9 +103,9 @@ class _Choice(msgspec.Struct):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
-    # What of `stop` or `stop_token_ids` ended the output: vLLM's.
+    # vLLM's: the entry of `stop` or `stop_token_ids` that ended the output.
     stop_reason: str | int | UnsetType = UNSET
-    # Of each token of the prompt, by the ids of tokens: vLLM's.
+    # vLLM's: log-probabilities of each token of the prompt, by the ids of tokens.
     prompt_logprobs: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
 
 
@@ -119,7 +119,7 @@ class _Completion(msgspec.Struct):
 
 
 class _PromptOutput:
-    """What the call of one prompt has brought."""
+    """The output of the call of one prompt."""
 
     def __init__(self, body: CompletionRequest, offsets: Callable[[], TextOffsets]) -> None:
         self._echoes = bool(body.echo)
@@ -183,7 +183,7 @@ class CompletionAnswer:
         self._streams = bool(body.stream)
         options = body.stream_options
         self._include_usage = options is not None and bool(options.include_usage)
-        # By index of the choice: how much text was sent, and where its tokens begin.
+        # Characters sent so far and the beginnings of tokens in them, by index of the choice.
         self._num_chars: dict[int, int] = {}
         self._index_to_offsets: dict[int, TextOffsets] = {}
         self.num_kept_bytes = 0

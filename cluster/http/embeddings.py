@@ -55,7 +55,7 @@ class _Embeddings(msgspec.Struct):
 
 
 class _Tokens(msgspec.Struct):
-    """vLLM's."""
+    """The answer to vLLM's /tokenize."""
 
     count: int
     max_model_len: int

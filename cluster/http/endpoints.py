@@ -46,7 +46,8 @@ _log = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
 
 
-# A longer body is read beside the event loop, and an answer with more tokens is written there.
+# A longer body is read in another thread than the event loop's, and an answer with more tokens is written
+# there.
 SHORT_BODY_BYTES = 64 << 10
 _SHORT_TOKENS = 4096
 # `code` of the errors of calls that were refused by no fault of their caller.
@@ -188,7 +189,7 @@ class Endpoints:
             del problem  # its traceback leads here
 
     async def _run(self, translated: chat.Translated, calls: list[HttpCall]) -> None:
-        """Run all calls beside each other, if the tenant may have so many; the first that fails ends the
+        """Run all calls at the same time, if the tenant may have this number; the first that fails ends the
         others."""
 
         ended: set[int] = set()
@@ -220,7 +221,7 @@ class Endpoints:
         except BaseExceptionGroup as failed:
             first = failed.exceptions[0]
             if isinstance(first, HttpProblem) and first.code in _REFUSED_FOR_LOAD:
-                # Nobody has looked at the others.
+                # The other calls were not looked at.
                 ended.update(number for number, call in enumerate(calls) if call.request_id)
                 self._servicer.give_back_requests(caller_identity().tenant, len(calls) - len(ended))
             try:
@@ -290,8 +291,8 @@ class Endpoints:
 
 
 class _Writer:
-    """Takes what the calls of one answer bring: writes it to the stream, if there is one, and counts what is
-    kept of it, which nobody reads meanwhile."""
+    """Takes the messages of the calls of one answer: writes them to the stream, if there is one, and counts
+    the kept bytes of the answer, which nobody reads before its end."""
 
     def __init__(self, answer: Answer, kept: KeptOutput, stream: EventStream | None) -> None:
         self._answer = answer

@@ -21,9 +21,9 @@ from cluster.errors import (
 from cluster.http.call import AbortedCall
 from cluster.proto.tandem.v1 import inference_pb2 as pb
 
-# Of methods that this version does not serve.
+# The status of methods that this version does not serve.
 _NOT_SERVED = 501
-# By gRPC status: `type` of OpenAI's errors; of others it is the server's.
+# The `type` of OpenAI's errors by gRPC status; for other statuses it is the server's.
 _TYPES: Mapping[grpc.StatusCode, str] = {
     grpc.StatusCode.INVALID_ARGUMENT: "invalid_request_error",
     grpc.StatusCode.UNAUTHENTICATED: "authentication_error",
@@ -35,8 +35,8 @@ _TYPES: Mapping[grpc.StatusCode, str] = {
     grpc.StatusCode.UNIMPLEMENTED: "invalid_request_error",
 }
 _SERVER_ERROR = "server_error"
-# `code` of OpenAI's errors where that has a name of its own; of others it is the reason of ErrorInfo in small
-# letters, and of calls without one, which are not ours, the status.
+# The `code` of OpenAI's errors where that has a name of its own; for others it is the reason of ErrorInfo in
+# small letters, and for calls without one, which are not ours, the status.
 _CODES: Mapping[str, str] = {
     "INVALID_REQUEST": "invalid_value",
     "GRAMMAR": "invalid_grammar",
@@ -50,7 +50,7 @@ _CODES: Mapping[str, str] = {
     "ABANDONED": "cancelled",
     "INTERNAL": "internal_error",
 }
-# By HTTP status: `type` of Anthropic's errors.
+# The `type` of Anthropic's errors by HTTP status.
 _ANTHROPIC_TYPES: Mapping[int, str] = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -62,7 +62,7 @@ _ANTHROPIC_TYPES: Mapping[int, str] = {
     504: "timeout_error",
 }
 
-# Returns what a field of a gRPC message is called over HTTP.
+# Returns the name over HTTP of a field of a gRPC message.
 Rename = Callable[[str], str]
 
 
@@ -82,7 +82,7 @@ class HttpProblem(Exception):
         usage: pb.Usage | None = None,
     ) -> None:
         super().__init__(message)
-        # What the request had used by then; None: it was not accepted, or nobody knows.
+        # The request's usage by then; None: it was not accepted, or the usage is unknown.
         self.usage = usage
         self.status = status
         self.message = message

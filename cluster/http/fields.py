@@ -14,7 +14,7 @@ Effect = Literal["served", "served in part", "ignored", "refused"]
 
 
 class FieldEntry(NamedTuple):
-    """A field of a request; `notes` says what differs, or what to do without it."""
+    """A field of a request; `notes` give the differences, or the alternative to it."""
 
     name: str
     effect: Effect

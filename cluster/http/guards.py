@@ -24,7 +24,7 @@ def refused_host(host: str | None, names: Collection[str]) -> str:
 
 
 def _name(host: str) -> str | None:
-    """`localhost` of `localhost:8781`, `::1` of `[::1]:8781`, in lower case."""
+    """Return the host's name in lower case: `localhost` of `localhost:8781`, `::1` of `[::1]:8781`."""
     try:
         parts = urlsplit(f"//{host}")
         _ = parts.port  # refuses what is no number

@@ -15,7 +15,7 @@ from cluster.http.call import AbortedCall
 from cluster.http.errors import HttpProblem
 from cluster.http.sse import send_whole
 
-# Of one answer.
+# The limit of one answer.
 MAX_KEPT_BYTES = 64 << 20
 
 
@@ -26,7 +26,7 @@ class KeptOutput:
         self._unread = unread
         self._scope: asyncio.Timeout | None = None
         self._is_cut_off = False
-        # Counted now.
+        # The bytes counted now.
         self.num_unread_bytes = 0
 
     def grow(self, num_bytes: int) -> None:

@@ -14,7 +14,7 @@ from cluster.text.tokenizer import Detokenizer
 
 _encode = msgspec.json.Encoder().encode
 _NULL = msgspec.Raw(b"null")
-# A number or an offset in a list.
+# Bytes of a number or an offset in a list.
 _NUMBER_BYTES = 24
 
 
@@ -25,7 +25,7 @@ class TopLogprob(msgspec.Struct):
 
 
 class ContentLogprob(msgspec.Struct):
-    """Of a token of a chat's answer."""
+    """The log-probability of a token of a chat's answer."""
 
     token: str
     logprob: float
@@ -34,7 +34,7 @@ class ContentLogprob(msgspec.Struct):
 
 
 class RankedLogprob(msgspec.Struct):
-    """vLLM's: of a token of a prompt."""
+    """vLLM's form of the log-probability of a token of a prompt."""
 
     logprob: float
     # From 1; null: it is not among those that were asked for.
@@ -43,12 +43,12 @@ class RankedLogprob(msgspec.Struct):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Of the tokens of a completion, in lists of the same length."""
+    """The log-probabilities of the tokens of a completion, in lists of the same length."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
     tokens: list[str]
-    # By their texts: the likeliest tokens, and the one that was chosen.
+    # The likeliest tokens and the chosen one, by their texts.
     top_logprobs: list[dict[str, float] | None]
 
 
@@ -75,7 +75,7 @@ class KeptLogprobs(Protocol):
 
 
 class NoLogprobs:
-    """For answers without any."""
+    """The keeper for answers without log-probabilities."""
 
     num_bytes = 0
 
@@ -84,7 +84,7 @@ class NoLogprobs:
 
 
 class ContentLogprobs:
-    """Those of a chat's answer, each a `ContentLogprob` as JSON."""
+    """The log-probabilities of a chat's answer, each a `ContentLogprob` as JSON."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -97,7 +97,7 @@ class ContentLogprobs:
 
 
 class RankedLogprobs:
-    """Those of a prompt, each `RankedLogprob`s as JSON; the first token has none."""
+    """The log-probabilities of a prompt, each `RankedLogprob`s as JSON; the first token has none."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -133,7 +133,7 @@ class TextOffsets:
 
 
 class LogprobLists:
-    """Those of a completion, in lists: what stands in `top_logprobs` as JSON."""
+    """The log-probabilities of a completion, in lists: the entries of `top_logprobs` as JSON."""
 
     def __init__(self, offsets: TextOffsets | None = None) -> None:
         self.num_bytes = 0
@@ -141,7 +141,7 @@ class LogprobLists:
         self._offsets: list[int] = []
         self._logprobs: list[float | None] = []
         self._tokens: list[str] = []
-        # Each as JSON.
+        # Entries as JSON.
         self._top: list[Any] = []
 
     def __bool__(self) -> bool:
@@ -165,8 +165,8 @@ class LogprobLists:
         self._top += others._top
 
     def lists(self, num_chars: int | None) -> CompletionLogprobs:
-        """Return the lists; what a stop string cut off begins at the end of the text, which has so many
-        characters (None: that is not known yet)."""
+        """Return the lists; tokens that a stop string cut off begin at the end of the text, which has this
+        many characters (None: not known yet)."""
         offsets = self._offsets if num_chars is None else [min(it, num_chars) for it in self._offsets]
         return CompletionLogprobs(offsets, self._logprobs, self._tokens, self._top)
 
@@ -187,7 +187,7 @@ def _ranked(item: pb.TokenLogprob) -> dict[str, RankedLogprob]:
 
 
 def _likeliest(item: pb.TokenLogprob) -> dict[str, float]:
-    """The likeliest tokens; the one that was chosen is there, also where it is none of them."""
+    """Return the likeliest tokens; the chosen token is included, also where it is none of them."""
     chosen = next((top.logprob for top in item.top if top.token_id == item.token_id), item.logprob)
     found = {item.text: chosen}
     for top in item.top:  # of those that look the same, the likelier comes first

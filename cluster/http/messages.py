@@ -62,19 +62,19 @@ class ContentBlock(Body, kw_only=True):
 
     type: str
     text: str | None = None
-    # Of tool_use.
+    # A field of tool_use.
     id: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None
-    # Of tool_result.
+    # A field of tool_result.
     tool_use_id: str | None = None
     content: str | list[ContentBlock] | None = None
     is_error: bool | None = None
-    # Of thinking.
+    # A field of thinking.
     thinking: str | None = None
     signature: Ignored = None
     data: Ignored = None
-    # Without effect.
+    # A field without effect.
     cache_control: Ignored = None
     citations: Ignored = None
     caller: Ignored = None
@@ -124,7 +124,7 @@ class OutputFormat(Body, kw_only=True):
 
 
 class OutputConfig(Body, kw_only=True):
-    """What the output must look like, and how much the model is to do for it."""
+    """The required form of the output, and the effort of the model for it."""
 
     effort: str | None = None
     format: OutputFormat | None = None
@@ -140,7 +140,7 @@ class CountTokensRequest(Body, kw_only=True):
     tool_choice: ChosenTool | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    # Without effect.
+    # A field without effect.
     cache_control: Ignored = None
 
 
@@ -154,7 +154,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     top_p: float | None = None
     top_k: Int32 | None = None
     service_tier: str | None = None
-    # Without effect.
+    # A field without effect.
     metadata: Ignored = None
 
 
@@ -245,7 +245,7 @@ def _set_choice(chat: pb.ChatPrompt, choice: ChosenTool) -> None:
 
 
 def _add_turn(chat: pb.ChatPrompt, message: TurnMessage, field: str, names: dict[str, str]) -> None:
-    """Append what a message says: results of tools are turns of their own, before the rest of it."""
+    """Append the content of a message: results of tools are turns of their own, before the rest of it."""
     names[f"chat.messages[{len(chat.messages)}]"] = field
     roles = {"user": pb.ROLE_USER, "assistant": pb.ROLE_ASSISTANT, "system": pb.ROLE_SYSTEM}
     if message.role not in roles:
@@ -315,14 +315,14 @@ def _unsupported(block: ContentBlock, field: str) -> Exception:
 class _Usage(msgspec.Struct):
     """Anthropic's: cached tokens are counted apart from `input_tokens`."""
 
-    # Of the prompt, those that were computed.
+    # The tokens of the prompt that were computed.
     input_tokens: int
     output_tokens: int
     # Always 0: caching costs nothing.
     cache_creation_input_tokens: int = 0
-    # Of the prompt, those that were not computed.
+    # The tokens of the prompt that were not computed.
     cache_read_input_tokens: int = 0
-    # What max_tokens was cut to, by the room in the context or because of the cluster's load.
+    # The value to which max_tokens was cut, by the room in the context or because of the cluster's load.
     capped_max_tokens: int | UnsetType = UNSET
 
 
@@ -354,7 +354,7 @@ class _Answer(msgspec.Struct):
     content: list[_Block]
     # One of end_turn, max_tokens, stop_sequence, tool_use and refusal.
     stop_reason: str | None
-    # The one that ended the output.
+    # The stop sequence that ended the output.
     stop_sequence: str | None
     usage: _Usage
     type: str = "message"
@@ -374,7 +374,7 @@ class _BlockStart(msgspec.Struct):
 
 class _BlockDelta(msgspec.Struct):
     index: int
-    # Has `type`, and what is further of the text, the thinking, the signature or the JSON of a call's input.
+    # The `type`, and the addition to the text, the thinking, the signature or the JSON of a call's input.
     delta: dict[str, str]
     type: str = "content_block_delta"
 
@@ -417,7 +417,7 @@ class MessagesAnswer:
         self._output = CallOutput(NoLogprobs)
         self._stop_reason: str | None = None
         self._stop_sequence: str | None = None
-        # The block that is being sent: what it is, and its number.
+        # The block that is being sent, by kind, and its number.
         self._open: str | None = None
         self._index = -1
 

@@ -26,21 +26,21 @@ _MAX_HEADERS = 100
 # What is wrong with a request of HTTP 0.9, which knew neither headers nor statuses.
 VERSIONLESS = "the request line names no version of HTTP; send HTTP/1.1"
 _TOO_MANY_HEADERS = "Too many headers received"
-# When a silent client is asked whether it is still there, how often, and how many answers may be missing: a
-# client that has vanished is gone after as long as over gRPC.
+# The time until a silent client is probed, the time between probes, and the number of answers that may be
+# missing: a client that has vanished is gone after the same time as over gRPC.
 _PROBE_AFTER_S, _PROBE_EVERY_S, _NUM_PROBES = 10, 5, 2
 
 
 class HttpBounds(NamedTuple):
-    """What a connection may take before a request of it is served."""
+    """The limits of a connection before a request of it is served."""
 
     # The request line and each header.
     max_header_bytes: int
-    # Without a complete request.
+    # The limit without a complete request.
     idle_timeout_s: float
 
 
-# Makes the answer to what is no request, by its status and what is wrong with it.
+# Makes the answer to a malformed request, by its status and its fault.
 Refuse = Callable[[int, str], web.Response]
 
 
@@ -112,7 +112,7 @@ class HttpPort:
         return int(self._runner.addresses[0][1])
 
     def num_connections(self) -> int:
-        """Clients that are connected now."""
+        """Return the number of clients that are connected now."""
         server = self._runner.server
         return 0 if server is None else len(server.connections)
 
@@ -168,11 +168,11 @@ class _Connection(web.RequestHandler):
     def __init__(self, server: web.Server, refuse: Refuse, **options: Any) -> None:
         super().__init__(server, **options)
         self._refuse = refuse
-        # Callers whose requests have come over it.
+        # Callers whose requests have come over the connection.
         self._parties: dict[str, CallerLimits] = {}
-        # Its present request named no version.
+        # The present request named no version.
         self.is_versionless = False
-        # It is one too many of a caller.
+        # The connection exceeds a caller's limit.
         self.is_surplus = False
 
     def own(self, party: str, limits: CallerLimits) -> None:

@@ -31,7 +31,7 @@ ROLES: Mapping[str, pb.Role] = {
 }
 # OpenAI's default; the engine's own is 0.
 DEFAULT_TEMPERATURE = 1.0
-# What fields of `GenerateRequest` are called over HTTP, by the beginnings of their paths.
+# The names over HTTP of the fields of `GenerateRequest`, by the beginnings of their paths.
 NAMES: Mapping[str, str] = {
     "include_stop": "include_stop_str_in_output",
     "keep_special_tokens": "skip_special_tokens",
@@ -43,7 +43,7 @@ NAMES: Mapping[str, str] = {
 }
 _MASK = (1 << 64) - 1
 _SESSION = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-# Sent as they are where they are given.
+# Fields that are sent unchanged where they are given.
 _SAME = (
     "n",
     "max_tokens",
@@ -158,7 +158,7 @@ def _token_id(text: str) -> int:
 
 
 def set_constraint(request: pb.GenerateRequest, body: SampledRequest, names: dict[str, str]) -> None:
-    """Set what the output must look like, from the one field that says so."""
+    """Set the required form of the output, from the one field that names it."""
     given = {
         "response_format": body.response_format,
         "structured_outputs": body.structured_outputs,

@@ -82,7 +82,8 @@ class _Usage(msgspec.Struct):
     output_tokens: int
     output_tokens_details: _ReasoningDetails
     total_tokens: int
-    # What max_output_tokens was cut to, by the room in the context or because of the cluster's load.
+    # The value to which max_output_tokens was cut, by the room in the context or because of the cluster's
+    # load.
     capped_max_tokens: int | UnsetType = UNSET
 
 
@@ -124,7 +125,7 @@ class _EventTop(msgspec.Struct):
 
 
 class _EventLogprob(msgspec.Struct):
-    """Of a token in an event, which has no bytes, as OpenAI's has none."""
+    """The log-probability of a token in an event, which has no bytes, as OpenAI's has none."""
 
     token: str
     logprob: float
@@ -137,7 +138,7 @@ class _EventLogprob(msgspec.Struct):
 
 
 class _ItemLogprobs:
-    """Those of an item's tokens, each as JSON already: in the item, and in events."""
+    """The log-probabilities of an item's tokens, each as JSON already: in the item, and in events."""
 
     def __init__(self) -> None:
         self.items: list[Any] = []
@@ -197,7 +198,7 @@ class ResponsesAnswer:
         self._open = ""
         self._texts: list[str] = []
         self._logprobs = _ItemLogprobs()
-        # Of tokens without text so far, which may begin a message.
+        # Log-probabilities of tokens without text so far, which may begin a message.
         self._waiting_logprobs = _ItemLogprobs()
         self._finish = 0
         # The events at the end have all of it again, four times.

@@ -40,7 +40,7 @@ _NAMES: Mapping[str, str] = {
     "max_tokens": "max_output_tokens",
 }
 _LOGPROBS = "message.output_text.logprobs"
-# What of `include` has nothing to include here.
+# Values of `include` that have nothing to include here.
 _NOT_THERE = ("reasoning.encrypted_content",)
 
 
@@ -50,17 +50,17 @@ class InputItem(Body, kw_only=True):
     type: str = "message"
     id: Ignored = None
     status: Ignored = None
-    # Of a message.
+    # A field of a message.
     role: str | None = None
     content: str | list[OutputPart] | None = None
     phase: Ignored = None
-    # Of a function_call and its output.
+    # A field of a function_call and its output.
     call_id: str | None = None
     name: str | None = None
     namespace: None = None
     arguments: str | None = None
     output: str | list[OutputPart] | None = None
-    # Of reasoning.
+    # A field of reasoning.
     summary: list[OutputPart] | None = None
     encrypted_content: Ignored = None
 
@@ -85,7 +85,7 @@ class OfferedFunction(Body, kw_only=True):
 
 
 class TextFormat(Body, kw_only=True, omit_defaults=True):
-    """What the output must look like."""
+    """The required form of the output."""
 
     type: str
     name: Ignored = None
@@ -101,7 +101,7 @@ class TextSettings(Body, kw_only=True, omit_defaults=True):
 
 class ReasoningSettings(Body, kw_only=True, omit_defaults=True):
     effort: str | None = None
-    # The whole of what was thought is returned.
+    # The whole reasoning is returned.
     summary: Ignored = None
     generate_summary: Ignored = None
 
@@ -129,12 +129,12 @@ class ResponsesRequest(Body, kw_only=True):
     store: bool | None = None
     background: bool | None = None
     truncation: str | None = None
-    # vLLM's.
+    # A field of vLLM.
     priority: Int32 | None = None
     request_id: str | None = None
-    # Returned as it is.
+    # Metadata that is returned unchanged.
     metadata: dict[str, str] | None = None
-    # Without effect.
+    # A field without effect.
     user: Ignored = None
     safety_identifier: Ignored = None
     prompt_cache_retention: Ignored = None
@@ -254,7 +254,7 @@ def _add_item(chat: pb.ChatPrompt, item: InputItem, field: str, names: dict[str,
 
 
 def _own_turn(chat: pb.ChatPrompt, *, is_new: bool = False) -> pb.ChatMessage:
-    """Return the assistant's turn that is being told: the last one, where that is the assistant's."""
+    """Return the assistant's turn that is being converted: the last one, where that is the assistant's."""
     if not is_new and chat.messages and chat.messages[-1].role == pb.ROLE_ASSISTANT:
         return chat.messages[-1]
     return chat.messages.add(role=pb.ROLE_ASSISTANT)

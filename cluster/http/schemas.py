@@ -16,9 +16,9 @@ from cluster.http.errors import bad_field
 
 Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
-# Of something that is read and has no effect.
+# The type of a field that is read and has no effect.
 Ignored = Any
-# Of what is refused by its type: it is read so that the error names that.
+# The type of a field that is refused by its type: it is read so that the error names it.
 Refused = Any
 
 _PLACE = re.compile(r"^(.*) - at `\$(.*)`$", re.DOTALL)
@@ -26,7 +26,7 @@ _FIELD = re.compile(
     r"^Object (missing required|contains unknown) field `([^`]*)`(?: - at `\$([^`]*)`)?$", re.DOTALL
 )
 _KEY = re.compile(r"[^.\[\]]+")
-# What is served of the things that say their types; others have fields of their own.
+# The parts served of the objects that name their types; others have fields of their own.
 _KINDS_WITH_FIELDS = frozenset(
     (
         *("function", "custom", "message", "function_call", "function_call_output", "reasoning"),
@@ -36,7 +36,7 @@ _KINDS_WITH_FIELDS = frozenset(
         *("auto", "any", "none", "tool", "enabled", "disabled", "adaptive"),
     )
 )
-# How paths name a value of an object with any keys.
+# The notation in paths for a value of an object with any keys.
 _SOME_VALUE = "[...]"
 # Half of a character beyond 16 bits, without the other half.
 _SURROGATE = re.compile(
@@ -58,8 +58,8 @@ B = TypeVar("B", bound=Body)
 
 
 def decode(body: bytes, kind: type[B], refused: Mapping[str, str]) -> B:
-    """Return the request; `InvalidRequestError` names the bad field by its path. `refused` says of fields
-    that exist elsewhere what to do without them."""
+    """Return the request; `InvalidRequestError` names the bad field by its path. `refused` gives the
+    alternatives to fields that exist elsewhere."""
     body = body.removeprefix(codecs.BOM_UTF8)
     check_shape(body)
     if len(body) > _SHORT_BODY_BYTES:
@@ -161,17 +161,17 @@ def _shortened(error: Exception) -> str:
 
 
 class StreamOptions(Body, kw_only=True):
-    """What a stream has beside the output."""
+    """The content of a stream besides the output."""
 
     include_usage: bool | None = None
-    # With each chunk.
+    # Usage with each chunk.
     continuous_usage_stats: bool | None = None
-    # Only where random bytes hide lengths of chunks, which are not sent here.
+    # A field about random bytes that hide lengths of chunks, which are not sent here.
     include_obfuscation: Ignored = None
 
 
 class JsonSchema(Body, kw_only=True):
-    """Of `response_format`."""
+    """The JSON schema of `response_format`."""
 
     name: str | None = None
     description: Ignored = None
@@ -188,7 +188,7 @@ class TagStructure(Body, kw_only=True):
 
 
 class ResponseFormat(Body, kw_only=True):
-    """What the output must look like, as OpenAI's API says it."""
+    """The required form of the output, in the words of OpenAI's API."""
 
     # One of text, json_object, json_schema and structural_tag.
     type: str
@@ -198,7 +198,7 @@ class ResponseFormat(Body, kw_only=True):
 
 
 class StructuredOutputs(Body, kw_only=True):
-    """The same, as vLLM says it: one of these."""
+    """The same in the words of vLLM: one of these."""
 
     json: dict[str, Any] | str | bool | None = None
     regex: str | None = None
@@ -278,12 +278,12 @@ class ChatMessage(Body, kw_only=True):
     name: str | None = None
     tool_calls: list[PastToolCall] | None = None
     tool_call_id: str | None = None
-    # What the model thought: either name.
+    # The model's reasoning, under either name.
     reasoning: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
     annotations: Ignored = None
-    # LiteLLM's.
+    # A field of LiteLLM.
     provider_specific_fields: Ignored = None
     audio: None = None
     function_call: None = None
@@ -293,7 +293,7 @@ class ChatMessage(Body, kw_only=True):
 
 
 class SampledRequest(Body, kw_only=True):
-    """What chats and completions have in common."""
+    """The fields that chats and completions have in common."""
 
     model: str | None = None
     stream: bool | None = None
@@ -309,9 +309,9 @@ class SampledRequest(Body, kw_only=True):
     logit_bias: dict[str, float] | None = None
     response_format: ResponseFormat | None = None
     service_tier: str | None = None
-    # Without effect.
+    # A field without effect.
     user: Ignored = None
-    # vLLM's.
+    # Fields of vLLM.
     top_k: Int32 | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -349,11 +349,11 @@ class ChatRequest(SampledRequest, kw_only=True):
     prompt_cache_key: str | None = None
     store: bool | None = None
     modalities: list[str] | None = None
-    # Without effect.
+    # A field without effect.
     metadata: Ignored = None
     safety_identifier: Ignored = None
     prompt_cache_retention: Ignored = None
-    # vLLM's.
+    # Fields of vLLM.
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -376,9 +376,9 @@ class EmbeddingRequest(Body, kw_only=True):
     model: str | None = None
     encoding_format: str | None = None
     dimensions: Int32 | None = None
-    # Without effect.
+    # A field without effect.
     user: Ignored = None
-    # vLLM's.
+    # Fields of vLLM.
     truncate_prompt_tokens: Int32 | None = None
     normalize: bool | None = None
     priority: Int32 | None = None

@@ -61,10 +61,10 @@ _log = logging.getLogger(__name__)
 RouteAccess = Role | Literal["open"]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-# What each route needs. One that is registered without an entry here is an error at start.
+# The access that each route needs. A route that is registered without an entry here is an error at start.
 ROUTE_ACCESS: Mapping[tuple[Method, str], RouteAccess] = {
     ("GET", "/health"): "open",
-    # What load balancers and tools of other servers ask for.
+    # A path that load balancers and tools of other servers use.
     ("GET", "/ping"): "open",
     ("GET", "/version"): "open",
     ("GET", "/v1/models"): "user",
@@ -79,12 +79,12 @@ ROUTE_ACCESS: Mapping[tuple[Method, str], RouteAccess] = {
     ("POST", "/tokenize"): "user",
     ("POST", "/detokenize"): "user",
 }
-# By which what a body may hold grows where it does not say how long it is.
+# The steps by which the limit of a body grows where its length is not announced.
 _PIECE_BYTES = 1 << 18
 _ANTHROPIC = "/v1/messages"
-# Of a model that the caller may not use: as if it were not there.
+# The answer for a model that the caller may not use: as if it were not there.
 _UNKNOWN_MODEL = "the model does not exist, or you may not use it; GET /v1/models lists yours"
-# On every answer. There is none of CORS: pages of other sites read nothing here.
+# Headers of every answer. There is none of CORS: pages of other sites read nothing here.
 _HEADERS: Mapping[str, str] = {
     "Cache-Control": "no-store",
     "Server": "tandem",
@@ -93,7 +93,7 @@ _HEADERS: Mapping[str, str] = {
 
 
 class HttpServices(NamedTuple):
-    """What the HTTP port needs of its gateway."""
+    """The parts of its gateway that the HTTP port needs."""
 
     servicer: InferenceServicer
     connections: ReplicaConnections
@@ -171,8 +171,8 @@ class HttpFront:
         return await self._port.start(is_shared=is_shared)
 
     def leave(self) -> None:
-        """Send clients to the other gateways: whoever probes is told, and connections end with their
-        requests."""
+        """Send clients to the other gateways: probes learn that this one leaves, and connections end with
+        their requests."""
         self._is_leaving = True
 
     async def stop_accepting(self) -> None:
@@ -180,7 +180,7 @@ class HttpFront:
         await self._port.stop_accepting()
 
     def num_connections(self) -> int:
-        """Clients that are connected now."""
+        """Return the number of clients that are connected now."""
         return self._port.num_connections()
 
     async def stop(self) -> None:
@@ -300,7 +300,7 @@ class HttpFront:
         """Return the body; refuse a wrong or long one before it is read, and one that comes too slowly."""
         kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            # Also keeps out what pages of other sites may send without asking first.
+            # This also keeps out requests that pages of other sites may send without a preflight.
             raise HttpProblem(415, f"the Content-Type must be application/json, not {kind[:100]!r}")
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise HttpProblem(415, "the body must not be compressed; remove Content-Encoding")

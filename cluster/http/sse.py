@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 from aiohttp import web
 
-# What the transport holds before a write waits.
+# The bytes that the transport holds before a write waits.
 _MAX_WAITING_BYTES = 64 << 10
 DONE = b"data: [DONE]\n\n"
 _HEADERS = {
@@ -41,7 +41,7 @@ class EventStream:
         self._write_timeout_s = write_timeout_s
         self._response: web.StreamResponse | None = None
         self._beginning = asyncio.Lock()
-        # Returns what is sent before the first event.
+        # Returns the headers that are sent before the first event.
         self.headers: Callable[[], Mapping[str, str]] = dict
 
     @property

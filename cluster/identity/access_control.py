@@ -15,7 +15,7 @@ from kvtransfer.rpc.trust import Trust
 
 
 class AccessControl:
-    """One gateway's. `follow` keeps it up to date, `close` ends the audit log's file."""
+    """The access control of one gateway. `follow` keeps it up to date, `close` ends the audit log's file."""
 
     def __init__(self, config: AuthConfig, gateway_id: str, trust: Trust, clock: Clock) -> None:
         """Read all files; `ConfigError` or `StartError` names the setting that cannot be used."""

@@ -39,7 +39,7 @@ _HEADER = "# API keys of a Tandem cluster: `tandem key` writes this file. Secret
 
 
 class KeyEntry(BaseModel):
-    """One key of the file."""
+    """A key of the file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -162,7 +162,7 @@ def add_key(
 ) -> str:
     """Add a key to the file, which is made where it is missing; return the key, which nothing keeps.
 
-    `draw` returns so many random bytes. `ConfigError` when the file cannot be used, or a field is wrong.
+    `draw` returns this many random bytes. `ConfigError` when the file cannot be used, or a field is wrong.
     """
     with _changing(path) as keys:
         known = {entry.id for entry in keys}

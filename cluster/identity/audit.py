@@ -41,7 +41,7 @@ MAX_ITEMS = 50
 # can cause the other kinds in any number, so these are limited: a `session` begins or ends, a `read` changes
 # nothing, a `refusal` is a call that was not let in.
 AuditKind = Literal["order", "session", "read", "refusal"]
-# How the names of the files begin in which lines of each kind are.
+# The beginnings of the names of the files that hold the lines of each kind.
 _PREFIXES: Mapping[AuditKind, str] = {
     "order": "audit-",
     "session": "audit-",
@@ -62,7 +62,7 @@ _log = logging.getLogger(AUDIT_LOGGER)
 
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
-    """One act. Texts longer than `MAX_CHARS` are cut, and lists longer than `MAX_ITEMS`."""
+    """An act. Texts longer than `MAX_CHARS` are cut, and lists longer than `MAX_ITEMS`."""
 
     # The name of the identity; `NOBODY`.
     who: str
@@ -73,9 +73,9 @@ class AuditEntry:
     tenant: str = ""
     # Where the caller is, as gRPC writes it, such as `ipv4:127.0.0.1:40112`.
     peer: str = ""
-    # On what: the fields of the request that say so.
+    # The object of the call: the fields of the request that name it.
     what: Mapping[str, object] = field(default_factory=dict)
-    # Why it was refused, or what came of it.
+    # The reason for a refusal, or the outcome of the call.
     detail: str = ""
     kind: AuditKind = "order"
 
@@ -177,7 +177,7 @@ def _text(value: str) -> str:
 
 class _AuditFile(RotatingFileHandler):
     """The file of one process, which only its user can read. Another process may remove the file when it is
-    the oldest of the folder: the next entry begins it anew."""
+    the oldest of the folder: the next entry starts a new one."""
 
     def __init__(self, folder: Path, prefix: str, name: str, max_bytes: int, keep: int) -> None:
         folder.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)

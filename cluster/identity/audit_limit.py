@@ -6,7 +6,7 @@ from collections import Counter
 
 from kvtransfer.common.clock import Clock
 
-# Who has shown no credential that was accepted.
+# A caller who has shown no accepted credential.
 NOBODY = "-"
 # Lines of one tenant in a second, over all its identities and methods; of all strangers together.
 MAX_TENANT_LINES_S = 20

@@ -20,19 +20,19 @@ from kvtransfer.common.clock import Clock
 MAX_AUTHORIZATION_CHARS = 16 << 10
 # Called with the setting whose file was read again, and with what has changed in it.
 OnReload = Callable[[str, Mapping[str, str]], None]
-# What to send, over HTTP and over gRPC.
+# The credential to send, over HTTP and over gRPC.
 HEADER = "the header `Authorization: Bearer KEY`"
 _METADATA = "the metadata `authorization: Bearer KEY`"
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a call shows: the value of `authorization`, and the names of a certificate that TLS has
+    """The credentials of a call: the value of `authorization`, and the names of a certificate that TLS has
     verified."""
 
     authorization: str = ""
     certificate_names: tuple[str, ...] = ()
-    # What to send, for who shows none.
+    # The credential to send, for a caller who shows none.
     wanted: str = _METADATA
 
 
@@ -48,7 +48,7 @@ class Authenticator:
             if config.keys_file is not None
             else None
         )
-        # By the id of the key: the entry, and who has it.
+        # Entries by the id of the key, with the identity of each.
         self._key_identities: dict[str, tuple[KeyEntry, Identity]] = {}
         self._key_version = 0
         certificates = config.certificates

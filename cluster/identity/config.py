@@ -56,8 +56,8 @@ class CertificateIdentity(_Settings):
 
 
 class CertificateConfig(_Settings):
-    """Asks clients for a certificate in TLS. It is required of every client of these ports, also where an API
-    key says who calls; a client without one can use `gateway.health_port` alone."""
+    """Requests a certificate from clients in TLS. It is required of every client of these ports, also where
+    an API key identifies the caller; a client without one can use `gateway.health_port` alone."""
 
     # PEM of the authorities whose client certificates are accepted. Read again when it changes; relative to
     # the file that names it.
@@ -75,7 +75,7 @@ class TenantLimits(_Settings):
     max_priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     # Names of the models that it may use; empty: all.
     models: tuple[str, ...] = ()
-    # Its part of the replicas' time, beside the tenants whose requests wait too.
+    # The tenant's part of the replicas' time, next to the other tenants whose requests wait.
     weight: float = Field(default=1.0, gt=0)
     # The class of its requests that name none, and the classes that they may name; empty: all.
     default_class: ServiceClass = "standard"
@@ -131,7 +131,7 @@ class AuthConfig(_Settings):
     keys_file: Path | None = None
     jwt: JwtConfig | None = None
     certificates: CertificateConfig | None = None
-    # By tenant; "*" is for those without an entry.
+    # Limits by tenant; "*" is for tenants without an entry.
     tenants: dict[str, TenantLimits] = {}
     # How long after `accepted` a client may resume a stream.
     resume_s: float = Field(default=3600.0, gt=0)

@@ -23,12 +23,12 @@ _TENANT = re.compile(TENANT_PATTERN)
 class Identity:
     """Represents an authenticated caller."""
 
-    # What logs and the audit log show: `key:<id>`, `jwt:<subject>`, `cert:<name>` or `local`.
+    # The name in logs and in the audit log: `key:<id>`, `jwt:<subject>`, `cert:<name>` or `local`.
     name: str
     # Owner of its requests; "" where the caller names the tenant itself, or is none.
     tenant: str
     roles: frozenset[Role]
-    # Whose prefixes its requests share; "": the tenant's own.
+    # The group whose prefixes the identity's requests share; "": the tenant's own.
     sharing_group: str
     max_priority: int
     # Names of the models that it may use; None: all.

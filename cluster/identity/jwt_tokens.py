@@ -142,7 +142,7 @@ class JwtVerifier:
 
 
 def parse_issuer_keys(text: bytes) -> tuple[IssuerKey, ...]:
-    """Parse public keys, PEM or JWKS; `ValueError` says what is wrong."""
+    """Parse public keys, PEM or JWKS; `ValueError` describes the fault."""
     keys = _parse_pem(text) if b"-----BEGIN " in text else _parse_jwks(text)
     if not keys:
         raise ValueError("holds no public key for RS256, ES256 or EdDSA")

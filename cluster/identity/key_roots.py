@@ -33,7 +33,7 @@ from kvtransfer.common.os_errors import os_reason
 
 SECRET_BYTES = 32
 FIELD = "auth.key_root_file"
-# The name of a file that was not configured, beside the NVMe records whose keys depend on it.
+# The name of a file that was not configured, in the folder of the NVMe records whose keys depend on it.
 KEPT_NAME = "key-root"
 FILE_MODE = 0o600
 
@@ -111,7 +111,7 @@ class KeyRoots:
 
 
 def parse_key_roots(text: bytes) -> tuple[KeyRoot, ...]:
-    """Parse the content of a file; `ValueError` says what is wrong, and shows no secret."""
+    """Parse the content of a file; `ValueError` describes the fault, and shows no secret."""
     try:
         lines = [line.split() for line in text.decode("ascii").splitlines()]
     except UnicodeDecodeError as error:
@@ -125,7 +125,7 @@ def parse_key_roots(text: bytes) -> tuple[KeyRoot, ...]:
 
 
 def draw_key_root(draw: Callable[[int], bytes]) -> KeyRoot:
-    """Return a new root; `draw` returns so many random bytes."""
+    """Return a new root; `draw` returns this many random bytes."""
     return KeyRoot(draw(_ID_BYTES).hex(), draw(SECRET_BYTES))
 
 
@@ -203,7 +203,7 @@ def _replace(path: Path, roots: tuple[KeyRoot, ...]) -> tuple[KeyRoot, ...]:
 
 def _write(path: Path, roots: Sequence[KeyRoot], *, replaces: bool) -> None:
     """Write the file as a whole: readers see the old content or the new. Without `replaces` a file that
-    another process has written meanwhile stays."""
+    another process has written in the meantime stays."""
     text = "".join(f"{root.id} {base64.b64encode(root.secret).decode()}\n" for root in roots)
     new = path.with_name(f".{path.name}.{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):

@@ -27,7 +27,7 @@ _MAC_BYTES = 32
 _HEAD = struct.Struct(">III")
 # Seconds since 1970 that a token can hold: until 2106.
 _MAX_TIME = (1 << 32) - 1
-# Of a token's proof: enough to tell the token from all others.
+# Bytes of a token's proof: enough to tell the token from all others.
 _KEY_BYTES = 16
 # How long a relayed call may take from one gateway to the next, their clocks' difference included.
 RELAY_S = 60.0
@@ -35,15 +35,15 @@ _FIELD = "resume_token"
 
 
 class ResumeToken(NamedTuple):
-    """What a token says beside what it proves."""
+    """The content of a token apart from its proof."""
 
-    # Tells it from every other token.
+    # A proof that tells the token from every other.
     key: bytes
     # `gateway_tag` of the gateway that ran the call; 0: it is of a version that did not name itself.
     issuer: int
     # Unix time.
     expires_at: int
-    # What `max_tokens` was cut to; 0: it was not.
+    # The value to which `max_tokens` was cut; 0: it was not.
     capped_max_tokens: int
 
 
@@ -84,8 +84,8 @@ class ResumeTokens:
     def check(
         self, token: str, identity: Identity, tenant: str, request_id: str, seed: int, prompt: bytes
     ) -> ResumeToken:
-        """Return what the token says; raise `InvalidRequestError` without a token, and `ForbiddenError` for
-        one of another caller or request, or an expired one."""
+        """Return the content of the token; raise `InvalidRequestError` without a token, and `ForbiddenError`
+        for one of another caller or request, or an expired one."""
         if not token:
             problem = "is missing; a resumed request needs the one that `accepted` gave"
             raise InvalidRequestError(FieldViolation(_FIELD, problem))
@@ -106,7 +106,7 @@ class ResumeTokens:
 
 
 class RelayedCaller(Part, frozen=True):
-    """What a gateway vouches for: the names of a caller's certificate, for one request."""
+    """The facts that a gateway vouches for: the names of a caller's certificate, for one request."""
 
     certificate_names: tuple[str, ...]
     request_id: str
@@ -125,7 +125,7 @@ class RelayTokens:
         return _text(hmac.digest(self._key, body, "sha256") + body)
 
     def caller(self, token: str) -> RelayedCaller | None:
-        """Return what the token holds; None when no gateway of this secret has issued it lately."""
+        """Return the content of the token; None when no gateway of this secret has issued it recently."""
         data = _data(token)
         mac, body = data[:_MAC_BYTES], data[_MAC_BYTES:]
         if not hmac.compare_digest(mac, hmac.digest(self._key, body, "sha256")):

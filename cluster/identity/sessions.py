@@ -31,10 +31,10 @@ _MAC_BYTES = 32
 
 
 class _Claims(Part, frozen=True):
-    """What a cookie says."""
+    """The content of a cookie."""
 
     key_id: str
-    # Differs between two keys of one id.
+    # A mark that differs between two keys of one id.
     key_mark: str
     # Unix time.
     ends_at: float

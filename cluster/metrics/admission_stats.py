@@ -12,12 +12,12 @@ class ClassStats(Part, frozen=True):
     # How long a new request would wait there now, of a tenant that has none waiting.
     wait_s: float = 0.0
     num_released: int = 0
-    # By reason: "late", "unattainable", "bytes", "shed", "aged", "requests".
+    # Refusals by reason: "late", "unattainable", "bytes", "shed", "aged", "requests".
     num_refused: dict[str, int] = {}
 
 
 class FlowStats(Part, frozen=True):
-    """What a tenant's requests of one class were given lately: seconds of the replicas' time."""
+    """The recent share of a tenant's requests of one class: seconds of the replicas' time."""
 
     # "other": the tenants that have no place of their own here.
     tenant: str
@@ -36,21 +36,21 @@ class RungChange(Part, frozen=True):
 
 
 class AdmissionStats(Part, frozen=True):
-    """The ladder, and what waits in a gateway."""
+    """The ladder, and the requests that wait in a gateway."""
 
     rung: int = 0
     # "normal", "batch_paused", "tokens_capped", "low_weight_shed" or "refusing".
     rung_name: str = "normal"
     pressure: float = 0.0
-    # Of the requests that wait: their size, and how long the replicas will compute them.
+    # The requests that wait: their size, and how long the replicas will compute them.
     num_waiting_bytes: int = 0
     waiting_s: float = 0.0
     num_capped: int = 0
-    # By class.
+    # Statistics by class.
     classes: dict[str, ClassStats] = {}
-    # By the rung that was taken.
+    # Changes by the rung that was taken.
     num_rung_changes: dict[str, int] = {}
-    # The latest, oldest first.
+    # The latest changes, oldest first.
     changes: tuple[RungChange, ...] = ()
-    # Of the tenants that were given most in about the last minute, and of the others together.
+    # The tenants that were given most in about the last minute, and the others together.
     flows: tuple[FlowStats, ...] = ()

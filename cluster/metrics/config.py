@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class LogConfig(BaseModel):
-    """What the processes of the service write to standard error, which Ray keeps in files."""
+    """The lines that the processes of the service write to standard error, which Ray keeps in files."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -25,5 +25,5 @@ class TracingConfig(BaseModel):
 
     # OTLP over gRPC, such as `http://collector:4317`; "": no traces.
     endpoint: str = ""
-    # Of the requests whose caller does not say whether they are traced.
+    # The share of the requests whose caller does not say whether they are traced.
     sample_ratio: float = Field(default=1.0, ge=0, le=1)

@@ -15,7 +15,7 @@ from kvtransfer.codec import Part
 RING_S = 330
 # How far back `curves` goes.
 CURVE_S = 300
-# Of one bucket of a `Spread` to the next: a quantile is off by at most 1 %.
+# The factor from one bucket of a `Spread` to the next: a quantile is off by at most 1 %.
 _GROWTH = 1.02
 _LEAST = 1e-6
 
@@ -41,7 +41,7 @@ class Spread:
         return self
 
     def quantile(self, share: float) -> float:
-        """The value that `share` of the values do not exceed; 0 without values."""
+        """Return the value that `share` of the values do not exceed; 0 without values."""
         wanted = max(1, math.ceil(share * self.num_values))
         so_far = 0
         for bucket in sorted(self.buckets):
@@ -56,7 +56,7 @@ def _bucket(value: float) -> int:
 
 
 class Point(NamedTuple):
-    """One second of a curve; times in seconds, `at` is unix time."""
+    """A second of a curve; times in seconds, `at` is unix time."""
 
     at: float
     p50: float
@@ -72,11 +72,11 @@ class Curves(NamedTuple):
 
 
 class Window(Part, frozen=True):
-    """What happened in the last `window_s` seconds. Quantiles are 0 without values."""
+    """The events of the last `window_s` seconds. Quantiles are 0 without values."""
 
     window_s: float
     num_arrived: int = 0
-    # Of the requests that arrived.
+    # Prompt tokens of the requests that arrived.
     num_prompt_tokens: int = 0
     # Prompt tokens that prefill had to compute: those that were not cached anywhere.
     num_computed_tokens: int = 0
@@ -95,33 +95,33 @@ class Window(Part, frozen=True):
     pool_to_prompts: dict[str, int] = {}
 
 
-# Of `Window`: the fields that are counted.
+# The fields of `Window` that are counted.
 COUNTED = tuple(name for name in Window.__struct_fields__ if name.startswith("num_"))
 
 
 class SecondCounts(Part, frozen=True):
-    """One second of one gateway, as gateways send it to each other."""
+    """A second of one gateway, as gateways send it to each other."""
 
     at: int
-    # By field of `Window`.
+    # Counts by field of `Window`.
     counts: dict[str, int]
-    # By bucket of a `Spread`.
+    # Times by bucket of a `Spread`.
     ttft: dict[int, int]
     itl: dict[int, int]
-    # As in `Window`.
+    # Prompts as in `Window`.
     pool_to_prompts: dict[str, int] = {}
 
 
 @dataclass(slots=True)
 class Second:
-    """One second: of one gateway, or of several."""
+    """A second: of one gateway, or of several."""
 
     at: int
-    # By field of `Window`.
+    # Counts by field of `Window`.
     counts: Counter[str] = field(default_factory=Counter)
     ttft: Spread = field(default_factory=Spread)
     itl: Spread = field(default_factory=Spread)
-    # As in `Window`.
+    # Prompts as in `Window`.
     pool_to_prompts: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: SecondCounts) -> None:

@@ -16,5 +16,5 @@ SECTIONS = {
     "Transfer": TRANSFER,
     "Stores": STORES,
 }
-# By name.
+# All metrics by name.
 METRICS = {it.name: it for section in SECTIONS.values() for it in section}

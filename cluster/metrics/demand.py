@@ -37,7 +37,7 @@ class Demand:
         self.computed_tokens_squared += num_computed_tokens**2
 
     def ended(self, output_lengths: Iterable[int]) -> None:
-        """Count the continuations of a request that ended, each after so many tokens."""
+        """Count the continuations of a request that ended, each after this many tokens."""
         for num_tokens in output_lengths:
             self.num_ended += 1
             self.num_output_tokens += num_tokens
@@ -54,15 +54,16 @@ class Demand:
         self.num_late_gaps += num_gaps * are_late
 
     def values(self) -> tuple[float, ...]:
-        """The fields in their order."""
+        """Return the fields in their order."""
         return _values(self)
 
     def plus(self, other: Demand) -> Demand:
-        """The sum of both."""
+        """Return the sum of both."""
         return Demand(*(mine + its for mine, its in self._pairs(other)))
 
     def since(self, before: Demand) -> Demand:
-        """The difference. Where a counter decreased, the gateway was restarted and all its values are new."""
+        """Return the difference. Where a counter decreased, the gateway was restarted and all its values are
+        new."""
         pairs = self._pairs(before)
         has_restarted = any(now < then for now, then in pairs)
         return self if has_restarted else Demand(*(now - then for now, then in pairs))
@@ -76,10 +77,10 @@ _values = operator.attrgetter(*_NAMES)
 
 
 def demand_message(demand: Demand) -> admin_pb.Demand:
-    """The public message."""
+    """Return the totals as the public message."""
     return admin_pb.Demand(**dict(zip(_NAMES, _values(demand), strict=True)))
 
 
 def demand_of(message: admin_pb.Demand) -> Demand:
-    """The totals in the public message."""
+    """Return the totals in the public message."""
     return Demand(*(getattr(message, name) for name in _NAMES))

@@ -16,9 +16,9 @@ from workers.messages.link import HandOverReport, PrefillReport
 class Caller:
     """Identifies the caller from its credentials, the connection and its metadata; "": unknown."""
 
-    # Of its identity, such as `key:k3vq7yab`.
+    # The name of its identity, such as `key:k3vq7yab`.
     name: str = ""
-    # As gRPC writes it, such as `ipv4:127.0.0.1:40112`.
+    # The address as gRPC writes it, such as `ipv4:127.0.0.1:40112`.
     peer: str = ""
     # W3C Trace Context.
     traceparent: str = ""
@@ -29,12 +29,12 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class SampleResult:
-    """How one sample ended."""
+    """The end of one sample."""
 
     index: int
     finish: str
     num_tokens: int
-    # Of `num_tokens`.
+    # The reasoning tokens among `num_tokens`.
     num_reasoning_tokens: int = 0
 
 
@@ -52,16 +52,16 @@ class Summary:
     decode_replica: str
     prefill: PrefillReport | None
     hand_over: HandOverReport | None
-    # Of the stream, from one decode replica to another, in the last attempt.
+    # Moves of the stream, from one decode replica to another, in the last attempt.
     num_moves: int = 0
-    # What `max_tokens` was cut to; 0: it was not.
+    # The value to which `max_tokens` was cut; 0: it was not.
     capped_max_tokens: int = 0
-    # Of the samples' tokens: those that the caller brought to resume the request.
+    # The samples' tokens that the caller brought to resume the request.
     num_resumed_tokens: int = 0
 
     @property
     def ttft_s(self) -> float:
-        """From acceptance to the first token."""
+        """The time from acceptance to the first token."""
         return self.first_token_at - self.started_at
 
     @property
@@ -70,13 +70,13 @@ class Summary:
 
     @property
     def decode_s(self) -> float:
-        """From the first token to the end."""
+        """The time from the first token to the end."""
         return self.finished_at - self.first_token_at
 
     @property
     def queue_s(self) -> float:
-        """At the replica, until the prompt was first scheduled. Like the next two it is a difference of times
-        of one host: hosts' clocks are not comparable. 0: not known, or did not happen."""
+        """The time at the replica until the prompt was first scheduled. Like the next two it is a difference
+        of times of one host: hosts' clocks are not comparable. 0: not known, or did not happen."""
         return _span_s(self.prefill.times.arrived, self.prefill.times.scheduled) if self.prefill else 0.0
 
     @property
@@ -85,7 +85,7 @@ class Summary:
 
     @property
     def transfer_s(self) -> float:
-        """What writing the KV to the decode replica took, by the writer's clock."""
+        """The time that writing the KV to the decode replica took, by the writer's clock."""
         moved = self.hand_over
         return moved.num_moved_bytes / moved.transfer_gb_s / 1e9 if moved and moved.transfer_gb_s else 0.0
 
@@ -106,8 +106,8 @@ class RoutedAttempt(Part, frozen=True):
 
 
 class RequestInfo(Part, frozen=True):
-    """What is known of a request. `state` is "running", "finished", "cancelled" or "failed"; times are those
-    of the gateway's clock."""
+    """The known facts of a request. `state` is "running", "finished", "cancelled" or "failed"; times are
+    those of the gateway's clock."""
 
     request_id: str
     state: str
@@ -118,7 +118,7 @@ class RequestInfo(Part, frozen=True):
     tenant: str = ""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
-    # Of the prompt, in the last attempt.
+    # The cached tokens of the prompt, in the last attempt.
     num_cached_tokens: int = 0
     # 0: there is none yet.
     first_token_at: float = 0.0
@@ -128,11 +128,11 @@ class RequestInfo(Part, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """One request, ended. Times are seconds of the gateway's monotonic clock."""
+    """A request that has ended. Times are seconds of the gateway's monotonic clock."""
 
     # The client's, or the one it was given; "" when it was refused without one.
     request_id: str
-    # What replicas know it by; "" when it was refused before it had one.
+    # The id by which replicas know the request; "" when it was refused before it had one.
     wire_id: str
     tenant: str
     caller: Caller
@@ -143,16 +143,16 @@ class EndedRequest:
     reason: str
     started_at: float
     ended_at: float
-    # What it came to, finished or not; None when it was refused.
+    # The outcome, finished or not; None when the request was refused.
     summary: Summary | None = None
     decisions: tuple[RoutedAttempt, ...] = ()
     timeline: tuple[TimelineEntry, ...] = ()
-    # What it asked for; None when it was refused.
+    # The request as it was prepared; None when it was refused.
     prepared: PreparedRequest | None = None
 
     @property
     def ttft_s(self) -> float | None:
-        """Time to the first token; None without one."""
+        """The time from acceptance to the first token."""
         if self.summary is None or not self.num_output_tokens:
             return None
         return self.summary.first_token_at - self.started_at

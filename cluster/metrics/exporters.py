@@ -25,7 +25,7 @@ _REPLICA = [m for title in ("Engines", "KV", "Transfer") for m in SECTIONS[title
 _TIERS = [metric for metric in STORES if metric.field and "tier" in metric.labels]
 _INDEX = [metric for metric in STORES if metric.field and "tier" not in metric.labels]
 
-# Begin at 0; others when they first happen.
+# Series that begin at 0; others begin when they first happen.
 _ENDS = (
     ("finished", "ok"),
     ("cancelled", "cancelled"),
@@ -109,7 +109,7 @@ class GatewayMetrics:
 
     def _update_moves(self, status: admin_pb.StatusResponse) -> None:
         latest = max((move.at for move in status.scaling_changes), default=0.0)
-        if self._moves_seen_to is not None:  # what is older than this gateway is not counted
+        if self._moves_seen_to is not None:  # moves from before this gateway are not counted
             new = [(move.pool, move.by) for move in status.scaling_changes if move.at > self._moves_seen_to]
             self._num_moves.update(new)
         self._moves_seen_to = max(latest, self._moves_seen_to or 0.0)

@@ -20,7 +20,7 @@ from router.messages import Decision
 from workers.messages.link import PrefillReport, TokenDelta
 
 _NO_CAPACITY = "resource_exhausted"
-# A replica that is gone keeps its histograms for so long after its last request.
+# The time for which a replica that is gone keeps its histograms after its last request.
 _FORGET_S = 600.0
 
 
@@ -43,12 +43,14 @@ class Histogram:
         return sum(self._counts)
 
     def cumulative(self) -> list[tuple[str, int]]:
-        """(`le`, count of values up to it) for each bound and for `+Inf`, as Prometheus writes them."""
+        """Return (`le`, count of values up to it) for each bound and for `+Inf`, as Prometheus writes
+        them."""
         return cumulative(self.bounds, self._counts)
 
 
 def cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, int]]:
-    """The same, of counts by bucket; the last bucket is what exceeds every bound."""
+    """Return (`le`, count of values up to it) of counts by bucket; the last bucket counts the values that
+    exceed every bound."""
     assert len(counts) == len(bounds) + 1
     names = [*(f"{bound:g}" for bound in bounds), "+Inf"]
     sums: list[tuple[str, int]] = []
@@ -90,9 +92,9 @@ class ReplicaCounters:
     def __init__(self, pool: str) -> None:
         self.pool = pool
         self.used_at = 0.0
-        # By metric name.
+        # Histograms by metric name.
         self.histograms = {name: Histogram(bounds) for name, bounds in REQUEST_TIMES.items()}
-        # By code of `RequestFailed`.
+        # Failures by code of `RequestFailed`.
         self.num_attempt_failures: Counter[str] = Counter()
         # Attempts that the router placed here, by side: "prefill", "decode", or "local" for both.
         self.num_routed: Counter[str] = Counter()
@@ -113,16 +115,16 @@ class GatewayCounters:
         ttft_slo_s: float = math.inf,
         itl_slo_s: float = math.inf,
     ) -> None:
-        """What is slower than the two objectives counts as late."""
+        """A request or gap that is slower than its objective counts as late."""
         self._pool_of = pool_of
         self._token_bytes = token_bytes
         self._ttft_slo_s = ttft_slo_s
         self._itl_slo_s = itl_slo_s
         self._open: dict[str, _Open] = {}
         self.seconds = SecondRing()
-        # By replica id.
+        # Counters by replica id.
         self.replicas: dict[str, ReplicaCounters] = {}
-        # By state ("finished", "failed", "cancelled", "refused": never accepted) and gRPC status.
+        # Requests by state ("finished", "failed", "cancelled", "refused": never accepted) and gRPC status.
         self.num_requests: Counter[tuple[str, str]] = Counter()
         # Finished requests that took more than one attempt.
         self.num_retried = 0
@@ -134,10 +136,11 @@ class GatewayCounters:
         self.num_output_tokens = 0
         # Prompt tokens by the tier where their KV was when the request came.
         self.num_cached_tokens: Counter[str] = Counter()
-        # By transport ("none": nothing had to move).
+        # Hand-overs by transport ("none": nothing had to move).
         self.num_hand_overs: Counter[str] = Counter()
         self.num_hand_over_bytes: Counter[str] = Counter()
-        # Of all attempts that ended: what the router expected to be cached where it placed the prompt.
+        # The tokens that the router expected to be cached where it placed the prompt, over all attempts that
+        # ended.
         self.num_expected_cached_tokens = 0
         self.tenants = TenantUsageTable()
         self.demand = Demand()
@@ -147,7 +150,7 @@ class GatewayCounters:
     # ------------------------------------------------------------------------- from the request manager
 
     def arrived(self, plan: PreparedRequest, now: float, predicted: Predicted = NOT_PREDICTED) -> None:
-        """A request was accepted."""
+        """Count a request that was accepted."""
         num_prompt_tokens = len(plan.prompt) // TOKEN_BYTES
         self._open[plan.request_id] = _Open(plan.facts.tenant, now, num_prompt_tokens, predicted)
         self.num_prompt_tokens += num_prompt_tokens
@@ -159,7 +162,7 @@ class GatewayCounters:
         counts["num_prompt_tokens"] += num_prompt_tokens
 
     def prefilled(self, report: PrefillReport, replica_id: str, now: float) -> None:
-        """A prompt, or what had to be computed again of a request, is there: this replica has computed it."""
+        """Count a prompt, or the part of a request to be computed again, that this replica has computed."""
         open_ = self._open.get(report.request_id)
         if open_ is None:
             return
@@ -180,7 +183,7 @@ class GatewayCounters:
             open_.held_since = now - max(0.0, span_s)
 
     def streamed(self, replica_id: str, delta: TokenDelta, now: float) -> None:
-        """New tokens of a request arrived from a replica."""
+        """Count new tokens of a request that arrived from a replica."""
         open_ = self._open.get(delta.request_id)
         num_tokens = len(delta.tokens) // TOKEN_BYTES
         if open_ is None or num_tokens == 0:
@@ -209,19 +212,20 @@ class GatewayCounters:
             self._observe(replica_id, "itl_seconds", gap_s, now, num_tokens)
 
     def over_quota(self, tenant: str, limit: str) -> None:
-        """A request was refused because its tenant has used up this field of `TenantLimits`."""
+        """Count a request that was refused because its tenant has used up this field of `TenantLimits`."""
         self.tenants.use(tenant).num_over_quota[limit] += 1
 
     def lost(self, pool: str) -> None:
-        """The Link to a replica of this pool ended, and it had not said that it leaves."""
+        """Count a Link to a replica of this pool that ended although the replica had not said that it
+        leaves."""
         self.num_losses[pool] += 1
 
     def breaker_changed(self, pool: str, state: str) -> None:
-        """The circuit breaker of a replica of this pool changed to `state`."""
+        """Count a change to `state` of the circuit breaker of a replica of this pool."""
         self.num_breaker_changes[pool, state] += 1
 
     def attempt_failed(self, replica_id: str, code: str, now: float) -> None:
-        """A replica gave an attempt up; `code` as in `RequestFailed`."""
+        """Count an attempt that a replica gave up; `code` as in `RequestFailed`."""
         counters = self._of(replica_id, now)
         if counters is not None:
             counters.num_attempt_failures[code] += 1
@@ -250,7 +254,7 @@ class GatewayCounters:
         return len(self._open)
 
     def num_ended(self, state: str) -> int:
-        """Requests that ended in this state."""
+        """Return the number of requests that ended in this state."""
         return sum(count for (ended, _), count in self.num_requests.items() if ended == state)
 
     def advance(self, now: float) -> None:
@@ -262,11 +266,11 @@ class GatewayCounters:
                 del self.replicas[replica_id]
 
     def curves(self, now: float, wall: float) -> Curves:
-        """Of the last 5 minutes; `wall` is the unix time of `now`."""
+        """Return the curves of the last 5 minutes; `wall` is the unix time of `now`."""
         return curves_of(self.seconds.since(now - CURVE_S), now, wall)
 
     def window(self, now: float, window_s: float = 60.0) -> Window:
-        """The sum of the last `window_s` seconds, at most `RING_S`."""
+        """Return the sum of the last `window_s` seconds, at most `RING_S`."""
         return window_of(self.seconds.since(now - RING_S - 1), now, window_s)
 
     # ------------------------------------------------------------------------------------- private
@@ -322,7 +326,8 @@ class GatewayCounters:
         return counters
 
     def _hold(self, open_: _Open, now: float) -> None:
-        """Account for its KV up to now: of the prompt and of the output so far, once for all samples."""
+        """Account for a request's KV up to now: of the prompt and of the output so far, once for all
+        samples."""
         if open_.held_since is not None:
             held_bytes = (open_.num_prompt_tokens + open_.num_output_tokens) * self._token_bytes()
             self.tenants.use(open_.tenant).kv_byte_s += held_bytes * (now - open_.held_since)
@@ -330,7 +335,7 @@ class GatewayCounters:
 
 
 def cached_by_tier(report: PrefillReport) -> dict[str, int]:
-    """Cached tokens of the prompt, by where each one's KV was when the request came: what the store brought
-    is on the device since."""
+    """Return the number of the prompt's cached tokens by the place of their KV when the request came; the KV
+    that the store brought has been on the device since."""
     num_loaded = min(sum(report.num_loaded_tokens.values()), report.num_cached_tokens)
     return {"device": report.num_cached_tokens - num_loaded, **report.num_loaded_tokens}

@@ -172,7 +172,7 @@ ADMISSION = (
     ),
 )
 
-# Of each class.
+# Metrics of each class.
 CLASSES = (
     of_gateway(
         "class_waiting_requests",

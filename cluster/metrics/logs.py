@@ -14,7 +14,7 @@ from cluster.log_fields import MORE, SUMMARY, about
 from cluster.metrics.config import LogConfig
 from cluster.metrics.ended_request import EndedRequest, RelayedRequest
 
-# Of the access log.
+# The name of the access log.
 ACCESS_LOGGER = "tandem.access"
 
 _ROOTS = ("tandem", "cluster", "router", "workers", "kvtransfer", "opentelemetry")
@@ -78,7 +78,8 @@ _access_log = logging.getLogger(ACCESS_LOGGER)
 
 
 def log_access(ended: EndedRequest) -> None:
-    """An `Observer`. The line says in text what `access_fields` says in JSON."""
+    """Log the line of an ended request, as an `Observer`: the text of the fields that `access_fields` gives
+    as JSON."""
     fields = access_fields(ended)
     path = f" {fields['prefill_replica']} -> {fields['decode_replica']}" if fields["decode_replica"] else ""
     ttft = f"{fields['ttft_ms']} ms" if fields["ttft_ms"] is not None else "none"
@@ -102,7 +103,7 @@ def log_access(ended: EndedRequest) -> None:
 
 
 def log_relayed(relayed: RelayedRequest) -> None:
-    """The line of a request that another application has answered, whose gateway logs the rest of it."""
+    """Log the line of a request that another application has answered, whose gateway logs the rest of it."""
     fields = {"state": "relayed", **relayed._asdict()}
     del fields["request_id"]
     _access_log.info(
@@ -118,8 +119,8 @@ def log_relayed(relayed: RelayedRequest) -> None:
 
 
 def access_fields(ended: EndedRequest) -> dict[str, object]:
-    """The fields of a request's line, by the names that JSON lines use. Counts are 0 and replicas "" where
-    the request ended before; `ttft_ms` is None without a token."""
+    """Return the fields of a request's line, by the names that JSON lines use. Counts are 0 and replicas ""
+    where the request ended before; `ttft_ms` is None without a token."""
     summary = ended.summary
     prefill = summary.prefill if summary else None
     moved = summary.hand_over if summary else None

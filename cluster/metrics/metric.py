@@ -40,7 +40,7 @@ _E2E_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 6
 _STAGE_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _RATIO = (0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 
-# By metric: what gateways measure of requests.
+# The gateways' measurements of requests, by metric.
 REQUEST_TIMES = {
     "ttft_seconds": _TTFT_S,
     "ttft_prediction_ratio": _RATIO,
@@ -53,12 +53,12 @@ REQUEST_TIMES = {
     "hand_over_seconds": _STAGE_S,
 }
 
-# Sequences of a step.
+# Bounds of the sequences of a step.
 BATCH_SIZE = tuple(float(bound) for bound in BATCH_BOUNDS)
 
 
-# Labels: of what gateways export, of what they measured of a replica's work, of what replicas export, of
-# their paths to other replicas, and of the stores of their nodes.
+# Labels of the metrics that gateways export, of those that they measured of a replica's work, of those that
+# replicas export, of their paths to other replicas, and of the stores of their nodes.
 _GATEWAY = ("app", "gateway", "model")
 _SERVED = ("app", "gateway", "model", "pool", "replica")
 _REPLICA = ("app", "pool", "replica", "model")
@@ -87,7 +87,8 @@ def metric(
     scale: float = 1.0,
     buckets: tuple[float, ...] = (),
 ) -> Metric:
-    """The name says which kind it is; `by` are labels beside those of its group."""
+    """Return a metric, whose name says which kind it is; `by` are labels in addition to those of its
+    group."""
     kind: Kind = "histogram" if buckets else "counter" if name.endswith("_total") else "gauge"
     return Metric(name, kind, (*labels, *by.split()), unit, help_, why_empty, buckets, field, scale)
 

@@ -21,7 +21,7 @@ class MetricsRegistry(ABC):
 
     @abstractmethod
     def set(self, name: str, value: float, **labels: str) -> None:
-        """A gauge's value."""
+        """Set the value of a gauge."""
 
     @abstractmethod
     def total(self, name: str, total: float, **labels: str) -> None:
@@ -29,7 +29,8 @@ class MetricsRegistry(ABC):
 
     @abstractmethod
     def histogram(self, name: str, buckets: Sequence[tuple[str, int]], total: float, **labels: str) -> None:
-        """Cumulative counts by `le`, the last of which is `+Inf`, and the sum of the values."""
+        """Add a histogram: cumulative counts by `le`, the last of which is `+Inf`, and the sum of the
+        values."""
 
     def export(self, metrics: Iterable[Metric], record: object, **labels: str) -> None:
         """Set each gauge, and bring each counter up, to the field of `record` that it is declared with."""

@@ -25,7 +25,7 @@ _MAPS = frozenset(name for name in SHARED if isinstance(getattr(ReplicaStats(), 
 
 
 def load_of(stats: ReplicaStats) -> admin_pb.Load:
-    """The message without its age."""
+    """Return the message of these stats, without its age."""
     values: dict[str, Any] = dict(zip(SHARED, _values_of(stats), strict=True))
     for name, (stat, scale) in RENAMED.items():
         values[name] = getattr(stats, stat) * scale
@@ -33,7 +33,7 @@ def load_of(stats: ReplicaStats) -> admin_pb.Load:
 
 
 def stats_of(load: admin_pb.Load) -> dict[str, Any]:
-    """The fields of `ReplicaStats` that the message has."""
+    """Return the fields of `ReplicaStats` that the message has."""
     values = dict(zip(SHARED, _values_of(load), strict=True))
     for name in _MAPS:
         values[name] = dict(values[name])

@@ -31,8 +31,8 @@ class Stage:
 
 
 def request_stages(ended: EndedRequest) -> Stage:
-    """The whole request, with `accept`, and for each attempt `route` and `attempt`; within an attempt
-    `queue`, `prefill`, `transfer` and `decode`, as far as it came.
+    """Return the stage of the whole request, with `accept`, and for each attempt `route` and `attempt`;
+    within an attempt `queue`, `prefill`, `transfer` and `decode`, as far as it came.
 
     Other hosts' times are comparable with nothing but times of the same host, so only their differences are
     used: the prefill ends when its report reaches the gateway, and queue, prefill and the transfer's begin
@@ -59,7 +59,7 @@ def request_stages(ended: EndedRequest) -> Stage:
 
 @dataclass(slots=True)
 class _Attempt:
-    """What the timeline says of one attempt; `ran` is None while it looked for a place."""
+    """The events of one attempt in the timeline; `ran` is None while it looked for a place."""
 
     route: Stage
     ran: Stage | None = None
@@ -70,7 +70,7 @@ class _Attempt:
 
 
 def _attempts(ended: EndedRequest) -> list[_Attempt]:
-    """From one end of routing to the next."""
+    """Return the attempts, each from one end of routing to the next."""
     attempts: list[_Attempt] = []
     now: _Attempt | None = None
     for entry in ended.timeline:
@@ -106,7 +106,7 @@ def _attempts(ended: EndedRequest) -> list[_Attempt]:
 
 
 def _fill(attempt: _Attempt, summary: Summary | None) -> None:
-    """The stages within an attempt. `summary` has the reports of the last one."""
+    """Add the stages within an attempt. `summary` has the reports of the last one."""
     ran = attempt.ran
     assert ran is not None
     prefilled_at = attempt.when("prefilled")
@@ -143,7 +143,8 @@ def _fill(attempt: _Attempt, summary: Summary | None) -> None:
 
 
 def _transfer(summary: Summary | None, prefilled_at: float | None, handed_at: float, start: float) -> Stage:
-    """It begins while the prompt is still computed: both times are the writer's."""
+    """Return the stage of the transfer, which begins while the prompt is still computed: both times are the
+    writer's."""
     begin = handed_at if prefilled_at is None else prefilled_at
     moved = summary.hand_over if summary else None
     report = summary.prefill if summary else None

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from cluster.metrics.registry import PREFIX, MetricsRegistry, metric_of
 
-# Of what `text` returns.
+# The type of the content that `text` returns.
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 

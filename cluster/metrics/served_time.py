@@ -1,4 +1,4 @@
-"""Record how much of the replicas' time each tenant and class was given lately."""
+"""Record the recent part of the replicas' time that each tenant and class was given."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cluster.metrics.admission_stats import FlowStats
 from cluster.metrics.tenant_usage import OTHERS
 from kvtransfer.common.health import kept_share
 
-# Time given so long ago counts 1/e: who is given half of a replica has 30 s.
+# The age at which given time counts 1/e: a tenant that is given half of a replica has 30 s.
 SERVED_S = 60.0
 # Tenants that are shown by name.
 NUM_TENANTS = 20
@@ -17,7 +17,7 @@ NUM_TENANTS = 20
 MOST_TENANTS = 200
 # Before the common factor of new numbers becomes too large, all are brought up to date.
 _RENEW_S = 20 * SERVED_S
-# What is less is forgotten.
+# Smaller amounts are forgotten.
 _LEAST_S = 1e-3
 
 
@@ -26,13 +26,13 @@ class ServedTime:
     most `MOST_TENANTS` are counted by name, and the others together. Time is an argument."""
 
     def __init__(self) -> None:
-        # As they were worth at `_counted_at`: later ones are worth more.
+        # Amounts as they were worth at `_counted_at`: later ones are worth more.
         self._tenants: dict[str, defaultdict[str, float]] = {}
         self._counted_at = 0.0
         self._given_at = -math.inf
 
     def __len__(self) -> int:
-        """How many tenants are counted by name, and the others as one."""
+        """The number of tenants that are counted by name, and the others as one."""
         return len(self._tenants)
 
     def add(self, tenant: str, service_class: str, cost_s: float, now: float) -> None:

@@ -22,7 +22,7 @@ class TenantUse:
     num_requests: int = 0
     # Refused requests by the limit that was used up.
     num_over_quota: Counter[str] = field(default_factory=Counter)
-    # Of accepted requests, whatever became of them.
+    # Counts of accepted requests, whatever became of them.
     num_prompt_tokens: int = 0
     # Prompt tokens that were computed.
     num_computed_tokens: int = 0
@@ -53,9 +53,9 @@ class TenantUsageTable:
         self._limit = limit
         self._named: dict[str, TenantUse] = {}
         self._others = TenantUse()
-        # Tokens since it is watched.
+        # Tokens since the tenant is watched.
         self._candidates: dict[str, int] = {}
-        # All that ever had a series.
+        # All tenants that ever had a series.
         self._ever: dict[str, TenantUse] = {}
 
     def use(self, tenant: str) -> TenantUse:
@@ -85,7 +85,7 @@ class TenantUsageTable:
             self._name(name)
 
     def series(self) -> dict[str, TenantUse]:
-        """By label value."""
+        """Return the use of tenants by label value."""
         return {**self._named, OTHERS: self._others}
 
     def _name(self, name: str) -> TenantUse:

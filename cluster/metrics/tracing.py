@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 def check_tracing(config: TracingConfig) -> None:
-    """`ConfigError` where traces are asked for and cannot be made."""
+    """Raise `ConfigError` where traces are configured and cannot be made."""
     if not config.endpoint:
         return
     try:
@@ -93,7 +93,7 @@ class RequestTracer:
         self._send(root, _parent(ended), unix_offset_s, SpanKind.SERVER)
 
     async def stop(self) -> None:
-        """Send what waits, for a few seconds at most."""
+        """Send the waiting traces, for a few seconds at most."""
         stopping = asyncio.to_thread(self._provider.shutdown)
         try:
             async with asyncio.timeout(_STOP_S):
@@ -124,7 +124,7 @@ class RequestTracer:
 
 
 def _parent(ended: EndedRequest) -> Context | None:
-    """The caller's span, where it sent one that can be parsed."""
+    """Return the caller's span, where the caller sent one that can be parsed."""
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     if not ended.caller.traceparent:

@@ -28,12 +28,12 @@ LONG = Series(60, 6 * 3600)
 
 
 class Gauges(NamedTuple):
-    """What the replicas and the queues of all gateways report at one moment."""
+    """The values that the replicas and the queues of all gateways report at one moment."""
 
     num_waiting: int
-    # Blocks in use of all blocks, by the replicas' role.
+    # The share of KV blocks in use, by the replicas' role.
     role_to_kv_share: Mapping[str, float]
-    # Of the GPU whose memory is fullest; None without GPUs.
+    # The memory share of the GPU whose memory is fullest; None without GPUs.
     gpu_memory_share: float | None
     # Since the last report: prompt tokens that could have been cached, and those that were.
     num_queried_tokens: int
@@ -41,8 +41,8 @@ class Gauges(NamedTuple):
 
 
 class TrendPoint(NamedTuple):
-    """One period that begins at `at`, in unix time. Gauges are the highest of the period; what nothing was
-    measured of is None or empty."""
+    """A period that begins at `at`, in unix time. Gauges are the highest of the period; values that were not
+    measured are None or empty."""
 
     at: int
     output_tok_s: float

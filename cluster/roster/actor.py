@@ -12,12 +12,12 @@ from cluster.roster.state import EXPIRE_S, REBUILD_S, RENEW_S, LocalRoster
 from kvtransfer.codec import Codec
 from kvtransfer.common.clock import Clock
 
-# How long what a replica tells while it starts is shown.
+# The time for which the reports of a starting replica are shown.
 STARTING_S = 5.0
 
 
 class RosterActor:
-    """What runs in the roster's actor: `LocalRoster` behind frames.
+    """The content of the roster's actor: `LocalRoster` behind frames.
 
     A restarted actor shows its view only after `REBUILD_S`, when every living member has registered again;
     until then `view` answers version 0, which watchers ignore.
@@ -27,7 +27,7 @@ class RosterActor:
         first_version = int(clock.wall() * 1000)
         self._clock = clock
         self._roster = LocalRoster(clock, first_version=first_version, expire_s=EXPIRE_S)
-        # By replica: what it told, and when.
+        # Reports by replica, with their times.
         self._starting: dict[str, tuple[StartingReplica, float]] = {}
         self._complete_at = clock.now() + (REBUILD_S if restarted else 0.0)
 
@@ -48,7 +48,7 @@ class RosterActor:
         self._starting[starting.replica_id] = starting, self._clock.now()
 
     async def starting(self) -> list[bytes]:
-        """Return the replicas that have lately told what they start with."""
+        """Return the replicas that have recently reported how they start."""
         since = self._clock.now() - STARTING_S
         self._starting = {name: told for name, told in self._starting.items() if told[1] >= since}
         return [STARTING_CODEC.encode(starting) for starting, _ in self._starting.values()]
@@ -94,7 +94,8 @@ class RemoteRoster:
             await self._call("tell_start", STARTING_CODEC.encode(starting))
 
     async def view(self, after_version: int, timeout_s: float) -> RosterView:
-        """The last view when the actor is away or rebuilding, after a wait, so that callers do not spin."""
+        """Return the roster's view; when the actor is away or rebuilding, the last view, after a wait, so
+        that callers do not spin."""
         if self._last.version > after_version:
             after_version, timeout_s = self._last.version, 0.0
         try:

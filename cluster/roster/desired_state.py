@@ -32,7 +32,7 @@ _NOBODY = RosterView(version=0)
 
 
 class DesiredPool(NamedTuple):
-    """What is wanted of a pool, and whether an operator said so."""
+    """The desired count of a pool, and whether an operator chose it."""
 
     num_replicas: int
     pinned: bool
@@ -55,11 +55,11 @@ class DesiredState:
         self._targets: dict[str, int] = {}
         self._declared: dict[str, int] = {}
         self._deploy_mark = ""
-        # Kind and key of what was ordered in this life.
+        # The kind and key of each order of this life.
         self._own: set[tuple[str, str]] = set()
 
     def fill(self, view: RosterView) -> RosterView:
-        """The view of the members, with the desired state added."""
+        """Return the view of the members, with the desired state added."""
         return RosterView(
             version=view.version,
             replicas=view.replicas,
@@ -77,7 +77,7 @@ class DesiredState:
         )
 
     def change(self, order: RosterOrder) -> bool:
-        """Carry out an order."""
+        """Carry out an order; return whether it changed anything."""
         before = self.fill(_NOBODY)
         match order:
             case SetDesired(pool, num_replicas, pinned):

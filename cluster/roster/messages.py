@@ -26,7 +26,7 @@ class ReplicaRecord(Message, frozen=True):
     stages: tuple[tuple[int, int], ...] = ()
     # Its pool's role; differs from `role` while the replica plays another one.
     home_role: str = ""
-    # Of the lease that `role` follows; 0: none yet.
+    # The epoch of the lease that `role` follows; 0: none yet.
     role_epoch: int = 0
 
     @property
@@ -104,7 +104,7 @@ class RoleLease(Message, frozen=True):
 
 
 class ScalingChange(Message, frozen=True):
-    """One change of a desired count or of a role, as it was decided."""
+    """A change of a desired count or of a role, as it was decided."""
 
     # Unix time.
     at: float
@@ -169,21 +169,21 @@ class RosterView(Part, frozen=True):
     version: int
     replicas: tuple[ReplicaRecord, ...] = ()
     gateways: tuple[GatewayRecord, ...] = ()
-    # By pool: how many replicas somebody asked for; absent while nobody did.
+    # The ordered number of replicas by pool; absent where nobody ordered any.
     desired: dict[str, int] = {}
     stores: tuple[StoreRecord, ...] = ()
     # Pools whose count an operator chose: the autoscaler leaves them alone until they are released.
     pinned: tuple[str, ...] = ()
     leases: tuple[RoleLease, ...] = ()
-    # The latest, oldest first.
+    # The latest changes, oldest first.
     moves: tuple[ScalingChange, ...] = ()
-    # By application: the share of this application's requests that it gets; empty: all stay here.
+    # The share of this application's requests that each application gets; empty: all stay here.
     traffic: dict[str, float] = {}
-    # By pool: Ray Serve's target as the scaler last saw it.
+    # Ray Serve's target by pool, as the scaler last saw it.
     targets: dict[str, int] = {}
-    # By pool: the count in the configuration of the deploy that the scaler last saw.
+    # The count by pool in the configuration of the deploy that the scaler last saw.
     declared: dict[str, int] = {}
-    # Of the deploy whose targets those are; "": the scaler has not looked yet.
+    # The mark of the deploy whose targets those are; "": the scaler has not looked yet.
     deploy_mark: str = ""
     # Another one is another life of the roster, which knows only later orders.
     incarnation: int = 0

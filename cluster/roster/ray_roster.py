@@ -17,7 +17,7 @@ from cluster.roster.actor import STARTING_CODEC, VIEW_CODEC, RemoteRoster, Roste
 from cluster.roster.messages import RosterView, StartingReplica
 from kvtransfer.common.clock import SystemClock
 
-# Of all our named actors.
+# The namespace of all our named actors.
 NAMESPACE = "tandem"
 _CALL_S = 5.0
 
@@ -33,7 +33,8 @@ class RayRosterActor(RosterActor):
 
 
 def open_roster(app: str) -> RemoteRoster:
-    """The application's roster, from any process of the Ray cluster; made when it does not exist."""
+    """Return the application's roster, from any process of the Ray cluster; it is made when it does not
+    exist."""
     return RemoteRoster(_RosterCall(app), SystemClock())
 
 
@@ -55,7 +56,8 @@ def stop_roster(app: str) -> None:
 
 
 def read_roster(app: str) -> RosterView:
-    """The roster's view now, for the process that started the application; empty when it is away."""
+    """Return the roster's view now, for the process that started the application; empty when the roster is
+    away."""
     try:
         actor = ray.get_actor(_roster_name(app), namespace=NAMESPACE)
         return VIEW_CODEC.decode(ray.get(actor.view.remote(0, 0.0), timeout=_CALL_S))
@@ -64,8 +66,8 @@ def read_roster(app: str) -> RosterView:
 
 
 def read_starting(app: str) -> list[StartingReplica]:
-    """The replicas that start now, for the process that started the application; none when the roster is
-    away."""
+    """Return the replicas that start now, for the process that started the application; none when the roster
+    is away."""
     try:
         actor = ray.get_actor(_roster_name(app), namespace=NAMESPACE)
         return [STARTING_CODEC.decode(frame) for frame in ray.get(actor.starting.remote(), timeout=_CALL_S)]
@@ -74,7 +76,7 @@ def read_starting(app: str) -> list[StartingReplica]:
 
 
 def await_roster(app: str, wait_s: float) -> RosterView | None:
-    """The roster's view; None where the application has no roster.
+    """Wait for the roster's view, and return it; None where the application has no roster.
 
     A restarted roster is waited for until its watchers have given its orders back, and a new one until
     the scaler has looked once. After `wait_s` the view is taken as it is (`deploy_mark` is then "");

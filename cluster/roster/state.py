@@ -1,8 +1,8 @@
-"""Who serves: replicas, gateways and stores register here and everyone watches by long poll.
+"""The members that serve: replicas, gateways and stores register here, and everyone watches by long poll.
 
 `Roster` is the pure state. `LocalRoster` carries it in process (tests, simulation); `cluster.roster.actor`
-has the class that becomes a named Ray actor, and what calls it. A member renews its registration
-periodically, which also fills a restarted actor again; meanwhile the members' last view stays in force.
+has the class that becomes a named Ray actor, and its caller. A member renews its registration periodically,
+which also fills a restarted actor again; until then the members' last view stays in force.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REBUILD_S = 6.0
 
 
 class RosterClient(Protocol):
-    """What a replica or a gateway sees of the roster."""
+    """The view that a replica or a gateway has of the roster."""
 
     async def register(self, record: MemberRecord) -> bool:
         """Register, update or renew. False: a newer life of this id is registered, so the caller is over."""
@@ -43,11 +43,12 @@ class RosterClient(Protocol):
         """Remove the member in this life or an earlier one; that life cannot register again."""
 
     async def view(self, after_version: int, timeout_s: float) -> RosterView:
-        """The view, at once when newer than `after_version`, else when it changes or after `timeout_s`."""
+        """Return the view, at once when newer than `after_version`, else when it changes or after
+        `timeout_s`."""
 
 
 class ScalingRoster(RosterClient, Protocol):
-    """What the scaler and the commands see of the roster."""
+    """The view that the scaler and the commands have of the roster."""
 
     async def change(self, order: RosterOrder) -> None:
         """Remember the order; `RosterAwayError` when it could not be recorded."""
@@ -81,7 +82,8 @@ class Roster:
         return self._desired.fill(members)
 
     def register(self, record: MemberRecord, now: float) -> bool:
-        """False when the record's epoch is over: a newer one is registered, or this one was removed."""
+        """Register the member; False when the record's epoch is over: a newer one is registered, or this one
+        was removed."""
         known = self._members.get(record.member_id)
         removed_epoch = self._removed_epoch.get(record.member_id)
         if known is not None and record.epoch < known.epoch:
@@ -95,7 +97,7 @@ class Roster:
         return True
 
     def remove(self, member_id: str, epoch: int) -> bool:
-        """True when the member was registered with this epoch or an earlier one, and now is not."""
+        """Remove the member; True when it was registered with this epoch or an earlier one."""
         self._removed_epoch[member_id] = max(epoch, self._removed_epoch.pop(member_id, epoch))
         if len(self._removed_epoch) > NUM_REMOVED:
             del self._removed_epoch[next(iter(self._removed_epoch))]
@@ -178,6 +180,6 @@ class LocalRoster:
 async def keep_registered(
     register: Callable[[], Awaitable[bool]], clock: Clock, renew_s: float = RENEW_S
 ) -> None:
-    """Renew a registration until cancelled; returns when the roster says that this life is over."""
+    """Renew a registration until cancelled; return when the roster answers that this life is over."""
     while await register():
         await clock.sleep(renew_s)

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class PoolLimits(BaseModel):
-    """How far the autoscaler may move one pool. Operators may go beyond."""
+    """The limits within which the autoscaler may move one pool. Operators may go beyond."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -27,25 +27,25 @@ class ScalingConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    # Move the pools in `pools` between their limits.
+    # Whether to move the pools in `pools` between their limits.
     autoscale: bool = False
     # An idle prefill replica may decode, and an idle decode replica prefill, until it is needed at home.
     change_roles: bool = False
-    # By pool name; a pool that is not named keeps its count.
+    # Limits by pool name; a pool that is not named keeps its count.
     pools: dict[str, PoolLimits] = {}
     # The time to first token that 90 % of requests should not exceed.
     ttft_slo_s: float = Field(default=1.0, gt=0)
     # The time between tokens that 90 % of gaps should not exceed.
     itl_slo_s: float = Field(default=0.1, gt=0)
-    # Between two looks of the fast loop.
+    # The time between two looks of the fast loop.
     interval_s: float = Field(default=2.0, gt=0)
     # How much history the demand forecast uses.
     forecast_s: float = Field(default=300.0, gt=0)
     # Share of the measured capacity that the forecast plans with.
     target_load: float = Field(default=0.75, gt=0, le=1)
-    # After a pool grew, until it may grow again.
+    # The time after a pool grew until it may grow again.
     up_cool_down_s: float = Field(default=15.0, ge=0)
-    # After a pool changed in either direction, until it may shrink.
+    # The time after a pool changed in either direction until it may shrink.
     down_cool_down_s: float = Field(default=120.0, ge=0)
     # How long a replica must have been idle, and the other role short, before its role changes.
     role_change_after_s: float = Field(default=20.0, ge=0)

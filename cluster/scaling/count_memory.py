@@ -13,7 +13,7 @@ from kvtransfer.common.clock import Clock
 from kvtransfer.errors import WireError
 from kvtransfer.store.index.redis_client import IndexAwayError
 
-# How often what has not changed is written again: its server may have lost it.
+# How often unchanged counts are written again: their server may have lost them.
 WRITE_AGAIN_S = 60.0
 _log = logging.getLogger(__name__)
 
@@ -42,8 +42,8 @@ class KeptCounts:
         self._is_away = False
 
     async def left(self, config: ClusterConfig, seen: AppTargets, view: RosterView) -> KnownCounts:
-        """What an earlier Ray cluster left and the roster lacks, for pools that Serve has deployed with just
-        that count; empty from the second time on."""
+        """Return the counts that an earlier Ray cluster left and the roster lacks, for pools that Serve has
+        deployed with just that count; empty from the second time on."""
         if self._is_read or not seen.pools:
             return KnownCounts()
         try:

@@ -13,24 +13,24 @@ from kvtransfer.codec import Part
 
 
 class KnownCounts(Part, frozen=True):
-    """What was ordered of the pools of an application, as far as it is known."""
+    """The ordered counts of the pools of an application, as far as they are known."""
 
-    # By pool; absent where nobody ordered anything.
+    # Ordered counts by pool; absent where nobody ordered anything.
     desired: dict[str, int] = {}
     # Pools whose count an operator chose.
     pinned: tuple[str, ...] = ()
-    # By pool: the count in the configuration that was followed then.
+    # The count by pool in the configuration that was followed then.
     declared: dict[str, int] = {}
 
 
 def counts_of(view: RosterView) -> KnownCounts:
-    """What the roster knows of it."""
+    """Return the counts that the roster knows."""
     return KnownCounts(dict(view.desired), view.pinned, dict(view.declared))
 
 
 def kept_counts(config: ClusterConfig, known: KnownCounts) -> KnownCounts:
-    """What of it holds under `config`. A pool that nobody pinned and that is not autoscaled follows the file
-    where that says another count than before; pools that are gone are dropped."""
+    """Return the counts that hold under `config`. A pool that nobody pinned and that is not autoscaled
+    follows the file where the file gives another count than before; pools that are gone are dropped."""
     autoscaled = config.scaling.autoscaled
     desired = {}
     for pool in config.pools:
@@ -46,6 +46,6 @@ def kept_counts(config: ClusterConfig, known: KnownCounts) -> KnownCounts:
 
 
 def counts_to_deploy(config: ClusterConfig, known: KnownCounts) -> Mapping[str, int]:
-    """The count that each pool of `config` is deployed with."""
+    """Return the count that each pool of `config` is deployed with."""
     desired = kept_counts(config, known).desired
     return {pool.name: desired.get(pool.name, pool.replicas) for pool in config.pools}

@@ -28,7 +28,7 @@ _Floats = npt.NDArray[np.float64]
 
 
 class CountedSpan(NamedTuple):
-    """What came in the `length_s` seconds that end at `at`."""
+    """The number of arrivals in the `length_s` seconds that end at `at`."""
 
     at: float
     length_s: float
@@ -39,7 +39,7 @@ class Forecast(NamedTuple):
     """An expected rate and where it comes from."""
 
     per_s: float
-    # Of the whole history, recent samples counting more.
+    # The mean rate over the whole history, in which recent samples count more.
     mean_per_s: float
     # 0 where the change of the rate cannot be distinguished from noise.
     trend_per_s2: float
@@ -48,14 +48,14 @@ class Forecast(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """Mean and squared coefficient of variation of what one request asks for."""
+    """Mean and squared coefficient of variation of the demand of one request."""
 
     mean: float
     variation: float
 
 
 def moments(count: float, total: float, squares: float) -> Moments | None:
-    """Of `count` values with this sum and sum of squares; None without any."""
+    """Return the moments of `count` values with this sum and sum of squares; None without any."""
     if count <= 0:
         return None
     mean = total / count
@@ -65,8 +65,9 @@ def moments(count: float, total: float, squares: float) -> Moments | None:
 def forecast(
     spans: Sequence[CountedSpan], now: float, horizon_s: float, fade_s: float, block_s: float
 ) -> Forecast:
-    """The rate to expect `horizon_s` after `now`: a line through the rates of blocks of `block_s`, weighted
-    by length and by exp(-age / `fade_s`), where it rises or falls beyond doubt; else their weighted mean.
+    """Return the rate to expect `horizon_s` after `now`: a line through the rates of blocks of `block_s`,
+    weighted by length and by exp(-age / `fade_s`), where the line rises or falls beyond doubt; else the
+    weighted mean of the rates.
 
     One block of ten that stands out, however far, is no trend: bursts are for the fast loop.
     """
@@ -88,7 +89,7 @@ def forecast(
 
 
 def _blocks(spans: Sequence[CountedSpan], now: float, block_s: float) -> tuple[_Floats, _Floats, _Floats]:
-    """Mean age, length and count of each block that has anything, the latest first."""
+    """Return the mean age, the length and the count of each block that has anything, the latest first."""
     sums: dict[int, list[float]] = {}
     for span in spans:
         age_s = now - span.at + span.length_s / 2
@@ -101,13 +102,14 @@ def _blocks(spans: Sequence[CountedSpan], now: float, block_s: float) -> tuple[_
 
 
 def mean_rate(spans: Sequence[CountedSpan]) -> float:
-    """Per second, all of them counting alike."""
+    """Return the mean rate per second; all spans count alike."""
     total_s = sum(span.length_s for span in spans)
     return sum(span.num for span in spans) / total_s if total_s > 0 else 0.0
 
 
 def _slope(times: _Floats, rates: _Floats, weights: _Floats, least_variance: float) -> tuple[float, float]:
-    """Of the weighted line, with its standard error (independent errors of equal variance)."""
+    """Return the slope of the weighted line, with its standard error (independent errors of equal
+    variance)."""
     shares = weights / weights.sum()
     centred = times - float(np.sum(shares * times))
     spread = float(np.sum(shares * centred**2))
@@ -121,7 +123,8 @@ def _slope(times: _Floats, rates: _Floats, weights: _Floats, least_variance: flo
 
 
 def _dispersion(spans: Sequence[CountedSpan]) -> float:
-    """From differences of neighbours, so that a trend does not count as spread; at least 1."""
+    """Return the dispersion, at least 1, from differences of neighbours, so that a trend does not count as
+    spread."""
     counts = np.array([span.num for span in spans], dtype=np.float64)
     lengths = np.array([span.length_s for span in spans])
     if len(counts) < _MIN_POINTS or counts.sum() <= 0:
@@ -131,8 +134,8 @@ def _dispersion(spans: Sequence[CountedSpan]) -> float:
 
 
 def waiting_share(load: float, num_servers: int) -> float:
-    """Erlang's C: the share of requests that find all servers busy. `load` is in servers; 1 when it is too
-    much for them."""
+    """Return Erlang's C: the share of requests that find all servers busy. `load` is in servers; the share is
+    1 when the load is too much for them."""
     if load <= 0:
         return 0.0
     if load >= num_servers:
@@ -146,8 +149,9 @@ def waiting_share(load: float, num_servers: int) -> float:
 def tail_wait_s(
     per_s: float, service: Moments, num_servers: int, dispersion: float = 1.0, tail: float = TAIL
 ) -> float:
-    """What a share `tail` of requests wait longer than, in a queue before `num_servers` servers (infinite
-    when they cannot keep up): exponential beyond zero, with the mean of Allen and Cunneen's approximation.
+    """Return the wait that a share `tail` of requests exceeds, in a queue before `num_servers` servers
+    (infinite when they cannot keep up): exponential beyond zero, with the mean of Allen and Cunneen's
+    approximation.
 
     `service` is in seconds; its variation and the arrivals' dispersion stretch the wait in proportion.
     """
@@ -164,7 +168,8 @@ def tail_wait_s(
 
 
 def tail_crowd(mean: float, variation: float = 0.0, dispersion: float = 1.0) -> float:
-    """What the sum over all present stays below but for a share `TAIL` of the time, in units of one.
+    """Return the bound that the sum over all present exceeds for a share `TAIL` of the time only, in units of
+    one.
 
     `mean` is how many are present on average (arrivals a second times how long each stays); each brings 1 on
     average, with this variation. Independent arrivals make their number Poisson whatever the lengths of stay.

@@ -10,12 +10,13 @@ from cluster.scaling.forecast import TAIL, Moments, tail_crowd, tail_wait_s
 from cluster.scaling.measured_rates import MeasuredRates, RequestSizes
 from cluster.scaling.samples import BOTH, DECODE, PREFILL
 
-# Of the KV blocks that may be in use at the 90th percentile: below it nothing waits for blocks.
+# The share of the KV blocks that may be in use at the 90th percentile: below it nothing waits for blocks.
 _KV_SHARE = 0.9
 
 
 class ReplicaNeed(NamedTuple):
-    """How many replicas, and why; None: what it would follow from was not measured yet."""
+    """The number of replicas, and the reason; None: the values that it would follow from were not measured
+    yet."""
 
     num_replicas: int | None
     reason: str
@@ -47,14 +48,15 @@ class ExpectedLoad(NamedTuple):
 
     @property
     def num_sequences(self) -> float | None:
-        """That decode at a time, on average, when every step is as long as in the largest batch."""
+        """The sequences that decode at a time, on average, when every step is as long as in the largest
+        batch."""
         if self.output_tok_s is None or self.rates.step is None:
             return None
         return self.output_tok_s * self.rates.step.step_s(self.rates.batch)
 
 
 def prefill_need(load: ExpectedLoad, config: ScalingConfig) -> ReplicaNeed:
-    """Replicas that compute prompts and nothing else."""
+    """Return the need of replicas that compute prompts and nothing else."""
     if load.per_s <= 0:
         return ReplicaNeed(1, "no requests")
     service, prompt = load.service, load.sizes.prompt
@@ -87,7 +89,7 @@ def _with_wait(num_replicas: int, load: ExpectedLoad, service: Moments, busy: fl
 
 
 def decode_need(load: ExpectedLoad, config: ScalingConfig) -> ReplicaNeed:
-    """Replicas that decode and compute no prompts."""
+    """Return the need of replicas that decode and compute no prompts."""
     if load.per_s <= 0:
         return ReplicaNeed(1, "no requests")
     present, output, rates = load.num_sequences, load.sizes.output, load.rates
@@ -108,7 +110,7 @@ def decode_need(load: ExpectedLoad, config: ScalingConfig) -> ReplicaNeed:
 
 
 def _by_kv_blocks(load: ExpectedLoad, config: ScalingConfig) -> int:
-    """What the KV of all sequences needs; 1 while their size is not known."""
+    """Return the number of replicas that the KV of all sequences needs; 1 while their size is not known."""
     present, output, rates = load.num_sequences, load.sizes.output, load.rates
     if present is None or output is None or rates.kv_blocks <= 0:
         return 1
@@ -128,7 +130,8 @@ def _kv_reason(load: ExpectedLoad, present: float, needed: int) -> str:
 
 
 def both_need(prefill: ExpectedLoad, decode: ExpectedLoad, config: ScalingConfig) -> ReplicaNeed:
-    """Replicas that do both: the time that prompts take and the time that steps take add up."""
+    """Return the need of replicas that do both: the time that prompts take and the time that steps take add
+    up."""
     if prefill.per_s <= 0 and decode.per_s <= 0:
         return ReplicaNeed(1, "no requests")
     service, present = prefill.service, decode.num_sequences
@@ -149,8 +152,8 @@ def both_need(prefill: ExpectedLoad, decode: ExpectedLoad, config: ScalingConfig
 def forecast_replicas(
     load: ExpectedLoad, config: ScalingConfig, reach: dict[str, int]
 ) -> dict[str, ReplicaNeed]:
-    """By kind, for the kinds in `reach`, which says how many replicas each may have at most. What dedicated
-    pools cannot serve at their limits is left to those that do both."""
+    """Return the needs by kind, for the kinds in `reach`, which gives the largest number of replicas of each.
+    The demand that dedicated pools cannot serve at their limits is left to replicas that do both."""
     needs = {}
     shares = {}
     for kind, needed in ((PREFILL, prefill_need), (DECODE, decode_need)):
@@ -165,7 +168,7 @@ def forecast_replicas(
 
 
 def _ceil(value: float) -> int:
-    """At least 1; what is above a whole number by rounding alone does not count."""
+    """Round up, at least to 1; an excess over a whole number by rounding alone does not count."""
     return max(1, math.ceil(value - 1e-9))
 
 

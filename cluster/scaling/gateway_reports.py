@@ -31,14 +31,15 @@ class GatewayReports:
         self._demand = DemandMeter()
 
     def add(self, gateway: str, status: admin_pb.StatusResponse, now: float) -> None:
-        """`gateway` names it with its epoch."""
+        """Add the report of a gateway; `gateway` names it with its epoch."""
         self._latest[gateway] = _Report(now, status)
         self._demand.add(gateway, demand_of(status.demand))
 
     def sample(
         self, desired: Mapping[str, int], *, now: float, wall: float, max_age_s: float
     ) -> ScalingSample:
-        """Of all gateways that reported in the last `max_age_s`; each replica as it was heard of last."""
+        """Return a sample of all gateways that reported in the last `max_age_s`; each replica as it was heard
+        of last."""
         self._latest = {
             gateway: report
             for gateway, report in self._latest.items()
@@ -77,7 +78,8 @@ def _add_held(total: admin_pb.Held, held: admin_pb.Held) -> None:
 
 
 def _with_held(sample: ReplicaSample, held: admin_pb.Held) -> ReplicaSample:
-    """The replica as if it had been sent what gateways hold for it: that needs replicas as well."""
+    """Return the replica as if it had been sent the requests that gateways hold for it: those need replicas
+    as well."""
     return msgspec.structs.replace(
         sample,
         num_waiting=sample.num_waiting + held.num_prompts + held.num_sequences,
@@ -89,7 +91,7 @@ def _with_held(sample: ReplicaSample, held: admin_pb.Held) -> ReplicaSample:
 def pool_views(
     config: ClusterConfig, view: RosterView, desired: Mapping[str, int], roles: RoleTable
 ) -> tuple[PoolView, ...]:
-    """The pools of the configuration that run: those with a desired count."""
+    """Return the pools of the configuration that run: those with a desired count."""
     assigned = roles.assigned()
     pool_of = {record.identity.replica_id: record.pool for record in view.replicas}
     views = []

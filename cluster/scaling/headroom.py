@@ -19,7 +19,7 @@ from cluster.scaling.serve_client import ServeClient, deployment_name
 _LIMIT = 10_000
 # Bundles of a replica of one stage: the engine core's and the stage's, which share a node.
 _ONE_STAGE = 2
-# Resources that no replica asks, or that Ray derives from others.
+# Resources that no replica requests, or that Ray derives from others.
 _HIDDEN = ("node:", "memory", "object_store_memory", "bundle")
 
 
@@ -32,7 +32,7 @@ class Headroom(NamedTuple):
     bundles: dict[str, tuple[dict[str, float], ...]]
 
     def shortages(self, added: Mapping[str, int]) -> list[str]:
-        """Return why so many more replicas of each pool cannot be placed; empty when they can, or it is
+        """Return why this many more replicas of each pool cannot be placed; empty when they can, or it is
         unknown."""
         wanted = [
             ReplicaDemand(pool, self.bundles[pool], may_spread=len(self.bundles[pool]) > _ONE_STAGE)

@@ -21,7 +21,8 @@ from cluster.scaling.samples import (
 )
 from kvtransfer.common.health import kept_share
 
-# Of a step's time, taken to be independent of the batch until batches of several sizes were seen.
+# The share of a step's time that is taken to be independent of the batch until batches of several sizes were
+# seen.
 _FIXED_SHARE = 0.75
 # That assumption weighs as much as batches that vary by this share of their mean.
 _PRIOR_SPREAD = 0.1
@@ -37,7 +38,7 @@ class StepCost(NamedTuple):
         return self.fixed_s + self.per_sequence_s * batch
 
     def largest_batch(self, limit_s: float, max_sequences: int) -> int:
-        """The largest batch whose step stays within `limit_s`; at least 1, at most `max_sequences`."""
+        """Return the largest batch whose step stays within `limit_s`; at least 1, at most `max_sequences`."""
         if self.per_sequence_s <= 0:
             return max_sequences if self.fixed_s <= limit_s else 1
         fitting = math.floor((limit_s - self.fixed_s) / self.per_sequence_s + 1e-9)
@@ -45,14 +46,14 @@ class StepCost(NamedTuple):
 
 
 class MeasuredRates(NamedTuple):
-    """Of the replicas, as measured; None or 0 while nothing was."""
+    """The measured rates of the replicas; None or 0 while nothing was measured."""
 
     # Prompt tokens a second that one replica computes while it has some.
     prefill_tok_s: float
     step: StepCost | None
-    # The largest at which one decode replica keeps `itl_slo_s`.
+    # The largest batch at which one decode replica keeps `itl_slo_s`.
     batch: int
-    # Of one replica that decodes.
+    # The blocks of one replica that decodes.
     kv_blocks: float
     blocks_per_sequence: float
 
@@ -63,7 +64,7 @@ class MeasuredRates(NamedTuple):
 
 
 class RequestSizes(NamedTuple):
-    """Of the requests."""
+    """The sizes of the requests."""
 
     # Tokens to compute of one prompt, cached ones excluded; None: no prompt was reported yet.
     prompt: Moments | None
@@ -83,7 +84,8 @@ class ArrivalRates(NamedTuple):
 def measured_rates(
     history: History, config: ScalingConfig, max_sequences: int, now: float, has_prefill: bool
 ) -> MeasuredRates:
-    """`max_sequences` is the largest batch that the decode pools' configuration allows."""
+    """Return the measured rates; `max_sequences` is the largest batch that the decode pools' configuration
+    allows."""
     prefilling, decoding = [], []
     for sample in history:
         weight = kept_share(now - sample.at, config.forecast_s / 2)
@@ -108,13 +110,14 @@ def measured_rates(
 
 
 def _prefill_tok_s(samples: Sequence[tuple[float, ReplicaSample]]) -> float:
-    """While prompts waited, where they did: a replica with little to do fills its steps less."""
+    """Return the prefill rate while prompts waited, where they did: a replica with little to do fills its
+    steps less."""
     loaded = [(weight, each) for weight, each in samples if each.num_backlog_tokens > 0]
     return _mean((weight, each.prefill_tok_s) for weight, each in loaded or samples)
 
 
 def _blocks_per_sequence(samples: Sequence[tuple[float, ReplicaSample]]) -> float:
-    """Those in use, landings' included, over the sequences that run or land."""
+    """Return the blocks in use, including those of landings, over the sequences that run or land."""
     busy = [
         (weight * (each.num_total_blocks - each.num_free_blocks), weight * sequences)
         for weight, each in samples
@@ -125,8 +128,8 @@ def _blocks_per_sequence(samples: Sequence[tuple[float, ReplicaSample]]) -> floa
 
 
 def step_cost(points: Iterable[tuple[float, int, float]]) -> StepCost | None:
-    """From (weight, batch, step seconds): the line through them, with neither part below 0; None without
-    any. The less the batches vary, the more its slope is the assumed one."""
+    """Return the line through points of (weight, batch, step seconds), with neither part below 0; None
+    without any. The less the batches vary, the more the slope is the assumed one."""
     kept = [point for point in points if point[1] > 0 and point[2] > 0]
     if not kept:
         return None
@@ -142,7 +145,7 @@ def step_cost(points: Iterable[tuple[float, int, float]]) -> StepCost | None:
 
 
 def measured_sizes(history: History, now: float, fade_s: float) -> RequestSizes:
-    """Over the whole history, recent samples counting more."""
+    """Return the sizes of requests over the whole history, in which recent samples count more."""
     totals = np.zeros(8)
     for sample in history:
         asked = sample.demand.values()[:8]
@@ -156,7 +159,7 @@ def measured_sizes(history: History, now: float, fade_s: float) -> RequestSizes:
 
 
 def arrivals(samples: Sequence[ScalingSample]) -> list[CountedSpan]:
-    """Requests between each sample and the one before."""
+    """Return the requests between each sample and the one before."""
     return [
         CountedSpan(sample.at, sample.at - before.at, sample.demand.num_arrived)
         for before, sample in itertools.pairwise(samples)
@@ -164,7 +167,8 @@ def arrivals(samples: Sequence[ScalingSample]) -> list[CountedSpan]:
 
 
 def measured_arrivals(history: History, config: ScalingConfig, horizon_s: float, now: float) -> ArrivalRates:
-    """`horizon_s`: how far ahead to look, as replicas take that long to start."""
+    """Return the measured rates of arrivals. `horizon_s`: how far ahead to look, as replicas take that time
+    to start."""
     spans = arrivals(list(history))
     expected = forecast(spans, now, horizon_s, config.forecast_s / 2, config.forecast_s / 10)
     latest = [span for span in spans if span.at > now - config.down_cool_down_s]
@@ -172,7 +176,7 @@ def measured_arrivals(history: History, config: ScalingConfig, horizon_s: float,
 
 
 def _mean(weighted: Iterable[tuple[float, float]]) -> float:
-    """0 without any."""
+    """Return the weighted mean; 0 without any values."""
     pairs = list(weighted)
     total = sum(weight for weight, _ in pairs)
     return sum(weight * value for weight, value in pairs) / total if total > 0 else 0.0

@@ -26,7 +26,7 @@ from cluster.scaling.headroom import Headroom, read_headroom
 from cluster.scaling.serve_client import AppTargets, ServeClient
 from kvtransfer.codec import Codec, Message, Part
 
-# Of one pool, by order.
+# The largest number of replicas that one pool may have by order.
 MAX_REPLICAS = 1000
 
 
@@ -35,7 +35,7 @@ class ScaleOrder(Message, frozen=True):
     Without pools a dry run answers for all."""
 
     counts: dict[str, int]
-    # The name of who orders.
+    # The name of the sender.
     by: str
     is_dry_run: bool = False
 
@@ -48,7 +48,7 @@ class ReleaseOrder(Message, frozen=True):
 
 
 class PoolChange(Part, frozen=True):
-    """What an order does to one pool."""
+    """The effect of an order on one pool."""
 
     pool: str
     # Serve's target before the order.
@@ -57,7 +57,7 @@ class PoolChange(Part, frozen=True):
     num_running: int
     # Replicas by Serve's state, such as STARTING, RUNNING, STOPPING.
     states: dict[str, int]
-    # What the added replicas ask of Ray, by resource; empty when that is not known.
+    # The resources that the added replicas request from Ray, by name; empty when they are not known.
     needed: dict[str, float] = {}
 
     @property
@@ -74,11 +74,11 @@ class OrderDone(Message, frozen=True):
     """The answer to an order that was carried out, or would be."""
 
     changes: tuple[PoolChange, ...] = ()
-    # What the Ray cluster has free, by resource; None: not known.
+    # The free resources of the Ray cluster, by name; None: not known.
     free: dict[str, float] | None = None
-    # Why added replicas cannot be placed now.
+    # The reasons why added replicas cannot be placed now.
     shortages: tuple[str, ...] = ()
-    # Ordered pools that have no replica now, so that nobody knows what one takes.
+    # Ordered pools that have no replica now, so that the resources of one are not known.
     unsized: tuple[str, ...] = ()
 
 
@@ -96,9 +96,9 @@ ORDER_ANSWER_CODEC: Codec[OrderDone | OrderRefused] = Codec(OrderDone | OrderRef
 
 
 class Operations(NamedTuple):
-    """What the process around a gateway can do for an operator."""
+    """The orders that the process around a gateway can carry out for an operator."""
 
-    # Such as `http://127.0.0.1:8265`; "" when the Ray cluster has none; `DashboardAwayError`.
+    # A URL such as `http://127.0.0.1:8265`; "" when the Ray cluster has none; `DashboardAwayError`.
     dashboard_url: Callable[[], Awaitable[str]]
     # Take the frame of an order to the scaler and return its answer; `UnavailableError`.
     order: Callable[[bytes], Awaitable[bytes]]

@@ -26,18 +26,18 @@ from cluster.scaling.samples import BOTH, DECODE, PREFILL, History, PoolView
 
 __all__ = ["Policy", "PoolMove", "RoleAssignment", "RoleReturn", "ScalingPlan", "decide", "history_span_s"]
 
-# Decides what to change: `decide`, or what it is compared with.
+# A policy decides what to change: `decide`, or one to compare with it.
 Policy = Callable[[History, ScalingConfig, Sequence[PoolView], float], ScalingPlan]
 _MIN_STALE_S = 10.0
 
 
 def history_span_s(config: ScalingConfig) -> float:
-    """How much history `decide` looks at: the span to make a `History` with."""
+    """Return how much history `decide` looks at: the span to make a `History` with."""
     return max(config.forecast_s, config.down_cool_down_s, config.role_change_after_s) + 2 * config.interval_s
 
 
 def decide(history: History, config: ScalingConfig, pools: Sequence[PoolView], now: float) -> ScalingPlan:
-    """What to change at Unix time `now`. Nothing while the samples are missing or old.
+    """Decide what to change at Unix time `now`: nothing while the samples are missing or old.
 
     Moves concern pools with limits that are not pinned, and only with `config.autoscale`; role changes only
     with `config.change_roles`. The caller carries them out, or not: the next call starts from what is.
@@ -69,14 +69,14 @@ def decide(history: History, config: ScalingConfig, pools: Sequence[PoolView], n
 
 
 class _Target(NamedTuple):
-    """How many replicas a kind should have at home, and why."""
+    """The number of replicas that a kind should have at home, and the reason."""
 
     num_replicas: int
     reason: str
 
 
 def _targets(view: PolicyView, needs: Mapping[str, ReplicaNeed], notes: list[str]) -> dict[str, _Target]:
-    """The larger of the forecast and of what the shortages ask for; all kinds together."""
+    """Return for each kind the larger of the forecast and of the number that its shortage calls for."""
     targets = {}
     for name, kind in view.kinds.items():
         need, shortage = needs[name], view.shortages.get(name)
@@ -95,7 +95,8 @@ def _targets(view: PolicyView, needs: Mapping[str, ReplicaNeed], notes: list[str
 
 
 def _not_beyond_decode(view: PolicyView, prefill: _Target, decode: _Target, notes: list[str]) -> _Target:
-    """More prompts than decode replicas can take need no prefill replicas: those would wait with them."""
+    """Limit the target of prefill by decode: more prompts than decode replicas can take need no prefill
+    replicas, since those prompts would wait there."""
     if (queue := view.blocked_queue()) is not None:
         notes.append(f"prefill does not grow for its queue, which waits for decode: {queue.reason}")
     reach, num_here = view.kinds[DECODE].reach, view.kinds[PREFILL].num_desired
@@ -114,7 +115,7 @@ def _not_beyond_decode(view: PolicyView, prefill: _Target, decode: _Target, note
 
 
 def _growth(view: PolicyView, kind: ReplicaKind, target: _Target, notes: list[str]) -> list[PoolMove]:
-    """The pools in their order, each as far as it may."""
+    """Return the growth of the pools in their order, each as far as it may grow."""
     missing = target.num_replicas - kind.num_desired
     moves = []
     for pool in kind.pools:
@@ -135,7 +136,7 @@ def _growth(view: PolicyView, kind: ReplicaKind, target: _Target, notes: list[st
 
 
 def _may_grow(view: PolicyView, pool: PoolView) -> tuple[PoolLimits | None, str]:
-    """The limits within which it may, or why it may not."""
+    """Return the limits within which a pool may grow, or why it may not."""
     cool_down_s = view.config.up_cool_down_s
     if pool.is_pinned:
         return None, "where an operator pinned it"
@@ -152,8 +153,8 @@ def _may_grow(view: PolicyView, pool: PoolView) -> tuple[PoolLimits | None, str]
 
 
 def _shrinking(view: PolicyView, kind: ReplicaKind, lasting: ReplicaNeed) -> list[PoolMove]:
-    """The last pool that may, by a quarter of what is too many, one at least: when the smaller kind serves
-    more than the demand of late, and would have held what was there."""
+    """Return the move of the last pool that may shrink, by a quarter of the surplus, at least by one replica:
+    when the smaller kind serves more than the recent demand, and would have held the load that was there."""
     for_s = view.config.down_cool_down_s
     if not _may_kind_shrink(view, kind) or lasting.num_replicas is None:
         return []
@@ -172,8 +173,8 @@ def _shrinking(view: PolicyView, kind: ReplicaKind, lasting: ReplicaNeed) -> lis
 
 
 def _may_kind_shrink(view: PolicyView, kind: ReplicaKind) -> bool:
-    """Everything that was ordered is there and reports its load, nothing is short or borrowed, and it was
-    watched for long enough."""
+    """Return whether every ordered replica is there and reports its load, nothing is short or borrowed, and
+    the kind was watched for long enough."""
     is_settled = all(view.latest.num_ready(pool.name) == pool.desired for pool in kind.pools)
     is_known = all(replica.is_known for replica in view.latest.replicas)
     is_watched = view.history.covered_s >= view.config.down_cool_down_s
@@ -189,7 +190,8 @@ def _may_shrink(view: PolicyView, pool: PoolView) -> bool:
 
 
 def _into_limits(view: PolicyView, pools: Sequence[PoolView]) -> list[PoolMove]:
-    """Pools that an operator left outside of their limits and released; downwards one by one."""
+    """Return the moves of pools that an operator left outside of their limits and released; downwards one by
+    one."""
     moves = []
     for pool in pools:
         if pool.limits is None or pool.is_pinned:
@@ -209,8 +211,8 @@ def _into_limits(view: PolicyView, pools: Sequence[PoolView]) -> list[PoolMove]:
 def role_changes(
     view: PolicyView, needs: Mapping[str, ReplicaNeed], lasting: Mapping[str, ReplicaNeed]
 ) -> tuple[RoleAssignment | RoleReturn, ...]:
-    """Returns first. At most one replica at a time is assigned in each direction, and is seen at work for
-    `role_change_after_s` before the next."""
+    """Return the changes of roles, returns first. At most one replica at a time is assigned in each
+    direction, and is seen at work for `role_change_after_s` before the next."""
     changes: list[RoleAssignment | RoleReturn] = []
     for home, other in OTHER_ROLE.items():
         if home in view.kinds and other in view.kinds:
@@ -236,7 +238,8 @@ def _returns(
     needs: Mapping[str, ReplicaNeed],
     lasting: Mapping[str, ReplicaNeed],
 ) -> Iterator[RoleReturn]:
-    """Those whom home needs now, the latest assigned first; else one that the other role can do without."""
+    """Yield the returns of the replicas that home needs now, the latest assigned first; else of one that the
+    other role can do without."""
     num_missing = _num_missing(view, home, needs)
     why_home = _why_home(view, home, needs)
     assigned = sorted(
@@ -273,7 +276,8 @@ def _why_home(view: PolicyView, home: ReplicaKind, needs: Mapping[str, ReplicaNe
 def _why_spare(
     view: PolicyView, other: ReplicaKind, lasting: Mapping[str, ReplicaNeed], replica_id: str, since: float
 ) -> str:
-    """Why the other role can do without it; "": it cannot, or has had it for too short to know."""
+    """Return why the other role can do without the replica; "": it cannot, or has had the replica for too
+    short a time to know."""
     for_s = view.config.role_change_after_s
     if since > view.now - for_s or other.name in view.shortages:
         return ""
@@ -309,7 +313,7 @@ def _assignments(
 
 
 def _idle_at_home(view: PolicyView, pool: PoolView) -> list[str]:
-    """In the order of their ids."""
+    """Return the idle replicas of a pool in its own role, in the order of their ids."""
     assigned = {replica_id for replica_id, _ in pool.assigned}
     if pool.is_pinned:
         return []

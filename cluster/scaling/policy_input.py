@@ -37,11 +37,11 @@ from cluster.scaling.samples import (
     may_prefill,
 )
 
-# By home role: the other one that a replica may play.
+# The other role that a replica may play, by home role.
 OTHER_ROLE = {PREFILL: DECODE, DECODE: PREFILL}
 # A pool shrinks only where the smaller one could serve this much more than the demand.
 HYSTERESIS = 1.2
-# Of the samples that must show could do with one replica less.
+# The share of the samples that must show that one replica less would do.
 _SPARE_SHARE = 0.9
 
 
@@ -50,16 +50,16 @@ class ReplicaKind(NamedTuple):
 
     name: str
     pools: tuple[PoolView, ...]
-    # At home, those that play the other role included.
+    # The replicas at home, including those that play the other role.
     num_desired: int
     num_assigned: int
     num_borrowed: int
-    # The most that limits and operators allow.
+    # The largest number that limits and operators allow.
     reach: int
 
     @property
     def num_effective(self) -> int:
-        """Those that do this work once all that was ordered is ready."""
+        """The replicas that do this work once all that was ordered is ready."""
         return self.num_desired - self.num_assigned + self.num_borrowed
 
 
@@ -90,8 +90,8 @@ class PolicyView:
         self.shortages = self.shortages_at(0)
 
     def shortages_at(self, num_ago: int) -> dict[str, Shortage]:
-        """By kind: the shortages that stood before the latest `num_ago` samples. A prefill queue that waits
-        for decode is decode's shortage."""
+        """Return by kind the shortages that stood before the latest `num_ago` samples. A prefill queue that
+        waits for decode is decode's shortage."""
         fast = self._signals(num_ago)
         found = {kind: fast.shortage(kind) for kind in self.kinds}
         if fast.is_blocked():
@@ -99,12 +99,12 @@ class PolicyView:
         return {kind: shortage for kind, shortage in found.items() if shortage is not None}
 
     def blocked_queue(self) -> Shortage | None:
-        """The prefill queue that stands because prompts wait for decode; it is none of `shortages`."""
+        """Return the prefill queue that stands because prompts wait for decode; it is none of `shortages`."""
         fast = self._signals()
         return fast.shortage(PREFILL) if PREFILL in self.kinds and fast.is_blocked() else None
 
     def _signals(self, num_ago: int = 0) -> ReactiveSignals:
-        """Over the half minute before the latest `num_ago` samples."""
+        """Return the signals over the half minute before the latest `num_ago` samples."""
         samples = self.history.since(self.latest.at - WINDOW_S - num_ago * self.config.interval_s)
         return ReactiveSignals(
             samples[: len(samples) - num_ago],
@@ -124,13 +124,14 @@ class PolicyView:
         )
 
     def needs(self) -> dict[str, ReplicaNeed]:
-        """By kind: what the expected demand needs. Too short a history says nothing."""
+        """Return by kind the replicas that the expected demand needs; None where the history is too short to
+        tell."""
         if self.history.covered_s < self.config.forecast_s / 10:
             return dict.fromkeys(self.kinds, ReplicaNeed(None, ""))
         return forecast_replicas(self._load(self.work.expected.per_s), self.config, self._reach)
 
     def lasting_needs(self) -> dict[str, ReplicaNeed]:
-        """The same with the latest demand and a margin above it: no pool shrinks below that."""
+        """Return the needs with the latest demand and a margin above it: no pool shrinks below these."""
         return forecast_replicas(self._load(HYSTERESIS * self.work.lasting_per_s), self.config, self._reach)
 
     def _load(self, per_s: float) -> ExpectedLoad:
@@ -144,7 +145,7 @@ class PolicyView:
         return side_of(sample, kind, has_prefill=self.has_prefill)
 
     def can_spare(self, kind: str, for_s: float, num_spared: int = 1) -> bool:
-        """Whether so many replicas less than there are would have done in the samples since then."""
+        """Return whether this many replicas less than there are would have done in the samples since then."""
         samples = self.history.since(self.now - for_s)
         num_left = self.side(kind, self.latest).num_replicas - num_spared
         if num_left < 1 or not samples or self._were_late(kind, samples):
@@ -175,8 +176,8 @@ class PolicyView:
             return False
         if kind == PREFILL:
             return True
-        # Streams that last long get slower with fewer replicas, but stay: what counts is whether batches
-        # and blocks have space for them. New arrivals are the forecast's part.
+        # Streams that last long get slower with fewer replicas, but stay: the question is whether batches and
+        # blocks have space for them. New arrivals are the forecast's part.
         load = self.config.target_load
         sequences = max(1.0, load * num_left * self.rates.batch)
         has_batch = side.num_running + side.num_waiting <= sequences
@@ -208,7 +209,7 @@ def _most(pool: PoolView) -> int:
 
 
 # ----------------------------------------------------------------------------------------------
-# What the policy decides.
+# The decisions of the policy.
 
 
 class PoolMove(NamedTuple):
@@ -238,7 +239,7 @@ class RoleReturn(NamedTuple):
 
 
 class ScalingPlan(NamedTuple):
-    """What to do now: role changes first, then the moves. `notes` say what prevents more."""
+    """The actions for now: role changes first, then the moves. `notes` give the reasons that prevent more."""
 
     moves: tuple[PoolMove, ...] = ()
     role_changes: tuple[RoleAssignment | RoleReturn, ...] = ()

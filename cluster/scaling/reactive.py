@@ -22,7 +22,7 @@ NUM_SAMPLES = 3
 WINDOW_S = 30.0
 # Free share of the KV blocks below which landings soon wait.
 KV_NEAR_FULL = 0.1
-# Of the recent samples: when decode was full in so many, the prefill queue is decode's doing.
+# The share of the recent samples with a full decode side from which on the prefill queue is decode's doing.
 _BLOCKED_SHARE = 0.3
 # First tokens, or gaps, that must have been seen before the share of late ones counts.
 _MIN_OUTCOMES = 20
@@ -67,7 +67,7 @@ _SUMMED = tuple(name for name in Side._fields if name.startswith("num_") and nam
 
 
 def side_of(sample: ScalingSample, kind: str, *, has_prefill: bool) -> Side:
-    """The replicas whose effective role makes them of this kind."""
+    """Return the side of the replicas whose effective role makes them of this kind."""
     replicas = [
         each
         for each in sample.replicas
@@ -109,15 +109,15 @@ class ReactiveSignals:
         self._has_prefill = has_prefill
 
     def sides(self, kind: str) -> list[Side]:
-        """One for each of the last `NUM_SAMPLES`; none while there are fewer, or while replicas come or go:
-        what they change must be seen first."""
+        """Return one side for each of the last `NUM_SAMPLES`; none while there are fewer, or while replicas
+        come or go: the effect of that must be seen first."""
         latest = self._samples[-NUM_SAMPLES:]
         found = [side_of(sample, kind, has_prefill=self._has_prefill) for sample in latest]
         is_settled = len(found) == NUM_SAMPLES and len({side.num_replicas for side in found}) == 1
         return found if is_settled and found[-1].num_replicas else []
 
     def shortage(self, kind: str) -> Shortage | None:
-        """What this kind is short of; None: of nothing."""
+        """Return the shortage of this kind; None: there is none."""
         found = []
         if kind in (PREFILL, BOTH):
             found.append(self._queue(kind))
@@ -141,7 +141,7 @@ class ReactiveSignals:
         allowed_s = slo_s - own_s if own_s < slo_s else slo_s
         # How long the backlog keeps the replicas busy.
         queue_s = min(side.num_backlog_tokens / side.prefill_tok_s for side in sides)
-        # Refusals keep the queue as short as the objectives of the classes ask for.
+        # Refusals keep the queue as short as the objectives of the classes require.
         if refused <= TAIL and queue_s <= (allowed_s / 2 if late > TAIL else allowed_s):
             return None
         latest = sides[-1]
@@ -158,8 +158,9 @@ class ReactiveSignals:
         return Shortage(wanted, reason)
 
     def _to_clear(self, side: Side) -> int:
-        """Replicas that keep up with what arrives, and clear what will wait when they are ready in as long as
-        they take to start. No more than there are requests, at least one more than there are."""
+        """Return the number of replicas that keep up with the arrivals, and clear the prompts that will wait
+        when they are ready, in the time that they take to start: at most one for each request, at least one
+        more than there are."""
         window = self._samples[-NUM_SAMPLES - 1 :]
         span_s = window[-1].at - window[0].at
         arrived = sum(sample.demand.num_arrived + sample.demand.num_refused for sample in window[1:])
@@ -168,7 +169,7 @@ class ReactiveSignals:
         arriving_tok_s = arrived * each_s
         clear_s = max(self._start_s, self._config.up_cool_down_s, self._config.ttft_slo_s)
         each_tok_s = side.prefill_tok_s / side.num_replicas
-        # By what is more than the chance of a few arrivals: it is drawn out over the time of a start.
+        # Growth by more than the chance of a few arrivals: it is drawn out over the time of a start.
         growing_tok_s = max(0.0, (arrived - math.sqrt(arrived)) * each_s - side.prefill_tok_s)
         backlog = side.num_backlog_tokens + growing_tok_s * self._start_s
         needed = math.ceil((arriving_tok_s + backlog / clear_s) / each_tok_s)
@@ -207,7 +208,8 @@ class ReactiveSignals:
         return side.num_replicas * self._max_sequences
 
     def _to_hold(self, side: Side) -> int:
-        """Replicas that hold what is there, and the prompts that the prefill side has yet to hand over."""
+        """Return the number of replicas that hold the present sequences, and the prompts that the prefill
+        side has yet to hand over."""
         sequences = side.num_sequences + self._num_coming()
         blocks = float(side.num_used_blocks)
         blocks += (sequences - side.num_running) * self._rates.blocks_per_sequence
@@ -215,7 +217,8 @@ class ReactiveSignals:
         return math.ceil(max(blocks / capacity, sequences / self._rates.batch))
 
     def _num_coming(self) -> float:
-        """Sequences that the prefill side hands over before those that decode now have ended."""
+        """Return the number of sequences that the prefill side hands over before those that decode now have
+        ended."""
         side = side_of(self._samples[-1], PREFILL, has_prefill=self._has_prefill)
         num_prompts = side.num_running + side.num_waiting
         prompt, output, step = self._sizes.prompt, self._sizes.output, self._rates.step
@@ -249,7 +252,7 @@ class ReactiveSignals:
         gets free now and then, and is taken at once."""
         sides = [side_of(sample, DECODE, has_prefill=self._has_prefill) for sample in self._samples]
         count = sides[-1].num_replicas if sides else 0
-        # Since replicas came or went: what was before says nothing of now.
+        # The sides since replicas came or went: earlier ones say nothing of now.
         stable = list(itertools.takewhile(lambda side: side.num_replicas == count, reversed(sides)))
         is_often = sum(map(self._is_full, stable)) > _BLOCKED_SHARE * len(stable)
         return self._kv_space(DECODE) is not None or (len(stable) >= NUM_SAMPLES and is_often)
@@ -260,7 +263,8 @@ class ReactiveSignals:
         return bool(is_waited_for) or not has_blocks or self._is_slotless(side)
 
     def _is_slotless(self, side: Side) -> bool:
-        """Handed-over sequences count as running from the start, also those that no step has a slot for."""
+        """Return whether some sequences have no slot: handed-over sequences count as running from the start,
+        also those that no step has a slot for."""
         return side.num_running + side.num_waiting > self._num_slots(side)
 
 
@@ -270,7 +274,8 @@ def refusals(demand: Demand) -> tuple[int, int]:
 
 
 def late_share(samples: Sequence[ScalingSample], counts: Callable[[Demand], tuple[int, int]]) -> float:
-    """Of all in these samples; `counts` says (all, late or refused) of one. 0 while there are few."""
+    """Return the late or refused share of all requests in these samples; `counts` gives (all, late or
+    refused) of one sample. 0 while there are few requests."""
     pairs = [counts(sample.demand) for sample in samples]
     total = sum(count for count, _ in pairs)
     return sum(late for _, late in pairs) / total if total >= _MIN_OUTCOMES else 0.0

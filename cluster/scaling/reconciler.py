@@ -1,15 +1,15 @@
-"""Whose count is right when Serve's target differs from the desired one: sans-I/O, one look at a time.
+"""Decide which count is right when Serve's target differs from the desired one: sans-I/O, one look at a time.
 
-Serve says only what its targets are, not who set them. The rest follows from what the roster remembers:
+Serve reports only its targets, not who set them. The rest follows from the memory of the roster:
 
     target == desired                         nothing to do
     target as at the last look                our own order has not arrived: pull the client (again)
     target as configured, after a deploy      the deploy has reset it: restore the desired count
     anything else                             an operator's order: that is desired now, and pinned
 
-A deploy of ours binds the desired counts, so that it resets nothing; what the configuration itself says
-stands beside them (`PoolTarget.declared`). Where that changes, pools that nobody pinned and that are not
-autoscaled follow it.
+A deploy of ours binds the desired counts, so that it resets nothing; the counts of the configuration itself
+stand next to them (`PoolTarget.declared`). Where these change, pools that nobody pinned and that are not
+autoscaled follow them.
 
 So a look is right after any restart of the scaler, of the roster or of Serve's controller. Two things cannot
 be distinguished: an operator who orders just the configured count within `SETTLE_S` of a deploy from Serve,
@@ -27,7 +27,7 @@ from cluster.roster.messages import ForgetPool, Observed, RosterOrder, RosterVie
 from cluster.scaling.serve_client import AppTargets, PoolTarget
 from kvtransfer.common.health import Backoff
 
-# For so long after a deploy was seen its resets may come.
+# The time after a deploy was seen in which its resets may come.
 SETTLE_S = 5.0
 _MIN_RETRY_S = 2.0
 _MAX_RETRY_S = 60.0
@@ -54,7 +54,7 @@ Action = RosterOrder | RestoreRoles | SetTarget
 
 @dataclass(slots=True)
 class _Retry:
-    """Of a client that could not be pulled."""
+    """A retry of a client that could not be pulled."""
 
     backoff: Backoff = field(default_factory=lambda: Backoff(_MIN_RETRY_S, _MAX_RETRY_S))
     not_before: float = 0.0
@@ -81,7 +81,7 @@ class Reconciler:
         now: float,
         wall: float,
     ) -> list[Action]:
-        """What to do about what Serve has in mind; `autoscaled` pools are held without a pin.
+        """Return what to do about the targets of Serve; `autoscaled` pools are held without a pin.
 
         `seen` None (the application is absent) and an application that is being deleted change nothing.
         """
@@ -103,7 +103,8 @@ class Reconciler:
         return before + [pull for pull in judge.pulls if self._may_pull(pull.pool, now)]
 
     def order(self, move: ScalingChange) -> list[Action]:
-        """A move of our own, decided on what the last look saw: recorded first, then carried out."""
+        """Return the actions of a move of our own, decided on the state that the last look saw: it is
+        recorded first, then carried out."""
         return [
             RestoreRoles(f"pool {move.pool} goes from {move.before} to {move.after}"),
             SetDesired(move.pool, move.after, pinned=False),
@@ -112,7 +113,8 @@ class Reconciler:
         ]
 
     def ordered(self, move: ScalingChange) -> list[Action]:
-        """An operator's move that Serve has taken already, or that leaves its target as it is."""
+        """Return the actions of an operator's move that Serve has taken already, or that leaves its target as
+        it is."""
         actions: list[Action] = [SetDesired(move.pool, move.after, pinned=True), move]
         if move.before != move.after:
             actions.insert(0, RestoreRoles(f"{move.by} set pool {move.pool} to {move.after}"))
@@ -145,7 +147,7 @@ class Reconciler:
 
 
 class _Comparison:
-    """One look: collects the changes for the roster, and the targets to set in Serve after that."""
+    """A look: collects the changes for the roster, and the targets to set in Serve after that."""
 
     def __init__(self, roster: RosterView, autoscaled: set[str], is_settled: bool, wall: float) -> None:
         self._roster = roster
@@ -173,14 +175,15 @@ class _Comparison:
             self._ordered(pool, desired, seen.target)
 
     def forget_removed(self, there: Mapping[str, PoolTarget]) -> None:
-        """A pool that a deploy removed shall not be remembered when another adds one of its name."""
+        """Forget the pools that a deploy removed: they shall not be remembered when another deploy adds one
+        of their name."""
         self.actions += [ForgetPool(pool) for pool in self._roster.desired if pool not in there]
 
     def _follows_the_file(self, pool: str) -> bool:
         return pool not in self._roster.pinned and pool not in self._autoscaled
 
     def _declared_anew(self, pool: str, seen: PoolTarget, before: int) -> None:
-        """Another count in the configuration is an order for the pools that are nobody's choice."""
+        """Take another count in the configuration as an order for a pool whose count nobody has chosen."""
         assert seen.declared is not None
         if self._roster.desired.get(pool, seen.target) != seen.declared or seen.target != seen.declared:
             self.actions.append(SetDesired(pool, seen.declared, pinned=False))
@@ -195,7 +198,7 @@ class _Comparison:
             return
         before = seen.configured if last is None else last
         if pool in self._autoscaled and last is None:
-            # Nobody remembers anything: this may be an earlier life's own choice, and is free to move.
+            # Nobody remembers a choice: this may be an earlier life's own, and is free to move.
             self.actions.append(SetDesired(pool, seen.target, pinned=False))
         else:
             self._ordered(pool, before, seen.target)

@@ -13,7 +13,7 @@ from kvtransfer.store.index.redis_client import RedisLink, Script
 COUNTS_CODEC: Codec[KnownCounts] = Codec(KnownCounts)
 
 _ANSWER_S = 5.0
-# What nobody writes again, because the application is gone, is dropped after so long.
+# Counts that nobody writes again, because the application is gone, are dropped after this time.
 _KEEP_S = 30 * 24 * 3600
 _READ = Script("return redis.call('HGET', KEYS[1], 'counts')")
 _WRITE = Script(
@@ -28,7 +28,7 @@ return 1
 
 
 def counts_key(namespace: str, life: str) -> str:
-    """Under which the counts of the application with this life (`cluster.serve.entrypoint`) are kept."""
+    """Return the key of the counts of the application with this life (`cluster.serve.entrypoint`)."""
     return f"{namespace}:counts:{life}"
 
 
@@ -41,7 +41,8 @@ class RedisCounts:
         self._key = key.encode()
 
     async def read(self) -> KnownCounts | None:
-        """What was written last; None where nothing was. Raises `WireError` for what is none of ours."""
+        """Return the counts that were written last; None where there are none. Raise `WireError` for contents
+        that are not ours."""
         frame = await self._run(_READ)
         return COUNTS_CODEC.decode(frame) if isinstance(frame, bytes) else None
 

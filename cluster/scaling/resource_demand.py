@@ -19,7 +19,7 @@ class ReplicaDemand(NamedTuple):
     may_spread: bool = False
 
     def total(self) -> dict[str, float]:
-        """Return what all of it asks."""
+        """Return the resources that all of it requests."""
         return add_up(self.bundles)
 
     def parts(self) -> list[dict[str, float]]:

@@ -46,7 +46,7 @@ class RoleTable:
         return [lease for lease in leases if lease is not None]
 
     def assigned(self) -> dict[str, float]:
-        """Replicas that shall play another role than their pool's, and since when (Unix time)."""
+        """Return the replicas that shall play another role than their pool's, and since when (Unix time)."""
         return {
             replica_id: lease.epoch / _MS
             for replica_id, record in sorted(self._replicas.items())
@@ -54,7 +54,7 @@ class RoleTable:
         }
 
     def expired(self) -> list[ReplicaIdentity]:
-        """Lives of replicas that hold a lease and are gone."""
+        """Return the lives of replicas that hold a lease and are gone."""
         return [
             lease.replica
             for replica_id, lease in sorted(self._leases.items())
@@ -62,7 +62,7 @@ class RoleTable:
         ]
 
     def strays(self) -> list[RoleLease]:
-        """For replicas that play another role although no lease is known: they go home."""
+        """Return leases for replicas that play another role although no lease is known: they go home."""
         return [
             self._grant(record, home_role(record), "its lease is not known any more")
             for _, record in sorted(self._replicas.items())
@@ -70,7 +70,7 @@ class RoleTable:
         ]
 
     def effective_role(self, record: ReplicaRecord) -> str:
-        """What the replica shall play: as its lease says, else what it plays."""
+        """Return the role that the replica shall play: that of its lease, else the one that it plays."""
         lease = self._lease(record)
         return lease.role if lease is not None else record.role
 
@@ -86,13 +86,13 @@ class RoleTable:
 
 
 def home_role(record: ReplicaRecord) -> str:
-    """Its pool's."""
+    """Return the role of the replica's pool."""
     return record.home_role or record.role
 
 
 def role_of(replica: ReplicaIdentity, view: RosterView, epoch: int) -> tuple[str, int] | None:
-    """What this replica shall do about its lease: play (role, epoch), or continue as before (None). `epoch`
-    is that of the lease it follows."""
+    """Return what this replica shall do about its lease: play (role, epoch), or continue as before (None).
+    `epoch` is that of the lease it follows."""
     for lease in view.leases:
         if lease.replica == replica and lease.epoch > epoch:
             return lease.role, lease.epoch

@@ -28,11 +28,11 @@ class ReplicaSample(ReplicaStats, frozen=True, kw_only=True):
 
     replica_id: str
     pool: str
-    # The one in effect; its pool has its home role.
+    # The role in effect; the replica's pool has its home role.
     role: str
     # How old the statistics are.
     age_s: float = 0.0
-    # Of `num_waiting`: sequences that gateways hold until it can decode them.
+    # The sequences among `num_waiting` that gateways hold until the replica can decode them.
     num_held_sequences: int = 0
 
     @property
@@ -49,14 +49,15 @@ class ReplicaSample(ReplicaStats, frozen=True, kw_only=True):
 
 
 class DemandMeter:
-    """Sums the counters of all gateways, and says what came since it was last asked."""
+    """Sums the counters of all gateways, and returns the demand since the last call."""
 
     def __init__(self) -> None:
         self._latest: dict[str, Demand] = {}
         self._sum = Demand()
 
     def add(self, gateway: str, totals: Demand) -> None:
-        """`gateway` names it with its epoch. What it counted before it was first heard is not of now."""
+        """Add the totals of a gateway; `gateway` names it with its epoch. Its counts from before it was first
+        heard are left out."""
         before = self._latest.get(gateway)
         if before is not None:
             self._sum = self._sum.plus(totals.since(before))
@@ -67,36 +68,36 @@ class DemandMeter:
         self._latest = {name: totals for name, totals in self._latest.items() if name in gateways}
 
     def take(self) -> Demand:
-        """Since the last call."""
+        """Return the demand since the last call."""
         taken, self._sum = self._sum, Demand()
         return taken
 
 
 class ScalingSample(NamedTuple):
-    """One look at everything."""
+    """A look at everything."""
 
     # Unix time, as in `ScalingChange`.
     at: float
-    # By pool: how many replicas are asked for.
+    # The desired number of replicas by pool.
     desired: dict[str, int]
-    # Those in state "ready": connected, and not leaving.
+    # The replicas in state "ready": connected, and not leaving.
     replicas: tuple[ReplicaSample, ...]
-    # Since the sample before.
+    # The demand since the sample before.
     demand: Demand
 
     def num_ready(self, pool: str) -> int:
-        """Of its own, those in another role included."""
+        """Return the number of the pool's own ready replicas, including those in another role."""
         return sum(replica.pool == pool for replica in self.replicas)
 
 
 class PoolView(NamedTuple):
-    """What the policy must know of a pool beside the samples."""
+    """The policy's knowledge of a pool besides the samples."""
 
     name: str
-    # Its home role.
+    # The pool's home role.
     role: str
     desired: int
-    # Of `engine`: how many sequences a step of one replica may hold.
+    # `engine.max_sequences`: how many sequences a step of one replica may hold.
     max_sequences: int
     block_tokens: int
     # None: the autoscaler does not move it.
@@ -105,7 +106,7 @@ class PoolView(NamedTuple):
     # Unix time of its latest growth, by whomever; None: not known of any.
     grew_at: float | None = None
     changed_at: float | None = None
-    # Its replicas that hold a lease for another role: id, and Unix time since when.
+    # The pool's replicas that hold a lease for another role: id, and Unix time since when.
     assigned: tuple[tuple[str, float], ...] = ()
 
 
@@ -115,12 +116,13 @@ def may_prefill(pools: Sequence[PoolView]) -> bool:
 
 
 def kind_of(role: str, *, has_prefill: bool) -> str:
-    """What a role does in this cluster."""
+    """Return what a role does in this cluster."""
     return BOTH if role == DECODE and not has_prefill else role
 
 
 def last_changes(pool: str, moves: Sequence[ScalingChange]) -> tuple[float | None, float | None]:
-    """`grew_at` and `changed_at` of a pool, from the moves of all pools; changes of a role are none."""
+    """Return `grew_at` and `changed_at` of a pool, from the moves of all pools; changes of a role do not
+    count."""
     own = [move for move in moves if move.pool == pool and move.after != move.before]
     grown = [move.at for move in own if move.after > move.before]
     return max(grown, default=None), max((move.at for move in own), default=None)
@@ -136,7 +138,8 @@ class History:
         self._start_s: dict[str, float] = {}
 
     def add(self, sample: ScalingSample) -> None:
-        """Times grow; a sample from before the latest one (the clock was set back) starts afresh."""
+        """Add a sample. Times grow; a sample from before the latest one (the clock was set back) starts a new
+        history."""
         if self._samples and sample.at <= self._samples[-1].at:
             self._samples.clear()
             self._starting_since.clear()
@@ -154,7 +157,7 @@ class History:
             self._start_s[pool] = sample.at - since
 
     def start_s(self, pool: str) -> float:
-        """How long it took at last until what was ordered for the pool was ready."""
+        """Return how long the last order for the pool took until its replicas were ready."""
         return self._start_s.get(pool, _DEFAULT_START_S)
 
     @property
@@ -163,11 +166,11 @@ class History:
 
     @property
     def covered_s(self) -> float:
-        """From the oldest sample to the latest."""
+        """The time from the oldest sample to the latest."""
         return self._samples[-1].at - self._samples[0].at if self._samples else 0.0
 
     def since(self, at: float) -> list[ScalingSample]:
-        """The samples from this time on, oldest first."""
+        """Return the samples from this time on, oldest first."""
         found = []
         for sample in reversed(self._samples):
             if sample.at < at:

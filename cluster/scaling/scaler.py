@@ -47,14 +47,15 @@ from cluster.scaling.samples import History
 from cluster.scaling.serve_client import AppTargets, ServeClient
 from kvtransfer.common.clock import Clock
 
-# A gateway that missed so many is not looked at.
+# A gateway that missed this number of reports is not looked at.
 _MISSED_REPORTS = 4
 _NUMBER = re.compile(r"[\d.]+")
 _log = logging.getLogger(__name__)
 
 
 class Scaler:
-    """One application's. `open_client` finds Ray's dashboard, which may move with the head node."""
+    """The scaler of one application. `open_client` finds Ray's dashboard, which may move with the head
+    node."""
 
     def __init__(
         self,
@@ -75,17 +76,17 @@ class Scaler:
         self._reports = GatewayReports()
         self._problem = ""
         self._notes: tuple[str, ...] = ()
-        # A look and an order never run at the same time: both begin with what Serve has in mind.
+        # A look and an order never run at the same time: both begin with the targets of Serve.
         self._turn = asyncio.Lock()
         self.configure(config)
 
     def configure(self, config: ClusterConfig) -> None:
-        """Go on with this configuration: of a later deploy."""
+        """Continue with this configuration, of a later deploy."""
         self._config = config
         self._history = History(history_span_s(config.scaling))
 
     def report(self, gateway: str, status: admin_pb.StatusResponse) -> None:
-        """What this gateway sees now; `gateway` names it with its epoch."""
+        """Note what this gateway sees now; `gateway` names it with its epoch."""
         self._reports.add(gateway, status, self._clock.now())
 
     async def run(self) -> None:
@@ -102,7 +103,7 @@ class Scaler:
             await self._clock.sleep(self._config.scaling.interval_s)
 
     async def tick(self) -> None:
-        """One look. `DashboardError` or `RosterAwayError`: nothing, or not all, could be done."""
+        """Look once. `DashboardError` or `RosterAwayError`: nothing, or not all, could be done."""
         async with self._turn:
             view = await self._roster.view(0, 0.0)
             if view.version == 0:
@@ -145,7 +146,7 @@ class Scaler:
             self._check_decodes({pool: target.target for pool, target in seen.pools.items()}, order.counts)
             if order.is_dry_run:
                 return done
-            # What others have ordered meanwhile comes first, under their name.
+            # Orders that others gave since then come first, under their name.
             await self._look(seen, await self._known_view(), client)
             ordered: list[str] = []
             for change in done.changes:
@@ -285,5 +286,5 @@ class Scaler:
 
 
 def move_fields(move: ScalingChange) -> tuple[str, int, int, str, str]:
-    """For a line of text: pool, before, after, by whom, why."""
+    """Return the fields for a line of text: pool, before, after, by whom, why."""
     return move.pool, move.before, move.after, move.by, move.reason

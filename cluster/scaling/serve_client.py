@@ -35,29 +35,31 @@ _MAX_TEXT_CHARS = 300
 
 
 def deployment_name(pool: str) -> str:
-    """The Serve deployment of a pool."""
+    """Return the name of a pool's Serve deployment."""
     return f"{_POOL_PREFIX}{pool}"
 
 
 class PoolTarget(NamedTuple):
-    """What Serve has in mind for a pool."""
+    """Serve's target for a pool."""
 
     target: int
-    # Of the last deploy: what a deploy sets the target to.
+    # The count of the last deploy, to which a deploy sets the target.
     configured: int
     num_running: int = 0
     # Replicas by Serve's state, such as STARTING, RUNNING, STOPPING.
     states: dict[str, int] = {}
-    # In the configuration of the last deploy, which binds the desired count in its place; None: unknown.
+    # The count in the configuration of the last deploy, which binds the desired count in its place; None:
+    # unknown.
     declared: int | None = None
 
 
 class AppTargets(NamedTuple):
-    """One application as Serve sees it."""
+    """An application as Serve sees it."""
 
-    # Serve's, such as DEPLOYING, RUNNING, DELETING.
+    # Serve's status, such as DEPLOYING, RUNNING, DELETING.
     status: str
-    # Another one: the application was deployed again, so targets may have been reset.
+    # A mark that differs from the one before: the application was deployed again, so targets may have been
+    # reset.
     deploy_mark: str
     is_scalable: bool
     pools: dict[str, PoolTarget]
@@ -86,7 +88,7 @@ class ServeClient:
         await self._session.close()
 
     async def application(self) -> AppTargets | None:
-        """What Serve has in mind for the pools; None while it does not know the application."""
+        """Return the targets of Serve for the pools; None while Serve does not know the application."""
         text = await self._ask("GET", "/api/serve/applications/")
         try:
             instance = msgspec.json.decode(text, type=_Instance)
@@ -102,11 +104,11 @@ class ServeClient:
         await self._ask("POST", path, {"target_num_replicas": num_replicas}, pool)
 
     async def get(self, path: str) -> bytes:
-        """The body of another of the dashboard's answers."""
+        """Return the body of another of the dashboard's answers."""
         return (await self._ask("GET", path)).encode()
 
     async def _ask(self, method: str, path: str, body: dict[str, int] | None = None, pool: str = "") -> str:
-        """The text of the answer; `pool` is the one that the request is about."""
+        """Return the text of the answer; `pool` is the one that the request is about."""
         assert self._session is not None
         try:
             async with self._session.request(
@@ -197,7 +199,7 @@ def _targets(found: _Application) -> AppTargets:
 
 
 def declared_counts(user_config: Any) -> dict[str, int]:
-    """The counts in the `user_config` of the gateways; what cannot be one is left out."""
+    """Return the counts in the `user_config` of the gateways; values that cannot be counts are left out."""
     counts = user_config.get(REPLICAS_KEY) if isinstance(user_config, dict) else None
     if not isinstance(counts, dict):
         return {}
@@ -205,9 +207,9 @@ def declared_counts(user_config: Any) -> dict[str, int]:
 
 
 def _mark(found: _Application) -> str:
-    """Our own, drawn when the application is built, and for declarative deploys the time of the deploy, since
-    those may reset targets without building again. Serve draws the time of others anew when its controller
-    restarts, so it says nothing there."""
+    """Return our own mark, drawn when the application is built, and for declarative deploys also the time of
+    the deploy, since those may reset targets without building again. Serve draws the time of others again
+    when its controller restarts, so that time says nothing there."""
     gateway = found.deployments.get(MARK_DEPLOYMENT)
     config = gateway.deployment_config.user_config if gateway is not None else None
     own = str(config.get(MARK_KEY, "")) if isinstance(config, dict) else ""
@@ -230,7 +232,7 @@ def _pool(deployment: _Deployment, declared: int | None) -> PoolTarget:
 
 
 def _answer_of(text: str) -> str:
-    """The dashboard's own words: the `error` of its JSON, or the beginning of its text."""
+    """Return the dashboard's own words: the `error` of its JSON, or the beginning of its text."""
     try:
         fields = msgspec.json.decode(text)
     except msgspec.MsgspecError:

@@ -42,13 +42,13 @@ class Arrival(NamedTuple):
 
     # Seconds since the trace's start.
     at: float
-    # To compute.
+    # Tokens to compute.
     prompt_tokens: int
     output_tokens: int
 
 
 class ServiceModel(NamedTuple):
-    """One replica of any role."""
+    """A model of one replica of any role."""
 
     prefill_tok_s: float = 8000.0
     step: StepCost = StepCost(0.012, 0.0004)
@@ -67,12 +67,12 @@ class SimulatedRequest:
     remaining_output: int
     first_at: float | None = None
     end_at: float | None = None
-    # Where its KV has space.
+    # The replica where the request's KV has space.
     target: SimulatedReplica | None = None
 
     @property
     def kv_tokens(self) -> float:
-        """When it joins its batch: the prompt and what was generated before."""
+        """The KV when the request joins its batch: the prompt and the output so far."""
         return self.arrival.prompt_tokens + self.arrival.output_tokens - self.remaining_output
 
 
@@ -87,17 +87,18 @@ class SimulatedReplica:
     model: ServiceModel
     is_leaving: bool = False
     prompts: deque[SimulatedRequest] = field(default_factory=deque)
-    # Their sum.
+    # The sum of the prompts' tokens.
     queued_tokens: float = 0.0
     computing: SimulatedRequest | None = None
-    # The next to be computed: it has its space.
+    # The next prompt to be computed: it has its space.
     granted: SimulatedRequest | None = None
-    # With their KV here, for a slot of the batch.
+    # Requests with their KV here, for a slot of the batch.
     waiting: deque[SimulatedRequest] = field(default_factory=deque)
     # A heap: progress at its end, order of joining.
     batch: list[tuple[float, int, SimulatedRequest]] = field(default_factory=list)
     progress: float = 0.0
-    # KV of all that runs here, waits or is landing, without what the batch generated since it joined.
+    # KV of all requests that run here, wait or are landing, without the tokens that the batch generated since
+    # each joined.
     held_tokens: float = 0.0
     # The sum over the batch.
     joined_progress: float = 0.0
@@ -148,9 +149,9 @@ class SimulatedReplica:
 
 @dataclass(slots=True)
 class Outcomes:
-    """What became of the requests; gaps are those between tokens of a sequence."""
+    """The outcomes of the requests; gaps are those between tokens of a sequence."""
 
-    # By pool: the time that its replicas existed, starting and leaving ones included.
+    # The time that the replicas of each pool existed, starting and leaving ones included.
     replica_s: dict[str, float]
     jobs: list[SimulatedRequest] = field(default_factory=list)
     num_gaps: float = 0.0
@@ -182,19 +183,21 @@ class SimulatedCluster:
     # ------------------------------------------------------------------------------------ orders
 
     def scale(self, pool: str, count: int) -> None:
-        """New replicas are ready after `start_s`; those that leave finish what they have."""
+        """Set the count of a pool. New replicas are ready after `start_s`; those that leave finish their
+        requests."""
         self.desired[pool] = count
         own = [each for each in self.replicas if each.pool == pool and not each.is_leaving]
         for _ in range(count - len(own)):
             self._add(pool, ready_at=self.now + self._model.start_s)
-        # Those that serve least go first: starting ones, then by what they hold.
+        # Those that serve least go first: starting replicas, then by the KV and prompts that they hold.
         own.sort(key=lambda each: (each.ready_at <= self.now, each.used_tokens + each.backlog_tokens))
         for replica in own[: max(0, len(own) - count)]:
             replica.is_leaving = True
             self._reroute(replica)
 
     def set_role(self, replica_id: str, role: str) -> None:
-        """What it runs it finishes; prompts that have not begun go to other replicas."""
+        """Set the role of a replica, which finishes its running requests; prompts that have not begun go to
+        other replicas."""
         for replica in self.replicas:
             if replica.replica_id == replica_id:
                 replica.role = role
@@ -217,7 +220,7 @@ class SimulatedCluster:
     # ------------------------------------------------------------------------------------ one time step
 
     def submit(self, arrival: Arrival) -> None:
-        """It is at a prefill replica at once."""
+        """Submit a request, which is at a prefill replica at once."""
         job = SimulatedRequest(arrival, arrival.prompt_tokens, arrival.output_tokens)
         self.outcomes.jobs.append(job)
         self._counted.num_arrived += 1
@@ -225,14 +228,14 @@ class SimulatedCluster:
         self._queue(job)
 
     def _queue(self, job: SimulatedRequest) -> None:
-        """At the replica with the least backlog; while none is ready, at one that will be."""
+        """Queue a request at the replica with the least backlog; while none is ready, at one that will be."""
         able = self._of_kinds(PREFILL, BOTH) or self._starting() or self.replicas
         chosen = min(able, key=lambda each: (each.backlog_tokens, each.replica_id))
         chosen.prompts.append(job)
         chosen.queued_tokens += job.remaining_prompt
 
     def advance(self) -> None:
-        """One tick of everything."""
+        """Advance everything by one tick."""
         for replica in self.replicas:
             replica.num_refused = 0
         for replica in list(self.replicas):
@@ -262,7 +265,7 @@ class SimulatedCluster:
                 self._begin_prompt(replica)
 
     def _begin_prompt(self, replica: SimulatedReplica) -> None:
-        """The next one that has space is computed; the one after it asks for space meanwhile."""
+        """Begin the next prompt that has space; the one after it requests space at the same time."""
         if replica.granted is None:
             self._request_space(replica)
         if replica.computing is None and replica.granted is not None:
@@ -270,7 +273,8 @@ class SimulatedCluster:
             self._request_space(replica)
 
     def _request_space(self, replica: SimulatedReplica) -> None:
-        """For the first in line; it waits at the decode replica that has most."""
+        """Request space for the first prompt in line, which waits at the decode replica with the most
+        space."""
         able = self._of_kinds(DECODE, BOTH)
         if not replica.prompts or not able:
             return
@@ -335,7 +339,7 @@ class SimulatedCluster:
         replica.held_tokens -= job.kv_tokens
 
     def _preempt(self, replica: SimulatedReplica) -> None:
-        """The last that joined computes its prompt and output again, somewhere."""
+        """Make the sequence that joined last compute its prompt and output again, on any replica."""
         entry = max(replica.batch, key=lambda item: item[1])
         replica.batch.remove(entry)
         heapq.heapify(replica.batch)
@@ -376,44 +380,44 @@ class SimulatedCluster:
 
 
 # ----------------------------------------------------------------------------------------------
-# The replay: what the scaler and the roster do, around a simulated cluster.
+# The replay: the work of the scaler and of the roster, around a simulated cluster.
 
-# After the last arrival the replay continues for at most so long.
+# The longest time for which the replay continues after the last arrival.
 _TAIL_S = 3600.0
 
 
 @dataclass(slots=True, kw_only=True)
 class Replayed(Outcomes):
-    """How a trace went."""
+    """The outcome of a trace."""
 
     # Moves of counts.
     changes: list[ScalingChange]
     role_changes: list[tuple[float, str]]
-    # Desired, at every look.
+    # The desired counts, at every look.
     counts: list[tuple[float, dict[str, int]]]
-    # Each once, when it first stood.
+    # Each note once, when it first stood.
     notes: list[tuple[float, str]]
     config: ScalingConfig = field(repr=False)
 
     @property
     def ttfts_s(self) -> list[float]:
-        """Of those that had a first token."""
+        """The times to the first token of the requests that had one."""
         return [job.first_at - job.arrival.at for job in self.jobs if job.first_at is not None]
 
     @property
     def ttft_share(self) -> float:
-        """Of all requests: those with their first token in time."""
+        """The share of all requests with their first token in time."""
         in_time = sum(ttft_s <= self.config.ttft_slo_s for ttft_s in self.ttfts_s)
         return in_time / max(len(self.jobs), 1)
 
     @property
     def itl_share(self) -> float:
-        """Of all gaps between tokens: those that were short enough."""
+        """The share of all gaps between tokens that were short enough."""
         return 1 - self.num_late_gaps / self.num_gaps if self.num_gaps else 1.0
 
     @property
     def good_share(self) -> float:
-        """Of all requests: those in time with the first token and, on average, with the others."""
+        """The share of all requests in time with the first token and, on average, with the others."""
         return sum(self._is_good(job) for job in self.jobs) / max(len(self.jobs), 1)
 
     def _is_good(self, job: SimulatedRequest) -> bool:
@@ -435,12 +439,12 @@ def replay(
     config: ScalingConfig,
     scheme: Policy = decide,
 ) -> Replayed:
-    """The trace from its beginning until all is answered. `pools` say what there is at the start."""
+    """Replay the trace from its beginning until all is answered. `pools` are those at the start."""
     return _Replay(pools, model, config, scheme).run(sorted(arrivals))
 
 
 class _Replay:
-    """One run: the cluster, and what the scaler actor and the roster remember."""
+    """A run: the cluster, and the memory of the scaler actor and the roster."""
 
     def __init__(
         self, pools: Sequence[PoolView], model: ServiceModel, config: ScalingConfig, scheme: Policy
@@ -478,7 +482,7 @@ class _Replay:
         )
 
     def _look(self) -> None:
-        """What the scaler does at each tick: look, decide, carry out."""
+        """Look, decide and carry out, as the scaler does at each tick."""
         sample = self._cluster.take_sample()
         self._history.add(sample)
         plan = self._scheme(self._history, self._config, self._views(), sample.at)
@@ -503,7 +507,7 @@ class _Replay:
         self._changes.append(ScalingChange(at, move.pool, move.before, move.after, "autoscaler", move.reason))
 
     def _switch(self, replica_id: str, pool: str, role: str) -> None:
-        """`role` "": back to its pool's."""
+        """Switch the role of a replica; `role` "": back to its pool's."""
         if role:
             self._assigned[replica_id] = pool, self._cluster.now
         else:
@@ -530,7 +534,7 @@ class _Replay:
 def keep_counts(
     history: History, config: ScalingConfig, pools: Sequence[PoolView], now: float
 ) -> ScalingPlan:
-    """Nothing is ever changed."""
+    """Return a plan without any change."""
     return ScalingPlan()
 
 
@@ -544,7 +548,7 @@ class TargetQueue:
     def __call__(
         self, history: History, config: ScalingConfig, pools: Sequence[PoolView], now: float
     ) -> ScalingPlan:
-        """One move a pool at most."""
+        """Return at most one move for each pool."""
         moves = [self._move(history, config, pool, now) for pool in pools]
         return ScalingPlan(tuple(move for move in moves if move is not None))
 

@@ -1,5 +1,5 @@
-"""The Ray application: pools and gateways as Ray Serve deployments, beside named actors. Serve starts,
-watches, replaces and counts them; no request passes through it.
+"""The Ray application: pools and gateways as Ray Serve deployments, and named actors. Serve starts, watches,
+replaces and counts them; no request passes through it.
 
     ReplicaActor    an engine core; bundle 0 of its placement group, one deployment `Pool-<name>` a pool
     RankActor       bundle 1 + stage of the same group, started by its engine core (`rank_actors`)

@@ -2,7 +2,7 @@
 
 `ray.init` has to run in the main thread, because the kernel ends Ray's processes with the thread that started
 them. On a host that is too busy to start Ray's agents within their time, it never returns: Ray's code waits
-for an answer that does not come, and no signal handler of Python runs meanwhile. Only the end of this process
+for an answer that does not come, and no signal handler of Python runs. Only the end of this process
 ends that. Ray's processes end with it (`ray_watchdog`).
 """
 

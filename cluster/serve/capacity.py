@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from cluster.config import GatewayConfig, PoolConfig
 from cluster.scaling.resource_demand import QUANTUM, ReplicaDemand
 
-# CPUs that an engine core asks: it waits for its ranks and for the network most of the time.
+# CPUs that an engine core requests: it waits for its ranks and for the network most of the time.
 ENGINE_CORE_CPUS = 0.05
 GATEWAY_CPUS = 0.05
 
@@ -33,7 +33,7 @@ def plan_cpus(
         fixed += pool.replicas * ENGINE_CORE_CPUS
         if pool.cpus_per_rank is None:
             num_auto += pool.replicas * pool.num_ranks
-            fixed += pool.replicas * ENGINE_CORE_CPUS  # of the replica added later
+            fixed += pool.replicas * ENGINE_CORE_CPUS  # that of the replica added later
         else:
             fixed += pool.replicas * pool.num_ranks * pool.cpus_per_rank
     share = max((num_cpus - fixed) / max(2 * num_auto, 1), 0.0)
@@ -46,7 +46,7 @@ def plan_cpus(
 
 
 def rank_resources(pool: PoolConfig, cpus_per_rank: float, stage: int) -> dict[str, float]:
-    """Return what one rank of the stage asks."""
+    """Return the resources that one rank of the stage requests."""
     resources = {"CPU": cpus_per_rank}
     if pool.stage_devices[stage] == "cuda":
         resources["GPU"] = pool.num_gpus_per_rank
@@ -62,7 +62,7 @@ def bundles(pool: PoolConfig, cpus_per_rank: float) -> list[dict[str, float]]:
 
 
 def gateway_bundle(gateway: GatewayConfig) -> dict[str, float]:
-    """Return what one gateway asks."""
+    """Return the resources that one gateway requests."""
     return {"CPU": GATEWAY_CPUS} | gateway.resources
 
 

@@ -6,12 +6,12 @@ import gc
 
 
 def leave_out_started() -> None:
-    """Leave out of garbage collection what has been made until now, which a collection takes some 50 ms to
-    look through.
+    """Leave out of garbage collection all objects that have been made until now, which a collection takes
+    some 50 ms to look through.
 
     Old objects are looked at only when a quarter as many have become old since the last time. The second
-    collection counts them anew, without those that are left out: else what is in a cycle would stay until
-    there are some 50,000 such objects, which an engine core reaches in an hour.
+    collection counts them again, without those that are left out: else objects in a cycle would stay until
+    there are some 50,000 of them, which an engine core reaches in an hour.
     """
     gc.collect()
     gc.freeze()

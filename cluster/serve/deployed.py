@@ -16,9 +16,9 @@ _NAMESPACE = b"tandem"
 class Deployed(Part, frozen=True):
     """Represents the configuration of an application, and what must stay the same when it changes."""
 
-    # With all that was settled at its start, such as the address of the store's index.
+    # The configuration with all that was settled at its start, such as the address of the store's index.
     config_json: str
-    # Per rank, by pool.
+    # CPUs per rank, by pool.
     cpus: dict[str, float]
     life: str
 

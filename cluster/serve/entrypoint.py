@@ -31,7 +31,7 @@ from kvtransfer.errors import WireError
 from kvtransfer.store.index.redis_client import IndexAwayError
 
 _KEYS = ("config", "secret_file", "redis_url_file")
-# How long a build waits for the counts that the roster knows.
+# The time for which a build waits for the counts that the roster knows.
 _ROSTER_S = 20.0
 _log = logging.getLogger("tandem.declared")
 

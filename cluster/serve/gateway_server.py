@@ -293,7 +293,7 @@ class Gateway:
 
     @property
     def admin_port(self) -> int:
-        """Where operators' calls are answered, after `start`."""
+        """The port where operators' calls are answered, after `start`."""
         return self._ports.admin_port
 
     def certificate_chain(self) -> str:
@@ -416,7 +416,7 @@ def _open_preprocessor(
 def _observers(
     config: ClusterConfig, history: RequestHistory, tracer: RequestTracer | None
 ) -> list[Observer]:
-    """Return who is told of every request that ends."""
+    """Return the observers of every request that ends."""
     log = log_access if config.logs.access else None
     return [observer for observer in (history.ended, log, tracer) if observer is not None]
 

@@ -43,7 +43,7 @@ AUTO = "auto"
 _REACH_S = 5.0
 _PROBE_S = 1.0
 _PROBE_EVERY_S = 0.5
-# How long nobody may listen at the address of a GCS before its Ray cluster has ended.
+# The time for which nobody may listen at the address of a GCS before its Ray cluster has ended.
 REFUSED_S = 3.0
 # The same where another GCS may take its place, or where its host does not answer: Ray itself ends the
 # processes of the cluster, this one too, after a minute.
@@ -263,7 +263,8 @@ def _node_ids(gcs: RayOwner | None) -> list[str]:
 
 
 def _listener_of(path: str) -> psutil.Process | None:
-    """Return the process that listens at a unix socket, as the kernel says; None where it cannot be seen."""
+    """Return the process that listens at a unix socket, by the kernel's account; None where it cannot be
+    seen."""
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(path)

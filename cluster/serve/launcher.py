@@ -70,7 +70,7 @@ _LOOK_S = 0.2
 # How long a node may take to start a process and report its CPU flags.
 _ANSWER_S = 60.0
 _INTERRUPTED = "interrupted while starting"
-# Of `ray.init`.
+# Options of `ray.init`.
 _RAY_OPTIONS: dict[str, Any] = {
     "logging_level": logging.ERROR,
     "log_to_driver": False,
@@ -88,7 +88,7 @@ class StartProgress(NamedTuple):
     stage: str
     # Pool name to (replicas ready, replicas wanted).
     ready: dict[str, tuple[int, int]]
-    # What the replicas do that are not ready, for people.
+    # The states of the replicas that are not ready, for people.
     detail: str = ""
 
 
@@ -98,13 +98,13 @@ class Addresses(NamedTuple):
     gateways: tuple[str, ...]
     # URLs of their HTTP ports.
     http_urls: tuple[str, ...]
-    # Of their operators' calls.
+    # Addresses of their operators' calls.
     admins: tuple[str, ...]
-    # URLs.
+    # URLs of their consoles.
     consoles: tuple[str, ...]
     # host:port of the Ray cluster, for `ray status --address` and for joining it.
     ray: str
-    # Whose it is, where it was joined; "": it was started here.
+    # The name of the joined cluster's owner, where it was joined; "": it was started here.
     joined: str
     # URL, or "" when the Ray cluster has none.
     dashboard: str
@@ -139,9 +139,9 @@ class Service:
         self._deployed = False
         self._index_server: IndexServer | None = None
         self._folder: PrivateFolder | None = None
-        # After `start`: the dtype of all pools, and why it is this one.
+        # The reason for the dtype of all pools, set after `start`.
         self.dtype_reason = ""
-        # After `stop`: where the logs of the Ray cluster are that was started here.
+        # The place of the logs of the Ray cluster that was started here, set after `stop`.
         self.kept_logs: Path | None = None
 
     def start(self, report: Callable[[StartProgress], None], interrupted: threading.Event) -> Addresses:
@@ -193,8 +193,8 @@ class Service:
         return self._wait_until_serving(report, interrupted)
 
     def _hide_secrets(self) -> None:
-        """Replace what must not pass through Ray by the paths of files: secrets that are drawn here, and a
-        Redis URL with a password. The root of block keys stays beside the NVMe records that it names, if
+        """Replace values that must not pass through Ray by the paths of files: secrets that are drawn here,
+        and a Redis URL with a password. The root of block keys stays with the NVMe records that it names, if
         there are any; all else is removed at the end."""
         config = self._config
         if config.secret_file is None:

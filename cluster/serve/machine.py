@@ -21,7 +21,8 @@ from kvtransfer.common.clock import SystemClock
 from kvtransfer.common.host import cpu_flags
 
 _COMMAND_S = 10.0
-# Of `struct timex`, rounded up; of its `maxerror`, on 64 bits; what an unsynchronized clock returns.
+# The size of `struct timex`, rounded up; the offset of its `maxerror`, on 64 bits; the return value for an
+# unsynchronized clock.
 _TIMEX_BYTES, _MAX_ERROR_OFFSET, _TIME_ERROR = 256, 24, 5
 # Without a limit, cgroups of version 1 report about 2^63.
 _NO_LIMIT_BYTES = 1 << 60

@@ -32,13 +32,13 @@ from workers.model.rank_memory import (
 )
 from workers.model.sizes import part
 
-# Of a replica's engine core, or of a gateway.
+# The memory of a replica's engine core, or of a gateway.
 ENGINE_CORE_BYTES = 150_000_000
-# Of a Ray node with Serve, and of what it starts in advance.
+# The memory of a Ray node with Serve, and of the processes that it starts in advance.
 RAY_BYTES = 1_000_000_000
-# That any process of ours has open: libraries, logs, Ray's connections.
+# The files that any process of ours has open: libraries, logs, Ray's connections.
 FILES_OF_A_PROCESS = 256
-# Where `kv_tokens` is `auto` and the machine does not report its memory.
+# Tokens where `kv_tokens` is `auto` and the machine does not report its memory.
 _UNKNOWN_KV_TOKENS = 16384
 
 
@@ -73,8 +73,8 @@ class PoolNeed(NamedTuple):
     num_threads: int
     tp: int
     block_tokens: int
-    # The KV of each replica, and why it is so where it is `auto` ("": it is configured). With `auto`, what a
-    # GPU has left is not known here: the least is counted.
+    # The KV of each replica, and the reason where it is `auto` ("": it is configured). With `auto`, the
+    # memory that a GPU has left is not known here: the least is counted.
     kv_tokens: int
     kv_reason: str = ""
 
@@ -112,10 +112,10 @@ class ClusterNeed(NamedTuple):
     """Represents what the whole configuration takes."""
 
     pools: tuple[PoolNeed, ...]
-    # Of one node.
+    # The bytes of one node.
     store_bytes: int
     num_gateways: int
-    # Of the process that opens most.
+    # The files of the process that opens most.
     open_files: int
 
     @property
@@ -336,7 +336,7 @@ def _kv_bytes(
 
 
 def _cpu_shares(config: ClusterConfig, node: NodeResources) -> dict[str, float]:
-    """Return which share of the node's CPUs a replica of each pool asks."""
+    """Return the share of the node's CPUs that a replica of each pool requests."""
     num_cpus = max(node.total.get("CPU", 0.0), 1e-9)
     return {
         pool.name: (ENGINE_CORE_CPUS + pool.num_ranks * node.cpus[pool.name]) / num_cpus
@@ -345,7 +345,7 @@ def _cpu_shares(config: ClusterConfig, node: NodeResources) -> dict[str, float]:
 
 
 def _fixed_bytes(need: PoolNeed) -> int:
-    """Return the host memory of a replica beside its KV, the rounding of the pools' mappings included."""
+    """Return the host memory of a replica without its KV, the rounding of the pools' mappings included."""
     on_cpu = [rank for rank in need.ranks if rank.device == "cpu"]
     kv = sum(rank.kv_bytes for rank in on_cpu)
     return need.replica_bytes - kv + len(on_cpu) * (mapping_bytes(0) + ALIGNMENT_BYTES)
@@ -409,7 +409,7 @@ def _open_files(config: ClusterConfig) -> int:
 
 def check_container_memory(config: ClusterConfig, pool_name: str, machine: Machine) -> None:
     """Raise `ConfigError` where the control group of this process has less memory than one replica of the
-    pool, or its smallest stage, takes beside the node's store. Without a limit nothing is checked.
+    pool, or its smallest stage, takes in addition to the node's store. Without a limit nothing is checked.
 
     Only what is certainly taken is counted; where it exceeds the limit, the kernel would end a process later,
     when the store or the KV pool fills.

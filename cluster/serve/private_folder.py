@@ -3,7 +3,7 @@ the Ray cluster that it starts.
 
     $TMPDIR/tandem-runs-UID/   0700, of this user alone
         lock                   held while a folder is made, or those of killed runs are removed
-        1/                     0700, locked while the run lives; the next run beside it has 2
+        1/                     0700, locked while the run lives; another run at that time has 2
             cluster-secret     0600, as every file that is written here
             ray/               Ray's own folder; Ray gives it modes that the folder above makes harmless
         logs/                  logs of the runs that have ended, the latest few
@@ -104,7 +104,7 @@ def _try_lock(folder: Path, kind: int) -> int | None:
     by name without following links; the lock does not pass to programs that are started."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:  # removed meanwhile, or no folder
+    except OSError:  # removed since, or no folder
         return None
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
@@ -115,8 +115,8 @@ def _try_lock(folder: Path, kind: int) -> int | None:
 
 
 def _remove(folder: Path) -> Path | None:
-    """Remove the folder but for the logs of its Ray session, and return where those are now. What a process
-    that is just ending writes meanwhile is removed by the next start."""
+    """Remove the folder but for the logs of its Ray session, and return where those are now. Files that an
+    ending process writes in the meantime are removed by the next start."""
     kept = None
     for logs in (folder / RAY_FOLDER).glob("session_*/logs"):
         if not logs.parent.is_symlink():

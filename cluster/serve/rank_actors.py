@@ -79,7 +79,7 @@ class RayRankLauncher:
 
 
 class RayRankHandle:
-    """Implements `RankHandle`: the rank runs as long as its one call."""
+    """Implements `RankHandle`: the rank runs for the time of its one call."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class RayRankHandle:
         return reason
 
     def kill(self) -> None:
-        """Have Ray end the actor, which it then does not report as a crash. SIGKILL follows, for a process
+        """Make Ray end the actor, which it then does not report as a crash. SIGKILL follows, for a process
         that is stopped, from the node that it runs on."""
         ray.kill(self._actor, no_restart=True)
         if self._killing is None:

@@ -28,7 +28,7 @@ class RayOwner(NamedTuple):
     """Represents who listens at the address of a Ray cluster on this host."""
 
     user_id: int
-    # None: a process of another user, into which this one cannot look.
+    # None: a process of another user, which this one cannot inspect.
     process: psutil.Process | None
 
     @property
@@ -78,7 +78,8 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def _is_own_gcs(process: psutil.Process) -> bool:
-    """Whether the kernel says that this user has started it; only then its program and arguments count."""
+    """Return whether, by the kernel's account, this user has started it; only then its program and arguments
+    count."""
     ids = process.uids()
     return {ids.real, ids.effective, ids.saved} == {os.geteuid()} and Path(process.exe()).name == _GCS
 

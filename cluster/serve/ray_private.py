@@ -31,17 +31,17 @@ from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve.schema import ServeApplicationSchema
 
 _CONTROLLER_S = 30.0
-# The ports of the metrics of the dashboard and of the autoscaler, which have fixed ones otherwise.
+# Settings of the ports of metrics of the dashboard and of the autoscaler, which are fixed otherwise.
 _METRICS_PORTS = ("DASHBOARD_METRIC_PORT", "AUTOSCALER_METRIC_PORT")
 _LISTEN_PORT = "dashboard_agent_listen_port"
-# What `RayParams` calls those of a node's agents.
+# The names that `RayParams` gives to the ports of a node's agents.
 _AGENT_PORTS = (
     _LISTEN_PORT,
     "metrics_agent_port",
     "metrics_export_port",
     "runtime_env_agent_port",
 )
-# Below those that the kernel gives to whoever asks for any.
+# Ports below those that the kernel gives to processes that request any.
 _OWN_PORTS = range(20_000, 32_000)
 # How long processes of a local Ray cluster live without its GCS, which is not restarted.
 _GIVE_UP_S = 5
@@ -98,7 +98,7 @@ def ray_token() -> str:
 
 
 def forget_token() -> None:
-    """Have Ray read its token again, from where the environment says now."""
+    """Make Ray read its token again, from the place that the environment names now."""
     loader: Any = ray._raylet
     loader.AuthenticationTokenLoader.instance().reset_cache()
 
@@ -203,7 +203,7 @@ def _free_ports(names: Sequence[str]) -> dict[str, int]:
 
 @contextlib.contextmanager
 def with_own_ports(*, loopback: bool) -> Iterator[None]:
-    """Have `ray.init` start a node none of whose ports is a fixed one that another Ray of this host may have;
+    """Make `ray.init` start a node none of whose ports is a fixed one that another Ray of this host may have;
     on `loopback`, at 127.0.0.1.
 
     The ports of its agents are chosen here, and the raylet finds them as if the agents had already written
@@ -232,7 +232,7 @@ def with_own_ports(*, loopback: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_loopback_kept() -> Iterator[None]:
-    """Have `ray.init` and the processes that it starts use 127.0.0.1 where it is named; Ray would replace it
+    """Make `ray.init` and the processes that it starts use 127.0.0.1 where it is named; Ray would replace it
     by an address of this host that others reach."""
     resolve, before = services.resolve_ip_for_localhost, os.environ.get(_MANY_HOSTS)
     services.resolve_ip_for_localhost = _unchanged
@@ -253,8 +253,8 @@ def _unchanged(host: str) -> str:
 
 @contextlib.contextmanager
 def with_nodes_of(node_ids: Callable[[], list[str]]) -> Iterator[None]:
-    """Have `ray.init` choose the node to connect to among those of `node_ids`, in place of all that any
-    process of this host says of itself."""
+    """Make `ray.init` choose the node to connect to among those of `node_ids`, in place of all nodes that any
+    process of this host names."""
     find = services.find_node_ids
     services.find_node_ids = node_ids
     try:
@@ -264,8 +264,8 @@ def with_nodes_of(node_ids: Callable[[], list[str]]) -> Iterator[None]:
 
 
 def bind_serve_to_loopback() -> None:
-    """Where this node is at 127.0.0.1, have Serve listen there alone with the port that each replica opens
-    for other deployments. To be called in the constructor of a deployment, before Serve opens it."""
+    """Make Serve listen at 127.0.0.1 alone, where this node is there, with the port that each replica opens
+    for other deployments. To be called in the constructor of a deployment, before Serve opens the port."""
     if ray.util.get_node_ip_address() == "127.0.0.1":
         replica = ray.serve._private.replica
         replica.add_port_to_grpc_server = functools.partial(_add_port, replica.add_port_to_grpc_server)

@@ -20,12 +20,12 @@ _NUM_BYTES = 32
 
 
 def names_token(environment: Mapping[str, str]) -> bool:
-    """Whether the environment says which token to use, or that there is none."""
+    """Whether the environment names the token to use, or sets that there is none."""
     return bool(environment.get(_TOKEN) or environment.get(_PATH)) or is_disabled(environment)
 
 
 def is_disabled(environment: Mapping[str, str]) -> bool:
-    """Whether the environment says that Ray uses no token."""
+    """Whether the environment makes Ray use no token."""
     return environment.get(_MODE, "").lower() == "disabled"
 
 
@@ -37,7 +37,7 @@ def named_token_file(environment: Mapping[str, str]) -> str:
 
 
 def token_place(environment: Mapping[str, str]) -> str:
-    """Say where Ray finds its token."""
+    """Return in words where Ray finds its token."""
     if is_disabled(environment):
         return f"none: {_MODE} is disabled"
     if environment.get(_TOKEN):
@@ -52,7 +52,7 @@ def draw_token(folder: PrivateFolder) -> Path:
 
 @contextlib.contextmanager
 def using_token_file(path: Path | str) -> Iterator[None]:
-    """Have Ray read its token from this file, in this process and in those that it starts."""
+    """Make Ray read its token from this file, in this process and in those that it starts."""
     before = os.environ.get(_PATH)
     os.environ[_PATH] = str(path)
     forget_token()

@@ -1,6 +1,6 @@
-"""Kills what is left of a local Ray cluster when the process that owns it is gone, however it ended.
+"""Kill the rest of a local Ray cluster when the process that owns it is gone, however it ended.
 
-Run as a script beside that process, without any package. Standard input holds the sessions, a line each, and
+Run as a script next to that process, without any package. Standard input holds the sessions, a line each, and
 ends when the owner does. The line `ended` means that nothing is left to kill.
 """
 
@@ -31,7 +31,7 @@ def main() -> None:
     if ENDED in lines:
         return
     sessions, killed = {int(line) for line in lines}, set[int]()
-    while found := set(members(sessions)) - killed:  # what they start meanwhile, too
+    while found := set(members(sessions)) - killed:  # processes that start in the meantime, too
         for process_id in found:
             try:
                 os.kill(process_id, signal.SIGKILL)

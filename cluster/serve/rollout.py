@@ -22,7 +22,7 @@ _BESIDE = "deploy the other one beside this application and move the traffic (do
 _ANEW = "stop the application and start it anew"
 
 
-# What a replica does not use itself: Serve applies it, with or without a restart.
+# Settings that a replica does not use itself: Serve applies them, with or without a restart.
 _SERVE_SETTINGS = {
     "replicas",
     "surge",
@@ -50,7 +50,7 @@ class Roll(NamedTuple):
     num_replicas: int
     # A replacement starts before the one that it replaces leaves.
     surges: bool
-    # Why `num_replicas` is not what the file says; "" when it is.
+    # The reason why `num_replicas` differs from the file; "" when it does not.
     kept: str = ""
 
 
@@ -176,7 +176,7 @@ def plan_rolls(
             action = "start"
         else:
             same = pool_version(old, pool.name) == pool_version(new, pool.name)
-            # Serve restarts a replica when where Ray places it changes.
+            # Serve restarts a replica when its placement by Ray changes.
             same &= bundles(known, cpus[0][pool.name]) == bundles(pool, cpus[1][pool.name])
             same &= placement_strategy(known) == placement_strategy(pool)
             action = "stay" if same else "roll"

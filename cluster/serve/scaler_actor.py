@@ -79,7 +79,7 @@ class RayScaler:
         return self._mark
 
     async def order(self, frame: bytes) -> bytes:
-        """Carry out an operator's order; the answer says how that went."""
+        """Carry out an operator's order, and return the outcome."""
         return await self._scaler.obey(frame)
 
     async def configure(self, config_json: str, mark: str) -> None:
@@ -110,7 +110,7 @@ class ScalerHandle:
         self.configure(config, mark)
 
     def configure(self, config: ClusterConfig, mark: str) -> None:
-        """Go on with the configuration of the deploy with this mark."""
+        """Continue with the configuration of the deploy with this mark."""
         self._config_json, self._mark = config.model_dump_json(), mark
 
     async def report(self, status: admin_pb.StatusResponse) -> None:
@@ -118,7 +118,7 @@ class ScalerHandle:
         try:
             async with asyncio.timeout(_CALL_S):
                 actor = await self._reach()
-                # What the scaler uses, small enough to be passed inside Ray's call.
+                # The part that the scaler uses, small enough to be passed inside Ray's call.
                 part = admin_pb.StatusResponse(replicas=status.replicas, demand=status.demand)
                 mark = await actor.report.remote(self._gateway, part.SerializeToString())
                 if mark < self._mark:

@@ -1,7 +1,6 @@
 """The records of this user's `tandem serve` that run on this host, by which other commands find the cluster
-that they are pointed at. No process of another user is asked: a record is a file of mode 0600 in the private
-folder of its run, which is locked while that lives.
-"""
+that they are pointed at. No process of another user is contacted: a record is a file of mode 0600 in the
+private folder of its run, which is locked while that lives."""
 
 from __future__ import annotations
 
@@ -30,9 +29,9 @@ class ServeRun(msgspec.Struct, frozen=True):
     file: str
     # host:port.
     gateways: tuple[str, ...]
-    # Of operators, host:port; tls://host:port where the gateways speak TLS.
+    # Addresses for operators, host:port; tls://host:port where the gateways speak TLS.
     admins: tuple[str, ...]
-    # Of the Ray cluster, host:port.
+    # The address of the Ray cluster, host:port.
     ray: str
     # URL; "": none.
     dashboard: str
@@ -41,7 +40,7 @@ class ServeRun(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """What people know it by."""
+        """The name by which people know the run."""
         at = datetime.datetime.fromtimestamp(self.started_at).strftime("%Y-%m-%d %H:%M:%S")
         gateways = ", ".join(self.gateways)
         return f"{self.app!r} at {gateways} (process {self.process_id}, since {at}, Ray {self.ray})"
@@ -83,8 +82,8 @@ def runs_of(config: ClusterConfig, file: Path | None, runs: Sequence[ServeRun]) 
 
 
 def only_run(config: ClusterConfig, file: Path | None, runs: Sequence[ServeRun]) -> ServeRun | None:
-    """Return the one run that the configuration means, None where there is none; `StartError` asks which of
-    several is meant."""
+    """Return the one run that the configuration means, None where there is none; `StartError` lists
+    several."""
     found = runs_of(config, file, runs)
     if len(found) > 1:
         names = "; ".join(run.text for run in found)

@@ -33,7 +33,7 @@ from kvtransfer.errors import TransferError
 from kvtransfer.store.server.store_server import StoreServer
 
 _START_S = 20.0
-# Added to the time that a store may flush.
+# Time added to the time that a store may flush.
 _STOP_S = 5.0
 _METRICS_S = 2.0
 _LOOK_S = 10.0

@@ -50,7 +50,7 @@ class PartyTurns:
 
 
 class BoundedProcess:
-    """One child, started when first needed and replaced when it breaks a bound; one order at a time."""
+    """A child, started when first needed and replaced when it breaks a bound; one order at a time."""
 
     def __init__(self, module: str, *arguments: str, timeout_s: float) -> None:
         """`module` calls `serve`; an order may take `timeout_s`."""

@@ -25,7 +25,7 @@ _MAX_CHARS = 1 << 18
 
 _ARGUMENTS = rf'\{{\s*"{_KEY}": ?"{_VALUES[0]}"\s*\}}'
 _OBJECT = rf'\{{\s*"name": ?"{_NAME}", ?"%s": ?{_ARGUMENTS}'
-# What the first call looks like.
+# The form of the first call.
 _NOTATIONS: Mapping[CallNotation, re.Pattern[str]] = {
     "hermes": re.compile(rf"<tool_call>\s*{_OBJECT % 'arguments'}\s*\}}\s*</tool_call>"),
     "llama3": re.compile(rf"{_OBJECT % 'parameters'}\s*\}}"),
@@ -41,8 +41,8 @@ _NOTATIONS: Mapping[CallNotation, re.Pattern[str]] = {
 
 
 class CallProbe:
-    """Finds out how the answers of one model have tool calls. The template is asked once, when that is first
-    needed; until then there are the parsers that its marks say."""
+    """Finds out how the answers of one model have tool calls. The template is tried once, when that is first
+    needed; until then the parsers are those that its marks name."""
 
     def __init__(
         self, parsers: OutputParsers, renderer: ChatRenderer | None, *, finds_notation: bool
@@ -75,7 +75,7 @@ class CallProbe:
         return parsers.with_notation(notation_in(one)) if self._finds_notation else parsers
 
     async def _rendered(self, num_calls: int, wall_s: float) -> str:
-        """Return what the template makes of a chat with so many calls, behind the question; "" where it
+        """Return the output of the template for a chat with this many calls, behind the question; "" where it
         refuses that."""
         assert self._renderer is not None
         result = await self._renderer.try_render(_probe_chat(num_calls), wall_s=wall_s, max_chars=_MAX_CHARS)

@@ -13,7 +13,7 @@ from cluster.proto.tandem.v1 import inference_pb2 as pb
 
 MAX_CHAT_MESSAGES = 4096
 MAX_TOOLS = 128
-# Of all tool definitions of a chat, and of the arguments of its template.
+# The size of all tool definitions of a chat, and of the arguments of its template.
 MAX_JSON_BYTES = 1 << 18
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 # Variables that the gateway itself gives to a template.
@@ -109,7 +109,7 @@ def _template_args_violations(text: str) -> Iterator[FieldViolation]:
 
 
 def parsed_json(text: str) -> Any:
-    """Return what the text says; None where it is not JSON, or nested too deeply."""
+    """Return the value of the text; None where the text is not JSON, or nested too deeply."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -38,7 +38,7 @@ _OPEN_END = "\ue000continued\ue000"
 # OpenAI's later name for the role; few templates know it, and others drop such a turn, or refuse it.
 _SYSTEM, _DEVELOPER, _ASSISTANT = "system", "developer", "assistant"
 _KNOWS_DEVELOPER = re.compile(rf"""['"]{_DEVELOPER}['"]""")
-# What a tool without parameters takes, and under which name arguments that are no object are shown.
+# The schema of a tool without parameters, and the name under which arguments that are no object are shown.
 NO_PARAMETERS = {"type": "object", "properties": {}}
 _CUT_ARGUMENTS = "arguments"
 # A variable for our own filters, which no template can name.
@@ -47,7 +47,7 @@ _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 # Names of templates, where a model has several.
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# Whatever else a template makes Python raise ends the child, which the parent reports and replaces.
+# Any other exception of a template in Python ends the child, which the parent reports and replaces.
 _RENDER_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -70,7 +70,7 @@ class CalledTool(Part, frozen=True):
 
 
 class ChatTurn(Part, frozen=True):
-    """One message of a conversation."""
+    """A message of a conversation."""
 
     role: str
     content: str
@@ -95,7 +95,7 @@ class Chat(Part, frozen=True):
     turns: tuple[ChatTurn, ...]
     tools: tuple[ChatTool, ...] = ()
     add_generation_prompt: bool = True
-    # The last turn is left open.
+    # Whether the last turn is left open.
     continue_final_message: bool = False
     template_args_json: str = ""
 
@@ -147,7 +147,8 @@ RESULT_CODEC: Codec[Rendered | RenderRefused] = Codec(Rendered | RenderRefused)
 
 
 def load_chat_template(model_dir: Path) -> ChatTemplate | None:
-    """From files in the model's folder, else `tokenizer_config.json`; None when the model has none."""
+    """Load the template from files in the model's folder, else from `tokenizer_config.json`; None when the
+    model has none."""
     path = model_dir / "tokenizer_config.json"
     config = read_json(path) if path.is_file() else {}
     sources = _template_files(model_dir)
@@ -202,7 +203,7 @@ class ChatRenderer:
         self._process = BoundedProcess("cluster.text.chat_template", timeout_s=render_timeout_s)
 
     async def render(self, chat: Chat, *, wall_s: float, max_chars: int, party: str = "") -> Rendered:
-        """Return the prompt; `TemplateError` says what the template did. Parties take turns."""
+        """Return the prompt; `TemplateError` describes the template's failure. Parties take turns."""
         result: Rendered | RenderRefused
         try:
             result = await self.try_render(chat, wall_s=wall_s, max_chars=max_chars, party=party)
@@ -251,7 +252,7 @@ class _TemplateNamespace(jinja2.utils.Namespace):
 
 
 def render(order: RenderOrder) -> Rendered | RenderRefused:
-    """What the child does with an order: as transformers' `apply_chat_template`, plus the bound of output.
+    """Render an order in the child: as transformers' `apply_chat_template` does, plus the bound of output.
 
     The arguments of a call that are no JSON object, because a limit cut them, go to the template as text. One
     that can write an object alone gets them as its only value.
@@ -318,14 +319,14 @@ def _with_stand_ins(message: dict[str, Any], stand_ins: StandIns) -> dict[str, A
 
 
 def _messages(chat: Chat, source: str, cut_arguments_key: str) -> list[dict[str, Any]]:
-    """The turns as the template knows them."""
+    """Return the turns as the template knows them."""
     turns = chat.turns if _KNOWS_DEVELOPER.search(source) else _without_developer(chat.turns)
     return [_message(turn, cut_arguments_key) for turn in turns]
 
 
 def _without_developer(turns: tuple[ChatTurn, ...]) -> list[ChatTurn]:
-    """What the developer says is said by the system, in one turn with what that says just before or behind:
-    few templates show a second one."""
+    """Return the turns with the developer's given to the system, merged with the system's own turn just
+    before or behind: few templates show a second one."""
     found: list[ChatTurn] = []
     was_developer = False
     for turn in turns:
@@ -405,7 +406,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Without the HTML escapes of jinja2's own filter."""
+    """Return the value as JSON, without the HTML escapes of jinja2's own filter."""
     stand_ins: StandIns | None = context.get(_STAND_INS)
     text = json.dumps(
         value,

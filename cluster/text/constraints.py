@@ -20,8 +20,8 @@ _NO_ARGUMENTS = '{"type": "object", "properties": {}, "additionalProperties": fa
 def output_constraint(
     request: pb.GenerateRequest, parsers: OutputParsers, reasoning: ReasoningRules | None
 ) -> OutputConstraint | None:
-    """Return what the output must look like; None: it is free. The constraint is one of the content: the
-    model may reason before it, as `reasoning` says, and call tools in a chat instead."""
+    """Return the required form of the output; None: it is free. The constraint is one of the content: the
+    model may reason before it, as `reasoning` defines, and call tools in a chat instead."""
     is_chat = request.WhichOneof("prompt") == "chat"
     calls = _call_rules(request, parsers) if is_chat else None
     if calls is None and not request.HasField("constraint"):
@@ -74,7 +74,7 @@ def _arguments_schema(tool: pb.Tool, *, is_held: bool) -> str:
         return ""
     try:
         return json.dumps(without_notes(json.loads(tool.parameters_json)))
-    except RecursionError:  # whoever compiles it says so
+    except RecursionError:  # the compiler of the grammar reports it
         return tool.parameters_json
 
 

@@ -49,12 +49,13 @@ from workers.messages.sampling import MAX_GRAMMAR_BYTES, Grammar
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-# Of a core, before an order is given up or made in the second process; then there; and in all, on a host with
-# much else to do.
+# Seconds of a core before an order is given up or made in the second process; seconds there; and seconds in
+# all, on a busy host.
 _QUICK_CPU_S = 2
 _MAX_CPU_S = 5
 _TIMEOUT_S = 20.0
-# Who broke a bound has so many orders made in the second process; of so many tenants this is kept.
+# The number of orders made in the second process for a tenant that broke a bound, and the number of such
+# tenants that are remembered.
 _NUM_WATCHED = 20
 _MAX_WATCHED_TENANTS = 1024
 _MAX_MEMORY_BYTES = 3 << 29
@@ -62,7 +63,7 @@ _MAX_MEMORY_BYTES = 3 << 29
 _NUM_CACHED = 1024
 _MAX_CACHED_BYTES = 32 << 20
 _MAX_REASON_CHARS = 500
-# How the library calls a grammar without an output.
+# The library's name for the error of a grammar without an output.
 _UNSATISFIED = "NoExtension"
 # Between the parts of an object or a list there may be one space: free whitespace has no end.
 _JSON_STYLE: JsonCompileOptions = {
@@ -74,7 +75,7 @@ _JSON_STYLE: JsonCompileOptions = {
 
 
 class OutputConstraint(Message, frozen=True):
-    """What the output must look like: `text` is a JSON schema, a regular expression, a grammar in GBNF or in
+    """The required form of the output: `text` is a JSON schema, a regular expression, a grammar in GBNF or in
     Lark's syntax; `choices` and `tags` with `triggers` go with their kinds. The kind "anything" demands
     nothing of the content. `reasoning` may precede it, and `calls` are made instead of it or behind it."""
 
@@ -94,7 +95,7 @@ class GrammarMade(Message, frozen=True):
 
 
 class GrammarRefused(Message, frozen=True):
-    """Why there is none, and the tool whose schema is the reason ("": none)."""
+    """The reason why there is no grammar, and the tool whose schema is the reason ("": none)."""
 
     reason: str
     tool: str = ""
@@ -105,7 +106,7 @@ _RESULT_CODEC: Codec[GrammarMade | GrammarRefused] = Codec(GrammarMade | Grammar
 
 
 class Vocabulary(NamedTuple):
-    """What tokens there are: the model's tokenizer, how many ids it has, and those that end an answer."""
+    """The tokens of the model: its tokenizer, the number of its ids, and the tokens that end an answer."""
 
     tokenizer: Path
     size: int
@@ -123,7 +124,7 @@ class GrammarCompiler:
             for max_cpu_s in (_QUICK_CPU_S, _MAX_CPU_S)
         )
         self._tenants = PartyTurns()
-        # Tenants whose orders took too long lately, and how many more of theirs are made apart.
+        # Tenants whose recent orders took too long, and how many more of theirs are made apart.
         self._tenant_to_watched: RecentMap[str, int] = RecentMap(_MAX_WATCHED_TENANTS)
         self._results: OrderedDict[bytes, GrammarMade | GrammarRefused] = OrderedDict()
         self._num_bytes = 0
@@ -220,11 +221,11 @@ def _num_bytes(result: GrammarMade | GrammarRefused) -> int:
 
 
 # ----------------------------------------------------------------------------------------------
-# What the child does.
+# The work of the child.
 
 
 class _Refusal(Exception):
-    """The order cannot be carried out; the text says why."""
+    """The order cannot be carried out; the text gives the reason."""
 
 
 def grammar_text(order: OutputConstraint, special_token: SpecialToken, *, is_bounded: bool = True) -> str:

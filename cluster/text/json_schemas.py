@@ -9,12 +9,12 @@ from typing import Any
 
 Schema = dict[str, Any]
 
-# Where in a schema other schemas stand: by name, in a list, or directly.
+# The places where other schemas stand in a schema: by name, in a list, or directly.
 _NAMED_SCHEMAS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 _LISTED_SCHEMAS = frozenset(("anyOf", "allOf", "oneOf", "prefixItems", "items"))
 _SCHEMAS = frozenset(("items", "additionalProperties", "additionalItems", "contains", "propertyNames", "not"))
 _NOTES = frozenset(("title", "description", "examples", "default", "$comment"))
-# What does not matter to null.
+# Keywords that do not matter to null.
 _NOT_OF_NULL = _NOTES | {
     *("type", "format", "minLength", "maxLength", "pattern", "items", "prefixItems", "additionalItems"),
     *("minItems", "maxItems", "properties", "patternProperties", "additionalProperties", "required"),
@@ -24,7 +24,7 @@ _NOT_OF_NULL = _NOTES | {
 
 # Names of maps have at most 64 characters where nothing else bounds them.
 _BOUNDED_NAME = "^[\\s\\S]{0,64}$"
-# Of RFC 8259: readers keep integers up to here.
+# The limit of RFC 8259: readers keep integers up to here.
 _MAX_INTEGER = 2**53 - 1
 _STEP, _COARSE_STEP = 1e-9, Decimal("1e-6")
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
@@ -33,12 +33,12 @@ _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"
 # The parser keeps some 4 items for each property that may come next, of at most 2,000; it reads properties in
 # their order, so that those that are required cost nothing.
 MAX_OPTIONAL_PROPERTIES = 480
-# Compiling takes longer than in proportion to them: some 0.4 s for so many.
+# Compiling takes longer than in proportion to properties: some 0.4 s for this number.
 MAX_PROPERTIES = 4000
 
 
 class SchemaError(ValueError):
-    """No grammar can be made of the schema; the text says why."""
+    """No grammar can be made of the schema; the text gives the reason."""
 
 
 def without_notes(schema: Any) -> Any:
@@ -106,7 +106,7 @@ def _without_null(alternatives: Any) -> Any:
 
 
 def _allows_null(alternative: Any) -> bool:
-    """Whether null is one of several types of an alternative, whatever else it says."""
+    """Whether null is one of several types of an alternative, whatever else it demands."""
     return (
         isinstance(alternative, dict)
         and isinstance(types := alternative.get("type"), list)

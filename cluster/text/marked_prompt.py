@@ -88,7 +88,7 @@ class MarkedPromptEncoder:
             self._plain.pre_tokenizer = tokenizer.pre_tokenizer
         self._plain.add_tokens([AddedToken(self._lead, normalized=False, special=False)])
         self._lead_id = self._plain.token_to_id(self._lead)
-        # What stands for a character that the model does not know is no command.
+        # The token that stands for a character that the model does not know is no command.
         unknown = self._plain.encode("\U0010ffff", add_special_tokens=False).ids
         self._command_ids = self._special_ids.difference(unknown)
 
@@ -108,7 +108,7 @@ class MarkedPromptEncoder:
 
     def _stretches(self, encoding: Any, text: str, plain_at: Sequence[int]) -> Iterator[_Stretch]:
         ids, offsets = encoding.ids, encoding.offsets
-        # What the tokenizer puts before and behind the text.
+        # The tokens that the tokenizer puts before and behind the text.
         inside = np.flatnonzero(np.asarray(encoding.special_tokens_mask) == 0)
         if not len(inside):
             return

@@ -48,15 +48,15 @@ from workers.model.model_config import read_model_config
 _MASK = (1 << 64) - 1
 # More output of a resumed request is worth a thread: reading it takes some 20 us a token.
 _SHORT_TOKENS = 256
-# Of a request beside its prompt, the keys of its blocks and its grammar.
+# Memory of a request without its prompt, the keys of its blocks and its grammar.
 _REQUEST_BYTES = 4096
-# What makes the id of a call unique among all that have the client's id.
+# The part that makes the id of a call unique among all that have the client's id.
 _UNIQUE_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class SampleStart:
-    """A sample as the client asks for it; `output` and `finish` are empty unless the request resumes."""
+    """A sample as the client requests it; `output` and `finish` are empty unless the request resumes."""
 
     index: int
     seed: int
@@ -81,7 +81,7 @@ class PreparedRequest:
     request_id: str
     facts: RequestFacts
     prompt: bytes
-    # Where the chain of `block_keys` begins.
+    # The beginning of the chain of `block_keys`.
     root_key: bytes
     block_keys: tuple[bytes, ...]
     sampling: SamplingParams
@@ -94,11 +94,12 @@ class PreparedRequest:
     patience_s: float = 20.0
     pinned_prefill: str = ""
     pinned_decode: str = ""
-    # What `max_tokens` was cut to, by the room that the context has or because of the load; 0: it was not.
+    # The value to which `max_tokens` was cut, by the room that the context has or because of the load; 0: it
+    # was not.
     capped_max_tokens: int = 0
-    # What the output must be.
+    # The required form of the output.
     grammar: Grammar | None = None
-    # That comes from the tools of the chat alone.
+    # Whether the grammar comes from the tools of the chat alone.
     is_grammar_of_tools: bool = False
 
     @property
@@ -108,19 +109,19 @@ class PreparedRequest:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes while it waits, beside the client's message."""
+        """The bytes that the request takes while it waits, without the client's message."""
         num_grammar_bytes = 0 if self.grammar is None else len(self.grammar.text)
         return len(self.prompt) + sum(map(len, self.block_keys)) + num_grammar_bytes + _REQUEST_BYTES
 
     @property
     def num_resumed_tokens(self) -> int:
-        """How many tokens of output a resuming caller brought."""
+        """The number of output tokens that a resuming caller brought."""
         return sum(len(it.output) for it in self.samples) // TOKEN_BYTES
 
     @property
     def num_claimed_tokens(self) -> int:
-        """How many tokens of output a resuming caller brought that are computed once more: those of samples
-        that have not ended."""
+        """The number of output tokens that a resuming caller brought that are computed once more: those of
+        samples that have not ended."""
         return sum(len(it.output) for it in self.samples if not it.finish) // TOKEN_BYTES
 
     @property
@@ -129,7 +130,7 @@ class PreparedRequest:
         return self.samples[0].seed
 
     def capped(self, max_tokens: int) -> PreparedRequest:
-        """Return the request with at most so many tokens of output a sample; 0: as it is."""
+        """Return the request with at most this many tokens of output a sample; 0: unchanged."""
         if not 0 < max_tokens < self.sampling.max_tokens:
             return self
         samples = tuple(
@@ -203,7 +204,7 @@ class Preprocessor:
 
     @property
     def hidden_size(self) -> int:
-        """How many values an embedding has."""
+        """The number of values that an embedding has."""
         return self._model.hidden_size
 
     def limits(self, max_context_tokens: int) -> ServingLimits:

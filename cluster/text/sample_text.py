@@ -66,9 +66,9 @@ class StopStrings:
 
 
 class TextStep(NamedTuple):
-    """What `SampleText.push` made of a delta: how many of its tokens count, their text, the finish, and what
-    stands apart from the text. `matched_stop` is the stop string or stop token that ended the sample; None
-    while it goes on, and at the model's own end."""
+    """The result of `SampleText.push` for a delta: how many of its tokens count, their text, the finish, and
+    parts that stand apart from the text. `matched_stop` is the stop string or stop token that ended the
+    sample; None while it goes on, and at the model's own end."""
 
     num_tokens: int
     text: str
@@ -106,7 +106,8 @@ class SampleText:
         self.num_reasoning_tokens = 0
 
     def push(self, tokens: bytes, finish: str) -> TextStep:
-        """`finish` is that of the delta: "" while the sample goes on."""
+        """Add tokens, and return the step of the text; `finish` is that of the delta: "" while the sample
+        goes on."""
         ids = np.frombuffer(tokens, dtype="<u4").tolist()
         matched = ids[-1] if finish == "stop" and ids and ids[-1] in self._stop_token_ids else None
         is_shown = finish != "stop" or (matched is not None and self._includes_stop)

@@ -17,8 +17,8 @@ _NOTATION = (
 
 
 def with_tools_shown(chat: Chat, names: Collection[str]) -> Chat:
-    """Return the chat with the tools of these names in the system's turn, or else before what the user says
-    first: not every template has a system. The template gets no tools."""
+    """Return the chat with the tools of these names in the system's turn, or else before the first text of
+    the user: not every template has a system. The template gets no tools."""
     shown = "\n".join(_shown(tool) for tool in chat.tools if tool.name in names)
     text = f"{_INTRODUCTION}\n{shown}\n{_NOTATION}"
     turns = list(chat.turns)

@@ -18,7 +18,7 @@ from kvtransfer.codec import Part
 # Letters without case, so that no filter of a template changes them: of the scripts Yi and Egyptian
 # hieroglyphs, and Hangul.
 _STAND_INS = (range(0xA000, 0xA48D), range(0x13000, 0x13430), range(0xAC00, 0xD7A4))
-# Not a character.
+# A code point that is no character.
 _NO_BEGINNING = "\ufdd0"
 
 
@@ -131,7 +131,7 @@ def texts_of(value: Any) -> Iterator[str]:
                 yield from texts_of(it)
 
 
-# By its next character what may follow; "" where a token may end.
+# The possible continuations by the next character; "" where a token may end.
 _Tree = dict[str, "_Tree"]
 
 

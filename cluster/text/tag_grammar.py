@@ -18,13 +18,13 @@ from kvtransfer.codec import Part
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-# How special tokens are written.
+# The notation of special tokens.
 _MARKER = re.compile(r"<[^<>\s]{1,64}>|\[[^\[\]\s]{1,64}\]")
 _NUM_SHOWN = 100
 
 
 class Tag(Part, frozen=True):
-    """What may follow a trigger in free text: `begin`, JSON by `json_schema`, `end`."""
+    """A possible sequel of a trigger in free text: `begin`, JSON by `json_schema`, `end`."""
 
     begin: str
     json_schema: str

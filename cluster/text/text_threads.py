@@ -1,4 +1,4 @@
-"""Threads for work on what callers send, beside the event loop, in which parties take turns."""
+"""Threads for work on callers' input, apart from the event loop, in which parties take turns."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class TextThreads:
         self._turns = PartyTurns()
 
     async def run(self, party: str, work: Callable[[], T]) -> T:
-        """Return what `work` returns in a thread. A caller that is cancelled meanwhile keeps its turn until
-        the thread is free."""
+        """Return the result of `work` in a thread. A caller that is cancelled before the end keeps its turn
+        until the thread is free."""
         async with self._turns.turn_of(party):
             job = self._executor.submit(work)
             done = asyncio.wrap_future(job)
@@ -42,9 +42,9 @@ class TextThreads:
 
 
 async def _ended(done: asyncio.Future[T]) -> None:
-    """Return when the work has ended, however often this task is cancelled meanwhile."""
+    """Return when the work has ended, however often this task is cancelled before."""
     while not done.done():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([done])
     if not done.cancelled():
-        done.exception()  # nobody else asks for it
+        done.exception()  # nobody else retrieves it

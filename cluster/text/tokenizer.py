@@ -25,7 +25,7 @@ from workers.errors import CheckpointError
 REPLACEMENT = "\ufffd"
 # A longer text is worth a thread, so that the event loop goes on.
 SHORT_CHARS = 4096
-# Where a short text has taken so long, the model's pattern is such that any may: each gets a thread then.
+# Where a short text has taken this time, the model's pattern is such that any may: each gets a thread then.
 _SLOW_S = 0.1
 # A character has at most 4 bytes; more waiting tokens than this are no character that is still to come.
 _MAX_WAITING_TOKENS = 8
@@ -38,10 +38,10 @@ class Detokenizer(Protocol):
     """Token ids in, text out, one sample. Never emits half a character."""
 
     def push(self, token: int) -> str:
-        """The text that is certain after this token and was not returned before."""
+        """Return the text that is certain after this token and was not returned before."""
 
     def flush(self) -> str:
-        """The rest, at the end; incomplete characters as U+FFFD."""
+        """Return the rest, at the end; incomplete characters as U+FFFD."""
 
 
 class ModelText:
@@ -60,7 +60,7 @@ class ModelText:
         self._anchor: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
         self._num_anchor_chars = len(tokenizer.decode(self._anchor, skip_special_tokens=False))
         self._clock = SystemClock()
-        # A text of at most so many characters may be encoded on an event loop.
+        # The length up to which a text may be encoded on an event loop.
         self.short_chars = SHORT_CHARS
 
     @classmethod
@@ -77,30 +77,31 @@ class ModelText:
 
     @property
     def vocab_size(self) -> int:
-        """With added tokens; the model's own may be larger."""
+        """The size with added tokens; the model's own may be larger."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     def special_tokens(self, template: str, named: Collection[str]) -> frozenset[str]:
-        """The texts that are commands in a prompt of this chat template; some are `named` so elsewhere."""
+        """Return the texts that are commands in a prompt of this chat template; some are `named` so
+        elsewhere."""
         return special_tokens(self._tokenizer, template, named)
 
     def marked_prompt_encoder(self, special: Collection[str]) -> MarkedPromptEncoder:
-        """What encodes prompts in which some of these special tokens are plain text."""
+        """Return an encoder of prompts in which some of these special tokens are plain text."""
         return MarkedPromptEncoder(self._tokenizer, special)
 
     def token_text(self, token: int) -> str:
-        """The name of a token in the vocabulary; "" where it has none."""
+        """Return the name of a token in the vocabulary; "" where it has none."""
         return self._tokenizer.id_to_token(token) or ""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> bytes:
-        """The token ids of `text`; with the tokens that the model expects around it, unless told not to.
-        `InvalidRequestError` where the library fails on it, as its regex engine may on long runs."""
+        """Return the token ids of `text`; with the tokens that the model expects around it, unless told not
+        to. `InvalidRequestError` where the library fails on it, as its regex engine may on long runs."""
         with self.encoding(len(text)):
             return self._encode(text, add_special_tokens=add_special_tokens)
 
     @contextlib.contextmanager
     def encoding(self, num_chars: int) -> Iterator[None]:
-        """Encode so many characters within, by whatever calls of the library: what these raise is an
+        """Encode this number of characters within, by whatever calls of the library: their exceptions become
         `InvalidRequestError`."""
         began_at = self._clock.now()
         try:
@@ -116,7 +117,7 @@ class ModelText:
     def _encode(self, text: str, *, add_special_tokens: bool) -> bytes:
         if len(text) <= self.short_chars:
             ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        else:  # unlike `encode`, lets other threads run meanwhile
+        else:  # unlike `encode`, lets other threads run at the same time
             (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
             ids = encoding.ids
         tokens = np.empty(len(ids), dtype="<u4")
@@ -127,11 +128,11 @@ class ModelText:
         return tokens.tobytes()
 
     def decode(self, tokens: bytes, *, keep_special_tokens: bool = False) -> str:
-        """The text of all `tokens` at once; `InvalidRequestError` where the library fails on them."""
+        """Return the text of all `tokens` at once; `InvalidRequestError` where the library fails on them."""
         ids = np.frombuffer(tokens, dtype="<u4").tolist()
         try:
             with panics_as_errors:
-                # Unlike `decode`, lets other threads run meanwhile.
+                # Unlike `decode`, this lets other threads run at the same time.
                 (text,) = self._tokenizer.decode_batch([ids], skip_special_tokens=not keep_special_tokens)
         except Exception as error:  # the library raises no class of its own
             problem = "the model's tokenizer cannot decode these"
@@ -139,7 +140,7 @@ class ModelText:
         return str(text)
 
     def detokenizer(self, kept: Collection[str] = (), *, keeps_all: bool = False) -> Detokenizer:
-        """A fresh one, for one sample; it leaves out special tokens that are not `kept`."""
+        """Return a new detokenizer, for one sample; it leaves out special tokens that are not `kept`."""
         skipped = set() if keeps_all else self._skipped
         if kept and skipped:
             with panics_as_errors:
@@ -149,7 +150,7 @@ class ModelText:
         return WindowDetokenizer(self._tokenizer, skipped, self._token_to_byte)
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of one token by itself."""
+        """Return the bytes of one token by itself."""
         if self._token_bytes is not None:
             return self._token_bytes[token] if token < len(self._token_bytes) else b""
         if token in self._token_to_byte:
@@ -161,7 +162,8 @@ class ModelText:
 
 
 class ByteDetokenizer:
-    """For byte-level vocabularies, where a token is a run of bytes: exactly what decoding at once gives."""
+    """Detokenizes byte-level vocabularies, where a token is a run of bytes: exactly what decoding at once
+    gives."""
 
     def __init__(self, token_bytes: Sequence[bytes], skipped: set[int]) -> None:
         self._token_bytes = token_bytes
@@ -178,7 +180,7 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For all other vocabularies: decodes a short window twice, without and with the new tokens.
+    """Detokenizes all other vocabularies: decodes a short window twice, without and with the new tokens.
 
     A character that is spelled in byte tokens waits for its last byte; where there are none, text that ends
     in U+FFFD waits for a few tokens. The text is what decoding at once gives, except that characters stay
@@ -242,7 +244,7 @@ class WindowDetokenizer:
 
 
 def _byte_table(tokenizer: Any) -> list[bytes]:
-    """The bytes of each token id; b"" where there is none."""
+    """Return the bytes of each token id; b"" where there is none."""
     char_to_byte = {char: byte for byte, char in _byte_chars().items()}
     table = [b""] * (max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1)
     for token, index in tokenizer.get_vocab(with_added_tokens=True).items():
@@ -254,14 +256,15 @@ def _byte_table(tokenizer: Any) -> list[bytes]:
 
 
 def _byte_tokens(tokenizer: Any) -> dict[int, bytes]:
-    """The tokens `<0x00>` to `<0xFF>` of vocabularies that spell unknown characters in bytes."""
+    """Return the tokens `<0x00>` to `<0xFF>` of vocabularies that spell unknown characters in bytes."""
     names = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
     ids = {tokenizer.token_to_id(name): byte for name, byte in names.items()}
     return {token: byte for token, byte in ids.items() if token is not None}
 
 
 def _byte_chars() -> dict[int, str]:
-    """The printable character that stands for each byte in byte-level vocabularies (as GPT-2 chose them)."""
+    """Return the printable character that stands for each byte in byte-level vocabularies (as GPT-2 chose
+    them)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}

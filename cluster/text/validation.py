@@ -30,9 +30,9 @@ MAX_LOGIT_BIAS = 100.0
 MAX_PENALTY = 2.0
 MAX_CHOICES = 1024
 MAX_TAGS = 128
-# Of a request, or of a session.
+# The length of the id of a request, or of a session.
 MAX_ID_CHARS = 128
-# A sample that is resumed has ended like this, or not.
+# The ends of a resumed sample; "": it has not ended.
 FINISH_REASONS = ("", "stop", "length", "tool_calls")
 
 _MAX_FLOAT32 = 3.4028234e38
@@ -45,7 +45,7 @@ _NUM_SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class ServingLimits:
-    """What a request may ask for; from the configuration, the model and the connected replicas."""
+    """The limits of a request; from the configuration, the model and the connected replicas."""
 
     model_name: str
     vocab_size: int
@@ -55,8 +55,8 @@ class ServingLimits:
     allow_pins: bool
     # Whether `max_tokens` is cut to what there is room for; otherwise the request is refused.
     caps_max_tokens: bool = True
-    # What the request's sharing group may use of each replica's KV, and the tokens that fit it at every
-    # replica (0: no limit).
+    # The share of each replica's KV that the request's sharing group may use, and the tokens that fit it at
+    # every replica (0: no limit).
     kv_share: float = 1.0
     max_share_tokens: int = 0
 
@@ -66,20 +66,20 @@ class ServingLimits:
 
     def within_share(self, share: float, num_tokens: int) -> ServingLimits:
         """Return the limits of a request whose sharing group may use this share of each replica's KV, which
-        is at least so many tokens (0: not known)."""
+        is at least this number of tokens (0: not known)."""
         if share == 1 or not num_tokens:
             return self
         return replace(self, kv_share=share, max_share_tokens=num_tokens)
 
 
 def check_model(name: str, limits: ServingLimits) -> None:
-    """`UnknownModelError` when `name` is neither empty nor the served model."""
+    """Raise `UnknownModelError` when `name` is neither empty nor the served model."""
     if name not in ("", limits.model_name):
         raise UnknownModelError(f"model {name[:100]!r} is not served here; served: {limits.model_name!r}")
 
 
 _UNKNOWN = 1 << 62
-# What no gateway accepts is refused by these.
+# Limits that refuse only values that no gateway accepts.
 _ANYWHERE = ServingLimits(
     model_name="",
     vocab_size=_UNKNOWN,
@@ -98,7 +98,7 @@ def check_values(request: pb.GenerateRequest) -> None:
 
 
 def check_request(request: pb.GenerateRequest, limits: ServingLimits) -> None:
-    """Everything that can be known before tokenizing; `InvalidRequestError` names every bad field."""
+    """Check everything that can be known before tokenizing; `InvalidRequestError` names every bad field."""
     check_model(request.model, limits)
     found = _violations(request, limits)
     if found:
@@ -120,7 +120,8 @@ def check_tokenize(request: pb.TokenizeRequest, limits: ServingLimits) -> None:
 
 
 def check_detokenize(request: pb.DetokenizeRequest, limits: ServingLimits) -> None:
-    """`UnknownModelError`, or `InvalidRequestError` for ids that the model does not have, or too many."""
+    """Raise `UnknownModelError`, or `InvalidRequestError` for ids that the model does not have, or too
+    many."""
     check_model(request.model, limits)
     num_tokens = len(request.token_ids)
     if num_tokens > limits.max_context_tokens:
@@ -155,7 +156,7 @@ def max_tokens_of(request: pb.GenerateRequest, num_prompt_tokens: int, limits: S
 
 
 def _check_share(request: pb.GenerateRequest, num_prompt_tokens: int, limits: ServingLimits) -> None:
-    """`InvalidRequestError` when the request alone exceeds its tenant's share of a replica's KV."""
+    """Raise `InvalidRequestError` when the request alone exceeds its tenant's share of a replica's KV."""
     most = limits.max_share_tokens
     share = f"the tenant's share of a replica's KV, {most} tokens (device_kv_share {limits.kv_share:g})"
     if num_prompt_tokens >= most:
@@ -171,7 +172,7 @@ def _check_share(request: pb.GenerateRequest, num_prompt_tokens: int, limits: Se
 
 
 def sampling_of(request: pb.GenerateRequest, max_tokens: int) -> SamplingParams:
-    """The sampling parameters of a checked request; absent fields take the engine's defaults."""
+    """Return the sampling parameters of a checked request; absent fields take the engine's defaults."""
 
     def value(field: str, default: Any) -> Any:
         return getattr(request, field) if request.HasField(field) else default
@@ -230,7 +231,7 @@ def _prompt_violations(request: pb.GenerateRequest, limits: ServingLimits) -> It
 
 
 def _choice_violations(request: pb.GenerateRequest, limits: ServingLimits) -> Iterator[FieldViolation]:
-    """How tokens are chosen."""
+    """Check how tokens are chosen."""
     yield from _number(request, "temperature", lambda it: it >= 0, "0 (greedy) or more")
     yield from _number(request, "top_k", lambda it: it >= 0, "0 (off) or more")
     yield from _number(request, "top_p", lambda it: 0 < it <= 1, "above 0, at most 1 (off)")
@@ -260,7 +261,7 @@ def _choice_violations(request: pb.GenerateRequest, limits: ServingLimits) -> It
 
 
 def _constraint_violations(request: pb.GenerateRequest) -> Iterator[FieldViolation]:
-    """What the output must look like, as far as that is known before a grammar is made of it."""
+    """Check the constraint of the output, as far as it is known before a grammar is made of it."""
     if not request.HasField("constraint"):
         return
     constraint = request.constraint
@@ -309,7 +310,7 @@ def _stop_violations(request: pb.GenerateRequest, limits: ServingLimits) -> Iter
 
 
 def _identity_violations(request: pb.GenerateRequest, limits: ServingLimits) -> Iterator[FieldViolation]:
-    """Who asks, how urgently, and where."""
+    """Check the names of the caller and the request, its urgency and its pins."""
     for field, max_chars in (("tenant", 64), ("request_id", MAX_ID_CHARS), ("session_id", MAX_ID_CHARS)):
         value = getattr(request, field)
         if len(value) > max_chars or not _ID.fullmatch(value):
@@ -358,7 +359,8 @@ def _range(least: int, most: int) -> str:
 def _number(
     request: pb.GenerateRequest, field: str, accepts: Callable[[float], bool], wanted: str
 ) -> Iterator[FieldViolation]:
-    """An absent field is fine; infinity, NaN and what single precision cannot hold never are."""
+    """Check a number: an absent field is fine; infinity, NaN and values that single precision cannot hold
+    never are."""
     if request.HasField(field):
         value = getattr(request, field)
         if not abs(value) <= _MAX_FLOAT32 or not accepts(value):

@@ -15,24 +15,25 @@ from cluster.text.output_parsers.tool_grammar import CallNotation, ReasoningRule
 
 
 class ParserNeeds(NamedTuple):
-    """What one request wants of the parsers: `tools` are those that may be called, by their names the JSON
-    schemas of their arguments ("": any)."""
+    """The demands of one request on the parsers: `tools` are those that may be called, by their names the
+    JSON schemas of their arguments ("": any)."""
 
     tools: Mapping[str, str]
     separates_reasoning: bool
 
 
-# By the ids of the calls, and whether an answer may have several.
+# Makers of parsers by name, called with the ids of the calls, the needs, and whether an answer may have
+# several calls.
 _TOOL_PARSERS: dict[str, Callable[[CallIds, ParserNeeds, bool], OutputParser]] = {
     "hermes": lambda ids, _, several: MarkedCalls(ids, allows_several=several),
     "llama3": lambda ids, needs, several: BareCalls(ids, frozenset(needs.tools), allows_several=several),
-    # Whose templates all know several.
+    # Families whose templates all know several.
     "mistral": lambda ids, _, __: ListedCalls(ids),
     "qwen3_coder": lambda ids, needs, several: TaggedCalls(ids, needs.tools, allows_several=several),
     # Calls that are demanded of a model without a notation of its own.
     "json": lambda ids, needs, several: BareCalls(ids, frozenset(needs.tools), allows_several=several),
 }
-# What each notation writes as special tokens, which the text must keep.
+# The special tokens that each notation writes, which the text must keep.
 _TOOL_TOKENS = {
     "hermes": ("<tool_call>", "</tool_call>"),
     "llama3": ("<|python_tag|>",),
@@ -63,8 +64,8 @@ class OutputParsers:
 
     @staticmethod
     def choose(template: str | None, tools: ToolParserName, reasoning: ReasoningParserName) -> OutputParsers:
-        """Return those of the configuration; where that says "auto", those that marks in the source of the
-        chat template name."""
+        """Return the parsers of the configuration; where that is "auto", those that marks in the source of
+        the chat template name."""
         source = template or ""
         return OutputParsers(
             _tools_of(source) if tools == "auto" else tools,
@@ -85,13 +86,13 @@ class OutputParsers:
 
     @property
     def call_notation(self) -> CallNotation | None:
-        """How the model writes calls; None where it has no notation for them."""
+        """The notation of the model's calls; None where it has none for them."""
         notation = _CALL_NOTATIONS.get(self.tools)
         return "mistral_args" if notation == "mistral" and self.marks_arguments else notation
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """What the model's answers mark their parts with."""
+        """The marks of the parts in the model's answers."""
         return (*_TOOL_TOKENS.get(self.tools, ()), *_REASONING_MARKERS.get(self.reasoning, ()))
 
     def reasoning_rules(self, prompt: str, continued: str = "") -> ReasoningRules | None:

@@ -8,7 +8,7 @@ from enum import Enum, auto
 _WHITESPACE = " \t\r\n"
 _NAME = "name"
 _ARGUMENT_KEYS = ("arguments", "parameters")
-# What some templates put beside them; its value is left out.
+# Keys that some templates add; their values are left out.
 _OTHER_KEYS = ("type", "id")
 
 

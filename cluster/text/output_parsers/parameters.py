@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 STRING = "string"
-# How Python, and so many a template, writes what JSON writes otherwise.
+# The spelling of Python, and of many templates, for values that JSON writes otherwise.
 _AS_JSON: Mapping[str, str] = {"True": "true", "False": "false", "None": "null"}
 _MAX_DEPTH = 16
 
@@ -61,7 +61,7 @@ def kind_of(value: Any) -> str:
 
 
 def as_json(text: str, kinds: Kinds) -> str:
-    """Return what the text of a value of these kinds says, as JSON: a string where it is nothing else."""
+    """Return the value of a text of these kinds as JSON: a string where it is nothing else."""
     plain = text.strip()
     plain = _AS_JSON.get(plain, plain)
     if kinds is None or kinds - {STRING}:

@@ -26,7 +26,7 @@ class Content(NamedTuple):
 
 
 class Reasoning(NamedTuple):
-    """What the model thought before it answered."""
+    """The model's reasoning before it answered."""
 
     text: str
 
@@ -64,8 +64,8 @@ class CallIds:
 
 
 class Found(NamedTuple):
-    """What a search for markers gives: text before the first one, the marker, and the text behind it. Without
-    a marker (""), `before` is what can be none, and `after` what may become one."""
+    """The result of a search for markers: text before the first one, the marker, and the text behind it.
+    Without a marker (""), `before` is text that can be none, and `after` text that may become one."""
 
     before: str
     marker: str

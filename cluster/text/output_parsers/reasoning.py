@@ -15,8 +15,8 @@ from cluster.text.output_parsers.pieces import (
 
 
 class ReasoningParser:
-    """Takes the reasoning from the beginning of an answer; `inner` gets what follows. Line breaks beside the
-    markers belong to neither."""
+    """Takes the reasoning from the beginning of an answer; `inner` gets the text behind it. Line breaks next
+    to the markers belong to neither."""
 
     def __init__(self, start: str, end: str, inner: OutputParser, *, is_open: bool) -> None:
         """With `is_open` the prompt ends with the first marker, or within the reasoning."""
@@ -88,7 +88,7 @@ class PlainParser:
 
     @property
     def is_reasoning(self) -> bool:
-        """Nothing is."""
+        """No text is reasoning."""
         return False
 
     def push(self, text: str) -> list[Piece]:
@@ -96,5 +96,5 @@ class PlainParser:
         return [Content(text)] if text else []
 
     def flush(self, *, is_cut: bool = False) -> list[Piece]:
-        """Nothing was held."""
+        """Return nothing: no text was held."""
         return []

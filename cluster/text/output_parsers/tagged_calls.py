@@ -21,7 +21,7 @@ from cluster.text.output_parsers.tool_calls import MarkedCalls
 
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
-# Of a function or a parameter.
+# The length of the name of a function or a parameter.
 _MAX_NAME_CHARS = 256
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 

@@ -17,10 +17,10 @@ from cluster.text.output_parsers.pieces import (
     without_end,
 )
 
-# Of a call, before its arguments.
+# The length of a call before its arguments.
 _MAX_HEADER_CHARS = 256
 _NAME_PART = re.compile(r"[A-Za-z0-9_.-]*")
-# What stands between calls of Llama 3.
+# Characters that stand between calls of Llama 3.
 _SEPARATORS = " \t\r\n;"
 
 
@@ -155,7 +155,7 @@ class _NamedCallText:
 
 
 class _Calls:
-    """What the notations have in common: content, then calls, one after another."""
+    """The common part of the notations: content, then calls, one after another."""
 
     def __init__(self, ids: CallIds, *, allows_several: bool = True) -> None:
         """A further call is dropped, with all behind it, where the model can make one alone, because its
@@ -165,7 +165,7 @@ class _Calls:
         self._num_calls = 0
         self._call: _Call | None = None
         self._held = ""
-        # Nothing that comes now belongs to the answer.
+        # Whether the answer is over: later text does not belong to it.
         self._is_over = False
 
     @property
@@ -191,7 +191,7 @@ class _Calls:
         held, self._held = self._held, ""
         if self._call is not None:
             return joined([*self._call.flush(is_cut=is_cut), Content(held)])
-        # What is held may be the beginning of a marker, or white space before one.
+        # Held text may be the beginning of a marker, or white space before one.
         return [] if is_cut else joined(self._last(held))
 
     def _next(self) -> list[Piece] | None:
@@ -219,10 +219,10 @@ class _Calls:
         raise NotImplementedError
 
     def _ended(self) -> None:
-        """A call is complete."""
+        """Handle a complete call."""
 
     def _broke(self) -> None:
-        """What began as a call was none."""
+        """Handle text that began as a call and was none."""
 
     def _last(self, held: str) -> list[Piece]:
         """Return what the held text is, at the end of the answer outside of calls."""
@@ -233,8 +233,8 @@ class _Calls:
 
 
 class MarkedCalls(_Calls):
-    """Each call is JSON between two markers, as Hermes and Qwen write it. White space before a call and
-    beside the markers belongs to nothing."""
+    """Reads calls in JSON between two markers each, as Hermes and Qwen write them. White space before a call
+    and next to the markers belongs to nothing."""
 
     _start, _end = "<tool_call>", "</tool_call>"
 

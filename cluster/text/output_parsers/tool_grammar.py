@@ -35,7 +35,7 @@ _CALL_END = "</tool_call>"
 _ARGS, _CALL_ID = "[ARGS]", "[CALL_ID]"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 _VALUE_END = f"\n{_PARAMETER_END}\n"
-# Demands on strings, which a value that is plain text is not held to.
+# Demands on strings, which do not apply to a value that is plain text.
 _OF_TEXT = frozenset(("minLength", "maxLength", "pattern", "format"))
 _TERMINALS = (
     "TEXT: /(.|\\n)*/",
@@ -50,7 +50,7 @@ _TERMINALS = (
 
 
 class ToolSchemaError(ValueError):
-    """The arguments of a tool cannot be what its schema says; the text has the reason."""
+    """The arguments of a tool cannot be what its schema demands; the text has the reason."""
 
     def __init__(self, tool: str, reason: str) -> None:
         super().__init__(reason)
@@ -67,7 +67,7 @@ class CallableTool(Part, frozen=True):
 
 
 class CallRules(Part, frozen=True):
-    """Which calls an answer may have. Where calls are not required, it may be text instead, or begin with
+    """The calls that an answer may have. Where calls are not required, it may be text instead, or begin with
     text. Nothing follows calls."""
 
     notation: CallNotation
@@ -135,8 +135,8 @@ class _Rules:
         self.lines = list(_TERMINALS)
 
     def thought(self, reasoning: ReasoningRules, call_marker: str, breaks: str) -> str:
-        """Reasoning, and `breaks` behind it. No call begins in it: who does not separate it would take that
-        for one."""
+        """Return the rule of reasoning, and of `breaks` behind it. No call begins in it: a reader that does
+        not separate reasoning would take that for a call."""
         self.lines.append(f"THOUGHT: {_without(call_marker) if call_marker else 'TEXT'}")
         end = self._up_to("thought_end", "THOUGHT", reasoning.end)
         if reasoning.is_open:
@@ -146,7 +146,7 @@ class _Rules:
         return f"({self._up_to('thought_start', before, reasoning.start)} {end} {breaks})?"
 
     def calls(self, calls: CallRules) -> str:
-        """Calls alone."""
+        """Return the rule of calls alone."""
         if calls.notation == "json":
             return self._behind_start(calls)
         start = self._mark(_STARTS[calls.notation])
@@ -155,7 +155,7 @@ class _Rules:
         return f"{start} {self._behind_start(calls)}"
 
     def text_or_calls(self, calls: CallRules) -> str:
-        """Text, which calls may follow."""
+        """Return the rule of text, which calls may follow."""
         start = _STARTS[calls.notation]
         behind = self._behind_start(calls)
         if calls.notation != "llama3":
@@ -170,7 +170,7 @@ class _Rules:
         return f"NO_CALL | LEAD {behind}"
 
     def _behind_start(self, calls: CallRules) -> str:
-        """What follows the first marker."""
+        """Return the rule of everything behind the first marker."""
         tools = [self._tool(index, tool, calls.notation) for index, tool in enumerate(calls.tools)]
         any_tool = " | ".join(tools)
         if calls.notation in ("mistral_args", "qwen3_coder"):
@@ -195,7 +195,7 @@ class _Rules:
         return f'SPACE "[" {several} "]"' if calls.notation == "mistral" else several
 
     def _tool(self, index: int, tool: CallableTool, notation: CallNotation) -> str:
-        """A call of one tool, without markers around it."""
+        """Return the rule of a call of one tool, without markers around it."""
         if notation == "qwen3_coder":
             self.lines.append(f"tool_{index}: {self._tagged(index, tool)}")
             return f"tool_{index}"
@@ -210,7 +210,7 @@ class _Rules:
         return f"tool_{index}"
 
     def _tagged(self, index: int, tool: CallableTool) -> str:
-        """A call in tags, whose parameters come in the order of the schema."""
+        """Return the rule of a call in tags, whose parameters come in the order of the schema."""
         schema = _arguments_schema(tool)
         arguments = resolved(schema, schema)
         properties = arguments.get("properties") if isinstance(arguments, dict) else None
@@ -229,7 +229,7 @@ class _Rules:
         return f'{" ".join(parts)} "</function>"'
 
     def _parameter(self, tool: CallableTool, key: str, schema: Any, root: Any) -> str:
-        """A parameter with its tags: text as it is, other values as JSON."""
+        """Return the rule of a parameter with its tags: text as it is, other values as JSON."""
         if any(char in key for char in "<>\n"):
             raise ToolSchemaError(tool.name, f"the name {key[:50]!r} cannot stand in a tag; change it")
         start = json.dumps(f"{_PARAMETER}{key}>\n")
@@ -251,7 +251,7 @@ class _Rules:
         return f"{start} %json {json.dumps(inner)} {json.dumps(_VALUE_END)}"
 
     def _free_text(self) -> str:
-        """Any text, up to the first end of its tag, where readers see it."""
+        """Return the rule of any text, up to the first end of its tag, where readers see it."""
         self._add_once(f"value_text[lazy]: TEXT {json.dumps(_PARAMETER_END)}")
         return 'value_text "\\n"'
 
@@ -270,8 +270,8 @@ class _Rules:
         return {**found, "x-guidance": {**self._json_style, "lenient": not tool.is_strict}}
 
     def _up_to(self, name: str, text: str, marker: str) -> str:
-        """Text by a terminal, and the marker when it first comes, also where it is spelled in other tokens
-        than its own: readers see no difference."""
+        """Return the rule of text by a terminal, and of the marker when it first comes, also where it is
+        spelled in other tokens than its own: readers see no difference."""
         self.lines.append(f"{name}_text[lazy]: {text} {json.dumps(marker)}")
         token = self._special_token(marker)
         other = "" if token is None else f" | {text} <[{token}]>"
@@ -296,10 +296,10 @@ def _arguments_schema(tool: CallableTool) -> dict[str, Any]:
 
 
 def _without(marker: str) -> str:
-    """A terminal for texts in which the marker does not occur."""
+    """Return a terminal for texts in which the marker does not occur."""
     return f"TEXT & ~/(.|\\n)*{_pattern(marker)}(.|\\n)*/"
 
 
 def _pattern(text: str) -> str:
-    """A regular expression for this text alone."""
+    """Return a regular expression for this text alone."""
     return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
