@@ -1,4 +1,5 @@
-"""GroupBlocks: what each sharing group takes of a block pool, and which of its cached blocks leaves first."""
+"""GroupBlocks: how many blocks each sharing group takes of a pool, and which of its cached blocks leaves
+first."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from kvtransfer.common.group_shares import Claimant, GroupShares, GroupUsage, ShareClaim
 
-# When it was released, and which it is.
+# The time at which a block was released, and its id.
 EvictableBlock = tuple[int, int]
 
 
