@@ -82,7 +82,7 @@ class EngineSettings(BaseModel):
 
     block_tokens: int = Field(default=64, ge=16, le=256)
     # KV capacity of the replica, in tokens; rounded down to whole blocks. `auto`: what the node's memory, or
-    # the GPU's, has left beside everything else (docs/operating.md).
+    # the GPU's, has left after everything else (docs/operating.md).
     kv_tokens: KvTokens = "auto"
     # Share of that memory which may be used in all where `kv_tokens` is `auto`.
     memory_share: float = Field(default=0.9, gt=0, le=1)

@@ -41,8 +41,8 @@ _HIDDEN_TAG, _MARKS_TAG = 0, 1
 
 
 def open_store(host: str) -> tuple[TCPStore, str]:
-    """Open a store on a free port of this interface alone; returns it and its address. It lives as long as
-    the object."""
+    """Open a store on a free port of this interface alone; returns it and its address. It lives until the
+    object is dropped."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     # From here on the store owns the descriptor.

@@ -27,7 +27,7 @@ Slots = NDArray[np.int32]
 
 
 class SlotNeeds(enum.IntFlag):
-    """What a slot has beside its temperature and filters."""
+    """The features of a slot, apart from its temperature and filters."""
 
     NOTHING = 0
     IN_USE = 1

@@ -1,4 +1,4 @@
-"""Read what is asked of prompts beside samples: log-probabilities of their tokens, and embeddings.
+"""Read what is asked of prompts in addition to samples: log-probabilities of their tokens, and embeddings.
 
 The logits of all positions of a chunk would take gigabytes with a large vocabulary. They are computed in
 pieces, of which the log-probabilities that are asked for are all that is kept."""
@@ -36,8 +36,8 @@ from workers.rank.progress import Progress, StepFaults
 
 
 class PromptReadings(NamedTuple):
-    """What a step has read, on its way to the host, by entry of its plan: tables as `_table` makes them with
-    their `num_top`, and float32 vectors [hidden_size]."""
+    """The readings of a step, on their way to the host, by entry of its plan: tables as `_table` makes them
+    with their `num_top`, and float32 vectors [hidden_size]."""
 
     tables: Sequence[tuple[int, int, CopiedOut]]
     vectors: Sequence[tuple[int, CopiedOut]]

@@ -18,7 +18,7 @@ class Isolation:
     """Decides which suspect's turn it is, and which is cleared. At most one suspect is in plans or handed
     over at a time.
 
-    Each suspect is in plans by itself, and no other plan is out beside them: what breaks then is due to it,
+    Each suspect is in plans by itself, and no other plan is out with them: a fault then is due to it,
     and a neighbour of the culprit is soon cleared::
 
         WAITING --blocks, no other suspect--> RUNNING --its turn--> alone in its plans --survived--> cleared

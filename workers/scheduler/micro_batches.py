@@ -6,7 +6,7 @@ wait for each other. Decoding sequences are therefore dealt out over P plans in 
 which wait for no token, go into one plan after another. Used by the scheduler.
 
 While the class `batch` is paused, its sequences are left out of plans and keep what they have, unless others
-need it. Those that have waited as long as their class may get a tenth of the steps, and of the places.
+need it. Those that have waited the time of their class get a tenth of the steps, and of the places.
 """
 
 from __future__ import annotations

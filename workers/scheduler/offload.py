@@ -117,7 +117,7 @@ class Offloader:
         return num_wanted <= num_free + min(self._host.num_free, num_movable)
 
     def _has_little_left(self, sequence: Sequence, num_blocks: int) -> bool:
-        """Whether its sharing group has a limit, and less than so many blocks left of its share."""
+        """Whether its sharing group has a limit, and less than `num_blocks` blocks left of its share."""
         group = sequence.sharing_group
         return self._pool.has_limit(group) and self._pool.num_left(group) < num_blocks
 
