@@ -1,4 +1,4 @@
-"""What can go wrong in a replica.
+"""The errors of a replica.
 
 WorkerError
 ├── CheckpointError       the model folder cannot be served: the text names the file, key or tensor

@@ -99,12 +99,12 @@ class ReplicaStats(Part, frozen=True, kw_only=True):
     # Shares of the two peaks that recent steps achieved while they ran.
     mfu: float = 0.0
     mbu: float = 0.0
-    # By rank: how long it loaded, and then ran its first steps, until it was ready.
+    # The time that each rank loaded, and then ran its first steps, until it was ready.
     load_s: tuple[float, ...] = ()
     warm_up_s: tuple[float, ...] = ()
     # The attention backend, as chosen by measurement at start; of several ranks the backends that differ.
     backend: str = ""
-    # By rank, a few seconds old; () until all ranks have reported.
+    # The memory of each rank's device, a few seconds old; () until all ranks have reported.
     memory: tuple[DeviceMemory, ...] = ()
 
     # Prefix cache. Queried tokens are those of computed prompts that could have been cached.

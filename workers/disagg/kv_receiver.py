@@ -115,7 +115,7 @@ class KvReceiver:
         self._do(self.landings.cancel(*key))
 
     def leave(self, reason: str) -> None:
-        """Take nothing new; what is landing may still join."""
+        """Take nothing new; landings under way may still join."""
         self._do(self.landings.refuse_all(reason))
 
     def grant(self) -> None:

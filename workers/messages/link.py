@@ -20,7 +20,6 @@ from workers.stats_record import ReplicaStats
 RequestKey = tuple[str, int]
 # (gateway id, epoch).
 GatewayKey = tuple[str, int]
-# The purpose of a request. Under load `batch` is paused first.
 # The most bytes that come with a request besides its tokens and keys (a grammar has 256 KiB at most), and of
 # messages that carry none.
 _OTHER_BYTES = 2 << 20
@@ -94,6 +93,7 @@ class Submission(Message, frozen=True):
     deadline_s: float | None
     is_private: bool = False
     suspect: bool = False
+    # The purpose of the request. Under load `batch` is paused first.
     service_class: ServiceClass = "standard"
     pooling: Pooling | None = None
     grammar: Grammar | None = None
@@ -159,9 +159,9 @@ class PurgeCache(Message, frozen=True):
 
 
 class StageTimes(Part, frozen=True):
-    """When things happened to a request in one replica, on that host's monotonic clock (seconds); 0: did
-    not happen. `transfer_start` is on the writer's clock; `transfer_end` is when the last piece was verified
-    at the decode side."""
+    """The times of a request's events in one replica, on that host's monotonic clock (seconds); 0: did not
+    happen. `transfer_start` is on the writer's clock; `transfer_end` is when the last piece was verified at
+    the decode side."""
 
     arrived: float = 0.0
     scheduled: float = 0.0

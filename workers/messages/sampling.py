@@ -9,7 +9,7 @@ import struct
 from kvtransfer.codec import Part
 
 _GREEDY_TEMPERATURE = 1e-5
-# The most likely tokens at each position of a prompt that are reported.
+# The largest number of likeliest tokens that is reported at each position of a prompt.
 MAX_PROMPT_LOGPROBS = 128
 # The longest text of a grammar, in bytes of UTF-8.
 MAX_GRAMMAR_BYTES = 256 << 10

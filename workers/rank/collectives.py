@@ -345,7 +345,8 @@ class _HiddenPair:
         self._group = factory.group(f"hidden {sender}", member, 2, on_cuda)
         self._marks = factory.group(f"marks {sender}", member, 2, False) if on_cuda else self._group
         self._on_cuda = on_cuda
-        # As many as there are plans in flight: the tensor of the oldest has been received by then.
+        # The most sends under way, as many as there are plans in flight: the tensor of the oldest has been
+        # received by then.
         self._most_sends = 2 * (pp + 1)
         self._sends: deque[tuple[Any, Tensor]] = deque()
 

@@ -1,4 +1,5 @@
-"""How a rank's thread hands work to a device: the order of kernels, events, copies out, and graphs.
+"""The way in which a rank's thread hands work to a device: the order of kernels, events, copies out, and
+graphs.
 
 A device computes in the order in which work is queued, while the thread runs ahead. On a CPU a call has done
 its work when it returns, so the same executor runs there with nothing left to wait for."""

@@ -90,7 +90,8 @@ class GrammarChecker:
                 pipe.close()
 
     def _start(self) -> bool:
-        # By path, and without that path's folder among those that are searched for modules.
+        # The child is started by its path, and without that path's folder among those that are searched for
+        # modules.
         command = [sys.executable, "-P", __file__, self._arguments]
         try:
             self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)

@@ -51,7 +51,7 @@ class MemoryProfile(NamedTuple):
     buffer_bytes: int
 
     def kv_bytes(self, share: float, memory: MemoryLimits) -> int:
-        """Return what is left for KV of `share` of a device, and of what others leave of it."""
+        """Return the bytes that remain for KV of `share` of a device, and of what others leave of it."""
         return max(0, min(round(share * memory.total_bytes), memory.most_available_bytes) - sum(self))
 
 

@@ -60,7 +60,7 @@ _DTYPES = {
     "float16": torch.float16,
     "fp16": torch.float16,
 }
-# The share of a KV pool in host memory that is taken from the start on. The rest, which a replica may never
+# The bytes of a KV pool in host memory that are taken from the start on. The rest, which a replica may never
 # use, is taken when it is first written, which adds a few percent to those steps.
 _POPULATED_BYTES = 1 << 30
 # The number of graphs from which the memory of all graphs is computed.

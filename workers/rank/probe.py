@@ -34,7 +34,8 @@ from workers.stats_record import DeviceMemory
 _EARLIER_TOKENS = 2048
 # The head, which can be as large as ten layers, is measured on a part of this size; its time is scaled.
 _HEAD_ROWS = 8192
-# Each of the four times is the best of all runs that fit, at least two and at most `_MOST_RUNS`.
+# Each of the four times is the best of the runs that fit into this time, at least two and at most
+# `_MOST_RUNS`.
 _BUDGET_S = 0.15
 _MOST_RUNS = 8
 _PATTERN_ITEMS = 1 << 20

@@ -1,4 +1,5 @@
-"""Read what is asked of prompts in addition to samples: log-probabilities of their tokens, and embeddings.
+"""Read the parts of prompts that are asked for in addition to samples: log-probabilities of their tokens, and
+embeddings.
 
 The logits of all positions of a chunk would take gigabytes with a large vocabulary. They are computed in
 pieces, of which the log-probabilities that are asked for are all that is kept."""
@@ -62,7 +63,7 @@ class PromptReadings(NamedTuple):
 
 class PromptReader:
     """Reads from the hidden states after the last layer. The ranks of the last stage do it together, piece by
-    piece; the one that samples keeps what is read. An entry that cannot be read fails."""
+    piece; the one that samples keeps the readings. An entry that cannot be read fails."""
 
     def __init__(
         self,

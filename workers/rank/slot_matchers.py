@@ -64,7 +64,7 @@ class _Slot:
 
     grammar: bytes
     sample: SlotSample
-    # The masks of the words of its end tokens, while these may not come: until it has this many tokens.
+    # The number of tokens before which its end tokens may not come, and the words of these in a mask.
     min_tokens: int
     end_words: Masks
     matcher: LLMatcher | None = None

@@ -38,7 +38,7 @@ _WAYS_TO_SAMPLE = (
 # The context length, in host memory, of the step that decides how blocks there are read.
 _MEASURED_HOST_TOKENS = 4096
 _NUM_MEASURED_STEPS = 4
-# The slots of the warm-up alone, which no plan of the engine core uses.
+# The number of slots of the warm-up alone, which no plan of the engine core uses.
 NUM_WARM_UP_SLOTS = len(_WAYS_TO_SAMPLE)
 
 

@@ -1,4 +1,4 @@
-"""How a replica is split over ranks: their specifications, and which layers each stage gets. No torch."""
+"""The split of a replica over ranks: their specifications, and the layers of each stage. No torch."""
 
 from __future__ import annotations
 

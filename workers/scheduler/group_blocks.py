@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from kvtransfer.common.group_shares import Claimant, GroupShares, GroupUsage, ShareClaim
 
-# The time at which a block was released, and its id.
+# The tick at which a block was released, and its id.
 EvictableBlock = tuple[int, int]
 
 
@@ -137,7 +137,7 @@ class GroupBlocks:
             assert count <= self.in_use.limit(group), f"{group!r} uses {count} blocks, more than its share"
 
     def entries(self) -> Iterator[tuple[str, EvictableBlock]]:
-        """Yield what is in the heaps, stale entries included."""
+        """Yield the entries of the heaps, stale ones included."""
         for group, heap in self._group_to_evictable.items():
             for entry in heap:
                 yield group, entry

@@ -44,7 +44,7 @@ class Lifecycle:
         self.suspects: dict[RequestKey, Request] = {}
         # The request that is being planned, settled or adopted, for the case that this fails.
         self.handled: RequestKey | None = None
-        # Free slots that cannot be taken now.
+        # The number of free slots that cannot be taken now.
         self.num_reserved_slots = 0
         self.waiting: list[Sequence] = []  # by queue_rank
         self.running: list[Sequence] = []  # by rank

@@ -1,4 +1,5 @@
-"""Planner: fills a step. Decodes first, then prompt chunks, then what waits; frees blocks where they lack."""
+"""Planner: fills a step. Decodes come first, then prompt chunks, then waiting sequences; frees blocks where
+they lack."""
 
 from __future__ import annotations
 
@@ -342,8 +343,8 @@ def _waits_since(sequence: Sequence) -> float:
 
 
 class BlockShortage(NamedTuple):
-    """How many blocks a running sequence lacks, and whose have to come free: the blocks of its sharing group,
-    or anybody's (None)."""
+    """The number of blocks that a running sequence lacks, and whose have to come free: the blocks of its
+    sharing group, or anybody's (None)."""
 
     num_blocks: int
     group: str | None
@@ -405,8 +406,8 @@ def landing_needs(
 
     num_ready_tokens = sum(it.num_remaining for it in running if not is_paused(it))
     shares = _WaitingShares(tables, running)
-    # By target; of groups with a limit, those that are ahead of their own group alone also by target and
-    # group.
+    # The tokens ahead by target; of groups with a limit, those that are ahead of their own group alone also
+    # by target and group.
     target_to_asked_tokens: Counter[str | tuple[str, str]] = Counter()
     passed_targets: set[str | tuple[str, str]] = set()
     for sequence in waiting:
@@ -446,8 +447,8 @@ def landing_needs(
 
 
 class _WaitingShares:
-    """Finds out which waiting sequences of groups with a limit would be admitted by what is left of their
-    share, taken in order: the first that would not holds back its group."""
+    """Finds out which waiting sequences of groups with a limit the rest of their share would admit, taken in
+    order: the first that would not fit holds back its group."""
 
     def __init__(self, tables: BlockTables, running: Seq[Sequence]) -> None:
         self.group_to_held_tokens: Counter[str] = Counter()

@@ -10,7 +10,7 @@ from workers.messages.link import RequestKey, SampleState, Submission
 
 
 class Phase(Enum):
-    """Where a sequence is; `Scheduler` draws the transitions."""
+    """The phase of a sequence; `Scheduler` draws the transitions."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -28,7 +28,7 @@ class LandingState(Enum):
 
 
 class Hold(Enum):
-    """Whom a sequence that waits keeps waiting behind it in line, whatever there is space for."""
+    """The sequences that a waiting sequence keeps waiting behind it in line, whatever there is space for."""
 
     NOBODY = "nobody"
     # The sequences of its sharing group, whose share of the device it waits for.
@@ -262,7 +262,7 @@ class Sequence:
 
     @property
     def rank(self) -> Rank:
-        """Order of service, smallest first; the victim of a preemption is the largest."""
+        """The order of service, smallest first; the victim of a preemption is the largest."""
         return self.request.urgency, self.request.arrival, self.index
 
     @property
@@ -277,7 +277,7 @@ class Sequence:
 
     @property
     def target(self) -> int:
-        """How far plans may go now: a leader stops where its forks begin."""
+        """The number of tokens up to which plans may go now: a leader stops where its forks begin."""
         return self.request.num_prompt_tokens if self.forks else self.num_tokens + self.num_pending
 
     @property

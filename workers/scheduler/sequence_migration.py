@@ -13,7 +13,7 @@ from workers.scheduler.sequence import Phase, Sequence
 
 
 class Position(NamedTuple):
-    """How far a sequence has come. Counts are tokens from the prompt's first one."""
+    """The progress of a sequence. Counts are tokens from the prompt's first one."""
 
     # Tokens that are known, or sampled by plans that are out.
     num_tokens: int

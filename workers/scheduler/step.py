@@ -78,9 +78,9 @@ class FinishedBlock:
 @dataclass(frozen=True, slots=True)
 class ChunkDone:
     """KV of the first `num_computed_tokens` tokens of a prompt to hand over, or of a sequence that migrates,
-    is in `block_ids` (the last block may be partial), at every rank. The first one of a request includes what
-    was cached. Times are of the sampling rank's clock, for traces: the end of its part, and that less what
-    all stages took."""
+    is in `block_ids` (the last block may be partial), at every rank. The first one of a request includes the
+    cached tokens. Times are of the sampling rank's clock, for traces: the end of its part, and that less the
+    time that all stages took."""
 
     request_id: str
     attempt: int
@@ -172,8 +172,8 @@ class StepRates:
 
 @dataclass(frozen=True, slots=True)
 class PlannedEntry:
-    """The scheduler's memory of one `BatchEntry`: who computes up to where, who samples, and what is read of
-    the prompt."""
+    """The scheduler's memory of one `BatchEntry`: the sequence that computes and up to where, the sequences
+    that sample, and the readings of the prompt."""
 
     sequence: Sequence
     start: int
@@ -240,7 +240,7 @@ class StepBatch:
     def fits(
         self, sequence: Sequence, num_tokens: int, num_blocks: int, starting: Iterable[Sequence]
     ) -> bool:
-        """Whether the message takes the sequence's next `num_tokens`, what is new in its table of
+        """Whether the message takes the sequence's next `num_tokens`, the new part of its table of
         `num_blocks`, and the starts of `starting`."""
         num_bytes = _entry_bytes(sequence, num_tokens) + _table_bytes(sequence, num_blocks)
         for number, sample in enumerate(starting):
@@ -430,6 +430,7 @@ def _names_output(submission: Submission) -> bool:
 
 
 # Upper bounds of the bytes that msgpack makes of a message: numbers take 9 bytes, ids and headers 5.
+# The bytes of a slot of `StepPlan.decodes`.
 DECODE_BYTES = 4
 _TABLE_CHANGE_BYTES = 16
 

@@ -169,7 +169,7 @@ class StepCosts:
             return
         decodes_s = self._decode.predict((0.0, num_sequences, num_context_tokens)) * slowest_s / total_s
         if decodes_s < slowest_s:
-            # By token, a small chunk is measured with as large an error as a large one.
+            # Per token, a small chunk is measured with as large an error as a large one.
             self._prefill.add((num_tokens, num_attended), slowest_s - decodes_s, 1.0 / num_tokens)
 
     def coefficients(self) -> dict[str, Any]:

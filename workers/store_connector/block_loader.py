@@ -54,7 +54,7 @@ class _Part:
     first: int
     num_blocks: int
     waiting: set[int]
-    # By rank, for each of its reads: (block index in the load, offset of the record).
+    # The reads of each rank: (block index in the load, offset of the record).
     reads: dict[int, list[tuple[int, int]]]
 
 
@@ -187,7 +187,7 @@ class BlockLoader:
         self._client.send(FetchRequest(self._number, group, keys[0], keys, to_device=False))
 
     def found(self, answer: FindAnswer) -> None:
-        """Take the owner's answer to a look-up, and fetch what is worth loading once there are free blocks
+        """Take the owner's answer to a look-up, and fetch the blocks worth loading once there are free ones
         (`pump`)."""
         load = self._loads.get(answer.number)
         if load is None or load.tiers or load.is_fetching:
@@ -326,7 +326,8 @@ class BlockLoader:
             self._settle(number)
 
     def drop(self, group: str | None) -> None:
-        """Make void what is under way for this sharing group (None: for all): it is computed instead."""
+        """Make void the loads under way for this sharing group (None: for all): their blocks are computed
+        instead."""
         for number, load in list(self._loads.items()):
             if group in (None, load.need.sharing_group):
                 load.num_good = 0

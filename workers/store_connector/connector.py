@@ -91,9 +91,9 @@ class StoreConnector:
         self._is_answering = True
         # The arena that each rank has mapped; a rank without one is missing.
         self._arenas: dict[int, bytes] = {}
-        # When ranks without an arena are ordered again to map it.
+        # The time at which ranks without an arena are ordered again to map it.
         self._attach_at = 0.0
-        # When an owner that does not answer is asked again whether it does.
+        # The time at which an owner that does not answer is asked again whether it does.
         self._ask_at = 0.0
         self._clock = clock
         self._quiet = asyncio.Event()

@@ -94,7 +94,7 @@ class Partials(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """How a kernel divides its work: rows of queries and keys of a product, and Triton's options."""
+    """The division of a kernel's work: rows of queries and keys of a product, and Triton's options."""
 
     rows: int
     keys: int
