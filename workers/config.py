@@ -17,8 +17,8 @@ from pydantic import (
 
 
 class Parallel(NamedTuple):
-    """How a replica is split over ranks: `tp` ranks share every layer of each of `pp` stages. `devices` is
-    one torch device a stage; `layers` how many each stage has (empty: by measured cost)."""
+    """Configures how a replica is split over ranks: `tp` ranks share every layer of each of `pp` stages.
+    `devices` is one torch device a stage; `layers` how many each stage has (empty: by measured cost)."""
 
     tp: int = 1
     pp: int = 1
@@ -31,20 +31,20 @@ class Parallel(NamedTuple):
 
 
 class PaceConfig(BaseModel):
-    """Configures how long the steps of every rank take at least, in seconds, for benchmarks of what is above
-    the ranks: then their results do not depend on the machine, nor on what else runs there."""
+    """Configures how long the steps of every rank take at least, in seconds, for benchmarks of the parts
+    above the ranks: then their results depend neither on the machine nor on its other load."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     base_s: float = Field(default=0.0, ge=0, le=10)
-    # For each sequence that decodes.
+    # The time for each sequence that decodes.
     sequence_s: float = Field(default=0.0, ge=0, le=1)
-    # For each token of a prompt.
+    # The time for each token of a prompt.
     token_s: float = Field(default=0.0, ge=0, le=1)
 
 
 class StepSizes(NamedTuple):
-    """What `max_batch_tokens` and `chunk_tokens` are where they are `auto`."""
+    """The values of `max_batch_tokens` and `chunk_tokens` where they are `auto`."""
 
     max_batch_tokens: int
     chunk_tokens: int
@@ -82,7 +82,7 @@ class EngineSettings(BaseModel):
 
     block_tokens: int = Field(default=64, ge=16, le=256)
     # KV capacity of the replica, in tokens; rounded down to whole blocks. `auto`: what the node's memory, or
-    # the GPU's, has left beside everything else (docs/operating.md).
+    # the GPU's, has left after everything else (docs/operating.md).
     kv_tokens: KvTokens = "auto"
     # Share of that memory which may be used in all where `kv_tokens` is `auto`.
     memory_share: float = Field(default=0.9, gt=0, le=1)
@@ -153,5 +153,5 @@ class EngineConfig(EngineSettings):
 
     @property
     def longest_chunk_tokens(self) -> int:
-        """What a step can hold of one prompt, however long chunks may be."""
+        """The most tokens that a step can hold of one prompt, however long chunks may be."""
         return min(self.chunk_tokens, self.max_batch_tokens)

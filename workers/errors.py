@@ -1,4 +1,4 @@
-"""What can go wrong in a replica.
+"""The errors of a replica.
 
 WorkerError
 ├── CheckpointError       the model folder cannot be served: the text names the file, key or tensor
@@ -7,7 +7,7 @@ WorkerError
 ├── OutOfBlocksError      the block pool has fewer free blocks than asked: preempt or wait
 ├── GrammarRefusedError   a grammar is refused: it is wrong, or beyond what is compiled
 ├── RankDiedError         a rank process ended or stopped answering: the replica must be replaced
-└── PeerError             an engine that is measured beside ours: misnamed, not loaded, dead or silent
+└── PeerError             an engine that is measured along with ours: misnamed, not loaded, dead or silent
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a grammar may cost, for whoever compiles it: gateways, which refuse it, and ranks, which apply it.
+"""The limits of a grammar's cost, for gateways, which refuse it, and ranks, which apply it.
 
 The library stops with an error of its own where a grammar exceeds them. At its authors' rates (50,000 units
 of fuel a millisecond at first, 14,000 in a step; 20,000 items a millisecond; up to 2 kB a lexer state) a

@@ -1,4 +1,5 @@
-"""What the parts of an engine core receive from the layers above them, so that no part imports its owner."""
+"""The interfaces that the parts of an engine core receive from the layers above them, so that no part imports
+its owner."""
 
 from __future__ import annotations
 
@@ -12,17 +13,17 @@ class RankChannel(Protocol):
     """Sends plans and orders to the ranks of the replica."""
 
     def send(self, message: RankDown) -> None:
-        """Send to every rank."""
+        """Send a message to every rank."""
 
     def send_to(self, rank: int, message: RankDown) -> None:
-        """Send to one rank; a rank that has left receives nothing."""
+        """Send a message to one rank; a rank that has left receives nothing."""
 
 
 class GatewayNews(Protocol):
-    """Collects what gateways will receive in the next frame."""
+    """Collects news that gateways will receive in the next frame."""
 
     def post(self, key: GatewayKey, news: News) -> None:
-        """Add to the next frame for this gateway."""
+        """Add news to the next frame for this gateway."""
 
 
 class EngineControl(Protocol):

@@ -7,8 +7,8 @@ from kvtransfer.messages import ReplicaIdentity
 
 
 class PathMeasure(Part, frozen=True):
-    """One rank-to-rank path of a replica pair, as measured when it was joined. Without a `transport`:
-    there is none at all to the peer, because of `instead_of`."""
+    """One rank-to-rank path of a replica pair, as measured when it was joined. Without a `transport` no path
+    leads to the peer, because of `instead_of`."""
 
     peer: ReplicaIdentity
     rank: int
@@ -21,7 +21,7 @@ class PathMeasure(Part, frozen=True):
 
 
 class DeviceMemory(Part, frozen=True):
-    """Of a rank's device: a GPU's memory, or on a CPU the rank's process and the host's memory."""
+    """The memory of a rank's device: a GPU's memory, or on a CPU the rank's process and the host's memory."""
 
     used_bytes: int
     total_bytes: int
@@ -42,9 +42,9 @@ class ReplicaStats(Part, frozen=True, kw_only=True):
     # Sequences.
     num_running: int = 0
     num_waiting: int = 0
-    # Of those that run: left out of steps, because gateways have paused the class `batch`.
+    # Running sequences left out of steps, because gateways have paused the class `batch`.
     num_paused: int = 0
-    # The most that may run, and the most tokens of a step.
+    # The most sequences that may run, and the most tokens of a step.
     max_sequences: int = 0
     max_batch_tokens: int = 0
     # KV of the sequences that run.
@@ -68,17 +68,17 @@ class ReplicaStats(Part, frozen=True, kw_only=True):
     # KV slots that running sequences hold and that contain no token yet.
     num_unfilled_tokens: int = 0
 
-    # Steps. Computed tokens are those of prompts and the inputs of decode steps.
+    # Steps. Computed tokens are the tokens of prompts and the inputs of decode steps.
     num_steps: int = 0
     num_computed_tokens: int = 0
     num_sampled_tokens: int = 0
-    # By number of sequences, in buckets with the upper bounds `BATCH_BOUNDS`.
+    # Steps by number of sequences, in buckets with the upper bounds `BATCH_BOUNDS`.
     num_steps_by_batch: tuple[int, ...] = ()
     # Sequences, summed over all steps.
     num_batched_sequences: int = 0
     prefill_tok_s: float = 0.0
     decode_step_s: float = 0.0
-    # What a chunk takes, and a step of decodes, as told in `workers.scheduler.step_costs`.
+    # The costs of a chunk and of a step of decodes, as told in `workers.scheduler.step_costs`.
     prefill_token_s: float = 0.0
     attention_token_s: float = 0.0
     decode_base_s: float = 0.0
@@ -86,9 +86,9 @@ class ReplicaStats(Part, frozen=True, kw_only=True):
     decode_context_s: float = 0.0
     # Time in which a stage computed, the mean over the stages.
     busy_s: float = 0.0
-    # For how long no rank has progressed with the oldest step that is out, beyond what the largest piece of a
-    # step may take; 0: they progress, or nothing is out. Reports keep coming meanwhile, so that a slow
-    # replica is told from a stopped one.
+    # The time for which no rank has progressed with the oldest step that is out, beyond the time that the
+    # largest piece of a step may take; 0: ranks progress, or no step is out. Reports keep coming in that
+    # time, so that a slow replica is told from a stopped one.
     stalled_s: float = 0.0
     # The least arithmetic, and the least device memory reads, that the steps needed (`workers.model.sizes`).
     num_flops: float = 0.0
@@ -99,23 +99,23 @@ class ReplicaStats(Part, frozen=True, kw_only=True):
     # Shares of the two peaks that recent steps achieved while they ran.
     mfu: float = 0.0
     mbu: float = 0.0
-    # By rank: how long it loaded, and then ran its first steps, before it was ready.
+    # The time that each rank loaded, and then ran its first steps, until it was ready.
     load_s: tuple[float, ...] = ()
     warm_up_s: tuple[float, ...] = ()
-    # What computes attention, as chosen by measurement at start; of several ranks those that differ.
+    # The attention backend, as chosen by measurement at start; of several ranks the backends that differ.
     backend: str = ""
-    # By rank, a few seconds old; () until all ranks have reported.
+    # The memory of each rank's device, a few seconds old; () until all ranks have reported.
     memory: tuple[DeviceMemory, ...] = ()
 
     # Prefix cache. Queried tokens are those of computed prompts that could have been cached.
     num_queried_tokens: int = 0
-    # Of those: the ones that were, by tier ("device", "dram", "nvme", "remote").
+    # Queried tokens that were cached, by tier ("device", "dram", "nvme", "remote").
     num_hit_tokens: dict[str, int] = {}
 
     # Landings, the waiting ones included.
     num_landings: int = 0
     num_waiting_landings: int = 0
-    # By cause (`kvtransfer.protocol.actions.Lost`): landings that ended without hand-over.
+    # Landings that ended without hand-over, by cause (`kvtransfer.protocol.actions.Lost`).
     num_lost_landings: dict[str, int] = {}
     num_checksum_failures: int = 0
     # KV written to other replicas: the rate of recent pushes, bytes by traffic class, bytes and time by

@@ -73,11 +73,12 @@ class KvReceiver:
         self.num_lost: Counter[LostCause] = Counter()
 
     def writer_joined(self, writer: ReplicaIdentity, pieces: Sequence[tuple[int, Shard]]) -> None:
-        """The Peer link of a writer opened; of every block it will write these (rank of ours, piece)."""
+        """Register a writer whose Peer link opened; of every block it will write these (rank of ours,
+        piece)."""
         self._do(self.landings.writer_joined(writer, pieces))
 
     def message(self, writer: ReplicaIdentity, message: PeerLinkMessage) -> None:
-        """From a prefill replica."""
+        """Take a message from a prefill replica."""
         now = self._clock.now()
         match message:
             case LandingRequest():
@@ -96,7 +97,7 @@ class KvReceiver:
                 _log.warning("%s sent %s to its reader", writer.replica_id, type(message).__name__)
 
     def report(self, rank: int, report: Verified | LandingClosed | WriterGone) -> None:
-        """From a rank."""
+        """Take a report of a rank."""
         match report:
             case Verified():
                 self._do(self.landings.verified(rank, report))
@@ -106,24 +107,24 @@ class KvReceiver:
                 self.landings.writer_gone(rank, report)
 
     def writer_lost(self, writer: ReplicaIdentity) -> None:
-        """The Peer link of a writer ended."""
+        """Abort the landings of a writer whose Peer link ended."""
         self._do(self.landings.writer_lost(writer))
 
     def cancel(self, key: RequestKey) -> None:
-        """Abort what lands for this attempt."""
+        """Abort the landing of this attempt."""
         self._do(self.landings.cancel(*key))
 
     def leave(self, reason: str) -> None:
-        """Take nothing new; what is landing may still join."""
+        """Take nothing new; landings under way may still join."""
         self._do(self.landings.refuse_all(reason))
 
     def grant(self) -> None:
-        """Blocks may have become free: open waiting landings."""
+        """Open waiting landings, for which blocks may have become free."""
         if self.landings.num_waiting or self.landings.has_claims:
             self._do(self.landings.grant(self._clock.now(), idle=self._idle()))
 
     def tick(self) -> None:
-        """Leases and deadlines."""
+        """Look after leases and deadlines."""
         self._do(self.landings.expire(self._clock.now()))
         self.grant()
 
@@ -161,7 +162,7 @@ class KvReceiver:
         self._do(self.landings.hand_over(writer, landing_id, name, _num_landed_tokens(submission), now))
 
     def _find_problem(self, submission: Submission) -> str:
-        """What is wrong with a submission that is handed over; "" where nothing is."""
+        """Return what is wrong with a submission that is handed over; "" where nothing is."""
         samples, num_prompt_tokens = submission.samples, len(submission.prompt) // TOKEN_BYTES
         if num_prompt_tokens == 0 or submission.sampling.max_tokens < 1:
             return f"{num_prompt_tokens} tokens of prompt, max_tokens {submission.sampling.max_tokens}"
@@ -204,7 +205,8 @@ class KvReceiver:
 
 
 def _num_landed_tokens(submission: Submission) -> int:
-    """Tokens whose KV was handed over: all but each sample's last one. -1 where that is not one number."""
+    """Return the number of tokens whose KV was handed over: all but each sample's last one. -1 where that is
+    not one number."""
     lengths = {len(sample.output) for sample in submission.samples}
     if len(lengths) != 1 or 0 in lengths:
         return -1

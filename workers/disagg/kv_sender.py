@@ -48,7 +48,7 @@ _log = logging.getLogger("tandem.handover")
 
 
 class KvSender:
-    """All pushes of one replica; see the module's text."""
+    """Owns all pushes of one replica; see the module's text."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class KvSender:
         """Ask for the landings of prompts that are near the head of the queue, once there is a path."""
         for need in needs:
             record = self._requests.get((need.request_id, need.attempt))
-            # An earlier one may have found that there is no way to their peer.
+            # An earlier need may have found that there is no way to their peer.
             if record is not None and isinstance(record.push, PromptPush):
                 record.push.need = need
                 record.push.peer_ready()
@@ -126,7 +126,7 @@ class KvSender:
         is_growing: bool = False,
     ) -> None:
         """Ask `target` for a landing of `num_tokens` until `deadline` (None: without limit); there is a path
-        to it. `is_growing`: the sequence decodes meanwhile and may end with fewer."""
+        to it. `is_growing`: the sequence decodes at the same time and may end with fewer."""
         connection_id = self._peers.connection(target.identity)
         assert connection_id is not None
         request = LandingRequest(
@@ -161,12 +161,12 @@ class KvSender:
     # ----------------------------------------------------------------------------- peers, ranks
 
     def peer_ready(self, peer: ReplicaIdentity) -> None:
-        """Ask for what waited for the path to `peer`, which is measured now."""
+        """Ask for the landings that waited for the path to `peer`, which is measured now."""
         for _, push in self._requests.pushing_to(peer):
             push.peer_ready()
 
     def peer_failed(self, peer: ReplicaIdentity, reason: str) -> None:
-        """End what goes to `peer`: there is no way to it."""
+        """End the pushes to `peer`: there is no way to it."""
         for _, push in self._requests.pushing_to(peer):
             push.peer_failed(reason)
         self._do(self.sends.peer_lost(peer, self._clock.now()))
@@ -281,7 +281,7 @@ class PromptPush:
             self._sender.ask(self.target, submission, need.num_tokens, keys, need.deadline)
 
     def peer_failed(self, reason: str) -> None:
-        """The request must be routed again."""
+        """Fail the request, which must be routed again."""
         self._fail("peer", reason)
 
     def granted(self) -> None:
@@ -294,7 +294,7 @@ class PromptPush:
         self._record.trace.append(("push.end", pushed.started_at + pushed.seconds))
 
     def handed_over(self) -> None:
-        """Nothing changes here until the target has joined."""
+        """Change nothing until the target has joined."""
 
     def ended(self, ended: PushEnded) -> None:
         """Release the prompt's blocks; the request continues at the target, or has failed."""

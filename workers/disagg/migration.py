@@ -31,9 +31,9 @@ from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.sequence_migration import Position
 from workers.scheduler.step import ChunkDone, StepRates
 
-# How long a landing may wait for blocks at the target; then the gateway chooses again.
+# The time that a landing may wait for blocks at the target; then the gateway chooses again.
 LANDING_WAIT_S = 2.0
-# A landing has capacity for what is decoded in this time, beside the time that the copy takes.
+# A landing has capacity for the tokens decoded in this time, in addition to the time that the copy takes.
 AHEAD_S = 0.25
 MAX_TRIES = 4
 # A sequence that has fewer tokens to go ends here sooner than it migrates.
@@ -49,7 +49,7 @@ class _State(Enum):
     ASKED = auto()
     COPYING = auto()
     HANDED = auto()
-    # Given up; what is being written for it is being stopped.
+    # The migration is given up; the writes for it are being stopped.
     ENDING = auto()
 
 
@@ -88,7 +88,7 @@ class MigrationManager:
         return len(self._migrations)
 
     def start(self, move: Move) -> None:
-        """Migrate this request when its turn comes. One that is not here (any more) has been answered
+        """Migrate this request when its turn comes. A request that is not here (any more) has been answered
         already, and one that is being handed over will leave anyway."""
         record = self.requests.get((move.request_id, move.attempt))
         if record is None or record.push is not None:
@@ -101,7 +101,8 @@ class MigrationManager:
         self.control.wake()
 
     def pump(self) -> None:
-        """Start what may start, and take back what the scheduler has changed; called after every turn."""
+        """Start the migrations that may start, and take back those that the scheduler has changed; called
+        after every turn."""
         if not len(self):
             return
         num_free = self._max_active - sum(it.state is not _State.QUEUED for it in self._migrations)
@@ -140,9 +141,9 @@ class Migration:
         self._sender = manager.sender
         self._scheduler = manager.scheduler
         self._num_tries = 0
-        # Tokens for which the landing has capacity.
+        # The number of tokens for which the landing has capacity.
         self._capacity = 0
-        # It is settled with how many tokens the sequence stops here.
+        # Whether it is settled with how many tokens the sequence stops here.
         self._is_stopping = False
         self._again = False
 
@@ -197,11 +198,11 @@ class Migration:
     # -------------------------------------------------------------------------------- from the transfer
 
     def peer_ready(self) -> None:
-        """Nothing to do: the next `pump` begins."""
+        """Do nothing: the next `pump` begins."""
 
     def peer_failed(self, reason: str) -> None:
-        """A state that was sent may have arrived: then the sequence must not continue here as well, and its
-        gateway decides."""
+        """Continue here, unless a state was sent that may have arrived: then the sequence must not continue
+        here as well, and its gateway decides."""
         if self.state is _State.QUEUED:
             self.fail(reason)
         elif self.state is _State.HANDED:
@@ -212,7 +213,7 @@ class Migration:
             self._manager.requests.fail(RequestFailed(*self._record.key, "leaving", lost))
 
     def granted(self) -> None:
-        """Write what is finished."""
+        """Write the finished blocks."""
         key, sequences = self._record.key, self._scheduler.migration
         if self.state is not _State.ASKED:
             return
@@ -230,7 +231,7 @@ class Migration:
         self._hold_when_caught_up()
 
     def handed_over(self) -> None:
-        """The state is sent: from here the target may run the stream."""
+        """Note that the state is sent: from here the target may run the stream."""
         self.state = _State.HANDED
 
     def ended(self, ended: PushEnded) -> None:

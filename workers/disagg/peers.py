@@ -51,9 +51,9 @@ from workers.messages.peer_link import PEER_CODEC, PeerLinkMessage
 from workers.stats_record import PathMeasure
 
 _HELLO_TIMEOUT_S = 10.0
-# Of a peer: planning takes as many steps as the product of both sides' ranks.
+# The most ranks of a peer: planning takes as many steps as the product of both sides' ranks.
 _MAX_RANKS = 1024
-# Of what a decode replica answers: the block ids of a landing, or the endpoints of its ranks.
+# The most bytes of a decode replica's answer: the block ids of a landing, or the endpoints of its ranks.
 _MAX_ANSWER_BYTES = 16 << 20
 _MAX_REFUSAL_CHARS = 2000
 
@@ -66,7 +66,7 @@ class _DecodePeer:
     side: PrefillSide
     connection_id: bytes
     stream: FrameStream | None = None
-    # By our rank: the lanes it has connected and measured.
+    # The lanes that each rank of ours has connected and measured.
     paths: dict[int, tuple[LanePath, ...]] = field(default_factory=dict)
     ready_at: float | None = None
 
@@ -98,7 +98,7 @@ class DecodeSide(Protocol):
 
 
 class Peers:
-    """The links of one engine core. After every event it has passed on it calls `wake`."""
+    """Holds the links of one engine core. After every event that they have passed on they call `wake`."""
 
     def __init__(
         self,
@@ -144,22 +144,23 @@ class Peers:
         self._tasks.spawn(self._run_link(peer), f"peer {target.identity.replica_id}")
 
     def forget_others(self, peers: Sequence[ReplicaIdentity]) -> None:
-        """There are only these now: the failures of others are no news any more."""
+        """Forget the failures of peers other than these: there are only these now."""
         self._cooling = {identity: it for identity, it in self._cooling.items() if identity in peers}
 
     def connection(self, peer: ReplicaIdentity) -> bytes | None:
-        """The id of the measured data connection to `peer`; None while there is none."""
+        """Return the id of the measured data connection to `peer`; None while there is none."""
         link = self._decode_peers.get(peer)
         return link.connection_id if link is not None and link.ready_at is not None else None
 
     def send_to_reader(self, peer: ReplicaIdentity, message: PeerLinkMessage) -> None:
-        """To a decode replica; dropped when the link is gone (its loss is reported by `on_failed`)."""
+        """Send a message to a decode replica; dropped when the link is gone (its loss is reported by
+        `on_failed`)."""
         link = self._decode_peers.get(peer)
         if link is not None and link.stream is not None:
             link.stream.send(PEER_CODEC.encode(message))
 
     def path_report(self, rank: int, report: PeerConnected | PeerConnectFailed | PeerLost) -> None:
-        """One rank's news about its lanes to a peer."""
+        """Take one rank's news about its lanes to a peer."""
         peer = next(
             (item for item in self._decode_peers.values() if item.connection_id == report.connection_id), None
         )
@@ -176,8 +177,8 @@ class Peers:
             self._control.wake()
 
     def paths(self) -> tuple[PathMeasure, ...]:
-        """The measured paths, one for each lane, for reports; for a peer that no way leads to now, one that
-        has no transport but the reason."""
+        """Return the measured paths, one for each lane, for reports; for a peer that no way leads to now, one
+        that has no transport but the reason."""
         measured = tuple(
             PathMeasure(
                 peer=peer.target.identity,
@@ -201,7 +202,7 @@ class Peers:
         return measured + missing
 
     def _log_paths(self, peer: _DecodePeer, rank: int, paths: tuple[LanePath, ...]) -> None:
-        """Each path at join, and what has changed when a lane failed over later."""
+        """Log each path at join, and what has changed when a lane failed over later."""
         earlier = peer.paths.get(rank)
         for path in paths:
             if earlier is not None and path in earlier:
@@ -275,7 +276,7 @@ class Peers:
             self._channel.send_to(own.rank, connect)
 
     def _fail(self, peer: _DecodePeer, reason: str, *, is_expected: bool = False) -> None:
-        """`is_expected`: the peer has said that it stops."""
+        """Close the link to a peer and report the failure; `is_expected`: the peer has said that it stops."""
         if self._decode_peers.get(peer.target.identity) is not peer:
             return
         _log.log(
@@ -294,7 +295,7 @@ class Peers:
         self._control.wake()
 
     def _cool_down(self, peer: _DecodePeer, reason: str) -> None:
-        """Twice as long as the last time, unless the path was good for longer than that."""
+        """Wait twice as long as the last time, unless the path was good for longer than that."""
         now, identity = self._clock.now(), peer.target.identity
         longest_s = self._config.max_cool_down_s
         earlier = self._cooling.pop(identity, None)
@@ -308,7 +309,7 @@ class Peers:
     # ------------------------------------------------------------------------------ links of writers
 
     async def serve(self, stream: FrameStream, side: DecodeSide) -> None:
-        """Handler of an accepted Peer link; runs until it ends."""
+        """Serve an accepted Peer link until it ends."""
         frame = await stream.receive()
         hello = None if frame is None else PEER_CODEC.decode(frame)
         if not isinstance(hello, PeerHello):
@@ -354,7 +355,7 @@ class Peers:
                 raise IncompatibleError(f"rank {item.rank} of the peer holds {item.shard} of {model}")
 
     def send_to_writer(self, writer: ReplicaIdentity, message: PeerLinkMessage) -> None:
-        """To a replica that writes here; dropped when its link is gone."""
+        """Send a message to a replica that writes here; dropped when its link is gone."""
         stream = self._writers.get(writer)
         if stream is not None:
             stream.send(PEER_CODEC.encode(message))

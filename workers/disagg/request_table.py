@@ -30,7 +30,7 @@ from workers.messages.sampling import MAX_PROMPT_LOGPROBS, Grammar, SamplingPara
 
 
 class Push(Protocol):
-    """KV of one request on its way to another replica, and what follows from each event of the transfer.
+    """The transfer of one request's KV to another replica, and what follows from each of its events.
 
     `KvSender` owns every push. A `PromptPush` hands over a prompt, a `Migration` hands over a running stream.
     """
@@ -40,31 +40,31 @@ class Push(Protocol):
         """The replica that receives the KV."""
 
     def peer_ready(self) -> None:
-        """The path to the target is measured."""
+        """Take in that the path to the target is measured."""
 
     def peer_failed(self, reason: str) -> None:
-        """There is no path to the target; called before pushes to it are stopped."""
+        """Take in that there is no path to the target; called before pushes to it are stopped."""
 
     def granted(self) -> None:
-        """The target has reserved blocks."""
+        """Take in that the target has reserved blocks."""
 
     def pushed(self, pushed: Pushed) -> None:
-        """Every rank has written a chunk."""
+        """Take in that every rank has written a chunk."""
 
     def handed_over(self) -> None:
-        """All KV is written, and the state of the request is being sent."""
+        """Take in that all KV is written, and the state of the request is being sent."""
 
     def ended(self, ended: PushEnded) -> None:
-        """The landing is over: joined at the target, or not."""
+        """Take in that the landing is over: joined at the target, or not."""
 
 
 @dataclass(slots=True, eq=False)
 class ActiveRequest:
-    """What a replica knows of one request, beside what the scheduler computes of it."""
+    """A replica's record of one request, apart from what the scheduler computes of it."""
 
     key: RequestKey
     gateway: GatewayKey
-    # The prompt is handed over to another replica, which decodes.
+    # Whether the prompt is handed over to another replica, which decodes.
     decodes_remotely: bool
     open_samples: set[int]
     push: Push | None = None
@@ -87,7 +87,7 @@ class RequestTable:
         return key in self._records
 
     def __iter__(self) -> Iterator[ActiveRequest]:
-        """The requests of this moment; they may end while they are visited."""
+        """Yield the requests of this moment; they may end while they are visited."""
         return iter(list(self._records.values()))
 
     def get(self, key: RequestKey) -> ActiveRequest | None:
@@ -164,7 +164,7 @@ class RequestTable:
 _MAX_SEED = (1 << 64) - 1
 _MAX_INT32 = (1 << 31) - 1
 _MAX_TOKEN_ID = (1 << 32) - 1
-# The largest of single precision, in which tokens are chosen.
+# The largest number of single precision, in which tokens are chosen.
 _MAX_FLOAT32 = 3.4e38
 _FLOATS = (
     "temperature",
@@ -206,7 +206,7 @@ def _problems(submission: Submission, vocab_size: int) -> Iterator[str]:
 
 
 def _pooling_problems(submission: Submission) -> Iterator[str]:
-    """What an embedding of a prompt cannot be asked for together with."""
+    """Yield the parameters with which an embedding of a prompt cannot be asked for."""
     if submission.facts.pooling is None:
         return
     if len(submission.samples) != 1 or submission.samples[0].output:

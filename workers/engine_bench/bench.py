@@ -1,4 +1,4 @@
-"""Benchmark the engine alone, beside the machine's limits and other engines, round by round.
+"""Benchmark the engine alone, along with the machine's limits and other engines, round by round.
 
 Called by `tandem bench engine` and by `benchmarks/engine.py`. Every result is a dictionary passed to `emit`:
 "check" (logits against transformers), "machine", "peer loaded", "peer skipped" or "peer failed", a "round" of
@@ -56,14 +56,14 @@ _CHECK_CHUNK_TOKENS = 32
 _GEMM_SIZE = 2048
 _READ_BYTES = 512 << 20
 _NUM_LIMIT_RUNS = 2
-# Peers compute the context of a decode batch themselves; ours need not, so longer ones are ours alone.
+# Peers compute the context of a decode batch themselves; ours need not, so longer contexts are ours alone.
 _MOST_PEER_DECODE_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """What is measured. `decode` are pairs of batch and context; `peer_cache` None: a folder that is removed
-    afterwards. `with_deterministic`: our engine is measured beside itself in deterministic mode, as a peer
+    """The options of a benchmark. `decode` are pairs of batch and context; `peer_cache` None: a folder that
+    is removed afterwards. `with_deterministic`: our engine is also measured in deterministic mode, as a peer
     is."""
 
     model_dir: Path

@@ -82,7 +82,7 @@ class EngineDriver:
 
     @contextmanager
     def started(self, last_tokens: Sequence[bytes], num_total: int) -> Iterator[None]:
-        """Have sequences in the block that may grow to `num_total` tokens each, in blocks one after another.
+        """Hold sequences in the block that may grow to `num_total` tokens each, in blocks one after another.
         They sample greedily after their `last_tokens`, of 4 bytes each."""
         num_blocks = -(-num_total // self._block_tokens)
         blocks = np.arange(len(last_tokens) * num_blocks, dtype="<u4").reshape(-1, num_blocks)

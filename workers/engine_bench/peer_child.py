@@ -32,7 +32,7 @@ _UBATCH_TOKENS = 512
 
 @dataclass(frozen=True)
 class Settings:
-    """What the benchmark asks of a peer. `max_tokens` is the longest sequence, `max_batch` and
+    """The request of the benchmark to a peer. `max_tokens` is the longest sequence, `max_batch` and
     `max_batch_tokens` (context and steps) the largest decode step; files go to `cache_dir`."""
 
     peer: str

@@ -1,4 +1,4 @@
-"""Other engines that are measured beside ours, each a child process in an interpreter of its own.
+"""Other engines that are measured along with ours, each a child process in an interpreter of its own.
 
 Between its turns a child is stopped (SIGSTOP): thread pools that spin while they wait would take the CPU from
 the others.
@@ -79,7 +79,7 @@ def _known() -> str:
 
 
 class Ready(NamedTuple):
-    """What a peer says of itself when it is loaded."""
+    """The version and details that a peer reports when it is loaded."""
 
     version: str
     detail: str

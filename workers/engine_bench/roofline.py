@@ -1,4 +1,4 @@
-"""What the machine allows: the roofline of a step, and the time of a chunk's products alone."""
+"""The limits of the machine: the roofline of a step, and the time of a chunk's products alone."""
 
 from __future__ import annotations
 

@@ -16,14 +16,14 @@ from kvtransfer.common.clock import Clock
 
 # The share of the CPU that others may use in a round that counts.
 QUIET_SHARE = 0.04
-# After so many void rounds of a measure, all its rounds are reported with their share.
+# After this many void rounds of a measure, all its rounds are reported with their share.
 MOST_VOID_ROUNDS = 12
-# What the kernel's count of busy time, by ticks, may differ from that of the processes, per CPU.
+# The most by which the kernel's count of busy time, by ticks, may differ from that of the processes, per CPU.
 _TICK_S = 0.02
 
 
 class Measure(NamedTuple):
-    """What is measured: the prefill of one prompt, or decode steps of a batch."""
+    """The subject of a measurement: the prefill of one prompt, or decode steps of a batch."""
 
     what: str
     num_tokens: int
@@ -39,7 +39,7 @@ class Measure(NamedTuple):
 
 
 class Engine(Protocol):
-    """Ours or a peer."""
+    """An engine that is measured: ours or a peer."""
 
     def prefill_s(self, num_tokens: int) -> float:
         """Return the seconds that a random prompt takes up to its first token."""
@@ -56,7 +56,8 @@ def measure_s(engine: Engine, measure: Measure) -> float:
 
 
 class Round(NamedTuple):
-    """One round of one measure: tokens a second by engine and by limit, and what others used of the CPU."""
+    """One round of one measure: tokens a second by engine and by limit, and the share of the CPU that others
+    used."""
 
     name_to_tok_s: Mapping[str, float]
     others: float

@@ -20,11 +20,10 @@ from workers.stats_record import ReplicaStats
 RequestKey = tuple[str, int]
 # (gateway id, epoch).
 GatewayKey = tuple[str, int]
-# What a request is for. Under load `batch` is paused first.
-# Of what comes with a request beside its tokens and keys (a grammar has 256 KiB at most), and of messages
-# that carry none.
+# The most bytes that come with a request besides its tokens and keys (a grammar has 256 KiB at most), and of
+# messages that carry none.
 _OTHER_BYTES = 2 << 20
-# A key with its length.
+# The bytes of a key with its length.
 _KEY_BYTES = 18
 
 
@@ -49,7 +48,7 @@ class GatewayHello(Message, frozen=True):
 class SampleState(Part, frozen=True):
     """One of the `n` continuations of a prompt: its number, its seed, and the tokens it has so far. With a
     grammar `mask_digest` is that of its last token (`TokenDelta`), with which the replayed state is compared;
-    b"": it is not."""
+    b"": it is not compared."""
 
     index: int
     seed: int
@@ -94,6 +93,7 @@ class Submission(Message, frozen=True):
     deadline_s: float | None
     is_private: bool = False
     suspect: bool = False
+    # The purpose of the request. Under load `batch` is paused first.
     service_class: ServiceClass = "standard"
     pooling: Pooling | None = None
     grammar: Grammar | None = None
@@ -105,7 +105,7 @@ class Submission(Message, frozen=True):
 
     @property
     def facts(self) -> RequestFacts:
-        """Whose request it is, and how it may be treated."""
+        """The request's owner and purpose, and how it may be treated."""
         return self.standing or RequestFacts(
             tenant=self.tenant,
             sharing_group=self.sharing_group,
@@ -121,9 +121,9 @@ class Submission(Message, frozen=True):
 
 
 class Announce(Message, frozen=True):
-    """Gateway to engine core: a request waits in the gateway, and will probably be submitted here. What the
-    store has of its prompt's `block_keys`, as in `Submission`, may be loaded meanwhile. Forgotten when the
-    request is submitted or cancelled, and after a while (`AnnouncedPrompts`)."""
+    """Gateway to engine core: a request waits in the gateway, and will probably be submitted here. The
+    store's blocks of its prompt's `block_keys`, as in `Submission`, may be loaded before that. Forgotten when
+    the request is submitted or cancelled, and after a while (`AnnouncedPrompts`)."""
 
     request_id: str
     sharing_group: str
@@ -159,9 +159,9 @@ class PurgeCache(Message, frozen=True):
 
 
 class StageTimes(Part, frozen=True):
-    """When things happened to a request in one replica, on that host's monotonic clock (seconds); 0: did
-    not happen. `transfer_start` is on the writer's clock; `transfer_end` is when the last piece was verified
-    at the decode side."""
+    """The times of a request's events in one replica, on that host's monotonic clock (seconds); 0: did not
+    happen. `transfer_start` is on the writer's clock; `transfer_end` is when the last piece was verified at
+    the decode side."""
 
     arrived: float = 0.0
     scheduled: float = 0.0
@@ -216,7 +216,7 @@ class PrefillReport(Part, frozen=True):
     times: StageTimes
     # Named moments of the prompt's chunks and pushes so far, on the replica's monotonic clock.
     trace: tuple[tuple[str, float], ...] = ()
-    # Of the cached tokens: those that were brought from the store for this request, by tier.
+    # The cached tokens that were brought from the store for this request, by tier.
     num_loaded_tokens: dict[str, int] = {}
 
 
@@ -231,7 +231,8 @@ class HandOverReport(Part, frozen=True):
     transport: str
     transfer_gb_s: float
     times: StageTimes
-    # The output index of the first token that comes from here; those before come from who handed it over.
+    # The output index of the first token that comes from here; the tokens before it come from the replica
+    # that handed it over.
     first_index: int = 0
 
 
@@ -302,7 +303,8 @@ News = (
 
 
 class QueueReport(Part, frozen=True):
-    """What of a replica's load changes from step to step, as in `workers.stats_record.ReplicaStats`."""
+    """The parts of a replica's load that change from step to step, as in
+    `workers.stats_record.ReplicaStats`."""
 
     num_running: int
     num_waiting: int
@@ -338,7 +340,7 @@ class ReplicaHello(Message, frozen=True):
     compatibility: CompatibilityRecord
     max_context_tokens: int
     load: LoadReport
-    # Of the change that gave it this role; 0: its first one.
+    # The epoch of the change that gave it this role; 0: its first one.
     role_epoch: int = 0
 
 
@@ -359,12 +361,12 @@ class CachePurged(Message, frozen=True):
     """Answer to `PurgeCache`."""
 
     number: int
-    # That nothing finds any more.
+    # The number of blocks that nothing finds any more.
     num_blocks: int
-    # Of them, in use until the requests that hold them end.
+    # The number of blocks among them in use until the requests that hold them end.
     num_held: int
-    # Of the group's, under way: their KV is private from now on. One whose prompt is on its way to another
-    # replica in this very moment may leave some there.
+    # The group's requests under way: their KV is private from now on. One whose prompt is on its way to
+    # another replica in this very moment may leave some there.
     num_requests: int
 
 

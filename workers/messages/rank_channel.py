@@ -21,8 +21,8 @@ from workers.stats_record import DeviceMemory
 
 
 class StepPace(Part, frozen=True):
-    """How long a step takes at least: so much, and more for each sequence that decodes and each token of a
-    prompt. A paced rank has the same speed on every machine, whatever else that does."""
+    """Configures how long a step takes at least: a base, and more for each sequence that decodes and each
+    token of a prompt. A paced rank has the same speed on every machine, whatever else that does."""
 
     base_s: float
     sequence_s: float
@@ -30,11 +30,12 @@ class StepPace(Part, frozen=True):
 
 
 class RankSpec(Message, frozen=True):
-    """What a rank process is started with (on its standard input, or as the actor's argument).
+    """The specification that a rank process is started with (on its standard input, or as the actor's
+    argument).
 
     Rank `stage * tp + tp_rank` is the `tp_rank`-th of the `tp` ranks that share every layer of `stage`. The
     first of the last stage samples. `probe_rows` above 0: before it loads, the rank measures what a layer and
-    the head cost on its device for a step of so many tokens, `probe_sampled_rows` of which sample (0: all),
+    the head cost on its device for a step of that many tokens, `probe_sampled_rows` of which sample (0: all),
     and reports it in `RankJoined`. `kv_share` above 0: `num_kv_tokens` is the most; see `AutoKv`.
     """
 
@@ -54,16 +55,16 @@ class RankSpec(Message, frozen=True):
     max_sequences: int
     transfer: TransferSettings
     kv_share: float = 0.0
-    # KV capacity in host memory for older blocks of running sequences, beside `num_kv_tokens`.
+    # KV capacity in host memory for older blocks of running sequences, in addition to `num_kv_tokens`.
     num_offload_tokens: int = 0
     probe_rows: int = 0
     probe_sampled_rows: int = 0
-    # Only with products and attention whose results for a sequence depend on nothing else.
+    # Whether it may run only with products and attention whose results for a sequence depend on nothing else.
     deterministic: bool = False
     faults: tuple[FaultRule, ...] = ()
-    # None: steps take as long as they take.
+    # The pace of steps; None: they take the time that they need.
     pace: StepPace | None = None
-    # Drawn for this start of this rank; see `RankTicket`.
+    # The secret drawn for this start of this rank; see `RankTicket`.
     ticket: bytes = b""
 
     @property
@@ -80,7 +81,7 @@ class RankSpec(Message, frozen=True):
 
 
 class StageCost(Part, frozen=True):
-    """What a step of the probed size costs on a rank's device, in seconds: one layer (its share of it under
+    """The cost of a step of the probed size on a rank's device, in seconds: one layer (its share of it under
     TP), embedding, and norm with head. All 0 when it was not asked."""
 
     layer_s: float = 0.0
@@ -139,12 +140,12 @@ class RankReady(Message, frozen=True):
     endpoints: RankEndpoints
     load_s: float
     warm_up_s: float
-    # In host memory; their ids follow on those of `num_blocks`.
+    # Blocks in host memory; their ids follow on those of `num_blocks`.
     num_offload_blocks: int = 0
-    # What its device was measured to compute, and to read from its memory, a second.
+    # The operations that its device was measured to compute a second, and the bytes to read from its memory.
     flop_s: float = 0.0
     byte_s: float = 0.0
-    # What computes its attention.
+    # The name of its attention backend.
     backend: str = ""
 
 
@@ -200,8 +201,8 @@ class SlotSample(Part, frozen=True):
 
 
 class SlotStart(Part, frozen=True):
-    """Samples of one request begin: what the sampler must know of them. `prompt` is b"" unless the repetition
-    penalty looks at it; `grammar` is the digest of one that is compiled, or b""."""
+    """The start of the samples of one request: the facts that the sampler must know. `prompt` is b"" unless
+    the repetition penalty looks at it; `grammar` is the digest of one that is compiled, or b""."""
 
     sampling: SamplingParams
     samples: tuple[SlotSample, ...]
@@ -219,9 +220,9 @@ class TableChange(Part, frozen=True):
 
 
 class PromptTargets(Part, frozen=True):
-    """Log-probabilities are asked for of these `tokens` (uint32) of a prompt, and of the `num_top` most
-    likely in their places: each from the logits of the position before it, the first from those of position
-    `start`."""
+    """The tokens of a prompt whose log-probabilities are asked for: these `tokens` (uint32), and the
+    `num_top` most likely in their places, each from the logits of the position before it, the first from
+    those of position `start`."""
 
     start: int
     tokens: bytes
@@ -344,10 +345,10 @@ class StepReport(Message, frozen=True):
     tokens: bytes
     started_at: float
     finished_at: float
-    # Every few seconds.
+    # The device's memory, every few seconds.
     memory: DeviceMemory | None = None
-    # Also those that a stage before this one failed to compute, and those of sequences that failed in an
-    # earlier step which this plan had not known of.
+    # The failed entries, also those that a stage before this one failed to compute, and those of sequences
+    # that failed in an earlier step which this plan had not known of.
     failed: tuple[FailedEntry, ...] = ()
     logprobs: tuple[RowLogprob, ...] = ()
     prompt_logprobs: tuple[EntryLogprobs, ...] = ()

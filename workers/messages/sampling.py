@@ -1,4 +1,4 @@
-"""How tokens are chosen, and what is reported of a choice: parts of the messages of Links and of rank
+"""The parameters of sampling, and the reports of a choice: parts of the messages of Links and of rank
 channels."""
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ import struct
 from kvtransfer.codec import Part
 
 _GREEDY_TEMPERATURE = 1e-5
-# Of the likeliest tokens at each position of a prompt.
+# The largest number of likeliest tokens that is reported at each position of a prompt.
 MAX_PROMPT_LOGPROBS = 128
-# The longest text of a grammar, in UTF-8.
+# The longest text of a grammar, in bytes of UTF-8.
 MAX_GRAMMAR_BYTES = 256 << 10
 
 
 class Grammar(Part, frozen=True):
-    """What the output must be: `text` is a grammar of llguidance, in Lark's syntax or its own JSON. `digest`
-    is the SHA-256 of the text in UTF-8, by which the compiled grammar is cached."""
+    """The grammar that the output must follow: `text` is a grammar of llguidance, in Lark's syntax or its own
+    JSON. `digest` is the SHA-256 of the text in UTF-8, by which the compiled grammar is cached."""
 
     text: str
     digest: bytes
@@ -37,10 +37,10 @@ class Grammar(Part, frozen=True):
 
 
 class SamplingParams(Part, frozen=True):
-    """How tokens are chosen, in the order of application: logit bias, repetition penalty (over prompt and
-    output), presence and frequency penalties (over output), minimum length, temperature, top-k, top-p,
-    min-p, then Gumbel-max with noise from (seed, output index). A temperature below 1e-5 is greedy: the
-    likeliest token wins whatever the noise, and smaller ones would overflow.
+    """The parameters by which tokens are chosen, in the order of application: logit bias, repetition penalty
+    (over prompt and output), presence and frequency penalties (over output), minimum length, temperature,
+    top-k, top-p, min-p, then Gumbel-max with noise from (seed, output index). A temperature below 1e-5 is
+    greedy: the likeliest token wins whatever the noise, and smaller ones would overflow.
 
     `top_k` 0, `top_p` 1, `min_p` 0 and penalties 1, 0, 0 are off. `num_logprobs` None: no log-probabilities;
     n: those of the chosen token and of the n most likely, of the model's own distribution (before any
@@ -103,7 +103,7 @@ class PackedLogprobs(Part, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """What it takes packed."""
+        """The bytes that it takes packed."""
         return len(self.logprobs) + len(self.top_ids) + len(self.top_logprobs)
 
     @property
@@ -115,7 +115,7 @@ class PackedLogprobs(Part, frozen=True):
         return self.num_top >= 0 and sizes == (num_bytes, num_top_bytes, num_top_bytes)
 
     def part(self, first: int, end: int) -> PackedLogprobs:
-        """Return those of the tokens [first, end)."""
+        """Return the log-probabilities of the tokens [first, end)."""
         of_tokens = slice(4 * first, 4 * end)
         of_top = slice(4 * first * self.num_top, 4 * end * self.num_top)
         return PackedLogprobs(
@@ -123,7 +123,7 @@ class PackedLogprobs(Part, frozen=True):
         )
 
     def unpacked(self) -> list[TokenLogprob]:
-        """Return them token by token."""
+        """Return the log-probabilities token by token."""
         logprobs = struct.unpack(f"<{self.num_tokens}f", self.logprobs)
         ids = struct.unpack(f"<{len(self.top_ids) // 4}I", self.top_ids)
         top = struct.unpack(f"<{len(self.top_logprobs) // 4}f", self.top_logprobs)

@@ -1,9 +1,9 @@
-"""A rank's offload pool: KV blocks in host memory that attention reads beside those of the device.
+"""A rank's offload pool: KV blocks in host memory that attention reads in addition to those of the device.
 
 There are two ways to read them, with the same numbers. *Streamed*: a layer's blocks are copied into one of
 two staging buffers on the device while the layer before computes. *In place*: they are read where they lie,
 on a CPU by the kernels as part of the block table, on CUDA over the bus (pinned memory has an address there).
-Moves of whole blocks have a stream of their own on CUDA, beside the step that computes."""
+Moves of whole blocks have a stream of their own on CUDA, parallel to the step that computes."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class _MovesOnCuda:
 
     @contextlib.contextmanager
     def queuing(self) -> Iterator[None]:
-        """Queue what is copied in the block there."""
+        """Queue the copies of the block there."""
         computing = torch.cuda.current_stream(self._device)
         self._stream.wait_event(self._last)
         self._last.record(computing)
@@ -265,10 +265,11 @@ def _host_memory(num_bytes: int) -> mmap.mmap:
 
 
 def _as_blocks(memory: mmap.mmap, like: Tensor, block_shape: torch.Size) -> Tensor:
-    """View the memory as [num_blocks, *block_shape] of the dtype of `like`."""
+    """Return a view of the memory as [num_blocks, *block_shape] of the dtype of `like`."""
     return torch.frombuffer(memory, dtype=like.dtype).view(-1, *block_shape)
 
 
 def _on_the_bus(pinned: Tensor) -> Tensor:
-    """View pinned memory as a tensor of the device that pinned it. `pinned` must outlive the view."""
+    """Return a view of pinned memory as a tensor of the device that pinned it. `pinned` must outlive the
+    view."""
     return view_memory(pinned.data_ptr(), pinned.nbytes).view(pinned.dtype).view(pinned.shape)

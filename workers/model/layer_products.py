@@ -1,4 +1,4 @@
-"""What a decoder layer needs of its products."""
+"""The products that a decoder layer needs."""
 
 from __future__ import annotations
 

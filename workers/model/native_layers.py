@@ -17,7 +17,7 @@ from workers.model.products import PackedLinear, Workspace
 
 
 class PackedLayer(NamedTuple):
-    """What a decoder layer computes with, of one rank alone. Norms are [hidden_size]."""
+    """The operands of a decoder layer, of one rank alone. Norms are [hidden_size]."""
 
     qkv: PackedLinear
     output: PackedLinear
@@ -62,7 +62,7 @@ class NativeLayers:
         self._run = kernels.library.tandem_run_layer
         self._run.argtypes = [*(ctypes.c_void_p,) * 4, ctypes.c_int64]
         self._shape = _StepShape.of(layers[0])
-        # For the attention backend that the last step was planned by.
+        # The arguments for the attention backend that the last step was planned by.
         self._arguments: _Arguments | None = None
 
     @staticmethod
@@ -93,7 +93,7 @@ class NativeLayers:
 
 
 class _StepShape(NamedTuple):
-    """The columns of what the kernels write for each token, which all layers share."""
+    """The columns that the kernels write for each token, which all layers share."""
 
     normed: int
     qkv: int
@@ -108,7 +108,8 @@ class _StepShape(NamedTuple):
 
 
 class _Arguments:
-    """What the kernels take of the layers over the KV of one backend, whose life this does not prolong."""
+    """The arguments of the kernels for the layers over the KV of one backend, whose life this does not
+    prolong."""
 
     def __init__(self, layers: Sequence[PackedLayer], backend: CpuAttention) -> None:
         self._backend = weakref.ref(backend)

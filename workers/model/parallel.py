@@ -31,7 +31,8 @@ class Collectives(Protocol):
 
 class Unfinished:
     """Counts the collectives of a stage's computation, so that a rank whose computation failed can complete
-    what the others wait for. Wraps the stage's real `collectives` and takes their place in the model."""
+    the collectives that the others wait for. Wraps the stage's real `collectives` and takes their place in
+    the model."""
 
     def __init__(self, collectives: Collectives, decoder: Decoder) -> None:
         self._collectives = collectives

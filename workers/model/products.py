@@ -25,12 +25,12 @@ from workers.model.native.isa import usable_isas
 _PANEL = 32
 _HUGE_PAGE = 2 << 20
 _LARGEST_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
-# Of a row of zeros, which has no scale of its own.
+# The scale of a row of zeros, which has none of its own.
 _LEAST_SCALE = 1e-12
 
 
 class Epilogue(enum.IntEnum):
-    """What becomes of the sums of a packed product: `Epilogue` of `native/products.h`."""
+    """The treatment of the sums of a packed product: `Epilogue` of `native/products.h`."""
 
     STORE = 0
     ADD = 1
@@ -46,8 +46,8 @@ class Workspace:
 
     @contextlib.contextmanager
     def separate(self) -> Iterator[None]:
-        """Take tensors from other memory meanwhile, which is not kept: a CUDA graph's must stay where they
-        were when it was captured, while these move when a larger step comes."""
+        """Take tensors from other memory inside the block, which is not kept: a CUDA graph's must stay where
+        they were when it was captured, while these move when a larger step comes."""
         own, self._name_to_memory = self._name_to_memory, {}
         try:
             yield
@@ -118,7 +118,7 @@ def make_linear(
 
 
 def refuse_nondeterministic(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise WorkerError, naming the remedy, where a row's product may depend on the rows beside it."""
+    """Raise WorkerError, naming the remedy, where a row's product may depend on the other rows."""
     name = str(dtype).removeprefix("torch.")
     if cuda.serves(device):
         return
@@ -187,7 +187,7 @@ class TorchLinear(_UnpackedLinear):
 
 
 class InvariantLinear(_UnpackedLinear):
-    """A product by Triton in which a row's result depends on nothing beside it."""
+    """A product by Triton in which a row's result depends on nothing else."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         from workers.model.cuda.invariant_product import multiply
@@ -246,7 +246,7 @@ class ScaledLinear(_UnpackedLinear):
 class GroupedLinear(_UnpackedLinear):
     """The products of a mixture of experts: rows of x are sorted by expert, and those before `ends[e]`, int32
     [num_experts], that belong to no earlier expert are multiplied by `weights[e]`, of [num_experts,
-    num_outputs, num_inputs]. Made anew for each step; it copies nothing."""
+    num_outputs, num_inputs]. Made for each step; it copies nothing."""
 
     def __init__(self, weights: Tensor, ends: Tensor) -> None:
         self._weights, self._ends = weights, ends
@@ -293,7 +293,8 @@ class PackedLinear(Linear):
             gate, up = parts if len(parts) == 2 else parts[0].chunk(2)
             assert len(gate) == len(up)
             num_panels = -(-len(gate) // half)
-            # Where the rows go: the first panel, the width of their part of a panel, and its offset there.
+            # The places of the rows: the first panel, the width of their part of a panel, and its offset
+            # there.
             places = [(gate, 0, half, 0), (up, 0, half, half)]
         else:
             num_panels = -(-self.num_outputs // _PANEL)
@@ -329,7 +330,7 @@ class PackedLinear(Linear):
 
     @property
     def address(self) -> int:
-        """Where the kernels find the weights, as long as this lives."""
+        """The address at which the kernels find the weights, while this object lives."""
         return ctypes.addressof(self._weights)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:

@@ -16,23 +16,23 @@ from typing import NamedTuple
 from workers.model.model_config import ModelConfig, read_header, weight_files
 from workers.model.sizes import kv_heads, part, query_heads
 
-# Of a rank's process beside what is counted below: the interpreter, torch, kernels and their threads.
+# The memory of a rank's process that is not counted below: the interpreter, torch, kernels and their threads.
 PROCESS_BYTES = 350_000_000
-# Of the context that CUDA makes in a process, with its kernels.
+# The memory of the context that CUDA makes in a process, with its kernels.
 CUDA_CONTEXT_BYTES = 600_000_000
-# Of NCCL in a rank that has groups with others: an allowance, not yet measured.
+# The memory of NCCL in a rank that has groups with others: an allowance, not yet measured.
 GROUP_BYTES = 512 << 20
-# Of the driver, for one layer in one graph: an allowance. All 35 graphs of 32 layers took 21 to 94 MB on an
-# H100, with what torch has of them.
+# The memory of the driver for one layer in one graph: an allowance. All 35 graphs of 32 layers took 21 to 94
+# MB on an H100, with what torch has of them.
 GRAPH_LAYER_BYTES = 128 << 10
-# Float32 copies of the sampled rows' logits that sampling may hold at a time: the logits themselves, their
-# log-probabilities, and what the filters of top-p and top-k sort.
+# The number of float32 copies of the sampled rows' logits that sampling may hold at a time: the logits
+# themselves, their log-probabilities, and the values that the filters of top-p and top-k sort.
 _LOGIT_COPIES = 4
-# Of the logits of a prompt's positions that are computed at a time, where their log-probabilities are asked
-# for; these take as much again.
+# The bytes of the logits of a prompt's positions that are computed at a time, where their log-probabilities
+# are asked for; these take as much again.
 LOGITS_PIECE_BYTES = 16 << 20
-# Hidden states that a layer holds at a time: its input, the normed one, and a product's output; and one more
-# in float32, in which norms are computed.
+# The hidden states that a layer holds at a time: its input, the normed one, and a product's output; and one
+# more in float32, in which norms are computed.
 _HIDDEN_COPIES, _HIDDEN_FLOATS = 3, 1
 _FLOAT_BYTES = 4
 # `auto` gives no less than this to a replica, or what the model's context takes: with less there is no use
@@ -158,7 +158,7 @@ def least_kv_tokens(model: ModelConfig, block_tokens: int) -> int:
 
 
 def whole_blocks(num_tokens: int, block_tokens: int) -> int:
-    """Return the tokens in so many whole blocks."""
+    """Return the tokens of the whole blocks that `num_tokens` fill."""
     return num_tokens // block_tokens * block_tokens
 
 

@@ -12,12 +12,12 @@ from torch import Tensor
 from workers.model.noise import gumbel
 from workers.rank.logits import NUCLEUS_TOKENS, Warp, nucleus_end
 
-# More than two ways to sum up to `MOST_COUNTED` probabilities in float32 differ by.
+# A bound on the difference of two ways to sum up to `MOST_COUNTED` probabilities in float32.
 _MASS_ERROR = 2e-5
-# More than two ways to compute a probability in float32 differ by, beside their sums.
+# A bound on the difference of two ways to compute a probability in float32, apart from their sums.
 _RATIO_ERROR = 2e-6
-# More than ten times what logarithms of float32 that are exact to one unit in the last place make of a score
-# and its noise, relative to the size of both.
+# More than ten times the error that logarithms of float32 that are exact to one unit in the last place make
+# in a score and its noise, relative to the size of both.
 _SCORE_ERROR = 2.0**-20
 _MOST_NOISE = 64.0
 

@@ -41,8 +41,8 @@ _HIDDEN_TAG, _MARKS_TAG = 0, 1
 
 
 def open_store(host: str) -> tuple[TCPStore, str]:
-    """Open a store on a free port of this interface alone; returns it and its address. It lives as long as
-    the object."""
+    """Open a store on a free port of this interface alone; returns it and its address. It lives until the
+    object is dropped."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     # From here on the store owns the descriptor.
@@ -345,7 +345,8 @@ class _HiddenPair:
         self._group = factory.group(f"hidden {sender}", member, 2, on_cuda)
         self._marks = factory.group(f"marks {sender}", member, 2, False) if on_cuda else self._group
         self._on_cuda = on_cuda
-        # As many as there are plans in flight: the tensor of the oldest has been received by then.
+        # The most sends under way, as many as there are plans in flight: the tensor of the oldest has been
+        # received by then.
         self._most_sends = 2 * (pp + 1)
         self._sends: deque[tuple[Any, Tensor]] = deque()
 

@@ -27,14 +27,14 @@ from workers.messages.sampling import Grammar
 from workers.rank.grammar_check import GrammarChecker, compile_grammar, load_tokenizer
 
 GRAMMAR_THREAD = "grammars"
-# What is kept although no request needs it: so many, together of at most so many bytes.
+# The number of grammars that are kept although no request needs them, and the bytes that they take at most.
 MAX_IDLE = 64
 MAX_IDLE_BYTES = 128 << 20
-# What all may take; beyond it a grammar is refused, but for the first one.
+# The bytes that all grammars may take; beyond these a grammar is refused, but for the first one.
 MAX_BYTES = 1 << 30
 # A grammar that compiles faster may be compiled between two steps.
 _MAX_PAUSE_S = 0.05
-# The process that checks grammars ends when it was not needed for so long.
+# The process that checks grammars ends when it was not needed for this long.
 _IDLE_S = 300.0
 
 
@@ -51,7 +51,7 @@ class _Compiled:
 
 
 class CompiledGrammars:
-    """The tokenizer of a model, and its compiled grammars. What is not needed is forgotten, the least
+    """The tokenizer of a model, and its compiled grammars. Unneeded grammars are forgotten, the least
     recently used first. Used by several threads."""
 
     def __init__(
@@ -72,8 +72,8 @@ class CompiledGrammars:
 
     @property
     def tokenizer(self) -> LLTokenizer:
-        """The model's tokenizer, read with the first call: of 150,000 tokens in 2 s, and Python waits
-        meanwhile. Raises `GrammarRefusedError` if grammars cannot be used with this model."""
+        """The model's tokenizer, read with the first call: of 150,000 tokens in 2 s, in which Python waits.
+        Raises `GrammarRefusedError` if grammars cannot be used with this model."""
         with self._loading:
             if self._tokenizer is None:
                 self._tokenizer = self._load()
@@ -89,8 +89,8 @@ class CompiledGrammars:
             return compiled is not None
 
     def compile(self, grammar: Grammar, num_bytes: int = 0, seconds: float = 0.0) -> None:
-        """Compile a grammar, which is needed until its `release`; compiling it elsewhere took so much memory
-        and time. Raises `GrammarRefusedError` if it is refused."""
+        """Compile a grammar, which is needed until its `release`; compiling it elsewhere took `num_bytes` and
+        `seconds`. Raises `GrammarRefusedError` if it is refused."""
         if self.find(grammar.digest):
             return
         prototype = self._compile(grammar.text)
@@ -98,7 +98,7 @@ class CompiledGrammars:
             self._digest_to_compiled[grammar.digest] = _Compiled(grammar, prototype, num_bytes, seconds)
 
     def release(self, digest: bytes) -> None:
-        """No request needs the grammar now."""
+        """Note that no request needs the grammar now."""
         with self._lock:
             compiled = self._digest_to_compiled.get(digest)
             if compiled is not None:
@@ -138,7 +138,7 @@ class CompiledGrammars:
 
     @property
     def num_bytes(self) -> int:
-        """What all took when they were compiled."""
+        """The memory that all grammars took when they were compiled."""
         with self._lock:
             return sum(it.num_bytes for it in self._digest_to_compiled.values())
 
@@ -183,8 +183,8 @@ class CompiledGrammars:
 
 
 class CompileThread:
-    """The thread that compiles what the engine core orders, in order; first of all it reads the tokenizer.
-    `is_loaded` is set when it has."""
+    """The thread that compiles the grammars that the engine core orders, in order; first of all it reads the
+    tokenizer. `is_loaded` is set when it has."""
 
     def __init__(self, grammars: CompiledGrammars, report: Callable[[GrammarCompiled], None]) -> None:
         self.is_loaded = threading.Event()

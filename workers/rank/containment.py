@@ -35,15 +35,15 @@ _Result = TypeVar("_Result")
 
 
 class Containment:
-    """Tracks what failed at this rank: slots whose sequences are lost until they are freed, and the failed
+    """Tracks the failures at this rank: slots whose sequences are lost until they are freed, and the failed
     entries of the current step."""
 
     def __init__(self, device: torch.device) -> None:
-        # Of the device, so that looking whether it still computes takes no memory.
+        # Memory of the device, so that the check whether it still computes takes none.
         self._touched = torch.zeros((), dtype=torch.int64, device=device)
         self._num_touches = 0
         self._lost_slots: set[int] = set()
-        # Why the last attempt failed here; "" if it succeeded.
+        # The reason why the last attempt failed here; "" if it succeeded.
         self.reason = ""
         self._has_printed = False
         self._index_to_failed: dict[int, FailedEntry] = {}
@@ -55,8 +55,8 @@ class Containment:
         self._has_printed = False
 
     def intact(self, rows: PlannedRows) -> NDArray[np.bool_]:
-        """Mark the sequences [num_sequences] that can be computed: all except lost ones. One that is left out
-        is lost with all its samples."""
+        """Mark the sequences [num_sequences] that can be computed: all except lost ones. A sequence that is
+        left out is lost with all its samples."""
         kept: NDArray[np.bool_] = np.ones(rows.num_sequences, np.bool_)
         if self._lost_slots:
             kept = ~np.isin(rows.slots, list(self._lost_slots))
@@ -111,7 +111,7 @@ class Containment:
 
     def retry_after_freeing_cache(self, work: Callable[[], _Result]) -> _Result:
         """Return the result of `work`, which takes little memory and may be done twice. Where memory lacks,
-        what torch keeps is released; raises what a second try raises."""
+        the memory that torch keeps is released; raises what a second try raises."""
         try:
             return work()
         except torch.OutOfMemoryError:

@@ -32,7 +32,7 @@ _STEP = 8
 
 
 class Decoded(NamedTuple):
-    """What a graph computes: int32 `tokens` [num_rows] and float32 `logits` [num_rows, vocab_size] in memory
+    """The results of a graph: int32 `tokens` [num_rows] and float32 `logits` [num_rows, vocab_size] in memory
     of the graph, which its next replay and those of other graphs overwrite."""
 
     tokens: Tensor
@@ -95,7 +95,7 @@ class DecodeGraphs:
         self._queue.event().synchronize()
 
     def size_for(self, num_rows: int) -> int | None:
-        """Return the size of the smallest graph that serves so many rows; None if there is none."""
+        """Return the size of the smallest graph that serves `num_rows` rows; None if there is none."""
         place = bisect_left(self._recorded, num_rows)
         return self._recorded[place] if num_rows and place < len(self._recorded) else None
 

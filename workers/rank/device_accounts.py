@@ -1,4 +1,5 @@
-"""What this process holds of its CUDA device, by its own accounts: its allocator's, and the driver's of it.
+"""The memory that this process holds of its CUDA device, by its own accounts: its allocator's, and the
+driver's of it.
 
 The free memory of a device also changes when a neighbor starts, stops or grows, so no difference of it says
 anything about this process."""
@@ -14,33 +15,34 @@ import torch
 
 
 class Availability(NamedTuple):
-    """Bytes of a device that are free for anybody, and all."""
+    """Bytes of a device that are free for anybody, and all bytes."""
 
     free_bytes: int
     total_bytes: int
 
 
 class DeviceAccounts(Protocol):
-    """What is known of one process's memory on its device."""
+    """The accounts of one process's memory on its device."""
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes that the process's allocator has of the device, those of graphs included."""
+        """The bytes of the device that the process's allocator has, those of graphs included."""
 
     @property
     def peak_reserved_bytes(self) -> int:
-        """The most that it had since `begin_peak`."""
+        """The most bytes that it had since `begin_peak`."""
 
     def begin_peak(self) -> None: ...
 
     def process_bytes(self) -> int | None:
-        """Bytes of the device that the driver counts as this process's, None if it does not say."""
+        """Return the bytes of the device that the driver counts as this process's, None if it does not
+        say."""
 
     def availability(self) -> Availability: ...
 
     def release(self, *, with_workspaces: bool = False) -> None:
-        """Return unused memory of the allocator to the device, also that which products keep for the next
-        ones."""
+        """Return unused memory of the allocator to the device, also the memory that products keep for the
+        next ones."""
 
 
 class CudaAccounts:
@@ -90,8 +92,9 @@ _NOT_AVAILABLE = (1 << 64) - 1
 
 
 def nvml_process_bytes(uuid: str, library: str = "libnvidia-ml.so.1") -> int | None:
-    """Return what the driver's library counts as this process's on the device. None where there is no such
-    library, or where it does not know this process by the number that it has here, as in containers."""
+    """Return the bytes that the driver's library counts as this process's on the device. None where there is
+    no such library, or where it does not know this process by the number that it has here, as in
+    containers."""
     try:
         nvml = ctypes.CDLL(library)
         processes = nvml.nvmlDeviceGetComputeRunningProcesses_v3

@@ -1,7 +1,7 @@
-"""What a device knows of every slot, so that a step needs one copy to it and nothing from it.
+"""A device's state of every slot, so that a step needs one copy to it and nothing from it.
 
 Block tables and last tokens lie on the device by slot. A plan's differences are copied there together with
-the step's rows; tokens that are sampled are written beside them without passing through the host, which
+the step's rows; tokens that are sampled are written next to them without passing through the host, which
 learns them a step later. Sequences that decode in a CUDA graph are padded with rows of a slot of their own,
 whose table names a scratch block throughout.
 

@@ -1,4 +1,5 @@
-"""How a rank's thread hands work to a device: the order of kernels, events, copies out, and graphs.
+"""The way in which a rank's thread hands work to a device: the order of kernels, events, copies out, and
+graphs.
 
 A device computes in the order in which work is queued, while the thread runs ahead. On a CPU a call has done
 its work when it returns, so the same executor runs there with nothing left to wait for."""
@@ -42,7 +43,7 @@ class CopiedOut(NamedTuple):
     event: Event
 
 
-# What a graph computes.
+# The work that a graph computes.
 Work = Callable[[], tuple[Tensor, ...]]
 
 
@@ -101,8 +102,8 @@ class DeviceQueue(ABC):
 
     @abstractmethod
     def copy_out(self, source: Tensor, host: Tensor) -> CopiedOut:
-        """Begin to copy what `source` will hold to `host`, as `host_memory` returns it, beside the work that
-        is queued afterwards. That work must not change it."""
+        """Begin to copy the contents that `source` will have to `host`, as `host_memory` returns it, parallel
+        to the work that is queued afterwards. That work must not change it."""
 
     @abstractmethod
     def recorder(self) -> Recorder:
@@ -217,7 +218,7 @@ class _CudaRecorder(Recorder):
 
     def record(self, work: Work) -> Graph:
         graph = torch.cuda.CUDAGraph()
-        # Other threads of the process (transfers, NCCL's watchdog) may call CUDA meanwhile.
+        # Other threads of the process (transfers, NCCL's watchdog) may call CUDA during a recording.
         with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
             results = work()
         # Without owners, their memory serves the graphs that are recorded next as well.
@@ -235,7 +236,8 @@ class _CudaGraph(Graph):
 
 
 def _unowned(tensor: Tensor) -> Tensor:
-    """View a contiguous tensor of the device without keeping its memory from being used again."""
+    """Return a view of a contiguous tensor of the device that does not keep its memory from being used
+    again."""
     if not tensor.numel():
         return tensor
     return view_memory(tensor.data_ptr(), tensor.nbytes).view(tensor.dtype).view(tensor.shape)

@@ -212,7 +212,7 @@ class _AskedLogprobs:
         return lambda: self._logprobs.read(table.host)
 
 
-# What a slot has of which lists are kept.
+# The features of a slot of which lists are kept.
 _LISTED = SlotNeeds.BIAS | SlotNeeds.ENDS | SlotNeeds.PENALTIES
 
 

@@ -25,7 +25,7 @@ from workers.rank.step_parts import Executed, SamplingPart, StepPart
 from workers.rank.steps import Staged, StepContext, Steps
 from workers.rank.tickets import DrawnRows, Results, Ticket
 
-# At a rank that does not sample.
+# The results at a rank that does not sample.
 _NOTHING_DRAWN = Drawn(torch.zeros(0, dtype=torch.int32), dict)
 
 
@@ -46,7 +46,7 @@ class DeviceSteps(Steps):
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
-        """None, unless nothing of a step is left to the host."""
+        """The sizes of graphs; none, unless nothing of a step is left to the host."""
         return self.graphs.sizes if self.graphs.can_record else ()
 
     def change(self, plan: StepPlan) -> None:

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-# Of `LLParserLimits`: what the child is told of them.
+# The fields of `LLParserLimits` that the child is told.
 _LIMITS = (
     "max_items_in_row", "initial_lexer_fuel", "step_lexer_fuel", "step_max_items", "max_lexer_states",
     "max_grammar_size", "verbose_errors",
@@ -37,7 +37,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class GrammarCheck(NamedTuple):
-    """What compiling took: memory in use afterwards and time of a core; or why the grammar is refused, here
+    """The cost of compiling: memory in use afterwards and time of a core; or why the grammar is refused, here
     or, where that `is_final`, anywhere."""
 
     num_bytes: int
@@ -90,7 +90,8 @@ class GrammarChecker:
                 pipe.close()
 
     def _start(self) -> bool:
-        # By path, and without that path's folder among those that are searched for modules.
+        # The child is started by its path, and without that path's folder among those that are searched for
+        # modules.
         command = [sys.executable, "-P", __file__, self._arguments]
         try:
             self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
@@ -116,7 +117,7 @@ class GrammarChecker:
 
 
 def load_tokenizer(text: str, vocab_size: int, end_ids: tuple[int, ...]) -> LLTokenizer:
-    """Return the tokenizer of a `tokenizer.json`, of a model with so many tokens. Raises `ValueError` if
+    """Return the tokenizer of a `tokenizer.json`, of a model with `vocab_size` tokens. Raises `ValueError` if
     there is none, or a grammar could not end."""
     if not end_ids:
         raise ValueError("the model has no end token")
@@ -160,7 +161,7 @@ class _Memory:
             self._info.restype = _MallocInfo
 
     def num_bytes(self) -> int:
-        """Return how many; 0: unknown."""
+        """Return the number of allocated bytes; 0: unknown."""
         if self._info is None:
             return 0
         info = self._info()

@@ -21,8 +21,8 @@ from workers.rank.tickets import Ticket, row_logprobs
 
 
 class HostSteps(Steps):
-    """Reads tokens from plans, from this rank's sampler or from that of another rank, and returns what is
-    sampled with the step."""
+    """Reads tokens from plans, from this rank's sampler or from that of another rank, and returns the sampled
+    tokens with the step."""
 
     def __init__(self, context: StepContext, stage_input: StageInput, sampler: Sampler | NoSampler) -> None:
         self._context = context

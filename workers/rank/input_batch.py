@@ -1,4 +1,5 @@
-"""The persistent batch of a rank: what plans have said of every slot, in arrays that they change in place.
+"""The persistent batch of a rank: the state of every slot as plans have given it, in arrays that they change
+in place.
 
 A slot is an index: its row of `tables`, its position, its last token. Plans carry differences only, so the
 work of a step does not grow with context, and nothing here runs in Python per sequence.
@@ -20,8 +21,8 @@ Ids = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class PlannedRows:
-    """What a step computes, or a part of it: sequences in the order of the plan (its entries, then its
-    decodes), and the slots that sample for them.
+    """The rows that a step computes, or a part of it: sequences in the order of the plan (its entries, then
+    its decodes), and the slots that sample for them.
 
     `indices` [num_sequences] are places in the plan; `slots`, `starts` and `lengths` say who computes which
     tokens. `sample_slots` [num_samples] sample from the last token of the sequences `sample_sources`, and
@@ -169,7 +170,8 @@ class InputBatch:
 
 
 class InputTokens:
-    """What a rank of the first stage embeds: tokens that plans name, and the last token of each slot.
+    """The tokens that a rank of the first stage embeds: tokens that plans name, and the last token of each
+    slot.
 
     If the sampler is another rank, its messages come in the order of the plans that sample, and are awaited
     when a slot's token is needed. `_unread` holds the slots of messages that have not been read;

@@ -281,7 +281,7 @@ class LocalTokens:
             _send(sock, message)
 
     def expect(self, step: int, num_tokens: int) -> None:
-        """Expect so many ids of a step, after those expected before."""
+        """Expect `num_tokens` ids of a step, after those expected before."""
         self._expected.append((step, num_tokens))
 
     def receive(self) -> tuple[int, NDArray[np.int64]]:

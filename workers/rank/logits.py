@@ -27,7 +27,7 @@ Slots = NDArray[np.int32]
 
 
 class SlotNeeds(enum.IntFlag):
-    """What a slot has beside its temperature and filters."""
+    """The features of a slot, apart from its temperature and filters."""
 
     NOTHING = 0
     IN_USE = 1
@@ -348,8 +348,8 @@ def _keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
 
 
 class NucleusEnd(NamedTuple):
-    """Where top-p cuts off: the sums of the probabilities before each token, [num_rows, num_tokens], and the
-    probability of the last token that it keeps, [num_rows, 1]."""
+    """The place where top-p cuts off: the sums of the probabilities before each token, [num_rows,
+    num_tokens], and the probability of the last token that it keeps, [num_rows, 1]."""
 
     before: Tensor
     threshold: Tensor

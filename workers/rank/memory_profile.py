@@ -1,4 +1,4 @@
-"""Measure what a rank on CUDA needs of its device beside KV, by running it with little KV.
+"""Measure what a rank on CUDA needs of its device in addition to KV, by running it with little KV.
 
 `workers.model.rank_memory` estimates the same without a device."""
 
@@ -26,22 +26,23 @@ from workers.rank.device_accounts import DeviceAccounts
 # No context, with all kernels and groups, takes as much: such a figure is that of another process.
 _MOST_OTHER_BYTES = 4 << 30
 
-# Uses all that a draw can use.
+# Sampling parameters that use all that a draw can use.
 _SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, num_logprobs=1)
 
 
 class MemoryLimits(NamedTuple):
     """Bytes of a device: all, and the most that was seen not to be other processes'. Ranks that stay within
-    their shares leave each other more than these, whatever they do meanwhile."""
+    their shares leave each other more than these, whatever they do at the same time."""
 
     total_bytes: int
     most_available_bytes: int
 
 
 class MemoryProfile(NamedTuple):
-    """Bytes of device memory that a rank takes beside KV: its weights, the most that a step takes on top of
-    them (with what is kept by slot), its graphs, what is not torch's (the CUDA context, kernels, buffers of
-    NCCL), and buffers that are made later, of transfers and of what is streamed from host memory."""
+    """Bytes of device memory that a rank takes in addition to KV: its weights, the most that a step takes on
+    top of them (with what is kept by slot), its graphs, what is not torch's (the CUDA context, kernels,
+    buffers of NCCL), and buffers that are made later, of transfers and of what is streamed from host
+    memory."""
 
     weight_bytes: int
     step_bytes: int
@@ -50,7 +51,7 @@ class MemoryProfile(NamedTuple):
     buffer_bytes: int
 
     def kv_bytes(self, share: float, memory: MemoryLimits) -> int:
-        """Return what is left for KV of `share` of a device, and of what others leave of it."""
+        """Return the bytes that remain for KV of `share` of a device, and of what others leave of it."""
         return max(0, min(round(share * memory.total_bytes), memory.most_available_bytes) - sum(self))
 
 
@@ -59,8 +60,8 @@ def largest_steps(
 ) -> Iterator[StepPlan]:
     """Yield plans whose steps need the most memory, of up to `num_rows` tokens and `max_sequences` sequences,
     between one that starts their slots and one that frees them: a chunk of one prompt all of which is read, a
-    chunk of every prompt, a decode of every sequence at the end of its context, and a chunk beside those of
-    the others. All read the same blocks, the first ones, again and again."""
+    chunk of every prompt, a decode of every sequence at the end of its context, and a chunk along with those
+    of the others. All read the same blocks, the first ones, again and again."""
     longest = min(num_rows, max_context_tokens)
     each = min(max(num_rows // max_sequences, 1), longest)
     slots = range(min(max_sequences, num_rows))
@@ -97,7 +98,7 @@ class MemoryMeter:
     meter is made, then `step_done` after the largest steps, `graph_done` after each of two graphs or more,
     and `profile` when all but the weights is released.
 
-    All of it is of this process alone, so that neighbors on the device, which start, stop and grow meanwhile,
+    All of it is of this process alone, so that neighbors on the device, which start, stop and grow then,
     change nothing (`workers.rank.device_accounts`).
     """
 
@@ -115,7 +116,7 @@ class MemoryMeter:
         self._look()
 
     def step_done(self, kv_bytes: int) -> None:
-        """Note the most that was reserved so far, beside KV of this size."""
+        """Note the most that was reserved so far, with KV of this size included."""
         self._step_bytes = self._accounts.peak_reserved_bytes - self._weight_bytes - kv_bytes
         self._accounts.release()  # a recording does, and what it released would count against what it took
         self._reserved_after = [self._accounts.reserved_bytes]
@@ -142,8 +143,8 @@ class MemoryMeter:
         return MemoryLimits(total_bytes, min(total_bytes, self._most_left_bytes + profile.other_bytes))
 
     def _other_bytes(self) -> int:
-        """Return what the process has of the device beside torch's memory, by the driver's account if that
-        says anything sensible, else an allowance."""
+        """Return the bytes that the process has of the device apart from torch's memory, by the driver's
+        account if that says anything sensible, else an allowance."""
         allowance = CUDA_CONTEXT_BYTES + (GROUP_BYTES if self._is_in_group else 0)
         process_bytes = self._accounts.process_bytes()
         if process_bytes is None:
@@ -153,7 +154,8 @@ class MemoryMeter:
         return others if 0 < others < _MOST_OTHER_BYTES else allowance
 
     def _look(self) -> None:
-        """Note what torch has or could have of the device now; what is not torch's is not in it."""
+        """Note the memory that torch has or could have of the device now; memory that is not torch's is not
+        in it."""
         left_bytes = self._accounts.availability().free_bytes + self._accounts.reserved_bytes
         self._most_left_bytes = max(self._most_left_bytes, left_bytes)
 

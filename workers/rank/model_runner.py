@@ -60,16 +60,16 @@ _DTYPES = {
     "float16": torch.float16,
     "fp16": torch.float16,
 }
-# Of a KV pool in host memory, so much is taken from the start on. The rest, which a replica may never use, is
-# taken when it is first written, which adds a few percent to those steps.
+# The bytes of a KV pool in host memory that are taken from the start on. The rest, which a replica may never
+# use, is taken when it is first written, which adds a few percent to those steps.
 _POPULATED_BYTES = 1 << 30
-# From which the memory of all graphs is computed.
+# The number of graphs from which the memory of all graphs is computed.
 _NUM_MEASURED_GRAPHS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyFields:
-    """What a rank reports of its model and KV pool when both are ready."""
+    """The facts that a rank reports of its model and KV pool when both are ready."""
 
     num_blocks: int
     num_offload_blocks: int
@@ -81,8 +81,8 @@ class ReadyFields:
 
 
 class AutoKv(NamedTuple):
-    """How a rank on CUDA decides its KV capacity: what is left of `memory_share` of its device's memory
-    beside all else that it is measured to take, in steps of up to `max_batch_tokens` rows."""
+    """Configures how a rank on CUDA decides its KV capacity: what is left of `memory_share` of its device's
+    memory after all else that it is measured to take, in steps of up to `max_batch_tokens` rows."""
 
     memory_share: float
     max_batch_tokens: int
@@ -188,7 +188,7 @@ class ModelRunner:
 
     @functools.cached_property
     def ready_fields(self) -> ReadyFields:
-        """What the rank reports. Waits until its weights are hashed.
+        """The fields that the rank reports. Waits until its weights are hashed.
 
         Raises `CheckpointError` if the checkpoint changed since the start."""
         config = self.config
@@ -206,7 +206,7 @@ class ModelRunner:
 
     @property
     def batch(self) -> InputBatch:
-        """What the rank knows of every slot."""
+        """The rank's state of every slot."""
         return self._runner.batch
 
     @property

@@ -29,11 +29,13 @@ from workers.model.sizes import kv_heads, part, query_heads
 from workers.model.weights import LayerWeights, LinearWeights
 from workers.stats_record import DeviceMemory
 
-# How many earlier tokens the step for `attention_ratio` attends to, as far as the model's context allows.
+# The number of earlier tokens that the step for `attention_ratio` attends to, as far as the model's context
+# allows.
 _EARLIER_TOKENS = 2048
 # The head, which can be as large as ten layers, is measured on a part of this size; its time is scaled.
 _HEAD_ROWS = 8192
-# Each of the four times is the best of as many runs as fit, at least two and at most `_MOST_RUNS`.
+# Each of the four times is the best of the runs that fit into this time, at least two and at most
+# `_MOST_RUNS`.
 _BUDGET_S = 0.15
 _MOST_RUNS = 8
 _PATTERN_ITEMS = 1 << 20
@@ -55,14 +57,14 @@ class MeasureSizes(NamedTuple):
     repeat: int
 
 
-# By device type: sizes that measure the device within a tenth of a second.
+# The sizes, by device type, that measure the device within a tenth of a second.
 AT_START = {"cpu": MeasureSizes(768, 48 << 20, 3), "cuda": MeasureSizes(8192, 1 << 30, 5)}
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What a probe measured. `attention_ratio` is the cost of attending to one earlier token, in units of one
-    token's products."""
+    """The measurements of a probe. `attention_ratio` is the cost of attending to one earlier token, in units
+    of one token's products."""
 
     cost: StageCost
     attention_ratio: float
@@ -177,8 +179,8 @@ def attention_ratio(first_s: float, later_s: float, num_rows: int, num_earlier: 
 
 
 class DeviceLimits(NamedTuple):
-    """Operations and bytes a second of one rank's share of its device, as measured beside other ranks that
-    start with it."""
+    """Operations and bytes a second of one rank's share of its device, as measured along with other ranks
+    that start with it."""
 
     flop_s: float
     byte_s: float
@@ -263,7 +265,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def best_s(work: Callable[[], object], clock: Clock, device: torch.device, num_runs: int) -> float:
-    """Return the seconds of the fastest of so many runs, beside a first one that is dropped."""
+    """Return the seconds of the fastest of `num_runs` runs, after a first one that is dropped."""
     return min(itertools.islice(_run_times(work, clock, device), 1, 1 + num_runs))
 
 

@@ -71,7 +71,7 @@ from workers.rank.tickets import MOST_LAUNCHED, Ticket, launched
 
 _CONNECT_TIMEOUT_S = 10.0
 _MEMORY_S = 2.0
-# How often a rank looks whether a long step has progressed.
+# The period in which a rank looks whether a long step has progressed.
 PROGRESS_S = 0.25
 
 
@@ -96,7 +96,7 @@ class _OrderHandlers(NamedTuple):
 
     agent: TransferAgent
     store_worker: StoreWorker
-    # At the rank that samples.
+    # The compiler, at the rank that samples.
     compiler: CompileThread | None
 
     def handle(self, order: TransferOrder | StoreOrder | GrammarOrder) -> None:
@@ -130,7 +130,7 @@ class _Rank:
         self._faults = Faults(spec.faults)
         self._device = torch.device(spec.device)
         self._memory_sent_at = 0.0
-        # Never set: waits for it are those of a paced rank.
+        # An event that is never set: waits for it are those of a paced rank.
         self._paused = threading.Event()
         self._formed: queue.SimpleQueue[FormGroup] = queue.SimpleQueue()
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
@@ -139,7 +139,8 @@ class _Rank:
 
     def serve(self) -> None:
         """Run the rank to its end."""
-        # From the start, although orders come only after RankReady: loading ends when the engine core does.
+        # The reader runs from the start, although orders come only after RankReady: loading ends when the
+        # engine core does.
         threading.Thread(target=self._read_orders, name="orders", daemon=True).start()
         torch.set_num_threads(self._spec.num_threads)
         self._enter("probing the device")
@@ -157,7 +158,7 @@ class _Rank:
         handlers = self._handlers = self._make_handlers(runner, compiler)
         load_s, warm_up_s = loaded_at - started_at, self._clock.now() - loaded_at
         fields = runner.ready_fields
-        self._enter("measuring the device")  # now nothing of this rank computes beside it
+        self._enter("measuring the device")  # now nothing else of this rank computes
         dtype = read_dtype(self._spec.dtype)
         limits = measure_limits(self._device, dtype, self._clock, AT_START[self._device.type])
         self._channel.send(
@@ -392,7 +393,7 @@ def _pass_fault_points(faults: Faults, plan: StepPlan) -> None:
 
 
 def _pace_s(pace: StepPace | None, plan: StepPlan) -> float:
-    """Return how long the step takes at least. A canary takes as long as it takes."""
+    """Return the least time that the step takes. A canary has none."""
     if pace is None or not plan.num_sequences:
         return 0.0
     num_decodes = len(plan.decodes) // 4

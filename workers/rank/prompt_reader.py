@@ -1,4 +1,5 @@
-"""Read what is asked of prompts beside samples: log-probabilities of their tokens, and embeddings.
+"""Read the parts of prompts that are asked for in addition to samples: log-probabilities of their tokens, and
+embeddings.
 
 The logits of all positions of a chunk would take gigabytes with a large vocabulary. They are computed in
 pieces, of which the log-probabilities that are asked for are all that is kept."""
@@ -36,8 +37,8 @@ from workers.rank.progress import Progress, StepFaults
 
 
 class PromptReadings(NamedTuple):
-    """What a step has read, on its way to the host, by entry of its plan: tables as `_table` makes them with
-    their `num_top`, and float32 vectors [hidden_size]."""
+    """The readings of a step, on their way to the host, by entry of its plan: tables as `_table` makes them
+    with their `num_top`, and float32 vectors [hidden_size]."""
 
     tables: Sequence[tuple[int, int, CopiedOut]]
     vectors: Sequence[tuple[int, CopiedOut]]
@@ -62,7 +63,7 @@ class PromptReadings(NamedTuple):
 
 class PromptReader:
     """Reads from the hidden states after the last layer. The ranks of the last stage do it together, piece by
-    piece; the one that samples keeps what is read. An entry that cannot be read fails."""
+    piece; the one that samples keeps the readings. An entry that cannot be read fails."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from workers.rank.slot_matchers import SlotMatchers
 
 
 class SlotSampler(Protocol):
-    """Holds what each slot samples by."""
+    """Holds the parameters by which each slot samples."""
 
     def start(self, start: SlotStart) -> None:
         """Add slots. A call that fails adds none."""

@@ -29,7 +29,7 @@ from workers.rank.input_batch import PlannedRows
 from workers.rank.logits import Slots
 
 _ALL = np.uint32(0xFFFFFFFF)
-# Rows of a step from which on masks are made in parallel.
+# The number of rows of a step from which on masks are made in parallel.
 _LEAST_PARALLEL = 4
 _DIGEST_BYTES = 8
 
@@ -37,7 +37,7 @@ Masks = NDArray[np.uint32]
 
 
 class MatcherFailure(NamedTuple):
-    """Why a slot's output cannot go on. `code` as in `FailedEntry`."""
+    """The reason why a slot's output cannot go on. `code` as in `FailedEntry`."""
 
     reason: str
     code: str
@@ -49,8 +49,8 @@ _PANICKED = MatcherFailure(
 
 
 class StepMasks(NamedTuple):
-    """What a step's rows may sample. `masks` [num_samples, ceil(vocab_size / 32)], in memory that the next
-    step's overwrite; `digests` are those of rows with a grammar."""
+    """The tokens that a step's rows may sample. `masks` [num_samples, ceil(vocab_size / 32)], in memory that
+    the next step's overwrite; `digests` are those of rows with a grammar."""
 
     masks: Masks
     digests: tuple[RowMask, ...]
@@ -64,12 +64,12 @@ class _Slot:
 
     grammar: bytes
     sample: SlotSample
-    # For the words of its end tokens, while these may not come: until so many tokens.
+    # The number of tokens before which its end tokens may not come, and the words of these in a mask.
     min_tokens: int
     end_words: Masks
     matcher: LLMatcher | None = None
     tokens: list[int] = field(default_factory=list)
-    # Its lexer is not that of another slot.
+    # Whether it shares its lexer with no other slot.
     is_separate: bool = False
     has_ended: bool = False
     failure: MatcherFailure | None = None
@@ -235,7 +235,7 @@ class SlotMatchers:
         matchers = [(slot.matcher, row) for slot, row in places if slot.matcher is not None]
         is_filled = False
         if self._executor is not None and len(matchers) >= _LEAST_PARALLEL:
-            # Where one panics, each is asked by itself, for only that one must fail.
+            # Where one matcher panics, each is asked by itself, for only that one must fail.
             with contextlib.suppress(PanicError), panics_as_errors:
                 self._executor.unsafe_compute_mask_ptr(matchers, address, num_bytes, len(masks))
                 is_filled = True

@@ -24,7 +24,7 @@ class StepPart(NamedTuple):
     device_rows: DeviceRows | None = None
 
     def only(self, kept: NDArray[np.bool_]) -> StepPart:
-        """The part with the sequences that `kept` marks."""
+        """Return the part with the sequences that `kept` marks."""
         if kept.all():
             return self
         tokens = torch.from_numpy(np.flatnonzero(np.repeat(kept, self.rows.lengths)))

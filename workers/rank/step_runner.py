@@ -138,7 +138,7 @@ class StepRunner:
 
     @property
     def rows_of_piece(self) -> int:
-        """How many positions of a prompt are read at a time; see `workers.rank.prompt_reader`."""
+        """The number of positions of a prompt that are read at a time; see `workers.rank.prompt_reader`."""
         return self._reader.rows_of_piece
 
     @property
@@ -163,7 +163,7 @@ class StepRunner:
         if not self.runs_ahead and ticket.results is None:
             return ticket.completed(report)
         ticket.event.synchronize()
-        # A step that was launched while another one computed began when that was done.
+        # A step that was launched while another step computed began when that was done.
         started_at = max(report.started_at, self._finished_at)
         self._finished_at = self._clock.now()
         return ticket.completed(replace(report, started_at=started_at, finished_at=self._finished_at))
@@ -175,7 +175,7 @@ class StepRunner:
         return self._execute(plan, rows, started_at)
 
     def _take_in(self, plan: StepPlan) -> tuple[float, PlannedRows]:
-        """Change what this rank knows of its slots and blocks. Returns when it began, and what to compute."""
+        """Change this rank's state of its slots and blocks. Returns when it began, and what to compute."""
         started_at = self._clock.now()
         self.progress.begin(plan.step)
         self._containment.begin(plan)
@@ -190,7 +190,7 @@ class StepRunner:
     def _execute(self, plan: StepPlan, rows: PlannedRows, started_at: float) -> Executed:
         staged = self.steps.stage(plan, rows)
         if not rows.num_sequences:
-            # What runs ahead has an event that shows whether the device is usable.
+            # A step that runs ahead has an event that shows whether the device is usable.
             self._containment.touch_device(waits=not self.runs_ahead)
             return Executed(plan.step, rows, started_at, [])
         whole, waited_s = self.steps.input(plan, rows, staged)

@@ -30,7 +30,7 @@ from workers.rank.tickets import Ticket
 
 
 class StepContext(NamedTuple):
-    """What both kinds of ranks share."""
+    """The parts that both kinds of ranks share."""
 
     batch: InputBatch
     queue: DeviceQueue
@@ -58,7 +58,8 @@ class StepContext(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """What `Steps.stage` has copied to the device: the rows of a step, and its tokens [num_tokens]."""
+    """The data that `Steps.stage` has copied to the device: the rows of a step, and its tokens
+    [num_tokens]."""
 
     rows: DeviceRows | None = None
     tokens: Tensor | None = None

@@ -1,7 +1,7 @@
 """Steps that are launched and not yet collected.
 
 A device may still compute a step when its launch returns: a ticket stands for the step until its report
-holds. The next step is launched meanwhile."""
+holds. The next step is launched before that."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from workers.rank.device_queue import CopiedOut, Event
 from workers.rank.input_batch import PlannedRows
 from workers.rank.prompt_reader import PromptReadings
 
-# Steps that a rank whose device runs behind has queued on it: the one that computes, and the next.
+# The number of steps that a rank whose device runs behind has queued on it: the one that computes, and the
+# next.
 MOST_LAUNCHED = 2
-# How often a rank that waits for a step looks whether it is done; meanwhile a plan that comes is launched.
+# The period in which a rank that waits for a step looks whether it is done; a plan that comes in between is
+# launched.
 _POLL_S = 2e-4
 
 
@@ -34,8 +36,8 @@ class DrawnRows(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What a step sampled, on its way to the host: int32 tokens [num_samples], and log-probabilities. When
-    the tokens are there, `check` returns the sequences that may not go on with them."""
+    """The samples of a step, on their way to the host: int32 tokens [num_samples], and log-probabilities.
+    When the tokens are there, `check` returns the sequences that may not go on with them."""
 
     tokens: CopiedOut
     drawn: Sequence[DrawnRows]

@@ -25,9 +25,9 @@ from workers.rank.tickets import MOST_LAUNCHED, launched
 _log = logging.getLogger("tandem.rank")
 
 WARM_UP_TOKENS = 48
-# Steps that continue the prompt of the warm-up.
+# The number of steps that continue the prompt of the warm-up.
 _NUM_CONTINUED = 2
-# Each is computed by other code.
+# The ways to sample, each computed by other code.
 _WAYS_TO_SAMPLE = (
     SamplingParams(temperature=1.0),
     SamplingParams(),
@@ -38,7 +38,7 @@ _WAYS_TO_SAMPLE = (
 # The context length, in host memory, of the step that decides how blocks there are read.
 _MEASURED_HOST_TOKENS = 4096
 _NUM_MEASURED_STEPS = 4
-# Slots of its own, which no plan of the engine core uses.
+# The number of slots of the warm-up alone, which no plan of the engine core uses.
 NUM_WARM_UP_SLOTS = len(_WAYS_TO_SAMPLE)
 
 
@@ -46,7 +46,7 @@ class WarmUp:
     """Warms up one rank. The ranks of a replica warm up together.
 
     Above all, every variant of a kernel is compiled, which takes longer than a step may. A prompt is
-    computed, and continued by every way of sampling, alone and beside a chunk of another prompt. Steps of the
+    computed, and continued by every way of sampling, alone and with a chunk of another prompt. Steps of the
     largest sizes, a chunk and a decode of every slot, run through one layer, which has all their shapes.
     Recording graphs drops the memory that torch keeps of the device and of the host, so steps that take it
     again come after.
@@ -91,7 +91,7 @@ class WarmUp:
         return self._steps.collect(self._steps.launch(plan))
 
     def _warm_up_kinds(self, most: int) -> None:
-        """Run a prompt, a step that decodes, and one with a chunk beside sequences that decode, over at most
+        """Run a prompt, a step that decodes, and one with a chunk and sequences that decode, over at most
         `most` tokens each. As many are under way at a time as when the rank serves."""
         num_tokens = max(1, min(WARM_UP_TOKENS, most - _NUM_CONTINUED, self._vocab_size))
         tokens = np.arange(num_tokens, dtype="<u4").tobytes()

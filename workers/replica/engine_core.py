@@ -1,7 +1,7 @@
 """The engine core of a replica: every decision of its engine, and its Links. It never imports torch, never
 blocks.
 
-Queues and who empties them:
+Queues and the parts that empty them:
 
     Link (gateway)  -> submissions, cancels -> Scheduler.submit, .cancel
     Peer link       -> landings, hand-overs -> KvSender (and MigrationManager), KvReceiver
@@ -78,7 +78,7 @@ from workers.store_connector.connector import StoreConnector, reaches_store
 _log = logging.getLogger("tandem.engine_core")
 
 TICK_S = 0.25
-# When the requests of a step without progress are named. Gateways leave the replica later
+# The time after which the requests of a step without progress are named. Gateways leave the replica later
 # (`cluster.gateway.circuit_breaker.STALLED_S`).
 STALL_REPORT_S = 0.5
 _LEAVES = "the replica leaves"
@@ -204,7 +204,7 @@ class EngineCore:
         on_phase: Callable[[str], None] = lambda phase: None,
     ) -> EngineCore:
         """Load and warm up the ranks, build the engine core from what they report, and listen. `on_phase` is
-        told what the last of the ranks does meanwhile, for people.
+        told the phase of the last of the ranks, for people.
 
         Raises `RankDiedError` with the reason when the ranks cannot serve, and `TrustError` when the files of
         `spec.trust` cannot be used; then nothing is left running.
@@ -249,8 +249,8 @@ class EngineCore:
         await self._group.stop()
 
     async def drain(self, drain_s: float) -> None:
-        """Take no new work, hand back what has not begun, and return when all that runs has finished or
-        migrated, or `drain_s` is over; what is left then resumes at another replica, its KV computed
+        """Take no new work, hand back requests that have not begun, and return when all running ones have
+        finished or migrated, or `drain_s` is over; the rest then resume at another replica, their KV computed
         again."""
         self._gateways.broadcast(Leaving(drain_s))
         self.requests.leave(_LEAVES)
@@ -274,7 +274,7 @@ class EngineCore:
             raise RankDiedError(self._death)
 
     def join_peers(self, targets: Sequence[HandOverTarget]) -> None:
-        """Open and measure the paths to these decode replicas, all that there are, before they are needed."""
+        """Open and measure the paths to all these decode replicas, before they are needed."""
         self.peers.forget_others([target.identity for target in targets])
         for target in targets:
             if target.identity != self.identity:
@@ -282,8 +282,8 @@ class EngineCore:
 
     def set_role(self, role: str, epoch: int) -> None:
         """Play this role from now on: gateways send other work, and move away what it should no longer do.
-        What comes under the old role is served all the same. Does nothing unless `epoch` is above that of
-        the last change."""
+        Requests that come under the old role are served all the same. Does nothing unless `epoch` is above
+        that of the last change."""
         if epoch <= self.role_epoch:
             return
         self.role, self.role_epoch = role, epoch
@@ -355,8 +355,8 @@ class EngineCore:
                 _log.warning("gateway %s introduced itself twice", shown(gateway[0]))
 
     def _purge(self, order: PurgeCache) -> CachePurged:
-        """Forget a group's cached blocks, and what is on its way to the store or from it. Requests under way
-        keep their blocks until they end, and leave nothing behind."""
+        """Forget a group's cached blocks, and its blocks on their way to the store or from it. Requests under
+        way keep their blocks until they end, and leave nothing behind."""
         if self.connector is not None:
             self.connector.purge(order.sharing_group)
         num_requests = self.scheduler.keep_private(order.sharing_group)
@@ -412,7 +412,7 @@ class EngineCore:
             asyncio.get_running_loop().call_soon(self._main)
 
     def _main(self) -> None:
-        """The actor's main loop: an error of ours must not leave requests hanging in a live process."""
+        """Run the actor's main loop: an error of ours must not leave requests hanging in a live process."""
         self._pump_scheduled = False
         try:
             self._pump()
@@ -469,7 +469,8 @@ class EngineCore:
     # ------------------------------------------------------------------------------------------ death
 
     def fail(self, error: BaseException) -> None:
-        """An error of ours: what this replica holds may be wrong. Suspect is what the scheduler was at."""
+        """End the replica after an error of ours: its state may be wrong. The requests that the scheduler was
+        at are suspects."""
         _log.error("%s: the engine core failed", self.identity.replica_id, exc_info=error)
         handled = self.scheduler.isolation.handled
         self._died(f"the engine core failed: {error!r}", () if handled is None else (handled,))

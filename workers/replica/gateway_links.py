@@ -1,4 +1,4 @@
-"""The links that gateways open to an engine core, and what the replica reports over them.
+"""The links that gateways open to an engine core, and the reports of the replica over them.
 
 A link begins with the gateway's hello and carries messages until it ends.
 
@@ -44,9 +44,9 @@ from workers.messages.link import (
 
 GATEWAY_GRACE_S = 3.0
 LOAD_PERIOD_S = 0.2
-# How often gateways hear of changes of the queue, at most.
+# The shortest period between reports of changes of the queue to gateways.
 QUEUE_PERIOD_S = 0.01
-# Of what is read of prompts, about so much goes into a frame.
+# The approximate bytes of prompt readings that go into one frame.
 _READ_BYTES = 1 << 20
 
 _log = logging.getLogger("tandem.engine_core")
@@ -59,7 +59,7 @@ class _Port:
     news: list[News] = field(default_factory=list)
     load_sent_at: float = 0.0
     queue_seen_at: float = 0.0
-    # What was seen last of the queue.
+    # The last state of the queue that was seen.
     queue: tuple[int, ...] = ()
     pauses_batch: bool = False
 
@@ -114,13 +114,13 @@ class GatewayLinks:
         return True
 
     def pause_batch(self, key: GatewayKey, is_paused: bool) -> None:
-        """Take the word of a gateway for as long as its link lasts."""
+        """Take the word of a gateway until its link ends."""
         if (port := self._ports.get(key)) is not None and port.stream is not None:
             port.pauses_batch = is_paused
 
     @property
     def is_batch_paused(self) -> bool:
-        """Whether any gateway asks for it."""
+        """Whether any gateway asks for the class `batch` to be paused."""
         return any(port.pauses_batch for port in self._ports.values())
 
     def expired(self) -> list[GatewayKey]:
@@ -136,14 +136,14 @@ class GatewayLinks:
         return gone
 
     def post(self, key: GatewayKey, news: News) -> None:
-        """Add to the next frame for this gateway."""
+        """Add news to the next frame for this gateway."""
         port = self._ports.get(key)
         if port is None:
             port = self._ports[key] = _Port(None, self._clock.now())
         port.news.append(news)
 
     def flush(self, load: Callable[[], LoadReport], queue: Callable[[], QueueReport]) -> None:
-        """Send what was posted, one frame per gateway, with a report made by `load` when one is due; between
+        """Send the posted news, one frame per gateway, with a report made by `load` when one is due; between
         two of them with what `queue` makes, where that has changed."""
         now = self._clock.now()
         current: QueueReport | None = None
@@ -168,14 +168,14 @@ class GatewayLinks:
             port.news = []
 
     def broadcast(self, message: KvEvents | KvSnapshot | Leaving | RoleChanged) -> None:
-        """Send to every connected gateway."""
+        """Send a message to every connected gateway."""
         frame = LINK_UP_CODEC.encode(message)
         for port in self._ports.values():
             if port.stream is not None:
                 port.stream.send(frame)
 
     def send(self, key: GatewayKey, message: LinkUp) -> None:
-        """Send to one gateway, if it is connected."""
+        """Send a message to one gateway, if it is connected."""
         port = self._ports.get(key)
         if port is not None and port.stream is not None:
             port.stream.send(LINK_UP_CODEC.encode(message))
@@ -188,13 +188,14 @@ class GatewayLinks:
 
 
 def _taken(queue: QueueReport) -> tuple[int, ...]:
-    """What decides whether gateways send more; context and free blocks change with every token."""
+    """Return the numbers that decide whether gateways send more; context and free blocks change with every
+    token."""
     return queue.num_running, queue.num_waiting, queue.num_landings, queue.num_backlog_tokens
 
 
 def _parted(news: list[News]) -> list[list[News]]:
-    """Divide news into those of one frame each, at least one, in their order: what is read of prompts may be
-    more than goes into a frame."""
+    """Divide news into those of one frame each, at least one, in their order: readings of prompts may be more
+    than goes into a frame."""
     if not any(isinstance(item, PromptLogprobs | PromptEmbedding) for item in news):
         return [news]
     parts: list[list[News]] = [[]]

@@ -1,4 +1,4 @@
-"""How a replica is split over ranks: their specifications, and which layers each stage gets. No torch."""
+"""The split of a replica over ranks: their specifications, and the layers of each stage. No torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _log = logging.getLogger("tandem.engine_core")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSpec:
-    """What a replica is started with."""
+    """The specification that a replica is started with."""
 
     identity: ReplicaIdentity
     pool: str
@@ -39,10 +39,10 @@ class ReplicaSpec:
     dtype: str
     parallel: Parallel
     engine: EngineConfig
-    # Above 0: `engine.kv_tokens` is the most, and ranks on CUDA take what is left of this share of their
+    # Above 0, `engine.kv_tokens` is the most, and ranks on CUDA take what is left of this share of their
     # device's memory.
     kv_share: float = 0.0
-    # What each sharing group may use of the KV blocks.
+    # The KV blocks that each sharing group may use.
     group_shares: GroupShares = _NO_LIMITS
     transfer: TransferConfig
     trust: TrustFiles
@@ -99,11 +99,12 @@ class Shape:
 
     @property
     def work(self) -> ModelWork:
-        """What the model's steps cost."""
+        """The costs of the model's steps."""
         return ModelWork(read_model_config(Path(self._model_dir)), self._item_bytes)
 
     def plan_stages(self, joined: Sequence[RankJoined]) -> Stages:
-        """The layers of each stage: as configured, or so that the slowest stage is as fast as it can be."""
+        """Return the layers of each stage: as configured, or so that the slowest stage is as fast as it can
+        be."""
         self.attention_ratio = median(rank.attention_ratio for rank in joined)
         num_layers = read_model_config(Path(self._model_dir)).num_layers
         for key, why in ignored_keys(Path(self._model_dir)).items():
@@ -120,8 +121,8 @@ class Shape:
 
 
 def _steady_costs(devices: Sequence[str], costs: Sequence[StageCost]) -> list[StageCost]:
-    """Of each rank. Ranks measure at once and disturb each other: on devices of one name they count as equal
-    to the fastest, unless they are so much slower that the devices must differ."""
+    """Return the costs of each rank. Ranks measure at once and disturb each other: on devices of one name
+    they count as equal to the fastest, unless the difference is too large for equal devices."""
     best = {
         device: min((cost for name, cost in zip(devices, costs, strict=True) if name == device), key=_layer_s)
         for device in devices
@@ -146,10 +147,10 @@ Stages = tuple[tuple[int, int], ...]
 
 
 def split_layers(num_layers: int, costs: Sequence[StageCost]) -> Stages:
-    """Contiguous ranges, one for each of `costs`, none empty: those whose slowest stage is fastest; of these,
-    those that take the least time in all stages together; of these, more layers in earlier stages.
+    """Return contiguous ranges, one for each of `costs`, none empty: those whose slowest stage is fastest; of
+    these, those that take the least time in all stages together; of these, more layers in earlier stages.
 
-    Stages of unknown cost (all 0) count as equal. `WorkerError` when there are more stages than layers.
+    Stages of unknown cost (all 0) are equal. Raises `WorkerError` when there are more stages than layers.
     """
     if len(costs) > num_layers:
         raise WorkerError(
@@ -161,7 +162,8 @@ def split_layers(num_layers: int, costs: Sequence[StageCost]) -> Stages:
 
 
 def given_layers(num_layers: int, layers: Sequence[int]) -> Stages:
-    """The ranges of stages with so many layers each. `WorkerError` when they are not the model's."""
+    """Return the ranges of stages with these numbers of layers. Raises `WorkerError` when they are not the
+    model's."""
     if min(layers) < 1:
         raise WorkerError(f"layers {list(layers)}: every stage needs at least one")
     if sum(layers) != num_layers:
@@ -172,7 +174,7 @@ def given_layers(num_layers: int, layers: Sequence[int]) -> Stages:
 
 
 def _stage_times(num_layers: int, costs: Sequence[StageCost]) -> list[list[float]]:
-    """[stage][number of layers]: seconds."""
+    """Return the seconds as [stage][number of layers]."""
     if all(cost.layer_s == 0 for cost in costs):
         costs = [StageCost(layer_s=1.0)] * len(costs)
     last = len(costs) - 1
@@ -187,7 +189,7 @@ def _stage_times(num_layers: int, costs: Sequence[StageCost]) -> list[list[float
 
 
 def _fastest_slowest(num_layers: int, times: list[list[float]]) -> float:
-    """The least time that the slowest stage can take."""
+    """Return the least time that the slowest stage can take."""
     # best[n]: of the stages so far, with n layers in all
     best = [float("inf") if count == 0 else times[0][count] for count in range(num_layers + 1)]
     for stage_times in times[1:]:
@@ -202,7 +204,8 @@ def _fastest_slowest(num_layers: int, times: list[list[float]]) -> float:
 
 
 def _least_sum(num_layers: int, times: list[list[float]], slowest_s: float) -> tuple[int, ...]:
-    """Layers of each stage: the least time in all, where no stage takes longer than `slowest_s`."""
+    """Return the layers of each stage: the least time in all, where no stage takes longer than
+    `slowest_s`."""
     # From the last stage to the first; found[n]: (time, layers of the stages so far) with n layers in all.
     found: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for stage_times in reversed(times):

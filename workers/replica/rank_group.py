@@ -49,14 +49,14 @@ from workers.messages.rank_channel import (
 
 LEAVE_S = 1.0
 _TICKET_BYTES = 16
-# A frame of a connection that has not shown a rank's ticket.
+# The most bytes of a frame of a connection that has not shown a rank's ticket.
 _HELLO_BYTES = 256
-# How long the end of a connection waits for the news of who ended it.
+# The time that the end of a connection waits for the news of who ended it.
 _CULPRIT_S = 0.5
 
 _SYSTEM_CLOCK = SystemClock()
 
-# From what the ranks reported when they joined, in rank order, to the layers [start, end) of each stage.
+# Returns the layers [start, end) of each stage from the reports of the ranks when they joined, in rank order.
 PlanStages = Callable[[Sequence[RankJoined]], tuple[tuple[int, int], ...]]
 
 _log = logging.getLogger("tandem.ranks")
@@ -69,7 +69,7 @@ class RankHandle(Protocol):
         """Return when the process has ended, with the reason."""
 
     def kill(self) -> None:
-        """End it at once, also when it is stopped or hangs in a kernel."""
+        """End the process at once, also when it is stopped or hangs in a kernel."""
 
 
 class RankLauncher(Protocol):
@@ -97,8 +97,8 @@ class ProcessHandle:
 
 
 class RankCommand(NamedTuple):
-    """What starts a rank as a child process: its arguments, its environment, and what is written to its
-    standard input."""
+    """The command that starts a rank as a child process: its arguments, its environment, and the input that
+    is written to its standard input."""
 
     arguments: tuple[str, ...]
     environment: dict[str, str]
@@ -207,13 +207,13 @@ class RankGroup:
         return ready
 
     def send(self, message: RankDown) -> None:
-        """Send to every rank."""
+        """Send a message to every rank."""
         frame = _encoded(message)
         for stream in self._streams.values():
             stream.send(frame)
 
     def send_to(self, rank: int, message: RankDown) -> None:
-        """Send to one rank; to one that has left, nothing."""
+        """Send a message to one rank; a rank that has left receives nothing."""
         if rank in self._streams:
             self._streams[rank].send(_encoded(message))
 
@@ -360,7 +360,7 @@ class RankGroup:
             self._died(reason)
 
     def _suspect(self, reason: str) -> None:
-        """Something has ended; if nothing better is heard, `reason` is why."""
+        """Note that something has ended; if no better reason comes, `reason` is why."""
         if not self._stopping and not self._death:
             asyncio.get_running_loop().call_later(_CULPRIT_S, self._died, reason)
 
@@ -374,7 +374,8 @@ class RankGroup:
 
 
 def _encoded(message: RankDown) -> bytes:
-    """Raise `WorkerError` rather than send what no rank would read: it would end them all."""
+    """Encode a message; raise `WorkerError` rather than send one that no rank would read: it would end them
+    all."""
     frame = RANK_DOWN_CODEC.encode(message)
     if len(frame) > MAX_FRAME_BYTES:
         raise WorkerError(
@@ -384,7 +385,7 @@ def _encoded(message: RankDown) -> bytes:
 
 
 def _refuse_unlike(ready: Sequence[RankReady]) -> None:
-    """`RankDiedError` when ranks, which may be on several hosts, have loaded unlike models."""
+    """Raise `RankDiedError` when ranks, which may be on several hosts, have loaded unlike models."""
     for other in ready[1:]:
         if differences := ready[0].compatibility.differences(other.compatibility):
             raise RankDiedError(f"rank {other.rank} is not of rank 0's model: {'; '.join(differences)}")

@@ -53,7 +53,8 @@ class ReplicaReports:
         self._num_steps_checked = 0
 
     def kv_events(self) -> KvEvents | None:
-        """Changes of the prefix cache, and of the node's store, since the last call; None: there are none."""
+        """Return the changes of the prefix cache, and of the node's store, since the last call; None: there
+        are none."""
         stored, removed = self._pool.take_events()
         if self._connector is not None:
             stored_there, removed_there = self._connector.view.take_events()
@@ -64,14 +65,15 @@ class ReplicaReports:
         return KvEvents(self._identity, self._kv_sequence, stored, removed)
 
     def kv_snapshot(self) -> KvSnapshot:
-        """The whole content of both; send outstanding events before it."""
+        """Return the whole content of both; send outstanding events before it."""
         stored = self._pool.snapshot()
         if self._connector is not None:
             stored += self._connector.view.snapshot()
         return KvSnapshot(self._identity, self._kv_sequence, stored)
 
     def queue(self) -> QueueReport:
-        """What waits and runs at this moment; who is paused makes way for others, and does not count."""
+        """Return the numbers of requests that wait and run at this moment; paused ones make way for others,
+        and do not count."""
         landings = self._kv_receiver.landings
         return QueueReport(
             num_running=self._scheduler.num_running - self._scheduler.num_paused,
@@ -83,7 +85,7 @@ class ReplicaReports:
         )
 
     def load(self) -> LoadReport:
-        """The state of this moment."""
+        """Return the state of this moment."""
         self._load_sequence += 1
         scheduler, pool, landings = self._scheduler, self._pool, self._kv_receiver.landings
         pushes = self._kv_sender.sends.counters
@@ -129,7 +131,7 @@ class ReplicaReports:
         )
 
     def _of_the_store(self) -> dict[str, Any]:
-        """The fields that concern the node's store."""
+        """Return the fields that concern the node's store."""
         connector = self._connector
         if connector is None:
             return {}
@@ -145,7 +147,7 @@ class ReplicaReports:
 
     @property
     def _num_other_references(self) -> int:
-        """Of landings, and of copies to and from the store."""
+        """The references of landings, and of copies to and from the store."""
         return self._kv_receiver.landings.num_references + (
             0 if self._connector is None else self._connector.num_references
         )

@@ -34,14 +34,14 @@ from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import PromptDone, StepOutcome
 
 _REFUSED_RETRY_S = 1.0
-# Of the log-probabilities of a prompt that are sent to the gateway as one part.
+# The most bytes of the log-probabilities of a prompt that are sent to the gateway as one part.
 LOGPROB_PART_BYTES = 64 << 10
 
 _log = logging.getLogger("tandem.engine_core")
 
 
 class Requests:
-    """Admits, cancels and hands back requests, and passes on what the steps make of them."""
+    """Admits, cancels and hands back requests, and passes on the outcomes of their steps."""
 
     def __init__(
         self,
@@ -65,13 +65,13 @@ class Requests:
         self._migration = migration
         self._clock = clock
         self._vocab_size = vocab_size
-        # The last submission, from when it begins to change anything here.
+        # The last submission, from the moment at which it begins to change anything here.
         self._queueing: RequestKey | None = None
-        # Those in the step that stands still, which have been reported.
+        # The requests in the step that stands still, which have been reported.
         self._stalled: Set[RequestKey] = frozenset()
-        # Why new work is refused; "" while it is taken.
+        # The reason why new work is refused; "" while it is taken.
         self.refusal = ""
-        # Why it is handed back, to be done by another replica.
+        # The reason why work is handed back, to be done by another replica.
         self._leaving = ""
 
     @property
@@ -97,8 +97,8 @@ class Requests:
             self._kv_sender.accept(record, submission.decode)
 
     def blame(self, gateway: GatewayKey, submission: Submission, error: BaseException) -> bool:
-        """Report to the gateway that `submit` has failed by an error of ours. Return whether that is all: it
-        was only looked at, and nothing here has changed."""
+        """Report to the gateway that `submit` has failed by an error of ours. Return whether that is all: the
+        request was only looked at, and nothing here has changed."""
         key = submission.request_id, submission.attempt
         _log.error("request %s cannot be taken", key[0], exc_info=error, extra={"request_id": key[0]})
         self._table.remove(key)
@@ -171,7 +171,7 @@ class Requests:
             self._hand_back(key)
 
     def hand_back_all(self) -> None:
-        """After `leave`: hand back the rest, to continue at another replica with the output that it has."""
+        """Hand back the rest after `leave`, to continue at another replica with the output that it has."""
         for record in self._table:
             self._kv_receiver.cancel(record.key)
             self._hand_back(record.key)
@@ -183,7 +183,7 @@ class Requests:
         self.dropped(RequestFailed(*key, "leaving", self._leaving))
 
     def _refuse(self, submission: Submission) -> RequestFailed | None:
-        """Why the request is not taken, if so. Changes nothing."""
+        """Return why the request is not taken, if so. Changes nothing."""
         key = submission.request_id, submission.attempt
         if self.refusal:
             return RequestFailed(*key, "refused", self.refusal, _REFUSED_RETRY_S)
@@ -230,7 +230,7 @@ class Requests:
 
 
 def parts_of(read: PromptLogprobs) -> Iterator[PromptLogprobs]:
-    """Cut what a step has read of a prompt into parts of at most `LOGPROB_PART_BYTES`."""
+    """Cut a step's reading of a prompt into parts of at most `LOGPROB_PART_BYTES`."""
     logprobs = read.logprobs
     num_tokens = max(1, LOGPROB_PART_BYTES // (4 + 8 * logprobs.num_top))
     for first in range(0, logprobs.num_tokens, num_tokens):

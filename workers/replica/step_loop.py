@@ -23,7 +23,7 @@ from workers.scheduler.scheduler import Scheduler
 from workers.scheduler.step import StepOutcome, StepRates
 from workers.scheduler.step_costs import StepCosts
 
-# Unreported plans of a replica of one stage; every further stage adds one.
+# The most unreported plans of a replica of one stage; every further stage adds one.
 PIPELINE_DEPTH = 2
 # A piece of a step may take this many times what the rank's measured rate predicts before `stall_s` begins
 # to count: others may use the machine as well.
@@ -33,16 +33,16 @@ _CANARY = StepPlan(0)
 
 @dataclass(slots=True)
 class _Unreported:
-    """A plan that is out, and who has reported it."""
+    """A plan that is out, and the ranks that have reported it."""
 
     plan: StepPlan
-    # When it was sent, or any rank was heard to progress with it.
+    # The time at which it was sent, or at which any rank was last heard to progress with it.
     progressed_at: float
     rank_to_report: dict[int, StepReport] = field(default_factory=dict)
 
 
 class StepLoop:
-    """Between the scheduler and the `tp * pp` ranks; see the module's text."""
+    """Connects the scheduler and the `tp * pp` ranks; see the module's text."""
 
     def __init__(
         self,
@@ -86,7 +86,8 @@ class StepLoop:
         return is_due
 
     def settle(self, rank: int, report: StepReport) -> StepOutcome | None:
-        """Take a rank's report; the outcome when it was the last one of its step, None else and for a canary.
+        """Take a rank's report; return the outcome when it was the last one of its step, None else and for a
+        canary.
 
         Raises `WorkerError` when the rank has left out a step, or reports one that it was not given or has
         reported already.
@@ -130,7 +131,8 @@ class StepLoop:
         return outcome
 
     def steps_under_way(self) -> set[int]:
-        """Of each rank the first step that it has not reported: what a rank that ends or hangs is in."""
+        """Return the first step that each rank has not reported: the step that a rank that ends or hangs is
+        in."""
         unreported = (
             next((it.plan.step for it in self._unreported if rank not in it.rank_to_report), None)
             for rank in range(self._tp * self._pp)
@@ -138,7 +140,7 @@ class StepLoop:
         return {step for step in unreported if step is not None}
 
     def progressed(self, rank: int, step: int) -> None:
-        """The rank has completed a piece of the step."""
+        """Note that the rank has completed a piece of the step."""
         for unreported in self._unreported:
             if unreported.plan.step == step and rank not in unreported.rank_to_report:
                 unreported.progressed_at = self._clock.now()
@@ -149,7 +151,7 @@ class StepLoop:
 
     @property
     def stalled_s(self) -> float:
-        """For how long no rank has progressed with the oldest unreported plan, beyond the time that the
+        """The time for which no rank has progressed with the oldest unreported plan, beyond the time that the
         largest piece of a step may take; 0.0: one has, or nothing is out.
 
         Once the plan before it is settled, all that holds it up is its own way through the stages. A rank
@@ -168,8 +170,8 @@ class StepLoop:
 
 
 def _merged(rank_to_report: dict[int, StepReport]) -> tuple[FailedEntry, ...]:
-    """What any rank could not compute, with the reason of the rank that knows it: a stage may have reported
-    the step before a later one fails."""
+    """Return what any rank could not compute, with the reason of the rank that knows it: a stage may have
+    reported the step before a later one fails."""
     index_to_failed: dict[int, FailedEntry] = {}
     for rank, report in sorted(rank_to_report.items()):
         for failed in report.failed:

@@ -15,12 +15,12 @@ from workers.model.sizes import ModelWork
 from workers.scheduler.step import StepOutcome
 from workers.stats_record import BATCH_BOUNDS, DeviceMemory, ReplicaStats
 
-# Of the newest step in the moving averages.
+# The weight of the newest step in the moving averages.
 _WEIGHT = 0.05
 
 
 class Capability(NamedTuple):
-    """The model's work, and what all ranks of the replica together were measured to be able to do."""
+    """The model's work, and the measured capability of all ranks of the replica together."""
 
     work: ModelWork
     flop_s: float
@@ -29,11 +29,11 @@ class Capability(NamedTuple):
 
 @dataclass(slots=True)
 class StepStats:
-    """Totals since the start, by the names of `ReplicaStats`. Without a capability, arithmetic and bytes are
-    not counted."""
+    """Counts totals since the start, by the names of `ReplicaStats`. Without a capability, arithmetic and
+    bytes are not counted."""
 
     capability: Capability | None = None
-    # Of a step, for the quotients of their averages (see `StepRates`).
+    # Moving averages of one step's figures, for their quotients (see `StepRates`).
     _average_flops: float = 0.0
     _average_bytes: float = 0.0
     _average_busy_s: float = 0.0
@@ -70,7 +70,7 @@ class StepStats:
         self._average_busy_s = moving_average(self._average_busy_s, busy_s, _WEIGHT)
 
     def settled(self, outcome: StepOutcome) -> None:
-        """Count what the scheduler made of a step."""
+        """Count the scheduler's outcome of a step."""
         self.num_sampled_tokens += len(outcome.tokens)
         for prompt in outcome.prompts:
             self.num_queried_tokens += prompt.num_computed_tokens
@@ -79,7 +79,7 @@ class StepStats:
             self.num_hit_tokens.update(prompt.num_loaded_tokens)
 
     def totals(self) -> dict[str, Any]:
-        """The fields of `ReplicaStats` that are kept here."""
+        """Return the fields of `ReplicaStats` that are kept here."""
         totals: dict[str, Any] = dict(zip(_NAMES, _values_of(self), strict=True))
         totals["num_steps_by_batch"] = tuple(self.num_steps_by_batch)
         totals["num_hit_tokens"] = dict(self.num_hit_tokens)
@@ -87,27 +87,27 @@ class StepStats:
 
     @property
     def memory(self) -> tuple[DeviceMemory, ...]:
-        """By rank."""
+        """The devices' memory by rank."""
         return tuple(self.rank_to_memory[rank] for rank in sorted(self.rank_to_memory))
 
     @property
     def peak_flop_s(self) -> float:
-        """0: not measured."""
+        """The measured peak of arithmetic; 0: not measured."""
         return self.capability.flop_s if self.capability else 0.0
 
     @property
     def peak_byte_s(self) -> float:
-        """0: not measured."""
+        """The measured peak of memory bandwidth; 0: not measured."""
         return self.capability.byte_s if self.capability else 0.0
 
     @property
     def mfu(self) -> float:
-        """Share of the measured arithmetic that recent steps achieved while they ran; 0: not known."""
+        """The share of the measured arithmetic that recent steps achieved while they ran; 0: not known."""
         return self._share(self._average_flops, self.peak_flop_s)
 
     @property
     def mbu(self) -> float:
-        """The same of the measured memory bandwidth."""
+        """The share of the measured memory bandwidth that they achieved; 0: not known."""
         return self._share(self._average_bytes, self.peak_byte_s)
 
     def _share(self, average: float, peak_per_s: float) -> float:

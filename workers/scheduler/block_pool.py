@@ -1,5 +1,6 @@
-"""BlockPool: who uses which KV block, which finished blocks can be found by key, and what was cached or
-evicted since the last look. Used by the scheduler and by the engine core for landings; holds no KV itself.
+"""BlockPool: which request uses which KV block, which finished blocks can be found by key, and which were
+cached or evicted since the last look. Used by the scheduler and by the engine core for landings; holds no KV
+itself.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _NO_LIMITS = GroupShares()
 
 
 class BlockPool:
-    """Reference counts, prefix index, least-recently-used eviction, quarantine and KV events of `num_blocks`.
+    """Keeps reference counts, prefix index, least-recently-used eviction, quarantine and KV events of
+    `num_blocks`.
 
     A block is in exactly one state::
 
@@ -45,7 +47,8 @@ class BlockPool:
         self._key_to_block: dict[bytes, int] = {}
         self._key_to_parent: dict[bytes, bytes] = {}
         self._key_to_children: dict[bytes, dict[bytes, None]] = {}
-        # Of the first block of each prompt; a chain is one sharing group's (`kvtransfer.blocks.keys`).
+        # The keys of the first block of each prompt; a chain is one sharing group's
+        # (`kvtransfer.blocks.keys`).
         self._head_to_group: dict[bytes, str] = {}
         self._evictable: list[EvictableBlock] = []  # a heap; stale entries are skipped
         self.shares = shares
@@ -89,7 +92,7 @@ class BlockPool:
         return self._num_references
 
     def is_shared(self, block_id: int) -> bool:
-        """Whether more than one holder references it: copy before writing."""
+        """Whether more than one holder references the block: copy before writing."""
         return self._refs[block_id] > 1
 
     def is_referenced(self, block_id: int) -> bool:
@@ -105,30 +108,31 @@ class BlockPool:
         return self._groups is not None and self._groups.in_use.has_limit(group)
 
     def limit(self, group: str) -> int:
-        """The most blocks that a group may use."""
+        """Return the most blocks that a group may use."""
         return self.num_total if self._groups is None else self._groups.in_use.limit(group)
 
     def num_used_by(self, group: str) -> int:
-        """Blocks that a group uses; 0 where no group has a limit."""
+        """Return how many blocks a group uses; 0 where no group has a limit."""
         return 0 if self._groups is None else self._groups.in_use.taken.get(group, 0)
 
     def num_left(self, group: str) -> int:
-        """How many more a group may use, were they free."""
+        """Return how many more blocks a group may use, were they free."""
         if self._groups is None or not self._groups.in_use.has_limit(group):
             return self.num_total
         return self._groups.in_use.limit(group) - self._groups.in_use.taken.get(group, 0)
 
     def claim(self, by: Claimant, claims: Mapping[str, ShareClaim]) -> None:
-        """Note what groups wait for, so that the other claimant leaves it to them where they are older."""
+        """Note the blocks that groups wait for, so that the other claimant leaves them to the groups that are
+        older."""
         if self._groups is not None:
             self._groups.claims[by] = claims
 
     def num_claimed(self, by: Claimant, group: str, since: float) -> int:
-        """How many blocks `by` has claimed of the group's share since an earlier time."""
+        """Return how many blocks `by` has claimed of the group's share since an earlier time."""
         return 0 if self._groups is None else self._groups.num_claimed(by, group, since)
 
     def num_to_use(self, block_ids: Iterable[int]) -> int:
-        """How many of these blocks, which can be found, come into use with `acquire`."""
+        """Return how many of these blocks, which can be found, come into use with `acquire`."""
         if self._groups is None:
             return 0
         return sum(not self._groups.is_in_use(block_id, self._refs[block_id]) for block_id in block_ids)
@@ -152,7 +156,7 @@ class BlockPool:
     # -------------------------------------------------------------------------------------- references
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest prefix of `keys` that is cached; takes no reference."""
+        """Return the blocks of the longest prefix of `keys` that is cached; takes no reference."""
         block_ids: list[int] = []
         for key in keys:
             block_id = self._key_to_block.get(key)
@@ -162,7 +166,7 @@ class BlockPool:
         return block_ids
 
     def acquire(self, block_ids: Iterable[int]) -> None:
-        """One more reference each; the blocks are referenced or cached."""
+        """Add one reference to each block; the blocks are referenced or cached."""
         for block_id in block_ids:
             if self._groups is not None and not self._groups.is_in_use(block_id, self._refs[block_id]):
                 self._groups.use(block_id)
@@ -173,7 +177,7 @@ class BlockPool:
             self._num_references += 1
 
     def allocate(self, num_blocks: int, group: str = "") -> list[int]:
-        """Blocks of this group with one reference each, evicting cached ones when needed.
+        """Return blocks of this group with one reference each, evicting cached ones when needed.
 
         Raises `OutOfBlocksError`, taking and evicting nothing, when fewer are free or left of its share.
         """
@@ -193,7 +197,8 @@ class BlockPool:
         return block_ids
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """One reference less each. Given in the order of a prompt, so the last counts as the oldest."""
+        """Drop one reference of each block. Given in the order of a prompt, so the last counts as the
+        oldest."""
         for block_id in reversed(block_ids):
             self._drop_reference(block_id)
             if self._refs[block_id] > 0:
@@ -211,14 +216,14 @@ class BlockPool:
                 self._push_evictable(block_id)
 
     def begin_copies(self, block_ids: Sequence[int]) -> None:
-        """As `acquire`, for copies into the store, which count to nobody's share."""
+        """Add references as `acquire` does, for copies into the store, which count to nobody's share."""
         self.acquire(block_ids)
         if self._groups is not None:
             for block_id in block_ids:
                 self._groups.begin_copy(block_id, self._refs[block_id])
 
     def end_copies(self, block_ids: Sequence[int]) -> None:
-        """As `release`, of what `begin_copies` took."""
+        """Drop the references that `begin_copies` added, as `release` does."""
         if self._groups is not None:
             for block_id in block_ids:
                 self._groups.end_copy(block_id, self._refs[block_id])
@@ -237,7 +242,7 @@ class BlockPool:
                 self._groups.use(block_id)
 
     def release_quarantine(self, block_ids: Iterable[int]) -> None:
-        """The writer has proven that it stopped: the blocks are free."""
+        """Free the blocks: the writer has proven that it stopped."""
         for block_id in block_ids:
             self._quarantined.remove(block_id)
             if self._groups is not None:
@@ -273,9 +278,9 @@ class BlockPool:
         return True
 
     def remember(self, block_id: int, key: bytes) -> bool:
-        """A full, computed block whose parent is not registered is to be had by `find` while referenced.
+        """Let `find` return a full, computed block whose parent is not registered, while it is referenced.
 
-        False when another block is to be had for that key already.
+        False when `find` returns another block for that key already.
         """
         assert self._refs[block_id] > 0, f"block {block_id} is not referenced: it cannot be remembered"
         if self.find(key) is None and block_id not in self._block_to_private_key:
@@ -284,13 +289,13 @@ class BlockPool:
         return self._private_key_to_block.get(key) == block_id
 
     def find(self, key: bytes) -> int | None:
-        """The block that holds the KV of this key, registered or remembered; takes no reference."""
+        """Return the block that holds the KV of this key, registered or remembered; takes no reference."""
         block_id = self._key_to_block.get(key)
         return self._private_key_to_block.get(key) if block_id is None else block_id
 
     def forget(self, block_id: int) -> None:
-        """Nothing finds this referenced block any more, nor in the index what it led to: of that,
-        referenced blocks stay to be had by `find`."""
+        """Take this referenced block out of what can be found, and out of the index all blocks that it led
+        to: the referenced ones among these are still returned by `find`."""
         self._drop_private(block_id)
         key = self._keys[block_id]
         if key is None:
@@ -302,8 +307,8 @@ class BlockPool:
                 self.remember(other_id, below)
 
     def purge(self, group: str | None) -> tuple[int, int]:
-        """Nothing finds blocks of this group (None: of any) any more. How many those were, and how many of
-        them are still referenced; they are free when they are released."""
+        """Take the blocks of this group (None: of any) out of what can be found. Return how many those were,
+        and how many of them are still referenced; they are free when they are released."""
         heads = [head for head, its in self._head_to_group.items() if group in (None, its)]
         num_found = num_held = 0
         for head in heads:
@@ -400,7 +405,7 @@ class BlockPool:
             del self._private_key_to_block[key]
 
     def _subtree(self, key: bytes) -> Iterator[bytes]:
-        """The registered keys of the subtree of `key`, itself included, parents first."""
+        """Yield the registered keys of the subtree of `key`, itself included, parents first."""
         stack = [key]
         while stack:
             key = stack.pop()
@@ -411,8 +416,8 @@ class BlockPool:
     # ------------------------------------------------------------------------------------------ events
 
     def take_events(self) -> tuple[tuple[BlocksStored, ...], tuple[BlocksRemoved, ...]]:
-        """The net change of the prefix index since the last call; the two parts name disjoint keys, so the
-        order of their application does not matter."""
+        """Return the net change of the prefix index since the last call; the two parts name disjoint keys, so
+        the order of their application does not matter."""
         stored = self._chains(self._stored)
         removed = (BlocksRemoved(keys=tuple(self._removed)),) if self._removed else ()
         self._stored = {}
@@ -420,7 +425,7 @@ class BlockPool:
         return stored, removed
 
     def snapshot(self) -> tuple[BlocksStored, ...]:
-        """The whole prefix index as chains, each after the chain that holds its parent."""
+        """Return the whole prefix index as chains, each after the chain that holds its parent."""
         return self._chains(self._subtree(ROOT))
 
     def _chains(self, keys: Iterable[bytes]) -> tuple[BlocksStored, ...]:

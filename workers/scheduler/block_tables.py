@@ -11,8 +11,8 @@ from workers.scheduler.step import FinishedBlock, StepBatch
 
 
 class BlockDemand(NamedTuple):
-    """What a sequence takes when it is admitted: blocks that are `cached`, `num_idle` of which nobody else
-    references, and new ones."""
+    """The blocks that a sequence takes when it is admitted: blocks that are `cached`, `num_idle` of which
+    nobody else references, and new ones."""
 
     cached: list[int]
     num_new: int
@@ -48,15 +48,17 @@ class BlockTables:
         return any(self.pool.is_of(block_id, group) for block_ids in self._retired for block_id in block_ids)
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
-        """Tokens of a waiting sequence that the prefix index holds now; at least one is left to compute."""
+        """Return how many tokens of a waiting sequence the prefix index holds now; at least one is left to
+        compute."""
         return len(self._match(sequence)) * self._block_tokens
 
     def wanted_keys(self, sequence: Sequence) -> tuple[list[bytes], int]:
-        """The keys of all full blocks that a waiting sequence could reuse, and how many it finds here now."""
+        """Return the keys of all full blocks that a waiting sequence could reuse, and how many are here
+        now."""
         return self._reusable_keys(sequence), len(self._match(sequence))
 
     def demand(self, sequence: Sequence) -> BlockDemand:
-        """What a waiting sequence would take for all its tokens."""
+        """Return the blocks that a waiting sequence would take for all its tokens."""
         cached = self._match(sequence)
         num_blocks = -(-sequence.num_tokens // self._block_tokens)
         num_idle = sum(not self.pool.is_referenced(block_id) for block_id in cached)
@@ -70,12 +72,13 @@ class BlockTables:
         sequence.num_registered_blocks = len(demand.cached)
 
     def num_blocks_needed(self, sequence: Sequence, end: int) -> int:
-        """Blocks to allocate before tokens [num_scheduled, end) can be written."""
+        """Return how many blocks to allocate before tokens [num_scheduled, end) can be written."""
         num_new = max(0, -(-end // self._block_tokens) - len(sequence.block_ids))
         return num_new + len(self._foreign(sequence, end))
 
     def make_writable(self, batch: StepBatch, sequence: Sequence, end: int) -> None:
-        """Private blocks for tokens [num_scheduled, end): `num_blocks_needed` are free or at hand."""
+        """Give a sequence private blocks for tokens [num_scheduled, end): `num_blocks_needed` are free or at
+        hand."""
         group = sequence.sharing_group
         for index in self._foreign(sequence, end):
             src_block = sequence.block_ids[index]
@@ -99,7 +102,7 @@ class BlockTables:
         return at_hand + self.pool.allocate(num_blocks - len(at_hand), group)
 
     def share(self, leader: Sequence, fork: Sequence, num_tokens: int) -> None:
-        """The fork gets the leader's blocks of the first `num_tokens` tokens."""
+        """Give the fork the leader's blocks of the first `num_tokens` tokens."""
         fork.block_ids = leader.block_ids[: -(-num_tokens // self._block_tokens)]
         on_device, offloaded = self.host.split(fork.block_ids)
         self.pool.acquire(on_device)
@@ -109,7 +112,7 @@ class BlockTables:
         fork.num_registered_blocks = min(leader.num_registered_blocks, num_tokens // self._block_tokens)
 
     def covering(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:
-        """The blocks of the sequence's first `num_tokens` tokens."""
+        """Return the blocks of the sequence's first `num_tokens` tokens."""
         return tuple(sequence.block_ids[: -(-num_tokens // self._block_tokens)])
 
     def register(self, sequence: Sequence) -> None:
@@ -164,7 +167,7 @@ class BlockTables:
         self.host.release([host_id])
 
     def take_finished(self) -> list[FinishedBlock]:
-        """Blocks registered since the last call."""
+        """Return the blocks registered since the last call."""
         finished, self._finished = self._finished, []
         return finished
 
@@ -176,7 +179,7 @@ class BlockTables:
         self._give_back(on_device)
 
     def settle(self, step: int) -> None:
-        """Plans up to `step` are reported: release what only they still read."""
+        """Release the blocks that only plans up to `step`, which are reported, still read."""
         self._copy_src_to_step = {
             block_id: copy_step for block_id, copy_step in self._copy_src_to_step.items() if copy_step > step
         }
@@ -203,7 +206,7 @@ class BlockTables:
         return sequence.block_keys(num_blocks, self._block_tokens)
 
     def _foreign(self, sequence: Sequence, end: int) -> list[int]:
-        """Table indices of blocks under [num_scheduled, end) that others use or can find."""
+        """Return the table indices of blocks under [num_scheduled, end) that others use or can find."""
         block_ids = sequence.block_ids
         last = min(-(-end // self._block_tokens), len(block_ids))
         return [

@@ -20,8 +20,8 @@ from workers.scheduler.step import (
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What one request may use of a replica at most; counts of tokens, `max_sequences` of samples. That with
-    `max_local_kv_tokens` stays here, some of its KV in host memory; one that is handed over is on the
+    """The most that one request may use of a replica; counts of tokens, `max_sequences` of samples. A request
+    with `max_local_kv_tokens` stays here, some of its KV in host memory; one that is handed over is on the
     device. One of a sharing group with a limit fits the group's share of the device."""
 
     pool: BlockPool
@@ -30,8 +30,8 @@ class EngineLimits:
     max_sequences: int
 
     def output_limit(self, submission: Submission) -> int:
-        """Tokens a sample may have in all: `max_tokens`, clipped to what context and KV leave it. The KV of
-        a request that is handed over grows at its decode replica."""
+        """Return how many tokens a sample may have in all: `max_tokens`, clipped to what context and KV leave
+        it. The KV of a request that is handed over grows at its decode replica."""
         num_prompt_tokens = _num_tokens(submission.prompt)
         limit = min(submission.sampling.max_tokens, self.max_context_tokens - num_prompt_tokens)
         if submission.decode:
@@ -88,8 +88,8 @@ class EngineLimits:
         self._check_plan(submission, limit)
 
     def _check_plan(self, submission: Submission, output_limit: int) -> None:
-        """Whatever becomes of the request, here or where it continues, what a plan says of it fits a
-        frame."""
+        """Check that the request's entries in a plan fit a frame, whatever becomes of it here or where it
+        continues."""
         num_prompt_tokens = _num_tokens(submission.prompt)
         num_tokens = num_prompt_tokens + output_limit
         num_bytes = (

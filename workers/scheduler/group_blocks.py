@@ -1,4 +1,5 @@
-"""GroupBlocks: what each sharing group takes of a block pool, and which of its cached blocks leaves first."""
+"""GroupBlocks: how many blocks each sharing group takes of a pool, and which of its cached blocks leaves
+first."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from kvtransfer.common.group_shares import Claimant, GroupShares, GroupUsage, ShareClaim
 
-# When it was released, and which it is.
+# The tick at which a block was released, and its id.
 EvictableBlock = tuple[int, int]
 
 
@@ -16,7 +17,7 @@ class GroupBlocks:
 
     A block has one owner from its allocation until it is free again. It is `in_use` while a request, a
     landing or a load references it, or while it is quarantined: of these a group never has more than its
-    share. `held` are, beside those, its cached blocks and those that are only being copied into the store:
+    share. `held` are, besides those, its cached blocks and those that are only being copied into the store:
     above its share they are the first to be evicted.
     """
 
@@ -106,8 +107,8 @@ class GroupBlocks:
         return self._group_to_evictable.setdefault(group, [])
 
     def victim(self, group: str, num_blocks: int) -> str | None:
-        """Return the group whose cached block is evicted where `group` allocates so many: itself, where it
-        then holds more than its share, else the one that exceeds its share most; None: anybody's."""
+        """Return the group whose cached block is evicted where `group` allocates `num_blocks`: itself, where
+        it then holds more than its share, else the one that exceeds its share most; None: anybody's."""
         if self.held.would_exceed(group, num_blocks) and group in self.num_cached:
             return group
         return next((it for it in self.held.greediest() if it in self.num_cached), None)
@@ -136,7 +137,7 @@ class GroupBlocks:
             assert count <= self.in_use.limit(group), f"{group!r} uses {count} blocks, more than its share"
 
     def entries(self) -> Iterator[tuple[str, EvictableBlock]]:
-        """Yield what is in the heaps, stale entries included."""
+        """Yield the entries of the heaps, stale ones included."""
         for group, heap in self._group_to_evictable.items():
             for entry in heap:
                 yield group, entry

@@ -8,8 +8,9 @@ from collections.abc import Sequence as Seq
 
 
 class HostBlocks:
-    """`num_total` blocks, with the ids from `first_id` on: below are those of the device. A block is free or
-    has as many references as sequences use it. Nothing else knows of it: no index, no transfer, no store."""
+    """Counts the uses of `num_total` blocks, with the ids from `first_id` on: below are those of the device.
+    A block is free or has as many references as sequences use it. No index, transfer or store knows these
+    blocks."""
 
     def __init__(self, first_id: int, num_total: int) -> None:
         self.num_total = num_total
@@ -27,34 +28,34 @@ class HostBlocks:
         return self.num_total - len(self._free)
 
     def holds(self, block_id: int) -> bool:
-        """Whether the id is one of these."""
+        """Whether the id is one of these blocks."""
         return block_id >= self._first_id
 
     def is_shared(self, block_id: int) -> bool:
-        """Whether more than one sequence uses it."""
+        """Whether more than one sequence uses the block."""
         return self._refs[block_id] > 1
 
     def split(self, block_ids: Seq[int]) -> tuple[list[int], list[int]]:
-        """Those on the device and those here, each in their order."""
+        """Return the blocks on the device and the blocks here, each in their order."""
         if not self.num_used:
             return list(block_ids), []
         on_device = [block_id for block_id in block_ids if block_id < self._first_id]
         return on_device, [block_id for block_id in block_ids if block_id >= self._first_id]
 
     def allocate(self) -> int:
-        """A free block, with one reference; there must be one."""
+        """Return a free block, with one reference; there must be one."""
         block_id = self._free.pop()
         self._refs[block_id] = 1
         return block_id
 
     def acquire(self, block_ids: Iterable[int]) -> None:
-        """One more reference each; the blocks are used."""
+        """Add one reference to each block; the blocks are used."""
         for block_id in block_ids:
             assert self._refs[block_id] > 0, f"block {block_id} is free: it holds nothing"
             self._refs[block_id] += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """One reference less each."""
+        """Drop one reference of each block."""
         for block_id in block_ids:
             assert self._refs[block_id] > 0, f"block {block_id} has no reference to release"
             self._refs[block_id] -= 1

@@ -15,9 +15,10 @@ NUM_STEPS_TO_CLEAR = 3
 
 
 class Isolation:
-    """Whose turn it is, and who is cleared. At most one suspect is in plans or handed over at a time.
+    """Decides which suspect's turn it is, and which is cleared. At most one suspect is in plans or handed
+    over at a time.
 
-    Each suspect is in plans by itself, and no other plan is out beside them: what breaks then is due to it,
+    Each suspect is in plans by itself, and no other plan is out with them: a fault then is due to it,
     and a neighbour of the culprit is soon cleared::
 
         WAITING --blocks, no other suspect--> RUNNING --its turn--> alone in its plans --survived--> cleared
@@ -51,7 +52,7 @@ class Isolation:
 
     @property
     def sequences(self) -> Seq[Sequence]:
-        """Running ones of the suspect whose trial it is."""
+        """The running sequences of the suspect whose trial it is."""
         request = self.current
         sequences = () if request is None else request.sequences
         return [sequence for sequence in sequences if sequence.phase is Phase.RUNNING]
@@ -70,11 +71,11 @@ class Isolation:
 
     @property
     def num_slots_needed(self) -> int:
-        """Slots that the suspect lacks, which the others leave to it."""
+        """The slots that the suspect lacks, which the others leave to it."""
         return sum(sequence.num_slots_needed for sequence in self.sequences if sequence.slot < 0)
 
     def planned(self, is_isolated: bool) -> None:
-        """A plan was made for the suspect, or for the others."""
+        """Note that a plan was made for the suspect, or for the others."""
         if is_isolated != self._is_suspects_turn:
             self._is_suspects_turn, self._num_left = is_isolated, self._num_in_turn
         self._num_left -= 1
@@ -86,7 +87,7 @@ class Isolation:
             self._reports.append(IsolationReport(*request.key, is_cleared=False))
 
     def settled(self, issued: IssuedPlan) -> None:
-        """A plan is reported: whom it names has survived it."""
+        """Note that the sequences of a reported plan have survived it."""
         request = issued.suspect
         if request is None or request.key not in self._life.suspects or not issued.samples:
             return
@@ -97,19 +98,19 @@ class Isolation:
             self._reports.append(IsolationReport(*request.key, is_cleared=True))
 
     def in_flight(self, plans: Seq[IssuedPlan]) -> set[RequestKey]:
-        """Requests that a fault in one of these plans may be due to: those that they name, and those whose KV
-        is being handed over meanwhile (a suspect only when no plan is to blame)."""
+        """Return the requests that a fault in one of these plans may be due to: the ones that they name, and
+        the ones whose KV is being handed over at that time (a suspect only when no plan is to blame)."""
         named = {sequence.request.key for plan in plans for sequence in plan.sequences}
         held = (request for request in self._life.requests.values() if request.is_held)
         return named.union(it.key for it in held if not (named and it.submission.suspect))
 
     @property
     def handled(self) -> RequestKey | None:
-        """Whose request was being planned, settled or adopted when that failed; None otherwise."""
+        """The request that was being planned, settled or adopted when that failed; None otherwise."""
         return self._life.handled
 
     def take_reports(self) -> list[IsolationReport]:
-        """What became of suspects since the last call."""
+        """Return what became of suspects since the last call."""
         reports, self._reports = self._reports, []
         return reports
 

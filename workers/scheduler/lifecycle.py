@@ -40,19 +40,19 @@ class Lifecycle:
         self.tables = BlockTables(pool, num_offload_blocks)
         self.grammars = NeededGrammars()
         self.requests: dict[RequestKey, Request] = {}
-        # Of `requests`: those that run alone until they are cleared (`Isolation`).
+        # The suspects among `requests`, which run alone until they are cleared (`Isolation`).
         self.suspects: dict[RequestKey, Request] = {}
-        # Whose request is being planned, settled or adopted, for the case that this fails.
+        # The request that is being planned, settled or adopted, for the case that this fails.
         self.handled: RequestKey | None = None
-        # Free ones that are not to be had now.
+        # The number of free slots that cannot be taken now.
         self.num_reserved_slots = 0
         self.waiting: list[Sequence] = []  # by queue_rank
         self.running: list[Sequence] = []  # by rank
         self.leaving: list[Sequence] = []
         self.num_preemptions = 0
-        # Whether blocks may be had from the store: then a sequence that begins to wait wants them.
+        # Whether blocks may come from the store: then a sequence that begins to wait wants them.
         self.has_store = False
-        # Whether a plan found out that more is wanted.
+        # Whether a plan found that more blocks are wanted.
         self.has_new_load_needs = False
         self._pool = pool
         self._max_sequences = max_sequences
@@ -71,8 +71,8 @@ class Lifecycle:
         return self.num_free_slots < sequence.num_slots_needed or self.lacks_group_slots(sequence)
 
     def lacks_group_slots(self, sequence: Sequence) -> bool:
-        """Whether its sharing group has too few slots left of its share. Beyond the share are a suspect, of
-        which there is one at a time, since others of its group may hold all and wait for its end; and a
+        """Whether its sharing group has too few slots left of its share. A suspect may exceed the share, of
+        which there is one at a time, since others of its group may hold all and wait for its end; so may a
         request that was admitted elsewhere, by a larger share, where it is the only one of its group."""
         if sequence.request.submission.suspect:
             return False
@@ -81,7 +81,7 @@ class Lifecycle:
         return num_taken > 0 and num_taken + sequence.num_slots_needed > limit
 
     def slot_limit(self, group: str) -> int:
-        """The most slots that a sharing group may take."""
+        """Return the most slots that a sharing group may take."""
         return self._pool.shares.most_of(group, self._max_sequences)
 
     def blocks_come_back(self, group: str | None) -> bool:
@@ -116,12 +116,13 @@ class Lifecycle:
         return request
 
     def clear(self, request: Request) -> None:
-        """It is no suspect any more."""
+        """Note that the request is no suspect any more."""
         request.submission = replace(request.submission, suspect=False)
         del self.suspects[request.key]
 
     def keep_private(self, group: str | None) -> int:
-        """KV of this group's requests (None: of all) is theirs alone from now on. How many there are."""
+        """Keep the KV of this group's requests (None: of all) private to them from now on; return how many
+        requests there are."""
         chosen = [it for it in self.requests.values() if group in (None, it.submission.facts.sharing_group)]
         for request in chosen:
             request.submission = request.submission.made_private()
@@ -158,14 +159,15 @@ class Lifecycle:
     # ------------------------------------------------------------------------------------------- phases
 
     def enqueue(self, sequence: Sequence) -> None:
-        """It waits for a plan that has budget, a slot and blocks for it."""
+        """Let the sequence wait for a plan that has budget, a slot and blocks for it."""
         sequence.phase = Phase.WAITING
         sequence.load = StoreLoad.WANTED if self.has_store else StoreLoad.DONE
         sequence.num_expected_cached_tokens = self.tables.num_cached_tokens(sequence)
         insort(self.waiting, sequence, key=attrgetter("queue_rank"))
 
     def has_lost_blocks(self, sequence: Sequence, num_cached: int) -> bool:
-        """Whether blocks that it could have reused were evicted while it waited: the store is asked again."""
+        """Whether blocks that the sequence could have reused were evicted while it waited: the store is asked
+        again."""
         num_cached_tokens = num_cached * self._pool.block_tokens
         is_lost = self.has_store and num_cached_tokens < sequence.num_expected_cached_tokens
         if is_lost:
@@ -174,14 +176,15 @@ class Lifecycle:
         return is_lost
 
     def run(self, sequence: Sequence) -> None:
-        """It has blocks for its tokens: plans may name it."""
+        """Let plans name the sequence, which has blocks for its tokens."""
         if sequence.phase is Phase.WAITING and sequence in self.waiting:
             self.waiting.remove(sequence)
         sequence.phase = Phase.RUNNING
         insort(self.running, sequence, key=_rank)
 
     def fork(self, leader: Sequence) -> None:
-        """The prompt is planned to its end: from here every sample goes by itself, on shared blocks."""
+        """Start the leader's forks on shared blocks: the prompt is planned to its end, and from here every
+        sample goes by itself."""
         request = leader.request
         forks, leader.forks = leader.forks, []
         for fork in forks:
@@ -191,7 +194,7 @@ class Lifecycle:
             self.run(fork)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take back its blocks; it waits at the front and computes them again."""
+        """Take back the sequence's blocks; it waits at the front and computes them again."""
         self.num_preemptions += 1
         self.running.remove(sequence)
         sequence.phase = Phase.PREEMPTING
@@ -200,8 +203,8 @@ class Lifecycle:
         self._leave(sequence)
 
     def hold(self, sequence: Sequence) -> None:
-        """A prompt is handed over, or a sequence migrates: no plan names it any more, its blocks stay for the
-        hand-over."""
+        """Hold a sequence whose prompt is handed over, or that migrates: no plan names it any more, its
+        blocks stay for the hand-over."""
         self.running.remove(sequence)
         sequence.phase = Phase.HELD
         self._free_slot(sequence)
@@ -212,7 +215,7 @@ class Lifecycle:
         self.run(sequence)
 
     def end(self, sequence: Sequence) -> None:
-        """The sequence is over, in whatever phase it is; its request with its last sample."""
+        """End the sequence, in whatever phase it is; its request with its last sample."""
         phase, sequence.phase = sequence.phase, Phase.ENDED
         if phase is Phase.ENDED:
             return
@@ -227,12 +230,12 @@ class Lifecycle:
             del self.requests[request.key]
             self.grammars.leave(request)
             self.suspects.pop(request.key, None)
-            # They name it, too: all of them are free at once, and not when the garbage collector finds them,
-            # which in a process of so many objects takes hours.
+            # The forks name the request, too: all of these are free at once, and not when the garbage
+            # collector finds them, which in a process of this many objects takes hours.
             request.sequences = []
 
     def settle(self, step: int) -> None:
-        """Plans up to `step` are reported: what only they still named is free."""
+        """Free the blocks and slots that only plans up to `step`, which are reported, still named."""
         self._settled_step, self.handled = step, None
         self.tables.settle(step)
         leaving, self.leaving = self.leaving, []
@@ -253,8 +256,8 @@ class Lifecycle:
     # -------------------------------------------------------------------------------------------- slots
 
     def with_slots(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Those that have a slot, and of the others as many, in order, as slots are free and left to their
-        groups."""
+        """Return the sequences that have a slot, and of the others as many, in order, as slots are free and
+        left to their groups."""
         starting = [sequence for sequence in sequences if sequence.slot < 0]
         if not starting:
             return sequences
@@ -273,12 +276,12 @@ class Lifecycle:
         return [sequence for sequence in sequences if sequence not in beyond]
 
     def take_slot(self, sequence: Sequence) -> None:
-        """The sequence gets a slot of the ranks' samplers; there must be a free one."""
+        """Give the sequence a slot of the ranks' samplers; there must be a free one."""
         sequence.slot = self._free_slots.pop()
         self._group_to_num_slots[sequence.sharing_group] += 1
 
     def take_freed_slots(self) -> tuple[int, ...]:
-        """Slots freed since the last plan: the next plan names them, before its starts."""
+        """Return the slots freed since the last plan: the next plan names them, before its starts."""
         freed, self._slots_to_free = tuple(self._slots_to_free), []
         return freed
 
@@ -293,7 +296,7 @@ class Lifecycle:
 
     @property
     def num_references(self) -> int:
-        """References of all sequences to blocks of the device."""
+        """The number of references of all sequences to blocks of the device."""
         num_held = sum(len(sequence.block_ids) - sequence.num_offloaded for sequence in self._sequences())
         return num_held + self.tables.num_retired_references
 
@@ -338,7 +341,8 @@ class Lifecycle:
         assert Counter(sequence.sharing_group for sequence in slotted) == self._group_to_num_slots
 
     def _check_offloaded(self) -> None:
-        """Blocks in host memory are used by the sequences whose tables name them, and by nobody else."""
+        """Assert that blocks in host memory are used by the sequences whose tables name them, and by nobody
+        else."""
         host = self.tables.host
         references: Counter[int] = Counter()
         for sequence in self._sequences():

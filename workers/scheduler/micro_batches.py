@@ -6,7 +6,7 @@ wait for each other. Decoding sequences are therefore dealt out over P plans in 
 which wait for no token, go into one plan after another. Used by the scheduler.
 
 While the class `batch` is paused, its sequences are left out of plans and keep what they have, unless others
-need it. Those that have waited as long as their class may get a tenth of the steps, and of the places.
+need it. Those that have waited the time of their class get a tenth of the steps, and of the places.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from collections.abc import Sequence as Seq
 from workers.scheduler.lifecycle import Lifecycle
 from workers.scheduler.sequence import Sequence
 
-# While the class `batch` is paused, one of so many steps, and of so many places, is for what has waited too
-# long.
+# While the class `batch` is paused, one in this many steps, and in this many places, is for sequences that
+# have waited too long.
 AGED_PERIOD = 10
 
 
 class MicroBatches:
-    """Whose turn it is to decode, and how long a prompt chunk may be.
+    """Decides whose turn it is to decode, and how long a prompt chunk may be.
 
     Chunks are up to `chunk_tokens` long. Of several stages, all are as slow as the most expensive plan under
     way; so a chunk is then so much shorter, behind a longer prefix, that it costs what the longest one costs
@@ -42,18 +42,21 @@ class MicroBatches:
         self._chunk_cost = chunk_tokens * (1 + self._ratio * chunk_tokens / 2)
 
     def chunk_tokens(self, start: int) -> int:
-        """The longest chunk behind `start` tokens: c with c * (1 + ratio * (start + c / 2)) as at 0."""
+        """Return the longest chunk behind `start` tokens: c with c * (1 + ratio * (start + c / 2)) as at
+        0."""
         linear = 1 + self._ratio * start
         root = math.sqrt(linear * linear + 2 * self._ratio * self._chunk_cost)
         num_tokens = int(2 * self._chunk_cost / (linear + root) + 1e-6)
         return max(self._min_chunk_tokens, num_tokens)
 
     def num_turns(self, num_decoding: int, step: int) -> int:
-        """How many of the decoding sequences the plan of `step` takes; P plans in a row take them all."""
+        """Return how many of the decoding sequences the plan of `step` takes; P plans in a row take them
+        all."""
         return max(1, (num_decoding + step % self._num_stages) // self._num_stages)
 
     def in_turn(self, decoding: Seq[Sequence], step: int, budget_tokens: int) -> list[Sequence]:
-        """Those of `decoding` (by rank) that the plan of `step` may name, in the order of their turn.
+        """Return the sequences of `decoding` (by rank) that the plan of `step` may name, in the order of
+        their turn.
 
         A sequence whose last token is not known yet would hold up the first stage, and all plans behind,
         until the last stage has sampled it. By the P-th plan after, it has.
@@ -68,7 +71,7 @@ class MicroBatches:
         return due
 
 
-# Where not all of them fit into a step, a priority goes so many steps before its turn.
+# Where not all sequences fit into a step, each level of priority has its turn this many steps earlier.
 _STEPS_PER_PRIORITY = 4
 
 
@@ -77,14 +80,16 @@ def _turn(sequence: Sequence) -> int:
 
 
 class BatchPause:
-    """Who is left out while the class `batch` is paused. While no others are here, nobody is."""
+    """Decides which sequences are left out while the class `batch` is paused. While no others are here, none
+    is."""
 
     def __init__(self, life: Lifecycle, max_sequences: int) -> None:
         self._life = life
         self._most_aged = max(1, max_sequences // AGED_PERIOD)
-        # Whether a gateway asks for it.
+        # Whether a gateway asks for the pause.
         self.is_asked = False
-        # Those that have waited too long, as of the last plan; and the steps since any of them was in one.
+        # The sequences that have waited too long, as of the last plan; and the steps since any of them was in
+        # one.
         self._aged: frozenset[Sequence] = frozenset()
         self._num_steps_without = 0
 
@@ -99,7 +104,8 @@ class BatchPause:
         )
 
     def begin(self, now: float) -> bool:
-        """Find out who has waited too long, for the next plan; returns whether the pause is active."""
+        """Find out which sequences have waited too long, for the next plan; return whether the pause is
+        active."""
         if not self.is_active:
             self._aged = frozenset()
             return False
@@ -119,5 +125,5 @@ class BatchPause:
         return sequence.is_pausable and not (has_turn and sequence in self._aged)
 
     def planned(self, sequences: Collection[Sequence]) -> None:
-        """Note who is in the plan."""
+        """Note which sequences are in the plan."""
         self._num_steps_without = self._num_steps_without + 1 if self._aged.isdisjoint(sequences) else 0

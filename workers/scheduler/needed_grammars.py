@@ -19,11 +19,11 @@ from workers.messages.rank_channel import CompileGrammar, GrammarCompiled, Gramm
 from workers.messages.sampling import Grammar
 from workers.scheduler.sequence import Request
 
-# As many different ones as the rank keeps compiled; the requests beyond go elsewhere.
+# The number of compiled grammars that the rank keeps; the requests beyond go elsewhere.
 MAX_GRAMMARS = 256
-# One tenant leaves so many of them to the others.
+# The number of grammars that one tenant leaves to the others.
 KEPT_FOR_OTHERS = MAX_GRAMMARS // 4
-# So many are with the rank, which so has work until the next order comes.
+# The number of grammars with the rank, which so has work until the next order comes.
 _MOST_DUE = 2
 
 
@@ -44,7 +44,7 @@ class NeededGrammars:
     def __init__(self) -> None:
         self._digest_to_needed: dict[bytes, _Needed] = {}
         self._releases: list[ReleaseGrammar] = []
-        # What waits for each tenant, in order; the tenant whose turn is next comes first.
+        # The grammars that wait for each tenant, in order; the tenant whose turn is next comes first.
         self._tenant_to_waiting: OrderedDict[str, dict[bytes, None]] = OrderedDict()
         self._tenant_to_num: Counter[str] = Counter()
         # Orders to compile that the rank has not answered, also of grammars that were released since: it may
@@ -101,7 +101,7 @@ class NeededGrammars:
                 self._releases.append(ReleaseGrammar(grammar.digest))
 
     def compiled(self, report: GrammarCompiled) -> list[Request]:
-        """Take in that a grammar is ready, or refused. Returns the requests that cannot be served."""
+        """Take in that a grammar is ready, or refused; return the requests that cannot be served."""
         self._digest_to_num_due[report.digest] -= 1
         if self._digest_to_num_due[report.digest] > 0:  # the answer that counts is still to come
             return []
@@ -117,7 +117,7 @@ class NeededGrammars:
         return []
 
     def take_orders(self) -> list[GrammarOrder]:
-        """Return what the sampling rank must be told since the last call, in order."""
+        """Return the orders of grammars for the sampling rank since the last call, in order."""
         orders: list[GrammarOrder] = [*self._releases]
         self._releases.clear()
         while self._tenant_to_waiting and self._digest_to_num_due.total() < _MOST_DUE:

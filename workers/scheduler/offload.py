@@ -14,16 +14,17 @@ from workers.scheduler.block_tables import BlockDemand, BlockTables
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.step import StepBatch
 
-# Blocks that come back in one step: it waits for their copies.
+# The number of blocks that come back in one step, which waits for their copies.
 _MOST_BACK = 8
-# Blocks come back as long as one in so many of the device stays free below the mark, so that they do not go
-# and come by turns.
+# Blocks come back while one in this many of the device's blocks stays free below the mark, so that they do
+# not go and come by turns.
 _CALM_PART = 16
 
 
 class Offloader:
-    """Blocks that belong to one running sequence alone and whose KV is settled may be moved, up to
-    `offload_share` of a sequence's. Outbound sequences are pushed from the device and stay there."""
+    """Moves blocks between device and host memory: blocks that belong to one running sequence alone and whose
+    KV is settled, up to `offload_share` of a sequence's. Outbound sequences are pushed from the device and
+    stay there."""
 
     def __init__(self, config: EngineConfig, tables: BlockTables) -> None:
         self._tables = tables
@@ -58,7 +59,8 @@ class Offloader:
         return sum(len(indices) for _, indices in found) >= num_blocks
 
     def relieve(self, batch: StepBatch, running: Seq[Sequence]) -> None:
-        """Above the mark, move what can be moved; the blocks are free when the plan is settled."""
+        """Move blocks to host memory above the mark, as far as they can be moved; they are free when the plan
+        is settled."""
         num_used = self._pool.num_total - self._pool.num_free - self._tables.num_retired_references
         num_blocks = num_used - self._num_used_at_mark
         if num_blocks > 0:
@@ -68,7 +70,7 @@ class Offloader:
                     self._tables.move_out(batch, victim, index, to_hand=False)
 
     def bring_back(self, batch: StepBatch, running: Seq[Sequence]) -> None:
-        """Far below the mark, move blocks back to the device: the first in rank first, newest first."""
+        """Move blocks back to the device far below the mark: the first in rank first, newest first."""
         num_used = self._pool.num_total - self._pool.num_free
         num_calm = max(self._pool.num_total // _CALM_PART, len(running))
         num_blocks = min(self._num_used_at_mark - num_calm - num_used, _MOST_BACK)
@@ -115,7 +117,7 @@ class Offloader:
         return num_wanted <= num_free + min(self._host.num_free, num_movable)
 
     def _has_little_left(self, sequence: Sequence, num_blocks: int) -> bool:
-        """Whether its sharing group has a limit, and less than so many blocks left of its share."""
+        """Whether its sharing group has a limit, and less than `num_blocks` blocks left of its share."""
         group = sequence.sharing_group
         return self._pool.has_limit(group) and self._pool.num_left(group) < num_blocks
 
@@ -133,7 +135,7 @@ class Offloader:
         *,
         settled: bool,
     ) -> list[tuple[Sequence, list[int]]]:
-        """Up to `num_blocks` blocks to move: sequences, the last in rank first, with table indices."""
+        """Return up to `num_blocks` blocks to move: sequences, the last in rank first, with table indices."""
         num_blocks = min(num_blocks, self._host.num_free)
         found: list[tuple[Sequence, list[int]]] = []
         for victim in reversed(running):
@@ -150,7 +152,8 @@ class Offloader:
         return found
 
     def _movable(self, sequence: Sequence, end: int, num_most: int) -> list[int]:
-        """The first `num_most` indices below `end` of blocks on the device that are the sequence's alone."""
+        """Return the first `num_most` indices below `end` of blocks on the device that are the sequence's
+        alone."""
         indices: list[int] = []
         if num_most > 0:
             for index, block_id in enumerate(sequence.block_ids[:end]):
@@ -161,21 +164,22 @@ class Offloader:
         return indices
 
     def _num_blocks(self, sequence: Sequence) -> int:
-        """For the tokens that it has now."""
+        """Return how many blocks the tokens that the sequence has now take."""
         return max(len(sequence.block_ids), -(-sequence.num_tokens // self._block_tokens))
 
     def _most(self, num_blocks: int) -> int:
-        """Of so many blocks of a sequence, as many as may lie in host memory."""
+        """Return how many of a sequence's `num_blocks` blocks may lie in host memory."""
         return int(self._share * num_blocks)
 
     def _most_movable(self, sequence: Sequence, num_blocks: int, num_shared: int) -> int:
-        """Blocks that can leave the device in time, of a sequence of `num_blocks`; its last one cannot."""
+        """Return how many blocks of a sequence of `num_blocks` can leave the device in time; its last one
+        cannot."""
         num_full = (sequence.num_tokens - 1) // self._block_tokens
         return max(0, min(self._most(num_blocks), num_full - num_shared) - sequence.num_offloaded)
 
 
 def most_local_tokens(share: float, num_device_blocks: int, num_host_blocks: int, block_tokens: int) -> int:
-    """The longest context of one sequence that has up to `share` of its blocks in host memory."""
+    """Return the longest context of one sequence that has up to `share` of its blocks in host memory."""
 
     def num_on_device(num_blocks: int) -> int:
         return num_blocks - min(int(share * num_blocks), num_host_blocks)

@@ -1,4 +1,5 @@
-"""Planner: fills a step. Decodes first, then prompt chunks, then what waits; frees blocks where they lack."""
+"""Planner: fills a step. Decodes come first, then prompt chunks, then waiting sequences; frees blocks where
+they lack."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ from workers.scheduler.step import LandingNeed, LoadNeed, StepBatch
 
 
 class Planner:
-    """Where blocks lack, those of running sequences move to host memory, if the ranks have any; only then the
-    last in rank is preempted. Where a sharing group has used up its share, that is done to its own sequences
-    alone, and those of it that wait hold up nobody else."""
+    """Fills steps. Where blocks lack, those of running sequences move to host memory, if the ranks have any;
+    only then the last in rank is preempted. Where a sharing group has used up its share, its own sequences
+    alone move or are preempted, and its waiting ones hold up nobody else."""
 
     def __init__(
         self,
@@ -41,9 +42,9 @@ class Planner:
         self._offloader = Offloader(config, life.tables) if has_host else None
 
     def fill(self, batch: StepBatch, now: float, out: Collection[Request | None] = ()) -> None:
-        """Put into the batch what can be computed now; `out` names of each plan that is out the suspect that
-        is alone in it (None: it is not isolated). A suspect is never out together with others, nor with
-        another suspect: who comes next waits for the reports."""
+        """Put into the batch the tokens that can be computed now; `out` names of each plan that is out the
+        suspect that is alone in it (None: it is not isolated). A suspect is never out together with others,
+        nor with another suspect: the next one waits for the reports."""
         is_pausing = self._pause.begin(now)
         if is_pausing:
             self._free_paused_slots()
@@ -62,7 +63,8 @@ class Planner:
                 return
 
     def _fill_with_others(self, batch: StepBatch, now: float, is_pausing: bool) -> None:
-        """Than suspects, of which one may be admitted, so that it is there when its turn comes."""
+        """Fill the batch with others than suspects, of which one may be admitted, so that it is there when
+        its turn comes."""
         running: Seq[Sequence] = self._life.running
         if self._life.suspects:
             running = [sequence for sequence in running if not sequence.request.submission.suspect]
@@ -80,7 +82,7 @@ class Planner:
                 self._offloader.bring_back(batch, self._life.running)
 
     def _fill_from(self, batch: StepBatch, running: Seq[Sequence]) -> None:
-        """With decodes in turn, then with prompt chunks."""
+        """Fill the batch with decodes in turn, then with prompt chunks."""
         decoding, chunks = _ready(running)
         decoding = self._life.with_slots(decoding)
         num_turns = self._micro.num_turns(len(decoding), batch.step)
@@ -160,7 +162,7 @@ class Planner:
         return BlockShortage(num_needed - num_free, None)
 
     def _running_of(self, group: str | None) -> Seq[Sequence]:
-        """By rank; None: of all groups."""
+        """Return the running sequences of a group by rank (None: of all groups)."""
         if group is None:
             return self._life.running
         return [sequence for sequence in self._life.running if sequence.sharing_group == group]
@@ -169,7 +171,7 @@ class Planner:
         return -(-end // self._pool.block_tokens)
 
     def _move(self, batch: StepBatch, sequence: Sequence, end: int, shortage: BlockShortage) -> bool:
-        """Whether blocks were moved to host memory for the sequence."""
+        """Move blocks to host memory for the sequence; return whether any were moved."""
         if self._offloader is None:
             return False
         running, num_grown = self._running_of(shortage.group), self._num_blocks(end)
@@ -184,11 +186,12 @@ class Planner:
         return self._offloader.will_free_blocks(running, num_blocks, sequence, num_grown)
 
     def _block_end(self, num_tokens: int) -> int:
-        """Where the block of the token after so many ends."""
+        """Return the end of the block that holds the token after `num_tokens` tokens."""
         return (num_tokens // self._pool.block_tokens + 1) * self._pool.block_tokens
 
     def _shorter(self, batch: StepBatch, sequence: Sequence, end: int) -> int:
-        """The most of the chunk for which moving blocks to host memory frees enough; 0: nothing of it."""
+        """Return the most of the chunk for which moving blocks to host memory frees enough; 0: nothing of
+        it."""
         if self._offloader is None:
             return 0
         block_tokens = self._pool.block_tokens
@@ -280,8 +283,8 @@ class Planner:
             self._life.preempt(victim)
 
     def _makes_way(self, sequence: Sequence, group: str | None = None) -> bool:
-        """Whether a paused sequence (of this sharing group), which would not end, was preempted for this
-        one."""
+        """Preempt a paused sequence (of this sharing group), which would not end, for this one; return
+        whether one was preempted."""
         if not self._pause.is_active or self._pause.is_paused(sequence):
             return False
         for victim in reversed(self._running_of(group)):
@@ -317,7 +320,7 @@ class Planner:
         """Give a waiting sequence its blocks, all of them at once; where some may lie in host memory it takes
         them chunk by chunk. False when there is no free space for it."""
         tables = self._life.tables
-        # One spare block for each sequence that decodes, or admission would soon cause preemption.
+        # One spare block is kept for each sequence that decodes, or admission would soon cause preemption.
         num_spare = sum(not running.request.decodes_remotely for running in self._life.running)
         num_new = demand.num_new
         if self._offloader is not None:
@@ -335,21 +338,21 @@ class Planner:
 
 
 def _waits_since(sequence: Sequence) -> float:
-    """Since when it waits; one that was preempted comes before whatever has not begun."""
+    """Return the time since which it waits; a preempted sequence comes before any that has not begun."""
     return -math.inf if sequence.preempted else sequence.request.arrived_at
 
 
 class BlockShortage(NamedTuple):
-    """How many blocks a running sequence lacks, and whose have to come free: those of its sharing group, or
-    anybody's (None)."""
+    """The number of blocks that a running sequence lacks, and whose have to come free: the blocks of its
+    sharing group, or anybody's (None)."""
 
     num_blocks: int
     group: str | None
 
 
 def _ready(running: Seq[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-    """Those that another plan may name: who decodes, and who has more than one token to compute. Once a step
-    over all that run, so nothing here is looked up twice."""
+    """Return the sequences that another plan may name: the decoding ones, and those that have more than one
+    token to compute. Called once a step over all running sequences, so nothing here is looked up twice."""
     decoding: list[Sequence] = []
     chunks: list[Sequence] = []
     for sequence in running:
@@ -381,7 +384,8 @@ def landing_needs(
     is_isolating: bool = False,
     pause: BatchPause | None = None,
 ) -> list[LandingNeed]:
-    """Outbound requests with fewer than `window_tokens` tokens to compute ahead of them; marks them asked.
+    """Return outbound requests with fewer than `window_tokens` tokens to compute ahead of them; marks them
+    asked.
 
     A request that waits for its landing holds back only those behind it that go to the same replica, so that
     one full decode replica does not idle the others. The first of them holds nobody back after `_WAIT_S`: it
@@ -402,8 +406,8 @@ def landing_needs(
 
     num_ready_tokens = sum(it.num_remaining for it in running if not is_paused(it))
     shares = _WaitingShares(tables, running)
-    # By target; of groups with a limit, those that are ahead of their own group alone also by target and
-    # group.
+    # The tokens ahead by target; of groups with a limit, those that are ahead of their own group alone also
+    # by target and group.
     target_to_asked_tokens: Counter[str | tuple[str, str]] = Counter()
     passed_targets: set[str | tuple[str, str]] = set()
     for sequence in waiting:
@@ -443,8 +447,8 @@ def landing_needs(
 
 
 class _WaitingShares:
-    """Finds out which waiting sequences of groups with a limit would be admitted by what is left of their
-    share, taken in order: the first that would not holds back its group."""
+    """Finds out which waiting sequences of groups with a limit the rest of their share would admit, taken in
+    order: the first that would not fit holds back its group."""
 
     def __init__(self, tables: BlockTables, running: Seq[Sequence]) -> None:
         self.group_to_held_tokens: Counter[str] = Counter()
@@ -453,7 +457,8 @@ class _WaitingShares:
         self._group_to_left: dict[str, int] = {}
 
     def claim(self, sequence: Sequence) -> bool:
-        """Take what a sequence needs of its group's share; False where that is not left."""
+        """Take the blocks that a sequence needs of its group's share; return False where they are not
+        left."""
         group, pool = sequence.sharing_group, self._tables.pool
         if group not in self._group_to_left:
             num_spare = sum(
@@ -467,9 +472,9 @@ class _WaitingShares:
 
 
 def load_needs(waiting: Iterable[Sequence], tables: BlockTables, most: int) -> list[LoadNeed]:
-    """What the first waiting sequences lack, so that at most `most` of them are being loaded; marks them
-    asked, or done when the device holds all that can be had. One that waits for its sharing group's share
-    holds back its group alone."""
+    """Return what the first waiting sequences lack, so that at most `most` of them are being loaded; marks
+    them asked, or done when the device holds all that can be had. A sequence that waits for its sharing
+    group's share holds back its group alone."""
     needs: list[LoadNeed] = []
     num_loading = 0
     held_groups: set[str] = set()

@@ -48,7 +48,7 @@ from workers.scheduler.step import (
     end_of,
 )
 
-# When a request may come back for whose grammar there is no memory.
+# The time after which a request may come back for whose grammar there is no memory.
 _FULL_RETRY_S = 1.0
 
 
@@ -107,7 +107,7 @@ class Scheduler:
         return len(self._life.running)
 
     def num_running_of(self, group: str) -> int:
-        """Running sequences of a sharing group."""
+        """Return how many sequences of a sharing group run."""
         return sum(sequence.sharing_group == group for sequence in self._life.running)
 
     @property
@@ -116,7 +116,7 @@ class Scheduler:
 
     @property
     def num_context_tokens(self) -> int:
-        """KV of running sequences, that of plans that are out included."""
+        """The KV of running sequences, that of plans that are out included."""
         return sum(sequence.num_scheduled for sequence in self._life.running)
 
     @property
@@ -174,12 +174,13 @@ class Scheduler:
 
     @property
     def num_references(self) -> int:
-        """Block references that sequences hold; what the pool counts beyond these and landings is leaked."""
+        """The number of block references that sequences hold; references beyond these and landings' are
+        leaked."""
         return self._life.num_references
 
     @property
     def is_idle(self) -> bool:
-        """No request and no unreported plan."""
+        """Whether there is no request and no unreported plan."""
         return not self._life.requests and not self._issued
 
     def check(self, num_other_references: int = 0) -> None:
@@ -192,7 +193,7 @@ class Scheduler:
     # ---------------------------------------------------------------------------------------- requests
 
     def check_capacity(self, submission: Submission) -> None:
-        """Raise `CapacityError` when it can never run here, `QueueFullError` when too many wait."""
+        """Raise `CapacityError` when the request can never run here, `QueueFullError` when too many wait."""
         self._limits.check(submission)
         self.check_grammar(submission)
         if self.num_waiting >= self._config.max_waiting:
@@ -213,7 +214,8 @@ class Scheduler:
         self._life.grammars.check_limit(submission)
 
     def submit(self, submission: Submission, now: float) -> None:
-        """Queue a request. Raises as `check_capacity`, and `ValueError` when this attempt is here already."""
+        """Queue a request. Raise errors as `check_capacity` does, and `ValueError` when this attempt is here
+        already."""
         self.check_capacity(submission)
         request = self._life.arrive(submission, now, self._limits.output_limit(submission))
         leader, *leader.forks = request.sequences
@@ -261,11 +263,12 @@ class Scheduler:
         return request is not None
 
     def keep_private(self, group: str | None) -> int:
-        """Nothing more of this group's requests (None: of any) is found by others. How many there are."""
+        """Keep others from finding anything more of this group's requests (None: of any); return how many
+        there are."""
         return self._life.keep_private(group)
 
     def in_flight(self, steps: Collection[int]) -> set[RequestKey]:
-        """Requests that a fault in one of these steps may be due to."""
+        """Return the requests that a fault in one of these steps may be due to."""
         return self.isolation.in_flight([plan for plan in self._issued if plan.step in steps])
 
     def is_here(self, request_id: str, attempt: int) -> bool:
@@ -273,7 +276,7 @@ class Scheduler:
         return (request_id, attempt) in self._life.requests
 
     def finish_hand_over(self, request_id: str, attempt: int) -> bool:
-        """The hand-over is over, well or not: release the prompt's blocks. False when none are held."""
+        """Release the prompt's blocks after a hand-over, well or not. Return False when none are held."""
         request = self._life.requests.get((request_id, attempt))
         if request is None or not request.is_held:
             return False
@@ -297,12 +300,12 @@ class Scheduler:
         return self._life.expire(now)
 
     def take_failures(self) -> list[RequestFailed]:
-        """Requests that `plan` found expired and that no outcome has named yet."""
+        """Return the requests that `plan` found expired and that no outcome has named yet."""
         failures, self._failures = self._failures, []
         return failures
 
     def take_grammar_orders(self) -> list[GrammarOrder]:
-        """What the rank that samples must be told of grammars since the last call, in order."""
+        """Return the orders of grammars for the rank that samples since the last call, in order."""
         return self._life.grammars.take_orders()
 
     def grammar_compiled(self, report: GrammarCompiled) -> None:
@@ -314,8 +317,8 @@ class Scheduler:
             self._life.drop(request)
 
     def landings_wanted(self, now: float) -> list[LandingNeed]:
-        """Prompts to hand over that are about one step (of all stages) ahead of being scheduled; each is
-        named once."""
+        """Return the prompts to hand over that are about one step (of all stages) ahead of being scheduled;
+        each is named once."""
         life, window_tokens = self._life, self._landing_window_tokens
         return landing_needs(
             life.tables,
@@ -328,8 +331,8 @@ class Scheduler:
         )
 
     def loads_wanted(self) -> list[LoadNeed]:
-        """Waiting sequences whose missing blocks the store may have, first in line first; each is named once,
-        and is not admitted until `end_load`."""
+        """Return the waiting sequences whose missing blocks the store may have, first in line first; each is
+        named once, and is not admitted until `end_load`."""
         return load_needs(self._life.waiting, self._life.tables, self._config.max_loading)
 
     def has_new_load_needs(self) -> bool:
@@ -338,14 +341,14 @@ class Scheduler:
         return has_new
 
     def hold_others(self, need: LoadNeed, hold: Hold) -> None:
-        """What is loaded for this sequence waits for free blocks, or for its group's share: until it has
-        them, or `end_load`, none of these behind the sequence is admitted, as none would be if it waited for
+        """Hold back sequences behind this one, whose loaded blocks wait for free blocks, or for its group's
+        share: until it has them, or `end_load`, none of these is admitted, as none would be if it waited for
         blocks to compute into."""
         for sequence in self._loading(need):
             sequence.holds = hold
 
     def end_load(self, need: LoadNeed, num_loaded_tokens: dict[str, int]) -> None:
-        """All that will come from the store is in the prefix index (`num_loaded_tokens`, by tier)."""
+        """Note that the store's blocks are all in the prefix index (`num_loaded_tokens`, by tier)."""
         request = self._life.requests.get((need.request_id, need.attempt))
         for sequence in request.sequences if request else ():
             if sequence.index == need.sample and sequence.phase is Phase.WAITING:
@@ -355,13 +358,13 @@ class Scheduler:
             sequence.num_expected_cached_tokens = self._life.tables.num_cached_tokens(sequence)
 
     def note_loaded(self, key: RequestKey, num_loaded_tokens: dict[str, int]) -> None:
-        """So many tokens, by tier, were loaded for a request before it came."""
+        """Note the tokens, by tier, that were loaded for a request before it came."""
         request = self._life.requests.get(key)
         if request is not None:
             request.count_loaded(num_loaded_tokens)
 
     def num_blocks_awaited(self, group: str | None) -> int:
-        """Blocks that waiting sequences of this sharing group (None: of any) take at most."""
+        """Return the most blocks that waiting sequences of this sharing group (None: of any) take."""
         return sum(
             -(-sequence.num_tokens // self._pool.block_tokens)
             for sequence in self._life.waiting
@@ -369,7 +372,7 @@ class Scheduler:
         )
 
     def _loading(self, need: LoadNeed) -> list[Sequence]:
-        """The sequence that waits for it, if it is still here."""
+        """Return the sequence that waits for the load, if it is still here."""
         request = self._life.requests.get((need.request_id, need.attempt))
         return [
             sequence
@@ -378,12 +381,13 @@ class Scheduler:
         ]
 
     def take_finished(self) -> list[FinishedBlock]:
-        """Blocks that became findable since the last call (with a store), in the order of their chains. They
-        may have been evicted since."""
+        """Return the blocks that became findable since the last call (with a store), in the order of their
+        chains. They may have been evicted since."""
         return self._life.tables.take_finished()
 
     def grant_landing(self, request_id: str, attempt: int) -> bool:
-        """The request's KV has a place: it may be computed. False when it is not here (any more)."""
+        """Allow the request, whose KV has a place, to be computed. Return False when it is not here (any
+        more)."""
         request = self._life.requests.get((request_id, attempt))
         if request is not None:
             request.landing = LandingState.READY
@@ -392,7 +396,8 @@ class Scheduler:
     # -------------------------------------------------------------------------------------------- plan
 
     def plan(self, now: float) -> StepPlan | None:
-        """The next step, or None when nothing can be computed now. Decodes first, then prompt chunks."""
+        """Return the next step, or None when nothing can be computed now. Decodes come first, then prompt
+        chunks."""
         self._failures += self.expire(now)
         batch = StepBatch(self._step + 1, self._config.max_batch_tokens)
         self._planner.fill(batch, now, [plan.suspect for plan in self._issued])
@@ -427,7 +432,7 @@ class Scheduler:
         return outcome
 
     def _is_computed(self, sequence: Sequence, failed: FailedEntry | None, outcome: StepOutcome) -> bool:
-        """Whether what the plan says of the sequence counts: it is here, and has not `failed`."""
+        """Whether the plan's entry for the sequence counts: the sequence is here, and has not `failed`."""
         if sequence.phase is Phase.ENDED:
             return False
         self._life.handled = sequence.request.key
@@ -443,7 +448,7 @@ class Scheduler:
         now: float,
         outcome: StepOutcome,
     ) -> None:
-        """As `_settle_entry`, for the many that have nothing to do but to continue."""
+        """Settle an entry as `_settle_entry` does, for the many sequences that only continue."""
         end, request = sequence.num_settled + 1, sequence.request
         if sequence.hold_at or not request.prompt_done or request.decodes_remotely:
             entry = PlannedEntry(sequence, end - 1, end, b"", (sequence,))
@@ -522,7 +527,7 @@ class Scheduler:
         return TokenDelta(*request.key, sequence.index, first_index, token, logprobs, finish, digest)
 
     def _finish_prompt(self, leader: Sequence, num_computed_tokens: int, now: float) -> PromptDone:
-        """The prompt is done: a request that is handed over stops here, and its leader holds the blocks."""
+        """Finish a prompt: a request that is handed over stops here, and its leader holds the blocks."""
         request = leader.request
         request.prompt_done = True
         samples = request.unfinished_samples
@@ -567,7 +572,7 @@ class _Rows:
         self._row = 0
 
     def next(self) -> _Row:
-        """The next row."""
+        """Return the next row."""
         begin = TOKEN_BYTES * self._row
         token = self._tokens[begin : begin + TOKEN_BYTES]
         logprob = self._row_to_logprob.get(self._row) if self._row_to_logprob else None
@@ -576,5 +581,5 @@ class _Rows:
         return _Row(token, logprob, digest)
 
     def take(self, num_rows: int) -> list[_Row]:
-        """The next rows."""
+        """Return the next rows."""
         return [self.next() for _ in range(num_rows)]

@@ -10,7 +10,7 @@ from workers.messages.link import RequestKey, SampleState, Submission
 
 
 class Phase(Enum):
-    """Where a sequence is; `Scheduler` draws the transitions."""
+    """The phase of a sequence; `Scheduler` draws the transitions."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -28,10 +28,10 @@ class LandingState(Enum):
 
 
 class Hold(Enum):
-    """Whom a sequence that waits keeps waiting behind it in line, whatever there is space for."""
+    """The sequences that a waiting sequence keeps waiting behind it in line, whatever there is space for."""
 
     NOBODY = "nobody"
-    # Those of its sharing group, whose share of the device it waits for.
+    # The sequences of its sharing group, whose share of the device it waits for.
     GROUP = "group"
     EVERYBODY = "everybody"
 
@@ -49,7 +49,7 @@ class StoreLoad(Enum):
 # it 10 s earlier, so no request starves.
 DUE_PER_PRIORITY_S = 10.0
 CLASS_DELAY_S: dict[ServiceClass, float] = {"interactive": 0.0, "standard": 5.0, "batch": 600.0}
-# A preempted sequence waits before those that have arrived less than so long before it.
+# A preempted sequence waits before the sequences that arrived up to this much before it.
 _PREEMPTED_S = 600.0
 
 # Urgency; number of arrival; index of the sample.
@@ -89,7 +89,7 @@ class Request:
         due_s = (
             CLASS_DELAY_S[submission.facts.service_class] if submission.due_s is None else submission.due_s
         )
-        # From then on it has waited too long, also where its class is paused.
+        # The time from which on it has waited too long, also where its class is paused.
         self.due_at = now + due_s
         self.urgency = self.due_at - DUE_PER_PRIORITY_S * submission.facts.priority
         self.deadline = None if submission.deadline_s is None else now + submission.deadline_s
@@ -97,29 +97,29 @@ class Request:
         # Its leading tokens whose log-probabilities are reported, or are not asked for. The first has none.
         is_scored = submission.sampling.num_prompt_logprobs is not None
         self.num_scored_tokens = 1 if is_scored else self.num_prompt_tokens
-        # It ends with an embedding of its prompt.
+        # Whether it ends with an embedding of its prompt.
         self.pools = submission.facts.pooling is not None
         # Tokens a sample may have in all: `max_tokens`, clipped to the context.
         self.output_limit = output_limit
         self.landing = LandingState.READY if submission.decode is None else LandingState.NEEDED
         self.landing_asked_at = 0.0
         self.num_cached_tokens = 0
-        # Tokens whose KV came from the store, by tier.
+        # The tokens whose KV came from the store, by tier.
         self.num_loaded_tokens: dict[str, int] = {}
         self.scheduled_at: float | None = None
         self.prompt_done = False
-        # Of a suspect: those with a token of its own, alone; None before its first plan.
+        # Of a suspect: its steps with a token of its own, alone; None before its first plan.
         self.num_survived_steps: int | None = None
         self.sequences = [Sequence(self, sample) for sample in submission.samples]
 
     @property
     def decodes_remotely(self) -> bool:
-        """Handed over to a decode replica after its prompt."""
+        """Whether it is handed over to a decode replica after its prompt."""
         return self.submission.decode is not None
 
     @property
     def is_held(self) -> bool:
-        """Its prompt is done and being handed over."""
+        """Whether its prompt is done and being handed over."""
         return any(sequence.phase is Phase.HELD for sequence in self.sequences)
 
     @property
@@ -133,15 +133,15 @@ class Request:
 
     @property
     def num_reusable_tokens(self) -> int | None:
-        """So many tokens at most need not be computed where their KV is cached; None: all. The hidden state
-        of each token says how likely the next one is."""
+        """The most tokens that need not be computed where their KV is cached; None: all. The hidden state of
+        each token says how likely the next one is."""
         if self.num_scored_tokens >= self.num_prompt_tokens:
             return None
         return self.num_scored_tokens - 1
 
     @property
     def progress(self) -> str:
-        """Where it is, for people."""
+        """The request's progress, for people."""
         if self.scheduled_at is None:
             return "before it was scheduled"
         return f"after {sum(sequence.num_output_tokens for sequence in self.sequences)} tokens of output"
@@ -152,7 +152,7 @@ class Request:
             self.num_loaded_tokens[tier] = self.num_loaded_tokens.get(tier, 0) + count
 
     def finish_of(self, sequence: Sequence, token: int, end_token_ids: frozenset[int]) -> str:
-        """What the sequence's last token means: "stop", "length", or "" (it continues)."""
+        """Return what the sequence's last token means: "stop", "length", or "" (it continues)."""
         sampling = self.submission.sampling
         num_output_tokens = sequence.num_tokens - self.num_prompt_tokens
         ends = token in sampling.stop_token_ids or (not sampling.ignore_eos and token in end_token_ids)
@@ -210,11 +210,12 @@ class Sequence:
         self.index = sample.index
         self.seed = sample.seed
         self.mask_digest = sample.mask_digest
-        # Nothing may be sampled for it: its grammar is not compiled yet.
+        # Whether nothing may be sampled for it, because its grammar is not compiled yet.
         self.awaits_grammar = False
         self.tokens = bytearray(request.submission.prompt + sample.output)
         self.num_tokens = len(self.tokens) // TOKEN_BYTES
-        # With so many it has its last one here; that of a request that is handed over is its first new one.
+        # The number of tokens with which it has its last one here; that of a request that is handed over is
+        # its first new one.
         self.most_tokens = request.num_prompt_tokens + request.output_limit
         if request.decodes_remotely:
             self.most_tokens = self.num_tokens + 1
@@ -224,12 +225,12 @@ class Sequence:
         self.phase = Phase.WAITING
         self.preempted = False
         self.load = StoreLoad.DONE
-        # While what it loads lacks free blocks.
+        # Whom it keeps waiting while its load lacks free blocks.
         self.holds = Hold.NOBODY
         self.finish = ""
         self.slot = -1
-        # What the ranks know of it by slot: where it continues (-1: no plan has named it), and of its table
-        # so many blocks, except those at the indices that were `replaced` since.
+        # The state that the ranks know by slot: where it continues (-1: no plan has named it), and the first
+        # `num_sent_blocks` of its table, except the blocks at the indices that were `replaced` since.
         self.slot_position = -1
         self.num_sent_blocks = 0
         self.replaced: set[int] = set()
@@ -238,15 +239,16 @@ class Sequence:
         self.num_scheduled = 0
         self.num_settled = 0
         self.num_pending = 0
-        # Up to here its blocks are its own, as far as it has them: nobody else uses or can find them.
+        # The tokens up to which its blocks are its own, as far as it has them: nobody else uses or can find
+        # them.
         self.num_writable = 0
         self.num_registered_blocks = 0
         self.num_expected_cached_tokens = 0
-        # Of `block_ids`: those in the ranks' host memory.
+        # The number of its `block_ids` in the ranks' host memory.
         self.num_offloaded = 0
-        # To whose share of the device its blocks count.
+        # The group to whose share of the device its blocks count.
         self.sharing_group = request.submission.facts.sharing_group
-        # While it migrates to another replica: no plan goes beyond so many tokens, and with them it is held.
+        # The most tokens of plans while it migrates to another replica; with these it is held.
         self.hold_at = 0
 
     @property
@@ -260,7 +262,7 @@ class Sequence:
 
     @property
     def rank(self) -> Rank:
-        """Order of service, smallest first; the victim of a preemption is the largest."""
+        """The order of service, smallest first; the victim of a preemption is the largest."""
         return self.request.urgency, self.request.arrival, self.index
 
     @property
@@ -275,7 +277,7 @@ class Sequence:
 
     @property
     def target(self) -> int:
-        """How far plans may go now: a leader stops where its forks begin."""
+        """The number of tokens up to which plans may go now: a leader stops where its forks begin."""
         return self.request.num_prompt_tokens if self.forks else self.num_tokens + self.num_pending
 
     @property
@@ -284,7 +286,7 @@ class Sequence:
 
     @property
     def num_plannable(self) -> int:
-        """How many of the remaining tokens a plan may compute: none that samples for lack of a grammar."""
+        """The remaining tokens that a plan may compute: none that samples for lack of a grammar."""
         return self.num_remaining - self.awaits_grammar
 
     @property
@@ -295,13 +297,13 @@ class Sequence:
 
     @property
     def is_finishing(self) -> bool:
-        """Its last token here is sampled by a plan that is not yet reported."""
+        """Whether its last token here is sampled by a plan that is not yet reported."""
         return self.num_tokens + self.num_pending >= self.most_tokens
 
     @property
     def samplers(self) -> tuple[Sequence, ...]:
-        """Who samples when the target is reached: nobody where an adopted leader only repairs the prompt, and
-        where the prompt is embedded."""
+        """The sequences that sample when the target is reached: none where an adopted leader only repairs the
+        prompt, and where the prompt is embedded."""
         if not self.forks:
             return () if self.request.pools else (self,)
         return () if self.num_output_tokens else (self, *self.forks)
@@ -311,7 +313,7 @@ class Sequence:
         return max(1, len(self.samplers))
 
     def token_bytes(self, start: int, end: int) -> bytes:
-        """Tokens [start, end) as uint32; b"" for a token that is not known yet."""
+        """Return tokens [start, end) as uint32; b"" for a token that is not known yet."""
         return bytes(self.tokens[start * TOKEN_BYTES : end * TOKEN_BYTES])
 
     def token_at(self, position: int) -> int:
@@ -329,7 +331,7 @@ class Sequence:
             self.replaced.add(index)
 
     def forget_slot(self) -> None:
-        """The slot is freed, and with it what the ranks know."""
+        """Drop the freed slot, and with it the ranks' knowledge of the sequence."""
         self.slot = self.slot_position = -1
         self.num_sent_blocks = 0
         self.replaced.clear()
@@ -340,7 +342,8 @@ class Sequence:
         self.num_tokens += 1
 
     def block_keys(self, num_blocks: int, block_tokens: int) -> list[bytes]:
-        """Keys of the first `num_blocks` blocks, generated tokens included; their tokens must be known."""
+        """Return the keys of the first `num_blocks` blocks, generated tokens included; their tokens must be
+        known."""
         num_keys = len(self.keys)
         if num_keys < num_blocks:
             parent = self.keys[-1] if self.keys else self.request.submission.root_key

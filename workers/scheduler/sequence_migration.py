@@ -13,20 +13,21 @@ from workers.scheduler.sequence import Phase, Sequence
 
 
 class Position(NamedTuple):
-    """How far a sequence has come. Counts are tokens from the prompt's first one."""
+    """The progress of a sequence. Counts are tokens from the prompt's first one."""
 
-    # Known, or sampled by plans that are out.
+    # Tokens that are known, or sampled by plans that are out.
     num_tokens: int
-    # Their KV is in the pool, in `block_ids`.
+    # Tokens whose KV is in the pool, in `block_ids`.
     num_settled: int
-    # It ends here, at the latest, with so many.
+    # The number of tokens with which it ends at the latest.
     most_tokens: int
     block_ids: tuple[int, ...]
 
 
 class SequenceMigration:
-    """A sequence can move when it is the only one of its request, computes one token after another, and lies
-    on the device as a whole. One that has blocks in host memory must wait until they have come back.
+    """Holds and resumes sequences. One can move when it is the only one of its request, computes one token
+    after another, and lies on the device as a whole. One that has blocks in host memory must wait until they
+    have come back.
 
         RUNNING --hold_at(n)--> no plan beyond n tokens --settled--> HELD --finish_outbound--> gone
                                         |                             |
@@ -37,7 +38,7 @@ class SequenceMigration:
         self._life = life
 
     def position(self, key: RequestKey) -> Position | None:
-        """Of a sequence that can move now; None for any other."""
+        """Return the position of a sequence that can move now; None for any other."""
         sequence = self._movable(key)
         if sequence is None:
             return None
@@ -50,7 +51,7 @@ class SequenceMigration:
         )
 
     def block_keys(self, key: RequestKey) -> tuple[bytes, ...]:
-        """Of the full blocks of its tokens, generated ones included; it can move."""
+        """Return the keys of the full blocks of its tokens, generated ones included; it can move."""
         sequence = self._movable(key)
         assert sequence is not None
         block_tokens = self._life.tables.pool.block_tokens
@@ -58,11 +59,12 @@ class SequenceMigration:
         return tuple(sequence.block_keys(num_blocks, block_tokens))
 
     def submission(self, key: RequestKey) -> Submission:
-        """As it came, of a request that is here."""
+        """Return the submission as it came, of a request that is here."""
         return self._life.requests[key].submission
 
     def hold_at(self, key: RequestKey, num_tokens: int) -> bool:
-        """Stop it with KV of exactly so many tokens; False when it is further, or cannot move any more."""
+        """Stop the sequence with KV of exactly `num_tokens` tokens; return False when it is further, or
+        cannot move any more."""
         sequence = self._movable(key)
         if sequence is None or num_tokens < sequence.target:
             return False
@@ -84,7 +86,7 @@ class SequenceMigration:
             self._life.resume(sequence)
 
     def waiting(self) -> list[RequestKey]:
-        """Requests of which nothing is computed here: new ones, and those that were preempted."""
+        """Return the requests of which nothing is computed here: new ones, and those that were preempted."""
         return [
             key
             for key, request in self._life.requests.items()

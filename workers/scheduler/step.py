@@ -1,5 +1,5 @@
-"""What goes into a step and what comes out of it: the plan under construction, the plans that are out, and
-the outcome that the engine core turns into frames.
+"""The parts and results of a step: the plan under construction, the plans that are out, and the outcome that
+the engine core turns into frames.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from workers.messages.rank_channel import (
 from workers.messages.sampling import SamplingParams
 from workers.scheduler.sequence import Phase, Request, Sequence
 
-# What starts, entries and tables of one plan may take. The other half is for what cannot wait: a freed slot
-# takes 5 bytes, and a block that is moved 31, copy and place in a table.
+# The most bytes that starts, entries and tables of one plan may take. The other half is for changes that
+# cannot wait: a freed slot takes 5 bytes, and a block that is moved 31, copy and place in a table.
 PLAN_BYTES = MAX_FRAME_BYTES // 2
-# What the log-probabilities of prompts may take of one report.
+# The most bytes that the log-probabilities of prompts may take of one report.
 LOGPROB_BYTES = MAX_FRAME_BYTES // 4
 
 
@@ -78,9 +78,9 @@ class FinishedBlock:
 @dataclass(frozen=True, slots=True)
 class ChunkDone:
     """KV of the first `num_computed_tokens` tokens of a prompt to hand over, or of a sequence that migrates,
-    is in `block_ids` (the last block may be partial), at every rank. The first one of a request includes what
-    was cached. Times are of the sampling rank's clock, for traces: the end of its part, and that less what
-    all stages took."""
+    is in `block_ids` (the last block may be partial), at every rank. The first one of a request includes the
+    cached tokens. Times are of the sampling rank's clock, for traces: the end of its part, and that less the
+    time that all stages took."""
 
     request_id: str
     attempt: int
@@ -121,7 +121,7 @@ class StepOutcome:
     embeddings: list[PromptEmbedding] = field(default_factory=list)
     chunks: list[ChunkDone] = field(default_factory=list)
     prompts: list[PromptDone] = field(default_factory=list)
-    # Sequences that move to another replica: how far they have come.
+    # The progress of sequences that move to another replica.
     migrating: list[ChunkDone] = field(default_factory=list)
     failures: list[RequestFailed] = field(default_factory=list)
     # The position that each decode of the step computed.
@@ -129,7 +129,7 @@ class StepOutcome:
 
 
 def end_of(sequence: Sequence) -> TokenDelta:
-    """News of a sequence that has ended, without a token."""
+    """Return the news of a sequence that has ended, without a token."""
     return TokenDelta(
         *sequence.request.key,
         sample=sequence.index,
@@ -157,8 +157,8 @@ class StepRates:
     _chunk_s: float = 0.0
 
     def add(self, plan: StepPlan, stage_to_busy_s: list[float]) -> None:
-        """A step is done; `stage_to_busy_s` is what each stage's slowest rank took. One that computes chunks
-        of prompts beside more decodes is no measure of either."""
+        """Note a finished step; `stage_to_busy_s` is what each stage's slowest rank took. A step that
+        computes chunks of prompts together with more decodes is no measure of either."""
         if min(stage_to_busy_s) <= 0:
             return
         num_chunk_tokens = sum(entry.num_tokens for entry in plan.entries if entry.num_tokens > 1)
@@ -172,8 +172,8 @@ class StepRates:
 
 @dataclass(frozen=True, slots=True)
 class PlannedEntry:
-    """The scheduler's memory of one `BatchEntry`: who computes up to where, who samples, and what is read of
-    the prompt."""
+    """The scheduler's memory of one `BatchEntry`: the sequence that computes and up to where, the sequences
+    that sample, and the readings of the prompt."""
 
     sequence: Sequence
     start: int
@@ -197,7 +197,7 @@ class IssuedPlan:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Whom it names, in its order."""
+        """The sequences that the plan names, in its order."""
         return [*(entry.sequence for entry in self.entries), *self.decodes]
 
     @property
@@ -207,7 +207,7 @@ class IssuedPlan:
 
     @property
     def suspect(self) -> Request | None:
-        """Who is alone in it; None in a plan that is not isolated."""
+        """The request that is alone in the plan; None in a plan that is not isolated."""
         return self.sequences[0].request if self.is_isolated else None
 
 
@@ -234,13 +234,13 @@ class StepBatch:
 
     @property
     def planned(self) -> set[Sequence]:
-        """Who is in it."""
+        """The sequences in the step."""
         return {*self.decodes, *(entry.sequence for entry in self.entries)}
 
     def fits(
         self, sequence: Sequence, num_tokens: int, num_blocks: int, starting: Iterable[Sequence]
     ) -> bool:
-        """Whether the message takes the sequence's next `num_tokens`, what is new in its table of
+        """Whether the message takes the sequence's next `num_tokens`, the new part of its table of
         `num_blocks`, and the starts of `starting`."""
         num_bytes = _entry_bytes(sequence, num_tokens) + _table_bytes(sequence, num_blocks)
         for number, sample in enumerate(starting):
@@ -250,8 +250,8 @@ class StepBatch:
         return num_bytes <= self.budget_bytes
 
     def most_tokens(self, sequence: Sequence) -> int:
-        """How many of the sequence's next tokens the step takes: fewer than its budget where the report takes
-        no more log-probabilities."""
+        """Return how many of the sequence's next tokens the step takes: fewer than its budget where the
+        report takes no more log-probabilities."""
         request = sequence.request
         first = max(sequence.num_scheduled, request.num_scored_tokens - 1)
         num_taken = self.budget_logprob_bytes // logprob_bytes(request.submission.sampling)
@@ -260,7 +260,7 @@ class StepBatch:
         return min(self.budget_tokens, first + num_taken - sequence.num_scheduled)
 
     def start(self, sequence: Sequence) -> None:
-        """The sequence takes its slot in this step."""
+        """Give the sequence its slot in this step."""
         request = sequence.request
         if request not in self._request_to_samples:
             self._request_to_samples[request] = []
@@ -339,7 +339,7 @@ class StepBatch:
         return bool(self._copies)
 
     def plan(self, free_slots: tuple[int, ...]) -> StepPlan:
-        """The message to the ranks, which then know the tables of all sequences that it names."""
+        """Return the message to the ranks, which then know the tables of all sequences that it names."""
         assert self.num_planned or not self._copies, "a plan that computes nothing moves blocks"
         assert self.budget_bytes >= 0, "more was planned than a frame holds"
         tables: list[TableChange] = []
@@ -377,7 +377,7 @@ class StepBatch:
         )
 
     def issued(self) -> IssuedPlan:
-        """What is remembered of the plan until it is reported."""
+        """Return the record of the plan that is kept until it is reported."""
         return IssuedPlan(self.step, self.entries, self.decodes, self.decode_starts, self.is_isolated)
 
 
@@ -392,7 +392,7 @@ def unpack_ids(packed: bytes) -> tuple[int, ...]:
 
 
 def _send_table(sequence: Sequence, into: list[TableChange]) -> None:
-    """Add what the ranks do not know yet of the sequence's table, as runs of indices."""
+    """Add the parts of the sequence's table that the ranks do not know yet, as runs of indices."""
     block_ids, num_sent = sequence.block_ids, sequence.num_sent_blocks
     runs: list[list[int]] = []
     for index in sorted(sequence.replaced):
@@ -408,8 +408,8 @@ def _send_table(sequence: Sequence, into: list[TableChange]) -> None:
 
 
 def _targets(sequence: Sequence, start: int, end: int) -> PromptTargets | None:
-    """What is asked of positions [start, end): the log-probabilities of the prompt's tokens behind them that
-    are not reported yet."""
+    """Return the prompt targets of positions [start, end): the log-probabilities of the prompt's tokens
+    behind them that are not reported yet."""
     request = sequence.request
     first = max(start, request.num_scored_tokens - 1)
     tokens = sequence.token_bytes(first + 1, min(end + 1, request.num_prompt_tokens))
@@ -429,41 +429,41 @@ def _names_output(submission: Submission) -> bool:
     return submission.sampling.penalizes_output or submission.grammar is not None
 
 
-# Upper bounds of what msgpack makes of a message: numbers take 9 bytes, ids and headers 5.
-# A slot of `StepPlan.decodes`.
+# Upper bounds of the bytes that msgpack makes of a message: numbers take 9 bytes, ids and headers 5.
+# The bytes of a slot of `StepPlan.decodes`.
 DECODE_BYTES = 4
 _TABLE_CHANGE_BYTES = 16
 
 
 def entry_bytes(num_tokens: int, num_samplers: int) -> int:
-    """At most what a `BatchEntry` takes."""
+    """Return the most bytes that a `BatchEntry` takes."""
     return 64 + 4 * num_tokens + 9 * num_samplers
 
 
 def target_bytes(sampling: SamplingParams, num_tokens: int) -> int:
-    """At most what the `PromptTargets` of so many tokens take."""
+    """Return the most bytes that the `PromptTargets` of `num_tokens` tokens take."""
     return 0 if sampling.num_prompt_logprobs is None else 32 + 4 * num_tokens
 
 
 def logprob_bytes(sampling: SamplingParams) -> int:
-    """What the log-probabilities of one token of a prompt take."""
+    """Return the bytes that the log-probabilities of one token of a prompt take."""
     return 4 + 8 * (sampling.num_prompt_logprobs or 0)
 
 
 def table_bytes(num_blocks: int, num_changes: int = 1) -> int:
-    """At most what `num_changes` `TableChange`s of so many blocks together take."""
+    """Return the most bytes that `num_changes` `TableChange`s of `num_blocks` blocks together take."""
     return _TABLE_CHANGE_BYTES * num_changes + 4 * num_blocks
 
 
 def start_bytes(submission: Submission) -> int:
-    """At most what a `SlotStart` takes beside its samples."""
+    """Return the most bytes that a `SlotStart` takes without its samples."""
     sampling = submission.sampling
     num_words = 16 + 2 * len(sampling.logit_bias) + len(sampling.stop_token_ids)
     return 128 + 9 * num_words + (len(submission.prompt) if sampling.penalizes_prompt else 0)
 
 
 def sample_bytes(submission: Submission, num_output_tokens: int) -> int:
-    """At most what a `SlotSample` takes."""
+    """Return the most bytes that a `SlotSample` takes."""
     return 96 + (4 * num_output_tokens if _names_output(submission) else 0)
 
 
@@ -481,6 +481,6 @@ def _sample_bytes(sequence: Sequence) -> int:
 
 
 def _table_bytes(sequence: Sequence, num_blocks: int) -> int:
-    """At most what the ranks' table of the sequence takes until it has `num_blocks`."""
+    """Return the most bytes that the ranks' table of the sequence takes until it has `num_blocks`."""
     num_replaced = len(sequence.replaced)
     return table_bytes(num_blocks - sequence.num_sent_blocks + num_replaced, num_replaced + 1)

@@ -1,4 +1,4 @@
-"""What a replica's steps take, fitted to the steps that it runs: the router prices requests by it.
+"""The costs of a replica's steps, fitted to the steps that it runs: the router prices requests by them.
 
 A step of decodes alone takes
 
@@ -20,20 +20,20 @@ from typing import Any
 
 from workers.messages.rank_channel import StepPlan
 
-# Of what is known, at every step: about the last 500 count.
+# The share of the known sums that is kept at every step: about the last 500 steps count.
 _FORGETTING = 0.998
-# Steps before anything is told.
+# The number of steps before anything is told.
 _NUM_FIRST_STEPS = 16
-# Steps from one fit to the next.
+# The number of steps from one fit to the next.
 _FIT_PERIOD = 8
-# How much the last coefficients count beside the steps.
+# The weight of the last coefficients against the steps.
 _INERTIA = 1e-3
-# What is told where a fit finds nothing, as 0 means that it is not known.
+# The value told where a fit finds nothing, as 0 means that it is not known.
 _LEAST_S = 1e-9
 # The ratio of a decode's coefficients until steps with fewer and more sequences tell them apart. If a
 # sequence added nothing, all streams would be sent to the first replica that has measured its base.
 FIRST_DECODE_RATIO = (1.0, 0.02, 0.0)
-# A step that takes so many times what was predicted was disturbed, and counts as one that took so much.
+# A step that takes this many times its prediction was disturbed, and counts as one that took this much.
 _MOST_RATIO = 3.0
 
 
@@ -52,15 +52,15 @@ class NonNegativeFit:
         self._products = [[0.0] * num_coefficients for _ in range(num_coefficients)]
         self._moments = [0.0] * num_coefficients
         self._num_steps = 0
-        # () until there are enough.
+        # The coefficients; () until there are enough steps.
         self.coefficients: tuple[float, ...] = ()
 
     def predict(self, terms: Sequence[float]) -> float:
-        """What the coefficients make of the terms; 0.0: not known yet."""
+        """Return what the coefficients make of the terms; 0.0: not known yet."""
         return sum(each * term for each, term in zip(self.coefficients, terms, strict=False))
 
     def add(self, terms: Sequence[float], observed: float, weight: float = 1.0) -> None:
-        """Observe what the terms, each at least 0 and the first above 0, came to."""
+        """Observe `observed` as the sum of the terms, each at least 0 and the first above 0."""
         if self.coefficients and (predicted := self.predict(terms)) > 0:
             observed = min(observed, _MOST_RATIO * predicted)
         for row, term in enumerate(terms):
@@ -83,7 +83,7 @@ class NonNegativeFit:
         self.coefficients = _least(matrix, moments)
 
     def _scaled_first(self) -> tuple[float, ...]:
-        """The multiple of `first` that comes closest to what was observed."""
+        """Return the multiple of `first` that comes closest to the observations."""
         first, products = self._first, self._products
         moment = sum(each * moment for each, moment in zip(first, self._moments, strict=True))
         square = sum(
@@ -95,7 +95,7 @@ class NonNegativeFit:
 
 
 def _least(matrix: list[list[float]], moments: list[float]) -> tuple[float, ...]:
-    """The x, none negative, for which x * matrix * x / 2 - moments * x is least: of every choice of
+    """Return the x, none negative, for which x * matrix * x / 2 - moments * x is least: of every choice of
     coefficients that are not 0, the solution that is valid and best."""
     num = len(moments)
     used = [index for index in range(num) if matrix[index][index] > 0]
@@ -116,8 +116,8 @@ def _least(matrix: list[list[float]], moments: list[float]) -> tuple[float, ...]
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Gaussian elimination without pivoting, which a positive definite matrix does not need. It is scaled to
-    a diagonal of ones."""
+    """Solve by Gaussian elimination without pivoting, which a positive definite matrix does not need. The
+    matrix is scaled to a diagonal of ones."""
     num = len(right)
     scales = [matrix[index][index] ** -0.5 for index in range(num)]
     rows = [
@@ -148,8 +148,8 @@ class StepCosts:
         self._prefill = NonNegativeFit((1.0, 0.0))
 
     def add(self, plan: StepPlan, decode_starts: Collection[int], stage_to_busy_s: Sequence[float]) -> None:
-        """A step is done: its decodes computed the tokens at `decode_starts`, and each stage's slowest rank
-        took `stage_to_busy_s`."""
+        """Note a finished step: its decodes computed the tokens at `decode_starts`, and each stage's slowest
+        rank took `stage_to_busy_s`."""
         if min(stage_to_busy_s) <= 0:
             return
         num_sequences, num_context_tokens = len(decode_starts), sum(decode_starts)
@@ -169,11 +169,11 @@ class StepCosts:
             return
         decodes_s = self._decode.predict((0.0, num_sequences, num_context_tokens)) * slowest_s / total_s
         if decodes_s < slowest_s:
-            # By token, a small chunk is measured with as large an error as a large one.
+            # Per token, a small chunk is measured with as large an error as a large one.
             self._prefill.add((num_tokens, num_attended), slowest_s - decodes_s, 1.0 / num_tokens)
 
     def coefficients(self) -> dict[str, Any]:
-        """The fields of `ReplicaStats` that are measured here."""
+        """Return the fields of `ReplicaStats` that are measured here."""
         decode, prefill = self._decode.coefficients, self._prefill.coefficients
         return {
             "prefill_token_s": max(prefill[0], _LEAST_S) if prefill else 0.0,

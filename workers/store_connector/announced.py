@@ -1,5 +1,5 @@
-"""Prompts of requests that wait in gateways and will probably come here: what the store has of them is loaded
-meanwhile, as for requests that wait here.
+"""Prompts of requests that wait in gateways and will probably come here: the blocks that the store has of
+them are loaded early, as for requests that wait here.
 
     Announce --> pending --take--> asked --loaded--> on the device, as far as it came
                     |                |                  |
@@ -17,48 +17,51 @@ from dataclasses import dataclass
 
 from workers.messages.link import GatewayKey
 
-# By then the request has gone elsewhere, or waits for so long that what was loaded may be evicted again.
+# After this time the request has gone elsewhere, or waits for so long that the loaded blocks may be evicted
+# again.
 ANNOUNCED_S = 30.0
-# Prompts, and bytes of their keys, that are kept at most. What is announced beyond is loaded when it comes.
+# The most prompts, and bytes of their keys, that are kept. Prompts announced beyond are loaded when they
+# come.
 MAX_PROMPTS = 256
 MAX_KEY_BYTES = 4 << 20
-# At most one in so many blocks of the replica, or of a sharing group's share, holds what was loaded for
+# At most one in this many blocks of the replica, or of a sharing group's share, holds data loaded for
 # requests that have not come.
 POOL_SHARE = 4
 
 
 @dataclass(slots=True)
 class AnnouncedPrompt:
-    """`keys` are those of all its full blocks, the last token's excluded; `gateway` announced it last."""
+    """The prompt of an announced request. `keys` are the keys of all its full blocks, the last token's
+    excluded; `gateway` announced it last."""
 
     gateway: GatewayKey
     request_id: str
     sharing_group: str
     keys: tuple[bytes, ...]
     expires_at: float
-    # When its load began, so many blocks were on the device.
+    # The number of its blocks on the device when its load began.
     num_held: int = 0
-    # So many behind those are being loaded, or have come.
+    # The number of blocks behind these that are being loaded, or have come.
     num_blocks: int = 0
-    # The tiers from which these have come.
+    # The tiers from which these blocks have come.
     tiers: Sequence[str] = ()
 
     @property
     def num_key_bytes(self) -> int:
-        """What it takes in memory."""
+        """The memory that its keys take."""
         return sum(map(len, self.keys))
 
     def num_loaded_blocks(self, num_matched: int) -> dict[str, int]:
-        """Of the blocks that were loaded for it, those among the first `num_matched` of its prompt, by
-        tier."""
+        """Return, by tier, how many of the blocks that were loaded for it are among the first `num_matched`
+        of its prompt."""
         return dict(Counter(self.tiers[: max(0, num_matched - self.num_held)]))
 
 
 class AnnouncedPrompts:
-    """In the order in which they were announced, the last time."""
+    """The announced prompts, in the order of their latest announcements."""
 
     def __init__(self) -> None:
-        # All of them, and those of which nothing was loaded yet.
+        # All prompts, and the prompts of which nothing was loaded yet.
         self._prompts: OrderedDict[str, AnnouncedPrompt] = OrderedDict()
         self._pending: OrderedDict[str, AnnouncedPrompt] = OrderedDict()
         self._num_key_bytes = 0
@@ -94,26 +97,26 @@ class AnnouncedPrompts:
 
     @property
     def next(self) -> AnnouncedPrompt | None:
-        """The first of which nothing was loaded yet."""
+        """The first prompt of which nothing was loaded yet."""
         return next(iter(self._pending.values()), None)
 
     def take(self) -> None:
-        """Count the `next` prompt among those that are looked after."""
+        """Count the `next` prompt among the prompts that are looked after."""
         self._pending.popitem(last=False)
 
     def begin(self, request_id: str, num_held: int, num_blocks: int) -> None:
-        """Note that so many blocks are being loaded, behind those that are held."""
+        """Note that `num_blocks` blocks are being loaded, behind those that are held."""
         if (prompt := self._prompts.get(request_id)) is not None:
             prompt.num_held, prompt.num_blocks = num_held, num_blocks
 
     def loaded(self, request_id: str, tiers: Sequence[str]) -> None:
-        """Note what has come."""
+        """Note the tiers from which blocks have come."""
         self.num_loaded_blocks += len(tiers)
         if (prompt := self._prompts.get(request_id)) is not None:
             prompt.num_blocks, prompt.tiers = len(tiers), tiers
 
     def num_blocks(self, group: str | None = None) -> int:
-        """Blocks that were or are being loaded for prompts of this group (None: of all)."""
+        """Return how many blocks were or are being loaded for prompts of this group (None: of all)."""
         return sum(it.num_blocks for it in self._prompts.values() if group in (None, it.sharing_group))
 
     def forget(self, request_id: str) -> AnnouncedPrompt | None:
@@ -132,14 +135,15 @@ class AnnouncedPrompts:
         return gone
 
     def drop_gateway(self, gateway: GatewayKey) -> list[AnnouncedPrompt]:
-        """Remove and return what this gateway has announced: nobody will say when it does not come."""
+        """Remove and return the prompts that this gateway has announced: nobody will say when they do not
+        come."""
         gone = [it for it in self._prompts.values() if it.gateway == gateway]
         for prompt in gone:
             self.forget(prompt.request_id)
         return gone
 
     def expire(self, now: float) -> list[AnnouncedPrompt]:
-        """Remove and return what was announced long ago."""
+        """Remove and return the prompts that were announced long ago."""
         gone: list[AnnouncedPrompt] = []
         while self._prompts and (first := next(iter(self._prompts.values()))).expires_at <= now:
             self.forget(first.request_id)

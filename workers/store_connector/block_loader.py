@@ -3,7 +3,7 @@
     LoadNeed --FindRequest--> FindAnswer --worth it?--> FetchRequest --FetchedBlocks ...--> StoreGet to ranks
         --StoreGetDone of each--> registered, released: found by the sequence like any cached block
 
-A load ends in every case, with what came good: the first `n` blocks of what was asked. What is bad, late,
+A load ends in every case, with what came good: the first `n` blocks of the need. Blocks that are bad, late,
 lost or not worth its way is computed. No request waits for an owner that does not answer.
 
 A load can begin before its request comes (`AnnouncedPrompts`). It is then *early*: it takes only blocks that
@@ -36,24 +36,25 @@ from workers.scheduler.step import LoadNeed, StepRates
 from workers.store_connector.announced import POOL_SHARE, AnnouncedPrompts
 from workers.store_connector.tier_costs import TierCosts
 
-# An owner that has not answered a look-up after this is taken for hung.
+# An owner that has not answered a look-up after this time is taken for hung.
 FIND_PATIENCE_S = 0.2
 # A fetch of which nothing has come for this long is given up. The owner need not hang for that: it may wait
-# for a disk or for another node, and what hangs leaves the next look-up without answer.
+# for a disk or for another node, and an owner that hangs leaves the next look-up without answer.
 FETCH_PATIENCE_S = 5.0
-# After waiting for free blocks for so long, a load has those behind it in line wait too: they would take it
-# all. One that waits for its sharing group's share has those of its group wait at once, and nobody else ever.
+# A load that has waited for free blocks for this long has the loads behind it in line wait too: they would
+# take all free blocks. A load that waits for its sharing group's share has the others of its group wait at
+# once, and nobody else ever.
 SPACE_PATIENCE_S = 1.0
 
 
 @dataclass(slots=True)
 class _Part:
-    """Some blocks of a fetch that the ranks copy: [first, first + num_blocks) of the load's."""
+    """Some blocks of a fetch that the ranks copy: blocks [first, first + num_blocks) of the load."""
 
     first: int
     num_blocks: int
     waiting: set[int]
-    # By rank, for each of its reads: (block index in the load, offset of the record).
+    # The reads of each rank: (block index in the load, offset of the record).
     reads: dict[int, list[tuple[int, int]]]
 
 
@@ -65,20 +66,20 @@ class _Load:
     # Its request has not come.
     is_early: bool = False
     tiers: tuple[str, ...] = ()
-    # From when on it waits for free blocks, if there are none.
+    # The time since which it waits for free blocks, if there are none.
     found_at: float = 0.0
     hold: Hold = Hold.NOBODY
     held_ids: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     came_from: list[str] = field(default_factory=list)
     is_fetching: bool = False
-    # Known so far: blocks before the first bad or missing one.
+    # Blocks before the first bad or missing one, as known so far.
     num_good: int = 0
     parts: dict[int, _Part] = field(default_factory=dict)
     bad_offsets: set[int] = field(default_factory=set)
-    # Nothing more comes from the owner.
+    # Whether the owner has sent its last block.
     is_complete: bool = False
-    # The sequence waits no more; the blocks are held until their ranks are done with them.
+    # Whether the sequence waits no more; the blocks are held until the ranks are done with them.
     is_reported: bool = False
 
     @property
@@ -87,7 +88,7 @@ class _Load:
 
 
 class BlockLoader:
-    """See the module's text. One load for each need, numbered."""
+    """See the module's text. Each need has one load, with a number."""
 
     def __init__(
         self,
@@ -113,11 +114,11 @@ class BlockLoader:
         self._announced = announced
         self._loads: dict[int, _Load] = {}
         self._gets: dict[int, tuple[int, _Part]] = {}
-        # By request.
+        # The numbers of the early loads, by request.
         self._early: dict[str, int] = {}
         self._number = 0
         self.num_checksum_failures = 0
-        # By tier.
+        # Loaded tokens by tier.
         self.num_loaded_tokens: Counter[str] = Counter()
 
     @property
@@ -144,7 +145,8 @@ class BlockLoader:
         return any(load.keys[:1] == (key,) for load in self._loads.values())
 
     def wanted(self, need: LoadNeed) -> None:
-        """A sequence waits for these. What began early for it is what it waits for."""
+        """Load blocks for a sequence that waits for them, or let it wait for the load that began early for
+        it."""
         begun = next((it for it in self._loads.values() if _is_for(it, need)), None)
         if begun is not None:
             begun.found_at, begun.hold = self._clock.now(), Hold.NOBODY
@@ -152,21 +154,22 @@ class BlockLoader:
             self._ask(need, is_early=False)
 
     def begin_early(self, need: LoadNeed) -> None:
-        """A request that will want these is announced; `need` names no sequence yet."""
+        """Load blocks for a request that is announced; `need` names no sequence yet."""
         if need.request_id in self._early:  # announced again, while the earlier load still ends
             return
         self._early[need.request_id] = self._number + 1
         self._ask(need, is_early=True)
 
     def submitted(self, request_id: str, attempt: int, sample: int) -> None:
-        """An announced request has come: what is being loaded early is for its sequence."""
+        """Give the early load of an announced request that has come to its sequence."""
         number = self._early.pop(request_id, None)
         if number is not None:
             load = self._loads[number]
             load.is_early, load.need = False, replace(load.need, attempt=attempt, sample=sample)
 
     def withdraw(self, request_id: str) -> None:
-        """An announced request does not come: what has not begun to move does not."""
+        """End the early load of an announced request that does not come, unless its blocks have begun to
+        move."""
         number = self._early.get(request_id)
         if number is not None and not self._loads[number].is_fetching:
             self._end(number)
@@ -179,12 +182,13 @@ class BlockLoader:
             self._end(self._number)
 
     def prefetch(self, group: str, keys: tuple[bytes, ...]) -> None:
-        """A request that will want these stands further back: bring them near."""
+        """Bring blocks near for a request that stands further back in line."""
         self._number += 1
         self._client.send(FetchRequest(self._number, group, keys[0], keys, to_device=False))
 
     def found(self, answer: FindAnswer) -> None:
-        """The owner has looked: fetch what is worth it, once there are free blocks (`pump`)."""
+        """Take the owner's answer to a look-up, and fetch the blocks worth loading once there are free ones
+        (`pump`)."""
         load = self._loads.get(answer.number)
         if load is None or load.tiers or load.is_fetching:
             return
@@ -196,17 +200,18 @@ class BlockLoader:
         self.pump()
 
     def pump(self) -> None:
-        """Begin to fetch what fits now."""
+        """Begin to fetch the blocks that fit now."""
         for number, load in self._found():
             self._begin(number, load)
 
     def cannot_copy(self) -> None:
-        """The ranks do not reach the store now: what still waits for free blocks is computed."""
+        """End the loads that still wait for free blocks: the ranks do not reach the store now, so those are
+        computed."""
         for number, _ in self._found():
             self._end(number)
 
     def _found(self) -> list[tuple[int, _Load]]:
-        """Whose blocks were found and are not being fetched yet, by number."""
+        """Return the loads whose blocks were found and are not being fetched yet, by number."""
         return [it for it in self._loads.items() if it[1].tiers and not it[1].is_fetching]
 
     def _begin(self, number: int, load: _Load) -> None:
@@ -261,7 +266,7 @@ class BlockLoader:
         return num_blocks > self._pool.num_left(group)
 
     def _num_early_blocks(self, group: str) -> int:
-        """How many blocks more may be loaded for requests of a sharing group that have not come."""
+        """Return how many blocks more may be loaded for requests of a sharing group that have not come."""
         num_left = self._pool.num_total // POOL_SHARE - self._announced.num_blocks()
         if not self._pool.has_limit(group):
             return num_left
@@ -273,7 +278,7 @@ class BlockLoader:
             self._scheduler.hold_others(load.need, hold)
 
     def fetched(self, fetched: FetchedBlocks) -> None:
-        """The next blocks lie in the host tier: the ranks copy them."""
+        """Have the ranks copy the next blocks, which lie in the host tier."""
         load = self._loads.get(fetched.number)
         if load is None or load.is_complete:
             return
@@ -303,7 +308,7 @@ class BlockLoader:
         self._settle(fetched.number)
 
     def copied(self, rank: int, done: StoreGetDone) -> None:
-        """A rank has copied its part of some blocks, and found those bad."""
+        """Note that a rank has copied its part of some blocks, and found those of `done` bad."""
         if done.number not in self._gets:
             return
         number, part = self._gets[done.number]
@@ -321,7 +326,8 @@ class BlockLoader:
             self._settle(number)
 
     def drop(self, group: str | None) -> None:
-        """What is under way for this sharing group (None: for all) is not used: it is computed instead."""
+        """Make void the loads under way for this sharing group (None: for all): their blocks are computed
+        instead."""
         for number, load in list(self._loads.items()):
             if group in (None, load.need.sharing_group):
                 load.num_good = 0
@@ -329,7 +335,7 @@ class BlockLoader:
                     self._end(number)
 
     def tick(self) -> bool:
-        """Give up what takes too long; False when the owner has left a look-up without answer."""
+        """Give up loads that take too long; return False when the owner has left a look-up without answer."""
         now = self._clock.now()
         answers = True
         for number, load in list(self._loads.items()):
@@ -343,7 +349,7 @@ class BlockLoader:
         return answers
 
     def lost(self) -> None:
-        """The owner is gone: nothing more is answered. Copies under way are waited for."""
+        """End the loads: the owner is gone, and answers nothing more. Copies under way are waited for."""
         for number, load in list(self._loads.items()):
             if load.is_fetching:
                 self._give_up(number)
@@ -351,7 +357,7 @@ class BlockLoader:
                 self._end(number)
 
     def _give_up(self, number: int) -> None:
-        """Be content with what came, or is being copied."""
+        """Settle for the blocks that came, or are being copied."""
         load = self._loads[number]
         if not load.is_complete:
             load.is_complete = True
@@ -359,7 +365,7 @@ class BlockLoader:
         self._settle(number)
 
     def _settle(self, number: int) -> None:
-        """End the load when all that comes has come and is copied."""
+        """End the load when its last block has come and is copied."""
         load = self._loads[number]
         if not load.is_complete or load.parts:
             return
@@ -379,7 +385,7 @@ class BlockLoader:
         self._report(load, dict(came))
 
     def _report(self, load: _Load, num_blocks: dict[str, int]) -> None:
-        """Let the sequence wait no more: so many blocks have come, by tier."""
+        """Let the sequence wait no more: `num_blocks` blocks have come, by tier."""
         if not load.is_reported:
             load.is_reported = True
             num_tokens = {tier: count * self._pool.block_tokens for tier, count in num_blocks.items()}

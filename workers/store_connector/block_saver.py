@@ -2,7 +2,7 @@
 
     finished --queue--> PutRequest --PutGrant--> StorePut to the ranks --StorePutDone of each--> PutCommit
 
-A block is referenced from its request until its ranks have copied it, so that nobody overwrites it meanwhile.
+A block is referenced from its request until its ranks have copied it, so that nobody overwrites it before.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from workers.scheduler.step import FinishedBlock
 _BATCH_BYTES = 16 << 20
 _MAX_BATCH_BLOCKS = 32
 _MAX_BATCHES = 2
-# At most one in so many of the replica's blocks is held for copies.
+# At most one in this many of the replica's blocks is held for copies.
 _POOL_SHARE = 16
 
 
@@ -41,9 +41,9 @@ class _Batch:
     block_ids: list[int]
     places: list[tuple[int, int]]
     group: str
-    # By rank: what it copies, from the grant on.
+    # The copies of each rank, from the grant on.
     copies: dict[int, list[StoreCopy]] = field(default_factory=dict)
-    # Its records shall not come into being: the group was purged meanwhile.
+    # Whether its records shall not come into being: the group was purged in between.
     is_void: bool = False
     sums: dict[int, StorePutDone] = field(default_factory=dict)
 
@@ -74,7 +74,7 @@ class BlockSaver:
         self._batches: dict[int, _Batch] = {}
         self._number = 0
         self.num_stored = 0
-        # By cause.
+        # Blocks that were not stored, by cause.
         self.num_unstored: Counter[str] = Counter()
 
     @property
@@ -92,7 +92,7 @@ class BlockSaver:
         return not self._queue and not self._batches
 
     def finished(self, blocks: Iterable[FinishedBlock]) -> None:
-        """Queue them; what exceeds the queue is not stored."""
+        """Queue finished blocks; those beyond the queue's limit are not stored."""
         for block in blocks:
             if len(self._queue) < self._max_queued:
                 self._queue.append(block)
@@ -134,7 +134,7 @@ class BlockSaver:
         self._batches[self._number] = _Batch(block_ids, places, first.sharing_group)
 
     def granted(self, grant: PutGrant) -> None:
-        """The owner has answered: the ranks copy what it gave slots for."""
+        """Have the ranks copy the blocks for which the owner has given slots."""
         batch = self._batches.get(grant.number)
         if batch is None:
             return
@@ -156,7 +156,7 @@ class BlockSaver:
             self._ranks.send_to(rank, StorePut(grant.number, grant.arena, tuple(copies)))
 
     def copied(self, rank: int, done: StorePutDone) -> None:
-        """A rank has copied its part, or could not. The last one ends the batch."""
+        """Note that a rank has copied its part, or could not. The last rank's report ends the batch."""
         batch = self._batches.get(done.number)
         if batch is None or rank not in batch.copies:
             return
@@ -181,7 +181,8 @@ class BlockSaver:
         self._end(done.number)
 
     def drop(self, group: str | None) -> None:
-        """Nothing of this sharing group (None: of any) that is not in the store yet comes there any more."""
+        """Keep blocks of this sharing group (None: of any) that are not in the store yet from coming
+        there."""
         kept = [block for block in self._queue if group is not None and block.sharing_group != group]
         self.num_unstored["purged"] += len(self._queue) - len(kept)
         self._queue = deque(kept)
@@ -189,7 +190,8 @@ class BlockSaver:
             batch.is_void = batch.is_void or group in (None, batch.group)
 
     def lost(self) -> None:
-        """The owner is gone: what it was asked is void. Copies under way are waited for, not committed."""
+        """Make void what the owner was asked for: it is gone. Copies under way are waited for, not
+        committed."""
         for number in [number for number, batch in self._batches.items() if not batch.copies]:
             self.num_unstored["failed"] += len(self._batches[number].block_ids)
             self._end(number)

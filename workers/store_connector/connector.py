@@ -6,7 +6,7 @@
                                |
                         AnnouncedPrompts
 
-Open is the store when its owner is connected and every rank has mapped the same arena. While it is not, loads
+The store is open when its owner is connected and every rank has mapped the same arena. While it is not, loads
 end at once and finished blocks are not stored; the replica serves on.
 """
 
@@ -52,7 +52,7 @@ from workers.store_connector.tier_view import TierView
 
 _ATTACH_PERIOD_S = 2.0
 _ASK_PERIOD_S = 0.5
-# The number of a look-up that is for no load: theirs begin at 1.
+# The number of a look-up that is for no load: the numbers of loads begin at 1.
 _NO_LOAD = 0
 
 _log = logging.getLogger("tandem.tiers")
@@ -89,11 +89,11 @@ class StoreConnector:
         self._ranks = ranks
         self._control = control
         self._is_answering = True
-        # By rank: the arena it has mapped; while there is none it is missing.
+        # The arena that each rank has mapped; a rank without one is missing.
         self._arenas: dict[int, bytes] = {}
-        # When ranks without an arena are ordered again to map it.
+        # The time at which ranks without an arena are ordered again to map it.
         self._attach_at = 0.0
-        # When an owner that does not answer is asked again whether it does.
+        # The time at which an owner that does not answer is asked again whether it does.
         self._ask_at = 0.0
         self._clock = clock
         self._quiet = asyncio.Event()
@@ -128,7 +128,7 @@ class StoreConnector:
         await self._client.start()
 
     async def close(self) -> None:
-        """Leave the owner."""
+        """Disconnect from the owner."""
         await self._client.close()
 
     @property
@@ -144,14 +144,14 @@ class StoreConnector:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is on its way in or out."""
+        """Whether nothing is on its way in or out."""
         return self.saver.is_idle and self.loader.is_idle
 
     # ------------------------------------------------------------------------------------ from the engine
     # core
 
     def announce(self, gateway: GatewayKey, announce: Announce) -> None:
-        """A request waits in a gateway: what it will want is loaded, or at least brought near."""
+        """Load the blocks that a request waiting in a gateway will want, or at least bring them near."""
         block_tokens = self._pool.block_tokens
         num_blocks = min((announce.num_tokens - 1) // block_tokens, self._pool.num_total)
         keys = announce.block_keys[: max(0, num_blocks)]
@@ -163,18 +163,19 @@ class StoreConnector:
             self.loader.prefetch(announce.sharing_group, keys)
 
     def withdraw(self, request_id: str) -> None:
-        """An announced request does not come."""
+        """Forget an announced request that does not come."""
         if self.announced.forget(request_id) is not None:
             self.loader.withdraw(request_id)
 
     def lost(self, gateway: GatewayKey) -> None:
-        """The link to a gateway has ended. One that is still there announces again what waits."""
+        """Forget what a gateway has announced: its link has ended. A gateway that still runs announces its
+        queue again."""
         for prompt in self.announced.drop_gateway(gateway):
             self.loader.withdraw(prompt.request_id)
 
     def arrived(self, submission: Submission) -> None:
-        """A request was queued, unless it was refused. What is loaded for it since it was announced is its
-        own. One that will wait for a while has its blocks brought near meanwhile."""
+        """Give a request what was loaded for it since it was announced, unless the request was refused. One
+        that will wait for a while has its blocks brought near."""
         request_id, attempt = submission.request_id, submission.attempt
         if not self._scheduler.is_here(request_id, attempt):
             self.withdraw(request_id)
@@ -188,7 +189,7 @@ class StoreConnector:
             self.loader.prefetch(submission.facts.sharing_group, submission.block_keys)
 
     def pump(self) -> None:
-        """Write what is finished, load what is wanted."""
+        """Write finished blocks, and load the wanted ones."""
         is_open = self.is_open
         finished = self._scheduler.take_finished()
         if is_open:
@@ -211,8 +212,8 @@ class StoreConnector:
             self._load_announced()
 
     def _load_announced(self) -> None:
-        """Begin what fits beside the loads of requests that are here. Of prompts that begin alike the second
-        one waits for what is loaded for the first."""
+        """Begin early loads that fit in addition to those of requests that are here. Of prompts that begin
+        alike the second one waits for the load of the first."""
         while self.loader.num_loads < self._max_loading and (prompt := self.announced.next) is not None:
             num_held = len(self._pool.match(prompt.keys))
             if num_held < len(prompt.keys) and self.loader.is_loading(prompt.keys[num_held]):
@@ -223,9 +224,9 @@ class StoreConnector:
                 self.loader.begin_early(need)
 
     def purge(self, group: str | None) -> None:
-        """Nothing of this group (None: of any) that was finished before goes to the store, or comes from it,
-        after this."""
-        self.pump()  # what was finished last is queued
+        """Keep blocks of this group (None: of any) that were finished before from going to the store, or
+        coming from it, after this."""
+        self.pump()  # queues the blocks finished last
         self.saver.drop(group)
         self.announced.drop(group)
         self.loader.drop(group)
@@ -239,13 +240,13 @@ class StoreConnector:
             self.loader.withdraw(prompt.request_id)
         if not self._is_answering and now >= self._ask_at:
             self._ask_at = now + _ASK_PERIOD_S
-            self._client.send(FindRequest(_NO_LOAD, b"", ()))  # any answer shows that it is back
+            self._client.send(FindRequest(_NO_LOAD, b"", ()))  # any answer shows that the owner is back
         if not self.loader.tick() and self._is_answering:
             self._is_answering = False
             _log.warning("the store does not answer; serving continues without it")
 
     def report(self, rank: int, report: StoreReport) -> None:
-        """From a rank."""
+        """Take a report of a rank."""
         match report:
             case StoreAttached(arena, error):
                 self._attached(rank, arena, error)
@@ -278,7 +279,7 @@ class StoreConnector:
     # ------------------------------------------------------------------------------------ from the owner
 
     async def ready_to_connect(self) -> None:
-        """No rank copies what an earlier connection was about."""
+        """Return once no rank copies for an earlier connection any more."""
         self._note_quiet()
         await self._quiet.wait()
 
@@ -329,7 +330,8 @@ class StoreConnector:
 
 
 def reaches_store(name: str | None, ranks: Sequence[RankReady]) -> bool:
-    """Whether there is a store, and every rank reaches it: ranks copy between their memory and its arena."""
+    """Return whether there is a store, and every rank reaches it: ranks copy between their memory and its
+    arena."""
     if name is None:
         return False
     remote_ranks = [rank.rank for rank in ranks if rank.host_id != host_id()]

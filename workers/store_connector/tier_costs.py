@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-# Until a load was measured, and the owner has measured nothing either.
+# The rates assumed until a load was measured, where the owner has measured nothing either.
 ASSUMED_GB_S: Mapping[str, float] = {"dram": 4.0, "nvme": 1.0, "remote": 0.5}
 _WEIGHT = 0.3
-# A load that was not worth it is not measured again; each refusal raises what is believed by this, so that a
-# bad moment does not decide for ever.
+# A load that was not worth its time is not measured again; each refusal raises the believed rate by this
+# factor, so that a bad moment does not decide for ever.
 _DRIFT = 1.05
 
 
@@ -23,20 +23,20 @@ class TierCosts:
 
     @property
     def measured_tok_s(self) -> dict[str, float]:
-        """Of the tiers from which something was loaded."""
+        """The measured rates of the tiers from which something was loaded."""
         return dict(self._tok_s)
 
     def set_store_rates(self, gb_s: Mapping[str, float]) -> None:
-        """The owner's rates, 1e9 bytes a second."""
+        """Set the owner's rates, 1e9 bytes a second."""
         self._owner_gb_s = dict(gb_s)
 
     def tok_s(self, tier: str) -> float:
-        """What is believed of the tier."""
+        """Return the believed rate of the tier."""
         gb_s = self._owner_gb_s.get(tier) or ASSUMED_GB_S[tier]
         return self._tok_s.get(tier) or gb_s * 1e9 / self._block_bytes * self._block_tokens
 
     def measured(self, num_blocks_by_tier: Mapping[str, int], seconds: float) -> None:
-        """A load has come: counted for its main tier, unless another had a part in it."""
+        """Count a finished load for its main tier, unless another tier had a part in it."""
         total = sum(num_blocks_by_tier.values())
         tier, count = max(num_blocks_by_tier.items(), key=lambda item: item[1])
         if count == total and seconds > 0:
@@ -45,7 +45,7 @@ class TierCosts:
             self._tok_s[tier] = tok_s if old is None else (1 - _WEIGHT) * old + _WEIGHT * tok_s
 
     def num_worth_loading(self, tiers: Sequence[str], prefill_tok_s: float) -> int:
-        """How many of the leading blocks, which lie in these tiers, to load, so that loading them and
+        """Return how many of the leading blocks, which lie in these tiers, to load, so that loading them and
         computing the rest takes least. All of them while the prefill rate is not known (0)."""
         if not prefill_tok_s:
             return len(tiers)

@@ -9,7 +9,7 @@ from kvtransfer.store.messages import TierEvents
 
 
 class TierView:
-    """Key -> tier and parent. After `restart` the next events are the whole of it."""
+    """Maps each key to its tier and parent. After `restart` the next events are the whole content."""
 
     def __init__(self) -> None:
         self._held: dict[bytes, BlocksStored] = {}
@@ -21,11 +21,11 @@ class TierView:
         return len(self._held)
 
     def restart(self) -> None:
-        """Expect the whole content anew: the owner is gone."""
+        """Expect the whole content again: the owner is gone."""
         self._is_whole = True
 
     def apply(self, events: TierEvents) -> None:
-        """Take in what changed."""
+        """Take in changes of the store."""
         gone = list(events.removed)
         if self._is_whole:
             reported = {key for stored in events.stored for key in stored.keys}
@@ -46,19 +46,19 @@ class TierView:
                 parent = key
 
     def take_events(self) -> tuple[tuple[BlocksStored, ...], tuple[BlocksRemoved, ...]]:
-        """The net change since the last call; the two parts name disjoint keys."""
+        """Return the net change since the last call; the two parts name disjoint keys."""
         stored = tuple(_chains(self._held[key] for key in self._stored))
         removed = (BlocksRemoved(tuple(self._removed), "store"),) if self._removed else ()
         self._stored, self._removed = {}, {}
         return stored, removed
 
     def snapshot(self) -> tuple[BlocksStored, ...]:
-        """All of it."""
+        """Return the whole content."""
         return tuple(_chains(self._held.values()))
 
 
 def _chains(blocks: Iterable[BlocksStored]) -> Iterable[BlocksStored]:
-    """Single blocks joined where each follows the one before in the same tier."""
+    """Join single blocks to chains where each follows the one before in the same tier."""
     parent, keys, tier = b"", list[bytes](), ""
     for block in blocks:
         if keys and (block.parent != keys[-1] or block.tier != tier):

@@ -26,9 +26,10 @@ from workers.model.attention.torch_backend import TorchAttention
 
 _log = logging.getLogger("tandem.rank")
 
-# A step of each kind is measured: sequences that decode after so many tokens, and a chunk of a prompt.
+# The measured steps, one of each kind: sequences that decode after `_DECODE_CONTEXT` tokens, and a chunk of a
+# prompt.
 _NUM_DECODES, _DECODE_CONTEXT, _CHUNK_TOKENS = 4, 1024, 128
-# In turn, so that what else the machine does slows all candidates alike; the best run of each counts.
+# The candidates run in turn, so that other work of the machine slows all alike; the best run of each counts.
 _NUM_ROUNDS = 4
 # A later candidate must be faster by this factor, so that equal machines choose alike.
 _CLEARLY = 1.25

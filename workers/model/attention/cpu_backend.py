@@ -1,6 +1,6 @@
 """Attention by compiled kernels on a CPU: paged blocks are read in place, on the device and in host memory.
 
-What is computed for a token, and in which order, depends on its position, its layer's window and whether it
+The computation for a token, and its order, depend on its position, its layer's window and whether it
 is decoded alone: its result does not depend on the other sequences of a step or the number of threads, and
 where that is asked for, not on the chunks either in which its sequence was computed
 (`workers/model/native/attention.h`)."""
@@ -90,7 +90,7 @@ class CpuAttention(AttentionBackend):
         return fits and native.serves(kv.device, kv.dtype)
 
     def rotated(self, layer: LayerAttention) -> native.RotatedLayer:
-        """Return what the kernel takes of a layer."""
+        """Return the kernel's arguments of a layer."""
         known, made = self._index_to_layer.get(layer.index, (None, None))
         if made is None or known is not layer:
             made = native.RotatedLayer.of(
@@ -104,7 +104,7 @@ class CpuAttention(AttentionBackend):
 
 
 class PlannedTasks(NamedTuple):
-    """What the kernels take of the layers with one window: a step, and how many of its `tasks` are computed
+    """The kernels' arguments of the layers with one window: a step, and how many of its `tasks` are computed
     between two marks of progress."""
 
     step: AttentionStep
@@ -144,7 +144,7 @@ class CpuPlan(AttentionPlan):
     def _rotated_tokens(self, positions: NDArray[np.int64]) -> native.RotatedTokens:
         dtype = self.backend.kv.dtype
         angles = torch.from_numpy(positions)[:, None].float() * self.backend.shape.frequencies
-        # Rounded as transformers rounds them.
+        # Cosines and sines are rounded as transformers rounds them.
         self._cos, self._sin = (table.to(dtype).float() for table in (angles.cos(), angles.sin()))
         self._blocks = torch.from_numpy(self._step.token_blocks(positions))
         self._offsets = torch.from_numpy((positions % self._step.block_tokens).astype(np.int32))

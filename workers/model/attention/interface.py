@@ -82,7 +82,7 @@ class HostReader(ABC):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """What a device knows of a step's sequences already, int32: the block tables of all slots, `tables`
+    """A step's sequences as a device knows them already, int32: the block tables of all slots, `tables`
     [num_slots, max_blocks], and `slots`, `starts` and `lengths` [num_sequences] as in `StepInput`. No
     sequence ends after `max_context_tokens`, in this step or any that reuses its CUDA graph.
 
@@ -165,8 +165,8 @@ def kv_shape(kv: Tensor) -> KvShape:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What a backend needs of a rank's part of the model: its query heads, the window of each of its layers
-    (0: none), and the rotation in radians a token, float32 [head_dim / 2]."""
+    """The properties of a rank's part of the model that a backend needs: its query heads, the window of each
+    of its layers (0: none), and the rotation in radians a token, float32 [head_dim / 2]."""
 
     num_heads: int
     windows: tuple[int, ...]

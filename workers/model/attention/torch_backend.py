@@ -165,8 +165,8 @@ class Chunk:
 
 
 class WindowView(NamedTuple):
-    """What layers with one window gather and mask: `groups` for the decoding sequences, `chunks` for the
-    others. `host_ids` are the blocks in host memory that they see, in the order in which a reader stages
+    """The keys that layers with one window gather and mask: `groups` for the decoding sequences, `chunks` for
+    the others. `host_ids` are the blocks in host memory that they see, in the order in which a reader stages
     them."""
 
     groups: tuple[DecodeGroup, ...]

@@ -124,7 +124,8 @@ class TritonPlan(AttentionPlan):
         return out.flatten(1)
 
     def _views(self, step: StepInput, tables: Tensor) -> dict[int, _WindowView]:
-        """Return what the layers with each window see, and stage what they see in host memory."""
+        """Return the views of the layers with each window, and stage the blocks in host memory that they
+        see."""
         windows, host = self._backend.shape.windows, step.host
         if host is None or not host.is_staged:
             return dict.fromkeys(windows, _WindowView(tables, host))
@@ -139,14 +140,15 @@ class TritonPlan(AttentionPlan):
 
 
 class _WindowView(NamedTuple):
-    """What layers with one window read: block tables, and the reader of host memory if these name any."""
+    """The tables that layers with one window read, and the reader of host memory if these name any of its
+    blocks."""
 
     tables: Tensor
     host: HostReader | None
 
 
 def _uploaded(step: StepInput, device: torch.device) -> PagedSequences:
-    """Return where the sequences of the step are, uploaded where they were not yet."""
+    """Return the places of the step's sequences, uploaded where they were not yet."""
     if step.device is not None:
         there = step.device
         return PagedSequences(there.tables, there.slots, there.starts, there.lengths)

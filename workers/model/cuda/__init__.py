@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-# Tests add "cpu", whose tensors Triton's interpreter takes.
+# The types of devices with kernels. Tests add "cpu", whose tensors Triton's interpreter takes.
 DEVICE_TYPES = {"cuda"}
 
 

@@ -6,7 +6,7 @@ sums and the accumulated values are float32; the products take queries, keys, va
 dtype of the KV. Keys that no row of a program sees are not read, and masks are computed only for tiles at the
 border of what is seen, so bytes after a sequence's end may hold anything.
 
-What is computed for a token, and in which order, depends on its position and its window alone, not on the
+The computation for a token, and its order, depend on its position and its window alone, not on the
 other sequences of a step, nor on where a chunk begins: tiles of keys and pieces begin at absolute positions,
 a tile that a row does not see leaves its state as it is, and each kernel has one size of tile.
 
@@ -39,12 +39,14 @@ import triton.language as tl
 from torch import Tensor
 
 PIECE_TOKENS = 512
-# Most pieces of a row. A power of two.
+# The most pieces of a row, a power of two.
 MAX_PIECES = 32
-# How many programs of `attend_decodes` suffice, 16 a multiprocessor, which hide that some end early; and the
-# fewest for a sequence and key-value head, so that a long sequence in a large batch is not left to one.
+# The number of programs of `attend_decodes` that suffices, 16 a multiprocessor, which hide that some end
+# early; and the fewest for a sequence and key-value head, so that a long sequence in a large batch is not
+# left to one.
 _NUM_DECODE_PROGRAMS, _MIN_SPLITS = 2048, 4
-# Of these a program reads few items; a kernel for each combination of their alignments would gain nothing.
+# The arguments of which a program reads few items; a kernel for each combination of their alignments would
+# gain nothing.
 _INDICES = ["tables", "slots", "starts", "lengths", "tasks"]
 # The largest exponent of a row that has seen no key.
 _LEAST = tl.constexpr(-1e30)
@@ -61,7 +63,7 @@ class LayerKv(NamedTuple):
 
 
 class PagedSequences(NamedTuple):
-    """Where the sequences of a step are, on the device, int32: sequence i has row `slots[i]` of the block
+    """The places of a step's sequences, on the device, int32: sequence i has row `slots[i]` of the block
     tables `tables` [num_slots, max_blocks], and its `lengths[i]` new tokens begin at position `starts[i]`."""
 
     tables: Tensor
@@ -71,9 +73,9 @@ class PagedSequences(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """What the pieces of rows that decode leave for the second pass, float32: `values` [num_rows, num_heads,
-    num_pieces, head_dim], weighted by powers of two relative to the largest exponent of the piece, and `sums`
-    [num_rows, num_heads, num_pieces, 2], that exponent and the sum of the weights."""
+    """The results that the pieces of rows that decode leave for the second pass, float32: `values` [num_rows,
+    num_heads, num_pieces, head_dim], weighted by powers of two relative to the largest exponent of the piece,
+    and `sums` [num_rows, num_heads, num_pieces, 2], that exponent and the sum of the weights."""
 
     values: Tensor
     sums: Tensor
@@ -92,7 +94,7 @@ class Partials(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """How a kernel divides its work: rows of queries and keys of a product, and Triton's options."""
+    """The division of a kernel's work: rows of queries and keys of a product, and Triton's options."""
 
     rows: int
     keys: int

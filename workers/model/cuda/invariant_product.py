@@ -1,4 +1,4 @@
-"""Products in Triton in which a row's result depends on nothing beside it: for `deterministic: true`.
+"""Products in Triton in which a row's result depends on nothing else: for `deterministic: true`.
 
 Tiles have one size whatever the number of rows, and the sum over a row's inputs is taken by one program in
 one order: no split over the inputs, unlike libraries, which choose both by the size of the batch."""
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Rows, outputs and inputs of a tile.
+# The rows, outputs and inputs of a tile.
 _ROWS, _OUTPUTS, _INPUTS = 64, 64, 64
 
 

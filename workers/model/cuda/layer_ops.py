@@ -1,8 +1,9 @@
-"""What a decoder layer does between its products, in Triton: norms, residual, rotation and KV write, SiLU.
+"""The operations of a decoder layer between its products, in Triton: norms, residual, rotation and KV write,
+SiLU.
 
 The kernels round where `workers.model.decoder` and `workers.model.attention.torch_backend` do: every value is
 float32 within an operation and has the model's dtype between two. Without fused multiply-adds, which round
-once less. A row's result depends on nothing beside it."""
+once less. A row's result depends on nothing else."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from torch import Tensor
 
 _COLUMNS = 1024
 _MOST_HEADS = 8
-# Of these a program reads few items. They are parts of one upload, whose alignments differ from step to step:
-# kernels for each combination would be compiled in the middle of serving.
+# The arguments of which a program reads few items. They are parts of one upload, whose alignments differ from
+# step to step: kernels for each combination would be compiled in the middle of serving.
 _INDICES = ["tables", "slots", "positions"]
 
 
@@ -145,8 +146,8 @@ def _rotate_and_write_kernel(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     HAS_NORM: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """One program is a token and `HEADS` heads of queries, keys and values; a row of a tile has the first or
-    the second half of a head."""
+    """Rotate and write `HEADS` heads of queries, keys and values of one token, which are one program; a row
+    of a tile has the first or the second half of a head."""
     token = tl.program_id(0)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     columns = tl.arange(0, HALF)[None, :]

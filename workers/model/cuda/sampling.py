@@ -23,9 +23,9 @@ from torch import Tensor
 from workers.errors import WorkerError
 from workers.model import noise
 
-# Logits of a piece, and how many of its largest values are kept.
+# The number of logits of a piece, and of its largest values that are kept.
 _PIECE, _CANDIDATES = 1024, 32
-# Of these a program reads few items, and their alignments differ from step to step.
+# The arguments of which a program reads few items, and whose alignments differ from step to step.
 _INDICES = ["slots", "masks"]
 # The most logit biases and end tokens of a slot.
 MOST_BIASES, MOST_ENDS = 1024, 256
@@ -163,12 +163,12 @@ _WEYL, _MULTIPLY_1, _MULTIPLY_2 = (
 )
 _DROPPED_BITS, _UNIFORM = tl.constexpr(64 - noise.UNIFORM_BITS), tl.constexpr(2.0**-noise.UNIFORM_BITS)
 _LARGEST_UNIFORM = tl.constexpr(noise.LARGEST_UNIFORM)
-# Below it, log(1 - u) is computed as a series: the logarithm of a rounded difference would be wrong.
+# Below this value, log(1 - u) is computed as a series: the logarithm of a rounded difference would be wrong.
 _SMALL = tl.constexpr(1 / 16)
 _LARGEST_INT32 = tl.constexpr(2**31 - 1)
-# Stands for the largest logit where no token is allowed, so that differences are numbers.
+# The value that stands for the largest logit where no token is allowed, so that differences are numbers.
 _LEAST_TOP = tl.constexpr(-3.0e38)
-# Of minus infinity.
+# The key of minus infinity.
 _LEAST_KEY = tl.constexpr(-2139095041)
 
 
@@ -272,7 +272,7 @@ def _pieces_kernel(
     logits, masks, records, lists, counts, slots, scratch, logits_stride, masks_stride, vocab_size,
     HAS_MASKS: tl.constexpr, PIECE: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """One program is a piece of a row."""
+    """Draw from one piece of a row, or leave its largest values; one program is a piece of a row."""
     piece, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     if slot < 0:
@@ -344,7 +344,7 @@ def _last_kept(
     piece_results = result + pieces * (2 + CANDIDATES)
     tops = tl.load(piece_results, mask=pieces < NUM_PIECES, other=_LEAST_KEY)
     masses = tl.load(piece_results + 1, mask=pieces < NUM_PIECES, other=0).to(tl.float32, bitcast=True)
-    # Tokens above it are candidates, and only some of those at it or below.
+    # Tokens above this key are candidates, and only some of the tokens at it or below.
     complete = tl.max(tl.load(piece_results + 1 + CANDIDATES, mask=pieces < NUM_PIECES, other=_LEAST_KEY), 0)
     places = tl.arange(0, ALL_CANDIDATES)
     candidates = result + places // CANDIDATES * (2 + CANDIDATES) + 2 + places % CANDIDATES
@@ -392,7 +392,7 @@ def _rows_kernel(
     HAS_MASKS: tl.constexpr, PIECE: tl.constexpr, CANDIDATES: tl.constexpr, HAS_LAST: tl.constexpr,
     NUM_PIECES: tl.constexpr, ALL_CANDIDATES: tl.constexpr, ALL_PIECES: tl.constexpr,
 ):  # fmt: skip
-    """One program is a row."""
+    """Take the best of a row's pieces, or draw from those that filters keep; one program is a row."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     if slot < 0:

@@ -2,7 +2,7 @@
 (`kvtransfer.common.compiler`).
 
 `load()` is called wherever there is a kernel for some work. Without a compiler, on a CPU without AVX2, or on
-another device or dtype, the torch code beside each call runs instead: the same numbers up to rounding, with
+another device or dtype, the torch code next to each call runs instead: the same numbers up to rounding, with
 more memory traffic."""
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from workers.model.native.isa import Isa, is_forced, usable_isas
 _log = logging.getLogger("tandem.native")
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
-# Sums are computed in the order in which they are written, whatever is computed beside them. Libraries for
-# several instruction sets share no variables when one process loads them.
+# Sums are computed in the order in which they are written, whatever else is computed. Libraries for several
+# instruction sets share no variables when one process loads them.
 _FLAGS = (
     "-fno-gnu-unique",
     "-O3",
@@ -37,10 +37,10 @@ _FLAGS = (
     "-fno-trapping-math",
     "-Wno-psabi",
 )
-# Far from both kinds of CPU, which take 0.5 and 1.3 times as long with bfloat16 operands as with float: every
-# process of a machine chooses alike.
+# A ratio far from both kinds of CPU, which take 0.5 and 1.3 times the time with bfloat16 operands that they
+# take with float: every process of a machine chooses alike.
 _CLEARLY = 1.1
-# Dtypes that the kernels serve.
+# The dtypes that the kernels serve.
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -61,7 +61,7 @@ class RotatedLayer(ctypes.Structure):
         kv: Tensor, layer: int, num_heads: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float
     ) -> RotatedLayer:
         """Describe layer `layer` of `kv` [num_blocks, num_layers, 2, num_kv_heads, block_tokens, head_dim];
-        norms are [head_dim]. The tensors must live as long as the result is used."""
+        norms are [head_dim]. The tensors must live until the result is used no more."""
         _, _, _, num_kv_heads, block_tokens, head_dim = kv.shape
         assert head_dim % 2 == 0
         assert (q_norm is None) == (k_norm is None)
@@ -86,7 +86,7 @@ class RotatedTokens(ctypes.Structure):
     @staticmethod
     def of(cos: Tensor, sin: Tensor, blocks: Tensor, offsets: Tensor) -> RotatedTokens:
         """Describe tokens: float32 `cos` and `sin` [num_tokens, head_dim / 2], int32 `blocks` and `offsets`
-        in them, [num_tokens]. The tensors must live as long as the result is used."""
+        in them, [num_tokens]. The tensors must live until the result is used no more."""
         assert cos.dtype == sin.dtype == torch.float32
         assert blocks.dtype == offsets.dtype == torch.int32
         assert all(tensor.is_contiguous() for tensor in (cos, sin, blocks, offsets))
@@ -112,7 +112,7 @@ class _SamplingStep(ctypes.Structure):
 
 class SamplingArguments:
     """The arguments of the sampling kernels, made once with arrays for up to `max_rows` rows. The table of
-    slots at `table_address` (`workers.rank.logits.SLOT`) must live as long."""
+    slots at `table_address` (`workers.rank.logits.SLOT`) must outlive them."""
 
     def __init__(self, table_address: int, max_rows: int) -> None:
         self._slots = np.zeros(max_rows, np.int32)
@@ -188,7 +188,7 @@ class Kernels:
         return arguments.drawn()
 
     def change_rows(self, arguments: SamplingArguments) -> None:
-        """Only change the logits."""
+        """Change the logits as `sample_rows` does, and draw nothing."""
         self.library.change_rows(arguments.reference)
 
     def floats_are_faster(self) -> bool:

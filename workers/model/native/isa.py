@@ -29,7 +29,7 @@ class Isa(enum.Enum):
 
     @property
     def compiler_flags(self) -> tuple[str, ...]:
-        """What the compiler is given for it, in place of -march."""
+        """The flags that the compiler is given for it, in place of -march."""
         return _COMPILER_FLAGS[self]
 
     @property
@@ -64,7 +64,7 @@ def is_forced() -> bool:
 
 
 def usable_isas() -> tuple[Isa, ...]:
-    """Return the instruction sets of this CPU, best first, from the forced one on if one is forced;
+    """Return the instruction sets of this CPU, best first, from the forced one on if one is forced; raise
     `WorkerError` if this CPU lacks that one."""
     available = available_isas()
     forced = os.environ.get(_FORCED)
