@@ -65,7 +65,7 @@ class CompatibilityRecord(Part, frozen=True):
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * ITEM_BYTES.get(self.dtype, 2)
 
     def differences(self, other: CompatibilityRecord) -> list[str]:
-        """One line per differing field; empty when the two may exchange KV."""
+        """Return one line per differing field; no lines when the two may exchange KV."""
         return [
             f"{field}: {getattr(self, field)!r} here, {getattr(other, field)!r} there"
             for field in self.__struct_fields__

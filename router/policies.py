@@ -358,7 +358,7 @@ def _pair_cost_s(prefill: Candidate, decode: Candidate) -> float:
 
 
 def _computing(side: str, replica: ReplicaCost, pressure_s: float, note: str, transfer_s: float) -> Candidate:
-    """A candidate on whose replica the prompt is computed."""
+    """Return a candidate on whose replica the prompt is computed."""
     state = replica.state
     queue_s = max(replica.queue_s, replica.place_wait_s) if side == "local" else replica.queue_s
     return Candidate(

@@ -311,12 +311,12 @@ class PrefixTree:
         return len(self._key_to_mask)
 
     def num_held(self, replica_id: str) -> int:
-        """Number of block keys that the replica reported to be on its device."""
+        """Return the number of block keys that the replica reported to be on its device."""
         holder = self._holders.get(replica_id)
         return 0 if holder is None else len(holder.held)
 
     def num_stored(self, replica_id: str) -> int:
-        """Number of block keys that the replica reported to be in its node's store."""
+        """Return the number of block keys that the replica reported to be in its node's store."""
         holder = self._holders.get(replica_id)
         return 0 if holder is None else len(holder.stored)
 

@@ -125,7 +125,7 @@ class RouterService:
         queued_part: float = 1.0,
         prefers_capacity: bool = False,
     ) -> Decision:
-        """`decide`, and `place` the request there."""
+        """Decide for the request, as `decide` does, and `place` it there."""
         decision = self.decide(
             request, waits=waits, queued_part=queued_part, prefers_capacity=prefers_capacity
         )
@@ -329,8 +329,8 @@ class RouterService:
         prefers_capacity: bool = False,
         before: Decision | None = None,
     ) -> tuple[Decision, float]:
-        """Decide as if the request were counted nowhere; returns as well by how much that is better than what
-        was decided `before`, which may not be possible any more."""
+        """Decide as if the request were counted nowhere; return as well by how much the decision is better
+        than `before`, which may not be possible any more."""
         placement = self.loads.suspend(request.request_id)
         if placement is not None:
             self._withdraw(placement)

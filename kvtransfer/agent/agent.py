@@ -97,7 +97,7 @@ class TransferAgent:
         )
 
     def endpoints(self) -> RankEndpoints:
-        """How writers reach this rank."""
+        """Return how writers reach this rank."""
         return RankEndpoints(
             self._rank,
             self._pool.layout.shard,
@@ -163,8 +163,8 @@ class TransferAgent:
             self._report(Verified(order.landing_id, tuple(sorted(self._bad_blocks(order.pieces)))))
 
     def _bad_blocks(self, pieces: Sequence[PieceCheck]) -> set[int]:
-        """The indices of blocks with a piece that has another sum, or that this rank cannot hold: peers may
-        lie."""
+        """Return the indices of blocks with a piece that has another sum, or that this rank cannot hold:
+        peers may lie."""
         bad: set[int] = set()
         batches: dict[Shard, list[PieceCheck]] = {}
         for piece in pieces:

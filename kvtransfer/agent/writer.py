@@ -299,7 +299,7 @@ class WriterConnection:
 
 @contextmanager
 def _marking_lost(opened: OpenLane) -> Iterator[None]:
-    """A channel that reports its peer gone is lost, also when it has not noticed that itself yet."""
+    """Mark a channel that reports its peer gone as lost, even when it has not noticed the loss itself yet."""
     try:
         yield
     except PeerGoneError as error:

@@ -110,8 +110,8 @@ def populate_read(mapping: mmap.mmap, offset: int, num_bytes: int) -> None:
 
 
 def _populate_all(mapping: mmap.mmap, num_bytes: int, stop: threading.Event) -> None:
-    """Like `populate_write` of all pages, but other threads run meanwhile, as they do not during
-    `mmap.madvise`."""
+    """Do what `populate_write` does, for all pages, but let other threads run during it, which they cannot
+    during `mmap.madvise`."""
     if sys.platform != "linux":
         return
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)  # of this thread alone

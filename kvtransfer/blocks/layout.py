@@ -131,8 +131,8 @@ def plan_runs(src: BlockLayout, dst: BlockLayout, piece: Shard) -> list[Run]:
 
 
 def piece_grid(src: BlockLayout, dst: BlockLayout, piece: Shard) -> Grid:
-    """The one copy that moves `piece` from a block of `src` to one of `dst`; both hold it. A row is K or V of
-    the piece's heads in one layer; all rows are one where they follow one another in both blocks."""
+    """Return the one copy that moves `piece` from a block of `src` to one of `dst`; both hold it. A row is K
+    or V of the piece's heads in one layer; all rows are one where they follow one another in both blocks."""
     row_bytes = piece.num_heads * src.head_bytes
     num_rows = 2 * piece.num_layers
     pitches = [layout.shard.num_heads * layout.head_bytes for layout in (src, dst)]

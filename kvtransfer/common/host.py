@@ -17,7 +17,8 @@ _NETWORK_NAMESPACE = Path("/proc/self/ns/net")
 
 
 def host_id() -> str:
-    """Equal exactly where unix sockets and memory can be shared: one boot, network namespace and user."""
+    """Return an id that is equal exactly where unix sockets and memory can be shared: for one boot, network
+    namespace and user."""
     if not _BOOT_ID.exists():
         return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:32]
     fields = (_BOOT_ID.read_text().strip(), os.stat(_NETWORK_NAMESPACE).st_ino, os.getuid())
@@ -25,9 +26,10 @@ def host_id() -> str:
 
 
 def cpu_flags(cpu_info: Path | None = None) -> frozenset[str]:
-    """The features that every processor has, as the kernel names them: "avx2", "amx_bf16"; on ARM "bf16".
+    """Return the features that every processor has, as the kernel names them: "avx2", "amx_bf16"; on ARM
+    "bf16".
 
-    Empty where the kernel does not say. `cpu_info` None: `CPU_INFO`.
+    The set is empty where the kernel names none. `cpu_info` None: `CPU_INFO`.
     """
     try:
         text = (cpu_info or CPU_INFO).read_text(errors="replace")

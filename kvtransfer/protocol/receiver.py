@@ -98,7 +98,7 @@ class LandingTable:
         return sum(landing.state is _State.OPEN for landing in self._landings.values())
 
     def num_of(self, group: str | None) -> int:
-        """Landings of this sharing group (None: all) that wait or are open."""
+        """Return the number of landings of this sharing group (None: all) that wait or are open."""
         return sum(
             group is None or landing.request.facts.sharing_group == group
             for landing in self._landings.values()
@@ -121,8 +121,9 @@ class LandingTable:
     def writer_joined(
         self, writer: ReplicaIdentity, pieces: Iterable[tuple[int, Shard]]
     ) -> list[LandingAction]:
-        """A writer's link opened; of every block it will write these (rank of ours, piece). What it said of
-        the landings in quarantine may have been lost with its last link: they are aborted again."""
+        """Note that a writer's link opened, and which pieces (rank of ours, piece) it will write of every
+        block. Its reports on the landings in quarantine may have been lost with its last link: they are
+        aborted again."""
         self._writers[writer] = Lanes(pieces)
         return [
             ToWriter(writer, LandingAbort(landing.request.landing_id, "the peer link was lost", False))
@@ -226,7 +227,8 @@ class LandingTable:
     def hand_over(
         self, writer: ReplicaIdentity, landing_id: bytes, name: tuple[str, int], num_tokens: int, now: float
     ) -> list[LandingAction]:
-        """The sequence state of attempt `name` arrived, with `num_tokens` tokens whose KV was to land."""
+        """Take the sequence state of attempt `name`, which came with `num_tokens` tokens whose KV was to
+        land."""
         landing = self._of(writer, landing_id)
         if landing is None:  # aborted, and freed since: its writer must know
             return [ToWriter(writer, LandingAbort(landing_id, "there is no such landing", False))]
@@ -273,7 +275,8 @@ class LandingTable:
         return self._land(landing)
 
     def closed(self, rank: int, report: LandingClosed) -> None:
-        """A rank accepts nothing more for it; when all do, and no one-sided writer is left, it is freed."""
+        """Note that a rank accepts nothing more for the landing, which is freed when all ranks have reported
+        so and no one-sided writer is left."""
         landing = self._landings.get(report.landing_id)
         if landing is not None and landing.state is _State.QUARANTINED:
             landing.closed_ranks.add(rank)
@@ -281,8 +284,9 @@ class LandingTable:
             self._free_if_unreachable(landing)
 
     def writer_gone(self, rank: int, report: WriterGone) -> None:
-        """Proof that nothing is written into the rank over a connection any more. It ends quarantine only: an
-        open landing is aborted when the Peer link ends, and what the rank then answers leaves it out."""
+        """Take the proof that nothing is written into the rank over a connection any more. It ends quarantine
+        only: an open landing is aborted when the Peer link ends, and the rank's answer then leaves this
+        connection out."""
         for landing in self._of_writer(report.writer):
             if landing.state is _State.QUARANTINED and (rank, report.connection) in landing.connections:
                 landing.connections.discard((rank, report.connection))
@@ -324,7 +328,7 @@ class LandingTable:
         ]
 
     def writer_lost(self, writer: ReplicaIdentity) -> list[LandingAction]:
-        """The Peer link ended. That is no proof of death: open landings go to quarantine."""
+        """Note that the Peer link ended. That is no proof of death: open landings go to quarantine."""
         self._writers.pop(writer, None)
         actions: list[LandingAction] = []
         for landing in self._of_writer(writer):
@@ -365,8 +369,8 @@ class LandingTable:
     # -------------------------------------------------------------------------------------- private
 
     def _num_ahead(self, group: str) -> int:
-        """Waiting landings that a new one of this group would wait for: not those of other groups with a
-        limit, which may wait for their own share."""
+        """Return the number of waiting landings that a new one of this group would wait for: not those of
+        other groups with a limit, which may wait for their own share."""
         return sum(each == group or not self._pool.has_limit(each) for each in self._waiting_groups())
 
     def _has_full_queue(self, group: str) -> bool:

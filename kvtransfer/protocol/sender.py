@@ -150,7 +150,8 @@ class SendTable:
     def computed(
         self, request_id: str, attempt: int, num_computed_tokens: int, block_ids: Sequence[int], now: float
     ) -> list[PushAction]:
-        """A chunk of the prompt is in the pool: push what is whole and not yet pushed."""
+        """Note that a chunk of the prompt is in the pool: push the blocks that are whole and not yet
+        pushed."""
         push = self._find(request_id, attempt)
         if push is None or push.state is not _State.OPEN:
             return []
@@ -170,8 +171,8 @@ class SendTable:
         return push is not None and push.state is _State.OPEN and not push.running
 
     def end_at(self, request_id: str, attempt: int, num_tokens: int) -> None:
-        """A growing sequence (`LandingRequest.is_growing`) stops with so many tokens, which fit its landing
-        and are not computed yet."""
+        """Set the end of a growing sequence (`LandingRequest.is_growing`) to `num_tokens` tokens, which fit
+        its landing and are not computed yet."""
         push = self._find(request_id, attempt)
         assert push is not None
         assert push.num_computed_tokens < num_tokens <= push.request.num_tokens
@@ -214,7 +215,7 @@ class SendTable:
         return self._stop(push, abort.reason, now)
 
     def request_of(self, landing_id: bytes) -> str:
-        """Whose KV is pushed there; "" when no push to it is going on."""
+        """Return the request whose KV is pushed there; "" when no push to the landing is going on."""
         push = self._pushes.get(landing_id)
         return push.request.request_id if push else ""
 
@@ -228,7 +229,7 @@ class SendTable:
         return [self._forget(push, "", "")]
 
     def peer_lost(self, peer: ReplicaIdentity, now: float) -> list[PushAction]:
-        """The Peer link ended: stop everything that goes there."""
+        """Note that the Peer link ended: stop every push over it."""
         actions: list[PushAction] = []
         for push in [item for item in self._pushes.values() if item.peer == peer]:
             actions += self._stop(push, f"the peer link to {peer.replica_id} was lost", now)
@@ -266,7 +267,7 @@ class SendTable:
         return self._stop(push, f"rank {rank}: {report.reason}", now)
 
     def push_stopped(self, rank: int, report: PushStopped) -> list[PushAction]:
-        """The fence of one rank; after the last one nothing of the landing is written any more."""
+        """Take the fence of one rank; after the last one nothing of the landing is written any more."""
         push = self._pushes.get(report.landing_id)
         if push is None or push.state is not _State.STOPPING:
             return []

@@ -30,7 +30,7 @@ class Lanes:
         self.all_bits = (1 << len(self._bits)) - 1
 
     def bit(self, rank: int, shard: Shard) -> int:
-        """One bit per lane; 0 when there is no such lane."""
+        """Return the lane's bit; 0 when there is no such lane."""
         return self._bits.get((rank, shard), 0)
 
 
@@ -87,6 +87,6 @@ class Verification:
         return any(self._pending.values())
 
     def num_good_blocks(self) -> int:
-        """How many blocks from the first one on are good without a gap."""
+        """Return how many blocks from the first one on are good without a gap."""
         bad = (index for index, lanes in enumerate(self._good) if lanes != self._lanes.all_bits)
         return next(bad, len(self._good))

@@ -138,7 +138,7 @@ class ListeningThread:
         self._thread.start()
 
     def close(self) -> None:
-        """Listen no more; returns when no further connection is handed out."""
+        """Stop listening; return when no further connection is handed out."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: this was called before
             self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join()

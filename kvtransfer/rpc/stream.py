@@ -139,7 +139,7 @@ class FrameStream(asyncio.BufferedProtocol):
             self.abort()
 
     async def receive(self) -> bytes | None:
-        """The next frame, or None when the stream has ended (for whatever reason)."""
+        """Return the next frame, or None when the stream has ended (for whatever reason)."""
         while not self._is_closed:
             if self._frames and self._num_at_once < MOST_AT_ONCE:
                 self._num_at_once += 1
@@ -160,7 +160,7 @@ class FrameStream(asyncio.BufferedProtocol):
         return None
 
     async def next_frame(self) -> bytes:
-        """The next frame; `PeerGoneError` when the stream has ended."""
+        """Return the next frame; `PeerGoneError` when the stream has ended."""
         frame = await self.receive()
         if frame is None:
             raise PeerGoneError("connection closed by the other side")
@@ -481,7 +481,7 @@ class LinkServer:
         self.port = 0
 
     async def start(self, host: str, port: int = 0) -> int:
-        """Listen; returns the port (a free one when `port` is 0)."""
+        """Listen; return the port (a free one when `port` is 0)."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         sock = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         self.port = sock.getsockname()[1]

@@ -25,7 +25,8 @@ class Transport(NamedTuple):
     device: Literal["cpu", "cuda", ""]
 
     def unsuited(self, device: str, is_same_host: bool) -> str:
-        """Why it cannot work, by its nature, from a pool on `device` ("cpu", "cuda:0"); "" when it can."""
+        """Return why the transport cannot work, by its nature, from a pool on `device` ("cpu", "cuda:0"); ""
+        when it can."""
         if self.device and not device.startswith(self.device):
             return f"not for KV on {device}"
         if self.same_host and not is_same_host:
@@ -33,7 +34,8 @@ class Transport(NamedTuple):
         return ""
 
     def listen(self, target: TargetRank) -> Listener:
-        """`PathError` says why the rank cannot be reached over it."""
+        """Listen for writers of the rank; `PathError` tells why the rank cannot be reached over this
+        transport."""
         unsuited = self.unsuited(target.pool.device, is_same_host=True)
         if unsuited:
             raise PathError(unsuited)

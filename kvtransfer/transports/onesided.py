@@ -57,7 +57,7 @@ class OneSidedListener(Listener):
 
     @abstractmethod
     def _offer(self, sock: socket.socket, hello: ChannelHello) -> None:
-        """After the welcome: send what the writer needs to reach the pool."""
+        """Send, after the welcome, what the writer needs to reach the pool."""
 
     def _serve(self, sock: socket.socket, hello: ChannelHello) -> None:
         connection = self._target.gate.enter(hello.writer)

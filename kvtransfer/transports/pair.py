@@ -67,7 +67,7 @@ REQUEST_CODEC: Codec[Pieces | Barrier] = Codec(Pieces | Barrier)
 
 
 def staging_bytes(piece_bytes: int) -> int:
-    """Size of the largest message: as many pieces as fit in the scratch size, at least one."""
+    """Return the size of the largest message: as many pieces as fit in the scratch size, at least one."""
     return max(piece_bytes, SCRATCH_BYTES)
 
 
@@ -270,13 +270,13 @@ class PairChannel(Channel):
         self._submit(_Send(staging, 0, num_bytes, is_last=True))
 
     def _take(self, stopped: Stopped) -> StagingArea:
-        """A staging area that nothing uses."""
+        """Return a staging area that nothing uses."""
         self._await(lambda: bool(self._free), stopped)
         return self._free.pop()
 
     def _await(self, condition: Callable[[], bool], stopped: Stopped) -> None:
-        """A message cannot be left half sent, so a push that is stopped while the target takes nothing costs
-        the connection (`PeerGoneError`)."""
+        """Wait for the condition. A message cannot be left half sent, so a push that is stopped while the
+        target takes nothing costs the connection (`PeerGoneError`)."""
         with self._changed:
             while not condition():
                 self.check()

@@ -65,7 +65,7 @@ class _Job(Generic[Frame, Result]):
         self._error: TransferError | None = None
 
     def work(self, send: Callable[[Frame, Stopped], Result]) -> None:
-        """One stream's part: `send` frames until none is left or one has failed."""
+        """Do one stream's part: `send` frames until none is left or one has failed."""
         error: TransferError | None = PeerGoneError("a sending thread failed")
         try:
             while (taken := self._take()) is not None:
@@ -232,8 +232,8 @@ def open_socket(address: str) -> socket.socket:
 
 
 def tune(sock: socket.socket) -> None:
-    """No delay, and a dead host is noticed. The kernel sizes the buffers: a size set by hand is cut to
-    `rmem_max`, often far below what it grows them to, and brought nothing where it was not cut."""
+    """Set no delay, and keepalive to notice a dead host. The kernel sizes the buffers: a size set by hand is
+    cut to `rmem_max`, often far below the kernel's own growth, and brought nothing where it was not cut."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
@@ -256,5 +256,5 @@ def interface_of(address: str) -> str:
 
 
 def family(host: str) -> socket.AddressFamily:
-    """Of an address or a name to listen on."""
+    """Return the address family of an address or a name to listen on."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET

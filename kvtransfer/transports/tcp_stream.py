@@ -59,7 +59,7 @@ class Packing:
         return self.pool.allocate_staging(self.blocks_per_frame * self.piece_bytes)
 
     def views(self, block_ids: Sequence[int]) -> list[memoryview]:
-        """The pieces' bytes where they lie, in the order in which they are sent."""
+        """Return the pieces' bytes where they lie, in the order in which they are sent."""
         assert self._buffer is not None
         starts = [block_id * self.pool.layout.block_bytes for block_id in block_ids]
         return [self._buffer[base + start : base + end] for base in starts for start, end in self._spans]
@@ -115,7 +115,8 @@ class StreamReceiver:
             self._refused.append(landing_id)
 
     def _receive_in_place(self, landing: OpenedLanding, block_ids: Sequence[int]) -> bool:
-        """Into the blocks while the landing is open; False when it was closed before the last byte."""
+        """Receive into the blocks while the landing is open; False when it was closed before the last
+        byte."""
         views = self._packing.views(block_ids)
         while views:
             if not landing.start_receiving():
@@ -196,7 +197,7 @@ class StreamSender:
     def send_block(
         self, landing_id: bytes, move: BlockMove, corrupt: bool, half: Callable[[], object], stopped: Stopped
     ) -> int:
-        """The same for one block, with `half` called in the middle of its bytes."""
+        """Send one block as `send_blocks` does, with `half` called in the middle of its bytes."""
         (checksum,), packed = self._pack([move.src_block])
         packed[0] ^= corrupt
         middle = len(packed) // 2

@@ -221,16 +221,16 @@ class SlotAllocator:
         return written
 
     def session_lost(self, session: bytes) -> list[ArenaSlot]:
-        """The session's engine core is gone, and its ranks may still write: quarantine its slots and return
-        them."""
+        """Quarantine the slots of a session whose engine core is gone while its ranks may still write, and
+        return them."""
         slots = [self.slots[offset] for offset in self._sessions.pop(session, ())]
         for slot in slots:
             self._quarantine(slot)
         return slots
 
     def writers_gone(self, session: bytes) -> int:
-        """All ranks of the session that had the arena mapped from this owner have ended: free its slots in
-        quarantine, except adopted ones. Return their number."""
+        """Free the slots in quarantine, except adopted ones, of a session of which all ranks that had the
+        arena mapped from this owner have ended. Return their number."""
         gone = [self.slots[offset] for offset in self._quarantined.get(session, ())]
         return self._free_all(slot for slot in gone if not slot.is_adopted)
 

@@ -82,7 +82,7 @@ class Announcer:
         self.num_rebuilds = 0
 
     def announce(self, info: RecordInfo, tier: Tier | None) -> None:
-        """The record is in this tier now; None: in none."""
+        """Announce that the record is in this tier now; None: in none."""
         self._walk.pop(info.id, None)
         if info.id not in self._queue and len(self._queue) >= self._limits.max_queued:
             self.num_dropped += 1
@@ -96,7 +96,7 @@ class Announcer:
         self._rebuild_is_wanted.set()
 
     def stop(self) -> None:
-        """Nothing more is written."""
+        """Stop writing to the index."""
         self._is_over = True
         self._queue.clear()
 

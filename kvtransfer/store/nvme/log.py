@@ -208,7 +208,7 @@ class NvmeTier:
             self._files.unpin(segment)
 
     def _read(self, segment: Segment, ref: NvmeRef, info: RecordInfo, into: memoryview) -> None:
-        """From a segment that is pinned."""
+        """Read a record from a segment that is pinned."""
         if len(into) != ref.num_bytes:
             raise StoreError(f"{len(into)} bytes for an image of {ref.num_bytes}")
         page, payload = self._scratch.page, into[HEADER_BYTES:]
@@ -279,7 +279,8 @@ class NvmeTier:
                 self._erase_dead()
 
     def end_purge(self, order: PurgeOrder) -> None:
-        """Erase what was still being written when the order came, and complete it. Errors as of `erase`."""
+        """Erase the records that were still being written when the order came, and complete it. Errors as of
+        `erase`."""
         with self._maintenance:
             with self._writer.stopped():
                 self._erase_dead()
@@ -340,7 +341,8 @@ class NvmeTier:
                 self._table.forget(ref)
 
     def _erase_dead(self) -> None:
-        """Erase what is not held from all files, while nobody writes; raise the first error, at the end."""
+        """Erase all bytes that are not held from all files, while nobody writes; raise the first error, at
+        the end."""
         errors: list[StoreIoError] = []
         for segment in self._table.with_remains():
             try:

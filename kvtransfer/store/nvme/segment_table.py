@@ -323,7 +323,7 @@ class SegmentTable:
             self.num_bytes -= ref.num_bytes
 
     def _shed(self, ref: NvmeRef) -> RecordInfo | None:
-        """Of a record that is live there."""
+        """Mark the record that is live there as stale; return it, or None when there is none."""
         segment = self._segments.get(ref.segment)
         info = None if segment is None else segment.remove(ref.offset)
         if segment is not None and info is not None:

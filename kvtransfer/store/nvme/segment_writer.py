@@ -134,7 +134,7 @@ class SegmentWriter:
         return reservation
 
     def _new_segment(self, first: RecordInfo, *, is_copy: bool) -> Segment:
-        """An empty one, in which `first` fits."""
+        """Return an empty segment in which `first` fits."""
         num_bytes = image_bytes(first.num_bytes)
         if Segment(0, self._files.folder, self._segment_bytes).take(num_bytes, first) is None:
             raise StoreError(

@@ -87,8 +87,8 @@ class _Line(msgspec.Struct):
 
 
 def read_trace(path: Path) -> list[list[int]]:
-    """A trace in Mooncake's format: the full blocks of each line, as only these are ever stored. `StoreError`
-    names the line that is none."""
+    """Read a trace in Mooncake's format: the full blocks of each line, as only these are ever stored.
+    `StoreError` names the line that is not of the format."""
     lines = read_lines(path, _Line)
     return [request.hash_ids[: request.input_length // TRACE_BLOCK_TOKENS] for request in lines]
 
@@ -120,7 +120,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def simulate(trace: Trace, sizes: TierSizes, policy: Policy) -> Outcome:
-    """Every request of the trace through all tiers; `sizes.nvme` 0: there is no such tier."""
+    """Run every request of the trace through all tiers; `sizes.nvme` 0: there is no such tier."""
     node = _Node(sizes, policy)
     for blocks in trace:
         node.serve(blocks)
@@ -253,7 +253,7 @@ class _Node:
         return True
 
     def _put(self, info: RecordInfo) -> None:
-        """A block was computed; it may still lie in a tier, behind one that is missing."""
+        """Put a block that was computed; it may still lie in a tier, behind one that is missing."""
         if _chain_key(info) in self._dram:
             self._use(info)
             return

@@ -159,13 +159,14 @@ class RecordLanding:
         return fetched
 
     def closed(self, report: LandingClosed) -> None:
-        """Our agent accepts nothing more; only connections that the report names could still write."""
+        """Note that our agent accepts nothing more; only connections that the report names could still
+        write."""
         self._is_closed = True
         self._connections.update(report.connections)
         self._settle()
 
     def writer_gone(self, report: WriterGone) -> None:
-        """One of those connections has ended."""
+        """Note that one of those connections has ended."""
         self._connections.discard(report.connection)
         self._settle()
 

@@ -179,7 +179,8 @@ class Disk:
         hit, exceeding = frozenset(self._hit), self._catalog.exceeding_nvme()
 
         def is_wanted(info: RecordInfo) -> bool:
-            """While groups exceed their share, what others have stays although nobody has used it."""
+            """Return whether to keep the record: while groups exceed their share, the records of the other
+            groups stay although nobody has used them."""
             return info.sharing_group not in exceeding if exceeding else info.id in hit
 
         try:
