@@ -205,7 +205,7 @@ class Served:
         self._call: Any = None
 
     async def start(self) -> None:
-        """Listen, and connect."""
+        """Start the server, and connect."""
         port = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
         self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")

@@ -343,7 +343,7 @@ def run(
     has_cut: bool,
     has_admission: bool = False,
 ) -> Outcome:
-    """One run; nothing may be left in any router when all requests have ended."""
+    """Run one world; nothing may be left in any router when all requests have ended."""
     world = World(
         num_gateways,
         seed,

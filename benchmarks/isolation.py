@@ -47,7 +47,7 @@ def equivalence(ratios: Sequence[float], margin: float = MARGIN) -> dict[str, An
 
 
 async def ttft_ms(client: Client, prompt: list[int], tenant: str) -> float:
-    """The time to the first token of a prompt, as the client sees it."""
+    """Return the time to the first token of a prompt, as the client sees it."""
     began_at = _CLOCK.now()
     options = GenerateOptions(max_tokens=1, seed=1, ignore_eos=True, tenant=tenant)
     await client.complete(prompt, options)

@@ -329,7 +329,7 @@ class SchemaCluster:
         await self._remove(core)
 
     async def drain(self, core: EngineCore) -> int:
-        """Drain the replica and end it. Returns how many streams have moved."""
+        """Drain the replica and end it. Return how many streams have moved."""
         await core.drain(60.0)
         num_moved = core.migration.num_migrated
         await self._remove(core)

@@ -71,7 +71,7 @@ class LinkedReplicas:
         transfer: TransferConfig | None = None,
         store: str | None = None,
     ) -> EngineCore:
-        """A started replica with a Link to it."""
+        """Start a replica and open a Link to it."""
         spec = ReplicaSpec(
             identity=ReplicaIdentity(name, 1),
             pool=role,

@@ -88,7 +88,7 @@ class Times:
     cpu_s: float = 0.0
 
     def add(self, started_at: float, arrivals: list[tuple[float, int]]) -> None:
-        """One request: when its tokens came, and how many at a time."""
+        """Add one request: its start, when its tokens came, and how many at a time."""
         self.ttfts.append(arrivals[0][0] - started_at)
         for (before, _), (at, num_tokens) in pairwise(arrivals):
             self.gaps += [(at - before) / num_tokens] * num_tokens
@@ -170,7 +170,7 @@ class BareRunner:
             times.add(started_at, of_slot)
 
     def _record(self, prompts: list[bytes]) -> list[StepPlan]:
-        """The plans of a run with as many plans ahead as an engine core has."""
+        """Return the plans of a run with as many plans ahead as an engine core has."""
         fields = self._runner.ready_fields
         pool = BlockPool(fields.num_blocks, BLOCK_TOKENS)
         scheduler = Scheduler(
@@ -192,7 +192,7 @@ class BareRunner:
         return plans
 
     def _free(self, plans: list[StepPlan]) -> None:
-        """The slots that the last plans left taken."""
+        """Free the slots that the last plans left taken."""
         taken: set[int] = set()
         for plan in plans:
             taken = taken - set(plan.free_slots) | set(plan.started_slots)
@@ -288,7 +288,7 @@ class OverHttp:
 
 @asynccontextmanager
 async def part(kind: str, **order: Any) -> AsyncIterator[str]:
-    """A process of this program that plays one part; gives what it prints when it is ready."""
+    """Start a process of this program that plays one part; yield its output when it is ready."""
     command = [sys.executable, "-m", "benchmarks.overhead", "--part", kind]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
@@ -422,7 +422,7 @@ async def measure(setting: Setting, batches: list[int], num_prompt_tokens: int, 
 
 
 def _cpu_s(process_id: int | None) -> float:
-    """What the process has used; 0: there is none."""
+    """Return the processor time that the process has used; 0: there is none."""
     if process_id is None:
         return 0.0
     used = psutil.Process(process_id).cpu_times()

@@ -195,8 +195,8 @@ def overload(name: str, scenario: Scenario, num_replicas: int, duration_s: float
 
 
 def greedy(num_replicas: int, duration_s: float, load: float = 0.6) -> dict[str, Any]:
-    """Four tenants of one weight: one offers ten times its share of the capacity, each of the others `load`
-    of its share."""
+    """Run four tenants of one weight: one offers ten times its share of the capacity, each of the others
+    `load` of its share."""
     scenario = SCENARIOS["interactive"]
     share = measured_capacity(scenario, num_replicas) / 4
     parts = {"greedy": 10.0, "b": load, "c": load, "d": load}
@@ -226,7 +226,7 @@ def greedy(num_replicas: int, duration_s: float, load: float = 0.6) -> dict[str,
 
 
 def _quantiles(values: list[float]) -> list[float]:
-    """The median, the 99th percentile and the greatest."""
+    """Return the median, the 99th percentile and the greatest."""
     if len(values) < 2:
         return values
     percentiles = statistics.quantiles(values, n=100)

@@ -129,7 +129,7 @@ class Measurement:
         self._clock = SystemClock()
 
     async def run(self, label: str, workload: Workload) -> list[BenchRequest]:
-        """A `Runner`."""
+        """Run a load, as a `Runner` does."""
         print(f"{label}: {workload.num_requests} requests", file=sys.stderr, flush=True)
         span = LoadSpan(label, self._clock.wall(), 0.0, [])
         watching = asyncio.create_task(self._watch(span.rss_mb))

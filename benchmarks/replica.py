@@ -77,7 +77,7 @@ class BareReplica:
         self._shape = Shape(spec)
 
     async def start(self, attention_ratio: float | None = None) -> None:
-        """`attention_ratio` is used instead of the measured one."""
+        """Start the replica; `attention_ratio` is used instead of the measured one."""
         ready = (await self._group.start(self._shape.specs, "127.0.0.1", self._shape.plan_stages))[0]
         self.attention_ratio = self._shape.attention_ratio if attention_ratio is None else attention_ratio
         self.pool = BlockPool(ready.num_blocks, self._engine.block_tokens)
@@ -95,7 +95,7 @@ class BareReplica:
         await self._group.stop()
 
     def submit(self, num_prompt_tokens: int, max_tokens: int) -> str:
-        """A prompt that was never seen before; it ends after `max_tokens`. Returns its name."""
+        """Submit a prompt that was never seen before; it ends after `max_tokens`. Return its name."""
         tokens = self._draw.integers(2, self._vocab_size, num_prompt_tokens, dtype="<u4").tobytes()
         self._num_requests += 1
         name = f"r{self._num_requests}"
@@ -162,7 +162,7 @@ async def bare_replica(
     engine: EngineConfig,
     attention_ratio: float | None = None,
 ) -> AsyncIterator[BareReplica]:
-    """A started replica, stopped at the end."""
+    """Start a replica, and stop it at the end."""
     replica = BareReplica(model_dir, dtype, parallel, engine)
     await replica.start(attention_ratio)
     try:

@@ -71,7 +71,7 @@ def load_of(replica_id: str, now: float, backlog_tokens: int = 0, num_running: i
 def quantiles_us(
     call: Callable[[], object], num_calls: int, before: Callable[[], object] = tuple
 ) -> tuple[float, float]:
-    """Median and 99th percentile of the processor time of one call; what is done before it does not count."""
+    """Return the median and 99th percentile of the processor time of one call; `before` does not count."""
     times = []
     for _ in range(num_calls):
         before()
@@ -234,8 +234,8 @@ class Node:
 
 
 def replay(policy: PolicyName, trace: list[TraceRequest]) -> dict[str, object]:
-    """All requests through one policy. The cache view is exact; the load is exact whenever time moves, and
-    the router's own deltas carry it through requests of the same instant."""
+    """Send all requests through one policy. The cache view is exact; the load is exact whenever time moves,
+    and the router's own deltas carry it through requests of the same instant."""
     clock = ManualClock()
     config = RouterConfig(policy=policy, skip_prefill_tokens=0)
     router = RouterService(config, TRACE_BLOCK_TOKENS, clock, 1)
