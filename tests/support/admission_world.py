@@ -197,7 +197,7 @@ class AdmissionWorld:
         priority: int = 0,
         keys: tuple[bytes, ...] = (),
     ) -> QueuedRequest | None:
-        """A request comes; None where it is refused."""
+        """Add a request that arrives and return it; None where it is refused."""
         queued = self.new(
             request_id, tenant, service_class, weight=weight, deadline_s=deadline_s, priority=priority
         )
@@ -226,7 +226,7 @@ class AdmissionWorld:
         deadline_s: float | None = None,
         priority: int = 0,
     ) -> QueuedRequest:
-        """A request that has come and that admission does not know yet."""
+        """Return a request that has come and that admission does not know yet."""
         now = self.clock.now()
         deadline_at = None if deadline_s is None else now + deadline_s
         queued = QueuedRequest(

@@ -307,7 +307,7 @@ def prompt(seed: int, num_tokens: int = 100) -> list[int]:
 
 
 async def started(harness: E2eHarness, at: Replica, submission: Submission, num_tokens: int = 5) -> Heard:
-    """The request runs there and has told so many tokens."""
+    """Send the request and wait until it runs there and has reported `num_tokens` tokens."""
     at.send(submission)
     heard = harness.heard.setdefault((submission.request_id, submission.attempt), Heard())
     await until(lambda: len(heard.tokens.get(0, {})) >= num_tokens, f"{num_tokens} tokens")
@@ -315,7 +315,7 @@ async def started(harness: E2eHarness, at: Replica, submission: Submission, num_
 
 
 async def joined(source: Replica, target: Replica) -> None:
-    """The path is measured: a short stream would end before that on a busy machine."""
+    """Wait until the path is measured: a short stream would end before that on a busy machine."""
     source.core.join_peers([target.target])
     name = target.core.identity
     await until(lambda: source.core.peers.connection(name) is not None, f"a path to {name.replica_id}")
@@ -336,7 +336,7 @@ def fired(fault: FaultRule) -> bool:
 async def moved_and_right(
     harness: E2eHarness, heard: Heard, submission: Submission, num_moves: int = 1
 ) -> None:
-    """It ended well after so many moves, with what one engine gives."""
+    """Check that the stream ended well after `num_moves` moves, with the output that one engine gives."""
     await harness.ended(submission)
     assert heard.failure is None, heard.failure
     assert [ended.error for ended in heard.moves] == [""] * num_moves

@@ -31,7 +31,7 @@ class PlanReader:
         self.positions: dict[int, int] = {}
 
     def read(self, plan: StepPlan) -> list[Work]:
-        """The plan's entries, then its decodes."""
+        """Return the plan's entries, then its decodes."""
         for slot in plan.free_slots:
             del self.tables[slot]
             self.positions.pop(slot, None)
@@ -67,12 +67,13 @@ class PlanReader:
 
 
 def slotted(scheduler: Scheduler) -> list[Sequence]:
-    """All sequences that have a slot."""
+    """Return all sequences that have a slot."""
     return [sequence for sequence in scheduler._life._sequences() if sequence.slot >= 0]
 
 
 def known_tables(sequences: Iterable[Sequence]) -> dict[int, dict[int, int]]:
-    """By slot: what the ranks should know of each table, by index, now that the newest plan is made."""
+    """Return, by slot, what the ranks should know of each table, by index, now that the newest plan is
+    made."""
     return {
         sequence.slot: {
             index: block_id

@@ -182,7 +182,7 @@ async def _serve(folder: Path) -> None:
 
 
 def main() -> None:
-    """Be the gateway, or with arguments (port, key, name of the attack) the other tenant."""
+    """Run the gateway, or with arguments (port, key, name of the attack) the other tenant."""
     if len(sys.argv) > 1:
         asyncio.run(_attack(int(sys.argv[1]), sys.argv[2], ATTACKS[sys.argv[3]]))
         return
@@ -272,7 +272,7 @@ async def measure(name: str) -> Figures:
 
 @contextmanager
 def _named_end(gateway: subprocess.Popen[str]) -> Iterator[None]:
-    """Say how the gateway ended where that is why a call fails."""
+    """Report how the gateway ended where that is why a call fails."""
     try:
         yield
     except aiohttp.ClientConnectionError as error:

@@ -40,7 +40,7 @@ class RayNodes:
     def start(
         self, *, is_head: bool, host: Host | None = None, resources: Mapping[str, float] | None = None
     ) -> None:
-        """One with resources for one replica, and the head for the gateway too."""
+        """Start a node with resources for one replica; the head has those for the gateway, too."""
         place = (
             ("--head", "--port", self.address.rpartition(":")[2]) if is_head else ("--address", self.address)
         )
@@ -81,7 +81,7 @@ class Host:
         self.address = address
 
     def command(self, *arguments: str) -> list[str]:
-        """What runs this command on the host."""
+        """Return the command line that runs this command on the host."""
         return [find_program("ip"), "netns", "exec", self.name, *arguments]
 
 

@@ -48,7 +48,7 @@ def build(args: dict[str, Any]) -> serve.Application:
 
 
 def versions() -> list[int]:
-    """The processes of a deployment of version 1, of the same deployed again, and of version 2."""
+    """Return the processes of a deployment of version 1, of the same deployed again, and of version 2."""
     process_ids = []
     for version in ("1", "1", "2"):
         deployment = ray_private.with_version(serve.deployment(Probe), version)
@@ -58,7 +58,7 @@ def versions() -> list[int]:
 
 
 def declared_config(dashboard: str) -> Any:
-    """What `build` saw when Serve called it."""
+    """Return the configuration that `build` got when Serve called it."""
     request = urllib.request.Request(
         f"http://{dashboard}/api/serve/applications/",
         data=json.dumps({"applications": [DECLARED]}).encode(),
@@ -76,7 +76,7 @@ def declared_config(dashboard: str) -> Any:
 
 
 def values() -> list[str | None]:
-    """A value that is stored, replaced and removed, as it is read each time."""
+    """Return a value that is stored, replaced and removed, as it is read each time."""
     found = []
     for text in (b"one", b"two"):
         ray_private.write_value(b"key", text, NAMESPACE)

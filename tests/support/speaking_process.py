@@ -36,7 +36,7 @@ _NUM_SLOW_WORDS = 1000
 
 
 def spoken(prompt: str) -> str:
-    """What the replicas answer."""
+    """Return the replicas' answer."""
     last = prompt.rpartition("<|im_start|>assistant")[0].rpartition("<|im_start|>")[2]
     role, _, said = last.partition("\n")
     if role == "tool":
@@ -114,13 +114,13 @@ async def _serve(folder: Path) -> None:
 
 
 def main() -> None:
-    """Of the process."""
+    """Run the process."""
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(_serve(Path(folder)))
 
 
 @contextmanager
 def speaking_gateways() -> Iterator[SpeakingGateways]:
-    """The gateways, until the end."""
+    """Start the gateways, and stop them at the end."""
     with started_process("speaking_process") as (_, line):
         yield SpeakingGateways(*json.loads(line))
