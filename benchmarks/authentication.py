@@ -74,7 +74,7 @@ def median_us(call: Callable[[], object], num_calls: int = 2000) -> float:
 
 
 def write_keys(path: Path, num_keys: int) -> str:
-    """Write a file of so many keys, and return one that is valid."""
+    """Write a file of `num_keys` keys, and return one that is valid."""
     key = add_key(path, draw_bytes, tenant="acme", roles=("user",), created=CREATED)
     raw = yaml.safe_load(path.read_text())
     (entry,) = raw["keys"]

@@ -202,7 +202,7 @@ def _object(draw: random.Random, **how: Any) -> Schema:
 
 
 def _object_around(draw: random.Random, part: Schema) -> Schema:
-    """Return an object that requires the part, with others beside it; definitions stay at the top."""
+    """Return an object that requires the part, with others next to it; definitions stay at the top."""
     inner = dict(part)
     shared: Schema = {key: inner.pop(key) for key in ("$defs", "definitions") if key in inner}
     names = ["part", *draw.sample(_NAMES, draw.randrange(3))]

@@ -44,11 +44,11 @@ PROMPT_TOKENS = 2048
 TOK_S = 10_000.0
 REPORT_S = 0.2
 NETWORK_S = 0.001
-# With shared prefixes: how many there are, how many blocks each has, and how many blocks a replica keeps.
+# The shared prefixes: how many there are, how many blocks each has, and how many blocks a replica keeps.
 NUM_PREFIXES = 64
 PREFIX_BLOCKS = 16
 KEPT_BLOCKS = 1024
-# What the cut exchange may have disturbed after its end.
+# The time after its end in which the cut exchange may still disturb requests.
 RECOVERY_S = 5.0
 
 
@@ -162,7 +162,7 @@ class World:
         self.at(self.clock.now() + delay_s, call)
 
     def run(self, num_requests: int) -> None:
-        """Let so many requests arrive, and end when all have ended."""
+        """Let `num_requests` requests arrive, and end when all have ended."""
         num_arrived = 0
 
         def arrive() -> None:

@@ -78,7 +78,7 @@ async def measure(address: str, num_pairs: int, num_tokens: int, vocab_size: int
             line = {"pair": number, "known_ms": known, "fresh_ms": unknown, "own_cached_ms": own}
             print(json.dumps(line), flush=True)
     result = {"result": "isolation", "cpu": cpu_name(), "num_tokens": num_tokens, **equivalence(ratios)}
-    # What there would be to see: the prompt of a tenant that has cached it itself.
+    # The visible difference, if there were one: the prompt of a tenant that has cached it itself.
     print(json.dumps({**result, "median_ratio_of_own_cached": median(cached)}))
 
 

@@ -57,7 +57,7 @@ TINY = Path(__file__).resolve().parent.parent / "models" / "tiny"
 MAX_TOKENS = 512
 MIN_COMPLETE = 0.95
 MAX_REFUSED = 0.10
-# Of each answer that is asked again when a replica leaves.
+# The tokens of each answer that is asked again when a replica leaves.
 NUM_BEGUN_TOKENS = 8
 _PERIOD_S = 0.02
 
@@ -158,7 +158,7 @@ async def answer(
 
 
 async def answer_all(client: Client, cases: Sequence[SchemaCase], concurrency: int) -> list[SchemaAnswer]:
-    """Answer every case, so many at a time; the number of a case is its seed."""
+    """Answer every case, a limited number at a time; the number of a case is its seed."""
     places = asyncio.Semaphore(concurrency)
 
     async def one(number: int, case: SchemaCase) -> SchemaAnswer:
@@ -394,8 +394,8 @@ async def measure_leaving(
 
 
 async def measure(num_schemas: int, num_leaving: int, concurrency: int) -> Lines:
-    """Yield the lines of a run with so many schemas, half of them of Kubernetes, and so many of them asked
-    again for each way to leave."""
+    """Yield the lines of a run with `num_schemas` schemas, half of them of Kubernetes, and `num_leaving` of
+    them asked again for each way to leave."""
     half = num_schemas // 2
     cases = [*kubernetes_cases(half), *drawn_cases(num_schemas - half)]
     async with SchemaCluster(TINY) as cluster:

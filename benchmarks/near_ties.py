@@ -67,7 +67,7 @@ class Model:
         self.attention = choose_attention(self.decoder.attention_shape, self._kv)
 
     def generate(self, prompts: Sequence[list[int]], chunk_tokens: int, *, moves: bool = False) -> Outputs:
-        """Compute the sequences beside each other until each has its prompt's and `num_tokens` tokens."""
+        """Compute the sequences together until each has its prompt's and `num_tokens` tokens."""
         outputs = Outputs(len(prompts))
         tables = [self._table(number) for number in range(len(prompts))]
         texts, at = [list(prompt) for prompt in prompts], [0] * len(prompts)

@@ -73,7 +73,7 @@ from workers.scheduler.scheduler import Scheduler
 
 BLOCK_TOKENS = 16
 CLOCK = SystemClock()
-# What HTTP may add to a first token, and of CPU time to a token.
+# The most that HTTP may add to a first token, and the CPU time that it may add to a token.
 HTTP_LIMIT_MS, HTTP_LIMIT_CPU_US = 1.0, 100.0
 _ROOT_KEY = bytes(16)
 
@@ -84,7 +84,7 @@ class Times:
 
     ttfts: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
-    # Of the gateway's process, all together.
+    # The CPU time of the gateway's process in all.
     cpu_s: float = 0.0
 
     def add(self, started_at: float, arrivals: list[tuple[float, int]]) -> None:

@@ -27,7 +27,7 @@ from cluster.bench.overload_curve import recovered_after_s
 MULTIPLES = (0.5, 0.9, 1.2, 2.0, 5.0)
 TPOT_S = 0.4
 RECOVERY_S = 30.0
-# For long enough that so many requests come, where they are few.
+# The span is long enough for this number of requests, where they are few.
 RECOVERY_REQUESTS = 100
 # The first seconds of a load do not count where steady figures are meant.
 WARM_UP_S = 20.0
@@ -217,7 +217,7 @@ def greedy(num_replicas: int, duration_s: float, load: float = 0.6) -> dict[str,
         "what": "greedy",
         "replicas": num_replicas,
         "served_share_of_greedy": round(work_s["greedy"] / sum(work_s.values()), 3),
-        # What the others leave.
+        # The share that the others leave.
         "share_left": round(1 - 0.75 * load, 3),
         "served_per_s": round(num_served.total() / (duration_s - WARM_UP_S), 2),
         "capacity_per_s": round(4 * share, 2),

@@ -57,7 +57,7 @@ CAPACITY_S = 30.0
 _TURN = ("interactive", "standard", "interactive", "interactive", "standard")
 CLASSES = (*_TURN, "interactive", "interactive", "batch", "interactive", "standard")
 INTERACTIVE_TTFT_S, STANDARD_TTFT_S = 3.0, 8.0
-# Of an output token; a batch request only has to end.
+# The second objective is for an output token; a batch request only has to end.
 OBJECTIVES = Objectives(1e3 * STANDARD_TTFT_S, 300.0, {"interactive": 1e3 * INTERACTIVE_TTFT_S, "batch": 1e6})
 LOAD = Workload(
     num_requests=1,
@@ -105,8 +105,8 @@ class Limits(NamedTuple):
     gateway_refusal_p99_ms: float = 5.0
     client_refusal_p99_ms: float = 50.0
     recovered_s: float = 5.0
-    # Of the gateway's resident memory: in the second half of the greatest load, when all that is bounded by
-    # a number of requests is full at last.
+    # Growth of the gateway's resident memory in the second half of the greatest load, when all that is
+    # bounded by a number of requests is full at last.
     growth_mb: float = 8.0
 
 
@@ -120,7 +120,7 @@ class LoadSpan(NamedTuple):
 
 
 class Measurement:
-    """Runs loads and watches the gateway meanwhile."""
+    """Runs loads and watches the gateway during them."""
 
     def __init__(self, target: Target, gateway: psutil.Process) -> None:
         self.spans: list[LoadSpan] = []
@@ -240,7 +240,7 @@ async def measure(service: Service, duration_s: float, multiples: tuple[float, .
     async with grpc_target(service.address, 60.0, None) as target:
         measurement = Measurement(target, gateway)
         run: Runner = measurement.run
-        # Of one class that waits longest, so that what is measured is not what is refused.
+        # The class that waits longest, alone, so that no refusals are measured.
         alone = replace(LOAD, service_classes=("standard",))
         capacity = await measured_capacity(
             OverloadPlan(alone, 0.0, CONCURRENCY, min(CAPACITY_S, 3 * duration_s)), OBJECTIVES, run

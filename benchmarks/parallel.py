@@ -56,7 +56,7 @@ from workers.rank.collectives import RankGroups
 
 NUM_RANKS = 2
 BLOCK_TOKENS = 16
-# Of each sequence of a plan that is delivered: its block table is in the plan.
+# The context of each sequence of a plan that is delivered: its block table is in the plan.
 CONTEXT_TOKENS = 1024
 # Between plans, so that the receivers sleep.
 PAUSE_S = 0.003

@@ -52,7 +52,7 @@ class BareReplica:
         # When each token of a request was known here.
         self.token_times: dict[str, list[float]] = {}
         self.finished: set[str] = set()
-        # By which prefill chunks shrink.
+        # The ratio by which prefill chunks shrink.
         self.attention_ratio = 0.0
         self._model_dir = model_dir
         self._engine = engine

@@ -41,7 +41,7 @@ NUM_REPLICAS = 64
 TRACE_BLOCK_TOKENS = 512
 NUM_NODES = 16
 NODE_BLOCKS = 3000
-# Of all nodes together, if nothing were cached: sets the nodes' rate.
+# The use of all nodes together, if nothing were cached: it sets the nodes' rate.
 UTILISATION = 0.75
 
 

@@ -160,7 +160,7 @@ def rivals(num_bytes: int, block_bytes: int) -> Iterator[Rivals]:
 
 
 class NixlPeer:
-    """One side of a NIXL pair; an agent for each pass, so that no progress thread runs beside others."""
+    """One side of a NIXL pair; an agent for each pass, so that no progress thread runs next to others."""
 
     def __init__(self, memory: Bytes, block_bytes: int) -> None:
         from kvtransfer.transports.nixl import load_nixl

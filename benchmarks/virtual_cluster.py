@@ -51,7 +51,7 @@ class EngineModel(NamedTuple):
     max_batch_tokens: int = 256
     max_sequences: int = 32
     num_blocks: int = 8000
-    # Of sending the KV of a token to another replica.
+    # The time to send the KV of a token to another replica.
     transfer_s: float = 2e-5
 
     def work_s(self, num_prompt: int, num_output: int) -> float:
@@ -150,7 +150,7 @@ class VirtualReplica:
         self._cluster = cluster
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
-        # Of class batch, paused: they keep their blocks while nobody else needs them.
+        # Paused sequences of class batch keep their blocks while no other sequence needs them.
         self._paused: list[_Sequence] = []
         # Accepted, and waiting for blocks at the replica that will decode.
         self._unlanded: set[_Sequence] = set()
@@ -299,7 +299,7 @@ class VirtualReplica:
             self._paused.clear()
 
     def _take_blocks(self, num_blocks: int) -> bool:
-        """Whether so many are free, at the cost of paused sequences."""
+        """Whether `num_blocks` blocks are free, at the cost of paused sequences."""
         while num_blocks > self._num_free_blocks and (kept := [it for it in self._paused if it.num_blocks]):
             self._evict(kept[-1])
         return num_blocks <= self._num_free_blocks
@@ -427,7 +427,7 @@ class VirtualCluster:
         heapq.heappush(self._due, (time_s, next(self._numbers), call))
 
     def after(self, delay_s: float, call: Callable[[], None]) -> None:
-        """Call it in so many seconds."""
+        """Call it in `delay_s` seconds."""
         self.at(self.clock.now() + delay_s, call)
 
     def run(self, until_s: float) -> None:
@@ -449,7 +449,7 @@ class VirtualCluster:
         self.after(self.random.expovariate(rate_s), arrive)
 
     def saturate(self, num_requests: int, tenants: list[Tenant], lengths: Lengths) -> None:
-        """Keep so many requests in the cluster: one comes for each that ends."""
+        """Keep `num_requests` requests in the cluster: one comes for each that ends."""
 
         def arrive() -> None:
             self.arrive(self._draw(tenants), lengths)

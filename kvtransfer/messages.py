@@ -137,7 +137,7 @@ class LandingRequest(Message, frozen=True):
     # Its writer still decodes the sequence: what it hands over are as many tokens as it then has, at most
     # `num_tokens`.
     is_growing: bool = False
-    # With sharing_group and priority; None: its writer is of a version that sends these alone.
+    # The facts include sharing_group and priority; None: its writer is of a version that sends these alone.
     standing: RequestFacts | None = None
 
     @property

@@ -47,7 +47,7 @@ _CORRECTION_MEMORY_S = 30.0
 _RESIDENCE_WEIGHT = 0.1
 # Output tokens of a sequence, assumed until one has ended at the replica.
 DEFAULT_OUTPUT_TOKENS = 64
-# From so many running sequences on, the blocks that they hold show how many fit.
+# The number of running sequences from which on the blocks that they hold show how many fit.
 _MIN_FITTING = 4
 # A request that was sent, and without news for this long, is stale and no longer counts as load: the message
 # of its end was lost.
@@ -64,15 +64,16 @@ class CurrentLoad(NamedTuple):
     backlog_tokens: int
     # Sequences that decode there, wait there, or are on their way there.
     num_sequences: int
-    # Blocks free for another request, beside what gateways hold; negative when more is on its way than fits.
+    # Blocks free for another request, without those that gateways hold; negative when more is on its way than
+    # fits.
     num_free_blocks: int
     rates: Rates
-    # Of `backlog_tokens` and `num_sequences`: those that gateways still hold.
+    # The parts of `backlog_tokens` and `num_sequences` that gateways still hold.
     num_queued_tokens: int = 0
     num_queued_sequences: int = 0
     # How many sequences can run there at once; 0 if unknown.
     num_places: float = 0.0
-    # For how long a sequence has such a place, from its first token to its end.
+    # The time for which a sequence has such a place, from its first token to its end.
     residence_s: float = 0.0
 
     @property
@@ -127,10 +128,10 @@ class Placement:
     gateway_id: str = ""
     # It waits in its gateway, and its replicas know nothing of it.
     is_queued: bool = False
-    # Of computing it, before any correction, and of loading what is stored; 0: not known.
+    # The times to compute it, before any correction, and to load its stored blocks; 0: not known.
     prefill_s: float = 0.0
     load_s: float = 0.0
-    # Until it is computed, as predicted when it was sent.
+    # The time until it is computed, as predicted when it was sent.
     wait_s: float = 0.0
 
 
@@ -154,10 +155,10 @@ class _Pending:
     placements: set[Placement] = field(default_factory=set)
     num_prefill_tokens: int = 0
     num_sequences: int = 0
-    # Of these: of placements that are held.
+    # The parts of these sums from placements that are held.
     num_queued_tokens: int = 0
     num_queued_sequences: int = 0
-    # Of those that are not held: only what was sent takes blocks.
+    # The parts from placements that are not held: only sent requests take blocks.
     num_sent: int = 0
     num_new_blocks: int = 0
 
@@ -203,7 +204,7 @@ class _ReplicaLoad:
 
     identity: ReplicaIdentity
     role: str
-    # Of all replicas.
+    # The ids of changed replicas: one set for all replicas.
     changed: set[str]
     report: ReplicaLoad | None = None
     computing: _Pending = field(default_factory=_Pending)
@@ -214,7 +215,7 @@ class _ReplicaLoad:
     # The logarithm of the times that prefills took there over those predicted, and when that was measured.
     log_ratio: float = 0.0
     measured_at: float = float("-inf")
-    # From first tokens to ends, the mean; 0: not measured.
+    # The mean time from first tokens to ends; 0: not measured.
     residence_s: float = 0.0
     # The mean of the sequences that it decodes, or decoded last.
     context_tokens: float = 0.0
@@ -331,7 +332,7 @@ class LoadTracker:
         self._on_dropped = on_dropped
         self._replicas: dict[str, _ReplicaLoad] = {}
         self._changed: set[str] = set()
-        # By gateway id.
+        # The placements by gateway id.
         self._own = _GatewayPlacements()
         self._placements: dict[str, _GatewayPlacements] = {"": self._own}
 
@@ -563,7 +564,7 @@ def _state_of(replica: _ReplicaLoad, others: Callable[[], Iterable[ReplicaLoad]]
     num_sent = num_sequences - num_queued_sequences
     rates = rates_of(report, num_sent, replica.correction(now), others, replica.context_tokens)
     num_places = _num_places(report) if replica.role != "prefill" else 0.0
-    # By position, as `Rates`.
+    # The arguments are positional, as those of `Rates`.
     return CurrentLoad(
         replica.role,
         report,

@@ -43,7 +43,7 @@ class Members:
         self._load = load
         self._members: dict[str, Member] = {}
         self._turns = count()
-        # When replicas refused a request, until they are heard again.
+        # The times at which replicas refused a request, until they are heard again.
         self._refused_at: dict[str, float] = {}
         self.version = 0
 

@@ -69,9 +69,9 @@ NEVER_FITS_S = 1e9
 
 
 class View(NamedTuple):
-    """What a decision sees beside the loads: cached blocks, waits by replica that replace those of the loads,
-    the part of what gateways hold that goes before it, the time before which a report is stale, and the limit
-    beyond which choices do not exist."""
+    """What a decision sees in addition to the loads: cached blocks, waits by replica that replace those of
+    the loads, the part of what gateways hold that goes before it, the time before which a report is stale,
+    and the limit beyond which choices do not exist."""
 
     match: Match
     waits: Mapping[str, float]
@@ -90,7 +90,7 @@ class RouteQuery(NamedTuple):
     skip_prefill_tokens: int
     # False when a prefill replica is pinned: then no replica serves the request alone.
     may_stay: bool
-    # Of each replica's blocks: what its sharing group may use.
+    # The part of each replica's blocks that its sharing group may use.
     kv_share: float = 1.0
 
 

@@ -89,7 +89,7 @@ class PriceTable:
                 config.skip_prefill_tokens,
             )
         )
-        # What the compiled code writes while it looks for the cheapest choice.
+        # The buffers that the compiled code writes while it looks for the cheapest choice.
         self._costs = [bytearray(_COSTS_BYTES * len(self.ids)) for _ in range(2)]
         addresses = [_address(each) for each in (self._settings, self._rows, *self._costs)]
         self._table = bytearray(_TABLE.pack(*addresses[:2], len(self.ids), *addresses[2:]))

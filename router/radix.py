@@ -26,7 +26,7 @@ _MATCHED_AT_ONCE = 256
 StoreTier = Literal["dram", "nvme"]
 Counts = ctypes.Array[ctypes.c_int32]
 
-# Of each replica a mask has four bits: one for its device, one for each tier, and one that is never set.
+# A mask has four bits for each replica: one for its device, one for each tier, and one that is never set.
 _SLOT_BITS = 4
 _TIER_TO_BIT: dict[StoreTier, int] = {"dram": 1, "nvme": 2}
 _WORD_BYTES = 8
@@ -90,9 +90,9 @@ class _Holder:
     # True from a snapshot on, until a gap; events are applied only then.
     in_step: bool = False
     asked_at: float | None = None
-    # On its device.
+    # The block keys on its device.
     held: set[bytes] = field(default_factory=set)
-    # In the store of its node.
+    # The block keys in the store of its node, with their tier.
     stored: dict[bytes, StoreTier] = field(default_factory=dict)
     predicted_until: dict[bytes, float] = field(default_factory=dict)
     # How many requests that wait for the replica will compute the block there.

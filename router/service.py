@@ -38,7 +38,7 @@ from router.policies import (
 from router.price_table import PriceTable
 from router.radix import Expectation, PrefixTree
 
-# What it takes to be sent back by a replica, and to another one: that is done only where more is to be won.
+# The time to be sent back by a replica, and to another one: that is done only where more is to be gained.
 _SENT_BACK_S = 0.005
 # A request that waits stays where it is unless so much is to be won.
 _LEAST_GAIN_S = 0.005
@@ -90,10 +90,10 @@ class RouterService:
         self.loads = LoadTracker(clock, observer, self._on_dropped)
         self.members = Members(config, block_tokens, self.loads)
         self._decisions: RecentMap[str, Decision] = RecentMap(NUM_DECISIONS_KEPT)
-        # Of the members of that version; None: of none yet.
+        # The table of the members of `_table_version`; None: there is none yet.
         self._table: PriceTable | None = None
         self._table_version = 0
-        # What the tree expects of placements that are held, and those of which it does not yet.
+        # The tree's expectations of placements that are held, and the placements without one yet.
         self._expected: dict[Placement, Expectation] = {}
         self._unexpected: dict[Placement, None] = {}
         # Whether other gateways use the replicas, too.

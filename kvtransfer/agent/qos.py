@@ -49,7 +49,7 @@ class Counted(NamedTuple):
 @dataclass
 class _FlowState:
     traffic: TrafficClass
-    # When its last batch was let go; None while it waits.
+    # The time at which its last batch was let go; None while the flow waits.
     moving_since: float | None = None
 
 

@@ -82,7 +82,7 @@ class WriterConnection:
         self._lanes: list[OpenLane] = []
         self._block_bytes = sum(context.rank.pool.piece_bytes(lane.piece) for lane in order.lanes)
         self._max_failures = context.rank.settings.error_budget * max(1, len(order.transports))
-        # What `_seek` has found: the lane as it was, and its better path.
+        # The results of `_seek`: the lane as it was, and its better path.
         self._better: queue.SimpleQueue[tuple[OpenLane, OpenLane]] = queue.SimpleQueue()
         self._seeker: threading.Thread | None = None
         self._closing = False

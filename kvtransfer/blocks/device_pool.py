@@ -26,7 +26,7 @@ from kvtransfer.messages import Shard
 
 _log = logging.getLogger(__name__)
 
-# Bytes moved at a time where that takes as much memory of the device beside the pool.
+# Bytes moved at a time where that takes as much of the device's memory in addition to the pool.
 _BATCH_BYTES = 32 << 20
 # Threads that move a batch at a time: the store's, and those of connections, most of which move less.
 _NUM_BATCHES = 8
@@ -64,7 +64,7 @@ class PendingSums:
 
 
 def transfer_bytes(layout: BlockLayout) -> int:
-    """Return how much memory of the device transfers take beside a pool of this layout."""
+    """Return how much memory of the device transfers take in addition to a pool of this layout."""
     return _NUM_BATCHES * max(_BATCH_BYTES, layout.block_bytes)
 
 
@@ -297,7 +297,7 @@ def _memory(region: ByteRegion, offsets: Sequence[int], size: int) -> torch.Tens
 
 
 class StagingArea:
-    """Memory for packed pieces beside a pool, on its device (`data`: uint8 [num_bytes])."""
+    """Memory for packed pieces in addition to a pool, on its device (`data`: uint8 [num_bytes])."""
 
     def __init__(self, pool: KvPool, num_bytes: int) -> None:
         self._pool = pool

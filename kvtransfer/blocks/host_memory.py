@@ -13,7 +13,7 @@ import threading
 ALIGNMENT_BYTES = 2 << 20
 # Arguments of Linux's madvise that the mmap module does not name.
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
-# So much is populated at a time: meanwhile the process can neither map memory nor unmap any.
+# Bytes populated at a time: until they are, the process can neither map memory nor unmap any.
 _POPULATE_BYTES = 8 << 20
 # The least of priorities: populating a pool takes what cores have left.
 _LEAST_PRIORITY = 19

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from kvtransfer.codec import Part
 
-# What a product may exceed a whole number by.
+# The amount by which a product may exceed a whole number.
 _ROUNDING = 1e-9
 
 
@@ -28,7 +28,7 @@ class GroupShares(Part, frozen=True):
         return self.by_group.get(group, self.default)
 
     def most_of(self, group: str, num_slots: int) -> int:
-        """Return how many of so many slots a group may take: its share, rounded up."""
+        """Return how many of `num_slots` slots a group may take: its share, rounded up."""
         return max(1, math.ceil(num_slots * self.of(group) - _ROUNDING))
 
 
@@ -39,7 +39,7 @@ class ShareClaim(NamedTuple):
     num_blocks: int
 
 
-# Who waits for blocks of a device: each of the two defers to an older claim of the other.
+# The two that wait for blocks of a device: each defers to an older claim of the other.
 Claimant = Literal["sequences", "landings"]
 
 

@@ -492,7 +492,7 @@ class BlockSource(Protocol):
 
 
 # ----------------------------------------------------------------------------------------------
-# When landings may pass one that is first in the queue and finds too few free blocks: a function of time.
+# The times at which landings may pass one that is first in the queue and finds too few free blocks.
 #
 # A landing that needs much of the pool may find enough free blocks only after nearly everything that runs
 # at the replica has ended. So periods in which others pass it alternate with holds in which none does, and

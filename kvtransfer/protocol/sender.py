@@ -67,7 +67,7 @@ class _State(Enum):
 class _Order:
     """A push that not every rank has reported."""
 
-    # Those that have.
+    # The ranks that have reported it.
     ranks: set[int] = field(default_factory=set)
     num_bytes: int = 0
     started_at: float = 0.0
@@ -83,18 +83,18 @@ class _Push:
     first_block: int = 0
     target_blocks: tuple[int, ...] = ()
     num_pushed_blocks: int = 0
-    # By push id.
+    # The orders by push id.
     running: dict[int, _Order] = field(default_factory=dict)
     num_orders: int = 0
     num_computed_tokens: int = 0
-    # It ends with so many: what was asked for, unless `end_at` says less.
+    # The tokens with which it ends: those of the request, unless `end_at` has set fewer.
     num_tokens: int = 0
     prompt_done: bool = False
     num_moved_bytes: int = 0
     transports: set[str] = field(default_factory=set)
     started_at: float = 0.0
     push_seconds: float = 0.0
-    # When it was granted, or when something of it was computed or pushed last.
+    # The time at which it was granted, or at which something of it was computed or pushed last.
     progress_at: float = 0.0
     asked_by_peer: bool = False
     stop_reason: str = ""

@@ -43,7 +43,7 @@ class Verification:
         self._block_ids = block_ids
         self._announced = [0] * len(block_ids)
         self._good = [0] * len(block_ids)
-        # Per rank, (index into `block_ids`, lane) of each piece of every order that it has not answered.
+        # For each rank: (index into `block_ids`, lane) of each piece of every order that it has not answered.
         self._pending: dict[int, deque[tuple[tuple[int, int], ...]]] = {}
         self.num_bad_pieces = 0
 

@@ -48,8 +48,8 @@ _BACKLOG = 128
 _MAX_QUEUED_BYTES = 2 * MAX_FRAME_BYTES
 # Frames that wait for `receive` beyond this many bytes stop the reading, until they are taken.
 _MAX_UNREAD_BYTES = 1 << 20
-# After so many frames that had come already, a receiver lets others have their turns of the event loop: what
-# came while this process did not run may be much.
+# After this number of frames that had come already, a receiver lets others have their turns of the event
+# loop: what came while this process did not run may be much.
 MOST_AT_ONCE = 4
 # A frame longer than this is not joined with its header before it is written.
 _JOINED_BYTES = 64 << 10
@@ -57,7 +57,7 @@ _STAGED_BYTES = 64 << 10
 # No name of a kind of link is longer.
 _KIND_BYTES = 16
 
-# Of Linux' `struct tcp_info`: the field `tcpi_unacked`, segments that were sent and not acknowledged.
+# The field `tcpi_unacked` of Linux's `struct tcp_info`: segments that were sent and not acknowledged.
 _UNACKNOWLEDGED = struct.Struct("=I")
 _UNACKNOWLEDGED_AT = 24
 _TCP_INFO_BYTES = 104
@@ -107,7 +107,7 @@ class FrameStream(asyncio.BufferedProtocol):
         # Frames taken since the receiver last waited.
         self._num_at_once = 0
         self._is_over = asyncio.get_running_loop().create_future()
-        # What the connection was lost by.
+        # The error by which the connection was lost.
         self.error: Exception | None = None
 
     @property
@@ -115,7 +115,7 @@ class FrameStream(asyncio.BufferedProtocol):
         return self._is_closed or self._is_over.done()
 
     def allow(self, max_bytes: int) -> None:
-        """Take frames of up to so many bytes from now on."""
+        """Take frames of up to `max_bytes` bytes from now on."""
         self._max_bytes = self._max_next_bytes = max_bytes
 
     def send(self, frame: bytes) -> None:
@@ -327,7 +327,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self._pinging = asyncio.get_running_loop().call_later(_PING_S, self._ping)
 
     def _ping(self) -> None:
-        # Turns are counted rather than seconds: after a pause of this process what came meanwhile is read.
+        # Turns are counted rather than seconds: after a pause of this process, the bytes that came are read.
         assert self._transport is not None
         if not self._has_sent and not self._is_closed:
             self._transport.write(_PING)
@@ -345,7 +345,7 @@ class FrameStream(asyncio.BufferedProtocol):
         asyncio.get_running_loop().call_later(_STOP_GRACE_S, self._give_up, num_unsent_bytes)
 
     def _give_up(self, num_unsent_bytes: int) -> None:
-        """Abort unless the connection is over, or some of what was unsent has been sent meanwhile."""
+        """Abort unless the connection is over, or some of the unsent bytes have been sent since."""
         assert self._transport is not None
         if self._is_over.done():
             return

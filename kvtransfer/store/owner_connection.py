@@ -55,7 +55,7 @@ class MappedArena:
             os.close(fd)
             raise
         self.region = ByteRegion(memoryview(self._mapping))
-        # For each unit of `_MAPPED_BYTES`: whether this process has its pages mapped.
+        # Whether this process has the pages of each unit of `_MAPPED_BYTES` mapped.
         self._is_mapped = np.zeros(-(-num_bytes // _MAPPED_BYTES), dtype=np.bool_)
 
     def expect(self, offset: int, num_bytes: int) -> None:

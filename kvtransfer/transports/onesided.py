@@ -137,7 +137,7 @@ class OneSidedChannel(Channel):
 
     @abstractmethod
     def _begin_batch(self, moves: Sequence[BlockMove], stopped: Stopped) -> Callable[[], list[int]]:
-        """Begin to write the pieces of so many blocks. What is returned waits until they are written, and
+        """Begin to write the pieces of these blocks. Return a function that waits until they are written and
         returns their sums at the source."""
 
     def _request_ack(self, connection: Connection, stopped: Stopped) -> None:

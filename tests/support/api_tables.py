@@ -36,7 +36,7 @@ _ANTHROPIC_EVENTS: tuple[type[msgspec.Struct], ...] = (
     messages._MessageStop,
     errors._AnthropicError,
 )
-# What each route answers: as a whole, and as the events of a stream.
+# The answers of each route: as a whole, and as the events of a stream.
 ANSWERS: dict[str, dict[str, tuple[type[msgspec.Struct], ...]]] = {
     "/v1/chat/completions": {"Answer": (chat._Completion,), "Chunks of a stream": (chat._Chunk,)},
     "/v1/completions": {"Answer, and chunks of a stream": (completions._Completion,)},

@@ -63,7 +63,8 @@ _PORT = {"type": "integer", "minimum": 1024, "maximum": 65535}
 _DIGEST = {"type": "string", "pattern": "^$|^sha256:[0-9a-f]{64}$"}
 _DURATION = {"type": "string", "pattern": "^([0-9]+(h|m|s))+$"}
 _NAME = {"type": "string", "pattern": "^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$"}
-# By the last names of a path; the longest that matches holds. Whatever else is typed by its default.
+# The rules by the last names of a path; the longest that matches holds. Other values are typed by their
+# default.
 _RULES: dict[str, dict[str, Any]] = {
     "app": _NAME,
     "fullnameOverride": {"type": "string", "maxLength": 40},

@@ -102,7 +102,7 @@ class Stream:
             self.failure = error
 
     def has_grown(self, num_tokens: int) -> None:
-        """Wait until it has so many more tokens."""
+        """Wait until it has `num_tokens` more tokens."""
         wanted, pause = len(self.tokens) + num_tokens, threading.Event()
         for _ in range(1200):
             assert self.failure is None

@@ -17,7 +17,7 @@ _EMULATING = " with emulated amx"
 
 KERNELS = tuple(pytest.param(isa.value, marks=needs_compiler) for isa in available_isas())
 BACKENDS = ("torch", *KERNELS)
-# And AMX tiles, emulated beside the least instruction set of this CPU.
+# The kernels, and AMX tiles emulated along with the least instruction set of this CPU.
 TILED_KERNELS = (
     *KERNELS,
     *(pytest.param(isa.value + _EMULATING, marks=needs_compiler) for isa in available_isas()[-1:]),

@@ -382,5 +382,5 @@ class Stage:
 
 
 def decoding(calls: list[Call], num_tokens: int = 6) -> Callable[[], bool]:
-    """Whether all streams have so many tokens."""
+    """Return a test whether all streams have `num_tokens` tokens."""
     return lambda: all(len(call.sequence) >= num_tokens for call in calls)

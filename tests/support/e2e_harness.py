@@ -56,7 +56,7 @@ BLOCK_TOKENS = 16
 ROOT_KEY = b"root"
 SINGLE = Parallel()
 NO_LIMITS = GroupShares()
-# Of the replicas in tests of faults.
+# The shapes of the replicas in tests of faults.
 SHAPES = [
     pytest.param(SINGLE, id="1x1"),
     pytest.param(Parallel(tp=2), id="2x1", marks=pytest.mark.slow),
@@ -89,7 +89,7 @@ class Heard:
     prefill: PrefillReport | None = None
     hand_over: HandOverReport | None = None
     failure: RequestFailed | None = None
-    # Of the first sample, by output index.
+    # The log-probabilities of the first sample, by output index.
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     moves: list[MoveEnded] = field(default_factory=list)
     isolations: list[IsolationReport] = field(default_factory=list)

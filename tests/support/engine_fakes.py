@@ -61,7 +61,7 @@ class Wires:
     ended: list[tuple[LoadNeed, dict[str, int]]] = field(default_factory=list)
     held: list[Hold] = field(default_factory=list)
     num_running: int = 0
-    # Of waiting sequences.
+    # The blocks of waiting sequences.
     num_awaited: int = 0
 
     def send(self, message: object) -> bool:

@@ -90,19 +90,19 @@ class Script:
     token_s: float = 0.0
     # Why a stream cannot move away.
     moves_fail: str = ""
-    # In place of the truth.
+    # The tokens given in place of the truth.
     tokens: list[int] | None = None
     # End with the end token at this output index.
     eos_at: int | None = None
-    # As a prefill replica: hand over before the first token is sent.
+    # Whether a prefill replica hands over before the first token is sent.
     hand_over_first: bool = False
-    # Of the prompt's cached tokens: those that the store's tiers gave.
+    # The prompt's cached tokens that the store's tiers gave.
     loaded: dict[str, int] = field(default_factory=dict)
     # Stand still: read nothing, send nothing, until it is cleared.
     is_stopped: bool = False
     # Take submissions and never begin with them; what decodes does not progress.
     stalled_s: float = 0.0
-    # Of others, by its reports.
+    # The backlog of others, by its reports.
     num_backlog_tokens: int = 0
 
 
@@ -127,7 +127,7 @@ class ScriptedReplica:
         self._streams: dict[str, FrameStream] = {}
         self._reporting: asyncio.Task[None] | None = None
         self._running: dict[tuple[str, int], list[asyncio.Task[None]]] = defaultdict(list)
-        # With the output index that comes next, of each sample.
+        # The submissions, with the output index that comes next of each sample.
         self.decoding: dict[tuple[str, int], tuple[Submission, dict[int, int]]] = {}
         self._sequence = 0
         self._load_sequence = 1
@@ -516,7 +516,7 @@ class Pair:
 
 BLOCK_TOKENS = 16
 MAX_CONTEXT = 512
-# Of the model; the tokenizer has fewer.
+# The model's vocabulary; the tokenizer has fewer tokens.
 VOCAB = 400
 FINGERPRINT = bytes(range(16))
 _PAD = {"__type": "AddedToken", "content": "<|pad|>", "special": True}

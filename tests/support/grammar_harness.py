@@ -21,7 +21,7 @@ END, OTHER_END = 0, 1
 LETTERS = "abc"
 LONGER = ("ab", "bc", "aa", "abc", "ca")
 TOKENS = ("<end>", "<other>", *LETTERS, *LONGER)
-# Of the model: some have no text.
+# The model's tokens: some have no text.
 VOCABULARY = 40
 MAX_SLOTS = 8
 

@@ -30,7 +30,7 @@ from workers.messages.link import (
 )
 from workers.messages.sampling import PackedLogprobs
 
-# What each route decodes.
+# The type that each route decodes.
 SCHEMAS: dict[str, type[schemas.Body]] = {
     "/v1/chat/completions": schemas.ChatRequest,
     "/v1/completions": schemas.CompletionRequest,

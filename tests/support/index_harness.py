@@ -115,7 +115,7 @@ class HeldAnswers:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def hold(self, after_bytes: int = 0) -> None:
-        """Keep back every answer from now on, after so many bytes more."""
+        """Keep back every answer from now on, after `after_bytes` bytes more."""
         self._allowance = after_bytes
 
     def release(self) -> None:

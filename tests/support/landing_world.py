@@ -105,7 +105,7 @@ class World:
     joined: dict[bytes, Landed] = field(default_factory=dict)
     asked: dict[bytes, LandingRequest] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
-    # By request: tokens of those that are handed over with less than was asked for.
+    # The tokens of requests that are handed over with less than was asked for, by request.
     num_handed_over: dict[str, int] = field(default_factory=dict)
     connection: bytes = b""
     num_connections: int = 0

@@ -127,7 +127,7 @@ class LocalEngine:
         self.steps = StepLoop(self.scheduler, self._send, ManualClock(0.0), tp, self.pp)
         self._out: deque[list[Future[StepReport]]] = deque()
         self.failures: dict[str, RequestFailed] = {}
-        # What was read of prompts, as it came: (index of the token, its log-probability).
+        # The log-probabilities read of prompts, in order: (index of the token, its log-probability).
         self.prompt_logprobs: dict[str, list[tuple[int, TokenLogprob]]] = {}
         self.embeddings: dict[str, list[NDArray[np.float32]]] = {}
         self.most_offloaded = 0

@@ -125,7 +125,7 @@ def _encoded(message: Any, known: dict[str, int] | None) -> bytes:
 
 
 def _unpacked(value: Any, known: dict[str, int] | None) -> Any:
-    """Return a message as it is sent: `known` None by a newer version, else by one that has so many fields of
+    """Return a message as it is sent: `known` None by a newer version, else by one that has `known` fields of
     each."""
     if isinstance(value, msgspec.Struct):
         kind = type(value)

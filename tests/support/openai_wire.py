@@ -289,7 +289,7 @@ def check_chat_events(events: list[tuple[str, Any]], request: Any, *, is_whole: 
 def check_completion_events(events: list[tuple[str, Any]], request: Any, *, is_whole: bool) -> None:
     """Check the chunks of completions."""
     chunks = _chunks(events, is_whole=is_whole)
-    # What the model cannot say is taken out behind the other checks.
+    # The nulls that the model forbids are taken out behind the other checks.
     values = [
         strict(Completion, _without_nulls(json.loads(json.dumps(chunk)), request, is_chunk=True))
         for chunk in chunks

@@ -119,7 +119,7 @@ def series_names(metric: Metric) -> tuple[str, ...]:
     return (metric.name,)
 
 
-# By the name at Prometheus.
+# The metrics by the name at Prometheus.
 SERIES: dict[str, Metric] = {
     f"ray_tandem_{name}": metric for metric in METRICS.values() for name in series_names(metric)
 }

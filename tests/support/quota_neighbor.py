@@ -41,7 +41,7 @@ _CLOCK = SystemClock()
 
 
 class Attack(NamedTuple):
-    """What the other tenant sends, on how many connections, and what the neighbor's call is meanwhile."""
+    """What the other tenant sends, on how many connections, and the neighbor's call during that."""
 
     tenant: str
     path: str
@@ -51,7 +51,7 @@ class Attack(NamedTuple):
     # How its calls must be answered while the neighbor is measured, and how many at least in each round.
     status: int
     least: int
-    # The neighbor's median may become so many times as long, and so much longer.
+    # The neighbor's median may become this many times as long, plus this many seconds.
     most_ratio: float = 1.0
     most_more_s: float = 0.0
 
@@ -137,7 +137,7 @@ class _Attacker:
             self.statuses[int(line)] += 1
 
     async def until(self, status: int, count: int) -> None:
-        """Wait until so many calls were answered like this."""
+        """Wait until this number of calls were answered like this."""
         await until(
             lambda: self.statuses[status] >= count or self.process.poll() is not None,
             f"{count} answers {status} of the other tenant",

@@ -24,7 +24,7 @@ from serving import environment, free_port
 
 
 class RayNodes:
-    """Ray processes with a folder of their own, beside whatever else runs here."""
+    """Ray processes with a folder of their own, apart from whatever else runs here."""
 
     def __init__(self, folder: Path, head: Host | None = None) -> None:
         """`folder` must have a short name: sockets lie below it. `head` None: this host's loopback."""
@@ -33,7 +33,7 @@ class RayNodes:
         token = folder / "token"
         token.write_text("token-of-nodes-started-by-hand-0123456789")
         token.chmod(0o600)
-        # Of each process that joins them.
+        # The environment variables of each process that joins them.
         self.variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
         self.address = f"{head.address if head else '127.0.0.1'}:{free_port()}"
 

@@ -280,7 +280,7 @@ class FakeDashboard:
     def __init__(self, app: FakeApp | None, name: str = "tandem") -> None:
         self.app = app
         self.name = name
-        # Of the next requests, so many are answered with 503.
+        # The number of the next requests that are answered with 503.
         self.failing = 0
         # The status and text of every answer to an order, in place of obedience.
         self.refusal: tuple[int, str] | None = None

@@ -10,7 +10,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "models" / "README.md")
 
-# What a block may need beyond this machine and a cluster on it, as the word after `sh` says.
+# The needs of a block beyond this machine and a cluster on it, as named by the word after `sh`.
 NEEDS = {
     "needs-hub": "downloads a model",
     "needs-gpu": "ranks on CUDA devices",

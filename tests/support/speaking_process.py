@@ -85,8 +85,8 @@ class SpeakingGateways(NamedTuple):
 
     port: int
     grpc_address: str
-    # Of the gateway that asks for keys, and by tenant: `acme`; `hasty`, whose quota is one request at once
-    # and two a second; `elsewhere`, who may use another model.
+    # The port of the gateway that asks for keys, and the keys by tenant: `acme`; `hasty`, whose quota is
+    # one request at once and two a second; `elsewhere`, which may use another model.
     guarded_port: int
     keys: dict[str, str]
 

@@ -291,7 +291,7 @@ class Replica:
         self.identity = ReplicaIdentity(f"replica-{self.session.hex()[:6]}", 1)
         self.welcomes: list[StoreWelcome] = []
         self.losses: list[str] = []
-        # As told by `TierEvents`.
+        # The tiers as reported by `TierEvents`.
         self.tiers: dict[bytes, str] = {}
         self._harness = harness
         self._loop = asyncio.get_running_loop()

@@ -25,7 +25,7 @@ _KINDS: dict[Any, str] = {
 }
 
 
-# By annotation.
+# The effects by annotation.
 _EFFECTS = {"Ignored": "ignored", "Refused": "refused with its type"}
 _NO_EFFECT = "Without effect"
 # A comment that stands for all fields up to the next one.
@@ -43,7 +43,7 @@ class StructField(NamedTuple):
     is_required: bool = False
 
 
-# Of a type's structs: where the fields of them are.
+# Where the fields of a type's structs are.
 Places = dict[tuple[type[msgspec.Struct], ...], str]
 
 

@@ -36,7 +36,7 @@ class AnnounceLimits(NamedTuple):
     max_queued: int = 1 << 16
     # Records in one round trip, so that packing them does not hold up the loop.
     batch: int = 128
-    # What is announced so soon after another goes with it.
+    # A change that is announced within this time after another goes with it.
     linger_s: float = 0.002
     # Between two batches of a rebuild: many nodes may rebuild at once.
     rebuild_pause_s: float = 0.05
@@ -47,8 +47,8 @@ class AnnounceLimits(NamedTuple):
 
 
 class Announcer:
-    """What this node holds, on its way to Redis: `drain` and `reannounce` run all the time, beside each
-    other."""
+    """The records of this node on their way to Redis: `drain` and `reannounce` run all the time, in
+    parallel."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class Announcer:
         self._records = records
         self._wrote = wrote
         self._queue: dict[RecordId, tuple[bytes, Tier | None]] = {}  # with the chain
-        # What is left to announce again. What is announced meanwhile leaves it, so that it never has more
-        # than was held when it was taken.
+        # The records left to announce again. One that is announced by itself leaves them, so that they are
+        # never more than were held when they were taken.
         self._walk: dict[RecordId, tuple[bytes, Tier | None]] = {}
         self._has_work = asyncio.Event()
         self._rebuild_is_wanted = asyncio.Event()
@@ -92,7 +92,7 @@ class Announcer:
         self._has_work.set()
 
     def rebuild(self) -> None:
-        """Tell everything anew, soon."""
+        """Announce everything again, soon."""
         self._rebuild_is_wanted.set()
 
     def stop(self) -> None:
@@ -142,7 +142,7 @@ class Announcer:
                 for record in batch:
                     del self._walk[record]
                 unwritten = await self._write(batch)
-                # Nothing leaves the queue meanwhile, so that what is in it is newer.
+                # Nothing leaves the queue during this, so that its entries are newer.
                 for record, state in unwritten.items():
                     if record not in self._queue:
                         self._walk[record] = state

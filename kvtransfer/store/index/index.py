@@ -78,7 +78,7 @@ class Index:
         self._tasks = SupervisedTasks(_log_failure)
         self._is_announcing = False
         self._is_superseded = False
-        # What opened the breaker: silence, not an error.
+        # Whether silence, not an error, opened the breaker.
         self._is_late = False
         self._note = ""
         self._write_note = ""

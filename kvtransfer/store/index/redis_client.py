@@ -280,7 +280,7 @@ def _remedy(error: Exception, reason: str) -> str:
     if isinstance(error, redis.exceptions.NoPermissionError):
         return "let this user run INFO, GET, SET, DEL, MGET, EVAL and EVALSHA on the keys of its namespace"
     if isinstance(error, redis.exceptions.OutOfMemoryError):
-        # Not an eviction policy for this one: Ray's control state may be on it.
+        # This server gets no advice on an eviction policy: Ray's control state may be on it.
         return "raise its maxmemory, or give the index a server of its own, with maxmemory-policy allkeys-lru"
     if isinstance(error, redis.exceptions.ReadOnlyError):
         return "it is a replica: store.redis_url must be the primary's"

@@ -22,8 +22,8 @@ from kvtransfer.store.messages import Tier
 TIERS: tuple[Tier, ...] = ("dram", "nvme", "remote")
 # The unit of an entry's stamp: coarse, so that the values of a chain stay equal.
 STAMP_S = 600
-# An entry that was not announced again for so many stamps is dropped by whoever changes the value next: else
-# one that is kept alive by its other holders would collect the nodes of the past.
+# An entry that was not announced again for this number of stamps is dropped at the next change of the value:
+# else a value that is kept alive by its other holders would collect the nodes of the past.
 STALE_STAMPS = 12
 
 _TAG_BYTES = 4

@@ -76,7 +76,7 @@ _CODEC: Codec[_Journal] = Codec(_Journal)
 
 
 class PurgeJournal:
-    """A file beside the segments: the purges that have begun and are not complete."""
+    """A file next to the segments: the purges that have begun and are not complete."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -239,7 +239,7 @@ class NvmeTier:
     def compact(self, is_wanted: Callable[[RecordInfo], bool]) -> Compacted:
         """Free space, if it is needed, by giving up a segment: one of which most was dropped, else the
         oldest. Those of its records that `is_wanted`, in the first case all, are written again, the newest
-        first, up to half a segment. Reads and writes continue meanwhile; the old places remain valid until
+        first, up to half a segment. Reads and writes continue during it; the old places remain valid until
         the next call, by which the caller must have taken over the new ones. `StoreIoError` when the disk
         fails: then nothing has changed."""
         with self._maintenance:
@@ -263,7 +263,7 @@ class NvmeTier:
     def erase(self, refs: Iterable[NvmeRef], order: PurgeOrder | None = None) -> None:
         """Drop these and all that the order means, and leave no byte of anything that was dropped in any
         file: when this returns, all that lies between the records that are held reads as zeros, durably.
-        Writes wait meanwhile. An order is completed by the next `open` when the process dies before
+        Writes wait until then. An order is completed by the next `open` when the process dies before
         `end_purge`. `StoreIoError` when anything fails; the next call tries again."""
         with self._maintenance:
             if order is not None:

@@ -16,7 +16,7 @@ from kvtransfer.store.record import image_bytes
 
 # Records that one system call writes at most.
 MAX_RUN_RECORDS = 64
-# With less than this part of a segment left, the next compaction is due.
+# The next compaction is due when less than this part of a segment is left.
 EARLY_SHARE = 0.25
 # A compaction writes at most this part of a segment again, so that it always frees enough.
 SURVIVING_SHARE = 0.5
@@ -255,7 +255,7 @@ class SegmentTable:
         return segment.num_dead_bytes >= (1 - SURVIVING_SHARE) * self._segment_bytes
 
     def commit(self, victim: Segment, copies: Sequence[Moved]) -> Compacted:
-        """Make durable copies count, except those of records that were forgotten meanwhile."""
+        """Make durable copies count, except those of records that have been forgotten since."""
         with self._lock:
             self._moved.clear()
             moved = []

@@ -68,7 +68,7 @@ class SegmentWriter:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Let nobody append meanwhile, and wait for those who do."""
+        """Keep all threads from appending within the context, and wait for those that do."""
         with self._gate.closed():
             yield
 
@@ -128,7 +128,7 @@ class SegmentWriter:
             full = self._table.open_segment
             before = None
             with self._growing:
-                if self._table.open_segment is full:  # else another thread has begun one meanwhile
+                if self._table.open_segment is full:  # else another thread has begun one
                     before = self._table.begin(self._new_segment(infos[0], is_copy=is_copy))
             self.end(before)
         return reservation

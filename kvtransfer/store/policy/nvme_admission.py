@@ -12,11 +12,11 @@ from kvtransfer.store.messages import RecordId, RecordInfo
 FIRST_WORTH = 0.15
 # The same for a record seen again; almost always kept: the next reading is seldom the last.
 AGAIN_WORTH = 0.02
-# One chain of so many is written although it is not worth it, to notice when that changes.
+# One chain of this number is written although it is not worth it, to notice when that changes.
 SAMPLED = 32
-# A class is worth writing until so many of it have ended.
+# A class is worth writing until this number of its trials have ended.
 MIN_TRIALS = 64
-# When so many of a class have ended, what was counted weighs half: workloads change.
+# When this number of trials of a class have ended, the counts weigh half: workloads change.
 MEMORY_TRIALS = 4000
 # Records remembered, for each that fits in the tier.
 SEEN_FACTOR = 4
@@ -92,7 +92,7 @@ class Admission:
     def __init__(self, policy: AdmissionPolicy, capacity_bytes: int) -> None:
         self._policy = policy
         self._capacity_bytes = capacity_bytes
-        # By hash of the record's id, packed: a collision costs one wrong guess.
+        # The packed histories by hash of the record's id: a collision costs one wrong guess.
         self._seen: dict[int, int] = {}
         # The class each written record is a trial of.
         self._on_nvme: dict[int, int] = {}

@@ -23,7 +23,7 @@ from kvtransfer.store.messages import RecordId, RecordInfo
 from kvtransfer.store.policy.nvme_admission import Admission
 
 TRACE_BLOCK_TOKENS = 512
-# Of a line: a request of a trace, or a conversation.
+# The longest line: a request of a trace, or a conversation.
 MAX_LINE_BYTES = 16 << 20
 # Files of the simulated NVMe tier.
 NUM_SEGMENTS = 64

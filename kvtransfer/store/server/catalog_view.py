@@ -20,7 +20,7 @@ from kvtransfer.store.server.tier_changes import TierChanges, tier_of
 # Blocks whose holders on other nodes are kept from a look-up, for the fetch that follows.
 _MAX_LEARNED = 1 << 14
 _TIERS: tuple[Tier, ...] = ("dram", "nvme", "remote")
-# Of what other nodes hold only the shape is known before it is here.
+# Of the records of other nodes, only the shape is known before they are here.
 
 
 class PlannedRead(NamedTuple):
